@@ -255,7 +255,8 @@ class OpenAiClient:
                 untrusted(self.url, error)
                 or f"nothing answers at {self.url} ({type(error).__name__}); `alignedserve serve` starts a server"
             ) from error
-        if response.status in (401, 403):
+        # A gateway says what this key may not do; a proxy that says nothing wants another one.
+        if response.status == 401 or (response.status == 403 and error_code(body) is None):
             raise PeerError(f"{self.url} wants a key: set {CLIENT_KEY_VARIABLE} to one that it knows")
         if response.status != 200:
             raise PeerError(f"{self.url}{path} answered {response.status}: {error_message(body)}")

@@ -116,6 +116,8 @@ def _get(url: str) -> tuple[int, bytes]:
 def _refusal(status: int) -> str:
     if status == 401:
         return "the server needs an API key: set ALIGNEDSERVE_API_KEY"
+    if status == 403:
+        return "this key may not see what others use: it needs may_see_usage (docs/keys.md)"
     if status == 404:
         return "the server has no such page: it is older than this command, or not AlignedServe"
     return f"the server answers with status {status}"

@@ -13,10 +13,12 @@ from typing_extensions import override
 
 from alignedserve.batches.interfaces import Page
 from alignedserve.cli.batch.client import BatchClient, RequestRefused
+from alignedserve.core.errors import PeerError
 from alignedserve.gateway.app import build_app
 from alignedserve.gateway.files.files_api import FilesApi
 from alignedserve.keys.file import KeyRow, SecretRow, ring_of
 from alignedserve.keys.ring import digest_of
+from alignedserve.loadgen.client import OpenAiClient
 from tests.gateway.batches.batch_server import listening
 from tests.gateway.batches.batch_support import BatchGateway, batch_gateway
 from tests.gateway.support import error_of
@@ -75,6 +77,15 @@ async def test_the_command_says_what_its_key_may_not(tmp_path: Path) -> None:
             async with BatchClient(url=url, api_key=api_key, say=lambda _: None) as client:
                 with pytest.raises(RequestRefused, match=expected):
                     await client.create({"endpoint": "/v1/completions", "completion_window": "1h"} | NO_FILE, "again")
+
+
+async def test_the_load_generator_says_what_its_key_may_not(tmp_path: Path) -> None:
+    async with batch_gateway(tmp_path, is_driven=False) as served, listening(served.app) as url:
+        with_key(served)
+        for api_key, expected in (("team-a", "403: This key may not see what others use"), ("other", "wants a key")):
+            async with OpenAiClient(url=url, api_key=api_key) as client:
+                with pytest.raises(PeerError, match=expected):
+                    await client.get("/v1/alignedserve/live")
 
 
 @pytest.mark.parametrize(("may_see_usage", "seen"), [(False, ["team-a"]), (True, ["anyone", "team-a"])])

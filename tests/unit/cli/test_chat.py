@@ -288,6 +288,17 @@ def test_the_effort_is_asked_for_and_changed(
     assert "/think takes one of none" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("status", "code", "is_other_key"), [(401, "", True), (403, "model_not_allowed", False)])
+def test_another_key_is_asked_for_where_this_one_is_not_known(
+    capsys: pytest.CaptureFixture[str], status: int, code: str, is_other_key: bool
+) -> None:
+    with running(FakeServer(respond=lambda body: Script(status=status, error_code=code))) as server:
+        assert run_chat(ChatOptions(url=server.url, once="hi")) == 1
+    shown = capsys.readouterr().err
+    assert "scripted refusal" in shown
+    assert ("set ALIGNEDSERVE_API_KEY" in shown) is is_other_key
+
+
 def test_an_unknown_effort_is_refused() -> None:
     with pytest.raises(ConfigError, match="--reasoning-effort: must be one of none"):
         run_chat(ChatOptions("http://127.0.0.1:1", once="hi", reasoning_effort="much"))

@@ -166,6 +166,7 @@ def test_without_a_terminal_it_goes_on_line_by_line_and_outlasts_a_failure(
     ("answer", "error", "words"),
     [
         ((401, b"{}"), PeerError, "ALIGNEDSERVE_API_KEY"),
+        ((403, b"{}"), PeerError, "may not see what others use: it needs may_see_usage"),
         ((404, b"{}"), PeerError, "no such page"),
         ((302, b""), PeerError, "status 302"),
         ((200, b"<html>"), ProtocolError, "does not answer as AlignedServe does"),

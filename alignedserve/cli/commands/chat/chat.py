@@ -342,7 +342,7 @@ def _explain(failure: ClientFailure, url: str) -> str:
     """Explain a failure in one line."""
     if failure.kind is ClientFailureKind.CONNECT:
         return f"nothing answers at {url}. Start a server there with: alignedserve serve"
-    if failure.status in (401, 403):
+    if failure.status == 401 or (failure.status == 403 and failure.code is None):
         return f"{failure.message} (set {CLIENT_KEY_VARIABLE} to a key that the server knows)"
     if failure.kind is ClientFailureKind.ERROR_EVENT:
         return f"the answer broke off: {failure.message}"
