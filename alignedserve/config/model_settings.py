@@ -40,13 +40,23 @@ class ModelSettings:
     @property
     def configs(self) -> tuple[ClusterConfig, ...]:
         """Return each model's configuration. Raises ConfigError naming the field."""
-        configs = tuple(config_of(_merged(self.common, own)) for own in self.own)
+        configs = tuple(self._config(number) for number in range(len(self.own)))
         names = [name_of(own) for own in self.own]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise ConfigError(f"two models are called {twice}; name them apart: serve NAME=MODEL NAME=MODEL")
         require_adapters_apart(dict(zip(names, configs, strict=True)))
         return configs
+
+    def _config(self, number: int) -> ClusterConfig:
+        """Return a model's configuration. Raises ConfigError, which names the model if it is one of several."""
+        own = self.own[number]
+        try:
+            return config_of(_merged(self.common, own))
+        except ConfigError as error:
+            if len(self.own) == 1 or str(error) == _mistake(self.common):
+                raise
+            raise ConfigError(f"the model {number + 1}, {name_of(own)}: {error}") from error
 
     def check(self) -> None:
         """Raise ConfigError naming the field that is wrong in a model's configuration."""
@@ -112,6 +122,15 @@ def name_of(own: Mapping[str, Any]) -> str:
         return str(model["served_model_name"])
     last = PurePath(str(model.get("path", "pocket"))).name
     return last.removesuffix(_GGUF)
+
+
+def _mistake(common: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with the settings of all models."""
+    try:
+        config_of(dict(common))
+    except ConfigError as error:
+        return str(error)
+    return None
 
 
 def _listed(given: Any) -> list[dict[str, Any]]:

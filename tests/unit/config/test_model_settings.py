@@ -71,7 +71,9 @@ def test_the_file_lists_models_with_sections_of_their_own(tmp_path: Path) -> Non
         (["a.gateway.port=1"], ("/x/a", "/x/b"), "gateway is of the whole cluster"),
         (["model.path=/c"], ("/x/a", "/x/b"), "model.path is one model's"),
         ([], ("/x/a", "/y/a"), "two models are called a"),
-        (["c.decode.count=2"], ("/x/a", "/x/b"), "unknown field `c`"),
+        (["c.decode.count=2"], ("/x/a", "/x/b"), "^unknown field `c`"),
+        (["b.decode.cuont=2"], ("/x/a", "/x/b"), "^the model 2, b: decode: unknown field `cuont`; did you mean"),
+        (["decode.cuont=2"], ("/x/a", "/x/b"), "^decode: unknown field `cuont`; did you mean"),  # of all models
         (["lora.adapters={one: /one}"], ("/x/a", "/x/b"), "set NAME.lora.adapters"),
         (["a.lora.adapters={b: /one}"], ("/x/a", "/x/b"), "the adapter b of a is called as another"),
         (["a.lora.adapters={c: /one}", "b.lora.adapters.c=/c"], ("/x/a", "/x/b"), "the adapter c of b is called as"),
