@@ -108,10 +108,15 @@ def start_ray(folder: Path, namespace: str, template: WorkerTemplate | None = No
                 _temp_dir=str(folder / "ray"),
             )
     except Exception as error:
-        # Ray raises a plain Exception if one of its processes is late.
-        raise ResourceError(f"Ray did not start: {error}; is this machine overloaded?") from error
+        raise ResourceError(f"Ray did not start: {error}{_question(error)}") from error
     keep_messages(folder / "logs" / "ray.log")
     return NodeProcesses.of(worker._global_node)
+
+
+def _question(error: Exception) -> str:
+    """Return what to ask: Ray raises a plain Exception, or one of several kinds, if one of its processes is late."""
+    says_why = isinstance(error, OSError | ValueError) and not isinstance(error, TimeoutError)  # a full disk, say
+    return "" if says_why else "; is this machine overloaded?"
 
 
 @contextlib.contextmanager

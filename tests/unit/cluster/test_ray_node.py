@@ -1,5 +1,7 @@
 """The Ray of one host: what it would start and where it would listen, changed for one start alone."""
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ from ray._private.node import Node
 
 from alignedserve.cluster.local_ray.start import _UNUSED_PROCESSES, _restrained, start_ray
 from alignedserve.core.errors import ResourceError
+from tests.support.marks import each
 
 
 def state() -> list[Any]:
@@ -36,3 +39,24 @@ def test_ray_starts_no_unused_process_and_listens_on_loopback_for_one_start(tmp_
 def test_a_folder_that_ray_cannot_name_is_refused_before_it_starts(tmp_path: Path) -> None:
     with pytest.raises(ResourceError, match="rö; set ALIGNEDSERVE_RUN_DIR to one in ASCII"):
         start_ray(tmp_path / "rö" / "1a2b3c4d", "alignedserve")
+
+
+@each(
+    ("error", "message"),
+    [
+        (Exception("The current node timed out"), "The current node timed out; is this machine overloaded?"),
+        (TimeoutError("after 30 seconds"), "after 30 seconds; is this machine overloaded?"),
+        (OSError(errno.ENOSPC, "No space left on device"), "[Errno 28] No space left on device"),
+    ],
+)
+def test_a_start_of_ray_that_fails_asks_for_load_where_that_may_be_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
+) -> None:
+    def fail(**_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("ray.init", fail)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    with pytest.raises(ResourceError) as raised:
+        start_ray(tmp_path, "alignedserve")
+    assert str(raised.value) == f"Ray did not start: {message}"
