@@ -17,8 +17,11 @@ import yaml
 from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
 
 from alignedserve.cluster.ray_node import RAY_ENVIRONMENT
+from alignedserve.config.environment import api_keys
 from alignedserve.config.loading import load_config
+from alignedserve.config.model_settings import load_models
 from alignedserve.config.sections.gateway import GatewayConfig
+from alignedserve.core.errors import ConfigError
 from tests.unit.deploy.test_kuberay import CLUSTER, HEAD, closed
 
 helm = pytest.importorskip("helm_python", reason="helm-python-sdk has wheels for Linux on x86 alone")
@@ -140,6 +143,7 @@ def test_the_schemas_refuse_mistakes(
         (SECRETS | {"mode": "ray"}, "ray.tokenSecret.name"),
         (SECRETS | {"replicas": 2}, "config.batches.enabled=false"),
         (SECRETS | {"config": {"gateway": {"port": 80}}}, "config.gateway.port is set by the chart: use port"),
+        (SECRETS | {"config": {"model": {"path": "/models/a"}}}, "config.model.path is set by the chart: use model"),
         ({"auth": POOL["auth"], "inferencePool": {"enabled": True}}, "inferencePool.endpointPicker.name"),
         (SECRETS | {"inferencePool": POOL["inferencePool"]}, "the endpoint picker sends no key"),
         (SECRETS | {"serviceMonitor": {"enabled": True}}, "serviceMonitor.apiKey.secret"),
@@ -155,6 +159,34 @@ def test_the_schemas_refuse_mistakes(
 def test_values_that_would_not_work_are_refused_by_name(chart: Any, values: Manifest, says: str) -> None:
     with pytest.raises(helm.HelmError, match=says):
         chart.render(values, name="demo")
+
+
+@pytest.mark.parametrize("secret", ["", "one", "one, two"])
+def test_an_empty_secret_lets_nobody_in(chart: Any, monkeypatch: pytest.MonkeyPatch, secret: str) -> None:
+    for base in (SECRETS, RAY):
+        for container in containers_of(rendered(chart, base)):
+            names = [one["name"] for one in container["env"]]
+            # Kubernetes puts the values of earlier variables in.
+            assert names.index("SECRET_API_KEYS") < names.index("ALIGNEDSERVE_API_KEYS")
+            (given,) = [one["value"] for one in container["env"] if one["name"] == "ALIGNEDSERVE_API_KEYS"]
+            monkeypatch.setenv("ALIGNEDSERVE_API_KEYS", given.replace("$(SECRET_API_KEYS)", secret))
+            if secret:
+                assert api_keys() == tuple(secret.split(", "))
+                continue
+            with pytest.raises(ConfigError, match="holds no key"):
+                api_keys()
+
+
+@pytest.mark.parametrize("base", [SECRETS, RAY])
+def test_several_models_are_those_of_the_configuration(chart: Any, base: Manifest, tmp_path: Path) -> None:
+    models = [{"model": {"path": "/models/a"}}, {"model": {"path": "/models/b"}}]
+    manifests = rendered(chart, base | {"config": {"models": models}})
+    container = containers_of(manifests)[0]
+    started = " ".join(container.get("args") or container["command"])
+    assert "serve --" in started
+    (tmp_path / "cluster.yaml").write_text(manifests["ConfigMap"]["data"]["cluster.yaml"])
+    served = load_models(tmp_path / "cluster.yaml", (), ()).configs
+    assert [config.model.path for config in served] == ["/models/a", "/models/b"]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -235,7 +267,7 @@ def test_services_budget_policy_and_pool_select_the_pods(chart: Any) -> None:
 
 def test_secrets_come_from_secrets(chart: Any) -> None:
     keys = containers_of(rendered(chart, SECRETS))[0]["env"]
-    assert {"name": "ALIGNEDSERVE_API_KEYS", "valueFrom": {"secretKeyRef": {"name": "keys", "key": "api-keys"}}} in keys
+    assert {"name": "SECRET_API_KEYS", "valueFrom": {"secretKeyRef": {"name": "keys", "key": "api-keys"}}} in keys
     manifests = rendered(chart, EVERYTHING)
     settings = settings_of(manifests)["gateway"]
     mounts = {mount["mountPath"] for mount in containers_of(manifests)[0]["volumeMounts"]}

@@ -33,6 +33,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- range $name, $instead := dict "host" "mode" "port" "port" "drain_s" "drainSeconds" "keys_file" "auth.keysFile" "tls_certificate" "tls.secret" "tls_key" "tls.secret" -}}
 {{- if hasKey $gateway $name -}}{{- fail (printf "config.gateway.%s is set by the chart: use %s" $name $instead) -}}{{- end -}}
 {{- end -}}
+{{- if dig "model" "path" "" .Values.config -}}{{- fail "config.model.path is set by the chart: use model" -}}{{- end -}}
 {{- if and .Values.auth.keysFile.secret .Values.auth.apiKeys.secret -}}
 {{- fail "auth.keysFile.secret and auth.apiKeys.secret: name one of the two" -}}
 {{- end -}}
@@ -126,11 +127,14 @@ resources: {{- toYaml $resources | nindent 4 }}
   value: /var/lib/alignedserve/huggingface
 {{- with .Values.auth.apiKeys }}
 {{- if .secret }}
-- name: ALIGNEDSERVE_API_KEYS
+- name: SECRET_API_KEYS
   valueFrom:
       secretKeyRef:
           name: {{ .secret }}
           key: {{ .key }}
+# The comma: a secret that is empty is a mistake then, and would let anyone in without it.
+- name: ALIGNEDSERVE_API_KEYS
+  value: ",$(SECRET_API_KEYS)"
 {{- end }}
 {{- end }}
 {{- with .Values.extraEnv }}
