@@ -3,6 +3,7 @@
 | key | value | written by |
 |---|---|---|
 | `file/<id>` | FileRecord | gateways; the driver for result files |
+| `deleted/<id>` | DeletedFile | who deletes a file, for an hour |
 | `batch/<id>` | BatchRecord | gateways and the driver, for each step of its status |
 | `progress/<id>` | Progress | the driver |
 | `again/<owner>/<digest>` | batch id | gateways: an idempotency key that was used |
@@ -50,6 +51,7 @@ OVER = "over"
 _MAX_CONFLICTS = 20
 _MAX_ACTIVE = 10_000
 _CREATED_LIFETIME_S = 3600.0  # much longer than a batch's creation takes
+_DELETED_LIFETIME_S = 3600.0  # and than a client takes from one page of a list to the next
 
 
 class StoredThroughputs(StoredRecord, frozen=True):
@@ -63,6 +65,13 @@ class StorageUsage(StoredRecord, frozen=True):
 
     num_files: int = 0
     num_bytes: int = 0
+
+
+class DeletedFile(StoredRecord, frozen=True):
+    """Where a file was in its owner's list, for clients that delete what they list."""
+
+    owner: str
+    created_s: float
 
 
 class FilePage(NamedTuple):
@@ -119,10 +128,12 @@ class BatchRepository:
         usage_raw, file_raw = await self._store.read([key, f"file/{record.file_id}"])
         if file_raw is None or decode(file_raw, FileRecord) != record:
             return False
+        deleted = DeletedFile(record.owner, record.created_s)
         changes: list[Change] = [
             DeleteValue(f"file/{record.file_id}"),
             RemoveFromIndex(f"files/{record.owner}", record.file_id),
             RemoveFromIndex(EXPIRING, record.file_id),
+            SetValue(f"deleted/{record.file_id}", encode(deleted), _DELETED_LIFETIME_S),
         ]
         if record.view is None:
             changes.append(SetValue(key, encode(_add_usage(_decode_usage(usage_raw), -1, -record.num_bytes))))
@@ -137,6 +148,12 @@ class BatchRepository:
         if page is None:
             return None
         return FilePage(page.members, await self._read_files(page.members), page.has_more)
+
+    async def deleted_file(self, owner: str, file_id: str) -> DeletedFile | None:
+        """Return where a file of this owner was that was deleted within the last hour."""
+        known = parsed_file_id(file_id)
+        found = None if known is None else await self._read_one(f"deleted/{known}", DeletedFile)
+        return found if found is not None and found.owner == owner else None
 
     async def expiring_files(self, limit: int) -> list[FileRecord]:
         """List files that have an expiry time, the earliest first, without those whose record is damaged."""

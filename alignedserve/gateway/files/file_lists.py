@@ -13,20 +13,35 @@ _PIECE = 500  # files read at a time
 async def list_files(
     repository: BatchRepository, owner: str, *, after: str | None, limit: int, newest_first: bool, purpose: str | None
 ) -> tuple[list[FileRecord], bool]:
-    """Return a page of files, and whether there are more. Raises InvalidRequest for an unknown cursor."""
+    """Return a page of files, and whether there are more. Raises InvalidRequest for an unknown cursor.
+
+    `after` may have been deleted lately: SDKs ask by the last file of a page, and their user may delete what it lists.
+    """
     page: list[FileRecord] = []
     piece = _PIECE if purpose is not None else min(limit, _PIECE)
     passed: list[str] = []  # cursors, of which the last ones may be deleted before the next piece is read
+    place: tuple[float, str] | None = None  # of `after` in the list, where it is deleted
     while True:
         found = await repository.files(owner, after=after, limit=piece, newest_first=newest_first)
         if found is None and passed:
             after = passed.pop()
             continue
+        if found is None and after is not None and place is None:
+            deleted = await repository.deleted_file(owner, after)
+            if deleted is not None:
+                place, after, piece = (deleted.created_s, after), None, _PIECE
+                continue
         if found is None:
             raise InvalidRequest("after is not the id of a file in this list.", param="after")
-        page += [record for record in found.files if purpose in (None, record.purpose)]
+        page += [
+            record
+            for record in found.files
+            if purpose in (None, record.purpose)
+            and (place is None or ((record.created_s, record.file_id) < place) is newest_first)
+        ]
         # A filtered page is filled up: SDKs take an empty page for the last one.
-        if len(page) > limit or not found.has_more or (purpose is None and len(page) == limit):
+        is_filtered = purpose is not None or place is not None
+        if len(page) > limit or not found.has_more or (not is_filtered and len(page) == limit):
             return page[:limit], len(page) > limit or found.has_more
         passed += found.file_ids
         after = passed.pop()
