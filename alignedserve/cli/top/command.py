@@ -77,7 +77,7 @@ def _heading(url: str, problem: str | None) -> Text:
 def _address(url: str | None) -> str:
     """Return where to ask: as given, else the one cluster on this host. Raises ConfigError."""
     if url is None:
-        url = show_status(find_cluster(None)).url if has_cluster() else DEFAULT_URL
+        url = show_status(find_cluster(None, option="--url")).url if has_cluster() else DEFAULT_URL
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"--url {url}: must be the address of a server, such as {DEFAULT_URL}")

@@ -29,10 +29,11 @@ Ask = Callable[[AdminRequest, OnRemark], Answer]  # raises ResourceError with th
 _LOOK_S = 10.0  # for a driver to answer a question
 
 
-def find_cluster(cluster_id: str | None) -> Path:
+def find_cluster(cluster_id: str | None, *, option: str = "--cluster") -> Path:
     """Return the door of the cluster that runs on this host.
 
-    `cluster_id`: the name of its run folder; None: there is one. Raises ResourceError listing the clusters.
+    `cluster_id`: the name of its run folder; None: there is one. `option`: by which the user chooses one. Raises
+    ResourceError listing the clusters.
     """
     doors = {path.parent.name: path for path in sorted(run_root().glob(f"*/{SOCKET_NAME}")) if _is_open(path)}
     if cluster_id is not None and cluster_id in doors:
@@ -43,7 +44,7 @@ def find_cluster(cluster_id: str | None) -> Path:
         return next(iter(doors.values()))
     known = ", ".join(f"{name} ({_url_of(door)})" for name, door in doors.items())
     problem = "several clusters serve on this host" if cluster_id is None else f"no cluster {cluster_id} serves here"
-    raise ResourceError(f"{problem}; choose with --cluster: {known}")
+    raise ResourceError(f"{problem}; choose with {option}: {known}")
 
 
 def ask(door: Path, request: AdminRequest, on_remark: OnRemark) -> Answer:

@@ -1,5 +1,6 @@
 """Orders to a cluster on this host, through its door."""
 
+import contextlib
 import socket
 import threading
 from collections.abc import Iterator
@@ -9,6 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from alignedserve.cli.top import command
+from alignedserve.cluster.deployments import client
 from alignedserve.cluster.deployments.admin_api import MAX_LINE_BYTES, AdminApi
 from alignedserve.cluster.deployments.client import ask, find_cluster, show
 from alignedserve.cluster.deployments.orders import (
@@ -105,12 +108,20 @@ def test_models_are_shown(door: AdminApi) -> None:
     assert asked(door, ShowModels(), MODELS)[0] == [MODELS]
 
 
-def test_the_cluster_of_this_host_is_found_by_its_door(door: AdminApi, tmp_path: Path) -> None:
+def test_the_cluster_of_this_host_is_found_by_its_door(
+    door: AdminApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert find_cluster(None) == find_cluster("cluster") == door.path
     (tmp_path / "ended").mkdir()
     with socket.socket(socket.AF_UNIX) as left_behind:
         left_behind.bind(str(tmp_path / "ended" / "admin.sock"))
     assert find_cluster(None) == door.path
+    with contextlib.closing(AdminApi(tmp_path / "second")), monkeypatch.context() as patched:
+        patched.setattr(client, "_url_of", "http://{}".format)
+        with pytest.raises(ResourceError, match=r"several clusters serve on this host; choose with --cluster: cluster"):
+            find_cluster(None)
+        with pytest.raises(ResourceError, match=r"choose with --url: "):  # of `top`, which has no --cluster
+            command.top(None, is_once=True, every_s=1.0)
     door.close()
     with pytest.raises(ResourceError, match="no cluster serves on this host"):
         find_cluster(None)
