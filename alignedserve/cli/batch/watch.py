@@ -17,7 +17,15 @@ _LINE_EVERY_S = 10.0  # without a terminal, unless the status changes
 
 
 async def watch_until_over(client: BatchClient, batch_id: str, console: Console) -> dict[str, Any]:
-    """Show the batch until it is over; return it as it is then."""
+    """Show the batch until it is over; return it as it is then. Ctrl-C ends the watching alone, and that is said."""
+    try:
+        return await _watched(client, batch_id, console)
+    except asyncio.CancelledError:
+        console.print(f"{batch_id} goes on; `alignedserve batch cancel {batch_id}` ends it", soft_wrap=True)
+        raise
+
+
+async def _watched(client: BatchClient, batch_id: str, console: Console) -> dict[str, Any]:
     rate = Rate()
     with _bar(console) if console.is_terminal else _lines(console) as show:
         while True:

@@ -2,6 +2,7 @@
 
 import asyncio
 import gzip
+import io
 import json
 import random
 import sys
@@ -15,7 +16,9 @@ from rich.console import Console
 
 from alignedserve.api.backend.scripted import Script
 from alignedserve.batches.records import Endpoint
+from alignedserve.cli.batch.client import BatchClient
 from alignedserve.cli.batch.input_check import check_file
+from alignedserve.cli.batch.watch import watch_until_over
 from alignedserve.cli.main import main
 from alignedserve.core.request import Request
 from tests.gateway.batches.batch_server import CuttingProxy, listening
@@ -253,6 +256,20 @@ async def test_watching_and_submitting_over_connections_that_break(
         listed = (await cli.served.client.get("/v1/batches")).json()["data"]
     assert len(listed) == 1
     assert proxy.num_cut
+
+
+async def test_whoever_ends_the_watching_is_told_that_the_batch_goes_on(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), width=200)
+    async with batch_gateway(tmp_path, is_driven=False) as served, listening(served.app) as url:
+        batch_id = (await served.submit(chat_lines(1)))["id"]
+        async with BatchClient(url=url, api_key=None, say=lambda _: None) as client:
+            watching = asyncio.create_task(watch_until_over(client, batch_id, console))
+            await asyncio.sleep(0)
+            watching.cancel()  # as Ctrl-C does
+            with pytest.raises(asyncio.CancelledError):
+                await watching
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue() == f"{batch_id} goes on; `alignedserve batch cancel {batch_id}` ends it\n"
 
 
 async def test_output_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
