@@ -116,6 +116,23 @@ async def python_transcript(folder: Path) -> str:
     return transcript(recorder.exchanges)
 
 
+@pytest.mark.parametrize("order", ["asc", "desc"])
+async def test_whoever_lists_files_may_delete_what_it_has_seen(tmp_path: Path, order: Any) -> None:
+    import openai
+
+    async with batch_gateway(tmp_path, is_driven=False) as served, listening(served.app) as url:
+        made = [(await served.upload(b"x")).json()["id"] for _ in range(7)]
+        seen: list[str] = []
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            async for file in client.files.list(limit=2, order=order):
+                seen.append(file.id)
+                if file.id != made[3]:
+                    await client.files.delete(file.id)
+            left = [file.id async for file in client.files.list()]
+    assert seen == (made if order == "asc" else made[::-1])
+    assert left == [made[3]]
+
+
 async def test_the_python_sdk(tmp_path: Path) -> None:
     assert await python_transcript(tmp_path) == STORED.read_text(encoding="utf-8")
 

@@ -316,25 +316,6 @@ async def test_a_file_that_is_deleted_meanwhile_ends_no_list(tmp_path: Path, mon
         assert ([one["id"] for one in rest["data"]], rest["has_more"]) == ([made[6]], False)
 
 
-@pytest.mark.parametrize("order", ["asc", "desc"])
-async def test_whoever_lists_may_delete_what_it_has_seen(tmp_path: Path, order: str) -> None:
-    """As `for file in client.files.list(limit=2): client.files.delete(file.id)` does."""
-    async with batch_gateway(tmp_path, is_driven=False) as served:
-        made = [(await served.upload(b"x")).json()["id"] for _ in range(7)]
-        seen: list[str] = []
-        query = f"order={order}&limit=2"
-        while True:
-            page = (await served.client.get(f"/v1/files?{query}")).json()
-            seen += [one["id"] for one in page["data"]]
-            for file_id in [one["id"] for one in page["data"] if one["id"] != made[3]]:
-                assert (await served.client.delete(f"/v1/files/{file_id}")).status_code == 200
-            if not page["has_more"]:
-                break
-            query = f"order={order}&limit=2&after={page['last_id']}"
-        assert seen == (made if order == "asc" else made[::-1])
-        assert [one["id"] for one in (await served.client.get("/v1/files")).json()["data"]] == [made[3]]
-
-
 async def test_a_long_list_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of 10 000 results held up all streams of its gateway, and asked for each batch by itself."""
     monkeypatch.setattr(file_lists, "_PIECE", 4)
