@@ -13,6 +13,7 @@ from alignedserve.certification.statistics import Compared, LeftOver, StreamFigu
 from alignedserve.certification.verdict import Check
 from alignedserve.certification.words import bound_of, duration, measured_of, percent, seconds
 from alignedserve.core.metrics import READABLE_GAP_S, Distribution
+from alignedserve.core.percent import in_percent
 from alignedserve.sim.report.document import document, figure, named_values, table
 from alignedserve.sim.report.svg import element, shown
 from alignedserve.sim.report.tables import Table
@@ -196,7 +197,7 @@ def _attainment(alone: StreamFigures | None, beside: StreamFigures | None) -> st
         if figures is None:
             continue
         interval = figures.attainment_interval
-        between = "-" if interval is None else f"{interval[0]:.1%} to {interval[1]:.1%}"
+        between = "-" if interval is None else f"{in_percent(interval[0])} to {in_percent(interval[1])}"
         failures = ", ".join(f"{count} x {kind}" for kind, count in figures.reasons.items()) or "none"
         shares = (percent(figures.attainment), between, percent(figures.stalled))
         values = (str(figures.num_sent), str(figures.num_answered), *shares, failures)
@@ -259,9 +260,10 @@ def _document_plots(certificate: Certificate) -> list[str]:
 def _left_over(left: LeftOver) -> str:
     words = (
         f"Alone, documents had {shown(left.alone_tokens_per_s)} tokens/s. Beside chat they took "
-        f"{duration(left.beside_s)}. A server with nothing else to do would have needed {left.chat_share:.0%} of that "
-        f"time for the same chats, which leaves {shown(left.left_tokens_per_s)} tokens/s over. Documents had "
-        f"{shown(left.beside_tokens_per_s)} tokens/s: {percent(left.share)} of it."
+        f"{duration(left.beside_s)}. A server with nothing else to do would have needed "
+        f"{in_percent(left.chat_share, 0)} of that time for the same chats, which leaves "
+        f"{shown(left.left_tokens_per_s)} tokens/s over. Documents had {shown(left.beside_tokens_per_s)} tokens/s: "
+        f"{percent(left.share)} of it."
     )
     return element("p", escape(words))
 

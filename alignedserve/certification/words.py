@@ -3,7 +3,11 @@
 import math
 
 from alignedserve.certification.verdict import Check
+from alignedserve.core.percent import in_percent
 from alignedserve.sim.report.svg import shown
+
+_DIGITS, _MOST_DIGITS = 2, 9
+_WHOLE = "100 %"
 
 
 def seconds(value: float | None) -> str:
@@ -23,14 +27,21 @@ def duration(value: float) -> str:
 
 def percent(share: float | None) -> str:
     """Return a share in percent; a dash where there is none."""
-    return "-" if share is None else f"{share:.1%}"
+    return "-" if share is None else in_percent(share)
 
 
 def measured_of(check: Check) -> str:
-    """Return what was measured."""
+    """Return what was measured, to so many digits that it reads neither as a bound that it misses nor as whole."""
     if check.measured is None:
         return "not measured"
-    return "none came" if math.isinf(check.measured) else _with_unit(check.measured, check.unit)
+    if math.isinf(check.measured):
+        return "none came"
+    bound = _with_unit(check.bound, check.unit)
+    for digits in range(_DIGITS, _MOST_DIGITS):
+        words = _with_unit(check.measured, check.unit, digits)
+        if (check.holds or words != bound) and (words != _WHOLE or check.measured >= 100.0):
+            return words
+    return _with_unit(check.measured, check.unit)
 
 
 def bound_of(check: Check) -> str:
@@ -38,6 +49,6 @@ def bound_of(check: Check) -> str:
     return f"at {'least' if check.is_least else 'most'} {_with_unit(check.bound, check.unit)}"
 
 
-def _with_unit(value: float, unit: str) -> str:
-    number = f"{value:,.2f}".rstrip("0").rstrip(".") if unit else f"{value:,.0f}"
+def _with_unit(value: float, unit: str, digits: int = _DIGITS) -> str:
+    number = f"{value:,.{digits}f}".rstrip("0").rstrip(".") if unit else f"{value:,.0f}"
     return f"{'0' if number == '-0' else number} {unit}".strip()

@@ -4,6 +4,7 @@ from rich.console import Console
 from rich.table import Table
 
 from alignedserve.core.metrics import READABLE_GAP_S, Distribution
+from alignedserve.core.percent import in_percent
 from alignedserve.core.request import Slo
 from alignedserve.loadgen.summary import ClassReport, GeneratorReport, LoadReport
 
@@ -106,7 +107,7 @@ def _generator_remark(generator: GeneratorReport) -> str:
     verdict = "not the limit"
     if generator.was_limit:
         verdict = "the generator, or the machine it shares, was a limit: these latencies hold its delays as well"
-    own = f"{generator.cpu_share:.0%} of a core"
+    own = f"{in_percent(generator.cpu_share, 0)} of a core"
     return f"load generator: sent late by {lateness}; own loop late by {lag}; took {own}: {verdict}"
 
 
@@ -118,7 +119,7 @@ def _milliseconds(found: Distribution | None) -> list[str]:
 
 
 def _cached(numbers: ClassReport) -> str:
-    return f"{numbers.cached_tokens / max(numbers.input_tokens, 1) * 100:.1f} %"
+    return _share(numbers.cached_tokens / max(numbers.input_tokens, 1))
 
 
 def _slo(slo: Slo) -> str:
@@ -127,7 +128,7 @@ def _slo(slo: Slo) -> str:
 
 
 def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value * 100:.1f} %"
+    return "-" if value is None else in_percent(value).replace("%", " %")
 
 
 def _longest(gaps: Distribution | None) -> str:

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from alignedserve.core.percent import in_percent
 from alignedserve.costmodel.calibration import CALIBRATIONS
 from alignedserve.planning.candidates import Candidate
 from alignedserve.planning.hardware_list import RECORDED
@@ -62,7 +63,7 @@ def compared(groups: Sequence[Group], span_s: float, on_windows: Outcome | None,
     if on_windows is not None and on_windows.windows is not None:
         sentences.append(
             f"On the {on_windows.windows.num_played} of these windows that it needed the plan attains "
-            f"{on_windows.attained:.2%}, on the whole {on_whole.attained:.2%}."
+            f"{in_percent(on_windows.attained, 2)}, on the whole {in_percent(on_whole.attained, 2)}."
         )
     return sentences
 
@@ -94,7 +95,8 @@ def straggler_words(outcome: Outcome, machines: Machines) -> str:
     kernel = "as measured" if machines.model is None else f"kernel {machines.kernel.value}"
     if outcome.result is None:
         return kernel
-    return f"{outcome.result.iteration_log.straggler_share:.1%} of decode attention is assumed for stragglers, {kernel}"
+    share = in_percent(outcome.result.iteration_log.straggler_share)
+    return f"{share} of decode attention is assumed for stragglers, {kernel}"
 
 
 def caution_of_costs(candidate: Candidate, machines: Machines) -> str:

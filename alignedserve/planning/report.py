@@ -6,6 +6,7 @@ from html import escape
 from math import floor
 from typing import Any
 
+from alignedserve.core.percent import in_percent
 from alignedserve.planning.candidates import Candidate
 from alignedserve.planning.plan import Plan, Tried, Variation
 from alignedserve.planning.trials import HOPELESS, Outcome
@@ -69,7 +70,7 @@ def attained_words(plan: Plan, one: Tried) -> str:
         is_exact = plan.groups and one.outcome.is_whole
         return f"below {percent(plan.goals.share if is_exact else min(plan.goals.share, HOPELESS))}"
     behind = "" if one.outcome.keeps_up else ", falls behind"
-    return f"{one.outcome.attained:.1%}{behind}"
+    return f"{in_percent(one.outcome.attained)}{behind}"
 
 
 def played_words(outcome: Outcome) -> str:
@@ -89,7 +90,7 @@ def summary(plan: Plan) -> list[str]:
     if plan.chosen is not None:
         candidate = plan.chosen.candidate
         lines.append(
-            f"Plan: {candidate.label}, {priced(candidate)}. It attains {near.outcome.attained:.2%} "
+            f"Plan: {candidate.label}, {priced(candidate)}. It attains {in_percent(near.outcome.attained, 2)} "
             f"(asked for {percent(goal)})."
         )
     else:
@@ -98,8 +99,8 @@ def summary(plan: Plan) -> list[str]:
             f"{near.candidate.label}, {attained_words(plan, near)}."
         )
         lines += _what_would(plan)
-    low, high = plan.interval
-    lines.append(f"90 % interval of what it attains with other traffic of this kind: {low:.2%} to {high:.2%}.")
+    low, high = (in_percent(bound, 2) for bound in plan.interval)
+    lines.append(f"90 % interval of what it attains with other traffic of this kind: {low} to {high}.")
     if plan.simulated_only is not None:
         candidate = plan.simulated_only.candidate
         lines.append(
@@ -210,7 +211,7 @@ def frontier_plot(report: PlanReport) -> str:
     marks = []
     for trial in shown_ones:
         style = groups.index(_group(trial.candidate))
-        words = f"{trial.candidate.label}: {trial.outcome.attained:.1%}, {priced(trial.candidate)}"
+        words = f"{trial.candidate.label}: {in_percent(trial.outcome.attained)}, {priced(trial.candidate)}"
         position = frame.at(trial.candidate.cost, trial.outcome.attained)
         faint = {} if trial.outcome.is_representative else {"opacity": "0.45"}
         marks.append(element("g", mark(style, *position, words), class_=f"s{style % MAX_STYLES}", **faint))
@@ -250,7 +251,7 @@ def _figures(plan: Plan, trial: Tried) -> list[str]:
             for measure in (measures.ttft_s, measures.tpot_s)
         ]
         busy = sum(worker.utilisation for worker in result.workers) / max(len(result.workers), 1)
-        cells += [f"{measures.tokens_per_s:,.0f}", f"{busy:.0%}"]
+        cells += [f"{measures.tokens_per_s:,.0f}", in_percent(busy, 0)]
     return [*cells, "yes" if trial.candidate.can_be_served else "simulated only"]
 
 
@@ -259,7 +260,7 @@ def variations_table(plan: Plan) -> Table:
     rows = [
         [
             variation.words,
-            NOTHING if variation.outcome.is_abandoned else f"{variation.outcome.attained:.1%}",
+            NOTHING if variation.outcome.is_abandoned else in_percent(variation.outcome.attained),
             played_words(variation.outcome),
             "holds" if variation.holds else "does not hold",
         ]

@@ -7,6 +7,7 @@ from rich.table import Table
 from alignedserve.cli.commands.options import EvalOptions
 from alignedserve.cli.console import FAILURE, printable, progress, results, write_json
 from alignedserve.config.environment import client_api_key
+from alignedserve.core.percent import in_percent
 from alignedserve.evaluation.accuracy import EvalAnswer, EvalReport, GroupScore, score
 from alignedserve.evaluation.suites import Suite, make_suite
 from alignedserve.loadgen.client import CompletionOutcome, OpenAiClient
@@ -73,7 +74,7 @@ def _print_report(report: EvalReport, options: EvalOptions) -> None:
 
 
 def _row(group: GroupScore) -> tuple[str, ...]:
-    return (group.name, str(group.num_tasks), str(group.num_correct), str(group.num_failed), f"{group.accuracy:.1%}")
+    return (group.name, str(group.num_tasks), str(group.num_correct), str(group.num_failed), in_percent(group.accuracy))
 
 
 def _shortened(text: str) -> str:

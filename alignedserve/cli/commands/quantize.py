@@ -8,6 +8,7 @@ from rich.table import Table
 from alignedserve.cli.commands.options import QuantizeOptions
 from alignedserve.cli.console import notes, progress, results, write_json
 from alignedserve.core.errors import ConfigError
+from alignedserve.core.percent import in_percent
 from alignedserve.loadgen.prompts import to_json
 from alignedserve.offline.text_scores import TextScores, score_text, shipped_text
 from alignedserve.runtime.model.built_in import model_path
@@ -45,7 +46,7 @@ def quantize(options: QuantizeOptions) -> int:
         table.add_column(heading, justify="left" if heading == "model" else "right")
     for row in rows:
         sizes = (f"{row[name] / _MIB:.0f} MiB" for name in ("file_bytes", "worker_bytes"))
-        table.add_row(row["model"], f"{row['perplexity']:.3f}", f"{row['same_likeliest']:.1%}", *sizes)
+        table.add_row(row["model"], f"{row['perplexity']:.3f}", in_percent(row["same_likeliest"]), *sizes)
     results().print(table)
     return 0
 

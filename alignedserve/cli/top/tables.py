@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from alignedserve.cli.console import printable
 from alignedserve.cli.top.document import Batches, Load, Model, Reading, Worker, of_worker
+from alignedserve.core.percent import in_percent
 
 _TIERS = {"real_time": "real-time", "best_effort": "best effort"}
 _OBJECTIVES = {"ttft": "first token", "tpot": "mean gap", "deadline": "deadline"}
@@ -115,11 +116,11 @@ def _workers(name: str, load: Load, reading: Reading) -> Table:
             f"{one.num_running}/{one.num_places}",
             str(one.num_waiting),
             f"{one.num_blocks_used}/{one.num_blocks}",
-            f"{one.lean:.0%}" if one.is_elastic else "-",
+            in_percent(one.lean, 0) if one.is_elastic else "-",
             f"{one.batch.shortest}-{one.batch.longest}" if one.batch.num_requests else "-",
             _number(reading.rate(name, of_worker(one.worker, lambda found: found.num_tokens))),
             _number(reading.rate(name, of_worker(one.worker, lambda found: found.num_prompt_tokens))),
-            f"{compute / wall:.0%}" if wall and compute is not None else "-",
+            in_percent(compute / wall, 0) if wall and compute is not None else "-",
         ]
         table.add_row(*(escape(cell) for cell in cells))
     return table
@@ -181,4 +182,4 @@ def _number(value: float | None) -> str:
 
 
 def _share(part: float, whole: float) -> str:
-    return f"{part / whole:.0%}" if whole else "-"
+    return in_percent(part / whole, 0) if whole else "-"

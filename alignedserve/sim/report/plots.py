@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
+from alignedserve.core.percent import in_percent
 from alignedserve.sim.engine import IterationLine
 from alignedserve.sim.report.runs import WINDOW_S, Report, ReportedRun, window_of
 from alignedserve.sim.report.svg import (
@@ -103,7 +104,7 @@ def utilisation(report: Report, runs: Sequence[ReportedRun]) -> str:
             text(worker.name, x=left - 8, **words),
             element("rect", x=left, y=top, width=width - left - 50, height=_ROW - 6, class_="track"),
             element("rect", x=left, y=top, width=length, height=_ROW - 6, class_=f"bar s{style}"),
-            text(f"{worker.utilisation:.0%}", x=width - 44, y=top + 12),
+            text(in_percent(worker.utilisation, 0), x=width - 44, y=top + 12),
         ]
     return picture(width, len(rows) * _ROW + 6, "utilisation of every worker", *parts)
 

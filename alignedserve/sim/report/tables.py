@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from alignedserve.core.metrics import READABLE_GAP_S
+from alignedserve.core.percent import in_percent
 from alignedserve.sim.report.runs import Report, ReportedRun, window_of
 from alignedserve.sim.report.svg import shown
 from alignedserve.sim.result import ALL, ClassResult, Measure, SimulationResult
@@ -73,7 +74,7 @@ def _steadiness_cells(found: ClassResult | None) -> list[str]:
 
 
 def _percent(share: float | None) -> str:
-    return NOTHING if share is None else f"{share:.1%}"
+    return NOTHING if share is None else in_percent(share)
 
 
 def _recomputed(run: ReportedRun, class_name: str) -> str:
@@ -84,14 +85,14 @@ def _recomputed(run: ReportedRun, class_name: str) -> str:
 
 def _hit_rate(run: ReportedRun, class_name: str) -> str:
     measures = run.of_class(class_name)
-    return NOTHING if measures is None or measures.hit_rate is None else f"{measures.hit_rate:.1%}"
+    return NOTHING if measures is None or measures.hit_rate is None else in_percent(measures.hit_rate)
 
 
 def _headline_cells(run: ReportedRun, class_name: str) -> list[str]:
     measures = run.of_class(class_name)
     if run.result is None or measures is None:
         return ["failed" if run.result is None else NOTHING, *[NOTHING] * (len(_HEADLINES) - 1)]
-    of_all = (f"{mean_utilisation(run.result):.0%}", f"{run.result.num_preemptions:,}")
+    of_all = (in_percent(mean_utilisation(run.result), 0), f"{run.result.num_preemptions:,}")
     return [*_class_cells(measures), *(of_all if class_name == ALL else ("", ""))]
 
 
@@ -125,7 +126,7 @@ def distributions(runs: Sequence[ReportedRun], class_name: str) -> Table:
 def workers(runs: Sequence[ReportedRun]) -> Table:
     """Build a table of every worker's work."""
     rows = [
-        [run.policy, worker.name, f"{worker.utilisation:.1%}"]
+        [run.policy, worker.name, in_percent(worker.utilisation)]
         + [f"{count:,}" for count in (worker.num_iterations, worker.num_prompt_tokens, worker.num_decodes)]
         for run in runs
         if run.result is not None

@@ -8,7 +8,8 @@ from alignedserve.certification.certificate import Certificate, certificate_of
 from alignedserve.certification.page import certificate_page
 from alignedserve.certification.protocol import Phase
 from alignedserve.certification.records import Evidence
-from alignedserve.certification.verdict import Bounds
+from alignedserve.certification.verdict import Bounds, Check
+from alignedserve.certification.words import measured_of
 from tests.unit.certification.samples import PROTOCOL, SPEED, batch, chat, evidence, phase
 
 
@@ -52,6 +53,16 @@ def test_a_page_whose_bounds_hold_claims_no_more_than_was_seen() -> None:
     assert "Held: all 11 bounds" in page
     assert "0.0% of chats were in time beside documents, 0.0% alone, and no line of a batch was lost." in page
     assert "Alone, 0.0% of chats were in time: the objectives are too tight" in page
+
+
+def test_a_share_that_is_not_whole_never_reads_as_whole_nor_as_the_bound_that_it_misses() -> None:
+    seen = evidence(beside=(chat(),) * 2999 + (chat(ttft_s=1.5),))
+    assert "99.97%" in _page(seen)
+    assert "100.0%" in _page(evidence())
+    assert measured_of(Check("in time", 99.9967, 99.0, is_least=True, unit="%")) == "99.997 %"
+    assert measured_of(Check("in time", 89.999, 90.0, is_least=True, unit="%")) == "89.999 %"
+    assert measured_of(Check("lost", 0.001, 0.0, unit="points")) == "0.001 points"
+    assert measured_of(Check("in time", 100.0, 99.0, is_least=True, unit="%")) == "100 %"
 
 
 def test_a_partial_run_has_a_page() -> None:

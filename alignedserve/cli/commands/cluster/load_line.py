@@ -1,6 +1,7 @@
 """What a cluster, or one model of it, does now, in one line."""
 
 from alignedserve.config.sections import Topology
+from alignedserve.core.percent import in_percent
 from alignedserve.messages.gateways import ClusterStatus
 
 
@@ -17,7 +18,8 @@ def load_line(load: ClusterStatus | None, topology: str) -> str:
     leans = "".join(f"; {one.worker} leans {one.lean:.0%} to prompts" for one in load.leans)
     prefixes = ""
     if load.prefixes.num_query_tokens:
-        prefixes = f"; prefix cache: {load.prefixes.num_blocks} blocks, {load.prefixes.hit_rate:.0%} of tokens found"
+        found = in_percent(load.prefixes.hit_rate, 0)
+        prefixes = f"; prefix cache: {load.prefixes.num_blocks} blocks, {found} of tokens found"
     return (
         f"Load: {load.num_queued} queued, {load.num_prefilling} in prefill, {pooled}{load.num_decoding} decoding; "
         f"{workers}, {load.num_worker_blocks_used} of {load.num_worker_blocks} blocks used{prefixes}{leans}"

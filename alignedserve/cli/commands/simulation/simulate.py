@@ -22,6 +22,7 @@ from alignedserve.cli.commands.simulation.simulate_cases import (
 )
 from alignedserve.cli.console import FAILURE, notes, print_table, printable, progress, write_json
 from alignedserve.cli.machine import describe_machine
+from alignedserve.core.percent import in_percent
 from alignedserve.costmodel.choice import FITTED
 from alignedserve.loadgen.prompts import to_json
 from alignedserve.runtime.device.cores import num_cores
@@ -159,7 +160,7 @@ def _print_table(report: Report) -> None:
     for run in report.runs:
         for router in run.result.routers if run.result is not None else ():
             if router.utilisation:
-                behind = f"{router.utilisation:.0%} busy, at most {router.max_behind_s:.3f} s behind"
+                behind = f"{in_percent(router.utilisation, 0)} busy, at most {router.max_behind_s:.3f} s behind"
                 notes().print(f"{run.policy} at {run.rate:g}/s: {router.name} {behind}", markup=False, soft_wrap=True)
     for run in report.runs:
         if run.error is not None:
