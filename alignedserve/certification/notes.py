@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from alignedserve.certification.certificate import Certificate
 from alignedserve.certification.words import percent, seconds
+from alignedserve.core.percent import in_percent
 
 _FEW_CHATS = 200
 _MOSTLY_IN_TIME = 0.9  # of chats: fewer, and it says little that none is lost beside documents
@@ -43,7 +44,12 @@ def _of_chat(certificate: Certificate) -> Iterator[str]:
     if share is not None and share < _MUCH_BESIDE:
         yield (
             "Documents were through before the last chats came: only those chats count as beside documents that were "
-            f"sent before, {share:.0%} of them."
+            f"sent before, {in_percent(share, 0)} of them."
+        )
+    if certificate.is_simulated and share is not None and share < 1.0:
+        yield (
+            "Percentiles of gaps with documents on are of all chats, of which the last came after the documents; the "
+            "longest gap is of chats beside documents only."
         )
     if beside is not None and 0 < beside.num_sent < _FEW_CHATS:
         yield (

@@ -137,9 +137,7 @@ def figures_of(evidence: Evidence, slo: Slo) -> Figures:
 
 def _chat_of(phase: PhaseRecord, slo: Slo) -> StreamFigures:
     chats = phase.chats_beside
-    longest_gap_s = max((gap_s for chat in chats if (gap_s := chat.longest_gap_s) is not None), default=None)
-    figures = _streams(chats, phase.gaps_s, longest_gap_s, slo)
-    return replace(figures, latest_of_objective=_latest(chats, slo))
+    return replace(_streams(chats, phase.gaps_s, slo), latest_of_objective=_latest(chats, slo))
 
 
 def _by_picture(evidence: Evidence, slo: Slo, *, has_picture: bool) -> dict[str, StreamFigures]:
@@ -148,26 +146,26 @@ def _by_picture(evidence: Evidence, slo: Slo, *, has_picture: bool) -> dict[str,
     for phase in evidence.phases:
         chats = [chat for chat in phase.chats_beside if chat.has_picture is has_picture]
         if chats:
-            found[phase.phase.value] = replace(_streams(chats, (), None, slo), latest_of_objective=_latest(chats, slo))
+            found[phase.phase.value] = replace(_streams(chats, (), slo), latest_of_objective=_latest(chats, slo))
     return found
 
 
 def _documents_of(phase: PhaseRecord | None) -> StreamFigures | None:
     if phase is None or not phase.documents:
         return None
-    return _streams(phase.documents, phase.document_gaps_s, None, Slo())
+    return _streams(phase.documents, phase.document_gaps_s, Slo())
 
 
-def _streams(
-    streams: Sequence[StreamRecord], gaps_s: Sequence[float], longest_gap_s: float | None, slo: Slo
-) -> StreamFigures:
+def _streams(streams: Sequence[StreamRecord], gaps_s: Sequence[float], slo: Slo) -> StreamFigures:
+    """Compute the figures of streams; `gaps_s` may be a sample, and the longest of all stands in the streams."""
     answered = [one for one in streams if one.failure is None]
     failures = Counter(one.failure for one in streams if one.failure is not None)
     reasons = Counter(one.reason or one.failure for one in streams if one.failure is not None)
     num_met = sum(one.has_met(slo) for one in streams)
     gap = metrics.describe(gaps_s)
-    if gap is not None and longest_gap_s is not None:
-        gap = replace(gap, max=longest_gap_s)
+    longest_s = [one.longest_gap_s for one in streams if one.longest_gap_s is not None]
+    if gap is not None and longest_s:
+        gap = replace(gap, max=max(longest_s))
     return StreamFigures(
         num_sent=len(streams),
         num_answered=len(answered),

@@ -13,15 +13,16 @@ from alignedserve.certification.words import measured_of
 from tests.unit.certification.samples import PROTOCOL, SPEED, batch, chat, evidence, phase
 
 
-def _certificate(seen: Evidence) -> Certificate:
+def _certificate(seen: Evidence, *, is_simulated: bool = False) -> Certificate:
     about = (("server", "http://server/<script>"),)
     return certificate_of(
-        title="Certificate", about=about, protocol=PROTOCOL, speed=SPEED, evidence=seen, bounds=Bounds()
-    )
+        title="Certificate", about=about, protocol=PROTOCOL, speed=SPEED, evidence=seen, bounds=Bounds(),
+        is_simulated=is_simulated,
+    )  # fmt: skip
 
 
-def _page(seen: Evidence) -> str:
-    page = certificate_page(_certificate(seen))
+def _page(seen: Evidence, *, is_simulated: bool = False) -> str:
+    page = certificate_page(_certificate(seen, is_simulated=is_simulated))
     for picture in re.findall(r"<svg.*?</svg>", page, re.DOTALL):
         ElementTree.fromstring(picture)  # well formed
     return page
@@ -63,6 +64,13 @@ def test_a_share_that_is_not_whole_never_reads_as_whole_nor_as_the_bound_that_it
     assert measured_of(Check("in time", 89.999, 90.0, is_least=True, unit="%")) == "89.999 %"
     assert measured_of(Check("lost", 0.001, 0.0, unit="points")) == "0.001 points"
     assert measured_of(Check("in time", 100.0, 99.0, is_least=True, unit="%")) == "100 %"
+
+
+def test_a_simulated_page_says_which_chats_its_gaps_are_of() -> None:
+    late = evidence(beside=(*(chat(),) * 9, chat(sent_s=30.0)))  # after the documents were through
+    assert "Percentiles of gaps with documents on are of all chats" in _page(late, is_simulated=True)
+    assert "Percentiles of gaps" not in _page(late)
+    assert "Percentiles of gaps" not in _page(evidence(), is_simulated=True)
 
 
 def test_a_partial_run_has_a_page() -> None:

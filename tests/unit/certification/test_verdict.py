@@ -57,6 +57,15 @@ def test_the_longest_gap_is_of_chats_with_documents_beside_them() -> None:
     assert figures.beside.gap_s.max == 0.05
 
 
+def test_the_longest_gap_of_documents_is_of_all_though_their_gaps_are_a_sample() -> None:
+    streams = (chat(), replace(chat(), longest_gap_s=7.0))
+    record = replace(phase(Phase.DOCUMENTS_ALONE), documents=streams, document_gaps_s=(0.02, 0.05))
+    figures = figures_of(Evidence((phase(Phase.CHAT_ALONE), phase(Phase.BESIDE), record), 5.0), SLO)
+    assert figures.documents_alone is not None
+    assert figures.documents_alone.gap_s is not None
+    assert figures.documents_alone.gap_s.max == 7.0
+
+
 def test_only_chats_with_documents_beside_them_count() -> None:
     chats = (*(chat(sent_s=1.0 * number) for number in range(10)), chat(sent_s=23.0, ttft_s=9.0))
     figures = figures_of(evidence(beside=chats), SLO)
