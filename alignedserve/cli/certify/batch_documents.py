@@ -22,6 +22,7 @@ from alignedserve.cli.certify.documents import Documents, DocumentsLog
 
 _DEFAULT_WINDOW = "24h"  # which every server with batches takes
 _CANCEL_S = 5.0
+_UNREAD = "failed, not read why"
 
 
 class NoBatches(Exception):
@@ -38,10 +39,22 @@ class _OpenBatch:
         self.ended_s: float | None = None
 
     @property
+    def num_completed(self) -> int:
+        """Return the lines that have an answer, as the server counts them."""
+        return self._count("completed")
+
+    @property
+    def num_failed(self) -> int:
+        """Return the lines that have failed, as the server counts them."""
+        return self._count("failed")
+
+    @property
     def num_ended(self) -> int:
         """Return the lines that have ended, as the server counts them."""
-        counts = self.batch.get("request_counts") or {}
-        return int(counts.get("completed") or 0) + int(counts.get("failed") or 0)
+        return self.num_completed + self.num_failed
+
+    def _count(self, name: str) -> int:
+        return int((self.batch.get("request_counts") or {}).get(name) or 0)
 
 
 class BatchDocuments(Documents):
@@ -170,5 +183,6 @@ def _unjudged(one: _OpenBatch) -> BatchRecord:
         began_s=one.began_s,
         ended_s=one.ended_s,
         status=str(one.batch.get("status")),
-        num_answered=one.num_ended,
+        num_answered=one.num_completed,
+        failures={_UNREAD: one.num_failed} if one.num_failed else {},
     )

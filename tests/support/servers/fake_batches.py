@@ -25,6 +25,7 @@ class FakeBatches:
     dies_with_first_batch: bool = False
     takes_batches: bool = True  # False: listed, but not created
     lasts_s: float = 0.3  # a batch, from its creation
+    num_failed: int = 0  # lines of every batch, as it says while it lasts
     num_chats: int = 0
     cancelled: list[str] = field(default_factory=list)
     windows_asked: list[str] = field(default_factory=list)
@@ -123,7 +124,7 @@ class FakeBatches:
 
     def _view(self, batch_id: str) -> dict[str, Any]:
         is_over, size = time.monotonic() >= self._ends_s[batch_id], self._sizes[batch_id]
-        counts = {"total": size, "completed": size if is_over else 0, "failed": 0}
+        counts = {"total": size, "completed": size if is_over else 0, "failed": 0 if is_over else self.num_failed}
         status = "completed" if is_over else "in_progress"
         return {**self._batches[batch_id], "status": status, "request_counts": counts}
 

@@ -156,10 +156,13 @@ async def test_a_server_that_falls_silent_is_given_up() -> None:
 
 
 async def test_batches_that_do_not_get_on_are_given_up_and_cancelled() -> None:
-    server = FakeBatches(lasts_s=1000.0)
+    server = FakeBatches(lasts_s=1000.0, num_failed=2)
     async with server.serving() as url:
         measured = await _measured(url, patience_s=1.0)
-    assert measured.evidence.phases[-1].failure == "no document came to its end for 1 s (--patience)"
+    last = measured.evidence.phases[-1]
+    assert last.failure == "no document came to its end for 1 s (--patience)"
+    assert [one.num_answered for one in last.batches] == [0, 0, 0]  # what has failed is no answer
+    assert "lines failed" in _missed(_certificate(measured))
     assert server.cancelled == ["batch-0", "batch-1", "batch-2"]
 
 
