@@ -13,6 +13,8 @@ from starlette.types import Scope
 
 from alignedserve.api.anthropic.errors import error_view
 from alignedserve.api.errors import error_json
+from alignedserve.gateway.connections.arriving_bodies import ArrivingBodies
+from alignedserve.gateway.connections.limits import ConnectionLimits
 from alignedserve.gateway.json_response import JsonResponse, is_anthropic
 from alignedserve.gateway.middleware import GatewayMiddleware, HeadMiddleware
 from alignedserve.gateway.routes import (
@@ -63,6 +65,7 @@ def build_app(services: Services) -> FastAPI:
         api_keys=services.api_keys,
         metrics=services.metrics,
         intake=services.intake,
+        bodies=ArrivingBodies(ConnectionLimits.of(services.config).max_connections),
         logs_access=services.config.access_log,
     )
     app.add_middleware(HeadMiddleware)

@@ -16,6 +16,7 @@ from alignedserve.api.task_class import note_client
 from alignedserve.api.timelines.trace_context import plain_request_id
 from alignedserve.gateway.access_log import Answered, log_access
 from alignedserve.gateway.api_keys import ApiKeys
+from alignedserve.gateway.connections.arriving_bodies import ArrivingBodies, CountedBody
 from alignedserve.gateway.connections.paced_starts import PacedStarts
 from alignedserve.gateway.failure_log import FailureLog
 from alignedserve.gateway.intake import Intake
@@ -36,13 +37,15 @@ class GatewayMiddleware:
     """ASGI middleware around the whole app."""
 
     def __init__(
-        self, app: ASGIApp, *, api_keys: ApiKeys, metrics: GatewayMetrics, intake: Intake, logs_access: bool = False
-    ) -> None:
+        self, app: ASGIApp, *, api_keys: ApiKeys, metrics: GatewayMetrics, intake: Intake, bodies: ArrivingBodies,
+        logs_access: bool = False,
+    ) -> None:  # fmt: skip
         self._app = app
         self._logs_access = logs_access
         self._api_keys = api_keys
         self._metrics = metrics
         self._intake = intake
+        self._bodies = bodies
         self._failures = FailureLog()
         self._starts = PacedStarts()
 
@@ -75,12 +78,20 @@ class GatewayMiddleware:
             scope["state"]["key"] = key
             note_client(_client_of(key, scope))
             self._admit(scope)
-            await self._app(scope, receive, sender.send)
+            await self._app(scope, self._counted(key, scope, receive), sender.send)
         except Exception as error:  # noqa: BLE001  (the gateway's single handler)
             self._metrics.count_rejected(rejection_code(error))
             self._failures.note(sender.request_id, scope["path"], error)
             if not isinstance(error, ClientDisconnected):  # the server closes that connection
                 await sender.send_error(error, scope, receive)
+
+    def _counted(self, key: KeyEntry, scope: Scope, receive: Receive) -> Receive:
+        """Count the body as one of its key while it arrives; where no keys are set its address's connections count."""
+        if scope["method"] != "POST" or key is ANYONE:
+            return receive
+        body = CountedBody(self._bodies, key.owner, receive, scope["state"])
+        scope["state"]["held_until_response"].callback(body.close)
+        return body.receive
 
     def _admit(self, scope: Scope) -> None:
         """Let a drain wait for this request. Raises Draining."""

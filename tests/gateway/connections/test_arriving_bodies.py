@@ -1,0 +1,51 @@
+"""Bodies that one key sends slowly leave connections to other keys."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+
+from tests.gateway.support import gateway
+
+BODY = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}).encode()
+
+
+class SlowBodies:
+    """Bodies of which the second half comes when that is said."""
+
+    def __init__(self, num_bodies: int) -> None:
+        self._num_left = num_bodies
+        self.have_begun = asyncio.Event()
+        self.may_end = asyncio.Event()
+
+    async def body(self) -> AsyncIterator[bytes]:
+        yield BODY[:10]
+        self._num_left -= 1
+        if not self._num_left:
+            self.have_begun.set()
+        await self.may_end.wait()
+        yield BODY[10:]
+
+
+async def test_one_key_cannot_take_the_connections_of_others_by_bodies_that_arrive_slowly() -> None:
+    slow, of_one, of_other = SlowBodies(2), {"x-api-key": "one"}, {"x-api-key": "other"}
+    headers = of_one | {"content-type": "application/json"}
+    async with gateway(max_connections=8, api_keys=("one", "other")) as running:
+        client, path = running.client, "/v1/chat/completions"
+        held = [asyncio.create_task(client.post(path, content=slow.body(), headers=headers)) for _ in range(2)]
+        await slow.have_begun.wait()
+        refused = await client.post(path, json=json.loads(BODY), headers=of_one)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert refused.headers["connection"] == "close"
+        assert (await client.post(path, json=json.loads(BODY), headers=of_other)).status_code == 200
+        slow.may_end.set()
+        assert [answer.status_code for answer in await asyncio.gather(*held)] == [200, 200]
+        assert (await client.post(path, json=json.loads(BODY), headers=of_one)).status_code == 200
+
+
+async def test_bodies_that_are_whole_are_as_many_as_a_key_likes() -> None:
+    async with gateway(max_connections=4, api_keys=("one",)) as running:
+        calls = [
+            running.client.post("/v1/chat/completions", json=json.loads(BODY), headers={"x-api-key": "one"})
+            for _ in range(20)
+        ]
+        assert {answer.status_code for answer in await asyncio.gather(*calls)} == {200}
