@@ -45,6 +45,10 @@ class KeyEntry(msgspec.Struct, frozen=True, gc=False):
         """Return whether it may read what tells of all keys; one without rights of its own, outside the file, may."""
         return self.may_see_usage or not self.owner.startswith(NAMED)
 
+    def may_change(self, owner: str) -> bool:
+        """Return whether it may replace or remove what the key of this owner has loaded; empty: nobody knows whose."""
+        return owner in ("", self.owner) or self.sees_all
+
     @property
     def is_real_time(self) -> bool:
         """Return whether it may ask for answers for which a person waits."""

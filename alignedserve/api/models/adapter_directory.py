@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from alignedserve.api.errors import NotFound
+from alignedserve.api.errors import Forbidden, NotFound
 from alignedserve.core.errors import AdapterError, InvalidRequest
 from alignedserve.core.request import LoraAdapter
 from alignedserve.disk.last_seen import LastSeen
+from alignedserve.keys.entry import ANYONE, KeyEntry
 from alignedserve.runtime.lora.adapter_folders import find_adapter
 from alignedserve.runtime.lora.loaded_file import (
     Changes,
@@ -57,10 +58,10 @@ class AdapterDirectory:
         self._refresh()
         return self._loaded.get(name)
 
-    def load(self, name: str, path: str, *, replaces: bool = False) -> LoraAdapter:
+    def load(self, name: str, path: str, *, replaces: bool = False, key: KeyEntry = ANYONE) -> LoraAdapter:
         """Read and check an adapter, and let requests name it. `replaces`: one of that name may be there.
 
-        Raises InvalidRequest.
+        `key`: whose it is from then on. Raises InvalidRequest.
         """
         if not name.isprintable() or name in self._configured or name == self._served.name:
             raise InvalidRequest("lora_name is a name of the configuration, or not printable.", param="lora_name")
@@ -69,23 +70,31 @@ class AdapterDirectory:
         except AdapterError as error:
             raise InvalidRequest(str(error), param="lora_path", code="invalid_adapter") from error
         with self._changing():
+            self._check_owner(name, key)
             if name in self._loaded and not replaces:
                 raise InvalidRequest("An adapter of this name is loaded already; set load_inplace.", param="lora_name")
             if len(self._loaded) >= _MAX_LOADED and name not in self._loaded:
                 raise InvalidRequest(f"At most {_MAX_LOADED} adapters can be loaded.", param="lora_name")
-            self._changes = with_loaded(self._changes, adapter)
+            self._changes = with_loaded(self._changes, adapter, key.owner)
         logger.info("loaded adapter %r", name)
         return adapter
 
-    def unload(self, name: str) -> None:
+    def unload(self, name: str, key: KeyEntry = ANYONE) -> None:
         """Let no new request name the adapter; requests that have it go on. Raises NotFound, InvalidRequest."""
         if name in self._configured:
             raise InvalidRequest("An adapter of the configuration is not unloaded.", param="lora_name")
         with self._changing():
             if name not in self._loaded:
                 raise NotFound("No adapter of this name is loaded.", param="lora_name", code="adapter_not_found")
+            self._check_owner(name, key)
             self._changes = without_loaded(self._changes, name)
         logger.info("unloaded adapter %r", name)
+
+    def _check_owner(self, name: str, key: KeyEntry) -> None:
+        """Raise Forbidden where another client's key has loaded the adapter of this name."""
+        if name in self._loaded and not key.may_change(self._changes[name].owner):
+            message = "Another key has loaded the adapter of this name."
+            raise Forbidden(message, param="lora_name", code="adapter_not_allowed")
 
     @contextmanager
     def _changing(self) -> Iterator[None]:

@@ -48,7 +48,7 @@ async def load_adapter(http: Request) -> Response:
     adapters = _adapters_of(http, asked.base_model_name)
     if asked.lora_name in services.models and not adapters.find(asked.lora_name):
         raise InvalidRequest("A model of this name is served.", param="lora_name")
-    load = partial(adapters.load, asked.lora_name, asked.lora_path, replaces=asked.load_inplace)
+    load = partial(adapters.load, asked.lora_name, asked.lora_path, replaces=asked.load_inplace, key=key_of(http))
     await asyncio.to_thread(load)
     return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' added successfully.")
 
@@ -59,7 +59,7 @@ async def unload_adapter(http: Request) -> Response:
     services = await rate_limited_services(http)
     asked = await read_body(http, services, partial(parse, UnloadAdapterRequest, ignored=ignored_fields_of(http)))
     _check_name(http, asked.lora_name)
-    await asyncio.to_thread(_adapters_of(http, asked.base_model_name).unload, asked.lora_name)
+    await asyncio.to_thread(_adapters_of(http, asked.base_model_name).unload, asked.lora_name, key_of(http))
     return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' removed successfully.")
 
 

@@ -7,6 +7,7 @@ from alignedserve.core.request import LoraAdapter
 from alignedserve.runtime.lora.adapter_folders import find_adapter
 from alignedserve.runtime.lora.loaded_file import (
     changing_loaded,
+    loaded_of,
     read_changes,
     read_loaded,
     with_loaded,
@@ -22,7 +23,8 @@ def carry_over(old: Path, new: Path, served: ServedModel) -> tuple[str, ...]:
     Reads every adapter's files.
     """
     try:
-        known = read_loaded(old)
+        before = read_changes(old)
+        known = loaded_of(before)
     except AdapterError as error:
         return (str(error),)
     kept, problems = [], []
@@ -36,7 +38,7 @@ def carry_over(old: Path, new: Path, served: ServedModel) -> tuple[str, ...]:
         with changing_loaded(new):
             changes = read_changes(new)
             for adapter in kept:
-                changes = with_loaded(changes, adapter)
+                changes = with_loaded(changes, adapter, before[adapter.name].owner)
             write_changes(new, changes)
     return tuple(problems)
 

@@ -30,6 +30,7 @@ class AdapterChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     digest: bytes
     number: int = 1  # of two changes the larger counts
     is_loaded: bool = True  # False: it was unloaded
+    owner: str = ""  # of the key that loaded it
 
     @property
     def adapter(self) -> LoraAdapter:
@@ -37,9 +38,9 @@ class AdapterChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return LoraAdapter(self.name, self.path, self.digest)
 
     @property
-    def rank(self) -> tuple[int, bool, str, bytes]:
+    def rank(self) -> tuple[int, bool, str, bytes, str]:
         """Return what orders changes of one name, in the same way everywhere."""
-        return self.number, self.is_loaded, self.path, self.digest
+        return self.number, self.is_loaded, self.path, self.digest, self.owner
 
 
 Changes = dict[str, AdapterChange]  # by name
@@ -85,9 +86,9 @@ def write_changes(file: Path, changes: Changes) -> None:
     os.replace(written, file)
 
 
-def with_loaded(changes: Changes, adapter: LoraAdapter) -> Changes:
-    """Return the changes after one more adapter was loaded."""
-    change = AdapterChange(adapter.name, adapter.path, adapter.digest, _next_number(changes))
+def with_loaded(changes: Changes, adapter: LoraAdapter, owner: str = "") -> Changes:
+    """Return the changes after one more adapter was loaded, by the key of this owner."""
+    change = AdapterChange(adapter.name, adapter.path, adapter.digest, _next_number(changes), owner=owner)
     return {**changes, adapter.name: change}
 
 

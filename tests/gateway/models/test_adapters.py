@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from alignedserve.api.backend.scripted import Script
@@ -17,6 +18,8 @@ from alignedserve.api.work_lanes import LONG_LEN
 from alignedserve.config.sections import LoraConfig
 from alignedserve.core.request import Request
 from alignedserve.gateway.routes import request_bodies
+from alignedserve.keys.file import KeyRow, ring_of
+from alignedserve.keys.ring import digest_of
 from alignedserve.runtime.lora.adapter_folders import with_adapters
 from alignedserve.runtime.model.served_model import ServedModel
 from tests.gateway.batches.batch_support import BatchGateway, batch_gateway
@@ -41,18 +44,19 @@ def script_of(request: Request) -> Script:
     return Script((), failure=Unservable(REASON)) if name == "broken" else Script((*tokens_of(name), EOS))
 
 
-def adapted_model(folder: Path) -> ServedModel:
+def adapted_model(folder: Path, allowed_folder: str | None = None) -> ServedModel:
     (folder / "model").mkdir()
     write_tokenizer(folder / "model")
     base = served_model("based", folder / "model")
     for seed, name in enumerate(("terse", "broken")):
         write_adapter(folder / name, base.decoder, seed=seed)
-    return with_adapters(base, LoraConfig(adapters={name: str(folder / name) for name in ("terse", "broken")}))
+    adapters = {name: str(folder / name) for name in ("terse", "broken")}
+    return with_adapters(base, LoraConfig(adapters=adapters, allowed_folder=allowed_folder))
 
 
-def add_adapted(served: BatchGateway, folder: Path) -> None:
+def add_adapted(served: BatchGateway, folder: Path, allowed_folder: str | None = None) -> None:
     """Serve a model with two adapters behind the gateway's own."""
-    model = adapted_model(folder)
+    model = adapted_model(folder, allowed_folder)
     card, hasher = ModelCard.of(model), PrefixHasher(b"k" * 32, form=b"form", block_size=8)
     directory = AdapterDirectory(model, folder / "adapters.json")
     services = served.services.make_model(card, served.backend, tokenizer(), hasher, adapters=directory)
@@ -121,3 +125,25 @@ async def test_lines_of_a_batch_name_adapters(tmp_path: Path) -> None:
         }
         (failed,) = await served.results(batch["error_file_id"])
         assert REASON in failed
+
+
+async def test_a_key_neither_replaces_nor_unloads_the_adapter_of_another(tmp_path: Path) -> None:
+    async with batch_gateway(tmp_path / "batches", script_of) as served:
+        rows = [{"name": name, "secrets": [{"sha256": digest_of(name).hex()}]} for name in ("first", "second")]
+        served.services.keys.ring = ring_of((), msgspec.convert(rows, list[KeyRow]))
+        add_adapted(served, tmp_path, allowed_folder=str(tmp_path))
+
+        async def post(key: str, action: str, **fields: Any) -> httpx.Response:
+            body = {"lora_name": "new", "base_model_name": "based", **fields}
+            headers = {"x-api-key": key}
+            return await served.client.post(f"/v1/{action}_lora_adapter", json=body, headers=headers)
+
+        path = str(tmp_path / "terse")
+        assert (await post("first", "load", lora_path=path)).status_code == 200
+        for refused in (
+            await post("second", "load", lora_path=path, load_inplace=True),
+            await post("second", "unload"),
+        ):
+            assert error_of(refused, 403)["code"] == "adapter_not_allowed"
+        assert (await post("first", "load", lora_path=path, load_inplace=True)).status_code == 200
+        assert (await post("first", "unload")).status_code == 200

@@ -200,3 +200,14 @@ def test_the_list_of_keys_has_whole_names_in_a_narrow_terminal(
     monkeypatch.setattr("alignedserve.cli.console.results", lambda: Console(width=60))
     show_list(keys_file(tmp_path, row("analysts-of-the-third-floor", "one")), json_output=False)
     assert " analysts-of-the-third-floor " in capsys.readouterr().out
+
+
+def test_what_a_key_has_loaded_is_changed_by_it_and_by_those_that_see_all() -> None:
+    ring = ring_of(("plain",), [row("a", "a"), row("b", "b"), row("sees", "sees", may_see_usage=True)])
+    a, b, sees, plain = (ring.find(secret, NOW_S) for secret in ("a", "b", "sees", "plain"))
+    assert a is not None
+    assert [key.may_change(a.owner) for key in (a, b, sees, plain, ANYONE) if key is not None] == [
+        True, False, True, True, True,
+    ]  # fmt: skip
+    assert b is not None
+    assert b.may_change("")  # loaded before it was noted by whom

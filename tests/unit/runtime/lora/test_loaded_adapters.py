@@ -42,7 +42,7 @@ def load(served: ServedModel, folder: Path, *names: str) -> dict[str, LoraAdapte
         found[name] = find_adapter(name, str(folder / name), served.lora, served.decoder)
     changes: Changes = {}
     for adapter in found.values():
-        changes = with_loaded(changes, adapter)
+        changes = with_loaded(changes, adapter, f"owner of {adapter.name}")
     write_changes(loaded_file(folder, ""), changes)
     return found
 
@@ -54,6 +54,7 @@ def test_those_that_fit_are_carried_over_and_others_named(tmp_path: Path, served
     (problem,) = carry_over(old, new, served)
     assert problem == "the adapter changed is not carried over: its files have changed"
     assert read_loaded(new) == {"fits": found["fits"]}
+    assert read_changes(new)["fits"].owner == "owner of fits"
 
 
 def test_a_model_without_adapters_takes_none(tmp_path: Path, served: ServedModel) -> None:
@@ -102,7 +103,7 @@ def test_nodes_agree_in_whatever_order_they_hear_of_each_other(seed: int) -> Non
         adapter = LoraAdapter(rng.choice("abc"), f"/{number}", bytes([number]) * 16)
         match rng.randrange(3):
             case 0:
-                nodes[number] = with_loaded(nodes[number], adapter)
+                nodes[number] = with_loaded(nodes[number], adapter, rng.choice("xy"))
             case 1 if adapter.name in nodes[number]:
                 nodes[number] = without_loaded(nodes[number], adapter.name)
             case _:
