@@ -53,7 +53,7 @@ class ClusterLineRunner:
                 return _failure(line, error, has_started=False)
             generation = Generation(job.request, job.model)
             try:
-                body = await self._body(job, generation)
+                body = await self._body(job, generation, client_of(line.owner))
             except GenerationError as error:
                 return _failure(line, error, has_started=generation.has_started)
         return LineResponse(
@@ -65,12 +65,12 @@ class ClusterLineRunner:
             generation.compute_us,
         )
 
-    async def _body(self, job: LineJob, generation: Generation) -> bytes:
+    async def _body(self, job: LineJob, generation: Generation, client: str) -> bytes:
         if job.make_event_formatter is None or self._events is None:
             return await collect_body(generation, job.make_formatter)
         config = self._services.config
         limits = EventLimits(config.max_response_events_bytes, config.max_events_bytes)
-        return await generate_body(generation, job.make_event_formatter, self._events, limits)
+        return await generate_body(generation, job.make_event_formatter, self._events, client, limits)
 
     def model_states(self) -> dict[str, ModelState]:
         """Return the models that answer; see LineRunner."""

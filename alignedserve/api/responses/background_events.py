@@ -53,22 +53,23 @@ class BackgroundFormatter(ResponsesFormatter):
         return events
 
 
-async def write_first_events(log: EventLog, response: dict[str, Any], limits: EventLimits) -> None:
-    """Begin the log of a response that has been queued."""
+async def write_first_events(log: EventLog, response: dict[str, Any], owner: str, limits: EventLimits) -> None:
+    """Begin the log of a response that has been queued for this client."""
     events: list[Event] = [{"type": f"response.{name}", "response": response} for name in _FIRST_EVENTS]
     chunk = b"".join(encoded_event(event, number) for number, event in enumerate(events))
-    await EventWriter(log, response["id"], limits).write(chunk, now=time.time(), lifetime_s=_FIRST_LIFETIME_S)
+    await EventWriter(log, response["id"], owner, limits).write(chunk, now=time.time(), lifetime_s=_FIRST_LIFETIME_S)
 
 
 async def generate_body(
     generation: Generation,
     make_formatter: Callable[[Generation], BackgroundFormatter],
     log: EventLog,
+    owner: str,
     limits: EventLimits,
 ) -> bytes:
     """Generate and return the body of a response, writing its events meanwhile. Raises GenerationError."""
     formatter = make_formatter(generation)
-    events = EventWriter(log, formatter.response["id"], limits)
+    events = EventWriter(log, formatter.response["id"], owner, limits)
     async with generation, aclosing(generation.deltas()) as deltas, _ChunkWriter(events) as writer:
         async for index, delta in deltas:
             writer.add(formatter.events(index, delta))

@@ -6,7 +6,7 @@
 | `response-event-chunk/<id>/<number>` | events in the form in which they are sent |
 
 The gateway that creates a response writes chunk 0, and the process that generates it writes the others, each once. The
-oldest chunks make room when a response has too many bytes, and when all responses together have too many.
+oldest chunks make room when a response has too many bytes, and when all responses of one key together have too many.
 """
 
 from collections import deque
@@ -19,18 +19,17 @@ from alignedserve.batches.responses.bounded_records import BoundedRecords, Entry
 from alignedserve.messages.state import Change, DeleteValue, SetValue
 
 _CHUNKS_PER_READ = 16
-_ALL = "all"  # the one owner of the list of chunks
 
 
 class EventLimits(NamedTuple):
     """Bytes of events that are kept; the last chunk of a response is, whatever its size."""
 
     per_response: int
-    in_all: int
+    per_owner: int
 
 
 class EventRange(StoredRecord, frozen=True):
-    """Chunks of one response: from `first` on they are left, except those that made room for other responses."""
+    """Chunks of one response: from `first` on they are left, except those that made room for others of its owner."""
 
     end: int  # number of the next chunk
     first: int = 0
@@ -61,9 +60,9 @@ class EventLog:
         expected = None if before is None else encode(before)
         return await self._store.commit(changes, unchanged={_key(response_id): expected})
 
-    async def make_room(self, num_bytes: int, limits: EventLimits) -> None:
-        """Let the oldest chunks of all responses go, once there are many new bytes."""
-        await self._chunks.trim_when_due(_ALL, num_bytes, limits.in_all)
+    async def make_room(self, owner: str, num_bytes: int, limits: EventLimits) -> None:
+        """Let the oldest chunks of all responses of an owner go, once there are many new bytes."""
+        await self._chunks.trim_when_due(owner, num_bytes, limits.per_owner)
 
     async def read(self, response_id: str, number: int) -> list[EventChunk]:
         """Return the chunks written from this number on, at most `_CHUNKS_PER_READ` at a time."""
@@ -75,13 +74,12 @@ class EventLog:
             return [EventChunk(written.first - 1, None)]
         return [EventChunk(one, chunk) for one, chunk in zip(numbers, chunks, strict=True) if one < written.end]
 
-    def kept(self, response_id: str, number: int, events: bytes, *, now: float, lifetime_s: float) -> list[Change]:
+    def kept(self, entry: Entry, *, now: float, lifetime_s: float) -> list[Change]:
         """Return the changes that keep a chunk."""
-        return self._chunks.kept(_entry(response_id, number, events), written_s=now, lifetime_s=lifetime_s)
+        return self._chunks.kept(entry, written_s=now, lifetime_s=lifetime_s)
 
-    def removed(self, response_id: str, number: int, num_bytes: int) -> list[Change]:
-        """Return the changes that let a chunk go."""
-        entry = _entry(response_id, number, bytes(num_bytes))
+    def removed(self, entry: Entry) -> list[Change]:
+        """Return the changes that let a chunk go; of its bytes only their number counts."""
         return [DeleteValue(self._chunks.key(entry.record_id)), self._chunks.unlisted(entry)]
 
 
@@ -91,6 +89,7 @@ class EventWriter:
 
     log: EventLog
     response_id: str
+    owner: str  # of the response
     limits: EventLimits
     _range: EventRange | None = field(default=None, init=False)
     _sizes: deque[int] = field(default_factory=deque, init=False)  # of the chunks that are left
@@ -109,7 +108,7 @@ class EventWriter:
         """Keep a chunk; False: another writer has one of this number."""
         before = self._range
         number = before.end if before is not None else 0
-        changes = self.log.kept(self.response_id, number, events, now=now, lifetime_s=lifetime_s)
+        changes = self.log.kept(self._entry(number, events), now=now, lifetime_s=lifetime_s)
         self._sizes.append(len(events))
         self._num_bytes += len(events)
         changes += self._make_room(number + 1 - len(self._sizes))
@@ -121,7 +120,7 @@ class EventWriter:
         changes.append(SetValue(_key(self.response_id), encode(self._range), lifetime_s))
         is_written = await self.log.append(self.response_id, changes, before)
         if is_written:
-            await self.log.make_room(len(events), self.limits)
+            await self.log.make_room(self.owner, len(events), self.limits)
         return is_written
 
     def _make_room(self, first: int) -> list[Change]:
@@ -130,14 +129,13 @@ class EventWriter:
         while self._num_bytes > self.limits.per_response and len(self._sizes) > 1:
             num_bytes = self._sizes.popleft()
             self._num_bytes -= num_bytes
-            changes += self.log.removed(self.response_id, first, num_bytes)
+            changes += self.log.removed(self._entry(first, bytes(num_bytes)))
             first += 1
         return changes
+
+    def _entry(self, number: int, events: bytes) -> Entry:
+        return Entry(self.owner, f"{self.response_id}/{number}", events)
 
 
 def _key(response_id: str) -> str:
     return f"response-events/{response_id}"
-
-
-def _entry(response_id: str, number: int, events: bytes) -> Entry:
-    return Entry(_ALL, f"{response_id}/{number}", events)

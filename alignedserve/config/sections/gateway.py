@@ -69,7 +69,7 @@ class GatewayConfig(Section, frozen=True):
     drain_s: float = 60.0  # for answers that run when it is told to end (SIGTERM, Ctrl-C); 0: it ends at once
     max_responses_bytes: int = 100_000_000  # stored responses of one key; its oldest ones make room
     max_response_events_bytes: int = 4_000_000  # of a response in the background; its oldest events make room
-    max_events_bytes: int = 100_000_000  # events of all of them
+    max_events_bytes: int = 100_000_000  # events of all of them of one key; the oldest make room
     max_response_turns: int = 256  # stored responses that one more may continue
     response_lifetime_s: float = 30 * 24 * 3600.0  # of a stored response
 

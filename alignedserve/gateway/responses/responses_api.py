@@ -146,7 +146,7 @@ class ResponsesApi:
         response |= {"status": "queued"}
         if asked.stream:
             limits = EventLimits(self.state.config.max_response_events_bytes, self.state.config.max_events_bytes)
-            await write_first_events(self.event_log, response, limits)
+            await write_first_events(self.event_log, response, self.state.owner, limits)
         batch_id = await self.jobs.submit(asked, turn.all_items, response)
         await self.keep(turn, orjson.dumps(response), batch_id)
         return response

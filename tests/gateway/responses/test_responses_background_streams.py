@@ -21,6 +21,8 @@ from alignedserve.core.errors import StoreUnavailable
 from alignedserve.gateway import streaming
 from alignedserve.gateway.responses import store_loss, stored_events
 from alignedserve.gateway.responses.stored_events import StoredEvents, StoredEventsResponse
+from alignedserve.keys.entry import ANYONE
+from alignedserve.keys.ring import digest_of, plain_entry
 from alignedserve.messages.state import Change
 from tests.gateway.batches.batch_server import listening
 from tests.gateway.batches.batch_support import BatchGateway, batch_gateway, eventually
@@ -228,8 +230,9 @@ async def test_a_client_that_does_not_read_is_disconnected(monkeypatch: pytest.M
         await asyncio.wait_for(StoredEventsResponse(stored)({"state": {}}, receive, send), 10.0)
 
 
-async def num_kept_bytes(served: BatchGateway) -> int:
-    page = await served.records.page("response-event-chunks/all", after=None, limit=1000, newest_first=True)
+async def num_kept_bytes(served: BatchGateway, key: str | None = None) -> int:
+    owner = ANYONE.owner if key is None else plain_entry(digest_of(key)).owner
+    page = await served.records.page(f"response-event-chunks/{owner}", after=None, limit=1000, newest_first=True)
     assert page is not None
     names = [member.rpartition(":")[0] for member in page.members]
     chunks = await served.records.read([f"response-event-chunk/{name}" for name in names])
@@ -253,10 +256,18 @@ async def test_the_oldest_events_of_a_long_response_make_room(tmp_path: Path) ->
         assert text_of((await served.client.get(f"/v1/responses/{name}")).json()) == LONG
 
 
-async def test_all_events_together_have_a_bound(tmp_path: Path) -> None:
+async def test_all_events_of_one_key_have_a_bound_and_those_of_others_stay(tmp_path: Path) -> None:
     config = GatewayConfig(max_events_bytes=20_000)
-    async with batch_gateway(tmp_path, saying(LONG), gateway_config=config) as served:
-        names = [events_of(await stream(served))[0]["response"]["id"] for _ in range(4)]
-        assert await num_kept_bytes(served) <= 20_000 * 17 // 16
-        assert error_of(await resume(served, names[0]), 404)["code"] == "events_not_kept"
-        assert text_in(events_of(await resume(served, names[-1]))) == LONG
+    headers = [{"x-api-key": key} for key in ("one", "other")]
+    async with batch_gateway(tmp_path, saying(LONG), gateway_config=config, api_keys=("one", "other")) as served:
+        of_one, of_other = (partial(served.client.post, "/v1/responses", json=BODY, headers=key) for key in headers)
+        others = events_of(await of_other())[0]["response"]["id"]
+        names = [events_of(await of_one())[0]["response"]["id"] for _ in range(4)]
+        assert await num_kept_bytes(served, "one") <= 20_000 * 17 // 16
+
+        async def again(name: str, key: dict[str, str]) -> httpx.Response:
+            return await served.client.get(f"/v1/responses/{name}", params={"stream": "true"}, headers=key)
+
+        assert error_of(await again(names[0], headers[0]), 404)["code"] == "events_not_kept"
+        assert text_in(events_of(await again(names[-1], headers[0]))) == LONG
+        assert text_in(events_of(await again(others, headers[1]))) == LONG
