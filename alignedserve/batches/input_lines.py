@@ -257,7 +257,17 @@ def too_long(number: int, max_line_bytes: int) -> LineProblem:
 def _not_json(line: RawLine) -> LineProblem:
     if line.number == 1 and line.text.startswith(_GZIP):
         return _problem("invalid_json_line", "The file is compressed; send plain JSON lines.", None, 1)
+    if not _is_utf8(line.text):
+        return _problem("invalid_json_line", "This line is not text in UTF-8.", None, line.number)
     return _problem("invalid_json_line", "This line is not parseable as valid JSON.", None, line.number)
+
+
+def _is_utf8(text: bytes) -> bool:
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _problem(code: str, message: str, param: str | None, number: int) -> LineProblem:

@@ -135,5 +135,11 @@ def test_gzip_sent_as_text() -> None:
     assert "compressed" in problems[0].message
 
 
+@each("encoding", ["utf-16", "latin-1"])
+def test_another_encoding_is_named(encoding: str) -> None:
+    problems = inspected('{"custom_id": "é"}'.encode(encoding))
+    assert (problems[0].code, problems[0].message) == ("invalid_json_line", "This line is not text in UTF-8.")
+
+
 def test_custom_ids_may_be_any_text() -> None:
     assert inspected(b"\n".join(chat_line(custom_id) for custom_id in ("é", "../a", " ", "\x00"))) == ()
