@@ -75,7 +75,7 @@ def cautions(num_requests: int, share: float, span_s: float, costs: str) -> list
     if num_allowed < 10:
         enough = f"; {round(10 / (1.0 - share)):,} would be enough" if share < 1.0 else ""
         sentences.append(
-            f"{num_requests:,} requests with objectives are few to tell {share:.4g} of them: "
+            f"{num_requests:,} requests with objectives are few to tell {100.0 * share:.6g} % of them: "
             f"{num_allowed:.1f} may miss{enough}."
         )
     if span_s < 600.0:

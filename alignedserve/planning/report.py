@@ -98,6 +98,8 @@ def summary(plan: Plan) -> list[str]:
             f"No plan that can be started holds the objectives of {percent(goal)} of the requests. Nearest: "
             f"{near.candidate.label}, {attained_words(plan, near)}."
         )
+        if near.outcome.error is not None:
+            lines.append(f"Why it failed: {near.outcome.error}")
         lines += _what_would(plan)
     low, high = (in_percent(bound, 2) for bound in plan.interval)
     lines.append(f"90 % interval of what it attains with other traffic of this kind: {low} to {high}.")
