@@ -33,6 +33,7 @@ const told = await light.evaluate(() => ({
   workers: [...document.querySelectorAll("#workers tbody tr td:first-child")].map((one) => one.textContent),
   nodes: document.querySelectorAll("#tree .node").length,
   background: getComputedStyle(document.body).backgroundColor,
+  percents: [1, 0.9996, 0.5, 0.0002, 0].map(percent),
 }));
 await light.screenshot({ path: folder + "/light.png", fullPage: true });
 

@@ -41,6 +41,7 @@ def test_the_live_page_shows_a_cluster_at_work(server: Serving, node_clients: Pa
     assert (told["state"], told["tiles"]) == ("Ready", 6)
     assert told["workers"] == ["decode-0"]
     assert told["nodes"] >= 1
+    assert told["percents"] == ["100 %", "99.96 %", "50 %", "0.02 %", "0 %"]
     assert [name for name in told["sections"] if name != "Usage by key"] == [
         "Requests by class",
         "Where the workers' time goes",

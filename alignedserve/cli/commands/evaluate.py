@@ -63,14 +63,16 @@ def _print_report(report: EvalReport, options: EvalOptions) -> None:
     for heading in ("", "tasks", "correct", "failed", "accuracy", ""):
         table.add_column(heading, justify="left" if not heading else "right")
     for group in report.skills:
-        table.add_row(*_row(group), "" if group.accuracy >= options.least_share else f"below {options.least_share:.0%}")
+        table.add_row(
+            *_row(group), "" if group.accuracy >= options.least_share else f"below {in_percent(options.least_share, 0)}"
+        )
     table.add_section()
     for group in report.contexts:
         table.add_row(*_row(group), "")
     console.print(table)
     below = report.below(options.least_share)
     verdict = "every skill reaches" if not below else f"{', '.join(group.name for group in below)}: below"
-    console.print(f"{verdict} {options.least_share:.0%}", markup=False)
+    console.print(f"{verdict} {in_percent(options.least_share, 0)}", markup=False)
 
 
 def _row(group: GroupScore) -> tuple[str, ...]:

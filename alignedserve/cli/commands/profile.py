@@ -11,6 +11,7 @@ from alignedserve.cli.commands.options import ProfileOptions
 from alignedserve.cli.commands.output_folder import command_line, make_folder, write_file
 from alignedserve.cli.console import notes, progress, results, write_json
 from alignedserve.cli.machine import describe_machine
+from alignedserve.core.percent import in_percent
 from alignedserve.costmodel.linear import LinearCoefficients
 from alignedserve.loadgen.prompts import to_json
 from alignedserve.profiling.profile import PointResult, ProfileResult, ProfileSpec, run_profile
@@ -101,4 +102,6 @@ def _kernel_remark(coefficients: LinearCoefficients) -> str:
     share = coefficients.straggler_share
     if share is None:
         return "- decode attention costs nothing that can be seen"
-    return f"- decode attention: {share:.0%} of its time follows the longest context, the rest the sum of all"
+    return (
+        f"- decode attention: {in_percent(share, 0)} of its time follows the longest context, the rest the sum of all"
+    )
