@@ -37,9 +37,15 @@ class GatewayMiddleware:
     """ASGI middleware around the whole app."""
 
     def __init__(
-        self, app: ASGIApp, *, api_keys: ApiKeys, metrics: GatewayMetrics, intake: Intake, bodies: ArrivingBodies,
+        self,
+        app: ASGIApp,
+        *,
+        api_keys: ApiKeys,
+        metrics: GatewayMetrics,
+        intake: Intake,
+        bodies: ArrivingBodies,
         logs_access: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._app = app
         self._logs_access = logs_access
         self._api_keys = api_keys
