@@ -70,7 +70,7 @@ WANTED = Wanted(
     chat=Lengths(64, 32),
     documents=Lengths(256, 128),
     rate=6.0,
-    num_lines=30,
+    num_lines=None,  # as many as last beside chat, however quick the machine is
     ttft_s=1.5,
     tpot_s=0.5,
 )
