@@ -12,7 +12,7 @@ from alignedserve.core.errors import AlignedServeError, ConfigError, NodeLost
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 USAGE_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
-_WIDEST = 10_000  # columns of a table that is not to be folded
+WIDEST = 10_000  # columns of a table that is not to be folded
 _TABLE_WIDTH = 120  # when the output is a file, where rich would assume 80 columns
 
 
@@ -24,7 +24,7 @@ def results() -> Console:
 def print_table(table: RenderableType) -> None:
     """Print a table, or several, at its own width, so that a narrow terminal wraps its lines and no figure is cut."""
     console = results()
-    measured = console.measure(table, options=console.options.update(max_width=_WIDEST))
+    measured = console.measure(table, options=console.options.update(max_width=WIDEST))
     console.width = max(console.width, measured.maximum)
     console.print(table)
 

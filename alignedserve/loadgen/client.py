@@ -23,7 +23,7 @@ import msgspec
 
 from alignedserve.config.environment import CLIENT_KEY_VARIABLE
 from alignedserve.core.errors import ConfigError, PeerError, PeerLost, ProtocolError
-from alignedserve.loadgen.sse import DONE, SseEvent, SseParser, error_code, error_message, read_chunk
+from alignedserve.loadgen.sse import DONE, SseEvent, SseParser, error_code, error_message, is_key_wanted, read_chunk
 from alignedserve.loadgen.trust import trust_for, untrusted
 
 CONNECT_TIMEOUT_S = 10.0
@@ -255,8 +255,7 @@ class OpenAiClient:
                 untrusted(self.url, error)
                 or f"nothing answers at {self.url} ({type(error).__name__}); `alignedserve serve` starts a server"
             ) from error
-        # A gateway says what this key may not do; a proxy that says nothing wants another one.
-        if response.status == 401 or (response.status == 403 and error_code(body) is None):
+        if is_key_wanted(response.status, error_code(body)):
             raise PeerError(f"{self.url} wants a key: set {CLIENT_KEY_VARIABLE} to one that it knows")
         if response.status != 200:
             raise PeerError(f"{self.url}{path} answered {response.status}: {error_message(body)}")

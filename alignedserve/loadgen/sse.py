@@ -167,6 +167,11 @@ def error_message(body: bytes) -> str:
     return envelope.error.message or envelope.error.type or "an error without a message"
 
 
+def is_key_wanted(status: int | None, code: str | None) -> bool:
+    """Return whether an answer asks for another key: a gateway's 403 says by its code what this key may not do."""
+    return status == 401 or (status == 403 and code is None)
+
+
 def error_code(body: bytes) -> str | None:
     """Return the code of an OpenAI error object, such as context_length_exceeded, or else its type, if it has one."""
     try:

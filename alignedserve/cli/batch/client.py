@@ -19,7 +19,7 @@ from alignedserve.cli.batch.input_check import DEFAULT_LIMITS, FileLimits
 from alignedserve.cli.batch.upload_form import upload_form
 from alignedserve.config.environment import CLIENT_KEY_VARIABLE
 from alignedserve.core.errors import ConfigError, PeerError, PeerLost, ProtocolError
-from alignedserve.loadgen.sse import error_message
+from alignedserve.loadgen.sse import error_message, is_key_wanted
 from alignedserve.loadgen.trust import trust_for, untrusted
 
 PATIENCE_S = 600.0  # how long a server that responded before may be down
@@ -203,8 +203,7 @@ class BatchClient:
         if response.status in (200, 206):
             return
         body = await response.content.read(_MAX_ERROR_BYTES)
-        # A gateway says what this key may not do; a proxy that says nothing wants another one.
-        if response.status == 401 or (response.status == 403 and _code_of(body) is None):
+        if is_key_wanted(response.status, _code_of(body)):
             hint = f"{self.url} wants a key: set {CLIENT_KEY_VARIABLE} to one that it knows"
             raise RequestRefused(hint, status=response.status, code=None)
         message = error_message(body) or f"status {response.status}"

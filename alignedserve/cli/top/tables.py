@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 from typing_extensions import override
 
-from alignedserve.cli.console import printable
+from alignedserve.cli.console import WIDEST, printable
 from alignedserve.cli.top.document import Batches, Load, Model, Reading, Worker, of_worker
 from alignedserve.core.percent import in_percent
 
@@ -22,7 +22,6 @@ _PARTS = (  # of the workers' time: name, its fields, its style
     ("nothing to do", ("nothing_to_do_s",), "bright_black"),
 )
 _BAR_LEN = 40
-_WIDEST = 1000
 _WRAPPED = "objectives held"  # the column that gives way in a narrow terminal; figures are not cut
 
 
@@ -165,7 +164,7 @@ class _FittingTable(Table):
 
     @override
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        wide = options.update(max_width=_WIDEST)
+        wide = options.update(max_width=WIDEST)
         self.collapse_padding = console.measure(self, options=wide).maximum > options.max_width
         return super().__rich_console__(console, options)
 

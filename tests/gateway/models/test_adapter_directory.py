@@ -58,5 +58,5 @@ def test_an_adapter_is_replaced_and_unloaded_by_who_loaded_it_or_who_sees_all(tm
                 refused()
         assert directory.load("mine", path, replaces=True, key=first) == directory.find("mine")
         directory.unload("mine", other)
-    directory.load("mine", path, key=second)  # nobody's name once it is unloaded
+    directory.load("mine", path, key=second)  # any key may take a name that was unloaded
     directory.unload("mine", second)

@@ -29,6 +29,7 @@ from alignedserve.loadgen.client import (
     ListedModel,
     OpenAiClient,
 )
+from alignedserve.loadgen.sse import is_key_wanted
 
 with contextlib.suppress(ImportError):
     import readline  # noqa: F401 - gives input() line editing and a history
@@ -342,7 +343,7 @@ def _explain(failure: ClientFailure, url: str) -> str:
     """Explain a failure in one line."""
     if failure.kind is ClientFailureKind.CONNECT:
         return f"nothing answers at {url}. Start a server there with: alignedserve serve"
-    if failure.status == 401 or (failure.status == 403 and failure.code is None):
+    if is_key_wanted(failure.status, failure.code):
         return f"{failure.message} (set {CLIENT_KEY_VARIABLE} to a key that the server knows)"
     if failure.kind is ClientFailureKind.ERROR_EVENT:
         return f"the answer broke off: {failure.message}"
