@@ -23,6 +23,7 @@ MAX_ADAPTER_NAME_LEN = 200
 MAX_ADAPTER_PATH_LEN = 4096
 MAX_TENANT_LEN = 256
 MAX_WEIGHT = 1e6
+MAX_PRIORITY = 1000  # both ways
 
 
 class RequestClass(enum.Enum):

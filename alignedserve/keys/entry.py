@@ -4,11 +4,12 @@ from enum import Enum
 
 import msgspec
 
+from alignedserve.core.request import MAX_PRIORITY
+
 FLEX, DEFAULT, PRIORITY = "flex", "default", "priority"
 TIERS = (DEFAULT, PRIORITY, FLEX)
 _SAME_TIER = {"fast": PRIORITY, "standard_only": DEFAULT}  # other words for a tier
 _AUTO = "auto"
-PRIORITY_LIMIT = 1000  # of a request, both ways
 NAMED = "key."  # begins the owner of an entry of the file, which a plain key's digest never does
 MAX_KEYS_BYTES = 64 << 20  # of a file of keys
 
@@ -30,8 +31,8 @@ class KeyEntry(msgspec.Struct, frozen=True, gc=False):
     weight: float = 1.0  # of its share of what several clients ask for at once
     default_tier: str = DEFAULT  # of requests that name none
     tiers: frozenset[str] = frozenset(TIERS)
-    min_priority: int = -PRIORITY_LIMIT  # smaller goes first
-    max_priority: int = PRIORITY_LIMIT
+    min_priority: int = -MAX_PRIORITY  # smaller goes first
+    max_priority: int = MAX_PRIORITY
     models: tuple[str, ...] | None = None  # that it may name; a star at the end stands for anything
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None  # of prompts and of the answers that are asked for

@@ -16,8 +16,9 @@ import msgspec
 import yaml
 
 from alignedserve.core.errors import ConfigError
+from alignedserve.core.request import MAX_PRIORITY
 from alignedserve.disk.plain_yaml import load_yaml
-from alignedserve.keys.entry import DEFAULT, FLEX, MAX_KEYS_BYTES, PRIORITY_LIMIT, TIERS, KeyEntry
+from alignedserve.keys.entry import DEFAULT, FLEX, MAX_KEYS_BYTES, TIERS, KeyEntry
 from alignedserve.keys.ring import KeyRing, KeySecret, owner_of
 
 MAX_KEYS = 100_000
@@ -29,7 +30,7 @@ _ROWS_AT_ONCE = 500  # decoded without a pause for other threads: some milliseco
 
 _Time = Annotated[datetime, msgspec.Meta(tz=True)]
 _Count = Annotated[int, msgspec.Meta(ge=1, le=10**12)]
-_Priority = Annotated[int, msgspec.Meta(ge=-PRIORITY_LIMIT, le=PRIORITY_LIMIT)]
+_Priority = Annotated[int, msgspec.Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 _Model = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
 _RULE_OF_NAMES = "must be up to 64 letters, digits, dots, dashes and underscores, with a letter or digit first"
@@ -55,7 +56,7 @@ class KeyRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     revoked: bool = False  # its secrets are refused; what it has stored stays
     default_tier: str | None = None
     tiers: tuple[str, ...] = (DEFAULT, FLEX)
-    priorities: tuple[_Priority, _Priority] = (0, PRIORITY_LIMIT)  # from, to
+    priorities: tuple[_Priority, _Priority] = (0, MAX_PRIORITY)  # from, to
     models: Annotated[tuple[_Model, ...], msgspec.Meta(max_length=1000)] | None = None  # None: all
     weight: Annotated[float, msgspec.Meta(gt=0.0, le=1e6)] = 1.0
     requests_per_minute: _Count | None = None

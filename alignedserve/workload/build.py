@@ -20,7 +20,7 @@ from alignedserve.core.request import RequestClass, Slo
 from alignedserve.workload.arrivals import GapDistribution, Renewal
 from alignedserve.workload.catalogue import Library
 from alignedserve.workload.distributions import FloatArray, ValueDistribution
-from alignedserve.workload.grammar import RECORDED, ClassSpec, ClientLimit, parse_classes
+from alignedserve.workload.grammar import MAX_SPAN_S, RECORDED, ClassSpec, ClientLimit, parse_classes
 from alignedserve.workload.lengths import DrawnLengths, IntArray, Lengths, whole
 from alignedserve.workload.prompt_texts import after_instruction, conversation
 from alignedserve.workload.recordings import Extract, RecordedSource, Recording
@@ -63,9 +63,12 @@ def build_workload(
     loops = tuple(traffic.closed_loop() for traffic in classes if traffic.spec.is_closed)
     arriving = (request for traffic in classes for request in traffic.opened(num_requests, duration_s))
     requests = tuple(islice(sorted(arriving, key=lambda request: request.arrival_s), num_requests))
+    latest_s = requests[-1].arrival_s if requests else 0.0
+    if latest_s > MAX_SPAN_S:
+        raise ConfigError(f"the workload's requests come over {latest_s / 86400:.3g} days, more than a year")
     ends_s = duration_s
     if loops and ends_s is None and opened:
-        ends_s = requests[-1].arrival_s if requests else 0.0
+        ends_s = latest_s
     description = WorkloadDescription(specification, seed, {"num_requests": num_requests, "duration_s": duration_s})
     return Workload(description, requests, loops, ends_s, None if opened or not loops else num_requests)
 

@@ -16,7 +16,7 @@ from numpy.random import Generator
 
 from alignedserve.core.errors import ConfigError, InvalidRequest
 from alignedserve.core.hours import Hours, Schedule, parse_hours, parse_moment
-from alignedserve.core.request import MAX_TENANT_LEN, MAX_WEIGHT, RequestClass
+from alignedserve.core.request import MAX_PRIORITY, MAX_TENANT_LEN, MAX_WEIGHT, RequestClass
 from alignedserve.workload.arrivals import GapDistribution
 from alignedserve.workload.distributions import (
     ValueDistribution,
@@ -32,6 +32,9 @@ MAX_OUTSTANDING = 10_000
 MAX_TURNS = 64
 MAX_INSTRUCTIONS = 10_000
 MAX_ENCODER_TOKENS = 1_000_000
+MAX_SPAN_S = (
+    366 * 86400.0
+)  # from the first request to the last: in simulated time too, every quarter of a second counts
 _NAME = re.compile(r"\s*([A-Za-z][\w-]*)\s*:(.*)", re.DOTALL)
 _SOURCE = re.compile(r"[\w-]+|.*[./].*", re.DOTALL)  # a name, or the path of a file
 _TOTAL = "all"  # what reports call all classes together
@@ -207,6 +210,13 @@ def _not_negative(key: str, value: str) -> float:
     return number
 
 
+def _pause(key: str, value: str) -> float:
+    number = _not_negative(key, value)
+    if number > MAX_SPAN_S:
+        raise ConfigError(f"{key} must be at most {MAX_SPAN_S:g} seconds, a year")
+    return number
+
+
 def _share(key: str, value: str) -> float:
     number = _not_negative(key, value)
     if number > 1:
@@ -235,9 +245,12 @@ def _up_to(limit: int) -> Callable[[str, str], int]:
 
 def _priority(key: str, value: str) -> int:
     try:
-        return int(value)
+        number = int(value)
     except ValueError:
-        raise ConfigError(f"{key}: {value!r} is not a whole number") from None
+        raise ConfigError(f"{key}: {value[:80]!r} is not a whole number") from None
+    if abs(number) > MAX_PRIORITY:
+        raise ConfigError(f"{key} must be a whole number from -{MAX_PRIORITY} to {MAX_PRIORITY}")
+    return number
 
 
 def _tenant(key: str, value: str) -> str:
@@ -295,7 +308,7 @@ _READERS: dict[str, Callable[[str, str], object]] = {
     "outstanding": _up_to(MAX_OUTSTANDING),
     "wave": _up_to(MAX_OUTSTANDING),
     "turns": _up_to(MAX_TURNS),
-    "think": _not_negative,
+    "think": _pause,
     "instruction": _law,
     "instructions": _up_to(MAX_INSTRUCTIONS),
     "encoder": _up_to(MAX_ENCODER_TOKENS),
@@ -310,7 +323,7 @@ _READERS: dict[str, Callable[[str, str], object]] = {
     "tier": _source,
     "max_tokens": _client_limit,
     "predict": lambda key, value: parse_prediction(value),
-    "not_before": _not_negative,
+    "not_before": _pause,
     "hours": _hours,
     "begins": lambda key, value: value,
 }

@@ -24,7 +24,7 @@ from typing import Literal
 import msgspec
 
 from alignedserve.core.errors import ConfigError
-from alignedserve.core.request import RequestClass, Slo
+from alignedserve.core.request import MAX_PRIORITY, RequestClass, Slo
 from alignedserve.workload.prompt_texts import in_repetition, runs_of
 from alignedserve.workload.requests import TextRun
 from alignedserve.workload.text_lines import MAX_LENGTH, Columns, columns_of, is_json, parsed_lines, read_lines
@@ -34,6 +34,7 @@ TERMS_COLUMNS = ("class", "ttft_s", "tpot_s", "deadline_s", "priority")
 _OWN_KNOWN_COLUMNS = (*OWN_COLUMNS, *TERMS_COLUMNS, "model")
 _AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _BURSTGPT_COLUMNS = ("Timestamp", "Model", "Request tokens", "Response tokens")
+_MILLISECONDS_OF_1970 = 1e11  # from 1973 on; seconds come so far in the year 5138
 _SHIPPED = Path(__file__).parent / "shipped" / "azure_conv_slice.csv"
 
 
@@ -98,10 +99,12 @@ def shipped_trace() -> list[TraceRow]:
 
 def parse_trace(lines: Sequence[str], *, name: str) -> list[TraceRow]:
     """Parse a trace from lines; `name` stands in the error messages."""
+    first = next((number for number, line in enumerate(lines, start=1) if line.strip()), 1)
+    lines = lines[first - 1 :]
     if is_json(lines):
-        rows = _parse_lines(lines, 1, _json_parser(lines[0]), name)
+        rows = _parse_lines(lines, first, _json_parser(lines[0]), name)
     else:
-        rows = _parse_lines(lines[1:], 2, _csv_parser(columns_of(lines, name), name), name)
+        rows = _parse_lines(lines[1:], first + 1, _csv_parser(columns_of(lines, name), name), name)
     if not rows:
         raise ConfigError(f"{name}: no requests in it")
     rows.sort(key=lambda row: row.arrival_s)
@@ -165,6 +168,8 @@ def _azure_seconds(text: str) -> float:
 def _time(seconds: float) -> float:
     if not 0 <= seconds < math.inf:
         raise ValueError(f"{seconds!r} is not a time")
+    if seconds >= _MILLISECONDS_OF_1970:
+        raise ValueError(f"{seconds:g} is no time in seconds: are these milliseconds?")
     return seconds
 
 
@@ -217,6 +222,8 @@ def _own_row(row: _OwnRow) -> TraceRow:
             raise ValueError(f"{name} {seconds!r} must be above 0")
     request_class = RequestClass(row.request_class) if row.request_class else None
     slo = Slo(row.ttft_s, row.tpot_s, row.deadline_s)
+    if abs(row.priority or 0) > MAX_PRIORITY:
+        raise ValueError(f"priority {row.priority} is not from -{MAX_PRIORITY} to {MAX_PRIORITY}")
     terms = Terms(request_class, None if slo == Slo() else slo, row.priority)
     terms_or_none = None if terms == Terms() else terms
     made = TraceRow(_time(row.arrival_s), row.prompt_len, row.output_len, terms_or_none, row.model)

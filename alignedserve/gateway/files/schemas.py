@@ -10,7 +10,7 @@ from alignedserve.api.schema import Metadata, Schema
 from alignedserve.batches.records import Endpoint
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.hours import MAX_HOURS_LEN, Schedule, parse_hours
-from alignedserve.keys.entry import PRIORITY_LIMIT
+from alignedserve.core.request import MAX_PRIORITY
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _WINDOW = re.compile(r"(\d{1,6})([smhd])", re.ASCII)
@@ -36,7 +36,7 @@ class CreateBatchRequest(Schema):
     output_expires_after: ExpiresAfter | None = None
     not_before: float | Annotated[str, Field(max_length=64)] | None = None  # Unix seconds, or a time as in RFC 3339
     hours: Annotated[str, Field(max_length=MAX_HOURS_LEN)] | None = None
-    priority: int = Field(default=0, ge=-PRIORITY_LIMIT, le=PRIORITY_LIMIT)  # among one's own: smaller goes first
+    priority: int = Field(default=0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)  # among one's own: smaller goes first
 
 
 def endpoint_of(name: str) -> Endpoint:

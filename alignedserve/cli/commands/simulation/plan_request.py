@@ -32,7 +32,7 @@ from alignedserve.sim.config import NO_SLOWDOWNS, Slowdowns
 from alignedserve.sim.sweep import WorkloadLine
 from alignedserve.workload.grammar import RECORDED as RECORDED_ARRIVALS
 from alignedserve.workload.grammar import parse_classes
-from alignedserve.workload.rates import at_rate, with_objectives
+from alignedserve.workload.rates import as_recorded, at_rate, with_objectives
 from alignedserve.workload.requests import TimedRequest, Workload
 
 _DEFAULT_DURATION_S = 600.0  # of traffic that is no recording
@@ -123,10 +123,7 @@ def _about_experts(options: PlanOptions, machines: Machines, offers: Sequence[Of
 
 
 def _line(options: PlanOptions, given: str) -> str:
-    """Return the workload's line; of a mere trace as it was recorded."""
-    line = given.strip()
-    if not set(line) & set(",;=:"):
-        line = f"{line}, arrivals={RECORDED_ARRIVALS}"
+    line = as_recorded(given)
     if options.rate is not None:
         line = at_rate(line, options.rate)
     if any(spec.turns > 1 for spec in parse_classes(line)):

@@ -27,7 +27,7 @@ from alignedserve.sim.policies import simulated_policy, with_policy
 from alignedserve.sim.sweep import Case, WorkloadLine
 from alignedserve.workload.feasibility import require_feasible
 from alignedserve.workload.grammar import parse_classes
-from alignedserve.workload.rates import at_rate
+from alignedserve.workload.rates import as_recorded, at_rate
 from alignedserve.workload.requests import Workload
 
 DEFAULT_WORKLOAD = "azure_conv, arrivals=recorded, ttft=1, tpot=0.1"
@@ -253,7 +253,7 @@ def _traffics(options: SimulateOptions) -> list[_RatedWorkload]:
     rates = [_rate(text) for given in options.rates for text in given.split(",")]
     if options.workload is None:
         rates = rates or list(DEFAULT_RATES)
-    workload = options.workload or DEFAULT_WORKLOAD
+    workload = as_recorded(options.workload or DEFAULT_WORKLOAD)
     return [_traffic(options, at_rate(workload, rate), rate) for rate in rates] or [_traffic(options, workload, None)]
 
 
