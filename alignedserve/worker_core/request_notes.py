@@ -32,6 +32,7 @@ from alignedserve.messages.workers import (
     PrefillRequest,
     RequestFinished,
     RequestPreempted,
+    RequestStayed,
 )
 
 _MAX_FOLLOWED = 1 << 16
@@ -221,6 +222,11 @@ class WorkerNotes:
         if followed is not None and followed.copied_to != peer:
             self._note(message.request.request_id, Step.HANDED_OVER, now, peer=peer)
 
+    def _staying(self, peer: str, message: RequestStayed, now: float) -> None:
+        followed = self._followed.get(message.request_id)
+        if followed is not None:
+            followed.is_leaving = False
+
     def _prefetching(self, peer: str, message: PrefetchBlocks, now: float) -> None:
         self._note(message.request_id, Step.PREFETCHING, now, peer=peer)
 
@@ -300,6 +306,7 @@ _SAID: dict[type, _Handler] = {
     RequestFinished: WorkerNotes._finished,
     AttemptFailed: WorkerNotes._failed,
     RequestPreempted: WorkerNotes._preempted,
+    RequestStayed: WorkerNotes._staying,
     ReserveBlocks: WorkerNotes._offering,
     BlocksWritten: WorkerNotes._handing_over,
     PrefetchBlocks: WorkerNotes._prefetching,

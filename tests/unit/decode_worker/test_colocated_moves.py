@@ -30,22 +30,26 @@ from alignedserve.messages.iterations import (
     OpenBuffer,
     UnmapArena,
 )
+from alignedserve.messages.request_notes import RequestsNoted
+from alignedserve.messages.request_notes import Step as NotedStep
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import (
     BlocksFetched,
     MoveRequest,
     PeerNeeded,
+    PrefillRequest,
     RequestMoved,
     RequestPreempted,
     RequestStayed,
 )
+from alignedserve.worker_core.request_notes import Phases, WorkerNotes
 from decode_worker.block_peers import LINK_IDLE_S, UNREACHED_REST_S
 from decode_worker.colocated.logic import ColocatedCommand
 from decode_worker.colocated.moves import lent_by
 from tests.harnesses.colocated import EOS, FOUR, SEVEN, ColocatedHarness, run, runs, to_router
 from tests.harnesses.scheduling import Step
 from tests.support.marks import each
-from tests.support.samples import R1, blocks, epoch, request
+from tests.support.samples import R1, ROUTER, blocks, epoch, request
 
 OTHER = "decode-1"
 R3 = RequestId("r3")
@@ -357,3 +361,16 @@ def test_a_request_from_another_node_tells_how_long_its_blocks_took(pool: str) -
     assert to_router(RequestMoved(R1, 2, 1)) in commands
     fetched = to_router(BlocksFetched(OTHER, 1, 0.25))
     assert (fetched in commands) is (pool == "pool-9")
+
+
+def test_who_stays_is_explained_as_evicted_where_its_memory_is_taken_later() -> None:
+    made, notes = giver(), WorkerNotes(lambda: (), Phases.BOTH)
+    order, stays = MoveRequest(R1, 1, WorkerName(OTHER)), ReservationRefused(R1, 1)
+    notes.observe(Received(ROUTER, PrefillRequest(FOUR, 1)), 0.0, ())
+    for event in (Received(ROUTER, order), Received(OTHER, stays)):
+        notes.observe(event, 1.0, made.do(event))
+    notes.observe(None, 2.0, (run(removals=("r1",)),))
+    (sent,) = notes.observe(Ticked(), 3.0, ())
+    assert isinstance(sent.message, RequestsNoted)
+    steps = [note.step for note in sent.message.notes]
+    assert steps == [NotedStep.ACCEPTED, NotedStep.OFFERED, NotedStep.HANDOFF_REFUSED, NotedStep.EVICTED]
