@@ -23,8 +23,6 @@ def read_lines(path: Path) -> list[str]:
         if content.startswith(_GZIP_MAGIC):
             content = gzip.decompress(content)
         return content.decode("utf-8-sig").split("\n")
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: there is no such file") from None
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise ConfigError(f"{path}: cannot be read: {why}") from error

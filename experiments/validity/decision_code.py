@@ -24,6 +24,7 @@ _NOT_OF = (  # carry decisions and make none
     "alignedserve.config.sections.gateway",
     "alignedserve.config.sections.batches",
     "alignedserve.config.sections.observing",
+    "alignedserve.worker_core.request_notes",
 )
 _REGISTRY = "alignedserve.scheduling.policies"
 _NUM_DIGITS = 12

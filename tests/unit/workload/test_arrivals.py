@@ -134,6 +134,7 @@ def test_wrong_distribution_says_what_is_wrong(text: str, complaint: str) -> Non
     [
         ("sharegpt, rate=2, cv=3", "sharegpt, rate=6, cv=3"),
         ("azure_conv, arrivals=recorded", "azure_conv, arrivals=recorded, rate=6"),
+        ("sharegpt", "sharegpt, rate=6"),
         ("rt: rate=2, prompt=uniform(1,9), output=3;", "rt: rate=6, prompt=uniform(1,9), output=3"),
         ("rt: sharegpt, rate = 1; be: sharegpt, rate=3", "rt: sharegpt, rate =1.5; be: sharegpt, rate=4.5"),
         ("rt: sharegpt, rate=2; be: sharegpt, outstanding=4", "rt: sharegpt, rate=6; be: sharegpt, outstanding=4"),
@@ -148,6 +149,7 @@ def test_open_loops_are_scaled_together(line: str, expected: str) -> None:
     [
         ("be: sharegpt, outstanding=4", "closed loops only"),
         ("a: azure_conv, arrivals=recorded; b: sharegpt, rate=1", "a rate= of its own"),
+        ("a: azure_conv; b: sharegpt, rate=1", "give one of rate="),
         ("sharegpt, rate=x", "rate"),
     ],
 )

@@ -59,6 +59,8 @@ def test_classes_are_merged_by_arrival_and_cut_together() -> None:
 
 def test_without_a_bound_there_is_a_default() -> None:
     assert len(build("rate=10,prompt=1,output=1").requests) == DEFAULT_NUM_REQUESTS
+    with pytest.raises(ConfigError, match="days, more than a year"):
+        build("rate=1e-9,prompt=1,output=1")
 
 
 def test_another_rate_leaves_lengths_and_pattern_as_they_are() -> None:

@@ -87,6 +87,8 @@ def test_recorded_arrivals() -> None:
         ("sharegpt, rate=1, predict=good", "predictions are exact, mean or error"),
         ("sharegpt, rate=1, predict=error(9)", "between 0 and 5"),
         ("sharegpt, rate=1, priority=high", "priority: 'high' is not a whole number"),
+        ("sharegpt, rate=1, priority=1001", "priority must be a whole number from -1000 to 1000"),
+        ("sharegpt, rate=1, turns=2, think=1e9", "think must be at most 3.16224e"),
         ("sharegpt, rate=1, repeat=maybe", "repeat must be yes or no"),
         ("sharegpt, rate=1, max_total=0", "max_total must be above 0"),
         ("sharegpt, rate=1, tenant=", "tenant must be a name of at most 256 characters"),

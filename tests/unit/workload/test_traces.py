@@ -181,11 +181,19 @@ def test_own_jsonl() -> None:
         ("2,1,1,fast", "class"),
         ("-2,1,1,rt", "not a time"),
         ("nan,1,1,rt", "not a time"),
+        ("1790000000000,1,1,rt", "are these milliseconds"),
     ],
 )
 def test_malformed_line_of_our_own_names_its_number(line: str, complaint: str) -> None:
     with pytest.raises(ConfigError, match=rf"night\.csv:3: .*{complaint}"):
         parse_trace(["arrival_s,prompt_len,output_len,class", "1,1,1,rt", line], name="night.csv")
+
+
+def test_lines_before_the_columns_may_be_empty() -> None:
+    lines = ["", " ", "arrival_s,prompt_len,output_len,priority", "1,1,1,5"]
+    assert [row.prompt_len for row in parse_trace(lines, name="t")] == [1]
+    with pytest.raises(ConfigError, match="t:5: priority 1001 is not from -1000 to 1000"):
+        parse_trace([*lines, "1,1,1,1001"], name="t")
 
 
 def test_objectives_above_zero() -> None:
