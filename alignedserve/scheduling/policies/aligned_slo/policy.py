@@ -62,6 +62,7 @@ class AlignedSloConfig:
     """Parameters; one configuration for every workload."""
 
     response_share: float = 0.2  # of the tightest first-token objective: longest iteration while such prompts come
+    bounded_share: float = 0.08  # likewise where gaps are bounded: chats that come meanwhile are in each other's gaps
     least_room: float = 1.5  # that is no less than so many times what chat's decodes take,
     tight_share: float = 0.5  # up to this share of the objective: else they leave documents nothing
     stopped_share: float = 0.35  # of it while none waits, where the pass stops for those that come
@@ -227,7 +228,8 @@ class AlignedSlo:
             return idle_s, idle_s
         # Iterations hardly longer than the decodes alone would leave documents nothing.
         least_s = min(config.least_room * decodes_s, config.tight_share * tightest_s)
-        return max(config.response_share * tightest_s, least_s), max(config.stopped_share * tightest_s, least_s)
+        share = config.response_share if self._interference is None else config.bounded_share
+        return max(share * tightest_s, least_s), max(config.stopped_share * tightest_s, least_s)
 
     def _tightest_ttft_s(self, view: WorkerView, tightest_s: float, decodes_s: float) -> float:
         """Return the first-token objective that bounds iterations, as prompts may come with it; inf without one.

@@ -117,6 +117,15 @@ def test_the_first_token_of_a_chat_has_no_gap_to_prolong() -> None:
     assert planned(policy(1.0), view(rows)) == planned(policy(None), view(rows))
 
 
+def test_documents_before_a_prompt_of_chat_are_shorter_where_gaps_are_bounded() -> None:
+    """Chats that come during an iteration are in each other's gaps after it: it takes 0.08 of their TTFT, not 0.2."""
+    document = {"be": True, "prompt_len": 9000}
+    rows: Rows = {"asked": {"prompt_len": 20, "ttft_s": 2.0, "arrival_s": 0.9}, "d": document}
+    shorter_s, longer_s = (seconds(seen, planned(policy(bound), seen)) for bound in (1.0, None) if (seen := view(rows)))
+    assert 0.9 * 0.08 * 2.0 < shorter_s <= 0.08 * 2.0
+    assert 0.9 * 0.2 * 2.0 < longer_s <= 0.2 * 2.0
+
+
 def test_documents_have_their_floor_whatever_the_bound() -> None:
     """A twentieth of the time, in units of one token: the iteration alone takes 12 ms, a document 1.2 ms."""
     by, seen = policy(1.0, floor=0.05), view({"c": chat(prompt_len=95)} | documents([17, 17, 17]))
