@@ -65,7 +65,7 @@ def build_app(services: Services) -> FastAPI:
         api_keys=services.api_keys,
         metrics=services.metrics,
         intake=services.intake,
-        bodies=ArrivingBodies(ConnectionLimits.of(services.config).max_connections),
+        bodies=ArrivingBodies(ConnectionLimits.of(services.config).max_connections, services.config.max_body_bytes),
         logs_access=services.config.access_log,
     )
     app.add_middleware(HeadMiddleware)

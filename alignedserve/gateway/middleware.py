@@ -27,7 +27,7 @@ from alignedserve.process.logs.context import about_request
 
 # What of a request's state leads back to its connection. In a cycle a request would stay until a garbage collection
 # comes by: of 50 chats a second a hundred thousand objects, at which the gateway stopped for half a second.
-_LEADS_BACK = ("streamed_body", "failure_events")
+_LEADS_BACK = ("streamed_body", "failure_events", "counted_body")
 
 # All who bring no key that is known have the turns of one client: keys are easily made up.
 _UNKNOWN = ""
@@ -95,7 +95,7 @@ class GatewayMiddleware:
         """Count the body as one of its key while it arrives; where no keys are set its address's connections count."""
         if scope["method"] != "POST" or key is ANYONE:
             return receive
-        body = CountedBody(self._bodies, key.owner, receive, scope["state"])
+        body = scope["state"]["counted_body"] = CountedBody(self._bodies, key.owner, receive, scope["state"])
         scope["state"]["held_until_response"].callback(body.close)
         return body.receive
 

@@ -1,4 +1,4 @@
-"""Counts the bodies that still arrive of each key: one that sends many slowly leaves connections to others."""
+"""Counts the bodies of each key that still arrive: one that sends many slowly leaves connections and memory to all."""
 
 from collections import Counter
 from collections.abc import MutableMapping
@@ -9,15 +9,18 @@ from starlette.types import Message, Receive
 from alignedserve.api.errors import QuotaExceeded
 
 _SHARE = 1 / 4  # of a gateway's connections, for the bodies of one key
+_MOST_WHOLE = 64  # of the largest bodies, whose bytes those of one key may hold in memory
 _RETRY_S = 1.0
 
 
 class ArrivingBodies:
     """The bodies that have not come to their end, by the owner of their key."""
 
-    def __init__(self, max_connections: int) -> None:
+    def __init__(self, max_connections: int, max_body_bytes: int) -> None:
         self.most = max(int(_SHARE * max_connections), 1)
+        self.most_bytes = _MOST_WHOLE * max_body_bytes
         self._num = Counter[str]()
+        self._num_bytes = Counter[str]()
 
     def begin(self, owner: str) -> None:
         """Count one more. Raises QuotaExceeded."""
@@ -26,11 +29,19 @@ class ArrivingBodies:
             raise QuotaExceeded(message, retry_after_s=_RETRY_S)
         self._num[owner] += 1
 
-    def end(self, owner: str) -> None:
-        """Count one less."""
-        self._num[owner] -= 1
-        if not self._num[owner]:
-            del self._num[owner]
+    def hold(self, owner: str, num_bytes: int) -> None:
+        """Count so many bytes more that stay in memory until the end of their body. Raises QuotaExceeded."""
+        if self._num_bytes[owner] + num_bytes > self.most_bytes:
+            message = f"Too many bytes of this key's bodies arrive at a time: Limit {self.most_bytes}."
+            raise QuotaExceeded(message, retry_after_s=_RETRY_S)
+        self._num_bytes[owner] += num_bytes
+
+    def end(self, owner: str, num_bytes: int) -> None:
+        """Count one less, and the bytes that it held."""
+        for counts, num in ((self._num, 1), (self._num_bytes, num_bytes)):
+            counts[owner] -= num
+            if not counts[owner]:
+                del counts[owner]
 
 
 class CountedBody:
@@ -44,6 +55,7 @@ class CountedBody:
         self._receive = receive
         self._has_begun = False
         self._counts = False
+        self._num_bytes = 0  # that it holds
 
     async def receive(self) -> Message:
         """Return the next message. Raises QuotaExceeded before the first one."""
@@ -57,8 +69,16 @@ class CountedBody:
             self.close()
         return message
 
+    def hold(self, num_bytes: int) -> None:
+        """Count bytes that its reader keeps in memory until it is whole. Raises QuotaExceeded."""
+        if self._counts:
+            self._state["closes_connection"] = True
+            self._bodies.hold(self._owner, num_bytes)
+            del self._state["closes_connection"]
+            self._num_bytes += num_bytes
+
     def close(self) -> None:
         """Count it no more. May be repeated."""
         if self._counts:
             self._counts = False
-            self._bodies.end(self._owner)
+            self._bodies.end(self._owner, self._num_bytes)

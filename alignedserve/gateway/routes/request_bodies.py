@@ -18,6 +18,7 @@ from alignedserve.api.task_class import note_class
 from alignedserve.api.work_lanes import LONG_LEN, SHORT_LEN
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import InvalidRequest
+from alignedserve.gateway.connections.arriving_bodies import CountedBody
 from alignedserve.gateway.files.uploads import arriving
 from alignedserve.gateway.long_bodies.messages import Answer, NotRead, Order, ReadBody, Refusal, decode_outcome
 from alignedserve.gateway.long_bodies.messages import encode as encoded
@@ -182,6 +183,7 @@ def _check_declared(request: Request, limit: int) -> None:
 
 
 async def _read_body(request: Request, limit: int) -> bytes:
+    counted: CountedBody | None = getattr(request.state, "counted_body", None)
     chunks, size = [], 0
     try:
         async with asyncio.timeout(_BODY_TIMEOUT_S):
@@ -189,6 +191,8 @@ async def _read_body(request: Request, limit: int) -> bytes:
                 size += len(chunk)
                 if size > limit:
                     raise BodyTooLarge(f"The body is larger than {limit} bytes.")
+                if counted is not None:
+                    counted.hold(len(chunk))
                 chunks.append(chunk)
     except TimeoutError as error:
         raise BodyTooSlow("The body did not arrive in time.") from error

@@ -7,23 +7,30 @@ from collections.abc import AsyncIterator
 from tests.gateway.support import gateway
 
 BODY = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}).encode()
+PADDING = b" " * 1900
 
 
 class SlowBodies:
     """Bodies of which the second half comes when that is said."""
 
-    def __init__(self, num_bodies: int) -> None:
+    def __init__(self, num_bodies: int, padding: bytes = b"") -> None:
         self._num_left = num_bodies
+        self._padding = padding
         self.have_begun = asyncio.Event()
         self.may_end = asyncio.Event()
 
     async def body(self) -> AsyncIterator[bytes]:
-        yield BODY[:10]
+        yield self._padding + BODY[:10]
         self._num_left -= 1
         if not self._num_left:
             self.have_begun.set()
         await self.may_end.wait()
         yield BODY[10:]
+
+
+async def in_pieces(*pieces: bytes) -> AsyncIterator[bytes]:
+    for piece in pieces:
+        yield piece
 
 
 async def test_one_key_cannot_take_the_connections_of_others_by_bodies_that_arrive_slowly() -> None:
@@ -40,6 +47,24 @@ async def test_one_key_cannot_take_the_connections_of_others_by_bodies_that_arri
         slow.may_end.set()
         assert [answer.status_code for answer in await asyncio.gather(*held)] == [200, 200]
         assert (await client.post(path, json=json.loads(BODY), headers=of_one)).status_code == 200
+
+
+async def test_one_key_cannot_fill_memory_by_large_bodies_that_arrive_slowly() -> None:
+    slow, refused_body = SlowBodies(68, PADDING), SlowBodies(1, PADDING)
+    of_one, of_other = {"x-api-key": "one"}, {"x-api-key": "other"}
+    headers = of_one | {"content-type": "application/json"}
+    async with gateway(max_body_bytes=2048, api_keys=("one", "other")) as running:
+        client, path = running.client, "/v1/chat/completions"
+        held = [asyncio.create_task(client.post(path, content=slow.body(), headers=headers)) for _ in range(68)]
+        await slow.have_begun.wait()
+        refused = await client.post(path, content=refused_body.body(), headers=headers)  # 64 whole ones are held
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert (refused.headers["connection"], refused.headers["retry-after"]) == ("close", "1")
+        assert (await client.post(path, json=json.loads(BODY), headers=of_other)).status_code == 200
+        slow.may_end.set()
+        assert {answer.status_code for answer in await asyncio.gather(*held)} == {200}
+        whole = PADDING + BODY[:10], BODY[10:]
+        assert (await client.post(path, content=in_pieces(*whole), headers=headers)).status_code == 200
 
 
 async def test_bodies_that_are_whole_are_as_many_as_a_key_likes() -> None:
