@@ -49,7 +49,7 @@ ACTIVE = "active"
 EXPIRING = "expiring"
 OVER = "over"
 _MAX_CONFLICTS = 20
-_MAX_ACTIVE = 10_000
+MAX_ACTIVE, _MAX_LISTED = 10_000, 11_000  # of all owners; gateways that create some at once exceed it by a few
 _CREATED_LIFETIME_S = 3600.0  # much longer than a batch's creation takes
 _DELETED_LIFETIME_S = 3600.0  # and than a client takes from one page of a list to the next
 
@@ -250,7 +250,7 @@ class BatchRepository:
 
     async def active_batches(self) -> list[BatchSnapshot]:
         """List all batches that are not over, oldest first, without those whose record is damaged."""
-        return await self._readable(await self._first(ACTIVE, _MAX_ACTIVE))
+        return await self._readable(await self._first(ACTIVE, _MAX_LISTED))
 
     async def _readable(self, batch_ids: Sequence[str]) -> list[BatchSnapshot]:
         """Return the readable batches, for callers that serve all owners. Damaged progress is replaced by an empty one,

@@ -4,6 +4,7 @@ import re
 
 from alignedserve.config.sections.base import MIB, Section
 
+_MOST_ACTIVE = 2500  # of the 10 000 that all keys may have together
 LONGEST_LIFETIME_S = 100 * 366 * 86_400.0  # of what is stored: every store can hold its end
 _BUCKET = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9_.=-]+)*/?")
 
@@ -23,7 +24,7 @@ class BatchesConfig(Section, frozen=True):
     max_files: int = 1000  # of one key
     max_lines: int = 50_000  # of one batch
     max_line_bytes: int = 4 * MIB
-    max_active: int = 100  # batches of one key that are not over
+    max_active: int = 100  # batches of one key that are not over, at most 2500
     max_in_flight: int | None = None  # lines in the cluster at a time; unset: of each model twice what its workers run
     assumed_tokens_per_s: float = 500.0  # for quotes, until lines have run and their rate is known
     max_attempts: int = 8  # of a line that was taken and did not come to an end
@@ -39,6 +40,7 @@ class BatchesConfig(Section, frozen=True):
         self._require(bool(re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", self.namespace)), "namespace", "must be a plain word")
         self._require_positive("max_file_bytes", "max_files_bytes", "max_files", "max_lines", "max_line_bytes")
         self._require_positive("max_active", "max_attempts")
+        self._require(self.max_active <= _MOST_ACTIVE, "max_active", f"must be at most {_MOST_ACTIVE}")
         is_lifetime = 0.0 < self.file_lifetime_s <= LONGEST_LIFETIME_S
         self._require(is_lifetime, "file_lifetime_s", f"must be above 0 and at most {LONGEST_LIFETIME_S:.0f}")
         is_rate = 0.0 < self.assumed_tokens_per_s <= 1e9

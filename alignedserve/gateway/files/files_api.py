@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 import orjson
 
-from alignedserve.api.errors import Conflict, Forbidden, NotFound, QuotaExceeded
+from alignedserve.api.errors import Conflict, Forbidden, NotFound, QuotaExceeded, ResourceUnavailable
 from alignedserve.api.openai.generation_request import check_priority
 from alignedserve.batches.eta import Throughputs, estimate_eta, remaining_work
 from alignedserve.batches.garbage_collection import delete_file, is_used_by
@@ -34,7 +34,7 @@ from alignedserve.batches.records import (
     parsed_batch_key,
     parsed_file_id,
 )
-from alignedserve.batches.repository import BatchRepository, BatchSnapshot, StorageUsage, idempotency_key_of
+from alignedserve.batches.repository import MAX_ACTIVE, BatchRepository, BatchSnapshot, StorageUsage, idempotency_key_of
 from alignedserve.batches.results import result_bytes
 from alignedserve.batches.schedule import check_window
 from alignedserve.config.sections import BatchesConfig
@@ -230,6 +230,9 @@ class FilesApi:
         if num_own >= self.config.max_active:
             message = f"This key has {num_own} batches that are not over."
             raise QuotaExceeded(message, retry_after_s=_QUOTA_RETRY_S)
+        if len(active) >= MAX_ACTIVE:
+            message = f"All keys together have {len(active)} batches that are not over, and may have no more."
+            raise ResourceUnavailable(message, retry_after_s=_QUOTA_RETRY_S)
 
     async def batch(self, owner: str, text: str) -> BatchSnapshot:
         """Return a batch. Raises NotFound."""

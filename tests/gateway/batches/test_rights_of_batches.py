@@ -12,8 +12,10 @@ import pytest
 from typing_extensions import override
 
 from alignedserve.batches.interfaces import Page
+from alignedserve.batches.repository import MAX_ACTIVE
 from alignedserve.cli.batch.client import BatchClient, RequestRefused
-from alignedserve.core.errors import PeerError
+from alignedserve.config.sections import BatchesConfig
+from alignedserve.core.errors import ConfigError, PeerError
 from alignedserve.gateway.app import build_app
 from alignedserve.gateway.files.files_api import FilesApi
 from alignedserve.keys.file import KeyRow, SecretRow, ring_of
@@ -131,6 +133,23 @@ async def test_a_key_may_have_so_many_batches(tmp_path: Path) -> None:
             assert (await served.create(file_id)).status_code == 200
         refused = await served.create(file_id)
     assert error_of(refused, 429)["code"] == "rate_limit_exceeded"
+
+
+async def test_all_keys_have_so_many_batches_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("alignedserve.gateway.files.files_api.MAX_ACTIVE", 1)
+    async with batch_gateway(tmp_path, is_driven=False) as served:
+        assert (await create(served)).status_code == 200
+        with_key(served)
+        refused = await create(served)
+    error = error_of(refused, 429)
+    assert (error["code"], refused.headers["retry-after"]) == ("resource_unavailable", "60")
+    assert error["message"] == "All keys together have 1 batches that are not over, and may have no more."
+
+
+def test_one_key_never_has_all_batches_that_there_may_be() -> None:
+    with pytest.raises(ConfigError, match="max_active must be at most 2500"):
+        BatchesConfig(max_active=2501)
+    assert 4 * BatchesConfig(max_active=2500).max_active == MAX_ACTIVE
 
 
 async def test_uploads_that_still_arrive_have_no_more_room_than_files(tmp_path: Path) -> None:
