@@ -29,7 +29,8 @@ from alignedserve.runtime.model.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
 
-_MAX_LOADED = 1000
+_MAX_LOADED = 1000  # of all keys
+_MAX_OF_KEY = 250  # of one that does not see what all use
 
 
 class AdapterDirectory:
@@ -73,8 +74,7 @@ class AdapterDirectory:
             self._check_owner(name, key)
             if name in self._loaded and not replaces:
                 raise InvalidRequest("An adapter of this name is loaded already; set load_inplace.", param="lora_name")
-            if len(self._loaded) >= _MAX_LOADED and name not in self._loaded:
-                raise InvalidRequest(f"At most {_MAX_LOADED} adapters can be loaded.", param="lora_name")
+            check_room(self._changes, name, key)
             self._changes = with_loaded(self._changes, adapter, key.owner)
         logger.info("loaded adapter %r", name)
         return adapter
@@ -116,3 +116,13 @@ class AdapterDirectory:
                 self._loaded = loaded_of(self._changes)
             except AdapterError:
                 logger.exception("the adapters in %s cannot be read", self._path)
+
+
+def check_room(changes: Changes, name: str, key: KeyEntry) -> None:
+    """Raise InvalidRequest where the key, or all keys together, may not have one more adapter loaded, of this name."""
+    others = [one for one in changes.values() if one.is_loaded and one.name != name]
+    if len(others) >= _MAX_LOADED:
+        raise InvalidRequest(f"At most {_MAX_LOADED} adapters can be loaded.", param="lora_name")
+    if not key.sees_all and sum(one.owner == key.owner for one in others) >= _MAX_OF_KEY:
+        message = f"The key {key.name} has {_MAX_OF_KEY} adapters loaded, and may have no more; unload one."
+        raise InvalidRequest(message, param="lora_name")
