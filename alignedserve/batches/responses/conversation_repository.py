@@ -1,12 +1,20 @@
 """Conversations in the record store: each is one record with all of its items, so that every change is atomic."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import msgspec
 
 from alignedserve.batches.interfaces import RecordStore
 from alignedserve.batches.records import StoredRecord, decode, encode
 from alignedserve.batches.responses.bounded_records import BoundedRecords, Entry
+
+
+class DeletedItem(NamedTuple):
+    """Where an item was, for clients that delete what they list."""
+
+    item_id: str
+    place: int  # items that are there now, and were before it
 
 
 class StoredConversation(StoredRecord, frozen=True):
@@ -18,6 +26,7 @@ class StoredConversation(StoredRecord, frozen=True):
     metadata: dict[str, str]
     items: msgspec.Raw  # JSON of its items, the first one first
     pending: tuple[str, ...] = ()  # responses in the background whose items will be added
+    deleted: tuple[DeletedItem, ...] = ()  # lately, the latest last
 
 
 class ConversationRepository:

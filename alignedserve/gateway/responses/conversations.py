@@ -15,7 +15,11 @@ from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
 from alignedserve.api.responses.context import raw_json
 from alignedserve.api.responses.items import Item, is_conversation_id, parse_items
 from alignedserve.batches.responses.bounded_records import MAX_RECORD_BYTES
-from alignedserve.batches.responses.conversation_repository import ConversationRepository, StoredConversation
+from alignedserve.batches.responses.conversation_repository import (
+    ConversationRepository,
+    DeletedItem,
+    StoredConversation,
+)
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import InvalidRequest
 
@@ -23,6 +27,7 @@ _MAX_BYTES = MAX_RECORD_BYTES // 2  # of a conversation's items; an answer may s
 _MAX_BESIDE_BYTES = 500_000  # of what a record holds beside items
 _MAX_BYTES_AFTER = MAX_RECORD_BYTES - _MAX_BESIDE_BYTES  # of items, once a response has been added
 _MAX_ITEMS = 10_000
+_MAX_DELETED = 200  # that are remembered: more than one page of a list
 
 Change = Callable[[StoredConversation], StoredConversation]
 
@@ -210,8 +215,11 @@ def _without_logprobs(item: Item) -> Item:
 
 def _without_item(record: StoredConversation, item_id: str) -> StoredConversation:
     find_item(record, item_id)
-    rest = [item for item in conversation_items(record) if item["id"] != item_id]
-    return msgspec.structs.replace(record, items=raw_json(rest))
+    items = conversation_items(record)
+    place = [item["id"] for item in items].index(item_id)
+    behind = [one._replace(place=one.place - (one.place > place)) for one in record.deleted]
+    deleted = (*behind, DeletedItem(item_id, place))[-_MAX_DELETED:]
+    return msgspec.structs.replace(record, items=raw_json(items[:place] + items[place + 1 :]), deleted=deleted)
 
 
 def _not_found(param: str) -> NotFound:

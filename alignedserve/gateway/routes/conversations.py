@@ -64,7 +64,8 @@ async def delete_conversation(http: Request, conversation_id: str) -> Response:
 async def list_items(http: Request, conversation_id: str) -> Response:
     """List the items of a conversation, a page at a time."""
     _, api = await _begin(http)
-    items, has_more = page_of(conversation_items(await api.conversation(conversation_id)), item_page(http))
+    record = await api.conversation(conversation_id)
+    items, has_more = page_of(conversation_items(record), item_page(http), dict(record.deleted))
     return JsonResponse({"first_id": "", "last_id": ""} | list_view(items, has_more=has_more))
 
 

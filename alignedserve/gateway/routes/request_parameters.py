@@ -1,7 +1,8 @@
 """Query parameters and headers that routes read, and pages of items."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from starlette.requests import Request
@@ -67,11 +68,21 @@ def first_byte(http: Request) -> int | None:
     return int(match[1]) if match else None
 
 
-def page_of(items: Sequence[Item], page: ItemPage) -> tuple[list[Item], bool]:
-    """Return a page of items, oldest first, and whether there are more. Raises InvalidRequest."""
+def page_of(
+    items: Sequence[Item], page: ItemPage, deleted: Mapping[str, int] = MappingProxyType({})
+) -> tuple[list[Item], bool]:
+    """Return a page of items, and whether there are more. Raises InvalidRequest.
+
+    `items`: oldest first. `deleted`: how many of them were before each that is not there any more.
+    """
     ordered = list(reversed(items)) if page.newest_first else list(items)
     ids = [item["id"] for item in ordered]
-    if page.after is not None and page.after not in ids:
+    if page.after is None:
+        first = 0
+    elif page.after in ids:
+        first = ids.index(page.after) + 1
+    elif page.after in deleted:
+        first = len(items) - deleted[page.after] if page.newest_first else deleted[page.after]
+    else:
         raise InvalidRequest("after is not the id of an item in this list.", param="after")
-    first = 0 if page.after is None else ids.index(page.after) + 1
     return ordered[first : first + page.limit], len(ordered) > first + page.limit

@@ -83,6 +83,34 @@ async def test_items_are_added_listed_in_pages_found_and_deleted(tmp_path: Path)
             assert error_of(await ask(f"{PATH}/{name}/items/{second}"), 404)["code"] == "item_not_found"
 
 
+@pytest.mark.parametrize("order", ["asc", "desc"])
+async def test_a_client_deletes_what_it_lists_page_after_page(tmp_path: Path, order: str) -> None:
+    async with batch_gateway(tmp_path, is_driven=False) as served:
+        name, seen = await create(served, *"abcdefg"), list[str]()
+        kept = [item["id"] for item in await items_of(served, name)][3]
+        after: dict[str, str] = {}
+        while page := await items_of(served, name, order=order, limit=2, **after):
+            seen += [item["content"][0]["text"] for item in page]
+            for item in page:
+                if item["id"] != kept:
+                    assert (await served.client.delete(f"{PATH}/{name}/items/{item['id']}")).status_code == 200
+            after = {"after": page[-1]["id"]}
+        assert seen == sorted("abcdefg", reverse=order == "desc")
+        assert await texts_of(served, name) == ["d"]
+
+
+async def test_items_that_are_added_come_after_deleted_ones(tmp_path: Path) -> None:
+    async with batch_gateway(tmp_path, is_driven=False) as served:
+        name = await create(served, "one", "two", "three")
+        first, second, third = (item["id"] for item in await items_of(served, name))
+        for deleted in (third, first, second):
+            await served.client.delete(f"{PATH}/{name}/items/{deleted}")
+        await served.client.post(f"{PATH}/{name}/items", json={"items": [message("four")]})
+        for after in (first, second, third):
+            assert [item["content"][0]["text"] for item in await items_of(served, name, after=after)] == ["four"]
+            assert await items_of(served, name, after=after, order="desc") == []
+
+
 @pytest.mark.parametrize("as_object", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_response_reads_a_conversation_and_adds_to_it(tmp_path: Path, stream: bool, as_object: bool) -> None:
