@@ -53,7 +53,7 @@ def print_counts(console: Console, report: LoadReport, *, title: str) -> None:
         table.add_row("attainment (of all sent)", *(_share(numbers.slo_attainment) for numbers in shown))
         table.add_row("goodput (requests/s)", *(_rate(numbers.goodput_per_s) for numbers in shown))
         table.add_row("token deadlines met (fluidity)", *(_share(numbers.fluidity) for numbers in shown))
-    table.add_row("completed of sent, meanwhile", *(_share(numbers.completed_of_arrived) for numbers in shown))
+    table.add_row("completed of sent, meanwhile", *(_served(numbers.completed_of_arrived) for numbers in shown))
     table.add_row("longest gap (s)", *(_longest(numbers.tbt_s) for numbers in shown))
     table.add_row(f"answers with a gap over {READABLE_GAP_S:g} s", *(_share(numbers.stalled) for numbers in shown))
     console.print(table)
@@ -129,6 +129,11 @@ def _slo(slo: Slo) -> str:
 
 def _share(value: float | None) -> str:
     return "-" if value is None else in_percent(value).replace("%", " %")
+
+
+def _served(completed_of_arrived: float | None) -> str:
+    """Show 100 % where what had waited completes too: no queue grows, and more than all is no share."""
+    return _share(completed_of_arrived if completed_of_arrived is None else min(completed_of_arrived, 1.0))
 
 
 def _longest(gaps: Distribution | None) -> str:

@@ -1,13 +1,16 @@
+import io
 import random
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from alignedserve.core import metrics
 from alignedserve.core.request import Slo
 from alignedserve.loadgen.client import ClientFailure, ClientFailureKind, CompletionOutcome
 from alignedserve.loadgen.load_generator import LoadRun, SentRequest
 from alignedserve.loadgen.load_plan import LoadRequest, TrafficClass
+from alignedserve.loadgen.report import print_counts
 from alignedserve.loadgen.summary import summarise
 from tests.support.marks import each
 
@@ -129,6 +132,22 @@ def test_a_report_counts_missed_token_deadlines_and_what_stays_behind() -> None:
     assert chat.completed_of_arrived == 1.0  # one arrived after the first fifth, the other ended in it
     without = summarise(run, [TrafficClass("rt")]).classes[0]
     assert without.fluidity is None
+
+
+def test_no_more_than_all_is_shown_as_completed_of_what_was_sent() -> None:
+    run = LoadRun(
+        0.0, 10.0, [_sent(index, "rt", 5.0 + index) for index in range(4)]
+    )  # of a burst before the steady time
+    for sent_s in (5.0, 9.0):
+        later = _sent(9, "rt", 0.1)
+        later.outcome.sent_s, later.outcome.ended_s = sent_s, sent_s + 0.2
+        run.sent.append(later)
+    report = summarise(run, [TrafficClass("rt")])
+    assert report.total.completed_of_arrived == 2.5
+    console = Console(width=100, record=True, file=io.StringIO())
+    print_counts(console, report, title="")
+    (row,) = (line for line in console.export_text().splitlines() if "completed of sent" in line)
+    assert row.split("│")[2].strip() == "100.0 %"
 
 
 def test_a_report_tells_answers_that_stood_still_though_their_mean_held_and_what_failed() -> None:
