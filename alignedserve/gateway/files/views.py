@@ -111,7 +111,7 @@ def _extension(record: BatchRecord, progress: Progress, now: float) -> dict[str,
         "lines_cancelled": counts.cancelled,
         "compute_seconds": progress.usage.compute_us / 1e6,
         "paused": None if record.is_over else waiting or progress.paused,
-        "quote": None if progress.eta is None or record.is_over else _eta(record, progress.eta),
+        "quote": None if progress.eta is None or record.is_ending else _eta(record, progress.eta),
     } | _schedule(record)
 
 

@@ -158,6 +158,7 @@ async def test_cancel_keeps_what_is_done(tmp_path: Path) -> None:
         await served.wait_for_lines(batch["id"], 3)
         answer = (await served.client.post(f"/v1/batches/{batch['id']}/cancel")).json()
         assert answer["status"] == "cancelling"
+        assert answer["alignedserve"]["quote"] is None  # none of its lines starts any more
         done = await served.wait_for(batch["id"])
         assert done["status"] == "cancelled"
         kept = await served.results(done["output_file_id"])
