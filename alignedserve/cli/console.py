@@ -12,6 +12,7 @@ from alignedserve.core.errors import AlignedServeError, ConfigError, NodeLost
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 USAGE_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
+NO_READER = 141  # as a program that SIGPIPE ends: `| head` has read what it wanted
 WIDEST = 10_000  # columns of a table that is not to be folded
 _TABLE_WIDTH = 120  # when the output is a file, where rich would assume 80 columns
 

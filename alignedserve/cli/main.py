@@ -52,7 +52,7 @@ app.add_typer(models_app, name="models")
 def main() -> None:
     """Run the command line; every error is one line on stderr and an exit code.
 
-    2 usage, 75 Ray lost on this host, 130 Ctrl-C, 1 any other failure.
+    2 usage, 75 Ray lost on this host, 130 Ctrl-C, 141 nobody reads what is printed, 1 any other failure.
     """
     open_closed_streams()
     limit_thread_spinning()

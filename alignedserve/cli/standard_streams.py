@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from alignedserve.cli.console import FAILURE, print_error
+from alignedserve.cli.console import FAILURE, NO_READER, print_error
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
@@ -32,13 +32,23 @@ def written_output() -> Iterator[None]:
             yield
         finally:
             sys.stdout.flush()
+    except SystemExit as end:  # the libraries that print for us end so
+        if not _has_no_reader(end.__context__):
+            raise
+        discard_output()
+        sys.exit(NO_READER)
     except OSError as error:
         if error.errno not in (*_NO_ROOM, errno.EPIPE):
             raise
         discard_output()
-        if error.errno != errno.EPIPE:
-            print_error(f"the output cannot be written: {error.strerror}")
+        if _has_no_reader(error):
+            sys.exit(NO_READER)
+        print_error(f"the output cannot be written: {error.strerror}")
         sys.exit(FAILURE)
+
+
+def _has_no_reader(error: BaseException | None) -> bool:
+    return isinstance(error, OSError) and error.errno == errno.EPIPE
 
 
 def discard_output() -> None:

@@ -1,7 +1,9 @@
 import os
 import sys
+from collections.abc import Callable
 
 import pytest
+import typer
 
 from alignedserve.cli.console import print_json, results
 from alignedserve.cli.standard_streams import open_closed_streams, written_output
@@ -24,8 +26,28 @@ def test_a_reader_that_left_ends_a_command_silently(
     os.close(reader)
     with open(writer, "w") as pipe:
         monkeypatch.setattr(sys, "stdout", pipe)
-        with pytest.raises(SystemExit, match="1"), written_output():
+        with pytest.raises(SystemExit, match="141"), written_output():
             print("a table")
+    assert capsys.readouterr().err == ""
+
+
+def _through_typer(text: str) -> None:
+    app = typer.Typer()
+    app.command()(lambda: typer.echo(text))
+    app([])
+
+
+@pytest.mark.parametrize("show", [_through_typer, lambda text: results().print(text)])
+def test_libraries_that_end_a_command_without_a_reader_do_not_call_it_a_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], show: Callable[[str], None]
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w", buffering=1) as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        monkeypatch.setattr(sys, "stderr", sys.stderr)  # typer replaces it
+        with pytest.raises(SystemExit, match="141"), written_output():
+            show("a table")
     assert capsys.readouterr().err == ""
 
 
