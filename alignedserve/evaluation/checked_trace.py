@@ -139,17 +139,18 @@ class DemoReport:
 
     load: LoadReport
     num_correct: int
-    wrong: tuple[WrongAnswer, ...]
-    blocks_leaked: float | None  # None: the server does not say
-    handoffs_verified: float | None
-    handoffs_refused: float | None
     stretch: float
     num_readings: int
+    wrong: tuple[WrongAnswer, ...] = ()
+    blocks_leaked: float | None = None  # None: the server does not say
+    handoffs_verified: float | None = None
+    handoffs_refused: float | None = None
     alignment: Alignment | None = None  # None: the server does not say
     num_faults: int = 0  # processes that were killed or stopped meanwhile
     repeated: RepeatedAnswers | None = None  # None: without faults nothing is asked again but wrong answers
     num_structured: int = 0  # complete answers that were held to a schema
     num_valid: int = 0  # of these
+    num_unjudged: int | None = None  # wrong answers, where Ctrl-C came before they were asked again; None: it did not
     problems: tuple[str, ...] = field(default=(), kw_only=True)
 
     def count(self, cause: WrongAnswerCause) -> int:

@@ -6,12 +6,13 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 from rich.progress import Progress
 from rich.table import Table
 
 from alignedserve.cli.commands.options import DemoOptions
-from alignedserve.cli.console import FAILURE, notes, printable, progress, results, write_json
+from alignedserve.cli.console import FAILURE, INTERRUPTED, notes, printable, progress, results, write_json
 from alignedserve.cluster.local_ray.worker_template import WorkerTemplate
 from alignedserve.config.environment import client_api_key
 from alignedserve.config.model_settings import load_models
@@ -53,7 +54,7 @@ _SHOWN_WRONG = 5
 def demo(options: DemoOptions, template: WorkerTemplate | None = None) -> int:
     """Run the command and return its exit code. `template`: of the processes of a cluster that is started.
 
-    It is 1 when a request was lost, a block leaked or an answer was corrupted.
+    It is 1 when a request was lost, a block leaked or an answer was corrupted, 130 when Ctrl-C ended it early.
     """
     count_tokens = pocket_tokenizer()
     checked = plan_checked_trace(
@@ -73,6 +74,8 @@ def demo(options: DemoOptions, template: WorkerTemplate | None = None) -> int:
         write_json(to_json(report), "-")
     else:
         _print_report(report)
+    if report.num_unjudged is not None:
+        return INTERRUPTED
     return FAILURE if report.problems else 0
 
 
@@ -97,6 +100,15 @@ def _server(options: DemoOptions, template: WorkerTemplate | None) -> Iterator[t
         yield cluster.url, cluster.config.chosen_topology.is_separate
 
 
+class _Judgement(NamedTuple):
+    """What the idle system gave once all requests had ended."""
+
+    wrong: list[WrongAnswer]
+    repeated: RepeatedAnswers | None
+    busy_page: str  # of metrics, before anything was asked again
+    drained: dict[str, float]
+
+
 class _Demo:
     """One replay against one server."""
 
@@ -113,13 +125,22 @@ class _Demo:
         async with self._client:
             self._model = await self._client.model_name()
             first_page = await self._metrics_page()
-            before = parse_metrics(first_page)
             with progress() as bar:
                 run = await self._replay(bar)
-                page = await self._metrics_page()
-                wrong = await self._ask_again(self._wrong(run), bar)
-                repeated = await self._repeat(most_disturbed(run.sent), bar) if self._faults else None
-            after = await self._drained_metrics()
+                try:
+                    judgement = None if run.was_interrupted else await self._judge(run, bar)
+                except asyncio.CancelledError:  # Ctrl-C: what was seen until now is not thrown away
+                    judgement = None
+        return self._report(run, first_page, judgement)
+
+    async def _judge(self, run: LoadRun, bar: Progress) -> _Judgement:
+        page = await self._metrics_page()
+        wrong = await self._ask_again(self._wrong(run), bar)
+        repeated = await self._repeat(most_disturbed(run.sent), bar) if self._faults else None
+        return _Judgement(wrong, repeated, page, await self._drained_metrics())
+
+    def _report(self, run: LoadRun, first_page: str, judgement: _Judgement | None) -> DemoReport:
+        """Return the report; without a judgement that of a run that Ctrl-C ended."""
         checked = self._checked
         structured = [one for one in run.sent if self._is_structured(one) and one.outcome.failure is None]
         report = DemoReport(
@@ -127,17 +148,23 @@ class _Demo:
                 run, checked.plan.classes, num_clamped=(checked.num_clamped_prompts, checked.num_clamped_outputs)
             ),
             num_correct=sum(self._is_correct(sent) for sent in run.sent if not self._is_structured(sent)),
-            wrong=tuple(wrong),
-            blocks_leaked=blocks_used(after),
-            handoffs_verified=_gained(before, after, HANDOFFS_VERIFIED),
-            handoffs_refused=_gained(before, after, HANDOFFS_REFUSED),
             stretch=checked.stretch,
             num_readings=checked.num_readings,
             num_faults=len(self._faults),
-            repeated=repeated,
             num_structured=len(structured),
             num_valid=sum(map(self._is_correct, structured)),
-            alignment=alignment_of(before, parse_metrics(page), (first_page, page)),
+        )
+        if judgement is None:
+            return replace(report, num_unjudged=len(self._wrong(run)))
+        before, after = parse_metrics(first_page), judgement.drained
+        report = replace(
+            report,
+            wrong=tuple(judgement.wrong),
+            blocks_leaked=blocks_used(after),
+            handoffs_verified=_gained(before, after, HANDOFFS_VERIFIED),
+            handoffs_refused=_gained(before, after, HANDOFFS_REFUSED),
+            repeated=judgement.repeated,
+            alignment=alignment_of(before, parse_metrics(judgement.busy_page), (first_page, judgement.busy_page)),
         )
         return replace(report, problems=find_problems(report))
 
@@ -158,8 +185,11 @@ class _Demo:
 
         injector = FaultInjector(self._faults, _say)
         hurting = asyncio.create_task(injector.run())
+        generator = LoadGenerator(plan=self._checked.plan, send=send, on_done=on_done)
         try:
-            return await LoadGenerator(plan=self._checked.plan, send=send, on_done=on_done).run()
+            return await generator.run()
+        except asyncio.CancelledError:  # Ctrl-C
+            return generator.interrupted()
         finally:
             hurting.cancel()
             await asyncio.gather(hurting, return_exceptions=True)
@@ -248,26 +278,36 @@ def _print_report(report: DemoReport) -> None:
     if report.num_structured:
         table.add_row("valid under their schema", f"{report.num_valid} of {report.num_structured}")
     table.add_row("correct", str(report.num_correct))
-    table.add_row("wrong, the model's fault", str(report.count(WrongAnswerCause.MODEL_WRONG)))
-    table.add_row("corrupted on the way", str(report.count(WrongAnswerCause.CORRUPTED)))
-    table.add_row(
-        "KV handoffs verified / refused", f"{_count(report.handoffs_verified)} / {_count(report.handoffs_refused)}"
-    )
-    table.add_row("blocks leaked after the drain", _count(report.blocks_leaked))
+    for row in _judged(report):
+        table.add_row(*row)
     table.add_row("throughput", _throughput(report))
     if report.alignment is not None:
         table.add_row("running batches", _batches(report.alignment))
     console.print(table)
     print_latencies(console, total)
-    num_counting = total.num_sent - report.num_readings
     console.print(f"- arrivals as traced, {report.stretch:.2f} times as far apart")
-    console.print(f"- {report.num_readings} tasks of reading in the prompt, {num_counting} of counting after it")
+    if report.num_unjudged is None:  # else some were not sent
+        num_counting = total.num_sent - report.num_readings
+        console.print(f"- {report.num_readings} tasks of reading in the prompt, {num_counting} of counting after it")
     for remark in remarks(report.load):
         console.print(f"- {remark}", markup=False, soft_wrap=True)
     for problem in report.problems:
         console.print(f"FAILED: {problem}", markup=False, style="bold red")
-    if not report.problems:
+    if report.num_unjudged is not None:
+        console.print("interrupted: nothing was asked again, so nothing is judged")
+    elif not report.problems:
         console.print("passed: nothing lost, nothing leaked, nothing corrupted", style="bold green")
+
+
+def _judged(report: DemoReport) -> list[tuple[str, str]]:
+    if report.num_unjudged is not None:
+        return [("wrong", str(report.num_unjudged))]
+    return [
+        ("wrong, the model's fault", str(report.count(WrongAnswerCause.MODEL_WRONG))),
+        ("corrupted on the way", str(report.count(WrongAnswerCause.CORRUPTED))),
+        ("KV handoffs verified / refused", f"{_count(report.handoffs_verified)} / {_count(report.handoffs_refused)}"),
+        ("blocks leaked after the drain", _count(report.blocks_leaked)),
+    ]
 
 
 def _same_alone(repeated: RepeatedAnswers) -> str:

@@ -5,7 +5,7 @@ import asyncio
 from rich.table import Table
 
 from alignedserve.cli.commands.options import EvalOptions
-from alignedserve.cli.console import FAILURE, printable, progress, results, write_json
+from alignedserve.cli.console import FAILURE, INTERRUPTED, printable, progress, results, write_json
 from alignedserve.config.environment import client_api_key
 from alignedserve.core.percent import in_percent
 from alignedserve.evaluation.accuracy import EvalAnswer, EvalReport, GroupScore, score
@@ -17,22 +17,26 @@ _SHOWN_CHARACTERS = 300
 
 
 def evaluate(options: EvalOptions) -> int:
-    """Run the command and return its exit code (1 when a skill is below the threshold)."""
+    """Return the exit code: 1 when a skill is below the threshold, 130 when Ctrl-C ended it early."""
     suite = make_suite(options.suite, options.num_per_skill, options.seed)
-    report = score(asyncio.run(_ask_all(options, suite)))
-    below = report.below(options.least_share)
+    answers, was_interrupted = asyncio.run(_ask_all(options, suite))
+    report = score(answers)
     if options.json_output:
-        write_json(_as_json(report, options), "-")
+        write_json(_as_json(report, options, was_interrupted=was_interrupted), "-")
     else:
-        _print_report(report, options)
-    return FAILURE if below else 0
+        ended = f"interrupted: {len(answers)} of {len(suite.items)} tasks were answered"
+        _print_report(report, options, ended if was_interrupted else _verdict(report, options))
+    if was_interrupted:
+        return INTERRUPTED
+    return FAILURE if report.below(options.least_share) else 0
 
 
-async def _ask_all(options: EvalOptions, suite: Suite) -> list[EvalAnswer]:
-    """Return the answers, in the order of the tasks."""
+async def _ask_all(options: EvalOptions, suite: Suite) -> tuple[list[EvalAnswer], bool]:
+    """Return the answers, in the order of the tasks, and whether Ctrl-C came before the last."""
     items = suite.items
     answers: list[EvalAnswer | None] = [None] * len(items)
     waiting = iter(enumerate(items))
+    was_interrupted = False
     client = OpenAiClient(url=options.url, api_key=client_api_key())
     async with client:
         model = await client.model_name()
@@ -46,13 +50,16 @@ async def _ask_all(options: EvalOptions, suite: Suite) -> list[EvalAnswer]:
                     answers[index] = EvalAnswer(item, outcome.text, failure)
                     bar.advance(task_id)
 
-            async with asyncio.TaskGroup() as group:
-                for _ in range(min(options.concurrency, len(items))):
-                    group.create_task(ask_in_turn())
-    return [answer for answer in answers if answer is not None]
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for _ in range(min(options.concurrency, len(items))):
+                        group.create_task(ask_in_turn())
+            except asyncio.CancelledError:  # Ctrl-C: what was answered is not thrown away
+                was_interrupted = True
+    return [answer for answer in answers if answer is not None], was_interrupted
 
 
-def _print_report(report: EvalReport, options: EvalOptions) -> None:
+def _print_report(report: EvalReport, options: EvalOptions, verdict: str) -> None:
     console = results()
     for answer in report.wrong[: options.show_failures]:
         task = answer.item.task
@@ -70,9 +77,13 @@ def _print_report(report: EvalReport, options: EvalOptions) -> None:
     for group in report.contexts:
         table.add_row(*_row(group), "")
     console.print(table)
+    console.print(verdict, markup=False)
+
+
+def _verdict(report: EvalReport, options: EvalOptions) -> str:
     below = report.below(options.least_share)
     verdict = "every skill reaches" if not below else f"{', '.join(group.name for group in below)}: below"
-    console.print(f"{verdict} {in_percent(options.least_share, 0)}", markup=False)
+    return f"{verdict} {in_percent(options.least_share, 0)}"
 
 
 def _row(group: GroupScore) -> tuple[str, ...]:
@@ -86,7 +97,7 @@ def _shortened(text: str) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:half]} [...] {text[-half:]}"
 
 
-def _as_json(report: EvalReport, options: EvalOptions) -> bytes:
+def _as_json(report: EvalReport, options: EvalOptions, *, was_interrupted: bool) -> bytes:
     def scores(groups: tuple[GroupScore, ...]) -> list[dict[str, object]]:
         return [
             {
@@ -118,6 +129,7 @@ def _as_json(report: EvalReport, options: EvalOptions) -> bytes:
             "skills": scores(report.skills),
             "contexts": scores(report.contexts),
             "below_threshold": below,
+            "interrupted": was_interrupted,
             "wrong": shown,
         }
     )

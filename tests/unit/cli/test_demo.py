@@ -1,4 +1,6 @@
 import json
+import os
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -117,6 +119,39 @@ def test_passes_when_all_is_well(capsys: pytest.CaptureFixture[str]) -> None:
 def test_lost_request_fails(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_demo(Cluster(lambda body, _: Script(cut_after=0) if is_first_task(body) else right(body))) == 1
     assert json.loads(capsys.readouterr().out)["problems"] == ["1 requests were lost"]
+
+
+@pytest.mark.parametrize("json_output", [False, True])
+def test_what_came_before_ctrl_c_is_reported(capsys: pytest.CaptureFixture[str], json_output: bool) -> None:
+    def respond(body: dict[str, Any], _: int) -> Script:
+        if body["messages"][-1]["content"] != CHECKED.tasks[-1].prompt:
+            return right(body)
+        os.kill(os.getpid(), signal.SIGINT)
+        return Script(first_delay_s=30.0)
+
+    assert run_demo(Cluster(respond), json_output=json_output) == 130
+    told = capsys.readouterr().out
+    if json_output:
+        report = json.loads(told)
+        assert (report["num_unjudged"], report["problems"], report["load"]["num_interrupted"] >= 1) == (0, [], True)
+    else:
+        assert "the requests in the air" in told
+        assert "of counting" not in told
+        assert told.endswith("interrupted: nothing was asked again, so nothing is judged\n")
+
+
+def test_ctrl_c_while_wrong_answers_are_asked_again_keeps_the_report(capsys: pytest.CaptureFixture[str]) -> None:
+    def respond(body: dict[str, Any], times_asked: int) -> Script:
+        if not is_first_task(body):
+            return right(body)
+        if times_asked == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return Script(pieces=("wrong",), first_delay_s=30.0 * (times_asked == 2))
+
+    assert run_demo(Cluster(respond)) == 130
+    report = json.loads(capsys.readouterr().out)
+    assert (report["num_unjudged"], report["wrong"], report["blocks_leaked"]) == (1, [], None)
+    assert report["load"]["total"]["num_completed"] == len(CHECKED.tasks)
 
 
 def test_leaked_block_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,6 @@
 import json
+import os
+import signal
 from dataclasses import replace
 from typing import Any
 
@@ -90,6 +92,28 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     written = json.loads(capsys.readouterr().out)
     assert written["below_threshold"] == ["sums"]
     assert len(written["wrong"]) == 3
+
+
+@pytest.mark.parametrize("json_output", [False, True])
+def test_what_was_answered_before_ctrl_c_is_reported(capsys: pytest.CaptureFixture[str], json_output: bool) -> None:
+    asked = list[object]()
+
+    def respond(body: dict[str, Any]) -> Script:
+        asked.append(body)
+        if len(asked) <= 4:
+            return answer_right(body)
+        os.kill(os.getpid(), signal.SIGINT)
+        return Script(first_delay_s=30.0)
+
+    with running(FakeServer(respond=respond)) as server:
+        assert evaluate(replace(options(server.url), concurrency=1, json_output=json_output)) == 130
+    told = capsys.readouterr().out
+    if json_output:
+        report = json.loads(told)
+        assert (report["interrupted"], [row["correct"] for row in report["skills"]]) == (True, [3, 1])
+    else:
+        assert told.endswith(f"interrupted: 4 of {len(ITEMS)} tasks were answered\n")
+        assert "every skill" not in told
 
 
 def test_failing_server_is_below_every_threshold() -> None:
