@@ -18,8 +18,9 @@ class Order(msgspec.Struct, frozen=True):
 
     path: str  # of its endpoint
     config: GatewayConfig
-    cards: tuple[ModelCard, ...]  # of models whose tokenizers are loaded; the first one serves those that name none
+    cards: tuple[ModelCard, ...]  # of models whose tokenizers are loaded
     names: dict[str, int]  # the card's place for each name that a body may have, adapters' among them
+    first: int | None = None  # the card's place for bodies that name none; None: that model is not loaded
 
 
 class EncodedPrompt(msgspec.Struct, frozen=True):

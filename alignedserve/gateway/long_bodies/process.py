@@ -109,7 +109,7 @@ def main() -> None:
 
 async def _outcome(order: Order, raw: bytes, models: "_Models") -> Outcome:
     def find(name: str | None) -> LoadedModel | None:
-        place = (0 if order.cards else None) if name is None else order.names.get(name)
+        place = order.first if name is None else order.names.get(name)
         return None if place is None else models.get(order.cards[place], order.config)
 
     try:

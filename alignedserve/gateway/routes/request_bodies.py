@@ -87,7 +87,7 @@ async def read_if_long(
     """
     if len(raw) <= LONG_LEN:
         return None
-    outcome = decode_outcome(await services.work_process.answer(encoded(_order(path, services, key)), raw))
+    outcome = decode_outcome(await services.work_process.answer(encoded(order_of(path, services, key)), raw))
     if isinstance(outcome, NotRead):
         return None
     if ignored is not None:
@@ -98,14 +98,15 @@ async def read_if_long(
     return outcome
 
 
-def _order(path: str, services: Services, key: KeyEntry) -> Order:
+def order_of(path: str, services: Services, key: KeyEntry) -> Order:
     """Describe the task; models that the key may not use are unknown there."""
     models = services.models
     bases = {card.name: models.base_of(card.name) for card in usable_cards(models, key)}
     known = set(bases.values())  # also of adapters and aliases alone
     loaded = tuple(model.card for model in models.all if model.services is not None and model.card.name in known)
     places = {card.name: place for place, card in enumerate(loaded)}
-    return Order(path, services.config, loaded, {name: places[base] for name, base in bases.items() if base in places})
+    named = {name: places[base] for name, base in bases.items() if base in places}
+    return Order(path, services.config, loaded, named, places.get(next(iter(bases.values()), "")))
 
 
 async def receive(http: Request, services: Services) -> bytes:

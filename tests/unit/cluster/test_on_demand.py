@@ -3,8 +3,11 @@
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-from alignedserve.cluster.deployments.events import Phase, Standing
+from alignedserve.cluster.deployments.events import LeftDeployment, Phase, Standing
+from alignedserve.cluster.deployments.logic import DeploymentsLogic
 from alignedserve.cluster.deployments.on_demand import (
     DOCUMENTS_TURN_S,
     RETRY_S,
@@ -16,6 +19,7 @@ from alignedserve.cluster.deployments.on_demand import (
     Use,
 )
 from alignedserve.cluster.deployments.orders import AddModel
+from alignedserve.cluster.hosts.models.driver import DeploymentsDriver
 from alignedserve.cluster.hosts.models.on_demand import ModelOnDemand, OnDemandModels
 from alignedserve.cluster.hosts.models.preparing import Asleep
 from alignedserve.config.model_settings import load_models
@@ -138,6 +142,27 @@ def test_a_model_that_falls_asleep_keeps_the_adapters_that_were_loaded() -> None
     assert models.beside(others, [Standing("3", "docs", Phase.SERVING, 0)]) == Asleep()
     models.forget("docs")
     assert models.beside(others, ()) == Asleep()
+
+
+def test_a_model_that_falls_asleep_and_wakes_keeps_its_place_among_the_others() -> None:
+    def deployed(name: str, phase: DeploymentPhase = DeploymentPhase.SERVING) -> ServedDeployment:
+        return ServedDeployment(replace(POCKET, name=name), 16, PrefixCacheConfig(), phase=phase)
+
+    def serving(**names: str) -> DeploymentsLogic:
+        return DeploymentsLogic([LeftDeployment(one, name, Phase.SERVING) for one, name in names.items()], len(names))
+
+    names = {"d1": "first", "d2": "second", "d3": "first", "d4": "third"}
+    site: Any = SimpleNamespace(
+        listeners=list, announced=lambda one, phase, is_failing: deployed(names[one], phase), described=lambda _: None
+    )
+    asleep = ModelOnDemand(AddModel("/first", "first"), deployed("first", DeploymentPhase.SLEEPING), 60.0)
+    driver = DeploymentsDriver(site, serving(d1="first", d2="second"), lambda *_: None, OnDemandModels([asleep]))
+    for now in (driver.logic, serving(d2="second"), serving(d2="second", d4="third", d3="first")):
+        driver.logic = now
+        driver.announce()
+        assert [one.served.name for one in driver.announced][:2] == ["first", "second"]
+        assert [one.name for one in driver.reports()][:2] == ["first", "second"]
+    assert [one.name for one in driver.reports()] == ["first", "second", "third"]
 
 
 def test_a_model_wakes_with_the_settings_that_it_fell_asleep_with(tmp_path: Path) -> None:

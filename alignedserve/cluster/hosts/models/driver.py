@@ -148,6 +148,9 @@ class DeploymentsDriver:
         self._ends: dict[str, Ending] = {}
         self._on_demand = on_demand
         self._announced: tuple[ServedDeployment, ...] = ()
+        # Of models, by name, as they came: one that falls asleep and wakes keeps its place. The first of them serves
+        # requests that name none.
+        self._places: dict[str, int] = {}
         self._failing: frozenset[str] = frozenset()  # deployments of which no missing worker starts
         self.logic = logic
 
@@ -158,7 +161,7 @@ class DeploymentsDriver:
 
     @property
     def announced(self) -> tuple[ServedDeployment, ...]:
-        """Return what gateways are told."""
+        """Return what gateways are told, in the order in which clients see the models."""
         there = (
             self._site.announced(
                 one.deployment_id, _ANNOUNCED[one.phase], is_failing=one.deployment_id in self._failing
@@ -166,7 +169,11 @@ class DeploymentsDriver:
             for one in self.logic.standings
             if one.phase in _ANNOUNCED
         )
-        return (*there, *self._on_demand.sleeping(self.logic.standings))
+        found = (*there, *self._on_demand.sleeping(self.logic.standings))
+        return tuple(sorted(found, key=lambda one: self._place(one.served.name)))
+
+    def _place(self, name: str) -> int:
+        return self._places.get(name, len(self._places))
 
     @property
     def phases(self) -> dict[str, Phase]:
@@ -181,6 +188,8 @@ class DeploymentsDriver:
     def announce(self) -> None:
         """Tell gateways and batch worker which deployments there are."""
         self._announced = self.announced
+        names = dict.fromkeys(one.served.name for one in self._announced)
+        self._places = {name: place for place, name in enumerate(names)}
         self._views.announce(self._announced)
 
     def are_all_ready(self) -> bool:
@@ -190,6 +199,9 @@ class DeploymentsDriver:
 
     def reports(self, problems: Mapping[str, str] = MappingProxyType({})) -> Iterator[DeploymentReport]:
         """Yield how each deployment stands. `problems`: of processes that do not serve."""
+        yield from sorted(self._reports(problems), key=lambda one: self._place(one.name))
+
+    def _reports(self, problems: Mapping[str, str]) -> Iterator[DeploymentReport]:
         for one in self.logic.standings:
             found = self._site.described(one.deployment_id) or Described("")
             about = (one.deployment_id, one.name, found.path, one.phase.value, one.num_open)
