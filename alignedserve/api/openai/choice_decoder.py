@@ -4,6 +4,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from typing_extensions import override
+
 from alignedserve.api.backend.interface import GeneratedTokens
 from alignedserve.api.openai.output_parser import OutputFormat, TextOptions, unmarked
 from alignedserve.api.text_markers import StopStringFinder
@@ -70,6 +72,21 @@ class HeldLogprobs:
         return tuple(released)
 
 
+class EveryLogprob(HeldLogprobs):
+    """Log-probabilities of one choice where each token has its own, whatever it is a part of. None is held back."""
+
+    @override
+    def add_text(self, length: int, content_length: int) -> None:
+        """Do nothing: it is not asked what is content."""
+
+    @override
+    def release(self, num_visible: int, *, is_all: bool) -> tuple[OffsetLogprob, ...]:
+        """Return all that have come, with offsets in the whole answer."""
+        released = tuple(self._undivided)
+        self._undivided.clear()
+        return released
+
+
 _PLAIN_TEXT = TextOptions()
 _PLAIN_CONTENT = OutputFormat()
 
@@ -123,7 +140,8 @@ class ChoiceDecoder:
             () if sampling.ignore_eos else eos_token_ids
         )
         self._is_plain = not stops and sampling.num_logprobs is None and parser is None
-        self._logprobs = HeldLogprobs()
+        self._has_every_logprob = options.has_every_logprob
+        self._logprobs = EveryLogprob() if options.has_every_logprob else HeldLogprobs()
         self._num_visible = 0
 
     def decode(self, new: GeneratedTokens) -> ChoiceDelta:
@@ -142,6 +160,9 @@ class ChoiceDecoder:
         if new.finish_reason is not None and not self.is_stopped:
             self.num_tokens += len(new.token_ids) - len(token_ids)
             runs += self._flush()
+            if self._has_every_logprob:
+                for logprob in new.logprobs[len(token_ids) :]:  # of the end token
+                    self._logprobs.hold(logprob)
             self.is_stopped = self._stops.found is not None
         is_all = new.finish_reason is not None and not self.is_stopped
         shown = _delta_of(runs, self._logprobs.release(self._num_visible, is_all=is_all))

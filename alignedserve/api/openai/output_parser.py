@@ -16,10 +16,11 @@ from alignedserve.text.tokenizer import Tokenizer
 
 
 class TextOptions(NamedTuple):
-    """What the text of an answer shows beside its content."""
+    """What an answer shows beside its content."""
 
     shows_stop: bool = False  # the stop string, or the end token where it has text
     shows_special_tokens: bool = False
+    has_every_logprob: bool = False  # those of thoughts, calls and the end token too, one for each of `token_ids`
 
 
 @dataclass(frozen=True, slots=True)

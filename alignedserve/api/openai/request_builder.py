@@ -146,7 +146,9 @@ async def _build(
         has_continuous_usage=fields.has_continuous_usage,
         echoes=answer.echoes,
         output_format=answer.output_format,
-        text_options=TextOptions(fields.include_stop_str_in_output, not fields.skip_special_tokens),
+        text_options=TextOptions(
+            fields.include_stop_str_in_output, not fields.skip_special_tokens, fields.return_token_ids
+        ),
         has_token_ids=fields.return_token_ids,
         calls_functions=answer.calls_functions,
         num_prompt_logprobs=fields.prompt_logprobs,

@@ -5,6 +5,7 @@ from typing import Any
 
 from alignedserve.api.backend.scripted import Script
 from alignedserve.api.models.model_card import ModelCard
+from tests.gateway import tool_support
 from tests.gateway.support import (
     EOS,
     chunks_of,
@@ -15,6 +16,7 @@ from tests.gateway.support import (
     tokens_of,
     write_sentencepiece,
 )
+from tests.gateway.tool_support import THINKING, model_with
 from tests.support.marks import each
 
 USER = {"role": "user", "content": "hello"}
@@ -69,6 +71,25 @@ async def test_token_ids_of_chats() -> None:
     assert [one for chunk in chunks for one in chunk["choices"][0].get("token_ids", [])] == tokens
     assert whole["prompt_token_ids"] == chunks[0]["prompt_token_ids"] == list(request.prompt_token_ids)
     assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == "the quick"
+
+
+@each("text", ["the quick", "<think>so</think>the quick"])
+@each("fields", [{}, {"stop": "quick"}, {"max_tokens": 2}])
+async def test_token_ids_have_a_log_probability_each(text: str, fields: dict[str, Any]) -> None:
+    asked = {"logprobs": True, "return_token_ids": True, "return_tokens_as_token_ids": True} | fields
+    model = model_with(THINKING)
+    async with gateway(tool_support.saying(model, text), model=model) as served:
+        (whole,) = (await served.chat(**asked)).json()["choices"]
+        chunks = chunks_of(await served.chat(**asked, stream=True))
+        completion = await served.complete(**asked | {"logprobs": 0})
+    streamed = [chunk["choices"][0] for chunk in chunks]
+    names = [f"token_id:{token_id}" for token_id in whole["token_ids"]]
+    assert [one["token"] for one in whole["logprobs"]["content"]] == names
+    assert [one["token"] for choice in streamed for one in (choice["logprobs"] or {}).get("content", ())] == names
+    assert [one for choice in streamed for one in choice.get("token_ids", ())] == whole["token_ids"]
+    (choice,) = completion.json()["choices"]
+    assert choice["logprobs"]["tokens"] == [f"token_id:{token_id}" for token_id in choice["token_ids"]]
+    assert len(choice["logprobs"]["text_offset"]) == len(choice["token_ids"])
 
 
 @each(("num_tokens", "num_read"), [(1, 1), (-1, 251), (999, 300)])
