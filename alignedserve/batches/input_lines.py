@@ -19,7 +19,14 @@ MAX_CUSTOM_ID_LEN = 512
 MAX_PROBLEMS = 100  # listed per file; reading ends there
 _BLANK_LINES = re.compile(rb"(?:[ \t\r]{0,64}+\n)+")  # each far below any limit of lines
 _BOM = b"\xef\xbb\xbf"
-_GZIP = b"\x1f\x8b"
+_COMPRESSED = (
+    b"\x1f\x8b",
+    b"PK\x03\x04",
+    b"\xfd7zXZ\x00",
+    b"BZh",
+    b"\x28\xb5\x2f\xfd",
+)  # by gzip, ZIP, xz, bzip2, zstd
+_WIDE = (b"\xff\xfe", b"\xfe\xff", b"{\x00", b"\x00{", b"\x00\x00\xfe\xff", b"\x00\x00\x00{")  # with a mark, or without
 _MEMBERS = frozenset({"custom_id", "method", "url", "body"})
 _MAX_ECHOED_LEN = 64
 
@@ -177,11 +184,12 @@ class InputValidator:
     problems: list[LineProblem] = field(default_factory=list)
     lines_by_model: dict[str, int] = field(default_factory=dict)  # of models that are served
     _custom_ids: set[bytes] = field(default_factory=set)
+    _of_file: LineProblem | None = None  # that makes those of its lines meaningless
 
     @property
     def is_full(self) -> bool:
         """Return True if no further problem would be listed."""
-        return len(self.problems) >= MAX_PROBLEMS
+        return self._of_file is not None or len(self.problems) >= MAX_PROBLEMS
 
     def check(self, line: RawLine) -> None:
         """Check and index the next line."""
@@ -189,11 +197,12 @@ class InputValidator:
             return
         if len(self.index) >= self.max_lines:
             message = f"The file has more than {self.max_lines} requests."
-            self.problems = [LineProblem(code="too_many_requests", message=message, line=line.number)] * MAX_PROBLEMS
+            self._of_file = LineProblem(code="too_many_requests", message=message, line=line.number)
             return
         self.index.add(line)
         problem = self._problem_of(line)
         if problem is not None:
+            self._of_file = _problem_of_file(line)
             self.problems.append(problem)
 
     def finish(self) -> tuple[LineProblem, ...]:
@@ -201,8 +210,8 @@ class InputValidator:
         self._custom_ids = set()  # large, and not needed any more
         if not len(self.index) and not self.problems:
             return (LineProblem(code="empty_file", message="The file holds no requests."),)
-        if self.problems and self.problems[0].code == "too_many_requests":
-            return (self.problems[0],)
+        if self._of_file is not None:
+            return (self._of_file,)
         return tuple(self.problems[:MAX_PROBLEMS])
 
     def _problem_of(self, line: RawLine) -> LineProblem | None:
@@ -254,9 +263,17 @@ def too_long(number: int, max_line_bytes: int) -> LineProblem:
     return _problem("line_too_long", f"This line is longer than {max_line_bytes} bytes.", None, number)
 
 
-def _not_json(line: RawLine) -> LineProblem:
-    if line.number == 1 and line.text.startswith(_GZIP):
+def _problem_of_file(line: RawLine) -> LineProblem | None:
+    """Return what is wrong with a whole file by its first line, which has a problem."""
+    if line.number == 1 and line.text.startswith(_COMPRESSED):
         return _problem("invalid_json_line", "The file is compressed; send plain JSON lines.", None, 1)
+    if line.number == 1 and line.text.startswith(_WIDE):
+        message = "The file is not text in UTF-8, but likely in UTF-16; save it as UTF-8."
+        return _problem("invalid_json_line", message, None, 1)
+    return None
+
+
+def _not_json(line: RawLine) -> LineProblem:
     if not _is_utf8(line.text):
         return _problem("invalid_json_line", "This line is not text in UTF-8.", None, line.number)
     return _problem("invalid_json_line", "This line is not parseable as valid JSON.", None, line.number)

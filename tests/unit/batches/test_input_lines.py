@@ -1,7 +1,14 @@
 """Splitting an input file into lines, and what is wrong with them."""
 
+import bz2
 import gzip
+import io
 import json
+import lzma
+import random
+import zipfile
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -129,16 +136,30 @@ def test_one_line_too_many() -> None:
     assert [(problem.code, problem.line) for problem in problems] == [("too_many_requests", 51)]
 
 
-def test_gzip_sent_as_text() -> None:
-    problems = inspected(gzip.compress(chat_lines(3), mtime=0))
-    assert (problems[0].code, problems[0].line) == ("invalid_json_line", 1)
-    assert "compressed" in problems[0].message
+def zipped(content: bytes) -> bytes:
+    with zipfile.ZipFile(made := io.BytesIO(), "w") as archive:
+        archive.writestr("in.jsonl", content)
+    return made.getvalue()
 
 
-@each("encoding", ["utf-16", "latin-1"])
-def test_another_encoding_is_named(encoding: str) -> None:
-    problems = inspected('{"custom_id": "é"}'.encode(encoding))
-    assert (problems[0].code, problems[0].message) == ("invalid_json_line", "This line is not text in UTF-8.")
+@each("compress", [partial(gzip.compress, mtime=0), lzma.compress, bz2.compress, zipped])
+def test_a_compressed_file_is_one_problem(compress: Callable[[bytes], bytes]) -> None:
+    (problem,) = inspected(compress(b"\n".join([chat_lines(3), random.Random(0).randbytes(4096)])))
+    assert (problem.code, problem.line) == ("invalid_json_line", 1)
+    assert problem.message == "The file is compressed; send plain JSON lines."
+
+
+@each("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-be"])
+def test_a_file_of_wide_characters_is_one_problem(encoding: str) -> None:
+    (problem,) = inspected(chat_lines(3).decode().encode(encoding))
+    assert (problem.code, problem.line) == ("invalid_json_line", 1)
+    assert problem.message == "The file is not text in UTF-8, but likely in UTF-16; save it as UTF-8."
+
+
+def test_another_encoding_is_named_by_line() -> None:
+    problems = inspected('{"custom_id": "é"}\n{"custom_id": "ä"}'.encode("latin-1"))
+    assert {problem.message for problem in problems} == {"This line is not text in UTF-8."}
+    assert [problem.line for problem in problems] == [1, 2]
 
 
 def test_custom_ids_may_be_any_text() -> None:
