@@ -251,6 +251,8 @@ class InputValidator:
             name = min(unknown)[:_MAX_ECHOED_LEN]
             return _problem("unknown_parameter", f"Unrecognized member: {name!r}.", name, number)
         model = body.get("model")
+        if model is None:
+            return _problem("missing_required_parameter", "body.model is missing.", "body.model", number)
         if not isinstance(model, str) or model not in self.models:
             message = "The requested model does not exist here; see /v1/models."
             return _problem("model_not_found", message, "body.model", number)
