@@ -26,13 +26,14 @@ def check_messages(messages: Sequence[ChatMessage]) -> None:
         _check_fields(message, path)
         if message.role == "tool":
             if message.tool_call_id not in open_calls:
-                refuse(f"{path}.tool_call_id", "no call before it has this id")
+                refuse(f"{path}.tool_call_id", f"no call before it has the id {message.tool_call_id!r}")
             open_calls.discard(message.tool_call_id)
         elif open_calls:
-            refuse(f"{path}.role", "the calls before it have no results yet, which must follow them at once")
+            problem = f"the call {min(open_calls)!r} before it has no result yet, which must follow it at once"
+            refuse(f"{path}.role", problem)
         open_calls |= _call_ids(message, path)
     if open_calls:
-        refuse("messages", "the last calls have no results, which must follow them")
+        refuse("messages", f"the call {min(open_calls)!r} has no result, which must follow it")
 
 
 def refuse(path: str, problem: str) -> NoReturn:
@@ -97,7 +98,8 @@ def _call_ids(message: ChatMessage, path: str) -> set[str]:
         if call.id in ids:
             refuse(f"{path}.tool_calls[{place}].id", "two calls of one message have it")
         if _arguments_of(call) is None:
-            refuse(f"{path}.tool_calls[{place}].function.arguments", "it must be the text of a JSON object")
+            problem = f"those of the call {call.id!r} must be the text of a JSON object"
+            refuse(f"{path}.tool_calls[{place}].function.arguments", problem)
         ids.add(call.id)
     return ids
 

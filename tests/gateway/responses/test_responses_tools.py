@@ -27,11 +27,30 @@ WEATHER = {
 }
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 
+CALLED = {"type": "function_call", "call_id": "call_1", "name": "f", "arguments": "{}"}
+OUTPUT = {"type": "function_call_output", "call_id": "call_1", "output": "x"}
+ASKED = {"role": "user", "content": "Oslo?"}
+
 
 def saying(model: ModelCard, *texts: str) -> Callable[[Request], Script]:
     """Say these texts one after the other, control tokens included."""
     tokenizer, left = model.load_tokenizer(), list(texts)
     return lambda _: Script((*tokenizer.encode(left.pop(0), add_special_tokens=False), EOS))
+
+
+@each(
+    ("items", "problem"),
+    [
+        ([OUTPUT], "no call before it has the id 'call_1'"),
+        ([CALLED | {"arguments": "{"}], "those of the call 'call_1' must be the text of a JSON object"),
+        ([CALLED], "the call 'call_1' has no result, which must follow it"),
+        ([CALLED, ASKED], "the call 'call_1' before it has no result yet, which must follow it at once"),
+    ],
+)
+async def test_a_long_history_is_told_which_of_its_calls_is_wrong(items: list[dict[str, Any]], problem: str) -> None:
+    async with gateway(model=model_with(HERMES)) as served:
+        answer = await served.client.post("/v1/responses", json={"model": "tiny", "input": [ASKED, *items]})
+    assert error_of(answer, 400)["message"] == f"Invalid value for input: {problem}."
 
 
 def prompts_of(served: BatchGateway, model: ModelCard) -> Sequence[str]:
