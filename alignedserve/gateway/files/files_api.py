@@ -298,7 +298,7 @@ def _check_tokens(
             f"Limit of enqueued batch tokens ({Limit.BATCH_TOKENS.value}) of the key {key.name}: limit {limit}, "
             f"enqueued about {before:.0f}, this batch about {more:.0f}."
         )
-        raise QuotaExceeded(message, retry_after_s=_QUOTA_RETRY_S)
+        raise QuotaExceeded(message, retry_after_s=None if more > limit else _QUOTA_RETRY_S)  # it alone is too large
 
 
 def _eta(record: BatchRecord, active: Sequence[BatchSnapshot], throughputs: Throughputs) -> Eta:

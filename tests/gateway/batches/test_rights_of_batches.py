@@ -135,6 +135,18 @@ async def test_a_key_may_have_so_many_batches(tmp_path: Path) -> None:
     assert error_of(refused, 429)["code"] == "rate_limit_exceeded"
 
 
+async def test_a_key_may_have_so_many_tokens_of_batches_and_waits_for_none_that_never_fit(tmp_path: Path) -> None:
+    async with batch_gateway(tmp_path, is_driven=False) as served:
+        with_key(served, enqueued_batch_tokens=1000)
+        small, large, huge = [(await served.upload(chat_lines(count))).json()["id"] for count in (3, 12, 30)]
+        assert (await served.create(small)).status_code == 200
+        later, never = await served.create(large), await served.create(huge)
+    for refused in (later, never):
+        assert error_of(refused, 429)["message"].startswith("Limit of enqueued batch tokens (enqueued_batch_tokens)")
+    assert later.headers["retry-after"] == "60"
+    assert (never.headers["x-should-retry"], "retry-after" in never.headers) == ("false", False)
+
+
 async def test_all_keys_have_so_many_batches_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("alignedserve.gateway.files.files_api.MAX_ACTIVE", 1)
     async with batch_gateway(tmp_path, is_driven=False) as served:
