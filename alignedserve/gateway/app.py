@@ -1,5 +1,6 @@
 """Builds the ASGI app: routes, middleware, errors of unknown paths. Nothing here starts or stops anything."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -109,10 +110,11 @@ def _methods_of(http: Request) -> list[str]:
 
 
 def _meant(http: Request) -> str:
-    """Return a hint where the base URL of a client lacks /v1, or has it where the client adds it itself."""
-    path = http.url.path
-    meant = path.removeprefix("/v1") if path.startswith("/v1/v1/") else f"/v1{path}"
-    if not _routes_at({**http.scope, "path": meant}):
+    """Return a hint where the base URL of a client lacks /v1 or has it twice, or where there is a slash too many."""
+    plain = re.sub("/{2,}", "/", http.url.path).rstrip("/")
+    paths = (plain, plain.removeprefix("/v1"), f"/v1{plain}")
+    meant = next((path for path in paths if _routes_at({**http.scope, "path": path})), None)
+    if meant is None:
         return ""
     return f" Did you mean {meant[:_MAX_ECHOED_PATH_LEN]}? Look at the base URL of your client."
 

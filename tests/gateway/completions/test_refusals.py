@@ -251,9 +251,11 @@ async def test_other_content_types_are_refused() -> None:
         ("/models", "/v1/models"),
         ("/v1/v1/messages", "/v1/messages"),  # Anthropic's do
         ("/v1/v1/chat/completions", "/v1/chat/completions"),
+        ("/v1//chat/completions", "/v1/chat/completions"),
+        ("/v1/responses/", "/v1/responses"),
     ],
 )
-async def test_a_base_url_with_a_v1_too_few_or_too_many_is_noticed(path: str, meant: str) -> None:
+async def test_a_base_url_with_a_v1_or_a_slash_too_few_or_too_many_is_noticed(path: str, meant: str) -> None:
     async with gateway() as served:
         error = error_of(await served.client.post(path, json={}), 404)
     assert error["message"] == f"Invalid URL (POST {path}). Did you mean {meant}? Look at the base URL of your client."
