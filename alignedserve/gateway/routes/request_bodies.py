@@ -131,11 +131,16 @@ async def body_chunks(http: Request, config: GatewayConfig, max_bytes: int) -> A
     encoding = http.headers.get("content-encoding", "")
     check_encoding(encoding)
     _check_declared(http, max_bytes)
-    num_bytes, beginning = 0, b""
+    counted: CountedBody | None = getattr(http.state, "counted_body", None)
+    num_bytes, beginning, num_held = 0, b"", 0
     async for chunk in _unpacked(arriving(http)) if encoding.strip().lower() in _GZIP else arriving(http):
         num_bytes += len(chunk)
         if num_bytes > max_bytes:
             raise BodyTooLarge(f"The body is larger than {max_bytes} bytes.")
+        if counted is not None and num_held < config.max_body_bytes:  # no more of it is kept until its end
+            more = min(len(chunk), config.max_body_bytes - num_held)
+            counted.hold(more)
+            num_held += more
         if len(beginning) <= LONGEST_LOGGED:
             beginning += chunk
         yield chunk
