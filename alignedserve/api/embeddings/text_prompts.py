@@ -66,9 +66,10 @@ async def encode_pairs(
 
 
 def check_not_empty(texts: PromptForms | Sequence[str], param: str) -> None:
-    """Raise InvalidRequest naming `param` for an empty text."""
+    """Raise InvalidRequest naming `param`, and the place in it, for an empty text."""
     if texts == "" or (not isinstance(texts, str) and "" in texts):
-        raise InvalidRequest(f"{param} must not hold an empty text.", param=param)
+        named = f"{param}[{[*texts].index('')}]" if len(texts) > 1 else param
+        raise InvalidRequest(f"{named} must not be an empty text.", param=named)
 
 
 def prompt_named(embedding: EmbeddingConfig | None, name: str | None) -> str:
@@ -119,10 +120,10 @@ async def _beginning(prompt: Prompt, limit: int, services: PromptServices, *, is
 
 
 def _checked(prompts: list[Prompt], services: PromptServices, param: str) -> list[Prompt]:
-    longest, limit = max(len(prompt.token_ids) for prompt in prompts), services.model.max_context_len
-    if longest > limit:
-        raise ContextTooLong(
-            f"This model's maximum context length is {limit} tokens. However, {param} holds a text of {longest}.",
-            param=param,
-        )
+    limit = services.model.max_context_len
+    for place, prompt in enumerate(prompts):
+        if (length := len(prompt.token_ids)) > limit:
+            named = f"{param}[{place}]" if len(prompts) > 1 else param
+            message = f"This model's maximum context length is {limit} tokens. However, {named} has {length}."
+            raise ContextTooLong(message, param=named)
     return prompts

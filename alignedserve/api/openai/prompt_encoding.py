@@ -118,11 +118,12 @@ async def encode_prompts(
     if len(prompt) > services.config.max_concurrent_requests:
         raise InvalidRequest(f"{param} holds more than {services.config.max_concurrent_requests} texts.", param=param)
     prompts = []
-    for item in prompt:
+    for place, item in enumerate(prompt):
+        own = f"{param}[{place}]" if len(prompt) > 1 else param
         if isinstance(item, str):
-            prompts.append(await _text_prompt(item, services, param, add_special_tokens, is_bounded=is_bounded))
+            prompts.append(await _text_prompt(item, services, own, add_special_tokens, is_bounded=is_bounded))
         elif isinstance(item, list):
-            prompts.append(await _token_prompt(item, services, param, is_bounded=is_bounded))
+            prompts.append(await _token_prompt(item, services, own, is_bounded=is_bounded))
         await asyncio.sleep(0)  # streams continue between prompts that are not long
     return prompts
 

@@ -64,7 +64,10 @@ async def test_openais_sdk_reads_them() -> None:
     ("fields", "param"),
     [
         ({"input": ""}, "input"),
-        ({"input": ["hello", ""]}, "input"),
+        ({"input": ["hello", ""]}, "input[1]"),
+        ({"input": ["hello", "the " * 300]}, "input[1]"),
+        ({"input": ["hello", "fox " * 9000]}, "input[1]"),  # too long to be tokenized
+        ({"input": [[1], [9999]]}, "input[1]"),
         ({"input": []}, "input"),
         ({"input": [[]]}, "input"),
         ({"input": [9999]}, "input"),
@@ -100,8 +103,8 @@ async def test_pairs_that_do_not_match_are_refused() -> None:
 @each(
     ("path", "texts", "param"),
     [
-        ("/v1/score", {"text_1": ["a", ""], "text_2": ["a", "b"]}, "text_1"),
-        ("/v1/score", {"text_1": "a", "text_2": ["a", ""]}, "text_2"),
+        ("/v1/score", {"text_1": ["a", ""], "text_2": ["a", "b"]}, "text_1[1]"),
+        ("/v1/score", {"text_1": "a", "text_2": ["a", ""]}, "text_2[1]"),
         ("/v1/rerank", {"query": "", "documents": ["a"]}, "query"),
         ("/v1/rerank", {"query": "a", "documents": [""]}, "documents"),
         ("/v1/rerank", {"query": "fox " * 300, "documents": ["a"]}, "query"),
