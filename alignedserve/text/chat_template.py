@@ -1,4 +1,4 @@
-"""Renders conversations by a model's own jinja2 template, as transformers does, in a sandbox that can change nothing.
+"""Renders conversations by a model's own jinja2 template, as transformers does, in a sandbox of bounded time.
 
 What a template knows is found out, not configured: `variables` are the names that it reads (`tools`,
 `enable_thinking`, `reasoning_effort`), and the form in which it shows earlier tool calls is the first of a few that
@@ -6,7 +6,7 @@ it renders whole.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -14,14 +14,15 @@ from typing import Any, NamedTuple
 import jinja2
 from jinja2 import meta
 from jinja2.ext import Extension, loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from typing_extensions import override
 
 from alignedserve.core.errors import InvalidRequest, UnsupportedModel
+from alignedserve.text.bounded_jinja import BoundedEnvironment, check_length, within_s
 from alignedserve.text.chat_prompt import ChatPrompt, Message
 
 TOOLS = "tools"
 ADD_GENERATION_PROMPT = "add_generation_prompt"
+RENDER_S = 10.0  # of computing, after which a template is refused; the longest conversations take less than one
 
 
 class CallForm(NamedTuple):
@@ -42,6 +43,7 @@ _UNRENDERABLE = (
     RecursionError,
     MemoryError,
 )
+_PROBE_S = 1.0
 _PROBE_TIME = datetime(2000, 1, 1)
 _PROBE_CALL = {
     "id": "probe1234",
@@ -100,7 +102,8 @@ class ChatTemplate:
         if has_calls and self.call_form is None:
             raise InvalidRequest("This model's chat template does not show tool calls.", param="messages")
         form = self.call_form if has_calls else None
-        return self._render(form, self._arguments(prompt, now), prompt.variables, in_parts=self.wants_parts)
+        arguments = self._arguments(prompt, now)
+        return self._render(form, arguments, prompt.variables, in_parts=self.wants_parts, limit_s=RENDER_S)
 
     def _render(
         self,
@@ -109,12 +112,14 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         *,
         in_parts: bool = False,
+        limit_s: float = _PROBE_S,
     ) -> str:
         template = self._tool_template if arguments[TOOLS] or form is not None else self._template
         shown = [_in_form(message, form) for message in arguments["messages"]]
         shown = [_in_parts(message) for message in shown] if in_parts else shown
         try:
-            return template.render(**{**(variables or {}), **arguments, "messages": shown})
+            with within_s(limit_s):
+                return _joined(template.generate(**{**(variables or {}), **arguments, "messages": shown}))
         except jinja2.TemplateError as error:
             raise InvalidRequest(
                 f"The model's chat template refused the messages: {str(error)[:200]}", param="messages"
@@ -171,12 +176,20 @@ class _GenerationBlocks(Extension):
 
 
 def _environment() -> jinja2.Environment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
-    )
+    environment = BoundedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     return environment
+
+
+def _joined(pieces: Iterator[str]) -> str:
+    """Return the pieces as one text, which is bounded."""
+    texts, length = [], 0
+    for piece in pieces:
+        texts.append(piece)
+        length += len(piece)
+        check_length(length)
+    return "".join(texts)
 
 
 def _in_form(message: Message, form: CallForm | None) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from alignedserve.core.errors import InvalidRequest
+from alignedserve.text import chat_template
 from alignedserve.text.chat_prompt import ChatPrompt
 from alignedserve.text.chat_template import CallForm, ChatTemplate
 from alignedserve.text.control_marks import control_mark
@@ -51,6 +52,39 @@ def test_variables_never_replace_the_conversation() -> None:
 )
 def test_the_form_in_which_calls_are_shown(source: str, form: CallForm | None) -> None:
     assert ChatTemplate(source, {}).call_form == form
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{% for a in range(99999) %}{% for b in range(99999) if b < 0 %}{% endfor %}{% endfor %}",
+        "{% macro twice(n) %}{% if n %}{{ twice(n - 1) }}{{ twice(n - 1) }}{% endif %}{% endmacro %}{{ twice(90) }}",
+        "{{ 9 ** (9 ** 9) }}",
+    ],
+)
+def test_a_template_that_never_ends_is_refused(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "RENDER_S", 0.01)
+    monkeypatch.setattr(chat_template, "_PROBE_S", 0.01)
+    with pytest.raises(InvalidRequest, match=r"too long to render|number that is too large"):
+        ChatTemplate(source, {}).render(ChatPrompt(MESSAGES[:1]), now=NOW)
+
+
+@pytest.mark.parametrize("doubled", ["x ~ x", "x + x", "x * 2"])
+def test_a_template_that_doubles_a_text_for_ever_is_refused_before_memory_is_short(doubled: str) -> None:
+    source = f"{{% set n = namespace(x='a') %}}{{% for i in range(99) %}}{{% set x = n.x %}}{{% set n.x = {doubled} %}}"
+    with pytest.raises(InvalidRequest, match="cannot render these messages"):
+        ChatTemplate(source + "{% endfor %}{{ n.x }}", {}).render(ChatPrompt(MESSAGES[:1]), now=NOW)
+
+
+def test_bounds_change_nothing_in_what_loops_and_operators_make() -> None:
+    source = (
+        "{% for m in messages if m.role != 'tool' %}{{ loop.index ~ '/' ~ loop.length ~ m.role }}{% if loop.last %}."
+        "{% endif %}{% else %}none{% endfor %}{{ 2 * 3 + 1 }}{{ 2 ** 8 }}{{ 'ab' * 2 }}{{ ([1] + [2])|length }}"
+        "{{ 1 ~ x }}"
+    )
+    messages = [{"role": role, "content": "hi"} for role in ("user", "tool", "assistant")]
+    assert ChatTemplate(source, {}).render(ChatPrompt(messages), now=NOW) == "1/2user2/2assistant.7256abab21"
 
 
 @pytest.mark.parametrize("source", ["{{ messages[0].content|dictsort }}", "{{ 'x' * 10**14 }}", "{{ 1 // 0 }}"])
