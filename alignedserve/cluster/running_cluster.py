@@ -4,10 +4,7 @@ import atexit
 import contextlib
 import logging
 import os
-import ssl
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -20,6 +17,7 @@ from ray.exceptions import RayError
 from alignedserve.batches.location import SharedState
 from alignedserve.cluster.actor_factory import ActorFactory, PreparedNode
 from alignedserve.cluster.batch_storage import StateLock, open_batch_storage
+from alignedserve.cluster.first_token import NotReady, ask_ready
 from alignedserve.cluster.local_ray.node_processes import kill_all, orphans_of
 from alignedserve.cluster.local_ray.node_watch import NodeWatch
 from alignedserve.cluster.local_ray.start import start_ray
@@ -29,7 +27,7 @@ from alignedserve.cluster.restarts import Health, ProcessState
 from alignedserve.cluster.signals import signals_ignored
 from alignedserve.cluster.start_observer import Patience, StartObserver
 from alignedserve.cluster.watchdog import Watchdog
-from alignedserve.core.errors import NodeLost, PeerLost
+from alignedserve.core.errors import ModelError, NodeLost, PeerLost
 from alignedserve.messages.gateways import ClusterStatus
 from alignedserve.process.addresses import is_gateway
 from alignedserve.process.loading_progress import Progress, read_progress
@@ -244,21 +242,25 @@ class RunningCluster:
         """Wait until a token has passed through the whole system.
 
         Raises PeerLost if none does within `timeout_s`, or within that of the last progress of a model that is loaded;
-        AskedToStop.
+        ModelError at once for a model of a new cluster that gives no tokens; AskedToStop.
         """
         patience = self._patience(timeout_s)
-        # Its own gateway, which it asks by an address that the certificate need not name; nothing secret is sent.
-        own = ssl._create_unverified_context() if self.config.gateway.scheme == "https" else None  # noqa: S323
+        not_ready = NotReady("nothing was asked")
         while not patience.is_over():
             self.check_start()
-            try:
-                with urllib.request.urlopen(f"{self.url}/ready", timeout=2.0, context=own) as response:  # noqa: S310
-                    if response.status == 200:
-                        return
-            except (urllib.error.URLError, OSError):
-                pass
+            answer = ask_ready(self.url)
+            if answer is None:
+                return
+            not_ready = answer
+            if not_ready.is_lasting and not self._served_before():
+                raise ModelError(
+                    f"the model gives no answer: {not_ready.reason}; the logs are in {self.folder / 'logs'}"
+                )
             time.sleep(0.05)
-        raise PeerLost(f"the cluster was not ready within {timeout_s:.0f} s; its logs are in {self.folder / 'logs'}")
+        raise PeerLost(
+            f"the cluster was not ready within {timeout_s:.0f} s: {not_ready.reason}; "
+            f"its logs are in {self.folder / 'logs'}"
+        )
 
     def stop(self) -> None:
         """Stop every actor and Ray itself. May be repeated; never raises; ignores signals meanwhile."""
@@ -362,6 +364,10 @@ class RunningCluster:
         while not starting.is_over:
             self.check_start()
             starting.look(_POLL_S)
+
+    def _served_before(self) -> bool:
+        """Return whether it has served already, driven by another process."""
+        return False
 
     def _patience(self, timeout_s: float) -> Patience:
         return Patience(self.progress, timeout_s, self._observer)

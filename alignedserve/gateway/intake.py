@@ -60,3 +60,8 @@ class Readiness:
     def missing(self) -> str | None:
         """Return the reason why it is not ready; None when it is."""
         return "draining" if self.is_draining or self._intake.is_closed else self._models.missing()
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Return whether a model fails at every try."""
+        return self._models.is_hopeless

@@ -26,6 +26,11 @@ class RegisteredModel:
             return None
         return self.problem if self.services is None else self.services.readiness_probe.missing()
 
+    @property
+    def is_hopeless(self) -> bool:
+        """Return whether it is loaded, and fails at every try."""
+        return self.services is not None and self.services.readiness_probe.is_hopeless
+
     def adapter_cards(self) -> tuple[ModelCard, ...]:
         """Return its adapters as clients see them."""
         known = self.adapters
@@ -91,6 +96,11 @@ class ModelRegistry:
         if not self._models:
             return "no model is served"
         return "; ".join(f"model {name}: {why}" for name, why in reasons.items()) or None
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Return whether what is missing does not come by waiting."""
+        return any(model.is_hopeless for model in self.all)
 
     def card(self, name: str) -> ModelCard:
         """Return the model of this name as clients see it. Raises UnknownModel, Unavailable."""

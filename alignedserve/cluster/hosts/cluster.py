@@ -162,6 +162,10 @@ class ClusterOnHosts(ServingCluster):
         return self._succession.is_adopted or super()._are_all_ready()
 
     @override
+    def _served_before(self) -> bool:
+        return self._succession.is_adopted
+
+    @override
     def check_start(self) -> None:
         """See RunningCluster."""
         now = time.monotonic()

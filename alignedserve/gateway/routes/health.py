@@ -24,10 +24,12 @@ async def health() -> Response:
 @router.get("/ready", response_model=None)
 async def ready(http: Request) -> Response:
     """Report whether every model generates tokens; 503 with the reason when one does not."""
-    missing = services_of(http).readiness.missing()
+    readiness = services_of(http).readiness
+    missing = readiness.missing()
     if missing is None:
         return JsonResponse({"status": "ready"})
-    body = error_json(f"Not ready: {missing}.", "server_error", code="not_ready")
+    code = "model_fails" if readiness.is_hopeless else "not_ready"
+    body = error_json(f"Not ready: {missing}.", "server_error", code=code)
     return JsonResponse(body, 503, headers={"Retry-After": "1"})
 
 

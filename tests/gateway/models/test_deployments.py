@@ -13,6 +13,7 @@ import pytest
 
 from alignedserve.api import deployments as gateway_deployments
 from alignedserve.api.prefix_hasher import PrefixHasher
+from alignedserve.cluster.first_token import NotReady, ask_ready
 from alignedserve.config.sections import GatewayConfig, PrefixCacheConfig
 from alignedserve.gateway.server import GatewayServer
 from alignedserve.messages.gateways import ClusterStatus
@@ -189,6 +190,24 @@ async def test_a_model_that_computes_no_numbers_is_hopeless_and_says_why(tmp_pat
         opened.clusters["2"].fault = ""
         await holds(lambda: opened.serve(a, b)["2"].missing is None)
         assert not opened.serve(a, b)["2"].is_hopeless
+
+
+async def test_a_start_does_not_wait_for_a_model_that_computes_no_numbers(tmp_path: Path, unused_tcp_port: int) -> None:
+    a = deployed("a")
+    assert ask_ready(f"http://127.0.0.1:{unused_tcp_port}") is not None
+    async with door(tmp_path, unused_tcp_port, a) as opened:
+        url = opened.server.url
+        opened.clusters[""].fault = "the model gave no usable logits"
+        await holds(lambda: opened.serve(a)[""].is_hopeless)
+        lasting = NotReady("the canary token failed: the model gave no usable logits", is_lasting=True)
+        assert await asyncio.to_thread(ask_ready, url) == lasting
+        opened.clusters[""].fault = ""
+        await holds(lambda: opened.serve(a)[""].missing is None)
+        assert await asyncio.to_thread(ask_ready, url) is None
+        opened.clusters[""].report(ClusterStatus())
+        await holds(lambda: opened.serve(a)[""].missing is not None)
+        missing = await asyncio.to_thread(ask_ready, url)
+        assert missing == NotReady("no worker that decodes is registered")
 
 
 async def test_a_model_whose_workers_do_not_start_is_503_until_one_does(tmp_path: Path, unused_tcp_port: int) -> None:
