@@ -1,5 +1,6 @@
 """What clients ask answers to match, by vLLM's names, and the part of a grammar that each becomes."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,8 @@ MAX_GRAMMAR_TEXT_LEN = 64 * 1024
 MAX_CHOICES = 1000
 MAX_CHOICES_LEN = 64 * 1024
 _MAX_WHITESPACE_LEN = 256
+_NAMED = r"\[:\^?[a-z]+:\]"  # such as [:alpha:], within a class
+_CLASS = re.compile(rf"\\.|\[\^?\]?((?:\\.|{_NAMED}|[^\]\\])*)\]", re.DOTALL)
 _KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 
 
@@ -79,7 +82,16 @@ def _json_object_part(outputs: StructuredOutputs) -> GrammarPart:
 def _regex_part(outputs: StructuredOutputs) -> GrammarPart:
     regex = outputs.regex or ""
     _require(0 < len(regex) <= MAX_REGEX_LEN, f"the regular expression must have 1 to {MAX_REGEX_LEN} characters")
+    _require(
+        not _combines_classes(regex), "in a class of the regular expression '[', '&&', '--' and '~~' must be escaped"
+    )
     return {"lark_grammar": f"start: ANSWER\nANSWER: {regular_expression(regex)}"}
+
+
+def _combines_classes(regex: str) -> bool:
+    """Return whether a class is made of others, as Rust reads it, where Python and JavaScript read plain characters."""
+    bodies = (match[1] or "" for match in _CLASS.finditer(regex))
+    return any(re.search(r"\[|&&|--|~~", re.sub(rf"\\.|{_NAMED}", "_", body, flags=re.DOTALL)) for body in bodies)
 
 
 def _choice_part(outputs: StructuredOutputs) -> GrammarPart:

@@ -40,6 +40,20 @@ def test_a_regular_expression_matches_the_whole_answer() -> None:
     assert answers(StructuredOutputs(regex=r"\d"), "1", "٣") == [True, False]
 
 
+@pytest.mark.parametrize("regex", ["[a&&b]", "[a-z--b]", "x[^a~~b]", "[[ab]c]", r"\[[[:alpha:]&&a]", "[]&&a]"])
+def test_a_class_that_dialects_read_differently_is_refused(regex: str) -> None:
+    with pytest.raises(InvalidRequest, match="must be escaped") as refusal:
+        part_of(StructuredOutputs(regex=regex))
+    assert refusal.value.param == "regex"
+
+
+def test_what_all_dialects_read_alike_is_taken() -> None:
+    assert answers(StructuredOutputs(regex=r"[a\&\&b]"), "a", "&", "b", "c") == [True, True, True, False]
+    assert answers(StructuredOutputs(regex="a&&b--~~"), "a&&b--~~", "a") == [True, False]
+    assert answers(StructuredOutputs(regex=r"\[\[&&\]\]"), "[[&&]]", "&") == [True, False]
+    assert answers(StructuredOutputs(regex="[[:alpha:][:digit:]_]+"), "aB1_", "[:", "é", "a]") == [True] + [False] * 3
+
+
 def test_grammars_in_both_notations() -> None:
     lark = 'start: NAME ("+" NAME)*\nNAME: /[a-z]+/'
     gbnf = 'root ::= name ("+" name)*\nname ::= [a-z]+'
