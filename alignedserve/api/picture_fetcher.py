@@ -39,6 +39,8 @@ _MAX_SHARE_AT_ONCE, _MAX_SHARE_WAITING = 12, 48  # of best effort, whose waiting
 _RETRY_AFTER_S = 1.0
 _TOO_MANY = "Too many pictures wait to be fetched."
 _REDIRECTS = (301, 302, 303, 307, 308)
+_PASSING = (408, 425, 429)  # what a host answers that is slow, or asked too often
+_NO_SUCH_HOST = (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME))
 _HEADERS = {
     "Accept": "image/png, image/jpeg, image/webp, image/gif",
     "Accept-Encoding": "identity",
@@ -104,7 +106,10 @@ class PictureFetcher:
         except TimeoutError as error:
             raise Unfetched(f"{at}: the host has not answered within {config.picture_fetch_timeout_s:g} s.") from error
         except aiohttp.ClientError as error:
-            raise Unfetched(f"{at}: {_problem_of(error)}.") from error
+            lasting = _lasting_problem_of(error)
+            if lasting is not None:
+                raise _refusal(at, lasting, "image_not_fetched") from error
+            raise Unfetched(f"{at}: the host cannot be reached, or does not answer as it should.") from error
 
     @contextlib.asynccontextmanager
     async def _place(self) -> AsyncIterator[None]:
@@ -239,7 +244,7 @@ def _redirected(target: _Target, location: str, at: str, config: GatewayConfig) 
 
 async def _content_of(response: aiohttp.ClientResponse, at: str, config: GatewayConfig) -> bytes:
     """Return the body of a response, of which no more is read than a picture may have. Raises InvalidRequest."""
-    if response.status >= 500:
+    if response.status >= 500 or response.status in _PASSING:
         raise Unfetched(f"{at}: the host answers {response.status}.")
     if response.status != 200:
         raise _refusal(at, f"its host answers {response.status}", "image_not_fetched")
@@ -261,10 +266,10 @@ def _refusal(at: str, problem: str, code: str) -> InvalidRequest:
     return InvalidRequest(f"Invalid value for {at}: {problem}.", param=at, code=code)
 
 
-def _problem_of(error: aiohttp.ClientError) -> str:
-    """Return what is wrong, without a name or an address."""
+def _lasting_problem_of(error: aiohttp.ClientError) -> str | None:
+    """Return what another try does not mend, without a name or an address."""
     if isinstance(error, aiohttp.ClientConnectorCertificateError):
-        return "the certificate of the host is not trusted"
-    if isinstance(error, aiohttp.ClientConnectorDNSError):
-        return "the host is not found"
-    return "the host cannot be reached, or does not answer as it should"
+        return "the certificate of its host is not trusted"
+    if isinstance(error, aiohttp.ClientConnectorDNSError) and error.os_error.errno in _NO_SUCH_HOST:
+        return "its host is not found"
+    return None

@@ -1,6 +1,7 @@
 """Pictures that clients name by URLs: fetched from listed hosts alone, within limits, and never from private ones."""
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,7 @@ async def test_bad_answers_are_refused_by_name(seeing: ModelCard, server: Pictur
     server.put("/secret", b"secret" * 9)
     server.put("/large", GOOD + bytes(2000))
     server.put("/gone", b"secret", "404 Not Found")
+    server.put("/often", b"secret", "429 Too Many Requests")
     server.put("/gzip", GOOD, "200 OK", "Content-Encoding: gzip")
     server.put("/moved", b"", "302 Found", "Location: /otter.png")
     server.put("/round", b"", "302 Found", "Location: round")
@@ -122,6 +124,7 @@ async def test_bad_answers_are_refused_by_name(seeing: ModelCard, server: Pictur
         ("/other", 400, "redirects to another"),
         ("/plain", 400, "redirects to another"),
         ("/broken", 502, "answers 503"),
+        ("/often", 502, "answers 429"),
         ("/nonsense", 502, "cannot be reached"),
     ]
     limits: dict[str, Any] = {"max_picture_bytes": 2048, "max_picture_redirects": 2}
@@ -135,7 +138,35 @@ async def test_bad_answers_are_refused_by_name(seeing: ModelCard, server: Pictur
             assert "messages[0].content[0]" in error["message"]
             assert "secret" not in error["message"]
         untrusted = f"https://other.example:{server.port}/"
-        assert "certificate" in error_of(await chat(served, image(untrusted)), 502)["message"]
+        assert "certificate" in error_of(await chat(served, image(untrusted)), 400)["message"]
+
+
+async def test_a_line_ends_at_once_where_another_try_would_find_the_same(
+    seeing: ModelCard, server: PictureServer
+) -> None:
+    server.put("/gone", b"secret", "404 Not Found")
+    problems = [socket.gaierror(socket.EAI_NONAME, "secret"), socket.gaierror(socket.EAI_AGAIN, "secret")]
+
+    async def look_up(host: str, port: int) -> Sequence[str]:
+        raise problems.pop(0)
+
+    async with gateway(model=seeing, picture_hosts=(f"localhost:{server.port}",)) as served:
+        runner = ClusterLineRunner(served.services)
+
+        def line(path: str) -> LineRequest:
+            body = {"model": "tiny", "messages": [{"role": "user", "content": [image(server.url(path))]}]}
+            return LineRequest(Endpoint.CHAT, "line", body, ANYONE.owner)
+
+        fetching(served, server)
+        assert (await runner.run(line("/gone"))).status_code == 400
+        served.services.pictures.fetcher = PictureFetcher(look_up=look_up, trust=server.trust)
+        unknown = await runner.run(line("/otter.png"))
+        assert unknown.status_code == 400
+        error = orjson.loads(unknown.body)["error"]
+        assert error["code"] == "image_not_fetched"
+        assert "not found" in error["message"]
+        with pytest.raises(LineFailed):  # the resolver may answer later
+            await runner.run(line("/otter.png"))
 
 
 async def test_a_host_that_is_silent_is_told_of_and_a_line_tried_again(
