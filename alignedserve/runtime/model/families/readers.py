@@ -231,7 +231,8 @@ def granite(config: ModelConfig, fields: JsonFields) -> ModelConfig:
 
 def gemma(config: ModelConfig, fields: JsonFields) -> ModelConfig:
     """Add Gemma's multiplier of embeddings; its first configs say gelu and mean the approximation."""
-    return replace(config, activation=Activation.GELU_TANH, embedding_multiplier=math.sqrt(config.hidden_size))
+    activation = Activation.GELU_TANH if config.activation is Activation.GELU else config.activation
+    return replace(config, activation=activation, embedding_multiplier=math.sqrt(config.hidden_size))
 
 
 def gemma3(config: ModelConfig, fields: JsonFields) -> ModelConfig:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from alignedserve.core.errors import ModelError, ModelNotFound, UnsupportedModel
+from alignedserve.runtime.model.decoder.decoder_parts import Activation
 from alignedserve.runtime.model.decoder.rope_config import RopeScaling
 from alignedserve.runtime.model.hf_config import parse_model_config, read_model_config
 from tests.support.marks import each
@@ -83,6 +84,22 @@ GEMMA3: dict[str, Any] = {
     "sliding_window": 16,
     "query_pre_attn_scalar": 128,
 }
+
+
+@each(
+    ("given", "expected"),
+    [
+        ({}, Activation.GELU_TANH),
+        ({"hidden_act": "gelu"}, Activation.GELU_TANH),  # as the first releases say, which mean the approximation
+        ({"hidden_act": "gelu", "hidden_activation": None}, Activation.GELU_TANH),
+        ({"hidden_act": "silu"}, Activation.SILU),
+        ({"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "silu"}, Activation.GELU_TANH),
+    ],
+)
+def test_the_first_gemma_has_the_activation_that_transformers_computes(
+    given: dict[str, object], expected: Activation
+) -> None:
+    assert parse_model_config({**LLAMA, "model_type": "gemma", "head_dim": 16, **given}).activation is expected
 
 
 def test_gemma3() -> None:
