@@ -3,7 +3,7 @@
 | key | value | written by |
 |---|---|---|
 | `file/<id>` | FileRecord | gateways; the driver for result files |
-| `deleted/<id>` | DeletedFile | who deletes a file, for an hour |
+| `deleted/<id>` | DeletedFile | who deletes a file or batch, for an hour |
 | `batch/<id>` | BatchRecord | gateways and the driver, for each step of its status |
 | `progress/<id>` | Progress | the driver |
 | `again/<owner>/<digest>` | batch id | gateways: an idempotency key that was used |
@@ -68,7 +68,7 @@ class StorageUsage(StoredRecord, frozen=True):
 
 
 class DeletedFile(StoredRecord, frozen=True):
-    """Where a file was in its owner's list, for clients that delete what they list."""
+    """Where a file or batch was in its owner's list, for clients that delete what they list."""
 
     owner: str
     created_s: float
@@ -149,9 +149,9 @@ class BatchRepository:
             return None
         return FilePage(page.members, await self._read_files(page.members), page.has_more)
 
-    async def deleted_file(self, owner: str, file_id: str) -> DeletedFile | None:
-        """Return where a file of this owner was that was deleted within the last hour."""
-        known = parsed_file_id(file_id)
+    async def deleted(self, owner: str, text: str) -> DeletedFile | None:
+        """Return where a file or batch of this owner was that was deleted within the last hour."""
+        known = parsed_file_id(text) or parsed_batch_key(text)
         found = None if known is None else await self._read_one(f"deleted/{known}", DeletedFile)
         return found if found is not None and found.owner == owner else None
 
@@ -238,15 +238,13 @@ class BatchRepository:
         return [(batch_id, record, progress) for batch_id, record, progress in rows if record is not None]
 
     async def list_batches(
-        self, owner: str, *, after: str | None, limit: int
+        self, owner: str, *, after: str | None, limit: int, newest_first: bool = True
     ) -> tuple[list[BatchSnapshot], bool] | None:
-        """List batches of an owner, newest first, and whether there are more. None: `after` is none of them."""
+        """List batches of an owner, and whether there are more. None: `after` is none of them."""
         if after is not None and parsed_batch_key(after) is None:
             return None
-        page = await self._store.page(f"batches/{owner}", after=after, limit=limit, newest_first=True)
-        if page is None:
-            return None
-        return await self.batches(page.members), page.has_more
+        page = await self._store.page(f"batches/{owner}", after=after, limit=limit, newest_first=newest_first)
+        return None if page is None else (await self.batches(page.members), page.has_more)
 
     async def active_batches(self) -> list[BatchSnapshot]:
         """List all batches that are not over, oldest first, without those whose record is damaged."""
@@ -320,6 +318,8 @@ class BatchRepository:
         batch_id = record.batch_id
         changes: list[Change] = [DeleteValue(f"batch/{batch_id}"), DeleteValue(f"progress/{batch_id}")]
         changes += [RemoveFromIndex(f"batches/{record.owner}", batch_id), RemoveFromIndex(OVER, batch_id)]
+        deleted = DeletedFile(record.owner, record.created_s)
+        changes.append(SetValue(f"deleted/{batch_id}", encode(deleted), _DELETED_LIFETIME_S))
         await self._store.commit(changes, unchanged={})
 
     # --- statistics; damaged ones begin anew, and hold up no batch

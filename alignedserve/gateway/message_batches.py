@@ -1,6 +1,7 @@
 """Message batches: each is a batch whose lines are messages, which the driver of batches runs."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -19,11 +20,12 @@ from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
 from alignedserve.api.schema import Schema
 from alignedserve.api.task_class import note_class
 from alignedserve.batches.owners import client_of
-from alignedserve.batches.records import BatchStatus, Endpoint, ResultKind
+from alignedserve.batches.records import BatchKey, BatchStatus, Endpoint, ResultKind
 from alignedserve.batches.repository import BatchSnapshot
 from alignedserve.config.sections import BatchesConfig
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.request import RequestClass
+from alignedserve.gateway.files.batch_lists import list_batches
 from alignedserve.gateway.files.files_api import FilesApi, input_line, submit_lines
 from alignedserve.gateway.services import Services
 from alignedserve.keys.entry import KeyEntry
@@ -60,6 +62,36 @@ class MessageBatches:
         return await submit_lines(
             self.files_api, self.owner, lines.pieces(body), Endpoint.MESSAGES, name="messages.jsonl"
         )
+
+    async def page(self, after: str | None, before: str | None, *, limit: int) -> tuple[list[BatchSnapshot], bool]:
+        """Return batches, newest first, older than `after` or newer than `before`, and whether there are more there.
+
+        Raises InvalidRequest.
+        """
+        if after is not None and before is not None:
+            raise InvalidRequest("after_id and before_id cannot both be given.", param="before_id")
+        cursor, name = (after, "after_id") if before is None else (before, "before_id")
+        repository, is_newer = self.files_api.repository, before is not None
+        found = await list_batches(repository, self.owner, after=cursor, limit=limit, newest_first=not is_newer)
+        if found is None:
+            raise InvalidRequest(f"{name} is not the id of a batch in this list.", param=name)
+        snapshots, has_more = found
+        return snapshots[::-1] if is_newer else snapshots, has_more
+
+    async def remove(self, text: str) -> BatchKey:
+        """Delete a batch that is over, with its results. Raises NotFound, InvalidRequest while it is not over.
+
+        Its record goes last: if this is cut short, it may be repeated.
+        """
+        record = (await self.files_api.batch(self.owner, text)).record
+        if not record.is_over:
+            raise InvalidRequest("A batch that has not ended cannot be deleted; cancel it first.")
+        for file_id in (record.input_file_id, *map(record.result_file, ResultKind)):
+            with contextlib.suppress(NotFound):
+                await self.files_api.remove(self.owner, file_id)
+        await self.files_api.stores.logs.remove(record.batch_id)
+        await self.files_api.repository.remove_batch(record)
+        return record.batch_id
 
     async def results(self, snapshot: BatchSnapshot) -> AsyncIterator[bytes]:
         """Return the results, one on each line, in pieces, after reading the first of these.

@@ -27,7 +27,7 @@ async def list_files(
             after = passed.pop()
             continue
         if found is None and after is not None and place is None:
-            deleted = await repository.deleted_file(owner, after)
+            deleted = await repository.deleted(owner, after)
             if deleted is not None:
                 place, after, piece = (deleted.created_s, after), None, _PIECE
                 continue

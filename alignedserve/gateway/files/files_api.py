@@ -41,6 +41,7 @@ from alignedserve.config.sections import BatchesConfig
 from alignedserve.core.errors import InvalidRequest, StorageError
 from alignedserve.core.hours import Schedule
 from alignedserve.gateway.files.arriving_uploads import ArrivingUploads, too_many_files
+from alignedserve.gateway.files.batch_lists import list_batches
 from alignedserve.gateway.files.batch_totals import BatchTotalsReader
 from alignedserve.gateway.files.schemas import (
     CreateBatchRequest,
@@ -244,7 +245,7 @@ class FilesApi:
 
     async def batches(self, owner: str, *, after: str | None, limit: int) -> tuple[list[BatchSnapshot], bool]:
         """Return a page of batches, newest first, and whether there are more. Raises InvalidRequest."""
-        found = await self.repository.list_batches(owner, after=after, limit=limit)
+        found = await list_batches(self.repository, owner, after=after, limit=limit, newest_first=True)
         if found is None:
             raise InvalidRequest("after is not the id of a batch in this list.", param="after")
         return found

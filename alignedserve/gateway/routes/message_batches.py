@@ -1,4 +1,4 @@
-"""Routes of /v1/messages/batches: create, list, get, results, cancel."""
+"""Routes of /v1/messages/batches: create, list, get, delete, results, cancel."""
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -6,7 +6,6 @@ from starlette.responses import Response, StreamingResponse
 
 from alignedserve.batches.owners import api_owner
 from alignedserve.batches.repository import BatchSnapshot
-from alignedserve.core.errors import InvalidRequest
 from alignedserve.gateway.json_response import JsonResponse
 from alignedserve.gateway.message_batches import MessageBatches, batch_view
 from alignedserve.gateway.routes.dependencies import files_api_of, ignored_fields_of, services_of
@@ -31,11 +30,9 @@ async def create_batch(http: Request) -> Response:
 async def list_batches(http: Request) -> Response:
     """List the message batches of the caller, newest first, a page at a time."""
     batches = await _batches_of(http)
-    if "before_id" in http.query_params:
-        raise InvalidRequest("before_id is not supported; page with after_id.", param="before_id")
     limit = positive(http, "limit", default=_DEFAULT_LIMIT, at_most=_MAX_LIMIT)
-    after = http.query_params.get("after_id")
-    snapshots, has_more = await batches.files_api.batches(batches.owner, after=after, limit=limit)
+    after, before = http.query_params.get("after_id"), http.query_params.get("before_id")
+    snapshots, has_more = await batches.page(after, before, limit=limit)
     shown = [batch_view(snapshot, _results_url(http, snapshot)) for snapshot in snapshots]
     first_id, last_id = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
     return JsonResponse({"data": shown, "has_more": has_more, "first_id": first_id, "last_id": last_id})
@@ -46,6 +43,13 @@ async def get_batch(http: Request, batch_id: str) -> Response:
     """Return a batch."""
     batches = await _batches_of(http)
     return _shown(http, await batches.files_api.batch(batches.owner, batch_id))
+
+
+@router.delete(_PATH + "/{batch_id}", response_model=None)
+async def delete_batch(http: Request, batch_id: str) -> Response:
+    """Delete a batch that is over, and its results."""
+    batches = await _batches_of(http)
+    return JsonResponse({"id": await batches.remove(batch_id), "type": "message_batch_deleted"})
 
 
 @router.get(_PATH + "/{batch_id}/results", response_model=None)

@@ -113,12 +113,59 @@ async def test_batches_are_listed_by_the_api_and_the_key_that_made_them(tmp_path
             assert [batch async for batch in other.messages.batches.list()] == []
             with pytest.raises(anthropic.NotFoundError):
                 await other.messages.batches.retrieve(made[0].id)
+            newer = await mine.messages.batches.list(before_id=made[0].id, limit=1)
+            assert ([batch.id for batch in newer.data], newer.has_more) == ([made[1].id], True)
+            newest = await newer.get_next_page()
+            assert ([batch.id for batch in newest.data], newest.has_more) == ([made[2].id], False)
+            both = await mine.messages.batches.list(before_id=made[0].id)
+            assert [batch.id for batch in both.data] == [made[2].id, made[1].id]
             with pytest.raises(anthropic.BadRequestError, match="before_id"):
-                await mine.messages.batches.list(before_id=made[0].id)
+                await mine.messages.batches.list(before_id="msgbatch_none")
+            with pytest.raises(anthropic.BadRequestError, match="both"):
+                await mine.messages.batches.list(before_id=made[0].id, after_id=made[0].id)
         headers = {"authorization": "Bearer one"}
         assert (await served.client.get("/v1/batches", headers=headers)).json()["data"] == []
         assert (await served.client.get("/v1/files", headers=headers)).json()["data"] == []
     assert listed == [batch.id for batch in reversed(made)]
+
+
+def stored_files(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file() and path.parent.name in ("files", "results")]
+
+
+async def test_batches_that_have_ended_are_deleted_while_they_are_listed(tmp_path: Path) -> None:
+    import anthropic
+
+    async with (
+        batch_gateway(tmp_path, saying("the dog"), api_keys=("one", "two")) as served,
+        sdk_of(served.app, "one") as mine,
+        sdk_of(served.app, "two") as other,
+    ):
+        made = [await ended(mine, await mine.messages.batches.create(requests=[asking("a")])) for _ in range(5)]
+        assert stored_files(tmp_path)
+        with pytest.raises(anthropic.NotFoundError):
+            await other.messages.batches.delete(made[0].id)
+        with pytest.raises(anthropic.BadRequestError):
+            await other.messages.batches.list(after_id=made[0].id)
+        deleted = [await mine.messages.batches.delete(batch.id) async for batch in mine.messages.batches.list(limit=2)]
+        assert [one.id for one in deleted] == [batch.id for batch in reversed(made)]
+        assert {one.type for one in deleted} == {"message_batch_deleted"}
+        for again in (mine.messages.batches.delete, mine.messages.batches.retrieve):
+            with pytest.raises(anthropic.NotFoundError):
+                await again(made[0].id)
+        assert (await mine.messages.batches.list()).data == []
+    assert [key for kind in ("batch", "progress", "file") for key in served.records.keys_of(f"{kind}/")] == []
+    assert stored_files(tmp_path) == []
+
+
+async def test_a_batch_that_runs_is_not_deleted(tmp_path: Path) -> None:
+    import anthropic
+
+    async with batch_gateway(tmp_path, is_driven=False) as served, sdk_of(served.app) as client:
+        batch = await client.messages.batches.create(requests=[asking("a")])
+        with pytest.raises(anthropic.BadRequestError, match="cancel it first"):
+            await client.messages.batches.delete(batch.id)
+        assert (await client.messages.batches.retrieve(batch.id)).processing_status == "in_progress"
 
 
 @pytest.mark.parametrize(
