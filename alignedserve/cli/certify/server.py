@@ -1,7 +1,6 @@
 """The server that `certify` starts where no URL is given: the pocket model, on free ports, with a state of its own."""
 
 import contextlib
-import json
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from alignedserve.cli.certify.options import CertifyOptions
 from alignedserve.cli.own_cluster import on_free_port, own_cluster
 from alignedserve.cluster.local_ray.worker_template import WorkerTemplate
 from alignedserve.config.model_settings import load_models
+from alignedserve.config.overrides import override_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ def started_server(options: CertifyOptions, template: WorkerTemplate | None) -> 
 
 def _overrides(options: CertifyOptions, folder: str) -> list[str]:
     """Return what the options stand for; an explicit --set comes later and wins."""
-    overrides = [f"batches.folder={json.dumps(folder)}"]
+    overrides = [override_of("batches.folder", folder)]
     if options.config is None:
         overrides.append(on_free_port())
     if options.topology is not None:

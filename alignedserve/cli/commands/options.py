@@ -3,7 +3,6 @@
 Loads nothing heavy, so that `--help` answers at once.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -21,6 +20,7 @@ from alignedserve.cli.options import (
     SetOption,
     UrlOption,
 )
+from alignedserve.config.overrides import override_of
 from alignedserve.core.errors import ConfigError
 
 
@@ -82,8 +82,7 @@ class ServeOptions:
             "model.quantization": self.quantization,
             "recording.folder": record,
         }
-        # As JSON, since a path is never to be read as a YAML number.
-        named = [f"{field}={json.dumps(value)}" for field, value in short.items() if value is not None]
+        named = [override_of(field, value) for field, value in short.items() if value is not None]
         return [*named, *self._adapters(), *self.overrides]
 
     def _adapters(self) -> list[str]:
@@ -91,7 +90,7 @@ class ServeOptions:
         pairs = [module.partition("=") for module in self.lora_modules]
         if not all(name and path for name, _, path in pairs):
             raise ConfigError("--lora-modules takes NAME=DIR")
-        return [f"lora.adapters={json.dumps({name: path for name, _, path in pairs})}"] if pairs else []
+        return [override_of("lora.adapters", {name: path for name, _, path in pairs})] if pairs else []
 
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")  # by OpenAI's names

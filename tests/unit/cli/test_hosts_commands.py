@@ -56,6 +56,15 @@ def settings_from(folder: Path, options: ServeOptions) -> dict[str, str]:
     return dict(setting.split("=", 1) for setting in given)
 
 
+def test_paths_may_have_any_characters(tmp_path: Path) -> None:
+    folder = tmp_path / "otter 🦦 é"
+    (folder / "model").mkdir(parents=True)
+    options = ServeOptions(models=("model",), overrides=("batches.folder=🗂",), nodes=1)
+    given = [f"{field}={value}" for field, value in settings_from(folder, options).items()]
+    config = load_models(None, given, ()).configs[0]
+    assert (config.model.path, config.batches.folder) == (str(folder / "model"), str(folder / "🗂"))
+
+
 def test_paths_of_the_shell_are_those_of_the_driver(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "c.yaml").write_text("batches: {folder: state}")

@@ -1,6 +1,5 @@
 """`alignedserve up`: serve on the nodes of the Ray cluster that runs here, also after this shell has ended."""
 
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from alignedserve.cluster.hosts.record import ClusterRecord, read_record, record
 from alignedserve.cluster.hosts.supervisor import driver_log, end_supervisor, start_supervisor
 from alignedserve.config.environment import ray_address
 from alignedserve.config.model_settings import ModelSettings, load_models, name_of
+from alignedserve.config.overrides import override_of
 from alignedserve.core.errors import ResourceError
 from alignedserve.runtime.model.built_in import POCKET
 from alignedserve.scheduling.topology import require_effect
@@ -103,7 +103,7 @@ def _absolute_paths(settings: ModelSettings, *, is_named: bool) -> list[str]:
             for prefix, path in zip(prefixes, models, strict=True)
         }
     return [
-        f"{field}={json.dumps(_absolute(path))}"
+        override_of(field, _absolute(path))
         for field, path in paths.items()
         if path is not None and not Path(path).is_absolute()
     ]
