@@ -59,6 +59,7 @@ def planned(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str) -> t
             "'distserve' is for disaggregated workers, not for elastic ones",
         ),
         (("--workload", LINE, *H100, "--tensor-parallel", "two"), "no list of numbers"),
+        (("--workload", LINE, *H100, "--tensor-parallel", "00640"), "no list of numbers from 1 to 64"),
         (("--workload", LINE, *H100, "--expert-parallel", "2"), "on CPUs alone, not on h100; measure a host"),
         (
             ("--workload", LINE, *H100, "--tensor-parallel", "1,3"),

@@ -293,6 +293,6 @@ def _degrees(option: str, text: str | None) -> tuple[int, ...] | None:
     if text is None:
         return None
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and 1 <= int(part[:4]) <= 64 for part in parts):
+    if not all(part.isdecimal() and len(part) <= 2 and 1 <= int(part) <= 64 for part in parts):
         raise ConfigError(f"{option} {text!r} is no list of numbers from 1 to 64")
     return tuple(int(part) for part in parts)
