@@ -17,6 +17,8 @@ from alignedserve.core.errors import ConfigError
 from alignedserve.disk.plain_yaml import load_yaml
 
 MAX_CONFIG_BYTES = 1024 * 1024
+MODELS = "models"  # the list of the file, in which each model has sections of its own
+_MOST = 2**63 - 1  # of a number, as messages hold it
 # Renamed fields: section and old name to the new name. Old names are accepted for one version.
 _RENAMED_FIELDS = {
     ("model", "served_name"): "served_model_name",
@@ -50,6 +52,10 @@ _YAML_ERRORS = (yaml.YAMLError, ValueError, RecursionError)
 def load_config(path: Path | None, overrides: Sequence[str] = ()) -> ClusterConfig:
     """Parse the file (none: all defaults) and apply `a.b=c` overrides. Raises ConfigError naming the field."""
     values = read_values(path)
+    if MODELS in values:
+        raise ConfigError(
+            f"{MODELS}: the file lists models, and this command takes one; give a file with a section model"
+        )
     for override in overrides:
         apply_override(values, override)
     return config_of(values)
@@ -67,7 +73,10 @@ def config_of(values: dict[str, Any]) -> ClusterConfig:
         if isinstance(fields, dict) and name in fields:
             raise ConfigError(f"{section}.{name} is gone: {replacement}")
     try:
-        return from_mapping(_with_parsed_sizes(values, ""))
+        parsed = _with_parsed_sizes(values, "")
+        config = from_mapping(parsed)
+        _require_sendable(parsed, "")
+        return config
     except RecursionError as error:
         raise ConfigError("a section of the configuration refers to itself") from error
     except ConfigError as error:
@@ -169,6 +178,15 @@ def _with_parsed_sizes(values: dict[str, Any], section: str) -> dict[str, Any]:
         else:
             parsed[key] = value
     return parsed
+
+
+def _require_sendable(values: dict[str, Any], section: str) -> None:
+    """Raise ConfigError for a number that no field bounds, and no message holds."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            _require_sendable(value, f"{section}{key}.")
+        elif isinstance(value, int) and abs(value) > _MOST:
+            raise ConfigError(f"{section}{key} must be below 2^63")
 
 
 def _parsed_size(name: str, text: str) -> int:

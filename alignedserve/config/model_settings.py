@@ -6,12 +6,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any
 
-from alignedserve.config.loading import apply_override, config_of, read_values, with_current_names
+from alignedserve.config.loading import MODELS, apply_override, config_of, read_values, with_current_names
 from alignedserve.config.sections import ClusterConfig, ModelSectionConfig
 from alignedserve.core.errors import ConfigError
 
 MAX_MODELS = 64  # of one cluster
-_MODELS = "models"  # the list of the file, in which each model has sections of its own
 OWN_SECTIONS = (
     *("topology", "model", "router", "scheduling", "batching", "pool", "prefill", "decode", "engine"),
     *("prefix_cache", "lora"),
@@ -97,7 +96,7 @@ def load_models(path: Path | None, overrides: Sequence[str], models: Sequence[st
     section.field=value for all models, NAME.section.field=value for one.
     """
     values = read_values(path)
-    listed = _listed(values.pop(_MODELS, None))
+    listed = _listed(values.pop(MODELS, None))
     if listed and models:
         raise ConfigError("models are given in the file and on the command line; leave one of them out")
     if len(models) > MAX_MODELS or len(listed) > MAX_MODELS:
@@ -137,12 +136,12 @@ def _listed(given: Any) -> list[dict[str, Any]]:
     if given is None:
         return []
     if not isinstance(given, list) or not given or not all(isinstance(settings, dict) for settings in given):
-        raise ConfigError(f"{_MODELS}: a list with a mapping of sections for each model")
+        raise ConfigError(f"{MODELS}: a list with a mapping of sections for each model")
     listed = [with_current_names(settings) for settings in given]
     for number, own in enumerate(listed, start=1):
-        _require_own(own, f"{_MODELS}: the model {number}")
+        _require_own(own, f"{MODELS}: the model {number}")
         if not isinstance(own.get("model"), dict) or not own["model"].get("path"):
-            raise ConfigError(f"{_MODELS}: the model {number} has no model.path")
+            raise ConfigError(f"{MODELS}: the model {number} has no model.path")
     return listed
 
 
