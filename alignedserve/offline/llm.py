@@ -38,7 +38,7 @@ from alignedserve.messages.iterations import IterationCompleted, RunIteration
 from alignedserve.messages.workers import AttemptFailed, PrefillRequest, WorkerRegistered
 from alignedserve.offline.answers import Answer, collect
 from alignedserve.offline.conversations import ChatOptions, Conversation, ConversationReader, conversations_of
-from alignedserve.offline.forks import let_forks_compute
+from alignedserve.offline.forks import let_forks_compute, require_loops
 from alignedserve.offline.interrupts import HeldInterrupt
 from alignedserve.offline.lora_request import ANY_FOLDER, LoRARequests, adapters_of
 from alignedserve.offline.progress import ProgressLine
@@ -104,6 +104,7 @@ class LLM:
         (docs/tensor-parallelism.md); `pipeline_parallel_size`: one after another (docs/pipeline-parallelism.md);
         `expert_parallel_size`: so many share its experts (docs/tensor-parallelism.md).
         """
+        require_loops()
         engine = EngineConfig(
             device=device,
             kv_cache_dtype=kv_cache_dtype,

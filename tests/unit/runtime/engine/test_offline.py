@@ -7,18 +7,22 @@ import secrets
 import signal
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from alignedserve import LLM, SamplingParams, StructuredOutputs
 from alignedserve.core.errors import ContextTooLong, InvalidRequest, ModelError
 from alignedserve.core.request import FinishReason
 from alignedserve.messages.iterations import IterationCompleted, RunIteration
+from alignedserve.offline import forks
 from alignedserve.runtime.model.built_in import pocket_folder
 from alignedserve.text.tokenizer import Tokenizer
 from tests.gateway.support import write_sentencepiece
@@ -177,6 +181,25 @@ def test_a_forked_process_is_told_that_the_model_is_not_its_own(llm: LLM, monkey
     monkeypatch.setattr(os, "getpid", lambda: -1)  # as in a fork, where a call would wait for ever
     with pytest.raises(ModelError, match="spawn"):
         llm.chat("spell otter")
+
+
+def test_a_process_whose_loops_never_end_says_why_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[Any] = []
+    ended = threading.Event()
+
+    def exit_at_once(code: int) -> None:
+        said.append(code)
+        ended.set()
+
+    monkeypatch.setattr(os, "_exit", exit_at_once)
+    monkeypatch.setattr(os, "write", lambda file, text: said.append((file, text)))
+    forks.require_loops()
+    assert said == []
+    monkeypatch.setattr(torch, "ones", lambda size: SimpleNamespace(mul_=lambda factor: ended.wait(10.0)))
+    forks.require_loops(patience_s=0.01)  # as in a fork of a process that had computed before
+    (file, text), code = said
+    assert (file, code) == (2, 1)
+    assert b"spawn" in text
 
 
 def test_a_prompt_longer_than_the_context_is_refused(llm: LLM) -> None:
