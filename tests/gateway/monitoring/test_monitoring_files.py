@@ -88,6 +88,14 @@ async def test_what_alerts_watch_for_growth_is_there_before_it_grows() -> None:
             assert found, f"{rule['alert']}: {read.group(0)}"
 
 
+def test_what_every_gateway_says_of_all_batches_is_not_added_up() -> None:
+    families = text_string_to_metric_families(batch_metrics(BatchTotals(num_batches={"in_progress": 1})).decode())
+    names = {sample.name for family in families for sample in family.samples}
+    read = {where: one for where, one in EXPRESSIONS.items() if names & set(re.findall(r"alignedserve_\w+", one))}
+    assert len(read) > 5
+    assert [where for where, one in read.items() if re.search(r"\bsum\b", one)] == []
+
+
 def test_workers_of_one_name_are_told_apart_by_their_models() -> None:
     for where, expression in EXPRESSIONS.items():
         for grouped in re.findall(r"\bby \(([^)]*)\)", expression):
