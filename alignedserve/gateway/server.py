@@ -139,6 +139,7 @@ class GatewayServer:
         batches = self._state.batches
         services = self._services = build_services(
             self._config,
+            name=self._links.identity.name,
             keys=self._keys,
             reply_to=self._links.own_address,
             files_api=FilesApi(self._stores, batches.config, self._keys) if batches and self._stores else None,

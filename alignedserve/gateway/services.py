@@ -1,5 +1,6 @@
 """The objects that every HTTP request of one gateway shares: those of the API, and what only HTTP needs."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ _READING = "alignedserve.gateway.long_bodies.process"
 class Services(ApiServices):
     """Shared objects, made once by `build_services`; routes find them in the app's state."""
 
+    name: str  # of this gateway
     api_keys: ApiKeys
     quotas: RequestQuotas
     work_process: WorkProcess  # that reads long bodies
@@ -33,6 +35,11 @@ class Services(ApiServices):
     tokens: "TokenVerifier | None" = None  # None: no token stands for a key
     files_api: FilesApi | None = None  # None: files and batches are not served
     disks: Disks = field(default_factory=Disks)  # whose space /metrics tells
+
+    @property
+    def own_labels(self) -> Mapping[str, str] | None:
+        """Return the labels that tell this gateway's metrics from those of others that listen on the same port."""
+        return {"gateway": self.name} if self.config.shared_port else None
 
     @override
     def close(self) -> None:
@@ -44,6 +51,7 @@ class Services(ApiServices):
 def build_services(
     config: GatewayConfig,
     *,
+    name: str = "gateway-0",
     keys: CurrentKeys | None = None,
     reply_to: str = "",
     files_api: FilesApi | None = None,
@@ -63,6 +71,7 @@ def build_services(
     tokens = _token_verifier(config)
     return Services(
         **vars(api),
+        name=name,
         api_keys=ApiKeys(api.keys, tokens),
         tokens=tokens,
         quotas=quotas or RequestQuotas(config.requests_per_minute),

@@ -116,6 +116,17 @@ async def test_not_ready_while_separate_workers_have_no_pool() -> None:
         await asyncio.gather(canary, return_exceptions=True)
 
 
+async def test_gateways_of_one_port_tell_their_metrics_apart() -> None:
+    async with gateway(saying("hello"), shared_port=True) as served:
+        await served.chat()
+        text = (await served.client.get("/metrics")).text
+    own = [line for line in text.splitlines() if line.startswith(("vllm:", "alignedserve_ready"))]
+    assert len(own) > 100
+    assert [line for line in own if 'gateway="gateway-0"' not in line] == []
+    async with gateway() as alone:
+        assert 'gateway="' not in (await alone.client.get("/metrics")).text
+
+
 async def test_metrics_have_the_names_that_dashboards_read() -> None:
     async with gateway(saying("the quick brown")) as served:
         await served.chat()

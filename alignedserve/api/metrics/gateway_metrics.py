@@ -4,7 +4,7 @@ Never a request id in a label.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, Metric
@@ -243,8 +243,11 @@ class CollectedMetrics(Collector):
         """Yield the metrics."""
         yield from self._metrics
 
-    def render(self) -> bytes:
-        """Return the text that Prometheus scrapes."""
+    def render(self, own_labels: Mapping[str, str] | None = None) -> bytes:
+        """Return the text that Prometheus scrapes. `own_labels`: those that all samples have besides."""
+        if own_labels is not None:
+            for metric in self._metrics:
+                metric.samples = [sample._replace(labels={**sample.labels, **own_labels}) for sample in metric.samples]
         return generate_latest(self)
 
 

@@ -1,5 +1,6 @@
 """GET /health, /ready, /metrics and /version."""
 
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 
 from fastapi import APIRouter
@@ -37,7 +38,7 @@ async def ready(http: Request) -> Response:
 async def metrics(http: Request) -> Response:
     """Return the metrics that Prometheus scrapes, to a key that may see what all keys use."""
     services = overseen_services(http)
-    text = await services.lanes.report(services.metrics.collected().render)
+    text = await services.lanes.report(partial(services.metrics.collected().render, services.own_labels))
     text += await services.disks.metrics()
     if services.files_api is not None:
         text += batch_metrics(await services.files_api.totals.read(services.files_api.repository))
