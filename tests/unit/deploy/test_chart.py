@@ -143,6 +143,9 @@ def test_the_schemas_refuse_mistakes(
         (SECRETS | {"mode": "ray"}, "ray.tokenSecret.name"),
         (SECRETS | {"replicas": 2}, "config.batches.enabled=false"),
         (SECRETS | {"config": {"gateway": {"port": 80}}}, "config.gateway.port is set by the chart: use port"),
+        (SECRETS | {"config": {"gateway": {"count": 2}}}, "config.gateway.count: the service knows one port of a pod"),
+        (RAY | {"config": {"gateway": {"count": 4}}}, "config.gateway.count: the service knows one port of a pod"),
+        (RAY | {"config": {"gateway": {"count": 2}}}, "config.gateway.count: a pod without a gateway is never ready"),
         (SECRETS | {"config": {"model": {"path": "/models/a"}}}, "config.model.path is set by the chart: use model"),
         ({"auth": POOL["auth"], "inferencePool": {"enabled": True}}, "inferencePool.endpointPicker.name"),
         (SECRETS | {"inferencePool": POOL["inferencePool"]}, "the endpoint picker sends no key"),
@@ -159,6 +162,15 @@ def test_the_schemas_refuse_mistakes(
 def test_values_that_would_not_work_are_refused_by_name(chart: Any, values: Manifest, says: str) -> None:
     with pytest.raises(helm.HelmError, match=says):
         chart.render(values, name="demo")
+
+
+@pytest.mark.parametrize(
+    ("base", "gateway"),
+    [(SECRETS, {"count": 4, "shared_port": True}), (RAY, {"count": 6, "shared_port": True}), (RAY, {"count": 3})],
+)
+def test_a_pod_may_have_several_gateways_of_one_port(chart: Any, base: Manifest, gateway: Manifest) -> None:
+    settings = settings_of(rendered(chart, base | {"config": {"gateway": gateway}}))
+    assert gateway.items() <= settings["gateway"].items()
 
 
 @pytest.mark.parametrize("secret", ["", "one", "one, two"])

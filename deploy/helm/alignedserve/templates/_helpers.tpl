@@ -33,6 +33,11 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- range $name, $instead := dict "host" "mode" "port" "port" "drain_s" "drainSeconds" "keys_file" "auth.keysFile" "tls_certificate" "tls.secret" "tls_key" "tls.secret" -}}
 {{- if hasKey $gateway $name -}}{{- fail (printf "config.gateway.%s is set by the chart: use %s" $name $instead) -}}{{- end -}}
 {{- end -}}
+{{- $pods := ternary (add 1 (int .Values.ray.workers)) 1 (eq .Values.mode "ray") -}}
+{{- with $gateway.count -}}
+{{- if lt (int .) (int $pods) -}}{{- fail "config.gateway.count: a pod without a gateway is never ready; leave it out, and each has one" -}}{{- end -}}
+{{- if and (gt (int .) (int $pods)) (not $gateway.shared_port) -}}{{- fail "config.gateway.count: the service knows one port of a pod; set config.gateway.shared_port=true as well" -}}{{- end -}}
+{{- end -}}
 {{- if dig "model" "path" "" .Values.config -}}{{- fail "config.model.path is set by the chart: use model" -}}{{- end -}}
 {{- if and .Values.auth.keysFile.secret .Values.auth.apiKeys.secret -}}
 {{- fail "auth.keysFile.secret and auth.apiKeys.secret: name one of the two" -}}
