@@ -159,6 +159,8 @@ class ChatTemplate:
             return self._environment.from_string(source)
         except jinja2.TemplateError as error:
             raise UnsupportedModel(f"the chat template is not valid: {error}") from error
+        except (SyntaxError, RecursionError, MemoryError) as error:  # of Python, which jinja2 writes
+            raise UnsupportedModel("the chat template is not valid: it is nested too deeply") from error
 
     def _variables_of(self, source: str) -> frozenset[str]:
         return frozenset(meta.find_undeclared_variables(self._environment.parse(source)))

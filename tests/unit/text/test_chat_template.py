@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from alignedserve.core.errors import InvalidRequest
+from alignedserve.core.errors import InvalidRequest, UnsupportedModel
 from alignedserve.text import chat_template
 from alignedserve.text.chat_prompt import ChatPrompt
 from alignedserve.text.chat_template import CallForm, ChatTemplate
@@ -75,6 +75,20 @@ def test_a_template_that_doubles_a_text_for_ever_is_refused_before_memory_is_sho
     source = f"{{% set n = namespace(x='a') %}}{{% for i in range(99) %}}{{% set x = n.x %}}{{% set n.x = {doubled} %}}"
     with pytest.raises(InvalidRequest, match="cannot render these messages"):
         ChatTemplate(source + "{% endfor %}{{ n.x }}", {}).render(ChatPrompt(MESSAGES[:1]), now=NOW)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+        "{{ " + " + ".join(["1"] * 5000) + " }}",
+        "{% for a in messages %}" * 30 + "{% endfor %}" * 30,
+        "{% if messages %}" * 200 + "{% endif %}" * 200,
+    ],
+)
+def test_a_template_that_is_nested_too_deeply_cannot_be_served(source: str) -> None:
+    with pytest.raises(UnsupportedModel, match="nested too deeply"):
+        ChatTemplate(source, {})
 
 
 def test_bounds_change_nothing_in_what_loops_and_operators_make() -> None:
