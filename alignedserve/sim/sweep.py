@@ -77,16 +77,19 @@ class CaseProgress(NamedTuple):
 
 
 Progress = Callable[[CaseProgress], None]
+Over = Callable[[CaseResult], None]
 
 
-def run_cases(cases: Sequence[Case], *, processes: int = 1, progress: Progress = lambda _: None) -> list[CaseResult]:
+def run_cases(
+    cases: Sequence[Case], *, processes: int = 1, progress: Progress = lambda _: None, over: Over = lambda _: None
+) -> list[CaseResult]:
     """Simulate all cases, `processes` at a time (1: in this process); return results in their order.
 
-    A case that fails, even with its process, is a result with an error; the others continue. Ctrl-C ends all processes
-    before it is raised.
+    A case that fails, even with its process, is a result with an error; the others continue. `over` gets each result as
+    soon as it is there. Ctrl-C ends all processes before it is raised.
     """
     with CasePool(min(processes, len(cases))) as pool:
-        return pool.run(cases, progress)
+        return pool.run(cases, progress, over)
 
 
 # --- one case
@@ -162,6 +165,7 @@ class CasePool:
         self._workers: dict[Connection, _WorkerProcess] = {}
         self._cases: Sequence[Case] = ()
         self._progress: Progress = lambda _: None
+        self._over: Over = lambda _: None
         self._results: dict[int, CaseResult] = {}
         self._num_begun = 0
 
@@ -174,12 +178,16 @@ class CasePool:
         for worker in list(self._workers.values()):
             self._stop(worker)
 
-    def run(self, cases: Sequence[Case], progress: Progress = lambda _: None) -> list[CaseResult]:
+    def run(
+        self, cases: Sequence[Case], progress: Progress = lambda _: None, over: Over = lambda _: None
+    ) -> list[CaseResult]:
         """Simulate all cases and return their results in order, as `run_cases` does."""
         assert len({case.name for case in cases}) == len(cases), "two cases have the same name"
+        self._cases, self._progress, self._over, self._results, self._num_begun = cases, progress, over, {}, 0
         if self._num_processes <= 1:
-            return [CaseResult(case, *_run_case(case, progress)) for case in cases]
-        self._cases, self._progress, self._results, self._num_begun = cases, progress, {}, 0
+            for number, case in enumerate(cases):
+                self._note(number, CaseResult(case, *_run_case(case, progress)))
+            return list(self._results.values())
         for worker in list(self._workers.values()):
             self._assign(worker)
         while len(self._workers) < min(self._num_processes, len(cases)):
@@ -221,8 +229,12 @@ class CasePool:
         if isinstance(answer, CaseProgress):
             self._progress(answer)
             return
-        self._results[worker.number] = CaseResult(self._cases[worker.number], *answer)
+        self._note(worker.number, CaseResult(self._cases[worker.number], *answer))
         self._assign(worker)
+
+    def _note(self, number: int, result: CaseResult) -> None:
+        self._results[number] = result
+        self._over(result)
 
     def _handle_death(self, worker: _WorkerProcess) -> None:
         """Handle a process that died: its case fails, the others continue."""
@@ -230,7 +242,7 @@ class CasePool:
         case = self._cases[worker.number]
         self._stop(worker)
         error = f"its process ended (exit code {worker.process.exitcode})"
-        self._results[worker.number] = CaseResult(case, error=error)
+        self._note(worker.number, CaseResult(case, error=error))
         self._progress(CaseProgress(case.name, 0.0, 0, is_done=True))
         if self._num_begun < len(self._cases):
             self._start_process()

@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from alignedserve.cli.commands.simulation import simulate as simulate_command
 from alignedserve.cli.commands.simulation.options import SimulateOptions
 from alignedserve.cli.commands.simulation.simulate_cases import plan_cases
 from alignedserve.cli.main import main
 from alignedserve.config.sections import Topology
+from alignedserve.sim.sweep import WorkloadLine
+from alignedserve.workload.requests import Workload
 
 LINE = "rt: prompt=200, output=8, rate=6, ttft=1, tpot=0.1; be: prompt=100, output=4, rate=2, deadline=9"
 SMALL = ("simulate", "--workload", LINE, "--duration", "3", "--processes", "1")
@@ -136,6 +139,25 @@ def test_the_degree_of_a_configuration_is_simulated(tmp_path: Path) -> None:
         return config.memory_tokens
 
     assert memory_tokens(2, None) == memory_tokens(2, 2) == memory_tokens(1, 2) > 2 * memory_tokens(1, None)
+
+
+def test_ctrl_c_reports_the_simulations_that_are_over(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def build(line: WorkloadLine) -> Workload:
+        if "rate=1.5" in line.line:
+            raise KeyboardInterrupt
+        return built(line)
+
+    built = WorkloadLine.build
+    arguments = (*SMALL, "--policy", "fcfs", "--output", str(tmp_path))
+    planned = plan_cases(SimulateOptions(policies=("fcfs",), workload=LINE, duration_s=3.0, rates=("8", "2")))
+    monkeypatch.setattr(simulate_command, "plan_cases", lambda options: planned)
+    monkeypatch.setattr(WorkloadLine, "build", build)
+    assert run_command(monkeypatch, *arguments) == 130
+    assert "interrupted: 1 of 2 simulations are over" in capsys.readouterr().err
+    cases = json.loads((tmp_path / "simulation.json").read_bytes())["cases"]
+    assert [one["rate"] for one in cases] == [8.0]
 
 
 def test_a_rate_is_the_lines_own_unless_it_is_said() -> None:

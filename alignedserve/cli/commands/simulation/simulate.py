@@ -20,7 +20,7 @@ from alignedserve.cli.commands.simulation.simulate_cases import (
     PlannedCase,
     plan_cases,
 )
-from alignedserve.cli.console import FAILURE, notes, print_table, printable, progress, write_json
+from alignedserve.cli.console import FAILURE, INTERRUPTED, notes, print_table, printable, progress, write_json
 from alignedserve.cli.machine import describe_machine
 from alignedserve.core.percent import in_percent
 from alignedserve.costmodel.choice import FITTED
@@ -42,7 +42,7 @@ class _Done(NamedTuple):
 
 
 def simulate(options: SimulateOptions) -> int:
-    """Run the command and return its exit code (1 when a simulation failed)."""
+    """Run the command and return its exit code: 1 when a simulation failed, 130 when Ctrl-C ended it early."""
     planned = plan_cases(options)
     make_folder(options.output)
     done = _run(planned, options)
@@ -56,6 +56,9 @@ def simulate(options: SimulateOptions) -> int:
     else:
         _print_table(report)
     notes().print(f"{page} has the plots, simulation.json beside it every figure", markup=False, soft_wrap=True)
+    if len(done) < len(planned):
+        notes().print(f"interrupted: {len(done)} of {len(planned)} simulations are over")
+        return INTERRUPTED
     return FAILURE if any(outcome.error is not None for _, outcome in done) else 0
 
 
@@ -63,11 +66,22 @@ def simulate(options: SimulateOptions) -> int:
 
 
 def _run(planned: Sequence[PlannedCase], options: SimulateOptions) -> list[_Done]:
+    """Return what is over, after Ctrl-C too; that is raised where nothing is."""
+    over: dict[str, CaseResult] = {}
     with progress() as bar:
         shown = _Bar(bar, planned)
         processes = options.processes or num_cores()
-        outcomes = run_cases([one.case for one in planned], processes=processes, progress=shown.update)
-    return [_Done(*pair) for pair in zip(planned, outcomes, strict=True)]
+        try:
+            run_cases(
+                [one.case for one in planned],
+                processes=processes,
+                progress=shown.update,
+                over=lambda result: over.update({result.case.name: result}),
+            )
+        except KeyboardInterrupt:
+            if not over:
+                raise
+    return [_Done(one, over[one.case.name]) for one in planned if one.case.name in over]
 
 
 class _Bar:
