@@ -7,7 +7,7 @@ The life of a request on a decode worker:
    copied into this worker's blocks beside the running iteration, verified, and it enters with the next one. A copy that
    does not verify is a miss: RequestPreempted sends the request back to be recomputed. (batching/entries.py)
 3. Every iteration gives it one token, or more where its grammar forces them, which go straight to its gateway. Where a
-   policy decides, it may pause, leave for the host, or lose its cache and compute it again here
+   policy decides, it may pause, leave for the host, or lose its cache, to be computed again by a prefill worker
    (batching/scheduled_batch.py); 5 is then for switches.
 4. It ends with its stop token or its limit: blocks freed, RequestFinished. Or the client leaves: AbortRequest.
 5. When the next iteration would not fit, the longest request (while two batches mix, of the outgoing one) is evicted
@@ -324,6 +324,8 @@ class DecodeLogic:
         if isinstance(self._batch, RunningBatch):
             commands += self._make_room(self._batch)
         else:
+            for dropped in self._batch.take_dropped():
+                commands += self._router.send(dropped.preempted())
             commands += self._entries.load(self._entries.admitted(now))
             self._batch.view(self._entries.may_enter(now), now)
         begun = self._batch.begin(now)

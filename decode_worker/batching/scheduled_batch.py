@@ -69,6 +69,7 @@ class ScheduledBatch:
         self.loading = LoadingCandidates()
         self._in_view: dict[RequestId, Candidate] = {}  # candidates in the table
         self._members: tuple[HeldRequest, ...] = ()  # of the latest iteration
+        self._num_dropped = 0  # preemptions after which those without a cache have left
         self.version = 0  # changes with the requests
 
     def __len__(self) -> int:
@@ -198,6 +199,23 @@ class ScheduledBatch:
         self._scheduler.completed(self._state, now=now, duration_s=duration_s, grammar_s=event.grammar_s)
 
     # --- leaving
+
+    def take_dropped(self) -> list[HeldRequest]:
+        """Remove and return the requests of which plans have dropped the whole cache since the last call.
+
+        Prefill workers compute them again. Here their prompts would be in everyone's iterations, and while chat fills
+        the memory they would be dropped again before they have their next token.
+        """
+        if self.num_preemptions == self._num_dropped:
+            return []
+        self._num_dropped = self.num_preemptions
+        table = self.table
+        rows = np.flatnonzero((table.num_blocks == 0) & (table.num_cached == 0) & (table.num_swapped == 0))
+        held = [self._held.get(request_id) for request_id in [table.request_ids[row] for row in rows.tolist()]]
+        dropped = [one for one in held if one is not None and not one.is_aborted]
+        for one in dropped:
+            self.drop(one)
+        return dropped
 
     def drop(self, running: WorkerRequest) -> None:
         """Remove a request and free its blocks."""

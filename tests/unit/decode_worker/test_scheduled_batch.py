@@ -4,13 +4,12 @@ Blocks of four tokens. Requests have one token more than their prompt, whose cac
 """
 
 from alignedserve.core.ids import RequestId
-from alignedserve.core.request import Request
 from alignedserve.messages.caches import Handoff
 from alignedserve.messages.events import Send
 from alignedserve.messages.fields import FailureKind
-from alignedserve.messages.iterations import Addition, LoadBlocks, RunIteration, Swap, Swaps
-from alignedserve.messages.workers import AttemptFailed
-from tests.harnesses.decode import DecodeHarness, added, loads, runs
+from alignedserve.messages.iterations import LoadBlocks, RunIteration, Swap, Swaps
+from alignedserve.messages.workers import AttemptFailed, RequestPreempted
+from tests.harnesses.decode import DecodeHarness, added, loads, runs, to_router
 from tests.harnesses.scheduling import Script, Step
 from tests.support.samples import R1, R2, blocks, handoff, request
 
@@ -41,15 +40,14 @@ def test_a_block_is_allocated_with_the_token_that_needs_it() -> None:
     assert second.extensions == ()
 
 
-def test_who_is_dropped_is_computed_again_with_what_it_has_generated() -> None:
-    made = scripted(Step(r1=1, r2=1), Step(r2=1, drop=["r1"]), Step(r1=9))
+def test_who_is_dropped_is_computed_again_by_a_prefill_worker_with_what_it_has_generated() -> None:
+    made = scripted(Step(r1=1, r2=1), Step(r2=1, drop=["r1"]), Step(r2=1))
     made.enter(granted("r1", 7), granted("r2", 3))
-    (dropping,) = runs(made.sampled(r1=5, r2=5))
-    assert dropping.removals == (R1,)
-    (again,) = runs(made.sampled(r2=6))
-    of: Request = granted("r1", 7).request
-    assert again.additions[0] == Addition(of, (7, 5), again.additions[0].block_ids, 0)
-    assert again.slices == ((R1, 9),)
+    dropping = made.sampled(r1=5, r2=5)
+    assert runs(dropping)[0].removals == (R1,)
+    then = made.sampled(r2=6)
+    assert to_router(RequestPreempted(R1, 1, (7, 5))) in then
+    assert [(run.additions, run.slices) for run in runs(then)] == [((), ((R2, 1),))]
 
 
 def test_who_is_swapped_comes_back_from_the_host() -> None:
