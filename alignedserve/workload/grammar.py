@@ -11,9 +11,6 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 
-import numpy as np
-from numpy.random import Generator
-
 from alignedserve.core.errors import ConfigError, InvalidRequest
 from alignedserve.core.hours import Hours, Schedule, parse_hours, parse_moment
 from alignedserve.core.request import MAX_PRIORITY, MAX_TENANT_LEN, MAX_WEIGHT, RequestClass
@@ -24,7 +21,8 @@ from alignedserve.workload.distributions import (
     parse_number,
     split_outside_parentheses,
 )
-from alignedserve.workload.lengths import IntArray, LengthLimits, whole
+from alignedserve.workload.lengths import LengthLimits
+from alignedserve.workload.predictions import PredictionModel, parse_prediction
 from alignedserve.workload.requests import StartTimes
 
 RECORDED = "recorded"
@@ -32,51 +30,10 @@ MAX_OUTSTANDING = 10_000
 MAX_TURNS = 64
 MAX_INSTRUCTIONS = 10_000
 MAX_ENCODER_TOKENS = 1_000_000
-MAX_SPAN_S = (
-    366 * 86400.0
-)  # from the first request to the last: in simulated time too, every quarter of a second counts
+MAX_SPAN_S = 366 * 86400.0  # from the first request to the last: each second of it is simulated
 _NAME = re.compile(r"\s*([A-Za-z][\w-]*)\s*:(.*)", re.DOTALL)
 _SOURCE = re.compile(r"[\w-]+|.*[./].*", re.DOTALL)  # a name, or the path of a file
 _TOTAL = "all"  # what reports call all classes together
-
-
-class PredictionKind(enum.Enum):
-    """Quality of a prediction."""
-
-    EXACT = "exact"
-    CLASS_MEAN = "mean"  # of the class of traffic
-    NOISY = "error"  # the true length times a log-normal error
-
-
-@dataclass(frozen=True, slots=True)
-class PredictionModel:
-    """Model that makes predicted lengths from true ones.
-
-    `sigma`: deviation of the error's logarithm; its median is 1.
-    """
-
-    kind: PredictionKind
-    sigma: float = 0.0
-
-    def predict(self, output_len: IntArray, *, mean_len: float, rng: Generator) -> IntArray:
-        """Predict lengths, at least 1 token. `mean_len` is the mean of the class."""
-        if self.kind is PredictionKind.CLASS_MEAN:
-            return whole(np.full(len(output_len), mean_len))
-        if self.kind is PredictionKind.EXACT:
-            return np.maximum(1, output_len)
-        return whole(output_len.astype(np.float64) * np.exp(self.sigma * rng.standard_normal(len(output_len))))
-
-
-def parse_prediction(text: str) -> PredictionModel:
-    """Parse `exact`, `mean` or `error(sigma)`. Raises ConfigError."""
-    if text in ("exact", "mean"):
-        return PredictionModel(PredictionKind(text))
-    if text.startswith("error(") and text.endswith(")"):
-        sigma = parse_number("error", text[6:-1])
-        if 0 <= sigma <= 5:
-            return PredictionModel(PredictionKind.NOISY, sigma)
-        raise ConfigError(f"{text!r}: the deviation of the logarithm must lie between 0 and 5")
-    raise ConfigError(f"{text!r}: predictions are exact, mean or error(sigma)")
 
 
 class ClientLimit(enum.Enum):

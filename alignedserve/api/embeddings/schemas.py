@@ -10,8 +10,7 @@ from alignedserve.api.openai.schemas.requests import (
     ServiceTierName,
     checked_prompt,
 )
-from alignedserve.api.schema import Schema
-from alignedserve.core.request import MAX_PRIORITY
+from alignedserve.api.schema import Priority, Schema
 
 TEXT_FORMS = "must be a string or a list of strings, not empty"
 
@@ -32,9 +31,7 @@ class PromptFields(Schema):
 
     model: str
     service_tier: ServiceTierName = "auto"
-    priority: int | None = Field(
-        None, ge=-MAX_PRIORITY, le=MAX_PRIORITY
-    )  # smaller goes first; by service_tier when unset
+    priority: Priority | None = None  # by service_tier when unset
     cache_salt: str | None = Field(None, min_length=1, max_length=MAX_CACHE_SALT_LEN)
     truncate_prompt_tokens: int | None = Field(None, ge=-1)  # only the first ones are read; -1: as many as fit
     user: str | None = None  # a hint; it never changes an answer

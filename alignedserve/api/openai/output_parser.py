@@ -16,7 +16,7 @@ from alignedserve.text.tokenizer import Tokenizer
 
 
 class TextOptions(NamedTuple):
-    """What an answer shows beside its content."""
+    """Says what an answer shows beside its content."""
 
     shows_stop: bool = False  # the stop string, or the end token where it has text
     shows_special_tokens: bool = False

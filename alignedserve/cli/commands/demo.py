@@ -101,7 +101,7 @@ def _server(options: DemoOptions, template: WorkerTemplate | None) -> Iterator[t
 
 
 class _Judgement(NamedTuple):
-    """What the idle system gave once all requests had ended."""
+    """Holds what the idle system gave once all requests had ended."""
 
     wrong: list[WrongAnswer]
     repeated: RepeatedAnswers | None

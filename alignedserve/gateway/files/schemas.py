@@ -6,11 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from alignedserve.api.schema import Metadata, Schema
+from alignedserve.api.schema import Metadata, Priority, Schema
 from alignedserve.batches.records import Endpoint
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.hours import MAX_HOURS_LEN, Schedule, parse_hours
-from alignedserve.core.request import MAX_PRIORITY
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _WINDOW = re.compile(r"(\d{1,6})([smhd])", re.ASCII)
@@ -36,7 +35,7 @@ class CreateBatchRequest(Schema):
     output_expires_after: ExpiresAfter | None = None
     not_before: float | Annotated[str, Field(max_length=64)] | None = None  # Unix seconds, or a time as in RFC 3339
     hours: Annotated[str, Field(max_length=MAX_HOURS_LEN)] | None = None
-    priority: int = Field(default=0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)  # among one's own: smaller goes first
+    priority: Priority = 0  # among one's own
 
 
 def endpoint_of(name: str) -> Endpoint:

@@ -10,7 +10,8 @@ from alignedserve.core.request import Request, SamplingParams
 from alignedserve.messages.workers import PrefillRequest
 from alignedserve.scheduling.table import COLUMN_NAMES
 from alignedserve.sim.sweep import Case, WorkloadLine
-from alignedserve.workload.grammar import ClassSpec, ClientLimit, PredictionKind, parse_classes
+from alignedserve.workload.grammar import ClassSpec, ClientLimit, parse_classes
+from alignedserve.workload.predictions import PredictionKind
 from experiments import accelgen, alignedserve, alise, apt_serve, bros, leak, unseen
 from experiments.common import LabelledCase, Row
 

@@ -3,7 +3,8 @@ import pytest
 from alignedserve.core.errors import ConfigError
 from alignedserve.core.request import RequestClass
 from alignedserve.workload.distributions import ValueDistribution, constant
-from alignedserve.workload.grammar import PredictionKind, PredictionModel, parse_classes
+from alignedserve.workload.grammar import parse_classes
+from alignedserve.workload.predictions import PredictionKind, PredictionModel
 from tests.support.marks import each
 
 

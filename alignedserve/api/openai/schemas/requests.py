@@ -13,8 +13,8 @@ from alignedserve.api.openai.schemas.tools import (
     parse_function_call,
     parse_tool_choice,
 )
-from alignedserve.api.schema import Metadata, Schema
-from alignedserve.core.request import MAX_ALLOWED_TOKEN_IDS, MAX_LOGIT_BIAS_ENTRIES, MAX_PRIORITY, MAX_STOP_TOKEN_IDS
+from alignedserve.api.schema import Metadata, Priority, Schema
+from alignedserve.core.request import MAX_ALLOWED_TOKEN_IDS, MAX_LOGIT_BIAS_ENTRIES, MAX_STOP_TOKEN_IDS
 
 MAX_STOP_STRING_LEN = 1024
 MAX_TEMPLATE_VARIABLES = 32
@@ -105,9 +105,7 @@ class GenerationFields(ConstraintFields, Hints):
     spaces_between_special_tokens: bool = True  # without effect: tokens are decoded as they are
     return_token_ids: bool = False
     truncate_prompt_tokens: int | None = Field(None, ge=-1)  # only the last ones are read; -1: as many as fit
-    priority: int | None = Field(
-        None, ge=-MAX_PRIORITY, le=MAX_PRIORITY
-    )  # smaller goes first; by service_tier when unset
+    priority: Priority | None = None  # by service_tier when unset
     keep_alive: str | int | float | None = None  # how long the model stays in memory afterwards, as Ollama has it
     cache_salt: str | None = Field(None, min_length=1, max_length=MAX_CACHE_SALT_LEN)  # shares prefixes with equal ones
 
