@@ -7,7 +7,8 @@ import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from http.client import HTTPResponse
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -39,7 +40,9 @@ pytestmark = [
 
 FAULT_S = 6.0
 _MOVE_ROUNDS = 6
-_NUM_QUESTIONS = 7  # about one text, with whose cache they stay until no time is left there
+_NUM_STREAMS = 20  # eight of which a worker decodes at once
+_LONG = 1400  # tokens: an answer goes on, by its objective, for seconds after a move was wished for
+_GAPS = 4  # of a gap alone, about what eight together need twice
 
 
 def complete(url: str, api_key: str) -> str:
@@ -125,40 +128,74 @@ def test_a_wrong_token_a_second_cluster_and_a_process_of_another_cluster_are_ref
     assert "a cluster serves on these hosts already; end it with `alignedserve stop`" in said
 
 
-def long_answer(url: str, api_key: str, prompt: str, **headers: str) -> dict[str, Any]:
-    """Ask for 700 tokens."""
-    body = {"model": "pocket", "prompt": prompt, "max_tokens": 700, "ignore_eos": True, "temperature": 0}
-    return dict(json.loads(ask(f"{url}/v1/completions", api_key, json.dumps(body).encode(), **headers)))
+class LongAnswer(NamedTuple):
+    """A streamed answer of `_LONG` tokens."""
+
+    prompt: str
+    request_id: str
+    text: str
 
 
-def moved_of_questions(url: str, api_key: str, text: str) -> list[tuple[str, dict[str, Any]]]:
-    """Ask several questions about a text at once; return those, with their answers, whose decodes moved."""
+def long_request(url: str, api_key: str, prompt: str, **headers: str) -> urllib.request.Request:
+    body = {"model": "pocket", "prompt": prompt, "max_tokens": _LONG, "ignore_eos": True, "temperature": 0}
+    headers = {"content-type": "application/json", "Authorization": f"Bearer {api_key}", **headers}
+    return urllib.request.Request(f"{url}/v1/completions", json.dumps({**body, "stream": True}).encode(), headers)
 
-    def asked(prompt: str) -> tuple[str, dict[str, Any]]:
-        return prompt, long_answer(url, api_key, prompt, **{"x-slo-tpot-ms": f"{alone_ms:.2f}"})
 
-    def courses() -> list[dict[str, Any]]:
-        return [json.loads(ask(f"{url}/v1/requests/{answer['id']}", api_key)) for _, answer in answers]
+def text_of(response: HTTPResponse) -> str:
+    chunks = [json.loads(line[6:]) for line in response if line.startswith(b"data: {")]
+    return "".join(chunk["choices"][0]["text"] for chunk in chunks if chunk["choices"])
 
-    answer = long_answer(url, api_key, text)
+
+def answers_that_stay(url: str, api_key: str, text: str) -> list[LongAnswer]:
+    """Ask for more answers than two workers decode at once, and leave those of one; return the other's.
+
+    One worker has all its time then; at the other prompts wait, and half of each gap is taken.
+    """
+
+    def answer_to(prompt: str) -> LongAnswer | None:
+        with urllib.request.urlopen(long_request(url, api_key, prompt, **objective), timeout=60.0) as response:
+            request_id = f"cmpl-{response.headers['x-request-id']}"
+            wait_until(lambda: bool(places_of(url, api_key, request_id, "accepted")), 30.0, lambda: request_id)
+            if places_of(url, api_key, request_id, "accepted") != ["worker-0"]:
+                return None
+            return LongAnswer(prompt, request_id, text_of(response))
+
     began_s = time.perf_counter()
-    long_answer(url, api_key, text)  # of which the prompt is known: an objective that several together do not hold
-    alone_ms = 1e3 * (time.perf_counter() - began_s) / answer["usage"]["completion_tokens"]
-    with ThreadPoolExecutor(_NUM_QUESTIONS) as pool:
-        answers = list(pool.map(asked, [f"{text} {question}" for question in range(_NUM_QUESTIONS)]))
-    wait_until(lambda: all(course["complete"] for course in courses()), 30.0, courses)
-    steps = [[event["step"] for event in course["choices"][0]["events"]] for course in courses()]
-    return [one for one, of_one in zip(answers, steps, strict=True) if "moved" in of_one]
+    with urllib.request.urlopen(long_request(url, api_key, text), timeout=60.0) as response:
+        text_of(response)
+    objective = {"x-slo-tpot-ms": f"{_GAPS * 1e3 * (time.perf_counter() - began_s) / _LONG:.2f}"}
+    with ThreadPoolExecutor(_NUM_STREAMS) as pool:
+        answers = pool.map(answer_to, [f"{stream} {text}" for stream in range(_NUM_STREAMS)])
+        return [one for one in answers if one is not None]
+
+
+def places_of(url: str, api_key: str, request_id: str, step: str) -> list[str]:
+    """Return where a request took this step, so far."""
+    course = json.loads(ask(f"{url}/v1/requests/{request_id}", api_key))
+    return [event["where"] for event in course["choices"][0]["events"] if event["step"] == step]
+
+
+def is_complete(url: str, api_key: str, request_id: str) -> bool:
+    """Return True once all have told their part of the course of a request."""
+    return bool(json.loads(ask(f"{url}/v1/requests/{request_id}", api_key))["complete"])
+
+
+def moved_answers(url: str, api_key: str, text: str) -> list[LongAnswer]:
+    answers = answers_that_stay(url, api_key, text)
+    wait_until(lambda: all(is_complete(url, api_key, one.request_id) for one in answers), 30.0, lambda: answers)
+    return [one for one in answers if places_of(url, api_key, one.request_id, "moved")]
 
 
 def test_a_decode_moves_to_another_host_and_its_answer_is_the_same(rehearsal: Rehearsal) -> None:
     url, key = rehearsal.urls()[0], rehearsal.api_key
-    texts = (f"text {number}" + 1200 * " otter" for number in range(_MOVE_ROUNDS))
-    moved = next((found for text in texts if (found := moved_of_questions(url, key, text))), [])
+    texts = (f"text {number}" + 200 * " otter" for number in range(_MOVE_ROUNDS))
+    moved = next((found for text in texts if (found := moved_answers(url, key, text))), [])
     assert moved
-    for prompt, answer in moved:
-        assert long_answer(url, key, prompt)["choices"][0]["text"] == answer["choices"][0]["text"]
-    said = rehearsal.on_host(0, f"ALIGNEDSERVE_API_KEY={key} alignedserve explain {moved[0][1]['id']} --url {url}")
+    for prompt, _, text in moved:
+        with urllib.request.urlopen(long_request(url, key, prompt), timeout=60.0) as response:
+            assert text_of(response) == text
+    said = rehearsal.on_host(0, f"ALIGNEDSERVE_API_KEY={key} alignedserve explain {moved[0].request_id} --url {url}")
     assert "moved to worker-" in " ".join(said.split()), said
 
 
