@@ -158,6 +158,7 @@ class BatchOrder:
             following = next(iter(self._waiting.values()), None)
             return self._choose(_by_id(all_candidates), following, running, now)
         urgent = self._choose_real_time(all_candidates, running, real_time or Holding(), now)
+        urgent.sort(key=lambda one: one.granted_s)  # or those that come straight here would pass a batch without end
         others = [candidate for candidate in all_candidates if not candidate.is_real_time]
         chosen: list[Candidate] = []
         if all(batch.is_best_effort for batch in self._waiting.values()):

@@ -7,6 +7,7 @@ A plan that swaps others out for it frees their blocks only; the copies out of t
 chooses again.
 """
 
+import math
 from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
@@ -122,22 +123,26 @@ class ScheduledBatch:
 
     def blocks_if_fits(self, candidate: Candidate) -> tuple[BlockId, ...] | None:
         """Hold blocks for this candidate's context, if the next iterations of all will fit as well."""
-        request_id, num_blocks = candidate.request.request_id, self.blocks_for(candidate.num_cached)
-        if self._is_here(request_id) or self._held.is_copying_out or not self.has_place:
+        if self._is_here(candidate.request.request_id) or self._held.is_copying_out or not self.has_place:
             return None
-        growth = growth_of(candidate, num_blocks - self.blocks_for(0), self._block_size)
-        if num_blocks + growth + self._foreseen_blocks() > self.num_free:
+        if self._blocks_with_growth(candidate) + self._foreseen_blocks() > self.num_free:
             return None
-        return self._held.hold(num_blocks)
+        return self._held.hold(self.blocks_for(candidate.num_cached))
 
     def view(self, candidates: Iterable[Candidate], now: float) -> None:
-        """Let the policy choose among these candidates too, in order, within the places and blocks that may be held."""
+        """Let the policy choose among these candidates too, in order, within the places and blocks that may be held.
+
+        Those that displace best-effort requests alone come up to the first that would not fit if all of these left, as
+        in `blocks_if_fits`: the policy keeps less for growth, and would drop other chats a few tokens later.
+        """
         chosen: dict[RequestId, Candidate] = {}
+        room = self._room_without_best_effort() if self._choice is CandidateChoice.OVER_BEST_EFFORT else math.inf
         for candidate in candidates if self._has_choice() else ():
             request_id = candidate.request.request_id
             if self._is_here(request_id) or not self._may_displace(candidate):
                 continue
-            if self.num_holding + len(chosen) >= self._max_held:
+            room -= self._blocks_with_growth(candidate)
+            if room < 0 or self.num_holding + len(chosen) >= self._max_held:
                 break
             chosen[request_id] = candidate
         for request_id, candidate in list(self._in_view.items()):
@@ -211,7 +216,7 @@ class ScheduledBatch:
         self._num_dropped = self.num_preemptions
         table = self.table
         rows = np.flatnonzero((table.num_blocks == 0) & (table.num_cached == 0) & (table.num_swapped == 0))
-        held = [self._held.get(request_id) for request_id in [table.request_ids[row] for row in rows.tolist()]]
+        held = [self._held.get(table.request_ids[row]) for row in rows.tolist()]
         dropped = [one for one in held if one is not None and not one.is_aborted]
         for one in dropped:
             self.drop(one)
@@ -307,6 +312,15 @@ class ScheduledBatch:
         table = self.table
         longest = int(np.max(table.prompt_len + table.num_generated))
         return self.blocks_for(longest) <= self.num_blocks - num_away
+
+    def _room_without_best_effort(self) -> int:
+        """Return the blocks that candidates would find without best-effort requests, those for all growth kept."""
+        table = self.table
+        return self.num_free + int(table.num_blocks[~table.is_real_time].sum()) - self._foreseen_blocks()
+
+    def _blocks_with_growth(self, candidate: Candidate) -> int:
+        num_blocks = self.blocks_for(candidate.num_cached)
+        return num_blocks + growth_of(candidate, num_blocks - self.blocks_for(0), self._block_size)
 
     def _foreseen_blocks(self) -> int:
         """Return the blocks by which all on the device and all being loaded will soon grow."""

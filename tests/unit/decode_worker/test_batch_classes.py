@@ -14,10 +14,11 @@ from decode_worker.state import Candidate
 from tests.support.samples import handoff, request
 
 
-def candidate(name: str, batch: int, prompt_len: int = 4) -> Candidate:
+def candidate(name: str, batch: int, prompt_len: int = 4, granted_s: float = 0.0) -> Candidate:
     """Return a candidate: c is a chat, d a document."""
     request_class = RequestClass.BEST_EFFORT if name.startswith("d") else RequestClass.REAL_TIME
-    return Candidate.of_handoff(handoff(request(name, prompt_len, request_class=request_class), 1), BatchId(batch), 0.0)
+    own = handoff(request(name, prompt_len, request_class=request_class), 1)
+    return Candidate.of_handoff(own, BatchId(batch), granted_s)
 
 
 def order(*batches: tuple[int, bool, int], floor: float | None = 0.0, late_at_s: float = math.inf) -> BatchOrder:
@@ -82,6 +83,15 @@ def test_candidates_of_the_running_batch_enter_by_class() -> None:
     made = order((1, True, 2))
     made.choose([candidate("d1", 1), candidate("d2", 1)], 0, 0.0)
     assert names(made.choose([candidate("d1", 1), candidate("c1", 0), candidate("d2", 1)], 0, 0.0)) == "c1 d1 d2"
+
+
+def test_a_chat_that_comes_straight_here_passes_none_that_came_in_a_batch_before() -> None:
+    """Those of the running batch waited for fifteen minutes: others came straight from prefill workers all the time."""
+    made = order((1, False, 2))
+    of_batch = [candidate("c1", 1), candidate("c2", 1)]
+    made.choose(of_batch, 0, 0.0)
+    straight = candidate("c3", NO_BATCH, granted_s=5.0)
+    assert names(made.choose([straight, *of_batch], 1, 5.0, real_time=Holding(1, 1))) == "c1 c2 c3"
 
 
 def test_documents_wait_while_a_batch_of_chats_does() -> None:

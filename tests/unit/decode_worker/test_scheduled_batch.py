@@ -3,15 +3,21 @@
 Blocks of four tokens. Requests have one token more than their prompt, whose cache is here.
 """
 
+from collections import deque
+
+import pytest
+
 from alignedserve.core.ids import RequestId
+from alignedserve.core.request import RequestClass
 from alignedserve.messages.caches import Handoff
 from alignedserve.messages.events import Send
 from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.iterations import LoadBlocks, RunIteration, Swap, Swaps
 from alignedserve.messages.workers import AttemptFailed, RequestPreempted
+from alignedserve.scheduling.policy import CandidateChoice
 from tests.harnesses.decode import DecodeHarness, added, loads, runs, to_router
 from tests.harnesses.scheduling import Script, Step
-from tests.support.samples import R1, R2, blocks, handoff, request
+from tests.support.samples import R1, R2, R3, blocks, handoff, request
 
 
 def granted(name: str, prompt_len: int, max_tokens: int = 20) -> Handoff:
@@ -81,6 +87,21 @@ def test_a_candidate_for_which_blocks_are_short_enters_where_the_policy_drops_an
     (iteration,) = runs(made.loaded(load))
     assert isinstance(iteration, RunIteration)
     assert (iteration.removals, iteration.slices) == ((R1,), ((R2, 1),))
+
+
+@pytest.mark.parametrize(("num_blocks", "is_offered"), [(9, True), (8, False)])
+def test_a_chat_may_displace_a_document_where_all_chats_then_have_room_to_grow(
+    num_blocks: int, is_offered: bool
+) -> None:
+    """Chats took a document's blocks to the last one, and were dropped a few tokens later, one for the other."""
+    script = Script(deque([Step(r1=1, r2=1), Step(r1=1, r2=1)]))
+    made = DecodeHarness(num_blocks=num_blocks, policy=script, choice=CandidateChoice.OVER_BEST_EFFORT)
+    document = request("r2", prompt_len=7, max_tokens=5, request_class=RequestClass.BEST_EFFORT)
+    made.enter(granted("r1", 11, max_tokens=5), handoff(document, 12))
+    made.grant(granted("r3", 11, max_tokens=5), batch=2)  # three blocks, and one as it grows
+    made.sampled(r1=5, r2=5)
+    assert script.view is not None
+    assert (R3 in script.view.table.request_ids) == is_offered
 
 
 def test_one_that_is_chosen_and_given_up_meanwhile_leaves_no_block_behind() -> None:

@@ -1,0 +1,154 @@
+"""Chat that fills a separate decode worker, beside documents: what the floor costs it, and what documents get.
+
+    python -m benchmarks.promise.saturation             # about 25 minutes of two cores
+    python -m benchmarks.promise.saturation --page      # only the table of the page
+
+Simulated: two prefill workers and one decode worker, each an A100 with Llama-2-13B. Chats of 500 to 1 500 tokens and
+answers of 300 to 500 have a TTFT of 2 s and a TPOT of 0.2 s; at 2.3/s they take all that the decode worker can do.
+Beside them documents never end: small ones, or four of a third of that worker's memory each. The same chats come
+alone, beside documents with the usual floor, and with a floor of 0: what chat loses between the last two is the floor's
+price, and what it loses at 0 is a fault. Twenty minutes for each of three seeds. The table stands in
+docs/policies/aligned_slo.md.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from alignedserve.config.sections import Topology
+from alignedserve.sim.result import ClassResult
+from alignedserve.sim.simulation import Simulation
+from alignedserve.workload.build import build_workload
+from alignedserve.workload.catalogue import Library
+from benchmarks.measuring.arguments import parser_of
+from benchmarks.measuring.intervals import interval
+from benchmarks.measuring.page_tables import put_table
+from benchmarks.measuring.recording import read_figures, write_result
+from experiments.grid.systems import UNION, USUAL_FLOOR, System
+
+RECORD = "scheduling/saturation"
+PAGE = Path(__file__).parents[2] / "docs" / "policies" / "aligned_slo.md"
+DOCUMENTS = {
+    "512 to 1 024 tokens, 48 at a time": "prompt=uniform(512,1024), output=300, outstanding=48",
+    "20 000 tokens, 4 at a time": "prompt=20000, output=200, outstanding=4",
+}
+RATES = (1.6, 1.9, 2.1, 2.2, 2.3)
+_SEEDS = (0, 1, 2)
+_DURATION_S = 1200.0
+_CHAT = "rt: prompt=uniform(500,1500), output=uniform(300,500), ttft=2, tpot=0.2"
+_NUM_PREFILL, _ACCELERATORS = 2, 3
+_HEAD = (
+    "| documents | chats/s | chat alone holds both | beside documents | floor of 0 "
+    "| longest wait of a chat for a token: alone, beside, floor of 0, s | documents, tokens/s | floor of 0 |"
+)
+Row = dict[str, Any]
+
+
+class Case(NamedTuple):
+    """One run; no documents: chat alone."""
+
+    documents: str
+    rate: float
+    floor: float
+    seed: int
+
+
+class Outcome(NamedTuple):
+    """What came of a run."""
+
+    attainment: float
+    gap_max_s: float
+    document_tokens_per_s: float
+
+
+def simulate(case: Case) -> Outcome:
+    """Run one of them."""
+    line = f"{_CHAT}, rate={case.rate}"
+    if case.documents:
+        line += f"; be: {DOCUMENTS[case.documents]}"
+    system = System(UNION, Topology.DISAGGREGATED, num_prefill=_NUM_PREFILL, best_effort_floor=case.floor)
+    workload = build_workload(line, duration_s=_DURATION_S, seed=case.seed, library=Library(None))
+    classes = Simulation(system.config(_ACCELERATORS), workload).run().classes
+    chat, documents = classes["rt"], classes.get("be")
+    tokens_per_s = documents.loaded_tokens_per_s or 0.0 if documents is not None else 0.0
+    return Outcome(chat.attainment or 0.0, longest_wait_s(chat), tokens_per_s)
+
+
+def longest_wait_s(chat: ClassResult) -> float:
+    """Return the longest time without a token, before the first one or after."""
+    first_s = chat.ttft_s.distribution.max if chat.ttft_s is not None else 0.0
+    return max(first_s, chat.longest_gap_s or 0.0)
+
+
+def cases(seeds: Sequence[int]) -> list[Case]:
+    """Return the runs of all rates, the longest first."""
+    floors = [(name, floor) for name in DOCUMENTS for floor in (USUAL_FLOOR, 0.0)]
+    return [
+        Case(name, rate, floor, seed)
+        for rate in reversed(RATES)
+        for name, floor in [*floors, ("", USUAL_FLOOR)]
+        for seed in seeds
+    ]
+
+
+def rows_of(outcomes: dict[Case, Outcome], seeds: Sequence[int]) -> list[Row]:
+    """Return a row for each kind of documents and each rate."""
+    rows = []
+    for name in DOCUMENTS:
+        for rate in RATES:
+            ways = {
+                "alone": [outcomes[Case("", rate, USUAL_FLOOR, seed)] for seed in seeds],
+                "beside": [outcomes[Case(name, rate, USUAL_FLOOR, seed)] for seed in seeds],
+                "unfloored": [outcomes[Case(name, rate, 0.0, seed)] for seed in seeds],
+            }
+            row: Row = {"documents": name, "rate": rate, "duration_s": _DURATION_S, "seeds": list(seeds)}
+            for way, found in ways.items():
+                row[way] = {
+                    "attainment": interval([one.attainment for one in found]),
+                    "gap_max_s": max(one.gap_max_s for one in found),
+                    "document_tokens_per_s": interval([one.document_tokens_per_s for one in found]),
+                }
+            rows.append(row)
+    return rows
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return the table of the page."""
+    lines = [_HEAD, "|---" * _HEAD.count(" | ") + "|---|"]
+    for row in rows:
+        ways = [row[way] for way in ("alone", "beside", "unfloored")]
+        cells = [f"{100 * way['attainment'][0]:.1f} ± {100 * (way['attainment'][1] or 0.0):.1f} %" for way in ways]
+        gaps = ", ".join(f"{way['gap_max_s']:.0f}" for way in ways)
+        tokens = [f"{way['document_tokens_per_s'][0]:.1f}" for way in ways[1:]]
+        lines.append("| " + " | ".join([row["documents"], str(row["rate"]), *cells, gaps, *tokens]) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def with_table(page: str) -> str:
+    """Return the page with the table of the record, if there is one."""
+    rows = read_figures(RECORD)
+    return page if rows is None else put_table(page, "saturation", table(rows))
+
+
+def main() -> None:
+    """Simulate, print and record."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--page", action="store_true", help="write the table of the record, and simulate nothing")
+    parser.add_argument("--processes", type=int, default=2)
+    arguments = parser.parse_args()
+    if not arguments.page:
+        outcomes = {}
+        every = cases(_SEEDS)
+        with ProcessPoolExecutor(arguments.processes) as pool:
+            for case, outcome in zip(every, pool.map(simulate, every), strict=True):
+                outcomes[case] = outcome
+                print(*case, *(f"{figure:.4g}" for figure in outcome), flush=True)
+        rows = rows_of(outcomes, _SEEDS)
+        write_result(RECORD, rows)
+        print(table(rows))
+    PAGE.write_text(with_table(PAGE.read_text()))
+
+
+if __name__ == "__main__":
+    main()
