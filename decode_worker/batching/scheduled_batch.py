@@ -18,6 +18,7 @@ from alignedserve.messages.iterations import IterationCompleted
 from alignedserve.scheduling.decode_costs import decode_s, is_mixing_cheaper
 from alignedserve.scheduling.policy import CandidateChoice, DeviceMemory, EvictionMode, IterationPlan
 from alignedserve.scheduling.scheduler import Scheduler
+from alignedserve.scheduling.table import Bools
 from alignedserve.worker_core.request import WorkerRequest
 from decode_worker.batching.admission import Admission
 from decode_worker.batching.begun import FORESEEN_TOKENS, Begun, Leaving, LoadingCandidates, growth_of
@@ -315,19 +316,19 @@ class ScheduledBatch:
 
     def _room_without_best_effort(self) -> int:
         """Return the blocks that candidates would find without best-effort requests, those for all growth kept."""
-        table = self.table
-        return self.num_free + int(table.num_blocks[~table.is_real_time].sum()) - self._foreseen_blocks()
+        table, is_real_time = self.table, self.table.is_real_time
+        return self.num_free + int(table.num_blocks[~is_real_time].sum()) - self._foreseen_blocks(is_real_time)
 
     def _blocks_with_growth(self, candidate: Candidate) -> int:
         num_blocks = self.blocks_for(candidate.num_cached)
         return num_blocks + growth_of(candidate, num_blocks - self.blocks_for(0), self._block_size)
 
-    def _foreseen_blocks(self) -> int:
-        """Return the blocks by which all on the device and all being loaded will soon grow."""
+    def _foreseen_blocks(self, counts: Bools | bool = True) -> int:
+        """Return the blocks by which all being loaded will soon grow, and those on the device of which this is true."""
         table = self.table
         foreseen = np.minimum(table.context_len + FORESEEN_TOKENS, table.prompt_len + table.max_tokens)
         growth = -(-foreseen // self._block_size) + self.blocks_for(0) - table.num_blocks
-        running = int(growth[(table.num_blocks > 0) & (growth > 0)].sum())
+        running = int(growth[(table.num_blocks > 0) & (growth > 0) & counts].sum())
         return running + self.loading.growth(self._block_size, self.blocks_for(0))
 
 

@@ -89,7 +89,7 @@ def test_a_candidate_for_which_blocks_are_short_enters_where_the_policy_drops_an
     assert (iteration.removals, iteration.slices) == ((R1,), ((R2, 1),))
 
 
-@pytest.mark.parametrize(("num_blocks", "is_offered"), [(9, True), (8, False)])
+@pytest.mark.parametrize(("num_blocks", "is_offered"), [(8, True), (7, False)])
 def test_a_chat_may_displace_a_document_where_all_chats_then_have_room_to_grow(
     num_blocks: int, is_offered: bool
 ) -> None:
