@@ -1,18 +1,19 @@
-"""Chat that fills a separate decode worker, beside documents: what the floor costs it, and what documents get.
+"""Chat that fills its workers, beside documents: what the floor costs it, and what documents get.
 
-    python -m benchmarks.promise.saturation             # about 25 minutes of two cores
-    python -m benchmarks.promise.saturation --page      # only the table of the page
+    python -m benchmarks.promise.saturation                    # about 30 minutes of two cores
+    python -m benchmarks.promise.saturation --shapes elastic   # the other rows stay
+    python -m benchmarks.promise.saturation --page             # only the table of the page
 
-Simulated: two prefill workers and one decode worker, each an A100 with Llama-2-13B. Chats of 500 to 1 500 tokens and
-answers of 300 to 500 have a TTFT of 2 s and a TPOT of 0.2 s; at 2.3/s they take all that the decode worker can do.
-Beside them documents never end: small ones, or four of a third of that worker's memory each. The same chats come
+Simulated: two prefill workers and one decode worker, or two elastic ones, each an A100 with Llama-2-13B. Chats of 500
+to 1 500 tokens and answers of 300 to 500 have a TTFT of 2 s and a TPOT of 0.2 s; at 2.3/s and 3.4/s they take all that
+there is. Beside them documents never end: small ones, or four of a third of a worker's memory each. The same chats come
 alone, beside documents with the usual floor, and with a floor of 0: what chat loses between the last two is the floor's
-price, and what it loses at 0 is a fault. Twenty minutes for each of three seeds. The table stands in
-docs/policies/aligned_slo.md.
+price. Twenty minutes for each of three seeds. The table stands in docs/policies/aligned_slo.md.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,25 +30,42 @@ from experiments.grid.systems import UNION, USUAL_FLOOR, System
 
 RECORD = "scheduling/saturation"
 PAGE = Path(__file__).parents[2] / "docs" / "policies" / "aligned_slo.md"
+SMALL, LARGE = "512 to 1 024 tokens, 48 at a time", "20 000 tokens, 4 at a time"
 DOCUMENTS = {
-    "512 to 1 024 tokens, 48 at a time": "prompt=uniform(512,1024), output=300, outstanding=48",
-    "20 000 tokens, 4 at a time": "prompt=20000, output=200, outstanding=4",
+    SMALL: "prompt=uniform(512,1024), output=300, outstanding=48",
+    LARGE: "prompt=20000, output=200, outstanding=4",
 }
-RATES = (1.6, 1.9, 2.1, 2.2, 2.3)
 _SEEDS = (0, 1, 2)
 _DURATION_S = 1200.0
 _CHAT = "rt: prompt=uniform(500,1500), output=uniform(300,500), ttft=2, tpot=0.2"
-_NUM_PREFILL, _ACCELERATORS = 2, 3
 _HEAD = (
-    "| documents | chats/s | chat alone holds both | beside documents | floor of 0 "
+    "| workers | documents | chats/s | chat alone holds both | beside documents | floor of 0 "
     "| longest wait of a chat for a token: alone, beside, floor of 0, s | documents, tokens/s | floor of 0 |"
 )
+
+
+class Shape(NamedTuple):
+    """Workers, and the loads that they are tried with."""
+
+    system: System
+    accelerators: int
+    rates: tuple[float, ...]
+    documents: tuple[str, ...]
+
+
+SHAPES = {
+    "separate": Shape(
+        System(UNION, Topology.DISAGGREGATED, num_prefill=2), 3, (1.6, 1.9, 2.1, 2.2, 2.3), (SMALL, LARGE)
+    ),
+    "elastic": Shape(System(UNION, Topology.ELASTIC), 2, (3.0, 3.2, 3.4), (SMALL,)),
+}
 Row = dict[str, Any]
 
 
 class Case(NamedTuple):
     """One run; no documents: chat alone."""
 
+    shape: str
     documents: str
     rate: float
     floor: float
@@ -67,9 +85,10 @@ def simulate(case: Case) -> Outcome:
     line = f"{_CHAT}, rate={case.rate}"
     if case.documents:
         line += f"; be: {DOCUMENTS[case.documents]}"
-    system = System(UNION, Topology.DISAGGREGATED, num_prefill=_NUM_PREFILL, best_effort_floor=case.floor)
+    shape = SHAPES[case.shape]
+    system = shape.system._replace(best_effort_floor=case.floor)
     workload = build_workload(line, duration_s=_DURATION_S, seed=case.seed, library=Library(None))
-    classes = Simulation(system.config(_ACCELERATORS), workload).run().classes
+    classes = Simulation(system.config(shape.accelerators), workload).run().classes
     chat, documents = classes["rt"], classes.get("be")
     tokens_per_s = documents.loaded_tokens_per_s or 0.0 if documents is not None else 0.0
     return Outcome(chat.attainment or 0.0, longest_wait_s(chat), tokens_per_s)
@@ -81,35 +100,36 @@ def longest_wait_s(chat: ClassResult) -> float:
     return max(first_s, chat.longest_gap_s or 0.0)
 
 
-def cases(seeds: Sequence[int]) -> list[Case]:
-    """Return the runs of all rates, the longest first."""
-    floors = [(name, floor) for name in DOCUMENTS for floor in (USUAL_FLOOR, 0.0)]
+def cases_of(name: str) -> list[Case]:
+    """Return the runs of a shape, the longest first."""
+    shape = SHAPES[name]
+    ways = [("", USUAL_FLOOR), *((documents, floor) for documents in shape.documents for floor in (USUAL_FLOOR, 0.0))]
     return [
-        Case(name, rate, floor, seed)
-        for rate in reversed(RATES)
-        for name, floor in [*floors, ("", USUAL_FLOOR)]
-        for seed in seeds
+        Case(name, documents, rate, floor, seed)
+        for rate in reversed(shape.rates)
+        for documents, floor in ways
+        for seed in _SEEDS
     ]
 
 
-def rows_of(outcomes: dict[Case, Outcome], seeds: Sequence[int]) -> list[Row]:
+def rows_of(name: str, outcomes: Mapping[Case, Outcome]) -> list[Row]:
     """Return a row for each kind of documents and each rate."""
     rows = []
-    for name in DOCUMENTS:
-        for rate in RATES:
-            ways = {
-                "alone": [outcomes[Case("", rate, USUAL_FLOOR, seed)] for seed in seeds],
-                "beside": [outcomes[Case(name, rate, USUAL_FLOOR, seed)] for seed in seeds],
-                "unfloored": [outcomes[Case(name, rate, 0.0, seed)] for seed in seeds],
+    for documents, rate in product(SHAPES[name].documents, SHAPES[name].rates):
+        row: Row = {"shape": name, "documents": documents, "rate": rate, "duration_s": _DURATION_S}
+        row["seeds"] = list(_SEEDS)
+        for way, kind, floor in (
+            ("alone", "", USUAL_FLOOR),
+            ("beside", documents, USUAL_FLOOR),
+            ("unfloored", documents, 0.0),
+        ):
+            found = [outcomes[Case(name, kind, rate, floor, seed)] for seed in _SEEDS]
+            row[way] = {
+                "attainment": interval([one.attainment for one in found]),
+                "gap_max_s": max(one.gap_max_s for one in found),
+                "document_tokens_per_s": interval([one.document_tokens_per_s for one in found]),
             }
-            row: Row = {"documents": name, "rate": rate, "duration_s": _DURATION_S, "seeds": list(seeds)}
-            for way, found in ways.items():
-                row[way] = {
-                    "attainment": interval([one.attainment for one in found]),
-                    "gap_max_s": max(one.gap_max_s for one in found),
-                    "document_tokens_per_s": interval([one.document_tokens_per_s for one in found]),
-                }
-            rows.append(row)
+        rows.append(row)
     return rows
 
 
@@ -121,7 +141,9 @@ def table(rows: Sequence[Row]) -> str:
         cells = [f"{100 * way['attainment'][0]:.1f} ± {100 * (way['attainment'][1] or 0.0):.1f} %" for way in ways]
         gaps = ", ".join(f"{way['gap_max_s']:.0f}" for way in ways)
         tokens = [f"{way['document_tokens_per_s'][0]:.1f}" for way in ways[1:]]
-        lines.append("| " + " | ".join([row["documents"], str(row["rate"]), *cells, gaps, *tokens]) + " |")
+        lines.append(
+            "| " + " | ".join([row["shape"], row["documents"], str(row["rate"]), *cells, gaps, *tokens]) + " |"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -135,18 +157,18 @@ def main() -> None:
     """Simulate, print and record."""
     parser = parser_of(__doc__)
     parser.add_argument("--page", action="store_true", help="write the table of the record, and simulate nothing")
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--processes", type=int, default=2)
     arguments = parser.parse_args()
-    if not arguments.page:
-        outcomes = {}
-        every = cases(_SEEDS)
+    for name in [] if arguments.page else arguments.shapes:
+        outcomes, every = {}, cases_of(name)
         with ProcessPoolExecutor(arguments.processes) as pool:
             for case, outcome in zip(every, pool.map(simulate, every), strict=True):
                 outcomes[case] = outcome
                 print(*case, *(f"{figure:.4g}" for figure in outcome), flush=True)
-        rows = rows_of(outcomes, _SEEDS)
+        others = [row for row in read_figures(RECORD) or [] if row["shape"] != name]
+        rows = sorted([*others, *rows_of(name, outcomes)], key=lambda row: list(SHAPES).index(row["shape"]))
         write_result(RECORD, rows)
-        print(table(rows))
     PAGE.write_text(with_table(PAGE.read_text()))
 
 
