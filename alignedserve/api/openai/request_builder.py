@@ -193,7 +193,10 @@ async def _requests(
 ) -> tuple[Request, ...]:
     seed = fields.seed if fields.seed is not None else secrets.randbits(63)
     max_context_len = services.model.max_context_len
-    limits = [_max_tokens(fields, len(prompt.token_ids), max_context_len, answer) for prompt in prompts]
+    limits = []
+    for place, prompt in enumerate(prompts):
+        named = f"{answer.prompt_param}[{place}]" if len(prompts) > 1 else answer.prompt_param
+        limits.append(_max_tokens(len(prompt.token_ids), max_context_len, answer, param=named))
     # What lists name is read once for all prompts: of 256 bad words alone that takes milliseconds.
     length = rough_length([fields.bad_words, fields.allowed_token_ids, fields.logit_bias])
     shared = await services.lanes.run(length, partial(_sampling_params, fields, limits[0], services, answer))
@@ -243,16 +246,17 @@ def _given(value: NumberT | None, default: NumberT) -> NumberT:
     return default if value is None else value
 
 
-def _max_tokens(fields: GenerationFields, prompt_len: int, max_context_len: int, answer: _Answer) -> int:
+def _max_tokens(prompt_len: int, max_context_len: int, answer: _Answer, *, param: str) -> int:
     rest = max_context_len - prompt_len
     default = rest if answer.default_max_tokens is None else min(rest, answer.default_max_tokens)
     max_tokens = default if answer.max_tokens is None else answer.max_tokens
     if max_tokens > rest or (answer.max_tokens is None and rest < 1):
         asked = "at least 1" if answer.max_tokens is None else str(answer.max_tokens)
+        place = "the prompt" if param == answer.prompt_param else param
         raise ContextTooLong(
             f"This model's maximum context length is {max_context_len} tokens. However, you requested {prompt_len} "
-            f"tokens in the prompt and {asked} in the answer. Please shorten one of them.",
-            param=answer.prompt_param,
+            f"tokens in {place} and {asked} in the answer. Please shorten one of them.",
+            param=param,
         )
     return max_tokens
 

@@ -146,6 +146,8 @@ async def test_the_default_of_max_tokens_gives_way_to_the_context() -> None:
         assert served.backend.submitted[0].sampling.max_tokens == 6
         assert error_of(await served.complete(prompt=[40] * 256), 400)["code"] == "context_length_exceeded"
         assert error_of(await served.complete(prompt=[40] * 250, max_tokens=7), 400)["param"] == "prompt"
+        refused = error_of(await served.complete(prompt=[[40], [40] * 250], max_tokens=7), 400)
+        assert (refused["param"], "250 tokens in prompt[1]" in refused["message"]) == ("prompt[1]", True)
 
 
 async def test_max_tokens_zero_without_echo_is_refused() -> None:
