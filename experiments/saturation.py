@@ -1,8 +1,8 @@
 """Chat that fills its workers, beside documents: what the floor costs it, and what documents get.
 
-    python -m benchmarks.promise.saturation                    # about 30 minutes of two cores
-    python -m benchmarks.promise.saturation --shapes elastic   # the other rows stay
-    python -m benchmarks.promise.saturation --page             # only the table of the page
+    python -m experiments.saturation                    # about 30 minutes of two cores
+    python -m experiments.saturation --shapes elastic   # the other rows stay
+    python -m experiments.saturation --page             # only the table of the page
 
 Simulated: two prefill workers and one decode worker, or two elastic ones, each an A100 with Llama-2-13B. Chats of 500
 to 1 500 tokens and answers of 300 to 500 have a TTFT of 2 s and a TPOT of 0.2 s; at 2.3/s and 3.4/s they take all that
@@ -29,7 +29,7 @@ from benchmarks.measuring.recording import read_figures, write_result
 from experiments.grid.systems import UNION, USUAL_FLOOR, System
 
 RECORD = "scheduling/saturation"
-PAGE = Path(__file__).parents[2] / "docs" / "policies" / "aligned_slo.md"
+PAGE = Path(__file__).parents[1] / "docs" / "policies" / "aligned_slo.md"
 SMALL, LARGE = "512 to 1 024 tokens, 48 at a time", "20 000 tokens, 4 at a time"
 DOCUMENTS = {
     SMALL: "prompt=uniform(512,1024), output=300, outstanding=48",
@@ -39,8 +39,8 @@ _SEEDS = (0, 1, 2)
 _DURATION_S = 1200.0
 _CHAT = "rt: prompt=uniform(500,1500), output=uniform(300,500), ttft=2, tpot=0.2"
 _HEAD = (
-    "| workers | documents | chats/s | chat alone holds both | beside documents | floor of 0 "
-    "| longest wait of a chat for a token: alone, beside, floor of 0, s | documents, tokens/s | floor of 0 |"
+    "| workers | documents | chats/s | chat alone holds both | beside | floor of 0 "
+    "| longest wait for a token, s | documents, tokens/s | floor of 0 |"
 )
 
 
