@@ -195,7 +195,7 @@ async def test_a_model_that_computes_no_numbers_is_hopeless_and_says_why(tmp_pat
 async def test_a_start_does_not_wait_for_a_model_that_computes_no_numbers(tmp_path: Path, unused_tcp_port: int) -> None:
     a = deployed("a")
     assert ask_ready(f"http://127.0.0.1:{unused_tcp_port}") is not None
-    async with door(tmp_path, unused_tcp_port, a) as opened:
+    async with door(tmp_path, unused_tcp_port) as opened:  # which asks for its first token with the fault there
         url = opened.server.url
         opened.clusters[""].fault = "the model gave no usable logits"
         await holds(lambda: opened.serve(a)[""].is_hopeless)

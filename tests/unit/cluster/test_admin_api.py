@@ -112,7 +112,8 @@ def test_the_cluster_of_this_host_is_found_by_its_door(
     door: AdminApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert find_cluster(None) == find_cluster("cluster") == door.path
-    (tmp_path / "ended").mkdir()
+    for name in ("ended", "second"):
+        (tmp_path / name).mkdir()
     with socket.socket(socket.AF_UNIX) as left_behind:
         left_behind.bind(str(tmp_path / "ended" / "admin.sock"))
     assert find_cluster(None) == door.path
