@@ -73,7 +73,7 @@ class Case(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What came of a run."""
+    """Holds the figures of one run."""
 
     attainment: float
     gap_max_s: float

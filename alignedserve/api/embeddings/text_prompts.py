@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from alignedserve.api.models.model_card import PromptServices
-from alignedserve.api.openai.prompt_encoding import Prompt, encode_prompts
+from alignedserve.api.openai.prompt_encoding import Prompt, encode_prompts, param_at
 from alignedserve.api.openai.schemas.requests import PromptForms
 from alignedserve.core.errors import ContextTooLong, InvalidRequest
 from alignedserve.runtime.model.encoder.encoder_config import EmbeddingConfig
@@ -68,7 +68,7 @@ async def encode_pairs(
 def check_not_empty(texts: PromptForms | Sequence[str], param: str) -> None:
     """Raise InvalidRequest naming `param`, and the place in it, for an empty text."""
     if texts == "" or (not isinstance(texts, str) and "" in texts):
-        named = f"{param}[{[*texts].index('')}]" if len(texts) > 1 else param
+        named = param_at(param, [*texts].index(""), of=len(texts)) if texts else param
         raise InvalidRequest(f"{named} must not be an empty text.", param=named)
 
 
@@ -123,7 +123,7 @@ def _checked(prompts: list[Prompt], services: PromptServices, param: str) -> lis
     limit = services.model.max_context_len
     for place, prompt in enumerate(prompts):
         if (length := len(prompt.token_ids)) > limit:
-            named = f"{param}[{place}]" if len(prompts) > 1 else param
+            named = param_at(param, place, of=len(prompts))
             message = f"This model's maximum context length is {limit} tokens. However, {named} has {length}."
             raise ContextTooLong(message, param=named)
     return prompts

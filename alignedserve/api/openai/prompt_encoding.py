@@ -97,6 +97,11 @@ async def decode_text(token_ids: list[int], services: PromptServices) -> str:
     return await services.lanes.run(len(token_ids) * _TOKEN_LEN, decode)
 
 
+def param_at(param: str, place: int, *, of: int) -> str:
+    """Return how errors name one of several prompts of a field: `prompt[3]`; a single one is the field itself."""
+    return f"{param}[{place}]" if of > 1 else param
+
+
 async def encode_prompts(
     prompt: PromptForms,
     services: PromptServices,
@@ -119,7 +124,7 @@ async def encode_prompts(
         raise InvalidRequest(f"{param} holds more than {services.config.max_concurrent_requests} texts.", param=param)
     prompts = []
     for place, item in enumerate(prompt):
-        own = f"{param}[{place}]" if len(prompt) > 1 else param
+        own = param_at(param, place, of=len(prompt))
         if isinstance(item, str):
             prompts.append(await _text_prompt(item, services, own, add_special_tokens, is_bounded=is_bounded))
         elif isinstance(item, list):

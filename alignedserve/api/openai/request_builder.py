@@ -15,7 +15,14 @@ from alignedserve.api.openai.chat_grammar import answer_grammar, chat_grammar
 from alignedserve.api.openai.chat_prompt import chat_output_format, note_effort
 from alignedserve.api.openai.generation_request import Arrival, CallTerms, GenerationRequest, trial_turn
 from alignedserve.api.openai.output_parser import OutputFormat, TextOptions
-from alignedserve.api.openai.prompt_encoding import Prompt, Prompts, chat_prompts, check_token_ids, completion_prompts
+from alignedserve.api.openai.prompt_encoding import (
+    Prompt,
+    Prompts,
+    chat_prompts,
+    check_token_ids,
+    completion_prompts,
+    param_at,
+)
 from alignedserve.api.openai.schemas.requests import ChatCompletionRequest, CompletionRequest, GenerationFields
 from alignedserve.api.work_lanes import rough_length
 from alignedserve.config.sections import GatewayConfig
@@ -195,7 +202,7 @@ async def _requests(
     max_context_len = services.model.max_context_len
     limits = []
     for place, prompt in enumerate(prompts):
-        named = f"{answer.prompt_param}[{place}]" if len(prompts) > 1 else answer.prompt_param
+        named = param_at(answer.prompt_param, place, of=len(prompts))
         limits.append(_max_tokens(len(prompt.token_ids), max_context_len, answer, param=named))
     # What lists name is read once for all prompts: of 256 bad words alone that takes milliseconds.
     length = rough_length([fields.bad_words, fields.allowed_token_ids, fields.logit_bias])
