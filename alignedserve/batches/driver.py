@@ -134,6 +134,7 @@ class BatchDriver:
         finally:
             run.close()
             del self._runs[batch_id], self._tasks[batch_id]
+            self._unwritten.pop(batch_id, None)  # its next run has no such results, and would wait for them for ever
             self._order = [one for one in self._order if one[0] is not run]
             self._is_order_stale = True
 
