@@ -12,7 +12,8 @@ from alignedserve.api.openai.schemas.requests import (
 )
 from alignedserve.api.schema import Priority, Schema
 
-TEXT_FORMS = "must be a string or a list of strings, not empty"
+_TEXT_FORMS = "must be a string or a list of strings, not empty"
+_DOCUMENT_FORMS = f'{_TEXT_FORMS}; in the place of a string may stand {{"text": "..."}}'
 
 
 def _checked_texts(value: Any) -> list[str]:
@@ -20,10 +21,21 @@ def _checked_texts(value: Any) -> list[str]:
     texts = [value] if isinstance(value, str) else value
     if isinstance(texts, list) and texts and all(type(text) is str for text in texts):
         return texts
-    raise ValueError(TEXT_FORMS)
+    raise ValueError(_TEXT_FORMS)
+
+
+def _checked_documents(value: Any) -> list[str]:
+    """Return the texts of documents, each a string or, as Jina and Cohere have it, an object. Raises ValueError."""
+    if isinstance(value, list):
+        value = [one["text"] if isinstance(one, dict) and one.keys() == {"text"} else one for one in value]
+    try:
+        return _checked_texts(value)
+    except ValueError:
+        raise ValueError(_DOCUMENT_FORMS) from None
 
 
 _Texts = Annotated[list[str], PlainValidator(_checked_texts)]
+_Documents = Annotated[list[str], PlainValidator(_checked_documents)]
 
 
 class PromptFields(Schema):
@@ -57,6 +69,6 @@ class RerankRequest(PromptFields):
     """POST /v1/rerank."""
 
     query: str
-    documents: _Texts
+    documents: _Documents
     top_n: int | None = Field(None, ge=1)
     return_documents: bool = True

@@ -107,6 +107,7 @@ async def test_pairs_that_do_not_match_are_refused() -> None:
         ("/v1/score", {"text_1": "a", "text_2": ["a", ""]}, "text_2[1]"),
         ("/v1/rerank", {"query": "", "documents": ["a"]}, "query"),
         ("/v1/rerank", {"query": "a", "documents": [""]}, "documents"),
+        ("/v1/rerank", {"query": "a", "documents": [{"text": "b", "title": "c"}]}, "documents"),
         ("/v1/rerank", {"query": "fox " * 300, "documents": ["a"]}, "query"),
     ],
 )
@@ -141,7 +142,11 @@ async def test_a_ranking_begins_with_the_likest() -> None:
     async with gateway() as served:
         body = (
             await post(
-                served, "/v1/rerank", query="hello", documents=["the quick dog", "hello", "hello world"], top_n=2
+                served,
+                "/v1/rerank",
+                query="hello",
+                documents=["the quick dog", {"text": "hello"}, "hello world"],
+                top_n=2,
             )
         ).json()
     first = body["results"][0]
