@@ -8,6 +8,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 30.0
 _MAX_DOUBLINGS = 3  # of the pause of a line that is rejected each time
+_MAX_RETRY_DOUBLINGS = 6  # beyond `_LONGEST_PAUSE_S`
 _GOLDEN_RATIO = 0.6180339887498949  # multiples of it lie far apart, modulo 1
 
 
@@ -99,7 +100,8 @@ class LineTracker:
         if num_attempts >= self._max_attempts:
             return False
         spread = line * num_attempts * _GOLDEN_RATIO % 1.0
-        self.postpone(line, now, min(_FIRST_PAUSE_S * 2 ** (num_attempts - 1), _LONGEST_PAUSE_S) * (1.0 + spread))
+        doublings = min(num_attempts - 1, _MAX_RETRY_DOUBLINGS)
+        self.postpone(line, now, min(_FIRST_PAUSE_S * 2**doublings, _LONGEST_PAUSE_S) * (1.0 + spread))
         return True
 
     def settle(self, line: int) -> None:

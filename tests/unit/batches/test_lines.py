@@ -69,6 +69,15 @@ def test_what_breaks_is_tried_a_few_times_with_growing_pauses() -> None:
     assert tracker.is_done
 
 
+def test_a_line_may_be_tried_thousands_of_times() -> None:
+    tracker = LineTracker(1, max_attempts=5000)
+    for attempt in range(4999):
+        assert tracker.lease(attempt * 100.0) == 0
+        assert tracker.retry(0, attempt * 100.0)
+    assert tracker.lease(1e6) == 0
+    assert not tracker.retry(0, 1e6)
+
+
 def test_a_line_that_breaks_its_worker_each_time_takes_no_others_along_until_they_fail() -> None:
     tracker, breaking = LineTracker(8, max_attempts=8), 3
     running: dict[int, float] = {}  # and when they end
