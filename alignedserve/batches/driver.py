@@ -84,7 +84,7 @@ class BatchDriver:
         self._paused_until_s: dict[str, float] = {}  # by model that rejected a line: start none before
         self._answered_at_rejection: dict[str, int] = {}  # lines that a model had answered when it last rejected one
         self._is_full = False  # the disk is: start no lines
-        self._unwritten: dict[BatchKey, float] = {}  # whose results cannot be written: start none of theirs; try then
+        self._unwritten: dict[BatchRun, float] = {}  # whose results cannot be written: start none of theirs; try then
 
     async def run(self) -> None:
         """Wait for the lock, then drive."""
@@ -134,7 +134,7 @@ class BatchDriver:
         finally:
             run.close()
             del self._runs[batch_id], self._tasks[batch_id]
-            self._unwritten.pop(batch_id, None)  # its next run has no such results, and would wait for them for ever
+            self._unwritten.pop(run, None)
             self._order = [one for one in self._order if one[0] is not run]
             self._is_order_stale = True
 
@@ -201,7 +201,7 @@ class BatchDriver:
             return
         by_owner: dict[str, deque[tuple[BatchRun, ModelShares]]] = {}
         for run, shares in order:
-            if run.record.batch_id in self._unwritten:
+            if run in self._unwritten:
                 continue
             if not shares.keys() <= self._paused_until_s.keys():
                 by_owner.setdefault(run.record.owner, deque()).append((run, shares))
@@ -225,8 +225,8 @@ class BatchDriver:
     def _slots(self) -> LineSlots:
         """Return the places for lines, with those of all batches taken; answers that cannot be written take none."""
         slots = LineSlots(self._num_places, self._max_in_flight)
-        for batch_id, run in self._runs.items():
-            if count := run.num_running if batch_id in self._unwritten else run.num_in_flight:
+        for run in self._runs.values():
+            if count := run.num_running if run in self._unwritten else run.num_in_flight:
                 slots.take(run.model_shares(), count)
         return slots
 
@@ -257,9 +257,8 @@ class BatchDriver:
             await self._has_pending.wait()
             self._has_pending.clear()
             for run in list(self._runs.values()):
-                if run.has_pending and self._unwritten.get(run.record.batch_id, 0.0) <= time.monotonic():
+                if run.has_pending and self._unwritten.get(run, 0.0) <= time.monotonic():
                     await self._write_results(run)
-            self._unwritten = {key: again_s for key, again_s in self._unwritten.items() if key in self._runs}
             self._is_full &= bool(self._unwritten)
             if self._unwritten:
                 self._has_pending.set()
@@ -269,16 +268,17 @@ class BatchDriver:
     async def _write_results(self, run: BatchRun) -> None:
         """Write a batch's pending results. Where they cannot be written they are pending again, and the batch pauses;
         where the disk is full all do, as it is for all."""
-        batch_id = run.record.batch_id
         try:
             records = await run.write_results()
         except StorageError as error:
+            if self._runs.get(run.record.batch_id) is not run:
+                return  # it has ended, which closed its log: these lines are its next run's
             self._is_full |= isinstance(error, StorageFull)
-            if batch_id not in self._unwritten:
-                logger.error("results of %s cannot be written, it pauses: %s", batch_id, error)
-            self._unwritten[batch_id] = time.monotonic() + _FULL_S
+            if run not in self._unwritten:
+                logger.error("results of %s cannot be written, it pauses: %s", run.record.batch_id, error)
+            self._unwritten[run] = time.monotonic() + _FULL_S
             return
-        self._unwritten.pop(batch_id, None)
+        self._unwritten.pop(run, None)
         self._statistics.note_ended(run, records)
 
 

@@ -19,9 +19,11 @@ from alignedserve.batches.driver import BatchDriver
 from alignedserve.batches.interfaces import LineFailed, LineRejected, LineRequest, LineResponse, ModelState
 from alignedserve.batches.location import stores_in
 from alignedserve.batches.log import disk_log
-from alignedserve.batches.records import BatchStatus, Progress, ResultKind
+from alignedserve.batches.log.log_format import ResultRecord
+from alignedserve.batches.records import BatchKey, BatchStatus, FileId, Progress, ResultKind
 from alignedserve.batches.repository import BatchSnapshot
 from alignedserve.config.sections import BatchesConfig
+from alignedserve.core.errors import StorageError
 from alignedserve.disk.durable import write_all
 from tests.support.batch_samples import BATCH, INPUT, batch_record, chat_line, file_record
 from tests.support.marks import many
@@ -30,6 +32,7 @@ from tests.support.memory_records import MemoryRecords
 pytestmark = pytest.mark.slow
 
 NUM_LINES = 40
+OTHER, OTHER_INPUT = BatchKey("batch_" + "9" * 24), FileId("file-" + "9" * 24)
 TROUBLES = ("driver", "torn", "store", "disk", "broken", "refused", "nothing")
 Step = tuple[str, int]
 STEPS = st.lists(st.tuples(st.sampled_from(TROUBLES), st.integers(0, 300)), max_size=8)
@@ -80,18 +83,20 @@ class World:
         self.is_full = False
         self._driving: asyncio.Task[None] | None = None
 
-    async def submit(self) -> None:
+    async def submit(self, batch_id: BatchKey = BATCH, input_id: FileId = INPUT, owner: str = "anyone") -> None:
         content = b"".join(chat_line(f"c{number}", content=f"w{number}") + b"\n" for number in range(NUM_LINES))
-        writer = await self.stores.blobs.begin(INPUT)
+        writer = await self.stores.blobs.begin(input_id)
         await writer.write(content)
         await writer.commit()
-        source = file_record(num_bytes=len(content), num_lines=NUM_LINES)
+        source = file_record(file_id=input_id, owner=owner, num_bytes=len(content), num_lines=NUM_LINES)
         await self.stores.repository.add_file(source, fits=lambda _: True)
         now = time.time()
         sizes = {"input_bytes": len(content), "input_lines": NUM_LINES}
-        record = batch_record(created_s=now, expires_s=now + 3600.0, **sizes)
+        ids = {"batch_id": batch_id, "input_file_id": input_id, "owner": owner}
+        record = batch_record(**ids, created_s=now, expires_s=now + 3600.0, **sizes)
+        last = await self.stores.repository.last_created(record.owner)
         assert await self.stores.repository.add_batch(
-            BatchSnapshot(record, Progress()), source, None, idempotency_key=None, key_lifetime_s=0.0
+            BatchSnapshot(record, Progress()), source, last, idempotency_key=None, key_lifetime_s=0.0
         )
 
     def start(self) -> None:
@@ -132,11 +137,11 @@ class World:
         os.write(file_descriptor, content[: len(content) // 2])
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    async def end(self) -> BatchSnapshot:
+    async def end(self, batch_id: BatchKey = BATCH) -> BatchSnapshot:
         await self.suffer(("nothing", 0))
         async with asyncio.timeout(20):
             while True:
-                snapshot = await self.stores.repository.batch(BATCH)
+                snapshot = await self.stores.repository.batch(batch_id)
                 assert snapshot is not None
                 if snapshot.record.is_over:
                     return snapshot
@@ -205,4 +210,45 @@ async def test_a_run_that_fails_while_the_disk_is_full_blocks_no_lines_afterward
     await asyncio.sleep(0.1)
     is_broken = False
     assert (await world.end()).record.status is BatchStatus.COMPLETED
+    await world.crash()
+
+
+async def test_results_that_a_run_could_not_write_as_it_ended_hold_up_no_lines_of_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A write fails as its run has ended; the next one, of another batch, lasts until the first batch is resumed."""
+    world = World(tmp_path)
+    await world.submit()
+    await world.submit(OTHER, OTHER_INPUT, owner="another")
+    failing: list[run_module.BatchRun] = []
+    has_closed, has_resumed = asyncio.Event(), asyncio.Event()
+    waits, writes = run_module.BatchRun._wait_for_change, run_module.BatchRun.write_results
+    closes = run_module.BatchRun.close
+
+    async def wait_for_change(run: run_module.BatchRun) -> None:
+        if run in failing:
+            raise RuntimeError("a fault of the server")
+        if has_closed.is_set() and run.record.batch_id == BATCH:
+            has_resumed.set()
+        await waits(run)
+
+    async def write_results(run: run_module.BatchRun) -> list[ResultRecord]:
+        if run.record.batch_id == BATCH and not failing:
+            failing.append(run)
+            await has_closed.wait()
+            raise StorageError("the result log is closed")
+        if failing:
+            await has_resumed.wait()
+        return await writes(run)
+
+    def close(run: run_module.BatchRun) -> None:
+        closes(run)
+        if run in failing:
+            has_closed.set()
+
+    for name, patched in (("_wait_for_change", wait_for_change), ("write_results", write_results), ("close", close)):
+        monkeypatch.setattr(run_module.BatchRun, name, patched)
+    world.start()
+    assert (await world.end()).record.status is BatchStatus.COMPLETED
+    assert (await world.end(OTHER)).record.status is BatchStatus.COMPLETED
     await world.crash()
