@@ -183,6 +183,7 @@ class DiskLog:
         self._file: int | None = file_descriptor
         self._lock = threading.Lock()
         self.num_bytes = num_bytes  # durable
+        self._has_rest = False  # behind them, of a write that failed
 
     def append(self, records: Sequence[ResultRecord]) -> None:
         """Append records, durable when this returns. Raises StorageError, StorageFull: then none was appended."""
@@ -190,14 +191,23 @@ class DiskLog:
         with self._lock, disk_errors("results"):
             if self._file is None:
                 raise StorageError("the result log is closed")
+            if self._has_rest:
+                self._cut(self._file)
+            self._has_rest = True
             try:
                 write_all(self._file, content)
                 os.fdatasync(self._file)
             except OSError:
-                os.ftruncate(self._file, self.num_bytes)
-                os.lseek(self._file, self.num_bytes, os.SEEK_SET)
+                self._cut(self._file)
                 raise
+            self._has_rest = False
             self.num_bytes += len(content)
+
+    def _cut(self, file_descriptor: int) -> None:
+        """Cut off what a failed write has left. Where that fails as well, the next write begins with it."""
+        os.ftruncate(file_descriptor, self.num_bytes)
+        os.lseek(file_descriptor, self.num_bytes, os.SEEK_SET)
+        self._has_rest = False
 
     def close(self) -> None:
         """Free the lock, after a write in progress. May be repeated."""

@@ -1,8 +1,9 @@
 """The log of results: what is in it after any kind of end."""
 
+import errno
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -179,6 +180,35 @@ def test_readers_get_one_side_up_to_what_is_durable(tmp_path: Path) -> None:
     assert [json.loads(line)["custom_id"] for line in errors] == ["a", "b"]
     assert len(b"".join(logs(tmp_path).lines(BATCH, ResultKind.ERROR, size - 1)).splitlines()) == 1
     assert list(logs(tmp_path).lines(BatchKey("batch_" + "8" * 24), ResultKind.ERROR, 100)) == []
+
+
+def test_what_a_failed_write_has_left_is_cut_off_once_that_can_be_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, _ = logs(tmp_path).open(BATCH, 3)
+    is_broken = True
+
+    def failing(call: Callable[..., None]) -> Callable[..., None]:
+        def made(*given: object) -> None:
+            if is_broken:
+                raise OSError(errno.EIO, "the disk does not answer")
+            call(*given)
+
+        return made
+
+    for name in ("fdatasync", "ftruncate"):
+        monkeypatch.setattr(os, name, failing(getattr(os, name)))
+    for _ in range(2):
+        with pytest.raises(StorageError):
+            log.append(RECORDS[:2])
+    is_broken = False
+    log.append(RECORDS)
+    shown = b"".join(logs(tmp_path).lines(BATCH, ResultKind.OUTPUT, log.num_bytes))
+    log.close()
+    reopened, recovered = logs(tmp_path).open(BATCH, 3)
+    reopened.close()
+    assert (recovered.num_dropped, reopened.num_bytes) == (0, log.num_bytes)
+    assert shown.splitlines() == [record.payload for record in RECORDS if record.outcome is LineOutcome.COMPLETED]
 
 
 def test_a_closed_log_takes_nothing(tmp_path: Path) -> None:
