@@ -14,7 +14,7 @@ import pytest
 from alignedserve.batches.records import Progress
 from alignedserve.batches.repository import BatchRepository, BatchSnapshot
 from alignedserve.batches.stores.sqlite_file import StoreClock, begin_file
-from alignedserve.batches.stores.sqlite_records import SqliteRecords
+from alignedserve.batches.stores.sqlite_records import DAMAGED, SqliteRecords
 from alignedserve.cluster.records_file import prepare_records
 from alignedserve.core.errors import ResourceError, StorageDamaged, StoreFull, StoreUnavailable
 from alignedserve.messages.state import AddToIndex, SetValue
@@ -243,6 +243,19 @@ async def test_damage_in_a_value_is_found_and_costs_only_that_value(tmp_path: Pa
         assert await BatchRepository(records).active_batches() == [BatchSnapshot(whole.record, Progress())]
         with pytest.raises(StorageDamaged):
             await BatchRepository(records).batch(BATCH)
+
+
+async def test_whatever_goes_wrong_everyone_is_answered(tmp_path: Path) -> None:
+    path = tmp_path / "records.db"
+    async with opened(path) as records:
+        await records.commit([SetValue("a", b"1"), SetValue("b", b"2")], unchanged={})
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.execute("UPDATE records SET value = 7 WHERE key = 'a'")  # no bytes: damage may change the type
+    async with opened(path) as records, asyncio.timeout(10.0):
+        assert await records.read(["a", "b"]) == [DAMAGED, b"2"]
+        with pytest.raises(StoreUnavailable):
+            await records.read(["\ud800"])  # no text at all
+        assert await records.read(["b"]) == [b"2"]
 
 
 def test_a_missing_file_beside_contents_is_not_replaced_by_an_empty_one(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ _MAX_GROUP = 256  # commits of one transaction
 _MAX_KEYS = 500  # of one query
 _SWEEP_S = 60.0  # between two removals of what has expired
 _MAX_SWEPT = 1000
+_NOT_NOW = "The state of batches cannot be read or written now."
 
 ResultT = TypeVar("ResultT")
 
@@ -136,6 +137,9 @@ class SqliteRecords:
         except (StorageError, OSError) as error:
             logger.error("%s", error)
             return StoreUnavailable(str(error).replace(str(self._path), self._path.name))
+        except Exception:  # one that ended this thread would leave everyone without an answer
+            logger.exception("a fault in the store of records")
+            return StoreUnavailable(_NOT_NOW)
 
     def _close(self) -> None:
         connection, self._connection = self._connection, None
@@ -225,8 +229,8 @@ class SqliteRecords:
                     found[key] = self._checked(key, value, checksum)
         return [found.get(key) for key in keys]
 
-    def _checked(self, key: str, value: bytes, checksum: int) -> bytes:
-        if zlib.crc32(value) == checksum:
+    def _checked(self, key: str, value: object, checksum: int) -> bytes:
+        if isinstance(value, bytes) and zlib.crc32(value) == checksum:  # the type is in the file, too
             return value
         logger.error("%s: the value of %s fails its checksum", self._path, key)
         return DAMAGED
@@ -252,7 +256,7 @@ def _refusal(path: Path, error: sqlite3.Error) -> StoreUnavailable:
         return StoreFull(f"no space left on the disk for {path.name}, which keeps files and batches")
     if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
         return StoreUnavailable(f"{path.name}, which keeps files and batches, is damaged.")
-    return StoreUnavailable("The state of batches cannot be read or written now.")
+    return StoreUnavailable(_NOT_NOW)
 
 
 def _code_of(error: sqlite3.Error) -> int:
