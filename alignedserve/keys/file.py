@@ -33,7 +33,10 @@ _Count = Annotated[int, msgspec.Meta(ge=1, le=10**12)]
 _Priority = Annotated[int, msgspec.Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 _Model = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
-_RULE_OF_NAMES = "must be up to 64 letters, digits, dots, dashes and underscores, with a letter or digit first"
+_RULES = {  # for the patterns and types that msgspec tells
+    "name": "must be up to 64 letters, digits, dots, dashes and underscores, with a letter or digit first",
+    "weight": "must be a number above 0, and 1000000 at most",
+}
 
 
 class SecretRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, gc=False):
@@ -175,8 +178,7 @@ def parse_row(item: Any, number: int = 1) -> KeyRow:
 def _words(error: msgspec.ValidationError) -> str:
     """Return msgspec's words, which name fields and expected types, and never a value."""
     words, _, where = str(error).replace("`", "").partition(" - at $.")
-    if where == "name":
-        words = _RULE_OF_NAMES  # for the pattern that msgspec tells
+    words = _RULES.get(where, words)
     return f"{where}: {words}" if where else words
 
 

@@ -19,6 +19,7 @@ from alignedserve.keys.file import KeyRow, parse_row, read_keys
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _LONGEST_S = 100 * 366 * 86400
 _LATEST = datetime(9999, 12, 31, tzinfo=UTC)  # shown of what ends later: its time in UTC may be in no year
+_EXPIRES = "must be a time such as 90d, 12h or 2027-01-31"
 _LIMITS = {
     "requests_per_minute": "{}/min",
     "tokens_per_minute": "{} tokens/min",
@@ -46,8 +47,12 @@ def add(path: Path, name: str, fields: Mapping[str, Any], expires: str | None, h
 
 def rotate(path: Path, name: str, overlap: str, expires: str | None) -> None:
     """Give a key another secret. Raises ConfigError."""
+    _require(path)
     now, secret = _now(), new_secret()
-    row, overlap_s = secret_row(secret, now, _end(expires, now)), _seconds(overlap, "--overlap")
+    row, overlap_s = (
+        secret_row(secret, now, _end(expires, now)),
+        _seconds("--overlap", overlap, "must be a time such as 24h, 7d or 0"),
+    )
     change_keys(path, partial(rotated, name=name, secret=row, now=now, overlap_s=overlap_s))
     until = (now + timedelta(seconds=overlap_s)).isoformat(" ", "minutes")
     _show(secret, f"Former secrets of {name} are good until {until}." if overlap_s else "Former secrets have ended.")
@@ -55,17 +60,19 @@ def rotate(path: Path, name: str, overlap: str, expires: str | None) -> None:
 
 def revoke(path: Path, name: str) -> None:
     """Take away a key's secrets. Raises ConfigError."""
+    _require(path)
     change_keys(path, partial(revoked, name=name))
     notes().print(f"Key {name} is revoked. Gateways refuse it within a second; batches that it has created go on.")
 
 
 def show_list(path: Path, json_output: bool) -> None:
     """Print the keys. Raises ConfigError."""
+    _require(path)
     rows, now = read_keys(path), _now()
     if json_output:
         print_json([_view(row, now) for row in rows])
         return
-    table = Table(title=f"{len(rows)} keys in {path}", title_justify="left")
+    table = Table(title=f"{len(rows)} key{'' if len(rows) == 1 else 's'} in {path}", title_justify="left")
     for heading in ("name", "secrets", "tiers", "priorities", "models", "weight", "limits and rights"):
         table.add_column(heading)
     for row in rows:
@@ -78,6 +85,13 @@ def show_list(path: Path, json_output: bool) -> None:
         limits += ["sees all usage"] * row.may_see_usage
         table.add_row(*map(escape, shown), "\n".join(limits) or "none")
     print_table(table)
+
+
+def _require(path: Path) -> None:
+    try:
+        path.stat()
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; --file names another, and `keys add` makes one") from error
 
 
 def _view(row: KeyRow, now: datetime) -> dict[str, Any]:
@@ -114,20 +128,20 @@ def _end(text: str | None, now: datetime) -> datetime | None:
         try:
             ends = datetime.fromisoformat(text)
         except ValueError as error:
-            raise ConfigError("--expires must be a time such as 90d, 12h or 2027-01-31") from error
+            raise ConfigError(f"--expires {text}: {_EXPIRES}") from error
         ends = ends.replace(tzinfo=UTC) if ends.tzinfo is None else ends
     else:
-        ends = now + timedelta(seconds=_seconds(text, "--expires"))
+        ends = now + timedelta(seconds=_seconds("--expires", text, _EXPIRES))
     if ends <= now:
-        raise ConfigError("--expires must be in the future")
+        raise ConfigError(f"--expires {text}: must be in the future")
     return ends
 
 
-def _seconds(text: str, option: str) -> float:
+def _seconds(option: str, text: str, rule: str) -> float:
     match = re.fullmatch(r"(\d{1,10})([smhd]?)", text, re.ASCII)
     seconds = int(match[1]) * _UNITS.get(match[2], 1) if match else _LONGEST_S + 1
     if seconds > _LONGEST_S:
-        raise ConfigError(f"{option} must be a time such as 24h, 7d or 0")
+        raise ConfigError(f"{option} {text}: {rule}")
     return float(seconds)
 
 

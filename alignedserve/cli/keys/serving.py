@@ -17,8 +17,14 @@ def warn_of_strangers(config: GatewayConfig) -> None:
 
 def check_keys(config: GatewayConfig) -> None:
     """Raise ConfigError if there is to be a file of keys that cannot be used, clients' or an issuer's."""
-    if config.keys_path is not None:
-        read_keys(config.keys_path)
+    path = config.keys_path
+    try:
+        if path is not None:
+            read_keys(path)
+    except ConfigError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            raise ConfigError(f"{error}; `alignedserve keys add NAME --file {path}` makes it") from error
+        raise
     if any(issuer.path is not None for issuer in config.jwt):
         from alignedserve.gateway.jwt.issuer_keys import check_file
 

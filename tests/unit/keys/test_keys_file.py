@@ -2,13 +2,16 @@
 
 import multiprocessing
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import pytest
 from rich.console import Console
 
-from alignedserve.cli.keys.commands import show_list
+from alignedserve.cli.keys.commands import add, revoke, rotate, show_list
+from alignedserve.cli.keys.serving import check_keys
+from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import ConfigError
 from alignedserve.keys.edit import added, change_keys, new_secret, revoked, rotated, secret_row
 from alignedserve.keys.entry import ANYONE, KeyEntry
@@ -35,7 +38,7 @@ def keys_file(folder: Path, *rows: KeyRow) -> Path:
     ("text", "problem"),
     [
         ("keys: [{name: a}, {name: a}]", "two keys of the name a"),
-        ("keys: [{name: a, weight: -1}]", "key a: weight"),
+        ("keys: [{name: a, weight: -1}]", "key a: weight: must be a number above 0"),
         ("keys: [{name: a, weight: 0}]", "key a: weight"),
         ("keys: [{name: a, weight: .nan}]", "key a: weight"),
         ("keys: [{name: a, weight: .inf}]", "key a: weight"),
@@ -170,7 +173,7 @@ async def test_a_bad_file_changes_nothing_and_is_told_once(tmp_path: Path, caplo
         assert not await watch.look()
     assert keys.ring.find("1", NOW_S) is not None
     assert [record.message for record in caplog.records if record.levelname == "ERROR"] == [
-        f"the keys stay as they were: {path}: key a: weight: Expected float > 0.0"
+        f"the keys stay as they were: {path}: key a: weight: must be a number above 0, and 1000000 at most"
     ]
     path.unlink()
     for _ in range(2):
@@ -200,6 +203,36 @@ def test_the_list_of_keys_has_whole_names_in_a_narrow_terminal(
     monkeypatch.setattr("alignedserve.cli.console.results", lambda: Console(width=60))
     show_list(keys_file(tmp_path, row("analysts-of-the-third-floor", "one")), json_output=False)
     assert " analysts-of-the-third-floor " in capsys.readouterr().out
+
+
+def test_a_key_is_not_looked_for_in_a_file_that_is_not_there(tmp_path: Path) -> None:
+    """Whoever revokes a key in another folder is told of the file, not that there is no such key."""
+    path = tmp_path / "keys.yaml"
+    for command in (
+        partial(revoke, path, "a"),
+        partial(rotate, path, "a", "24h", None),
+        partial(show_list, path, False),
+    ):
+        with pytest.raises(ConfigError, match=r"keys\.yaml: No such file or directory; --file names another"):
+            command()
+    assert not list(tmp_path.iterdir())  # no lock either
+    with pytest.raises(
+        ConfigError, match=r"No such file or directory; `alignedserve keys add NAME --file .*keys\.yaml`"
+    ):
+        check_keys(GatewayConfig(keys_file=str(path)))
+
+
+def test_times_that_are_none_are_named_with_what_is_one(tmp_path: Path) -> None:
+    path = keys_file(tmp_path, row("a", "one"))
+    for given, named in (
+        ("tomorrow", "90d, 12h or 2027-01-31"),
+        ("2026-13-01", "90d"),
+        ("2020-01-01", "in the future"),
+    ):
+        with pytest.raises(ConfigError, match=rf"--expires {given}: must be .*{named}"):
+            add(path, "b", {}, given, False)
+    with pytest.raises(ConfigError, match="--overlap soon: must be a time such as 24h, 7d or 0"):
+        rotate(path, "a", "soon", None)
 
 
 def test_what_a_key_has_loaded_is_changed_by_it_and_by_those_that_see_all() -> None:
