@@ -14,7 +14,7 @@ from alignedserve.config.refusals import refusal_of
 from alignedserve.config.sections import ClusterConfig
 from alignedserve.config.unset_sizes import from_mapping
 from alignedserve.core.errors import ConfigError
-from alignedserve.disk.plain_yaml import load_yaml
+from alignedserve.disk.plain_yaml import load_yaml, mistake_of
 
 MAX_CONFIG_BYTES = 1024 * 1024
 MODELS = "models"  # the list of the file, in which each model has sections of its own
@@ -129,13 +129,17 @@ def _warn_of_old_name(old: str, new: str) -> None:
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         is_too_large = path.stat().st_size > MAX_CONFIG_BYTES
-        values = load_yaml(path.read_text(encoding="utf-8")) if not is_too_large else None
+        text = path.read_text(encoding="utf-8") if not is_too_large else ""
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except _YAML_ERRORS as error:
-        raise ConfigError(f"{path}: cannot be read as YAML: {error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: cannot be read as YAML: it is no text in UTF-8") from error
     if is_too_large:
         raise ConfigError(f"{path}: larger than {MAX_CONFIG_BYTES} bytes")
+    try:
+        values = load_yaml(text)
+    except _YAML_ERRORS as error:
+        raise ConfigError(f"{path}: cannot be read as YAML: {mistake_of(text, error)}") from error
     if values is None:
         return {}
     if not isinstance(values, dict):
@@ -158,7 +162,9 @@ def apply_override(values: dict[str, Any], override: str) -> None:
         _warn_of_old_name(".".join(keys), ".".join(current))
     section, keys = values, current
     for key in keys[:-1]:
-        section = section.setdefault(key, {})
+        if section.get(key) is None:  # also a section of the file that has no field yet
+            section[key] = {}
+        section = section[key]
         if not isinstance(section, dict):
             raise ConfigError(f"--set {override!r}: {key} is not a section")
     section[keys[-1]] = value if len(keys) > 1 else _with_current_fields(keys[0], value)

@@ -23,6 +23,20 @@ def load_yaml(text: str) -> Any:
         loader.dispose()
 
 
+def mistake_of(text: str, error: Exception) -> str:
+    """Return in one line what is wrong with a text that `load_yaml` refused, and where."""
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return " ".join(str(error).split())
+    mark = error.problem_mark
+    rest = text.split("\n")[mark.line :]
+    if rest and "\t" in rest[0][: len(rest[0]) - len(rest[0].lstrip())]:
+        return f"line {mark.line + 1} is indented by a tab, and YAML takes spaces alone"
+    told = f"{error.problem} in line {mark.line + 1}, column {mark.column + 1}"
+    if error.context is None or error.context_mark is None:
+        return told
+    return f"{told}, {error.context} that begins in line {error.context_mark.line + 1}"
+
+
 def _require_flat(text: str) -> None:
     """Raise MarkedYAMLError for a text that nests deeply, at which the parser in C ends the process."""
     depth = 0

@@ -238,6 +238,19 @@ def test_a_section_or_field_that_is_there_twice_is_refused(tmp_path: Path, text:
         load_config(written(tmp_path, text))
 
 
+def test_the_line_of_a_mistake_is_named(tmp_path: Path) -> None:
+    for text, named in (
+        ("gateway:\n\tport: 1\n", "line 2 is indented by a tab, and YAML takes spaces alone"),
+        ("gateway:\n  port: 1\n host: x\n", "line 3, column 2, while parsing a block mapping that begins in line 1"),
+    ):
+        with pytest.raises(ConfigError, match=f"cannot be read as YAML: [^\n]*{named}$"):
+            load_config(written(tmp_path, text))
+
+
+def test_an_override_gives_a_section_without_a_field_its_first(tmp_path: Path) -> None:
+    assert load_config(written(tmp_path, "gateway:\n# port: 8001\n"), ["gateway.port=9000"]).gateway.port == 9000
+
+
 def test_a_section_may_take_over_fields_of_another_one(tmp_path: Path) -> None:
     text = "prefill: &both {max_running_requests: 3, count: 2}\ndecode: {<<: *both, count: 4}\n"
     config = load_config(written(tmp_path, text))
@@ -252,7 +265,7 @@ def test_a_refused_file_is_named(tmp_path: Path) -> None:
 def test_a_file_that_is_not_text(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_bytes(b"\xff\xfe\x00pool")
-    with pytest.raises(ConfigError, match="cannot be read as YAML"):
+    with pytest.raises(ConfigError, match="cannot be read as YAML: it is no text in UTF-8"):
         load_config(path)
 
 
