@@ -43,6 +43,8 @@ def show_usage(url: str, asked: UsageQuestion) -> int:
     now = time.time()
     start_s = int(now - _DEFAULT_DAYS * 86_400) if asked.since is None else _unix_s("--since", asked.since)
     end_s = int(now) + 1 if asked.until is None else _unix_s("--until", asked.until)
+    if end_s <= start_s:
+        raise ConfigError("--until must be after --since" if asked.until else "--since must be in the past")
     width = next((_WIDTHS[column] for column in columns if column in _WIDTHS), "1h")
 
     async def act(client: BatchClient, _: Console) -> int:

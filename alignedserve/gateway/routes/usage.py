@@ -33,8 +33,10 @@ async def get_usage(http: Request) -> Response:
     if width not in _WIDTHS:
         raise InvalidRequest("bucket_width must be 1h or 1d.", param="bucket_width", code="invalid_value")
     bucket_s = _WIDTHS[width]
-    start_s = _time_of(http, "start_time", None) // bucket_s * bucket_s
-    end_s = _time_of(http, "end_time", int(time.time()) + 1)
+    asked_s, now_s = _time_of(http, "start_time", None), int(time.time()) + 1
+    start_s, end_s = asked_s // bucket_s * bucket_s, _time_of(http, "end_time", max(asked_s, now_s))
+    if end_s < asked_s:
+        raise InvalidRequest("end_time must be after start_time.", param="end_time", code="invalid_value")
     limit = positive(http, "limit", default=_DEFAULT_BUCKETS, at_most=_MAX_BUCKETS)
     stop_s = min(end_s, start_s + limit * bucket_s)
     store = services.files_api.repository.usage

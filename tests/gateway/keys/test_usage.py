@@ -149,5 +149,6 @@ async def test_bad_questions_are_named(tmp_path: Path) -> None:
             ("start_time=1&limit=0", "limit"),
             ("start_time=1&group_by=owner", "group_by"),
             ("start_time=1&bucket_width=1m", "bucket_width"),
+            ("start_time=7200&end_time=3600", "end_time"),
         ):
             assert error_of(await served.client.get(f"/v1/usage?{query}"), 400)["param"] == param

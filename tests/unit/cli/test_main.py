@@ -166,6 +166,8 @@ def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
         ("batch", "submit", __file__, "--idempotency-key", ""),
         ("batch", "status", "../../metrics"),
         ("batch", "list", "--url", "localhost:8000"),
+        ("usage", "--since", "2026-12-01", "--until", "2026-11-01"),
+        ("usage", "--since", "2999-01-01"),
     ],
 )
 def test_usage_errors_exit_with_2(
