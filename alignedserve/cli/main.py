@@ -31,7 +31,7 @@ from alignedserve.cli.models.app import models_app
 from alignedserve.cli.options import JsonFlag, UrlOption, current_option, takes_options
 from alignedserve.cli.standard_streams import open_closed_streams, written_output
 from alignedserve.config.environment import limit_thread_spinning, log_format, set_log_format
-from alignedserve.core.errors import AlignedServeError
+from alignedserve.core.errors import AlignedServeError, PeerLost
 from alignedserve.core.own_packages import require_own_kernels
 
 app = typer.Typer(
@@ -61,10 +61,20 @@ def main() -> None:
         with written_output():
             app(prog_name="alignedserve")
     except AlignedServeError as error:
-        print_error(error)
+        print_error(f"{error}{_elsewhere(error)}")
         sys.exit(exit_code(error))
     except KeyboardInterrupt:  # while commands are put together; one that runs ends itself
         sys.exit(INTERRUPTED)
+
+
+def _elsewhere(error: AlignedServeError) -> str:
+    """Return where this user's servers are, if nothing answers at the usual address."""
+    if not isinstance(error, PeerLost) or f"nothing answers at {DEFAULT_URL};" not in str(error):
+        return ""
+    from alignedserve.cluster.deployments.client import urls_here
+
+    urls = [url for url in urls_here() if url != DEFAULT_URL]
+    return f"; one runs here already: --url {' or '.join(urls)}" if urls else ""
 
 
 def _print_version(wanted: bool) -> None:

@@ -21,6 +21,7 @@ from alignedserve.config.environment import CLIENT_KEY_VARIABLE
 from alignedserve.core.errors import ConfigError, PeerError, PeerLost, ProtocolError
 from alignedserve.loadgen.sse import error_message, is_key_wanted
 from alignedserve.loadgen.trust import trust_for, untrusted
+from alignedserve.loadgen.unreachable import unreachable
 
 PATIENCE_S = 600.0  # how long a server that responded before may be down
 _CONNECT_S, _SILENCE_S = 10.0, 90.0
@@ -250,8 +251,8 @@ class BatchClient:
             distrust = untrusted(self.url, error)
             if distrust is not None:  # which no patience helps
                 raise ConfigError(distrust) from error
-            hint = "" if self._has_answered else "; `alignedserve serve` starts a server"
-            raise ServerUnavailable(f"nothing answers at {self.url}{hint}", has_answered=False) from error
+            told = f"nothing answers at {self.url}" if self._has_answered else unreachable(self.url, error)
+            raise ServerUnavailable(told, has_answered=False) from error
         except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
             self._has_answered = self._has_answered or not isinstance(error, TimeoutError)
             raise ServerUnavailable(

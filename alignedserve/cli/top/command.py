@@ -19,7 +19,8 @@ from alignedserve.cli.top.tables import drawn
 from alignedserve.cluster.deployments.client import find_cluster, has_cluster, show_status
 from alignedserve.config.environment import client_api_key
 from alignedserve.core.errors import AlignedServeError, ConfigError, PeerError, PeerLost, ProtocolError
-from alignedserve.loadgen.trust import trust_for, untrusted
+from alignedserve.loadgen.trust import trust_for
+from alignedserve.loadgen.unreachable import unreachable
 
 _PATH = "/v1/alignedserve/live"
 _PATIENCE_S = 10.0
@@ -89,7 +90,7 @@ def _look(url: str) -> LiveDocument:
     try:
         status, body = _get(url)
     except (HTTPException, OSError) as error:
-        raise PeerLost(untrusted(url, error) or f"no answer from {url}: {error}") from error
+        raise PeerLost(unreachable(url, error)) from error
     if status != HTTPStatus.OK:
         raise PeerError(_refusal(status))
     try:

@@ -42,7 +42,7 @@ def find_cluster(cluster_id: str | None, *, option: str = "--cluster") -> Path:
         raise ResourceError("no cluster serves on this host; start one with `alignedserve serve`")
     if cluster_id is None and len(doors) == 1:
         return next(iter(doors.values()))
-    known = ", ".join(f"{name} ({_url_of(door)})" for name, door in doors.items())
+    known = ", ".join(f"{name} ({_url_of(door) or 'it does not answer'})" for name, door in doors.items())
     problem = "several clusters serve on this host" if cluster_id is None else f"no cluster {cluster_id} serves here"
     raise ResourceError(f"{problem}; choose with {option}: {known}")
 
@@ -86,6 +86,12 @@ def has_cluster() -> bool:
     return any(_is_open(path) for path in run_root().glob(f"*/{SOCKET_NAME}"))
 
 
+def urls_here() -> list[str]:
+    """Return the addresses of this user's clusters on this host."""
+    doors = [path for path in sorted(run_root().glob(f"*/{SOCKET_NAME}")) if _is_open(path)]
+    return [url for url in map(_url_of, doors) if url is not None]
+
+
 def _answers(connection: socket.socket, request: AdminRequest) -> Iterator[Answer]:
     try:
         connection.sendall(msgspec.json.encode(request) + b"\n")
@@ -116,8 +122,8 @@ def _is_open(door: Path) -> bool:
     return True
 
 
-def _url_of(door: Path) -> str:
+def _url_of(door: Path) -> str | None:
     try:
         return show(partial(ask, door)).url
     except PeerLost:
-        return "it does not answer"
+        return None

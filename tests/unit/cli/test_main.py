@@ -3,6 +3,7 @@ import os
 import re
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -198,7 +199,19 @@ def test_nothing_answers_exits_with_1(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert run_command(monkeypatch, "bench", "serve", "--url", url, "--synthetic", "rate=1,prompt=1,output=1") == 1
     message = capsys.readouterr().err
     assert message.startswith(f"error: nothing answers at {url}")
-    assert "alignedserve serve" in message
+    assert message.endswith("; `alignedserve serve` starts a server\n")
+
+
+def test_a_server_of_this_host_at_another_port_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as free:  # bound, and nobody listens
+        free.bind(("127.0.0.1", 0))
+        usual = f"http://127.0.0.1:{free.getsockname()[1]}"
+        monkeypatch.setattr("alignedserve.cli.main.DEFAULT_URL", usual)
+        monkeypatch.setattr("alignedserve.cluster.deployments.client.urls_here", lambda: ["http://127.0.0.1:8001"])
+        assert run_command(monkeypatch, "explain", "chatcmpl-1", "--url", usual) == 1
+    assert capsys.readouterr().err.endswith("; one runs here already: --url http://127.0.0.1:8001\n")
 
 
 def test_interrupted_command_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -190,5 +190,5 @@ def test_an_address_that_is_none_is_refused(url: str) -> None:
 
 
 def test_a_server_that_is_not_there_is_named() -> None:
-    with pytest.raises(PeerLost, match="no answer from http://127"):
+    with pytest.raises(PeerLost, match="nothing answers at http://127"):
         command.top("http://127.0.0.1:9", is_once=True, every_s=1.0)

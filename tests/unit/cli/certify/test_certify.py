@@ -173,7 +173,7 @@ async def test_a_server_without_models_or_answers_is_named() -> None:
     async with FakeServer(lambda body: Script(status=503)) as server:
         with pytest.raises(PeerError, match="does not answer a chat: http 503, scripted refusal"):
             await _measured(server.url)
-    with pytest.raises(PeerError, match=r"nothing answers at http://127\.0\.0\.1:9 "):
+    with pytest.raises(PeerError, match=r"nothing answers at http://127\.0\.0\.1:9;"):
         await _measured("http://127.0.0.1:9")
 
 
