@@ -40,7 +40,7 @@ class StreamedBody:
     def write(self, part: bytes) -> bool:
         """Write a part that is not empty; False: it was not, and is to be sent, as the client does not keep up."""
         cycle = self._cycle
-        if cycle.flow.write_paused or cycle.disconnected or cycle.response_complete:
+        if cycle.flow.write_paused or cycle.disconnected or cycle.response_complete or cycle.transport.is_closing():
             return False
         if not (cycle.response_started and cycle.chunked_encoding):
             return False
@@ -55,6 +55,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().__init__(**uvicorn_arguments)
         self._limits = limits
         self._place: ConnectionPlace | None = None  # None: the connection does not count
+        self._answered: RequestResponseCycle | None = (
+            None  # which others may wait behind, while `cycle` is the last one
+        )
         self._is_in_head = False
         self._is_in_body = False
         self._has_eof = False
@@ -86,6 +89,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._place is not None:
             self._place.leave()
             self._place = None
+        answered, self._answered = self._answered, None
+        if answered is not None and not answered.response_complete:
+            answered.disconnected = True
+            answered.message_event.set()
         super().connection_lost(exc)
 
     @override
@@ -171,6 +178,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.transport.close()
             return
         super().on_headers_complete()  # raises where it cannot read the target: then there is no cycle to answer in
+        if not self.pipeline:
+            self._answered = self.cycle
         self._is_in_body = True
         self._num_body_bytes = self._num_overhead_bytes = self._num_checked_bytes = 0
         if self.scope["method"] != "HEAD":
@@ -199,6 +208,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     @override
     def on_response_complete(self) -> None:
         """See HttpToolsProtocol."""
+        self._answered = self.pipeline[-1][0] if self.pipeline else None
         super().on_response_complete()
         if self._has_eof and self._is_idle():
             self.transport.close()
@@ -244,9 +254,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _probe(self, pause_s: float) -> None:
         """Write to a client that sends no more: one that has closed the connection answers with a reset."""
-        if self.transport.is_closing() or self._is_idle():
+        answered = self._answered
+        if self.transport.is_closing() or answered is None:
             return
-        if not self.cycle.response_started and self.scope["http_version"] == "1.1":
+        if not answered.response_started and answered.scope["http_version"] == "1.1":
             self.transport.write(_CONTINUE)
         self._set_timer(self.loop.call_later(pause_s, self._probe, min(2 * pause_s, _MAX_PROBE_S)))
 

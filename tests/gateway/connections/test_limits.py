@@ -185,6 +185,37 @@ async def test_a_half_closed_client_is_answered() -> None:
             assert final.endswith((b"}", b"0\r\n\r\n"))
 
 
+async def test_a_client_that_leaves_while_requests_wait_behind_its_first_is_found_out() -> None:
+    scripts = [Script((5, 6)), Script((5, 6), held_until=asyncio.Event())]
+    async with serving(lambda _: scripts.pop(), max_concurrent_requests=1) as connect:
+        reader, writer = await connect()
+        writer.write(chat(stream=True) + GET + b"\r\n")
+        assert await status_of(reader) == 200
+        writer.transport.abort()
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                reader, writer = await connect()
+                writer.write(chat(b"Connection: close"))
+                if (await rest_of(reader)).startswith(b"HTTP/1.1 200 "):  # the first one's place is free
+                    break
+
+
+async def test_a_half_closed_client_with_requests_behind_its_first_gets_whole_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http_protocol, "_PROBE_S", 0.01)
+    held = asyncio.Event()
+    async with serving(lambda _: Script((5, 6), held_until=held)) as connect:
+        reader, writer = await connect()
+        writer.write(chat(stream=True) + GET + b"\r\n")
+        assert await status_of(reader) == 200
+        writer.write_eof()
+        asyncio.get_running_loop().call_later(0.1, held.set)
+        answers = await rest_of(reader)
+    assert answers.partition(b"data: [DONE]")[0].count(b"HTTP/1.1") == 0
+    assert answers.count(b"HTTP/1.1 200 OK") == 1
+
+
 async def test_half_a_request_is_not_waited_for_when_the_client_ends() -> None:
     async with serving() as connect:
         reader, writer = await connect()
