@@ -24,7 +24,11 @@ class NextTurn:
         self._due[function] = None
 
     def _call_all(self) -> None:
-        """Call what is due now; what is asked for meanwhile is due in the turn after."""
-        due, self._due = self._due, {}
-        for function in due:
-            function()
+        """Call what is due now; what is asked for meanwhile is due in the turn after, as is what is behind an error."""
+        due, self._due = iter(self._due), {}
+        try:
+            for function in due:
+                function()
+        finally:
+            for function in due:  # else one that breaks its word would leave the others without what has come for them
+                self.call(function)

@@ -44,6 +44,21 @@ async def test_a_stream_of_which_many_choices_have_tokens_looks_once_in_a_turn()
     assert looks == ["one", "other", "one"]
 
 
+async def test_a_stream_that_cannot_be_written_leaves_no_other_waiting() -> None:
+    readers, looks, failures = NextTurn(), list[str](), list[Any]()
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(context["exception"]))
+
+    def breaks() -> None:
+        raise RuntimeError("the connection is closed")
+
+    for reader in (lambda: looks.append("one"), breaks, lambda: looks.append("other")):
+        readers.call(reader)
+    for _ in range(2):
+        await asyncio.sleep(0)
+    assert looks == ["one", "other"]
+    assert len(failures) == 1
+
+
 async def test_others_have_their_turns_while_many_choices_are_submitted() -> None:
     num_turns, seen = 0, list[int]()
 
