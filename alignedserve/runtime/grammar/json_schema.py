@@ -7,7 +7,7 @@
 """
 
 from collections.abc import Mapping
-from decimal import Decimal
+from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from math import lcm
 from typing import Any
 from urllib.parse import unquote
@@ -35,6 +35,9 @@ MAX_PATTERNS_AT_ONCE = 8
 MAX_DIVISOR = 10_000
 _MAX_PATH_LEN = 64
 _MAX_INTEGER = (1 << 53) - 1
+_BOUNDS = (("minimum", "exclusiveMinimum", 1, ROUND_CEILING), ("maximum", "exclusiveMaximum", -1, ROUND_FLOOR))
+_MAX_BOUND_DIGITS = 14  # of one with a fraction
+_STEP = Decimal("1e-9")
 
 # Bounded: a model cannot go on with white space for ever. A space, or a new line with its indentation.
 FLEXIBLE_WHITESPACE = r" |\n[ \t]{0,32}"
@@ -152,6 +155,7 @@ def _rewritten(schema: dict[str, Any]) -> dict[str, Any]:
         if additional_items is not None:
             schema["items"] = additional_items
     _bound_integers(schema)
+    _narrow_bounds(schema)
     pattern = pattern_of(schema["format"]) if "format" in schema else None
     if pattern is not None:
         del schema["format"]
@@ -171,6 +175,23 @@ def _bound_integers(schema: dict[str, Any]) -> None:
         schema["maximum"] = _MAX_INTEGER
     if not {"minimum", "exclusiveMinimum"} & schema.keys():
         schema["minimum"] = -_MAX_INTEGER
+
+
+def _narrow_bounds(schema: dict[str, Any]) -> None:
+    """Narrow bounds of numbers by next to nothing where llguidance would let others through.
+
+    Those are bounds of many digits, and whole ones that are excluded, on the side of 0: it allows them all the same
+    where the other bound is less than 1 away.
+    """
+    for inclusive, exclusive, sign, rounding in _BOUNDS:
+        shortened = Context(_MAX_BOUND_DIGITS, rounding).plus
+        excluded = schema.get(exclusive, 0.5)
+        if excluded % 1 == 0 and excluded * sign >= 0 and schema.get("type") != "integer":
+            bound = float(shortened(Decimal(schema.pop(exclusive)) + sign * _STEP))
+            schema[inclusive] = sign * max(sign * schema.get(inclusive, bound), sign * bound)
+        for keyword in (inclusive, exclusive):
+            if keyword in schema and schema[keyword] % 1:
+                schema[keyword] = float(shortened(Decimal(str(schema[keyword]))))
 
 
 def _check_property_counts(schema: dict[str, Any]) -> None:

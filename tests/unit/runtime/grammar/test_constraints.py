@@ -110,6 +110,22 @@ class Branch(BaseModel):
     parts: list["Leaf | Branch"] = Field(max_length=2)
 
 
+@pytest.mark.parametrize(
+    ("bounds", "within", "beyond"),
+    [
+        ({"exclusiveMinimum": 0, "maximum": 0.5}, ["0.5", "0.05", "0.10"], ["0", "0.0", "-0"]),
+        ({"exclusiveMaximum": 0, "minimum": -0.25}, ["-0.1"], ["0", "-0", "-0.0"]),
+        ({"exclusiveMaximum": -1, "minimum": -1.5}, ["-1.2"], ["-1", "-1.0"]),
+        ({"minimum": 1e15 + 0.5}, ["1000000000000100.5"], ["1000000000000000.4"]),
+        ({"maximum": 99999999.12345679}, ["99999999.05"], ["99999999.123456791"]),
+    ],
+    ids=str,
+)
+def test_numbers_beyond_a_bound_are_no_answers(bounds: dict[str, Any], within: list[str], beyond: list[str]) -> None:
+    number = StructuredOutputs(json={"type": "number"} | bounds)
+    assert answers(number, *within, *beyond) == [True] * len(within) + [False] * len(beyond)
+
+
 def test_tagged_unions_of_pydantic_that_refer_to_themselves() -> None:
     schema = Branch.model_json_schema()
     one_of = json.loads(json.dumps(schema).replace('"anyOf"', '"oneOf"'))
