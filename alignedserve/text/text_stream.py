@@ -13,6 +13,7 @@ _REPLACEMENT = "\ufffd"
 # A character has at most four bytes; more tokens than this without a whole one are not UTF-8 at all.
 _MAX_HELD_TOKENS = 16
 _NUM_NEIGHBOURS = 16  # of tokens shown before, which is more than any decoder looks at
+_MAX_CHARACTER_BYTES = 4
 
 
 class TextStream(Protocol):
@@ -88,9 +89,7 @@ class WindowStream:
         self._tokenizer = tokenizer
         self._special_ids = special_ids
         self._marks = marks
-        shown = [token_id for token_id in before[-_NUM_NEIGHBOURS:] if token_id not in special_ids]
-        if self._tokenizer.decode(shown).endswith(_REPLACEMENT):
-            shown = []  # half of a character; the other half would change its text, which was shown
+        shown = self._whole([token_id for token_id in before[-_NUM_NEIGHBOURS:] if token_id not in special_ids])
         self._window = shown  # tokens already shown, then tokens held
         self._num_shown = len(shown)
 
@@ -101,6 +100,16 @@ class WindowStream:
     def end(self) -> str:
         """Return the buffered text."""
         return self._new_text()
+
+    def _whole(self, token_ids: list[int]) -> list[int]:
+        """Return these from the first on at which a character begins.
+
+        None, if they end with half of one: the other half would change its text, which was shown.
+        """
+        for start in range(min(len(token_ids), _MAX_CHARACTER_BYTES)):
+            if not self._tokenizer.decode(token_ids[start:]).endswith(_REPLACEMENT):
+                return token_ids[start:]
+        return []
 
     def _push_one(self, token_id: int) -> str:
         if token_id in self._special_ids:

@@ -204,6 +204,8 @@ def test_a_text_that_goes_on_keeps_its_first_space() -> None:
     assert of.stream(before=[hello]).push([world, world]) == " world world"
     assert of.stream(before=[hello] * 40).push([world]) == " world"
     assert of.stream(before=[hello, 257]).push([world]) == " world"
+    family = [byte + 1 for byte in "👨‍👩‍👧‍👦".encode()]  # more tokens than are looked back at
+    assert of.stream(before=[hello, *family]).push([world]) == " world"
     going_on = of.stream(before=[hello, *half])
     assert going_on.push([0xAC + 1, letter, letter]) + going_on.end() == "\ufffdaa"
 
