@@ -27,12 +27,21 @@ def decode(content: bytes, task: Task) -> Outcome:
     if opened.width * opened.height > task.max_pixels:
         return Refused("large")
     opened.load()
-    image = ImageOps.exif_transpose(opened).convert("RGB")  # turned as cameras say, as transformers reads them
+    image = _colours(ImageOps.exif_transpose(opened))  # turned as cameras say
     if task.form is None:
         return Decoded(*image.size)
     parts = list(_PARTS[type(task.form)](image, task.form))
     shapes = tuple([(part.shape[1], part.shape[2]) for part in parts])
     return Decoded(*image.size, shapes, b"".join([part.tobytes() for part in parts]))
+
+
+def _colours(image: Image.Image) -> Image.Image:
+    """Return the picture in red, green and blue, on white where it is transparent, as transformers' processors do."""
+    if image.mode.startswith("I"):  # greys of 16 bits, all of which above 255 would be white
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.has_transparency_data:
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
+    return image.convert("RGB")
 
 
 def _tiles(image: Image.Image, form: TiledForm) -> Iterator[Pixels]:

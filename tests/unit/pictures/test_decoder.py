@@ -1,12 +1,51 @@
 """The process that decodes: what breaks it breaks nothing else, and no broken file gets through."""
 
+import io
 import random
 from contextlib import suppress
+from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from alignedserve.pictures.decoder import PictureDecoder, PictureError
+from alignedserve.pictures.decoding import decode
+from alignedserve.pictures.form import SquareForm
+from alignedserve.pictures.form_parts import Scaling
+from alignedserve.pictures.outcomes import Decoded, Task
 from tests.support.models.tiny_vision import picture
+
+EDGE = 8
+AS_IT_IS = SquareForm(1, EDGE, 1, Scaling(1.0, (0.0,) * 3, (1.0,) * 3), Image.Resampling.NEAREST)
+
+
+def seen(image: Image.Image, file_format: str = "PNG", **options: Any) -> list[tuple[int, ...]]:
+    """Return the first and the last pixel that a model sees of a picture of 8 x 8."""
+    file = io.BytesIO()
+    image.save(file, file_format, **options)
+    outcome = decode(file.getvalue(), Task(EDGE**2, AS_IT_IS))
+    assert isinstance(outcome, Decoded), outcome
+    pixels = np.frombuffer(outcome.pixels, np.uint8).reshape(3, EDGE, EDGE)
+    return [tuple(pixels[:, place, place].tolist()) for place in (0, -1)]
+
+
+def test_what_is_transparent_is_white() -> None:
+    writing = Image.new("RGBA", (EDGE, EDGE), (0, 0, 0, 0))  # black on nothing
+    writing.putpixel((0, 0), (0, 0, 0, 255))
+    black_on_white = [(0, 0, 0), (255, 255, 255)]
+    assert seen(writing) == seen(writing.convert("LA")) == seen(writing, "WEBP", lossless=True) == black_on_white
+    colours = Image.new("P", (EDGE, EDGE), 1)
+    colours.putpalette([0, 0, 0, 9, 9, 9])
+    colours.putpixel((0, 0), 0)
+    assert seen(colours, transparency=1) == seen(colours, "GIF", transparency=1) == black_on_white
+    assert seen(colours) == [(0, 0, 0), (9, 9, 9)]
+
+
+def test_greys_of_16_bits_are_those_of_8() -> None:
+    greys = np.full((EDGE, EDGE), 0x80FF, np.uint16)
+    greys[0, 0] = 0x1234
+    assert seen(Image.fromarray(greys)) == [(0x12,) * 3, (0x80,) * 3]
 
 
 def test_broken_files_are_refused_and_a_lost_process_comes_back() -> None:
