@@ -177,7 +177,7 @@ class ClusterBackend:
         asked to resume from here, which it ignores for requests that it knows to be running.
         """
         if peer.name != self._router:
-            lost = [one for one in self._open.values() if one.last_worker in (None, peer.name)]
+            lost = [one for one in self._open.values() if one.last_worker in (None, peer.name) or one.has_gap]
             for entry in lost:
                 entry.last_worker = None
             if self._router is not None:
@@ -208,6 +208,13 @@ class ClusterBackend:
             self._links.send(router, self._resumption(entry))
         else:
             self._submit(router, entry)
+
+    def _send_again(self, entry: OpenRequest, now: float) -> None:
+        """Send a request that is silent to the router. Where it says that its worker serves it, tokens may be missing
+        all the same, which were lost with a link to here: then it is computed again, from where the client is."""
+        if entry.tell_gap(now):
+            self._links.send(self._router_name, AbortRequest(entry.request.request_id))
+        self._send(self._router_name, entry)
 
     def _submit(self, router: str, entry: OpenRequest) -> None:
         self._links.send(router, SubmitRequest(entry.request, self._block_names(entry.request)))
@@ -329,7 +336,7 @@ class ClusterBackend:
                 may_be_sent = self._router is not None and (num_left > 0 or not entry.is_best_effort)
                 if may_be_sent and entry.is_resend_due(now):
                     num_left -= entry.is_best_effort
-                    self._send(self._router_name, entry)
+                    self._send_again(entry, now)
                 limit_s = self._patience_s(entry, now)
                 if now - entry.last_heard_s > limit_s:
                     self.abort(request_id)

@@ -8,6 +8,7 @@ from alignedserve.messages.gateways import PromptScored, TokenDelta
 # for ever, whichever message was lost.
 _RESEND_AFTER_S = 10.0
 _MOST_RESEND_AFTER_S = 160.0  # of best effort, where the time doubles: thousands may wait for an hour
+_RESEND_BEHIND_GAP_S = 2.0  # while tokens are missing before others: what is under way on another link comes sooner
 _TOKEN_BYTES = 16  # that are copied while a token is encoded
 
 
@@ -22,6 +23,8 @@ class OpenRequest:
         self.last_worker: str | None = None  # whose tokens came last, until its link is lost
         self._last_sent_s = now
         self._resend_after_s = _RESEND_AFTER_S
+        self._last_early_s = now  # when tokens behind a gap last came
+        self._gap_told_s: float | None = None  # when it was sent again for a gap of which no token has come since
         self._has_last = False
         self.request = request
         self._token_ids: list[int] = []  # delivered, without gap
@@ -51,11 +54,27 @@ class OpenRequest:
         """True once the last token and all prompt log-probabilities are here."""
         return self._has_last and self.stream.has_prompt_logprobs
 
+    @property
+    def has_gap(self) -> bool:
+        """True while tokens are missing before others that are here."""
+        return bool(self._out_of_order)
+
+    def tell_gap(self, now: float) -> bool:
+        """Note that it is sent to the router again. Return whether it was for the same gap before, and its worker goes
+        on behind that: only a new attempt closes it. What came behind it is then forgotten, and that worker."""
+        is_lasting = self.has_gap and self._gap_told_s is not None and self._last_early_s > self._gap_told_s
+        if is_lasting:
+            self._out_of_order.clear()
+            self.last_worker = None
+        self._gap_told_s = now if self.has_gap else None
+        return is_lasting
+
     def is_resend_due(self, now: float) -> bool:
         """Return whether it has been silent too long; True starts the next wait, of best effort twice as long."""
         if self.last_heard_s > self._last_sent_s:
             self._resend_after_s = _RESEND_AFTER_S
-        is_silent = now - max(self.last_heard_s, self._last_sent_s) > self._resend_after_s
+        wait_s = min(_RESEND_BEHIND_GAP_S, self._resend_after_s) if self.has_gap else self._resend_after_s
+        is_silent = now - max(self.last_heard_s, self._last_sent_s) > wait_s
         is_due = is_silent or self.is_to_be_sent
         if is_due:
             self._last_sent_s, self.is_to_be_sent = now, False
@@ -72,7 +91,7 @@ class OpenRequest:
         """Accept a delta, whether early, in order or repeated."""
         if delta.first_index > self.num_tokens:
             if delta.first_index <= self.request.sampling.max_tokens:
-                self._out_of_order[delta.first_index] = delta
+                self._out_of_order[delta.first_index], self._last_early_s = delta, now
             return
         self._deliver(delta, now)
         while self._out_of_order and min(self._out_of_order) <= self.num_tokens:
@@ -106,6 +125,6 @@ class OpenRequest:
             self.stream.num_cached_tokens = min(delta.num_cached_tokens, self.request.prompt_len)
             self.stream.embedding = delta.embedding
         self._token_ids += new
-        self.last_heard_s = now
+        self.last_heard_s, self._gap_told_s = now, None
         self._has_last = delta.finish_reason is not None
         self.stream.push(new, delta.logprobs[num_known:], delta.finish_reason)

@@ -46,9 +46,14 @@ class Recorder:
     def on_lost(self, peer: Peer) -> None:
         self.changed.set()
 
-    async def wait_for(self, kind: type[Message], count: int = 1) -> list[Message]:
+    def of(self, kind: type[Message], after: Message | None = None) -> list[Message]:
+        """Return the messages of a kind; `after`: those that came after this one."""
+        begin = 0 if after is None else self.inbox.index(after) if after in self.inbox else len(self.inbox)
+        return [message for message in self.inbox[begin:] if isinstance(message, kind)]
+
+    async def wait_for(self, kind: type[Message], count: int = 1, after: Message | None = None) -> list[Message]:
         async with asyncio.timeout(20):
-            while len(found := [message for message in self.inbox if isinstance(message, kind)]) < count:
+            while len(found := self.of(kind, after)) < count:
                 self.changed.clear()
                 await self.changed.wait()
         return found
