@@ -55,9 +55,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().__init__(**uvicorn_arguments)
         self._limits = limits
         self._place: ConnectionPlace | None = None  # None: the connection does not count
-        self._answered: RequestResponseCycle | None = (
-            None  # which others may wait behind, while `cycle` is the last one
-        )
+        self._answered: RequestResponseCycle | None = None  # others may wait behind it: `cycle` is the last one
         self._is_in_head = False
         self._is_in_body = False
         self._has_eof = False
