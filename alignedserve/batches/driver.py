@@ -149,6 +149,8 @@ class BatchDriver:
         runs = list(self._runs.values())
         states = self._context.runner.model_states()
         self._num_places |= {model: state.num_places for model, state in states.items()}
+        # What is not served any more has no workers either: its lines are started all the same, and fail.
+        self._num_places = {model: count for model, count in self._num_places.items() if count or model in states}
         self._statistics.note_states(states)
         self._statistics.estimate_etas(runs, self._slots(), time.time())
         for run in runs:
@@ -199,11 +201,12 @@ class BatchDriver:
         slots, order = self._slots(), self._ordered(now, wall_s)
         if not any(slots.num_free(shares) > 0 for shares in self._shares):
             return
+        paused = self._paused_until_s.keys() | slots.closed
         by_owner: dict[str, deque[tuple[BatchRun, ModelShares]]] = {}
         for run, shares in order:
             if run in self._unwritten:
                 continue
-            if not shares.keys() <= self._paused_until_s.keys():
+            if not shares.keys() <= paused:
                 by_owner.setdefault(run.record.owner, deque()).append((run, shares))
         num_in_flight = Counter[str]()
         for run in self._runs.values():
@@ -213,7 +216,7 @@ class BatchDriver:
             runs = by_owner[owner]
             while runs:
                 run, shares = runs[0]
-                if slots.num_free(shares) > 0 and run.start_line(now, wall_s, self._paused_until_s.keys()):
+                if slots.num_free(shares) > 0 and run.start_line(now, wall_s, paused):
                     slots.take(shares, 1)
                     return True
                 runs.popleft()

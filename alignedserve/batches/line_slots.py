@@ -3,6 +3,7 @@
 Workers and models come and go, so places are counted whenever lines are to be started. A batch whose lines name several
 models takes places of each in proportion to its lines. Example: there are places for 16 lines of A and 4 of B, and the
 batch has three lines of A for every line of B. Then 16 of its lines may run, and 4 of these are expected to be of B.
+While B has no worker, none of its lines start, and 16 of A may run.
 """
 
 from collections.abc import Mapping
@@ -21,6 +22,8 @@ class LineSlots:
         """`num_places`: requests that each model's workers run together. `max_in_flight`: bounds lines instead."""
         self._num_places = num_places
         self._total = max_in_flight
+        none = (model for model, count in num_places.items() if not count)
+        self.closed = frozenset[str](none if max_in_flight is None else ())  # models of which no line starts now
         self._num_taken: dict[str, float] = {}
         self._num_taken_in_all = 0
 
@@ -31,7 +34,7 @@ class LineSlots:
     def take(self, shares: ModelShares, count: int) -> None:
         """Take places for lines of one batch, whether they are free or not."""
         self._num_taken_in_all += count
-        for model, share in shares.items():
+        for model, share in self._open(shares).items():
             self._num_taken[model] = self._num_taken.get(model, 0.0) + share * count
 
     def num_free(self, shares: ModelShares) -> int:
@@ -40,6 +43,14 @@ class LineSlots:
             return max(self._total - self._num_taken_in_all, 0)
         free = (
             (self.limit(model) - self._num_taken.get(model, 0.0)) / max(share, _LEAST_SHARE)
-            for model, share in shares.items()
+            for model, share in self._open(shares).items()
         )
         return max(int(min(free, default=0.0) + _LEAST_SHARE), 0)
+
+    def _open(self, shares: ModelShares) -> ModelShares:
+        """Return the shares of those models of which lines start; of none: all, as nothing is free for them."""
+        if self.closed.isdisjoint(shares):
+            return shares
+        found = {model: share for model, share in shares.items() if model not in self.closed}
+        whole = sum(found.values())
+        return {model: share / whole for model, share in found.items()} if whole else shares

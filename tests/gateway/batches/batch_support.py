@@ -52,7 +52,7 @@ class BatchGateway:
     config: BatchesConfig
     runner: ClusterLineRunner
     services: Services
-    max_in_flight: int = 8
+    max_in_flight: int | None = 8
     driving: asyncio.Task[None] | None = None
 
     def start_driver(self) -> None:
@@ -133,7 +133,7 @@ async def batch_gateway(
     *,
     api_keys: tuple[str, ...] = (),
     is_driven: bool = True,
-    max_in_flight: int = 8,
+    max_in_flight: int | None = 8,
     gateway_config: GatewayConfig | None = None,
     model: ModelCard | None = None,
     records: MemoryRecords | None = None,

@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
-from alignedserve.api.backend.scripted import Script, ScriptedBackend
+from alignedserve.api.backend.scripted import IDLE_STATUS, Script, ScriptedBackend
 from alignedserve.api.errors import Overloaded, Unavailable
 from alignedserve.api.models.model_card import ModelCard
+from alignedserve.batches.interfaces import ModelState
 from alignedserve.core.request import Request
 from tests.gateway.batches.batch_support import BatchGateway, batch_gateway
 from tests.gateway.support import EOS, saying, tokenizer, tokenizer_folder
@@ -86,6 +88,45 @@ async def test_lines_of_a_model_that_takes_none_hold_up_no_others(tmp_path: Path
         is_full = False
         batch = await served.wait_for(submitted["id"])
         assert batch["request_counts"] == {"total": 20, "completed": 20, "failed": 0}
+
+
+async def test_lines_of_a_model_whose_workers_are_gone_hold_up_no_others(tmp_path: Path) -> None:
+    async with batch_gateway(tmp_path, max_in_flight=None) as served:
+        other = add_model(served, "other")
+        other.set_status(replace(IDLE_STATUS, num_places=0))
+        served.backend.set_status(replace(IDLE_STATUS, num_places=2))
+        await _told_of_places(served)
+        submitted = await served.submit(lines_of(*["other", "tiny"] * 10))
+        await served.wait_for_lines(submitted["id"], 10)
+        assert not other.submitted
+        other.set_status(replace(IDLE_STATUS, num_places=2))
+        batch = await served.wait_for(submitted["id"])
+        assert batch["request_counts"] == {"total": 20, "completed": 20, "failed": 0}
+
+
+async def test_lines_of_a_model_that_is_removed_after_its_workers_were_lost_fail_with_its_error(tmp_path: Path) -> None:
+    async with batch_gateway(tmp_path, max_in_flight=None) as served:
+        add_model(served, "other").set_status(replace(IDLE_STATUS, num_places=0))
+        await _told_of_places(served)
+        submitted = await served.submit(lines_of("other", "other"))
+        await served.wait_for(submitted["id"], "in_progress")
+        served.services.models.replace_all([one for one in served.services.models.all if one.card.name == "tiny"])
+        batch = await served.wait_for(submitted["id"])
+        assert batch["request_counts"] == {"total": 2, "completed": 0, "failed": 2}
+
+
+async def _told_of_places(served: BatchGateway) -> None:
+    """Wait until the driver has looked at the states of models."""
+    run = served.runner.model_states
+    num_looks = 0
+
+    def counted() -> dict[str, ModelState]:
+        nonlocal num_looks
+        num_looks += 1
+        return run()
+
+    served.runner.model_states = counted  # type: ignore[method-assign]
+    await holds(lambda: num_looks >= 2)
 
 
 async def test_a_model_that_is_not_loaded_yet_is_waited_for(tmp_path: Path) -> None:

@@ -199,6 +199,14 @@ def test_places_follow_the_workers_of_each_model() -> None:
     assert LineSlots({}).num_free({"gone": 1.0}) > 0  # its lines are to fail
 
 
+def test_a_model_without_workers_takes_no_places_of_others() -> None:
+    slots = LineSlots({"large": 0, "small": 8})
+    assert slots.closed == {"large"}
+    assert (slots.num_free({"large": 1.0}), slots.num_free({"large": 0.5, "small": 0.5})) == (0, 16)
+    slots.take({"large": 0.5, "small": 0.5}, 13)
+    assert slots.num_free({"small": 1.0}) == 3
+
+
 def test_a_bound_of_the_configuration_holds_for_all_models_together() -> None:
     slots = LineSlots({"large": 2, "small": 8}, max_in_flight=6)
     slots.take({"large": 1.0}, 4)
