@@ -6,6 +6,7 @@ out of a rewritten file, and its line runs again.
 """
 
 import asyncio
+import contextlib
 import os
 import threading
 from bisect import bisect_right
@@ -214,7 +215,8 @@ class DiskLog:
         with self._lock:
             file_descriptor, self._file = self._file, None
             if file_descriptor is not None:
-                os.close(file_descriptor)
+                with contextlib.suppress(OSError):  # of what could not be written: nobody was told that it had been
+                    os.close(file_descriptor)
 
 
 def _open(path: Path, batch_id: BatchKey, num_lines: int) -> tuple[DiskLog, RecoveredLog]:

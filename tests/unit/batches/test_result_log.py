@@ -219,6 +219,23 @@ def test_a_closed_log_takes_nothing(tmp_path: Path) -> None:
         log.append(RECORDS)
 
 
+def test_a_disk_that_fails_as_a_log_is_closed_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log, _ = logs(tmp_path).open(BATCH, 3)
+    log.append(RECORDS)
+    close = os.close
+
+    def failing(file_descriptor: int) -> None:
+        close(file_descriptor)
+        raise OSError(errno.EIO, "what was written before was lost")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "close", failing)
+        log.close()
+    reopened, recovered = logs(tmp_path).open(BATCH, 3)
+    reopened.close()
+    assert recovered.settled == [2, 0, 1]
+
+
 def test_no_path_from_something_that_is_no_id(tmp_path: Path) -> None:
     with pytest.raises(AssertionError):
         logs(tmp_path).open(BatchKey("../../etc/passwd"), 1)
