@@ -6,6 +6,7 @@ import os
 import sqlite3
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -256,6 +257,20 @@ async def test_whatever_goes_wrong_everyone_is_answered(tmp_path: Path) -> None:
         with pytest.raises(StoreUnavailable):
             await records.read(["\ud800"])  # no text at all
         assert await records.read(["b"]) == [b"2"]
+
+
+async def test_a_thread_that_could_not_be_started_is_started_by_the_next_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async with opened(tmp_path / "records.db") as records, asyncio.timeout(10.0):
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", refused)
+            with pytest.raises(RuntimeError):
+                await records.read(["a"])
+        assert await records.read(["a"]) == [None]
 
 
 def test_a_missing_file_beside_contents_is_not_replaced_by_an_empty_one(tmp_path: Path) -> None:

@@ -99,8 +99,9 @@ class SqliteRecords:
 
     async def _ask(self, work: "_Commit | Callable[[sqlite3.Connection], ResultT]") -> Any:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name="records", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._serve, name="records", daemon=True)
+            thread.start()
+            self._thread = thread
         asked = _Asked(work, asyncio.get_running_loop().create_future())
         self._queue.put(asked)
         return await asked.answered
