@@ -5,7 +5,7 @@ forward or back, the batch begins or stops an hour earlier or later, and no line
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import NamedTuple
@@ -90,12 +90,11 @@ def by_priority(order: Sequence[Turn]) -> list[int]:
     Owners keep their places among each other. Example: A's batches a (priority 0) and b (-5), and B's c, in the order
     a, c, b: b, c, a.
     """
-    sorted_own: dict[str, Iterable[Turn]] = {}
+    own: dict[str, list[Turn]] = {}
     for turn in order:
-        if turn.owner not in sorted_own:
-            own = [other for other in order if other.owner == turn.owner]
-            sorted_own[turn.owner] = iter(sorted(own, key=lambda one: one.priority))
-    return [next(iter(sorted_own[turn.owner])).position for turn in order]
+        own.setdefault(turn.owner, []).append(turn)
+    sorted_own = {owner: iter(sorted(turns, key=lambda one: one.priority)) for owner, turns in own.items()}
+    return [next(sorted_own[turn.owner]).position for turn in order]
 
 
 @lru_cache(maxsize=1024)
