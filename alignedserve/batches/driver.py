@@ -144,6 +144,7 @@ class BatchDriver:
         with contextlib.suppress(StorageError):
             await run.save()
         await asyncio.sleep(_RESTART_S)
+        await run.leave()
 
     async def _save(self) -> None:
         runs = list(self._runs.values())

@@ -72,6 +72,7 @@ class BatchRun:
         self._changed = asyncio.Event()
         self._is_dirty = False
         self._saving = asyncio.Lock()
+        self._has_left = False  # to its next run
         self._counted = UsageCounts()  # as this run knows
         self._listed = {file.file_id for file in results.result_files(snapshot.record, snapshot.progress, None)}
 
@@ -177,7 +178,7 @@ class BatchRun:
     async def save(self) -> None:
         """Store the progress if it has changed. Raises StoreUnavailable."""
         async with self._saving:
-            if not self._is_dirty:
+            if not self._is_dirty or self._has_left:
                 return
             self._is_dirty = False
             self.progress = self._current_progress()
@@ -190,6 +191,11 @@ class BatchRun:
                 self._is_dirty = True
                 raise
             self._listed |= {file.file_id for file in new}
+
+    async def leave(self) -> None:
+        """Save nothing more: the batch's next run does, which may begin once what is being saved is there."""
+        async with self._saving:
+            self._has_left = True
 
     async def _count_usage(self) -> None:
         """Count for its key what lines that are on disk have used; the log is the journal of it."""

@@ -1,11 +1,13 @@
 """Crashes and faults of driver, log, disk and store in any order: every line ends once, with its own answer."""
 
 import asyncio
+import contextlib
 import errno
 import json
 import os
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -20,7 +22,7 @@ from alignedserve.batches.interfaces import LineFailed, LineRejected, LineReques
 from alignedserve.batches.location import stores_in
 from alignedserve.batches.log import disk_log
 from alignedserve.batches.log.log_format import ResultRecord
-from alignedserve.batches.records import BatchKey, BatchStatus, FileId, Progress, ResultKind
+from alignedserve.batches.records import BatchKey, BatchStatus, FileId, FileRecord, Progress, ResultKind
 from alignedserve.batches.repository import BatchSnapshot
 from alignedserve.config.sections import BatchesConfig
 from alignedserve.core.errors import StorageError
@@ -28,6 +30,7 @@ from alignedserve.disk.durable import write_all
 from tests.support.batch_samples import BATCH, INPUT, batch_record, chat_line, file_record
 from tests.support.marks import many
 from tests.support.memory_records import MemoryRecords
+from tests.support.waiting import holds_async
 
 pytestmark = pytest.mark.slow
 
@@ -136,6 +139,10 @@ class World:
             return
         os.write(file_descriptor, content[: len(content) // 2])
         raise OSError(errno.ENOSPC, "No space left on device")
+
+    async def is_over(self) -> bool:
+        snapshot = await self.stores.repository.batch(BATCH)
+        return snapshot is not None and snapshot.record.is_over
 
     async def end(self, batch_id: BatchKey = BATCH) -> BatchSnapshot:
         await self.suffer(("nothing", 0))
@@ -252,3 +259,47 @@ async def test_results_that_a_run_could_not_write_as_it_ended_hold_up_no_lines_o
     assert (await world.end()).record.status is BatchStatus.COMPLETED
     assert (await world.end(OTHER)).record.status is BatchStatus.COMPLETED
     await world.crash()
+
+
+async def test_what_a_run_that_failed_still_saves_replaces_nothing_that_its_next_run_has_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its progress is on its way to the store, after it has failed, until the batch is over, or for a while."""
+    world = World(tmp_path)
+    await world.submit()
+    waits, saves, runs = run_module.BatchRun._wait_for_change, world.stores.repository.save_progress, world.runner.run
+    failing: list[run_module.BatchRun] = []
+    has_paused, held = False, list[Progress]()
+
+    async def wait_for_change(run: run_module.BatchRun) -> None:
+        if not failing and run.num_waiting < NUM_LINES - 6:
+            failing.append(run)
+        if run in failing:
+            raise RuntimeError("a fault of the server")
+        await waits(run)
+
+    async def save_progress(batch_id: BatchKey, progress: Progress, files: Sequence[FileRecord] = ()) -> None:
+        nonlocal has_paused
+        if has_paused and not held:
+            held.append(progress)
+            with contextlib.suppress(TimeoutError):
+                await holds_async(world.is_over, 0.5)
+        has_paused |= progress.paused is not None
+        await saves(batch_id, progress, files)
+
+    async def run_slowly(call: LineRequest) -> LineResponse:
+        await asyncio.sleep(0.01)
+        return await runs(call)
+
+    monkeypatch.setattr(driver_module, "_RESTART_S", 0.03)
+    monkeypatch.setattr(run_module.BatchRun, "_wait_for_change", wait_for_change)
+    monkeypatch.setattr(world.stores.repository, "save_progress", save_progress)
+    monkeypatch.setattr(world.runner, "run", run_slowly)
+    world.start()
+    await world.end()
+    await asyncio.sleep(0.05)  # the first run's is there as well
+    snapshot = await world.end()
+    await world.crash()
+    assert held[0].counts.completed < NUM_LINES
+    assert snapshot.progress.counts.completed == NUM_LINES
+    assert len(world.said(snapshot.progress.log_bytes)) == NUM_LINES
