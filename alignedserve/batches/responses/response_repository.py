@@ -40,18 +40,22 @@ class ResponseRepository:
         await self._store.commit(kept, unchanged={})
         await self._records.trim_when_due(record.owner, len(entry.raw), max_bytes)
 
-    async def replace(self, record: StoredResponse, *, now: float, max_bytes: int) -> None:
-        """Keep what became of a response, unless it was deleted meanwhile; it makes room as a new one does.
+    async def settle(self, record: StoredResponse, *, now: float, max_bytes: int) -> StoredResponse:
+        """Keep what became of a response, unless it was deleted meanwhile, and return what is kept.
 
-        May be repeated.
+        It makes room as a new one does. What was noted before stays: the batch's files are gone then.
         """
         entry, key = _entry(record), self._records.key(record.response_id)
-        before = (await self._store.read([key]))[0]
-        if before is not None:
+        while (before := (await self._store.read([key]))[0]) is not None:
+            known = decode(before, StoredResponse)
+            if known.batch_id is None:
+                return known
             kept = self._records.kept(entry, written_s=record.created_s, lifetime_s=record.expires_s - now)
             changes = [self._records.unlisted(entry._replace(raw=before)), *kept]
-            await self._store.commit(changes, unchanged={key: before})
-            await self._records.trim_when_due(record.owner, max(0, len(entry.raw) - len(before)), max_bytes)
+            if await self._store.commit(changes, unchanged={key: before}):
+                await self._records.trim_when_due(record.owner, max(0, len(entry.raw) - len(before)), max_bytes)
+                break
+        return record
 
     async def find(self, owner: str, response_ids: list[str]) -> list[StoredResponse | None]:
         """Return the responses in order; None for one that is not there or belongs to another owner."""

@@ -35,6 +35,7 @@ _LEFT_OUT = {
     *("background", "conversation", "input", "metadata", "previous_response_id", "store", "stream", "stream_options"),
 }
 _SERVICE_TIERS = ("auto", "default", "flex")
+_GONE = "The result of this response is not there any more."
 
 
 async def _alone(line: bytes) -> AsyncIterator[bytes]:
@@ -74,7 +75,7 @@ class BackgroundJobs:
         try:
             snapshot = await self.files_api.batch(self._owner, batch_id)
         except NotFound:
-            return _changed(record, _failure("The result of this response is not there any more."), None)
+            return _changed(record, _failure(_GONE), None)
         if not snapshot.record.is_over:
             return _changed(record, {"status": _STATUS[snapshot.record.status]}, batch_id)
         return _changed(record, await self._outcome(snapshot, record.response_id), None)
@@ -82,10 +83,10 @@ class BackgroundJobs:
     async def cancel(self, batch_id: BatchKey) -> bool:
         """Cancel a batch; False: it is over."""
         try:
-            await self.files_api.cancel(self._owner, batch_id)
+            found = (await self.files_api.cancel(self._owner, batch_id)).record.status
         except (Conflict, NotFound):
             return False
-        return True
+        return found in (BatchStatus.CANCELLING, BatchStatus.CANCELLED)  # else it ended meanwhile
 
     async def clean_up(self, batch_id: BatchKey) -> None:
         """Delete the files of a batch that is over. What is left behind expires."""
@@ -109,15 +110,17 @@ class BackgroundJobs:
             case BatchStatus.CANCELLED:
                 return {"status": "cancelled"}
             case BatchStatus.COMPLETED:
-                return _generated(await self._result(snapshot), response_id)
+                result = await self._result(snapshot)
+                return _failure(_GONE) if result is None else _generated(result, response_id)
         return _failure(_reason(snapshot.record))
 
-    async def _result(self, snapshot: BatchSnapshot) -> dict[str, Any]:
+    async def _result(self, snapshot: BatchSnapshot) -> dict[str, Any] | None:
+        """Return the record of the one line; None: its file is gone, as when another process has read it."""
         progress = snapshot.progress
         kind = ResultKind.OUTPUT if progress.counts.completed else ResultKind.ERROR
         chunks = self.files_api.stores.logs.chunks(snapshot.record.batch_id, kind, progress.log_bytes)
-        result: dict[str, Any] = orjson.loads(b"".join([chunk async for chunk in chunks]))
-        return result
+        raw = b"".join([chunk async for chunk in chunks])
+        return orjson.loads(raw) if raw else None
 
 
 def _line(asked: CreateResponseRequest, items: list[Item], response: dict[str, Any]) -> bytes:

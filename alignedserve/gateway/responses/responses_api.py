@@ -200,7 +200,7 @@ class ResponsesApi:
                 record = without_room(record)
             state = self._stored("response_id")
             max_bytes = state.config.max_responses_bytes
-            await state.repository.replace(record, now=time.time(), max_bytes=max_bytes)
+            record = await state.repository.settle(record, now=time.time(), max_bytes=max_bytes)
             await self.jobs.clean_up(batch_id)
         return record
 

@@ -2,14 +2,18 @@
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from alignedserve.api.backend.scripted import Script
 from alignedserve.api.errors import Unservable
+from alignedserve.batches.log.disk_log import DiskLogs
 from alignedserve.core.request import RequestClass
+from alignedserve.gateway.files.files_api import FilesApi
 from tests.gateway.batches.batch_support import BatchGateway, batch_gateway, eventually
 from tests.gateway.responses.responses_support import events_of, response_of, text_of
 from tests.gateway.support import error_of, saying, tokenizer
@@ -96,6 +100,56 @@ async def test_one_that_is_not_over_cannot_be_continued_but_cancelled(tmp_path: 
         assert (await get(served, name))["status"] == "cancelled"
         served.start_driver()
         assert served.backend.submitted == []
+
+
+async def test_all_who_ask_at_once_when_it_is_over_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_held, goes_on, plain = [False], asyncio.Event(), DiskLogs.chunks
+
+    async def chunks(logs: DiskLogs, *arguments: Any) -> AsyncIterator[bytes]:
+        if not is_held[0]:
+            is_held[0] = True
+            await goes_on.wait()
+        async for chunk in plain(logs, *arguments):
+            yield chunk
+
+    async with batch_gateway(tmp_path) as served:
+        name = (await begin(served))["id"]
+
+        async def is_over() -> bool:
+            return bool(await served.stores.repository.oldest_over(1))
+
+        await eventually(is_over)
+        monkeypatch.setattr(DiskLogs, "chunks", chunks)
+        late = asyncio.create_task(get(served, name))
+        await holds(lambda: is_held[0])
+        first = await get(served, name)  # after which the batch has no files any more
+        goes_on.set()
+        assert text_of(await late) == text_of(first) == "hello world"
+        assert await get(served, name) == first
+
+
+async def test_one_that_ends_while_it_is_cancelled_keeps_its_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends, goes_on, num_looks, plain = asyncio.Event(), asyncio.Event(), [0], FilesApi.batch
+
+    async def batch(files_api: FilesApi, owner: str, text: str) -> Any:
+        found = await plain(files_api, owner, text)
+        num_looks[0] += 1
+        if num_looks[0] == 2:  # that of the cancellation itself
+            await goes_on.wait()
+        return found
+
+    async with batch_gateway(tmp_path, saying("hello world", held_until=ends)) as served:
+        name = (await begin(served))["id"]
+        await reached(served, name, "in_progress")
+        monkeypatch.setattr(FilesApi, "batch", batch)
+        cancelling = asyncio.create_task(post(served, f"{name}/cancel"))
+        await holds(lambda: num_looks[0] == 2)
+        ends.set()
+        done = await reached(served, name, "completed")
+        goes_on.set()
+        assert response_of(await cancelling) == await get(served, name) == done
 
 
 async def test_a_deleted_one_is_not_generated(tmp_path: Path) -> None:
