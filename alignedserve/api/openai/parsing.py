@@ -24,6 +24,7 @@ _UNION_FIELDS = {
     "content": "Input should be a string or a list of text and image parts, not empty",
     "tool_choice": f"Input {TOOL_CHOICE_FORMS}",
 }
+_NO_OBJECT = frozenset({"model_type", "model_attributes_type", "dict_type", "dataclass_type"})  # pydantic's names
 _UNION_MEMBERS = frozenset({"str", "int", "float", "list", "bool"})
 _CHEAP_BYTES = 32_768  # parsed in less than 2 ms, whatever they are
 # Fields of a chat completion, and of other servers', that other APIs do not have. Defaults ask for nothing, and these.
@@ -177,7 +178,8 @@ def _refuse(error: ValidationError, parent: str) -> NoReturn:
         raise InvalidRequest(f"Unrecognized request argument: {path}.", param=path, code="unknown_parameter")
     if problem["type"] == "missing":
         raise InvalidRequest(f"Missing required parameter: {path}.", param=path, code="missing_required_parameter")
-    expected = _UNION_FIELDS.get(path.rpartition(".")[2], problem["msg"].replace("Value error, ", "Input "))
+    told = "Input should be an object" if problem["type"] in _NO_OBJECT else problem["msg"]
+    expected = _UNION_FIELDS.get(path.rpartition(".")[2], told.replace("Value error, ", "Input "))
     raise InvalidRequest(f"Invalid value for {path}: {expected}.", param=path, code="invalid_value")
 
 

@@ -1,4 +1,4 @@
-"""Fields that no API has: ignored and named in a header, or refused where the gateway is strict."""
+"""Fields that no API has: ignored by name, or refused where the gateway is strict; and values of a wrong kind."""
 
 from typing import Any
 
@@ -76,3 +76,17 @@ async def test_an_odd_request_id_is_replaced(odd: str) -> None:
         headers = {"x-request-id": odd.encode("latin-1")}
         response = await served.chat(headers=headers)  # type: ignore[arg-type]
     assert len(response.headers["x-request-id"]) == 32
+
+
+@each(
+    ("field", "value", "param"),
+    [
+        ("messages", ["hello"], "messages[0]"),
+        ("stream_options", True, "stream_options"),
+        ("tools", ["get_weather"], "tools[0]"),
+    ],
+)
+async def test_what_must_be_an_object_is_told_in_words_of_json(field: str, value: Any, param: str) -> None:
+    async with gateway() as served:
+        error = error_of(await served.chat(stream=True, **{field: value}), 400)
+    assert error["message"] == f"Invalid value for {param}: Input should be an object."
