@@ -30,18 +30,30 @@ class LoadOptions:
     synthetic: Annotated[
         str | None, typer.Option("--synthetic", metavar="SPEC", help="Made-up traffic; the grammar stands above.")
     ] = None
-    num_requests: Annotated[int | None, typer.Option("--num-requests", min=1, help="Send at most this many.")] = None
-    start_s: Annotated[float, typer.Option("--start", min=0.0, help="Trace: begin at this second.")] = 0.0
+    num_requests: Annotated[
+        int | None, typer.Option("--num-requests", min=1, metavar="N", help="Send at most this many.")
+    ] = None
+    start_s: Annotated[float, typer.Option("--start", min=0.0, metavar="S", help="Trace: begin at this second.")] = 0.0
     duration_s: Annotated[
         float | None,
-        typer.Option("--duration", min=0.001, help="Trace: seconds of it to play. Synthetic: end of arrivals."),
+        typer.Option(
+            "--duration", min=0.001, metavar="S", help="Trace: seconds of it to play. Synthetic: end of arrivals."
+        ),
     ] = None
-    rate: Annotated[float | None, typer.Option(min=0.001, help="Trace: stretch to this mean rate (1/s).")] = None
-    rate_scale: Annotated[float, typer.Option(min=0.001, help="Trace: arrivals this many times as fast.")] = 1.0
-    prompt_scale: Annotated[float, typer.Option(min=0.001, help="Multiply prompt lengths.")] = 1.0
-    output_scale: Annotated[float, typer.Option(min=0.001, help="Multiply output lengths.")] = 1.0
-    max_prompt: Annotated[int | None, typer.Option(min=1, help="Clamp prompts to this many tokens.")] = None
-    max_output: Annotated[int | None, typer.Option(min=1, help="Clamp outputs to this many tokens.")] = None
+    rate: Annotated[
+        float | None, typer.Option(min=0.001, metavar="R", help="Trace: stretch to this mean rate (1/s).")
+    ] = None
+    rate_scale: Annotated[
+        float, typer.Option(min=0.001, metavar="X", help="Trace: arrivals this many times as fast.")
+    ] = 1.0
+    prompt_scale: Annotated[float, typer.Option(min=0.001, metavar="X", help="Multiply prompt lengths.")] = 1.0
+    output_scale: Annotated[float, typer.Option(min=0.001, metavar="X", help="Multiply output lengths.")] = 1.0
+    max_prompt: Annotated[int | None, typer.Option(min=1, metavar="N", help="Clamp prompts to this many tokens.")] = (
+        None
+    )
+    max_output: Annotated[int | None, typer.Option(min=1, metavar="N", help="Clamp outputs to this many tokens.")] = (
+        None
+    )
     output_len: Annotated[str, typer.Option(help="exact: send max_tokens; free: let the model decide.")] = "exact"
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos/--honour-eos", help="Go on to max_tokens whatever the model says.")
@@ -55,14 +67,22 @@ class LoadOptions:
     ] = False
     warm_up_s: Annotated[
         float,
-        typer.Option("--warm-up", min=0.0, help="What comes before this second does not count: only steady state."),
+        typer.Option(
+            "--warm-up", min=0.0, metavar="S", help="What comes before this second does not count: only steady state."
+        ),
     ] = 0.0
-    slo_ttft_s: Annotated[float | None, typer.Option("--slo-ttft", min=0.0, help="Seconds to the first token.")] = None
-    slo_tpot_s: Annotated[float | None, typer.Option("--slo-tpot", min=0.0, help="Mean seconds between tokens.")] = None
+    slo_ttft_s: Annotated[
+        float | None, typer.Option("--slo-ttft", min=0.0, metavar="S", help="Seconds to the first token.")
+    ] = None
+    slo_tpot_s: Annotated[
+        float | None, typer.Option("--slo-tpot", min=0.0, metavar="S", help="Mean seconds between tokens.")
+    ] = None
     tokenizer: Annotated[
         Path | None, typer.Option(help="Folder with a tokenizer.json: prompts of exact length.", file_okay=False)
     ] = None
-    timeout_s: Annotated[float, typer.Option("--timeout", min=0.001, help="Give a request up after this long.")] = 600.0
+    timeout_s: Annotated[
+        float, typer.Option("--timeout", min=0.001, metavar="S", help="Give a request up after this long.")
+    ] = 600.0
     seed: Annotated[int, typer.Option("--seed", help="The same seed gives the same arrivals and lengths.")] = 0
     prompt_seed: Annotated[
         int | None,

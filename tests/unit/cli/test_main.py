@@ -146,6 +146,15 @@ def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out.startswith("alignedserve 0.")
 
 
+def test_help_is_whole_in_a_terminal_of_80_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 80)
+    for command in (("bench", "serve"), ("chat",), ("certify",), ("keys", "add"), ("batch", "submit")):
+        assert run_command(monkeypatch, *command, "--help") == 0
+        assert "…" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
