@@ -14,7 +14,7 @@ from alignedserve.batches.driver import ClockGain
 from alignedserve.batches.garbage_collection import collect_garbage
 from alignedserve.batches.location import DriverStores, stores_in
 from alignedserve.batches.logic import CancelRequested, ValidationFailed, advance
-from alignedserve.batches.records import BatchRecord, BatchStatus, FileId, Progress
+from alignedserve.batches.records import BatchKey, BatchRecord, BatchStatus, FileId, Progress
 from alignedserve.batches.repository import BatchSnapshot
 from alignedserve.batches.responses import bounded_records
 from alignedserve.batches.responses.response_repository import ResponseRepository, StoredResponse
@@ -227,7 +227,7 @@ async def test_a_content_that_cannot_be_opened_now_is_no_damage(tmp_path: Path) 
 NO_BOUND = 1 << 40
 
 
-def record(number: int, owner: str = "me", size: int = 100) -> StoredResponse:
+def record(number: int, owner: str = "me", size: int = 100, batch_id: BatchKey | None = None) -> StoredResponse:
     text = msgspec.Raw(b'"' + b"x" * size + b'"')
     return StoredResponse(
         response_id=f"resp_{number:032x}",
@@ -236,6 +236,7 @@ def record(number: int, owner: str = "me", size: int = 100) -> StoredResponse:
         expires_s=1000.0 + number,
         response=text,
         items=msgspec.Raw(b"[]"),
+        batch_id=batch_id,
     )
 
 
@@ -282,9 +283,9 @@ async def test_those_that_grow_make_the_oldest_give_way() -> None:
     """In the background a response is kept while it is still empty."""
     repository = ResponseRepository(MemoryRecords())
     for number in range(20):
-        await repository.add(record(number), now=0.0, max_bytes=20_000)
+        await repository.add(record(number, batch_id=BATCH), now=0.0, max_bytes=20_000)
     for number in range(20):
-        await repository.replace(record(number, size=5000), now=0.0, max_bytes=20_000)
+        await repository.settle(record(number, size=5000), now=0.0, max_bytes=20_000)
     kept = await found(repository, range(20))
     assert kept == list(range(20))[-len(kept) :]
     assert 2 <= len(kept) <= 4
@@ -299,13 +300,14 @@ async def test_one_that_is_larger_than_the_bound_is_not_kept() -> None:
 async def test_what_became_of_it_takes_its_place() -> None:
     store = MemoryRecords()
     repository = ResponseRepository(store)
-    await repository.add(record(1), now=0.0, max_bytes=NO_BOUND)
-    await repository.replace(record(1, size=300), now=0.0, max_bytes=NO_BOUND)
-    await repository.replace(record(1, size=300), now=0.0, max_bytes=NO_BOUND)
+    await repository.add(record(1, batch_id=BATCH), now=0.0, max_bytes=NO_BOUND)
+    settled = await repository.settle(record(1, size=300), now=0.0, max_bytes=NO_BOUND)
+    assert settled == record(1, size=300)
+    assert await repository.settle(record(1), now=0.0, max_bytes=NO_BOUND) == settled  # another saw its files go
     listed = await store.page("responses/me", after=None, limit=10, newest_first=False)
     assert listed is not None
     assert len(listed.members) == 1
     await repository.remove(record(1))
     await repository.remove(record(1))
-    await repository.replace(record(1), now=0.0, max_bytes=NO_BOUND)  # deleted ones do not come back
+    await repository.settle(record(1), now=0.0, max_bytes=NO_BOUND)  # deleted ones do not come back
     assert await found(repository, range(1, 2)) == []
