@@ -142,7 +142,8 @@ class DecodeLogic:
             case Ticked():
                 moving = (*self._batch.loading.candidates(), *self._evictions.candidates())
                 unused = self._peers.hang_up_unused(now, lambda: self._candidates.peers_in_use(moving))
-                return [*self._router.totals(self.iteration_log, now), *self._pace.report(), *unused]
+                gone = self._preempted(*self._candidates.unheeded(now))
+                return [*self._router.totals(self.iteration_log, now), *self._pace.report(), *unused, *gone]
 
     # --- peers and messages
 
@@ -188,7 +189,7 @@ class DecodeLogic:
                     return []
                 return [*self._candidates.abort(message.request_id), *self._preempted(missed, is_refused=True)]
             case RequestReturned():
-                candidate = self._candidates.returned(message)
+                candidate = self._candidates.returned(message, now)
                 return self._preempted(candidate) if candidate is not None else []
             case ReserveBlocks():
                 return self._reserve(peer, message)

@@ -5,7 +5,8 @@ memory; the lease is kept meanwhile, so that plans can change. An evicted one li
 that another process writes or reads are freed when that process has answered, even if the request has ended.
 
 A request returned to the pool is tracked here until the router has learned of it from the pool and aborts it here: if
-the pool were lost before that, no other component could report that the request is gone.
+the pool were lost before that, no other component could report that the request is gone. Nor could one if the pool
+lives and its link to the router is lost: so what the router does not heed for long is reported as gone.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,6 +35,8 @@ from alignedserve.worker_core.handoff.buffer_space import BufferSlot, BufferSpac
 from alignedserve.worker_core.handoff.receiver import Incoming, Receiver
 from decode_worker.state import CacheLocation, Candidate
 
+HEEDED_S = 5.0  # many times what the pool's word takes to the router, and the router's to here
+
 
 class Candidates:
     """Candidate batch and candidate requests of one decode worker, in order of arrival."""
@@ -48,7 +51,8 @@ class Candidates:
         self._entries: dict[RequestId, Candidate] = {}
         self._prefetching: dict[int, BufferSlot] = {}  # by generation; being written by a prefill worker
         self._returning: dict[tuple[RequestId, int], Candidate] = {}  # being read by a prefill worker
-        self._returned: dict[RequestId, Candidate] = {}  # the pool has them; the router may not know it yet
+        # The pool has them, since when; the router may not know it yet.
+        self._returned: dict[RequestId, tuple[Candidate, float]] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -100,7 +104,8 @@ class Candidates:
 
         `moving`: candidates that are being copied in or out. For membership only.
         """
-        known = (*self._entries.values(), *self._returning.values(), *self._returned.values(), *moving)
+        returned = (candidate for candidate, _ in self._returned.values())
+        known = (*self._entries.values(), *self._returning.values(), *returned, *moving)
         buffers = (*(candidate.slot for candidate in known), *self._prefetching.values())
         lending = {slot.peer for slot in buffers if slot is not None} | self.receiver.peers()
         return lending | {self._granted_by(candidate) for candidate in known}
@@ -211,7 +216,7 @@ class Candidates:
         if candidate.lease_id is not None:
             lease_id, candidate.lease_id = candidate.lease_id, None
             del self._entries[candidate.request.request_id]
-            self._returned[candidate.request.request_id] = candidate
+            self._returned[candidate.request.request_id] = candidate, now
             return [*self.release(candidate), Send(self._granted_by(candidate), LeasesReturned((lease_id,)))]
         if candidate.location is not CacheLocation.BUFFER or candidate.slot is None or candidate.buffer_copy is None:
             return []
@@ -229,7 +234,7 @@ class Candidates:
         )
         return [Send(candidate.slot.peer, message)]
 
-    def returned(self, message: RequestReturned) -> Candidate | None:
+    def returned(self, message: RequestReturned, now: float) -> Candidate | None:
         """Note the outcome of a return to the pool; return the candidate if its cache must be considered lost.
 
         A candidate that the pool did not take stays, to join any running batch. If the pool was lost meanwhile, it may
@@ -249,14 +254,21 @@ class Candidates:
         del self._entries[message.request_id]
         if message.outcome is not ReturnOutcome.TAKEN or candidate.has_lost_pool:
             return candidate
-        self._returned[message.request_id] = candidate
+        self._returned[message.request_id] = candidate, now
         return None
 
     def forget_returned(self, request_id: RequestId, attempt: int | None) -> None:
         """Forget an attempt that went back to the pool, once the router knows or it has ended."""
-        candidate = self._returned.get(request_id)
-        if candidate is not None and (attempt is None or candidate.attempt <= attempt):
+        if request_id in self._returned and self._returned[request_id][0].is_up_to(attempt):
             del self._returned[request_id]
+
+    def unheeded(self, now: float) -> list[Candidate]:
+        """Remove and return what the pool has taken back and the router has not heeded: its link to the pool was lost,
+        and with it that word; what comes later is stale."""
+        late = [candidate for candidate, since_s in self._returned.values() if now - since_s >= HEEDED_S]
+        for candidate in late:
+            del self._returned[candidate.request.request_id]
+        return late
 
     # --- straight from a prefill worker
 
@@ -303,7 +315,7 @@ class Candidates:
     def pool_disconnected(self, pool: str) -> list[Candidate]:
         """Remove and return candidates that lay only in this pool; prefetched ones stay."""
         self.version += 1
-        lost = [candidate for candidate in self._returned.values() if self._granted_by(candidate) == pool]
+        lost = [candidate for candidate, _ in self._returned.values() if self._granted_by(candidate) == pool]
         for candidate in lost:
             del self._returned[candidate.request.request_id]
         for candidate in self._returning.values():  # out of buffers here, to the pool beside them

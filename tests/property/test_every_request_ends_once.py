@@ -147,6 +147,13 @@ def cut_a_link(cluster: LogicCluster, rng: random.Random) -> None:
         cluster.cut(*rng.choice(links))
 
 
+def cut_a_pool_from_its_router(cluster: LogicCluster, rng: random.Random) -> None:
+    """Cut the link of a pool to the router: what it had to say of requests is lost, and workers see nothing of it."""
+    links = [key for key in cluster.links if key[0].startswith("pool") and key[1] == "router"]
+    if links:
+        cluster.cut(*rng.choice(links))
+
+
 def lose_the_router(cluster: LogicCluster, rng: random.Random) -> None:
     """Restart the router with nothing; gateways bring their open requests back, workers what they decode."""
     cluster.kill("router")
@@ -166,6 +173,7 @@ DISTURBANCES: dict[str, tuple[Disturbance, float]] = {
     "aborts": (abort, 0.2),
     "lost processes": (lose_processes, 0.25),
     "cut links": (cut_a_link, 0.3),
+    "pools cut from their router": (cut_a_pool_from_its_router, 0.6),
     "lost routers": (lose_the_router, 0.08),
     "routers whose clocks are behind": (move_the_router, 0.15),
 }

@@ -51,6 +51,7 @@ from alignedserve.messages.workers import WorkerRegistered
 from alignedserve.process.addresses import ROUTER
 from alignedserve.scheduling.policy import DeviceMemory
 from decode_worker import factory as decode_factory
+from decode_worker.batching.candidates import HEEDED_S
 from decode_worker.colocated.logic import ColocatedLogic
 from decode_worker.logic import DecodeLogic
 from kvpool import factory as pool_factory
@@ -206,7 +207,8 @@ class LogicCluster:
             if not self.step():
                 self.tick()
                 if not any(self.links.values()) and not self.pending:
-                    self.now += LINK_WAIT_S  # a pool may wait for a link that does not come
+                    # A pool may wait for a link that does not come, a decode worker for a word that was lost.
+                    self.now += max(LINK_WAIT_S, HEEDED_S)
                     self.tick()
                     if not any(self.links.values()) and not self.pending:
                         return

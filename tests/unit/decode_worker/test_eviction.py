@@ -15,7 +15,7 @@ from alignedserve.messages.caches import (
     ReturnOutcome,
     ReturnRequest,
 )
-from alignedserve.messages.events import PeerDisconnected, Send
+from alignedserve.messages.events import PeerDisconnected, Send, Ticked
 from alignedserve.messages.gateways import AbortRequest
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import Addition, OffloadBlocks, UnmapArena
@@ -299,6 +299,26 @@ def test_what_a_pool_took_that_was_lost_since_is_computed_again() -> None:
     assert made.do(PeerDisconnected(Role.KV_POOL, POOL)) == [UnmapArena(POOL)]
     assert back(made, ReturnOutcome.TAKEN) == [to_router(RequestPreempted(R1, 1, (7, 8)))]
     assert made.logic._candidates.space.num_used == 0
+
+
+def test_what_a_pool_took_and_the_router_never_heard_of_is_computed_again() -> None:
+    """The pool lives, and its link to the router was lost with its word: nobody else knows where the request is."""
+    made = switched()
+    assert back(made, ReturnOutcome.TAKEN) == []
+    made.now += 4.9
+    gone = to_router(RequestPreempted(R1, 1, (7, 8)))
+    assert gone not in made.do(Ticked())
+    made.now += 0.2
+    assert gone in made.do(Ticked())
+    assert gone not in made.do(Ticked())
+
+
+def test_what_the_router_has_heard_of_is_not_reported() -> None:
+    made = switched()
+    back(made, ReturnOutcome.TAKEN)
+    made.hear(AbortRequest(R1, 1))
+    made.now += 6.0
+    assert not any(isinstance(getattr(one, "message", None), RequestPreempted) for one in made.do(Ticked()))
 
 
 def test_what_the_pool_did_not_take_stays_to_run_beside_whatever_does() -> None:
