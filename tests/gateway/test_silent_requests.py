@@ -58,7 +58,11 @@ async def test_tokens_lost_with_a_link_are_computed_again_though_their_worker_go
         assert (await read(stream))[0] == [12, 13]
 
 
-async def test_a_first_token_lost_with_its_worker_is_asked_for_though_another_goes_on(tmp_path: Path) -> None:
+async def test_a_first_token_lost_with_its_worker_is_asked_for_though_another_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(open_request, "_RESEND_BEHIND_GAP_S", 60.0)  # at once, and not as it is silent
+    monkeypatch.setattr(open_request, "_RESEND_AFTER_S", 60.0)
     async with cluster(tmp_path) as harness:
         harness.submit(name="other")
         harness.submit()
