@@ -124,21 +124,20 @@ class BatchRepository:
 
     async def remove_file(self, record: FileRecord) -> bool:
         """Delete a file record; False: it has changed since it was read (a batch was made from it)."""
-        key = _usage_key(record.owner)
-        usage_raw, file_raw = await self._store.read([key, f"file/{record.file_id}"])
-        if file_raw is None or decode(file_raw, FileRecord) != record:
-            return False
+        key, file_key = _usage_key(record.owner), f"file/{record.file_id}"
         deleted = DeletedFile(record.owner, record.created_s)
-        changes: list[Change] = [
-            DeleteValue(f"file/{record.file_id}"),
-            RemoveFromIndex(f"files/{record.owner}", record.file_id),
-            RemoveFromIndex(EXPIRING, record.file_id),
-            SetValue(f"deleted/{record.file_id}", encode(deleted), _DELETED_LIFETIME_S),
-        ]
-        if record.view is None:
-            changes.append(SetValue(key, encode(_add_usage(_decode_usage(usage_raw), -1, -record.num_bytes))))
-        unchanged = {key: usage_raw, f"file/{record.file_id}": file_raw}
-        return await self._store.commit(changes, unchanged=unchanged)
+        for _ in range(_MAX_CONFLICTS):
+            usage_raw, file_raw = await self._store.read([key, file_key])
+            if file_raw is None or decode(file_raw, FileRecord) != record:
+                return False
+            changes: list[Change] = [DeleteValue(file_key), RemoveFromIndex(EXPIRING, record.file_id)]
+            changes.append(RemoveFromIndex(f"files/{record.owner}", record.file_id))
+            changes.append(SetValue(f"deleted/{record.file_id}", encode(deleted), _DELETED_LIFETIME_S))
+            if record.view is None:
+                changes.append(SetValue(key, encode(_add_usage(_decode_usage(usage_raw), -1, -record.num_bytes))))
+            if await self._store.commit(changes, unchanged={key: usage_raw, file_key: file_raw}):
+                return True
+        raise StoreUnavailable("Too many files are being added or deleted at once.")
 
     async def files(self, owner: str, *, after: str | None, limit: int, newest_first: bool) -> FilePage | None:
         """List files of an owner. None: `after` is none of them."""

@@ -4,6 +4,7 @@ import asyncio
 import os
 import resource
 import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ import msgspec
 import pytest
 
 from alignedserve.batches.driver import ClockGain
-from alignedserve.batches.garbage_collection import collect_garbage
+from alignedserve.batches.garbage_collection import collect_garbage, forget_input
 from alignedserve.batches.location import DriverStores, stores_in
 from alignedserve.batches.logic import CancelRequested, ValidationFailed, advance
+from alignedserve.batches.owners import BACKGROUND, api_owner
 from alignedserve.batches.records import BatchKey, BatchRecord, BatchStatus, FileId, Progress
 from alignedserve.batches.repository import BatchSnapshot
 from alignedserve.batches.responses import bounded_records
@@ -24,7 +26,7 @@ from alignedserve.batches.stores.disk_blobs import DiskBlobs
 from alignedserve.batches.stores.sqlite_records import DAMAGED
 from alignedserve.core.errors import StorageDamaged, StorageError
 from alignedserve.disk.durable import write_all
-from alignedserve.messages.state import SetValue
+from alignedserve.messages.state import Change, DeleteValue, SetValue
 from tests.support.batch_samples import BATCH, INPUT, OUTPUT, batch_record, file_record
 from tests.support.memory_records import MemoryRecords
 
@@ -55,6 +57,27 @@ async def add_batch(stores: DriverStores) -> BatchRecord:
         BatchSnapshot(record, Progress()), source, None, idempotency_key=None, key_lifetime_s=0.0
     )
     return record
+
+
+async def test_the_input_of_another_api_goes_with_its_batch_whatever_its_owner_adds_meanwhile(tmp_path: Path) -> None:
+    owner = api_owner("anyone", BACKGROUND)
+    stores = stores_in(tmp_path, records := MemoryRecords())
+    await stores.repository.add_file(file_record(owner=owner), fits=lambda _: True)
+    await keep_blob(stores, INPUT)
+    commits, num_added = records.commit, 0
+
+    async def commit(changes: Sequence[Change], *, unchanged: Mapping[str, bytes | None]) -> bool:
+        nonlocal num_added
+        if num_added < 3 and DeleteValue(f"file/{INPUT}") in changes:
+            num_added += 1
+            other = file_record(file_id=FileId(f"file-{num_added:024x}"), owner=owner)
+            await stores.repository.add_file(other, fits=lambda _: True)
+        return await commits(changes, unchanged=unchanged)
+
+    records.commit = commit  # type: ignore[method-assign]
+    await forget_input(stores, batch_record(owner=owner, status=BatchStatus.COMPLETED), 10.0)
+    assert names(tmp_path) == []
+    assert (await stores.repository.stored_by(owner)).num_files == 3
 
 
 async def test_contents_without_a_record_go_once_they_are_old(tmp_path: Path) -> None:
