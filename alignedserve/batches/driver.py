@@ -16,6 +16,7 @@ import os
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Container
+from typing import NamedTuple
 
 from alignedserve.batches.garbage_collection import collect_garbage, forget_input
 from alignedserve.batches.interfaces import LineRunner
@@ -48,6 +49,13 @@ _LOCK_S = 0.2
 def _alike(_: str) -> float:
     """Return the weight of an owner where all have the same."""
     return 1.0
+
+
+class Unwritten(NamedTuple):
+    """A batch's results that could not be written."""
+
+    again_s: float  # when to try again
+    is_full: bool  # the disk: for all batches
 
 
 class BatchDriver:
@@ -83,8 +91,7 @@ class BatchDriver:
         self._is_order_stale = True  # a batch was added, removed or changed
         self._paused_until_s: dict[str, float] = {}  # by model that rejected a line: start none before
         self._answered_at_rejection: dict[str, int] = {}  # lines that a model had answered when it last rejected one
-        self._is_full = False  # the disk is: start no lines
-        self._unwritten: dict[BatchRun, float] = {}  # whose results cannot be written: start none of theirs; try then
+        self._unwritten: dict[BatchRun, Unwritten] = {}  # whose results cannot be written: start none of their lines
 
     async def run(self) -> None:
         """Wait for the lock, then drive."""
@@ -261,13 +268,18 @@ class BatchDriver:
             await self._has_pending.wait()
             self._has_pending.clear()
             for run in list(self._runs.values()):
-                if run.has_pending and self._unwritten.get(run, 0.0) <= time.monotonic():
+                last = self._unwritten.get(run)
+                if run.has_pending and (last is None or last.again_s <= time.monotonic()):
                     await self._write_results(run)
-            self._is_full &= bool(self._unwritten)
             if self._unwritten:
                 self._has_pending.set()
             self._start_lines()
             await asyncio.sleep(_FULL_S if self._is_full else _WRITE_S)
+
+    @property
+    def _is_full(self) -> bool:
+        """Whether the disk is, so that no lines are started."""
+        return any(one.is_full for one in self._unwritten.values())
 
     async def _write_results(self, run: BatchRun) -> None:
         """Write a batch's pending results. Where they cannot be written they are pending again, and the batch pauses;
@@ -277,10 +289,9 @@ class BatchDriver:
         except StorageError as error:
             if self._runs.get(run.record.batch_id) is not run:
                 return  # it has ended, which closed its log: these lines are its next run's
-            self._is_full |= isinstance(error, StorageFull)
             if run not in self._unwritten:
                 logger.error("results of %s cannot be written, it pauses: %s", run.record.batch_id, error)
-            self._unwritten[run] = time.monotonic() + _FULL_S
+            self._unwritten[run] = Unwritten(time.monotonic() + _FULL_S, isinstance(error, StorageFull))
             return
         self._unwritten.pop(run, None)
         self._statistics.note_ended(run, records)

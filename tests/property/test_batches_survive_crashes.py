@@ -30,7 +30,7 @@ from alignedserve.disk.durable import write_all
 from tests.support.batch_samples import BATCH, INPUT, batch_record, chat_line, file_record
 from tests.support.marks import many
 from tests.support.memory_records import MemoryRecords
-from tests.support.waiting import holds_async
+from tests.support.waiting import holds, holds_async
 
 pytestmark = pytest.mark.slow
 
@@ -303,3 +303,29 @@ async def test_what_a_run_that_failed_still_saves_replaces_nothing_that_its_next
     assert held[0].counts.completed < NUM_LINES
     assert snapshot.progress.counts.completed == NUM_LINES
     assert len(world.said(snapshot.progress.log_bytes)) == NUM_LINES
+
+
+async def test_a_batch_that_can_never_be_written_holds_up_no_others_after_the_disk_was_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(tmp_path)
+    await world.submit(OTHER, OTHER_INPUT, owner="another")
+    num_broken = num_full = 0
+
+    def write(file_descriptor: int, content: bytes) -> None:
+        nonlocal num_broken, num_full
+        if f"batch_req_{OTHER.removeprefix('batch_')}".encode() in content:
+            num_broken += 1
+            raise OSError(errno.EIO, "the disk does not answer")
+        if b"batch_req_" in content and num_full < 5:
+            num_full += 1
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_all(file_descriptor, content)
+
+    monkeypatch.setattr(disk_log, "write_all", write)
+    world.start()
+    await holds(lambda: num_broken > 0)
+    await world.submit()
+    assert (await world.end()).record.status is BatchStatus.COMPLETED
+    assert num_full == 5
+    await world.crash()
