@@ -247,13 +247,16 @@ def _delta_of(runs: Sequence[OutputRun], logprobs: tuple[OffsetLogprob, ...]) ->
 def _pieces(runs: Sequence[OutputRun], logprobs: Sequence[OffsetLogprob], start: int) -> tuple[ChoiceDelta, ...]:
     """Return the runs as deltas in their order, where one delta has another; `start`: of their text in the content.
 
-    Of an answer in channels a thought may follow words to the user.
+    Of an answer in channels a thought may follow words to the user, and both may follow a call.
     """
     groups: list[list[OutputRun]] = [[]]
+    last = 0  # of reasoning, content, calls: which the group has come to
     for run in runs:
-        if run.reasoning and any(before.content for before in groups[-1]):
+        kinds = [kind for kind, shown in enumerate((run.reasoning, run.content, run.tool_calls)) if shown]
+        if kinds and kinds[0] < last:
             groups.append([])
         groups[-1].append(run)
+        last = kinds[-1] if kinds else last
     if len(groups) == 1:
         return ()
     pieces, end, rest = [], start, list(logprobs)

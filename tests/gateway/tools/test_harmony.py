@@ -73,6 +73,23 @@ async def test_a_thought_after_words_to_the_user_is_behind_them_however_its_toke
         assert part["text"].endswith("".join(entry["token"] for entry in part["logprobs"]))
 
 
+@pytest.mark.parametrize("tokens_per_step", [1, 9, 1000])
+async def test_words_after_a_call_are_behind_it_however_their_tokens_come(tokens_per_step: int) -> None:
+    model = harmony_model()
+    tool: dict[str, Any] = function()["function"]
+    script = saying(
+        model, f"{CALL}<|end|><|start|>assistant{FINAL}<|end|><|start|>assistant{CALL}", tokens_per_step=tokens_per_step
+    )
+    message = {"model": "tiny", "messages": [USER], "max_tokens": 500}
+    message |= {"tools": [{"name": tool["name"], "input_schema": tool["parameters"]}]}
+    answer = {"model": "tiny", "input": "hello", "tools": [tool | {"type": "function"}]}
+    async with gateway(script, model=model) as served:
+        response = (await served.client.post("/v1/responses", json=answer)).json()
+        blocks = (await served.client.post("/v1/messages", json=message)).json()["content"]
+    assert [item["type"] for item in response["output"]] == ["function_call", "message", "function_call"]
+    assert [block.get("input", block.get("text")) for block in blocks] == [{"city": "Oslo"}, "hello", {"city": "Oslo"}]
+
+
 async def test_the_template_shows_thoughts_calls_results_and_effort() -> None:
     model = harmony_model()
     asked = called() | {"reasoning_content": "hm"}
