@@ -1,13 +1,18 @@
-"""What the panel of a started server says of objectives."""
+"""What the screen of a started server says of objectives, and of a first request."""
+
+import json
+import shlex
 
 import msgspec
+import pytest
 from rich.console import Console
 from rich.table import Table
 
-from alignedserve.cli.commands.serving.serve import describe_objectives
+from alignedserve.cli.commands.serving.serve import describe_objectives, show_trial
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.messages.gateways import ClusterStatus
 from alignedserve.messages.measurements import WorkerSpeed
+from tests.gateway.deployment_support import served_model
 
 STATUS = ClusterStatus(speed=WorkerSpeed(short_prompt_s=0.2, prompt_s=2.5, token_s=0.1, shared_token_s=0.12))
 
@@ -39,3 +44,15 @@ def test_each_of_several_models_has_its_own() -> None:
     text = shown(GatewayConfig(), first=STATUS, second=other)
     assert "first: first token within 7.5 s" in text
     assert "second: first token within 1 s " in text
+
+
+def test_the_first_request_can_be_copied_from_a_narrow_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("alignedserve.cli.commands.serving.serve.results", lambda: Console(width=60))
+    show_trial("http://127.0.0.1:8000", served_model("tiny"), GatewayConfig(keys_file="keys.yaml"))
+    (line,) = capsys.readouterr().out.splitlines()
+    _, curl, url, *options = shlex.split(line)
+    assert (curl, url) == ("curl", "http://127.0.0.1:8000/v1/chat/completions")
+    assert "Authorization: Bearer $ALIGNEDSERVE_API_KEY" in options
+    assert json.loads(options[-1])["model"] == "tiny"

@@ -84,6 +84,7 @@ def _serve(
         settle_heap()
         forget_pages_of_files()
         results().print(_welcome(cluster, time.monotonic() - started_s))
+        show_trial(cluster.url, cluster.served, cluster.config.gateway)
         _look_after(cluster, ending)
         _drain(cluster, ending)
         notes().print("Stopping …")
@@ -177,6 +178,14 @@ def _start(
     return cluster
 
 
+def show_trial(url: str, served: ServedModel, config: GatewayConfig) -> None:
+    """Print a first request: in one line without a frame, so that it can be copied from any terminal."""
+    key = ' -H "Authorization: Bearer $ALIGNEDSERVE_API_KEY"' if api_keys() or config.keys_file else ""
+    path, body = _trial(served)
+    command = f"curl {url}{path}{key} -H 'content-type: application/json' -d '{body}'"
+    results().print(f"Try {command}", soft_wrap=True, markup=False)
+
+
 def _trial(served: ServedModel) -> tuple[str, str]:
     """Return the path and the body of a first request."""
     if served.encoder is None:
@@ -192,14 +201,11 @@ def _trial(served: ServedModel) -> tuple[str, str]:
 
 
 def _welcome(cluster: ServingCluster, seconds: float) -> Panel:
-    key = ' -H "Authorization: Bearer $ALIGNEDSERVE_API_KEY"' if api_keys() or cluster.config.gateway.keys_file else ""
-    path, body = _trial(cluster.served)
     table = Table.grid(padding=(0, 2))
     if cluster.served.encoder is None:
         table.add_row("Chat here", f"[bold]{escape(chat_command(cluster.url, sys.argv[0]))}[/]  (in another terminal)")
         table.add_row("Web page", f"[bold]{cluster.url}/[/]")
     table.add_row("OpenAI API", f"[bold]{cluster.url}/v1[/]")
-    table.add_row("Try", f"curl {cluster.url}{path}{key} -H 'content-type: application/json' -d '{body}'")
     if isinstance(cluster, ClusterOnHosts):
         for node in cluster.record().nodes:
             table.add_row(f"{node.hostname} {node.address}", node.summary)
