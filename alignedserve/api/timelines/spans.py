@@ -53,7 +53,7 @@ class SpanSender:
             timeout=config.timeout_s,
             session=session,
         )
-        logging.getLogger(OTLPSpanExporter.__module__).addFilter(_OnceInAWhile())
+        logging.getLogger(OTLPSpanExporter.__module__).addFilter(_OnceInAWhile(config.endpoint))
 
     def send(self, timelines: Sequence[Timeline]) -> tuple[int, bool]:
         """Send the spans of these calls; return how many there are, and whether the collector took them."""
@@ -69,10 +69,12 @@ class SpanSender:
 
 
 class _OnceInAWhile(logging.Filter):
-    """Lets a warning about the collector through once a minute."""
+    """Lets a warning about the collector through once a minute, with its address."""
 
-    def __init__(self) -> None:
+    def __init__(self, endpoint: str) -> None:
         super().__init__()
+        parts = urlsplit(endpoint)
+        self._collector = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"  # without a password
         self._warned_s = -_WARN_EVERY_S
 
     @override
@@ -80,6 +82,7 @@ class _OnceInAWhile(logging.Filter):
         if record.levelno < logging.ERROR or time.monotonic() - self._warned_s < _WARN_EVERY_S:
             return False  # the SDK warns before each further try, and tells an error once it gives up
         self._warned_s = time.monotonic()
+        record.msg, record.args = f"the collector {self._collector} takes no traces: {record.getMessage()}", ()
         return True
 
 

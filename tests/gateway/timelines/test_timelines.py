@@ -1,6 +1,7 @@
 """What a gateway keeps of calls is bounded, and a collector that does not answer costs spans alone."""
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -313,8 +314,14 @@ def test_a_busy_collector_is_asked_again_and_a_refusal_is_final() -> None:
 
 
 @pytest.mark.usefixtures("_short_pauses")
-def test_a_dead_collector_ends_nothing() -> None:
+def test_a_dead_collector_ends_nothing_and_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = logging.getLogger("opentelemetry.exporter.otlp.proto.http.trace_exporter")
+    monkeypatch.setattr(log, "filters", [])  # those of exporters before
     timelines = Timelines(ExplainConfig())
-    with _exporting("http://127.0.0.1:1", timeout_s=0.2) as exporter:
+    with _exporting("http://user:secret@127.0.0.1:1", timeout_s=0.2) as exporter:
         exporter.add(_whole(timelines, "call"))
         _until(lambda: exporter.num_dropped > 0)
+    (warning,) = (one.getMessage() for one in caplog.records if one.name == log.name)
+    assert warning.startswith("the collector http://127.0.0.1:1 takes no traces: ")
