@@ -45,8 +45,8 @@ def address_here() -> str:
     found = sorted(address for address in running if not _is_loopback(address))
     if not found:
         raise ResourceError(
-            "no Ray cluster runs on this host; start one with `ray up`, or set RAY_ADDRESS; "
-            "`alignedserve serve` needs none, and Ctrl-C ends it"
+            "no Ray cluster runs on this host; `alignedserve serve` starts a server that needs none, and Ctrl-C ends "
+            "it; for several hosts start one with `ray up`, or set RAY_ADDRESS"
         )
     noted: str | None = services.find_bootstrap_address(None)
     return noted if noted in found else found[0]
