@@ -101,7 +101,7 @@ def load_models(path: Path | None, overrides: Sequence[str], models: Sequence[st
         raise ConfigError("models are given in the file and on the command line; leave one of them out")
     if len(models) > MAX_MODELS or len(listed) > MAX_MODELS:
         raise ConfigError(f"a cluster serves {MAX_MODELS} models at most")
-    own: list[dict[str, Any]] = listed or [{"model": _named(model)} for model in models]
+    own: list[dict[str, Any]] = listed or [{"model": named_model(model)} for model in models]
     if len(own) == 1 and not listed:  # as if the file named it
         values = _merged(values, own[0])
     if len(models) <= 1 and not listed:
@@ -145,8 +145,8 @@ def _listed(given: Any) -> list[dict[str, Any]]:
     return listed
 
 
-def _named(given: str) -> dict[str, str]:
-    """Return the `model` section of an argument: MODEL or NAME=MODEL."""
+def named_model(given: str) -> dict[str, str]:
+    """Return the `model` section of an argument: MODEL or NAME=MODEL. Raises ConfigError."""
     name, separator, path = given.partition("=")
     if not separator or "/" in name or Path(given).exists():
         return {"path": given}

@@ -19,6 +19,7 @@ from alignedserve.cluster.deployments.orders import (
     problem_of,
 )
 from alignedserve.cluster.hosts.client import found_cluster
+from alignedserve.config.model_settings import named_model
 from alignedserve.core.errors import ConfigError
 
 
@@ -43,7 +44,15 @@ def _state(one: DeploymentReport) -> str:
 
 def add(model: str, name: str | None, settings: tuple[str, ...], cluster: str | None) -> None:
     """Add a model. Raises ConfigError, ResourceError with the reason for a refusal, or PeerLost."""
-    _give(AddModel(_seen_from_anywhere(model), name, settings), cluster)
+    _give(adding(model, name, settings), cluster)
+
+
+def adding(model: str, name: str | None, settings: tuple[str, ...]) -> AddModel:
+    """Return the order to add a model that is given as to `serve`: MODEL or NAME=MODEL. Raises ConfigError."""
+    given = named_model(model)
+    if name is not None and "served_model_name" in given:
+        raise ConfigError(f"{printable(model)} and --name both name the model: leave one out")
+    return AddModel(_seen_from_anywhere(given["path"]), given.get("served_model_name", name), settings)
 
 
 def replace(name: str, model: str, settings: tuple[str, ...], within_s: float | None, cluster: str | None) -> None:
