@@ -17,6 +17,7 @@ from alignedserve.api.openai.request_builder import PreparedChat, prepare_chat
 from alignedserve.api.work_lanes import WorkLanes
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.request import Request
+from alignedserve.offline.named_prompts import naming
 from alignedserve.runtime.grammar.constraints import StructuredOutputs
 from alignedserve.runtime.grammar.trial_turn import ALONE, TrialTurn
 from alignedserve.text.tokenizer import Tokenizer
@@ -77,7 +78,11 @@ class ConversationReader:
 
     async def _prepare_all(self, bodies: Sequence[dict[str, Any]]) -> list[PreparedChat]:
         now = datetime.now().astimezone()
-        return [await self._prepare(body, now) for body in bodies]
+        prepared: list[PreparedChat] = []
+        for body in bodies:
+            with naming(len(prepared), of=len(bodies)):
+                prepared.append(await self._prepare(body, now))
+        return prepared
 
     async def _prepare(self, body: dict[str, Any], now: datetime) -> PreparedChat:
         check_shape(body, _MAX_DEPTH)
@@ -88,9 +93,11 @@ class ConversationReader:
 
 
 def conversations_of(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
-    """Return one conversation as a list of one, and several as they are."""
+    """Return one conversation as a list of one, and several as they are. Raises InvalidRequest."""
     if isinstance(messages, str):
         return [messages]
+    if not isinstance(messages, Sequence):
+        raise InvalidRequest("messages must be a text, a list of messages, or a list of these.", param="messages")
     if messages and isinstance(messages[0], Mapping):
         return [messages]  # type: ignore[list-item]
     return list(messages)  # type: ignore[arg-type]
@@ -112,7 +119,10 @@ class _GrammarCheck:
         self.check_grammar(grammar)
 
 
-def _messages(conversation: Conversation) -> list[dict[str, Any]]:
+def _messages(conversation: Conversation) -> Any:
+    """Return the messages of a conversation; what is none is refused where it is read."""
     if isinstance(conversation, str):
         return [{"role": "user", "content": conversation}]
-    return [dict(message) for message in conversation]
+    if not isinstance(conversation, Sequence):
+        return conversation
+    return [dict(message) if isinstance(message, Mapping) else message for message in conversation]

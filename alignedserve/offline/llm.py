@@ -10,7 +10,7 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Self, Unpack
@@ -41,10 +41,11 @@ from alignedserve.offline.conversations import ChatOptions, Conversation, Conver
 from alignedserve.offline.forks import let_forks_compute, require_loops
 from alignedserve.offline.interrupts import HeldInterrupt
 from alignedserve.offline.lora_request import ANY_FOLDER, LoRARequests, adapters_of
+from alignedserve.offline.named_prompts import naming
 from alignedserve.offline.progress import ProgressLine
 from alignedserve.offline.request_output import RequestOutput
 from alignedserve.offline.sampling import SamplingParams, Samplings, samplings_of
-from alignedserve.offline.text_reader import EmbedOptions, TextReader, listed, prompt_token_ids
+from alignedserve.offline.text_reader import EmbedOptions, TextReader, encoded_prompts, listed
 from alignedserve.prefix_cache.block_hashes import prefix_root
 from alignedserve.runtime.device.cores import has_native_bfloat16
 from alignedserve.runtime.device.devices import check_ranks, worker_devices
@@ -198,7 +199,7 @@ class LLM:
         that needs more cache than there is or a constraint that is not supported, ModelError where the model cannot
         answer one.
         """
-        encoded = [prompt_token_ids(prompt, self._tokenizer) for prompt in listed(prompts)]
+        encoded = encoded_prompts(listed(prompts), self._tokenizer)
         return self._run(encoded, sampling, structured_outputs, lora_request, use_tqdm=use_tqdm)
 
     def chat(
@@ -266,9 +267,11 @@ class LLM:
     ) -> list[RequestOutput]:
         samplings = samplings_of(sampling, len(prompts))
         adapters = adapters_of(lora_request, len(prompts), self._served)
-        asked = zip(prompts, samplings, adapters, strict=True)
-        of_prompts = [self._answers(prompt, one, adapter) for prompt, one, adapter in asked]
-        self._compute([answer for answers in of_prompts for answer in answers], use_tqdm=use_tqdm)
+        of_prompts: list[list[Answer]] = []
+        for asked in zip(prompts, samplings, adapters, strict=True):
+            with naming(len(of_prompts), of=len(prompts)):
+                of_prompts.append(self._answers(*asked))
+        self._compute(of_prompts, use_tqdm=use_tqdm)
         for first, *others in of_prompts:
             first.output.others = [other.output for other in others]
         return [answers[0].output for answers in of_prompts]
@@ -291,13 +294,14 @@ class LLM:
     def _generate(self, requests: Sequence[Request], *, use_tqdm: bool) -> list[RequestOutput]:
         """Return the outputs of the requests, without text. Raises ModelError."""
         answers = [Answer(request) for request in requests]
-        self._compute(answers, use_tqdm=use_tqdm)
+        self._compute([[answer] for answer in answers], use_tqdm=use_tqdm)
         return [answer.output for answer in answers]
 
-    def _compute(self, answers: Sequence[Answer], *, use_tqdm: bool) -> None:
-        """Compute the answers. Raises ModelError."""
+    def _compute(self, of_prompts: Sequence[Sequence[Answer]], *, use_tqdm: bool) -> None:
+        """Compute the answers to each prompt. Raises ModelError."""
         if os.getpid() != self._pid:  # the engine's threads were not forked
             raise ModelError("this LLM is of the process that this one was forked from; spawn processes instead")
+        answers = [answer for own in of_prompts for answer in own]
         by_id = {answer.request.request_id: answer for answer in answers}
         asked = [Received(_ROUTER, PrefillRequest(answer.request, number)) for number, answer in enumerate(answers)]
         with self._turn:
@@ -308,7 +312,7 @@ class LLM:
             with ProgressLine(len(answers), is_shown=use_tqdm) as progress:
                 reasons = self._perform(asked, by_id, progress)
         if reasons:
-            raise ModelError(f"{len(reasons)} of {len(answers)} prompts failed: {reasons[0]}")
+            raise ModelError(_failure(of_prompts, reasons))
 
     def _request(
         self, prompt: Sequence[int], sampling: SamplingParams | None, grammar: str, adapter: LoraAdapter | None
@@ -342,11 +346,12 @@ class LLM:
         events: Sequence[PeerConnected | Received],
         answers: dict[RequestId, Answer],
         progress: ProgressLine | None = None,
-    ) -> list[str]:
+    ) -> dict[RequestId, str]:
         """Perform what follows from `events` until nothing is left; return why requests have failed. Other messages to
         the router are dropped. Ctrl-C aborts all requests after the iteration in hand."""
         pending: list[ColocatedCommand] = []
-        reasons, asked = [], list(answers)
+        reasons: dict[RequestId, str] = {}
+        asked = list(answers)
         with HeldInterrupt() as interrupt:
             self._is_broken = True
             for event in events:
@@ -362,10 +367,19 @@ class LLM:
                 elif isinstance(command, SendTo):
                     pending += self._abort(collect(command.message, answers, progress))
                 elif isinstance(command, Send) and isinstance(command.message, AttemptFailed):
-                    reasons.append(command.message.reason)
+                    reasons[command.message.request_id] = command.message.reason
             self._is_broken = False
         return reasons
 
     def _abort(self, request_ids: Sequence[RequestId]) -> list[ColocatedCommand]:
         events = [Received(_ROUTER, AbortRequest(request_id)) for request_id in request_ids]
         return [command for event in events for command in self._logic.on_event(event, 0.0)]
+
+
+def _failure(of_prompts: Sequence[Sequence[Answer]], reasons: Mapping[RequestId, str]) -> str:
+    """Return how many prompts failed, why the first of them did, and which that is."""
+    ids = [[answer.request.request_id for answer in answers] for answers in of_prompts]
+    failed = [place for place, own in enumerate(ids) if not reasons.keys().isdisjoint(own)]
+    reason = next(reasons[request_id] for request_id in ids[failed[0]] if request_id in reasons)
+    which = f" (prompts[{failed[0]}])" if len(of_prompts) > 1 else ""
+    return f"{len(failed)} of {len(of_prompts)} prompts failed: {reason}{which}"

@@ -23,10 +23,15 @@ class SamplingParams(request.SamplingParams):
 
     @override
     def __post_init__(self) -> None:
-        request.SamplingParams.__post_init__(self)
-        if self.n < 1:
+        try:
+            request.SamplingParams.__post_init__(self)
+            are_some, are_stops = self.n >= 1, all(self.stop_strings)
+        except TypeError:
+            _in_own_types(self)  # which names the field
+            raise
+        if not are_some:
             raise InvalidRequest("n must be at least 1", param="n")
-        if not all(self.stop_strings):
+        if not are_stops:
             raise InvalidRequest("stop must not be empty, nor hold an empty string", param="stop")
 
     @property

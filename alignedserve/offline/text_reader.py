@@ -1,7 +1,7 @@
 """Vectors and scores of texts from Python, by the prompts that the gateway makes."""
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypedDict, TypeVar
 
 from alignedserve.api.embeddings.request_builder import check_dimensions
@@ -11,6 +11,7 @@ from alignedserve.api.errors import GenerationFailed
 from alignedserve.core.errors import ContextTooLong, InvalidRequest
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request, SamplingParams
+from alignedserve.offline.named_prompts import naming
 from alignedserve.offline.request_output import RequestOutput
 from alignedserve.runtime.model.encoder.encoder_config import EncoderConfig
 from alignedserve.text.tokenizer import EncodedPair, Tokenizer
@@ -34,11 +35,21 @@ def listed(prompts: str | Sequence[Prompt]) -> Sequence[str | Prompt]:
     return [prompts] if isinstance(prompts, str) else prompts
 
 
+def encoded_prompts(prompts: Iterable[str | Sequence[int]], tokenizer: Tokenizer) -> list[list[int]]:
+    """Return the token ids of every prompt. Raises InvalidRequest naming the one that is none."""
+    encoded: list[list[int]] = []
+    for prompt in (given := [*prompts]):
+        with naming(len(encoded), of=len(given)):
+            encoded.append(prompt_token_ids(prompt, tokenizer))
+    return encoded
+
+
 def prompt_token_ids(prompt: str | Sequence[int], tokenizer: Tokenizer) -> list[int]:
     """Return the token ids of a prompt that may be given as such. Raises InvalidRequest."""
     if isinstance(prompt, str):
         return tokenizer.encode(prompt)
-    given = [token_id for token_id in prompt if type(token_id) is int] if isinstance(prompt, Sequence) else []
+    is_list = isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray)  # of which items are numbers
+    given = [token_id for token_id in prompt if type(token_id) is int] if is_list else []
     if not given or len(given) < len(prompt):
         raise InvalidRequest(
             "prompts is a list; each of its items is a text, or a list of token ids with at least one.", param="prompts"

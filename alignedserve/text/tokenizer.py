@@ -283,11 +283,14 @@ def check_length(least_tokens: int, max_tokens: int | None, *, param: str) -> No
 def _encoded(tokenizer: Any, text: str, *, add_special_tokens: bool = False) -> Any:
     """Return the encoding of a text. Of a long one the other threads go on meanwhile, but without places in the text.
 
-    Of short ones they need not, and it takes less than a millisecond.
+    Of short ones they need not, and it takes less than a millisecond. Raises InvalidRequest.
     """
-    if len(text) <= _SHORT_LEN:
-        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    return tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+    try:
+        if len(text) <= _SHORT_LEN:
+            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+    except TypeError:
+        raise InvalidRequest("a text holds half of a surrogate pair, which is no character.", param="prompt") from None
 
 
 def _last_text(content: str | Sequence[Mapping[str, Any]]) -> str:

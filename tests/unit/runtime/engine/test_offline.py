@@ -99,6 +99,27 @@ def test_demands_that_contradict_each_other_are_named(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize(
+    "field", [{"max_tokens": None}, {"logit_bias": {5: 1.0}}, {"seed": "x"}, {"stop": None}, {"n": "2"}]
+)
+def test_a_field_of_another_type_is_named(field: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match=next(iter(field))):
+        SamplingParams(**field)
+
+
+def test_of_several_prompts_the_one_that_fails_is_named(llm: LLM) -> None:
+    one = SamplingParams(max_tokens=1, ignore_eos=True)
+    nothing = replace(one, allowed_token_ids=(5,), bad_words=((5,),), n=2)
+    for bad in ("a " * 3000, "\ud83d", ""):
+        with pytest.raises(InvalidRequest, match=r"prompts\[1\]: "):
+            llm.generate(["spell otter", bad], one)
+    for bad_chat in ("a " * 3000, "\ud83d", None, [{"role": "user"}]):
+        with pytest.raises(InvalidRequest, match=r"prompts\[1\]: "):
+            llm.chat(["spell otter", bad_chat], one)
+    with pytest.raises(ModelError, match=r"1 of 3 prompts failed: .* \(prompts\[1\]\)"):
+        llm.generate(["a", "b", "c"], [one, nothing, one])
+
+
+@pytest.mark.parametrize(
     "sampling",
     [
         SamplingParams(bad_words=["otter"]),
@@ -271,7 +292,7 @@ def test_prompts_may_be_token_ids(llm: LLM) -> None:
     assert first.token_ids == second.token_ids
 
 
-@pytest.mark.parametrize("prompt", [[], [-1], [1 << 20], [1.5], [True], 7, [[1]]])
+@pytest.mark.parametrize("prompt", [[], [-1], [1 << 20], [1.5], [True], 7, [[1]], b"text"])
 def test_token_ids_that_are_none_are_refused(llm: LLM, prompt: Any) -> None:
     with pytest.raises(InvalidRequest) as refusal:
         llm.generate([prompt])

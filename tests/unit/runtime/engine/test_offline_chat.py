@@ -79,6 +79,12 @@ def test_bad_options_are_named(llm: LLM, options: dict[str, Any], param: str) ->
     assert refusal.value.param == param
 
 
+@pytest.mark.parametrize("messages", [None, 5, {"role": "user", "content": "hello"}])
+def test_what_is_no_conversation_is_refused(llm: LLM, messages: Any) -> None:
+    with pytest.raises(InvalidRequest, match="messages"):
+        llm.chat(messages)
+
+
 TEMPLATE = (
     "{{ tools | tojson }}{% for message in messages %}<|{{ message.role }}|>{{ message.content }}"
     "{% for call in message.tool_calls %}{{ call.function }}{% endfor %}{% endfor %}<|assistant|>"
