@@ -210,7 +210,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_response_complete()
         if self._has_eof and self._is_idle():
             self.transport.close()
-        elif self._is_in_body and not self.transport.is_closing():
+        elif self._is_in_body and self.cycle.response_complete and not self.transport.is_closing():
             self._set_timer(self.loop.call_later(_LINGER_S, self.transport.close))
 
     # --- bounds

@@ -216,6 +216,18 @@ async def test_a_half_closed_client_with_requests_behind_its_first_gets_whole_an
     assert answers.count(b"HTTP/1.1 200 OK") == 1
 
 
+async def test_a_body_that_still_comes_when_the_answer_before_it_ends_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "_LINGER_S", 0.02)
+    async with serving() as connect:
+        reader, writer = await connect()
+        body = chat(b"Connection: close")
+        writer.write(GET + b"\r\n" + body[:-5])
+        assert await status_of(reader) == 200
+        await asyncio.sleep(0.1)
+        writer.write(body[-5:])
+        assert b"HTTP/1.1 200 OK" in await rest_of(reader)
+
+
 async def test_half_a_request_is_not_waited_for_when_the_client_ends() -> None:
     async with serving() as connect:
         reader, writer = await connect()
