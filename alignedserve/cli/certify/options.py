@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from alignedserve.cli.options import ConfigOption, JsonFlag, ModelOption, SeedOption, SetOption
+from alignedserve.config.environment import CLIENT_KEY_VARIABLE, client_api_key
 from alignedserve.core.errors import ConfigError
 
 _FULL = (90.0, 90.0, 4)  # seconds of a burst, seconds of nothing, how often
@@ -47,7 +48,7 @@ class CertifyOptions:
     endpoint: Annotated[str, typer.Option(help="chat or completions.")] = "chat"
     key_variable: Annotated[
         str, typer.Option("--key-from", metavar="VARIABLE", help="Environment variable with the key of the server.")
-    ] = "ALIGNEDSERVE_API_KEY"
+    ] = CLIENT_KEY_VARIABLE
     # --- the protocol
     rate: Annotated[
         float | None,
@@ -151,6 +152,8 @@ class CertifyOptions:
             raise ConfigError(f"--topology {self.topology}: must be one of {', '.join(TOPOLOGIES)}")
         if self.endpoint not in ENDPOINTS:
             raise ConfigError(f"--endpoint {self.endpoint}: must be chat or completions")
+        if self.key_variable != CLIENT_KEY_VARIABLE and client_api_key(self.key_variable) is None:
+            raise ConfigError(f"--key-from {self.key_variable}: the environment has no such variable, or it is empty")
         if self.chat_pictures or self.document_pictures:
             if self.is_simulated:
                 raise ConfigError("--chat-pictures and --document-pictures: the simulated server sees no pictures")

@@ -90,6 +90,10 @@ class ServeOptions:
         pairs = [module.partition("=") for module in self.lora_modules]
         if not all(name and path for name, _, path in pairs):
             raise ConfigError("--lora-modules takes NAME=DIR")
+        names = [name for name, _, _ in pairs]
+        for name in names:
+            if names.count(name) > 1:
+                raise ConfigError(f"--lora-modules names {name} twice")
         return [override_of("lora.adapters", {name: path for name, _, path in pairs})] if pairs else []
 
 

@@ -243,6 +243,8 @@ def test_serve_conveniences_are_overrides() -> None:
     config = load_config(None, options.all_overrides)
     assert (config.model.path, config.gateway.port, config.batching.policy) == ("1.0", 9001, "fcfs")
     assert ServeOptions().all_overrides == []
+    with pytest.raises(ConfigError, match="--lora-modules names terse twice"):
+        _ = ServeOptions(("1.0",), lora_modules=("terse=/a", "other=/b", "terse=/c")).all_overrides
 
 
 def test_the_benchmarks_that_help_names_are_there() -> None:

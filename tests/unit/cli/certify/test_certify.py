@@ -184,6 +184,7 @@ def test_options_that_contradict_each_other() -> None:
         {"url": "http://x", "topology": "elastic"},
         {"topology": "round"},
         {"endpoint": "responses"},
+        {"url": "http://x", "key_variable": "A_VARIABLE_THAT_NOBODY_HAS_SET"},
         {"endpoint": "completions", "chat_pictures": 1.0},
         {"is_simulated": True, "document_pictures": 1.0},
     ):
