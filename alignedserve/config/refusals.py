@@ -9,6 +9,7 @@ import msgspec
 
 from alignedserve.config.sections import ClusterConfig, Topology
 from alignedserve.core.errors import ConfigError
+from alignedserve.disk.plain_yaml import kinds_in_words
 
 _SECTIONS = {
     one.name: one.type for one in msgspec.structs.fields(ClusterConfig) if hasattr(one.type, "__struct_fields__")
@@ -18,14 +19,6 @@ _PLACE = re.compile(r"(?P<problem>.*?)(?: - at (?P<key>`key` in )?`\$\.?(?P<plac
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<name>.*)`", re.DOTALL)
 _EXPECTED = re.compile(r"Expected `(?P<kinds>[^`]*)`, got `[^`]*`")
-_KINDS = {
-    "int": "a whole number",
-    "float": "a number",
-    "bool": "true or false",
-    "str": "a text",
-    "array": "a list",
-    "object": "a mapping of fields",
-}
 _MAX_SHOWN = 60  # characters of a value
 _MAX_ELSEWHERE = 3  # sections that are named where a field is not
 
@@ -49,15 +42,8 @@ def refusal_of(error: msgspec.ValidationError, values: Mapping[str, Any]) -> str
     if place in _SECTIONS and values.get(place) is None:  # as where every line below it is a comment
         return f"{place} is there without a field; leave it out as well"
     if place and (expected := _EXPECTED.fullmatch(problem)):
-        return f"{place} must be {_kinds_in_words(expected['kinds'])} (it is {_shown(values, place)})"
+        return f"{place} must be {kinds_in_words(expected['kinds'])} (it is {_shown(values, place)})"
     return f"{before}{problem}"
-
-
-def _kinds_in_words(kinds: str) -> str:
-    """Return what a field may be, of such as `int | float | null`."""
-    names = kinds.split(" | ")
-    told = [name for name in names if name != "null" and not (name == "int" and "float" in names)]
-    return " or ".join(_KINDS.get(name, name) for name in told)
 
 
 def _hint(name: str, place: str) -> str:

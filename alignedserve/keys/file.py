@@ -17,7 +17,7 @@ import yaml
 
 from alignedserve.core.errors import ConfigError
 from alignedserve.core.request import MAX_PRIORITY
-from alignedserve.disk.plain_yaml import load_yaml
+from alignedserve.disk.plain_yaml import kinds_in_words, load_yaml
 from alignedserve.keys.entry import DEFAULT, FLEX, MAX_KEYS_BYTES, TIERS, KeyEntry
 from alignedserve.keys.ring import KeyRing, KeySecret, owner_of
 
@@ -33,9 +33,18 @@ _Count = Annotated[int, msgspec.Meta(ge=1, le=10**12)]
 _Priority = Annotated[int, msgspec.Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 _Model = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
+_MEANT = {
+    "Object contains ": "",
+    "Object missing required field": "it lacks the field",
+    "Expected int >=": "must be a whole number of at least",
+    "Expected int <=": "must be a whole number of at most",
+}
+_EXPECTED = re.compile(r"Expected (?P<kinds>[a-z |]+), got \w+")
 _RULES = {  # for the patterns and types that msgspec tells
     "name": "must be up to 64 letters, digits, dots, dashes and underscores, with a letter or digit first",
     "weight": "must be a number above 0, and 1000000 at most",
+    "priorities": "must be two whole numbers, the smallest and the largest one",
+    "sha256": "must be a SHA-256, of 64 digits 0-9 and a-f",
 }
 
 
@@ -176,9 +185,13 @@ def parse_row(item: Any, number: int = 1) -> KeyRow:
 
 
 def _words(error: msgspec.ValidationError) -> str:
-    """Return msgspec's words, which name fields and expected types, and never a value."""
+    """Return in words what msgspec refuses: fields and what they must be, and never a value."""
     words, _, where = str(error).replace("`", "").partition(" - at $.")
-    words = _RULES.get(where, words)
+    words = _RULES.get(where.rpartition(".")[2], words)
+    for told, meant in _MEANT.items():
+        words = words.replace(told, meant)
+    if expected := _EXPECTED.fullmatch(words):
+        words = f"must be {kinds_in_words(expected['kinds'])}"
     return f"{where}: {words}" if where else words
 
 

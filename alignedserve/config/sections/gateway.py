@@ -114,7 +114,9 @@ class GatewayConfig(Section, frozen=True):
         self._require(1 <= self.max_request_log_bytes <= MIB, "max_request_log_bytes", "must be between 1 and 1048576")
         self._require(self.keys_from in KEYS_FROM, "keys_from", f"must be one of {', '.join(KEYS_FROM)}")
         self._require(
-            not self.jwt or self.keys_file is not None, "jwt", "needs gateway.keys_file, which says what clients may"
+            not self.jwt or self.keys_file is not None,
+            "keys_file",
+            "must be set with gateway.jwt: it says what clients may",
         )
         check_issuers(self.jwt)
         self._require_positive("max_body_bytes", "max_choices", "max_stop_strings")

@@ -369,7 +369,7 @@ def test_a_bad_issuer_is_named(fields: dict[str, Any], words: str) -> None:
 
 def test_issuers_need_a_file_of_keys_and_names_of_their_own(tmp_path: Path) -> None:
     one = issuer("https://issuer.example/keys")
-    with pytest.raises(ConfigError, match=r"gateway\.jwt needs gateway\.keys_file"):
+    with pytest.raises(ConfigError, match=r"gateway\.keys_file must be set with gateway\.jwt"):
         GatewayConfig(jwt=(one,))
     with pytest.raises(ConfigError, match=r"gateway\.jwt must be .* each once"):
         GatewayConfig(keys_file="k", jwt=(one, one))
