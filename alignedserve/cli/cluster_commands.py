@@ -3,7 +3,8 @@
 As in main.py, the module of each is imported when it runs.
 """
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Annotated
 
@@ -12,7 +13,7 @@ import typer
 from alignedserve.cli.console import FAILURE
 from alignedserve.cli.options import ClusterOption, JsonFlag
 from alignedserve.config.environment import ray_address
-from alignedserve.core.errors import ConfigError
+from alignedserve.core.errors import ConfigError, ResourceError
 
 
 def _is_here(cluster: str | None) -> bool:
@@ -20,6 +21,21 @@ def _is_here(cluster: str | None) -> bool:
     from alignedserve.cluster.deployments.client import has_cluster
 
     return cluster is not None or (ray_address() is None and has_cluster())
+
+
+@contextlib.contextmanager
+def _of_hosts(instead: str) -> Iterator[None]:
+    """Tell what to do instead where a command is for a cluster of `up`, and what runs here is a `serve`."""
+    try:
+        yield
+    except ResourceError as error:
+        from alignedserve.cluster.ray_node import NoRayHere
+
+        if isinstance(error, NoRayHere) and _is_here(None):
+            raise ResourceError(
+                f"this is for a cluster of `up`, and `alignedserve serve` runs here: {instead}"
+            ) from error
+        raise
 
 
 def status(
@@ -79,7 +95,8 @@ def scale(
     """Have more or fewer workers of the cluster that `up` started, while it serves."""
     from alignedserve.cli.commands.cluster.hosts import scale as run
 
-    run(counts, model)
+    with _of_hosts("start it again with --set decode.count=N"):
+        run(counts, model)
 
 
 def drain(
@@ -97,12 +114,13 @@ def drain(
     """Let the work of a node finish or go elsewhere, then end its processes; it stays out until --undo."""
     from alignedserve.cli.commands.cluster import hosts
 
-    if not undo:
-        hosts.drain(node, 60.0 if within is None else within, is_forced=force, waits=wait)
-    elif force or not wait or within is not None:
-        raise ConfigError("--undo goes with no other option")
-    else:
-        hosts.undo_drain(node)
+    with _of_hosts("Ctrl-C there ends it when its open answers have ended"):
+        if not undo:
+            hosts.drain(node, 60.0 if within is None else within, is_forced=force, waits=wait)
+        elif force or not wait or within is not None:
+            raise ConfigError("--undo goes with no other option")
+        else:
+            hosts.undo_drain(node)
 
 
 def restart(
@@ -124,7 +142,8 @@ def stop(
     """Stop the cluster that `up` started, once what is open is answered. Ray itself goes on."""
     from alignedserve.cli.commands.cluster.hosts import stop as run
 
-    run(at_once=now)
+    with _of_hosts("Ctrl-C there, or a SIGTERM, ends it"):
+        run(at_once=now)
 
 
 def ray_storage(

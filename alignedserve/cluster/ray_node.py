@@ -35,8 +35,12 @@ RAY_ENVIRONMENT = {
 }
 
 
+class NoRayHere(ResourceError):
+    """No Ray that admits others runs on this host."""
+
+
 def address_here() -> str:
-    """Return the address of the Ray that `ray start` runs on this host. Raises ResourceError when there is none.
+    """Return the address of the Ray that `ray start` runs on this host. Raises NoRayHere when there is none.
 
     Ray's own search (`auto`) would try an address that was noted before a restart of the host, and the Ray of a
     `serve`, which is at a loopback address and admits nobody else: for minutes.
@@ -44,7 +48,7 @@ def address_here() -> str:
     running: frozenset[str] = services.find_gcs_addresses()  # type: ignore[no-untyped-call]
     found = sorted(address for address in running if not _is_loopback(address))
     if not found:
-        raise ResourceError(
+        raise NoRayHere(
             "no Ray cluster runs on this host; `alignedserve serve` starts a server that needs none, and Ctrl-C ends "
             "it; for several hosts start one with `ray up`, or set RAY_ADDRESS"
         )

@@ -11,6 +11,7 @@ import pytest
 from rich.markup import escape
 
 from alignedserve.cli.commands.cluster import one_host
+from alignedserve.cli.main import main
 from alignedserve.cli.models import serving
 from alignedserve.cluster.deployments.admin_api import AdminApi
 from alignedserve.cluster.deployments.client import has_cluster
@@ -135,3 +136,26 @@ def test_the_log_of_a_process_here_is_shown_without_ray(
     for name in ("nobody", "../admin"):
         with pytest.raises(ResourceError, match="there are decode-0"):
             one_host.logs(None, name, follow=False)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("door")
+@pytest.mark.parametrize(
+    ("arguments", "instead"),
+    [
+        (("scale", "decode=2"), "start it again with --set decode.count=N"),
+        (("drain", "node-0"), "Ctrl-C there ends it when its open answers have ended"),
+        (("stop",), "Ctrl-C there, or a SIGTERM, ends it"),
+    ],
+)
+def test_commands_for_hosts_say_what_to_do_beside_a_serve(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], instead: str
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("ray._private.services.find_gcs_addresses", frozenset)
+    monkeypatch.setattr("sys.argv", ["alignedserve", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    told = "error: this is for a cluster of `up`, and `alignedserve serve` runs here: "
+    assert capsys.readouterr().err == f"{told}{instead}\n"
