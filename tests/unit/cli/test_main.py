@@ -178,6 +178,8 @@ def test_help_is_whole_in_a_terminal_of_80_columns(
         ("batch", "list", "--url", "localhost:8000"),
         ("usage", "--since", "2026-12-01", "--until", "2026-11-01"),
         ("usage", "--since", "2999-01-01"),
+        ("replay", "no-such-folder"),
+        ("replay", ".", "--fit-on", "no-such-folder"),
     ],
 )
 def test_usage_errors_exit_with_2(

@@ -14,14 +14,20 @@ from alignedserve.core.errors import ConfigError
 class ReplayOptions:
     """Options of `alignedserve replay`."""
 
-    folder: Annotated[Path, typer.Argument(help="Folder that `serve --record` filled.", file_okay=False)]
+    folder: Annotated[Path, typer.Argument(help="Folder that `serve --record` filled.", exists=True, file_okay=False)]
     component: Annotated[
         str | None,
         typer.Option("--component", metavar="NAME", help="Only this component's decisions, and no simulation."),
     ] = None
     fit_on: Annotated[
         Path | None,
-        typer.Option("--fit-on", metavar="DIR", help="Another recorded run, from which the simulation gets its costs."),
+        typer.Option(
+            "--fit-on",
+            metavar="DIR",
+            help="Another recorded run, from which the simulation gets its costs.",
+            exists=True,
+            file_okay=False,
+        ),
     ] = None
     costs: Annotated[
         str | None, typer.Option("--costs", metavar="fitted:FILE", help="Costs from `alignedserve profile`.")
