@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 from alignedserve.loadgen.trust import untrusted
 
+_CLOSED = ("ServerDisconnectedError", "RemoteDisconnected")  # of aiohttp and of http.client: neither is loaded here
+
 
 def unreachable(url: str, error: BaseException) -> str:
     """Return why nothing came from a server, and what to do about it."""
@@ -29,7 +31,15 @@ def _words(url: str, error: BaseException) -> str | None:
     return f"nothing answers at {url} ({os.strerror(error.errno)})"
 
 
+def closed_in_clear(url: str, error: BaseException) -> str:
+    """Return the hint that a server which closes connections in clear may want TLS; empty: it is no such case."""
+    is_closed = url.startswith("http://") and type(error).__name__ in _CLOSED
+    return "; its address may begin with https://" if is_closed else ""
+
+
 def _other(url: str, error: BaseException) -> str:
+    if hint := closed_in_clear(url, error):
+        return f"{url} closes the connection without an answer{hint}"
     return f"nothing answers at {url} ({type(error).__name__})"
 
 

@@ -21,7 +21,7 @@ from alignedserve.config.environment import CLIENT_KEY_VARIABLE
 from alignedserve.core.errors import ConfigError, PeerError, PeerLost, ProtocolError
 from alignedserve.loadgen.sse import error_message, is_key_wanted
 from alignedserve.loadgen.trust import trust_for, untrusted
-from alignedserve.loadgen.unreachable import unreachable
+from alignedserve.loadgen.unreachable import closed_in_clear, unreachable
 
 PATIENCE_S = 600.0  # how long a server that responded before may be down
 _CONNECT_S, _SILENCE_S = 10.0, 90.0
@@ -254,9 +254,10 @@ class BatchClient:
             told = f"nothing answers at {self.url}" if self._has_answered else unreachable(self.url, error)
             raise ServerUnavailable(told, has_answered=False) from error
         except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
+            hint = "" if self._has_answered else closed_in_clear(self.url, error)
             self._has_answered = self._has_answered or not isinstance(error, TimeoutError)
             raise ServerUnavailable(
-                f"the connection to {self.url} was lost ({type(error).__name__})", has_answered=False
+                f"the connection to {self.url} was lost ({type(error).__name__}){hint}", has_answered=False
             ) from error
         except (ServerUnavailable, RequestRefused):
             self._has_answered = True

@@ -24,14 +24,18 @@ URL = "http://server:8000"
         (socket.gaierror(socket.EAI_NONAME, "unknown"), f"no host is known by the name in {URL} (unknown)"),
         (TimeoutError(), f"{URL} does not answer in time"),
         (aiohttp.InvalidURL(URL), f"{URL} is no address of a server"),
-        (aiohttp.ServerDisconnectedError(), f"nothing answers at {URL} (ServerDisconnectedError)"),
+        (
+            aiohttp.ServerDisconnectedError(),
+            f"{URL} closes the connection without an answer; its address may begin with https://",
+        ),
+        (aiohttp.ClientPayloadError(), f"nothing answers at {URL} (ClientPayloadError)"),
     ],
 )
 def test_the_reason_is_told_in_words(error: Exception, words: str) -> None:
     wrapped = RuntimeError("of a library")
     wrapped.__cause__ = error
     assert unreachable(URL, error) == words
-    if "(Server" not in words:
+    if not isinstance(error, aiohttp.ClientError) or isinstance(error, aiohttp.InvalidURL):
         assert unreachable(URL, wrapped) == words
 
 
