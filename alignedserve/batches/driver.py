@@ -234,11 +234,13 @@ class BatchDriver:
             pass
 
     def _slots(self) -> LineSlots:
-        """Return the places for lines, with those of all batches taken; answers that cannot be written take none."""
+        """Return the places for lines, with those of all batches taken; answers that cannot be written take none, and
+        neither do lines that wait in a model whose workers are gone."""
         slots = LineSlots(self._num_places, self._max_in_flight)
         for run in self._runs.values():
             if count := run.num_running if run in self._unwritten else run.num_in_flight:
-                slots.take(run.model_shares(), count)
+                stuck = run.num_running_of(slots.closed) if slots.closed else 0
+                slots.take(run.model_shares(), count - stuck)
         return slots
 
     def _ordered(self, now: float, wall_s: float) -> list[tuple[BatchRun, ModelShares]]:

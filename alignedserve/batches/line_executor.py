@@ -70,11 +70,16 @@ class LineExecutor:
         self._context = context
         self._input_file = input_file
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._models: dict[int, str] = {}  # that run them
 
     @property
     def num_running(self) -> int:
         """Lines in the cluster."""
         return len(self._tasks)
+
+    def num_running_of(self, models: Container[str]) -> int:
+        """Return how many lines these models have."""
+        return sum(model in models for model in self._models.values())
 
     def start_line(self, now: float, paused: Collection[str] = ()) -> bool:
         """Start the next line; False: none is due. `paused`: models whose lines wait, and hold up no others."""
@@ -118,7 +123,7 @@ class LineExecutor:
         started_s, batch_id = time.monotonic(), self._record.batch_id
         request_id = f"{batch_id.removeprefix('batch_')}{line:06x}-{secrets.token_hex(6)}"
         custom_id, body = self._input_file.line(line)
-        model = self._context.runner.model_of(str(body.get("model", "")))
+        model = self._models[line] = self._context.runner.model_of(str(body.get("model", "")))
         request = LineRequest(
             self._record.endpoint,
             request_id,
@@ -141,6 +146,7 @@ class LineExecutor:
 
     def _on_line_ended(self, line: int, task: asyncio.Task[None]) -> None:
         self._tasks.pop(line, None)
+        self._models.pop(line, None)
         if task.cancelled():
             return
         error = task.exception()

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Container, Iterable, Sequence
 from itertools import islice
 from typing import TypeVar
 
@@ -131,6 +131,10 @@ class BatchRun:
     def num_running(self) -> int:
         """Lines in the cluster."""
         return self._lines.num_running if self._lines is not None else 0
+
+    def num_running_of(self, models: Container[str]) -> int:
+        """Return how many of its lines these models have."""
+        return self._lines.num_running_of(models) if self._lines is not None else 0
 
     @property
     def num_waiting(self) -> int:

@@ -1,5 +1,6 @@
 """Batches where several models are served: lines that name two, one that nobody serves, a model that is removed."""
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,18 @@ async def test_lines_of_a_model_whose_workers_are_gone_hold_up_no_others(tmp_pat
         other.set_status(replace(IDLE_STATUS, num_places=2))
         batch = await served.wait_for(submitted["id"])
         assert batch["request_counts"] == {"total": 20, "completed": 20, "failed": 0}
+
+
+async def test_lines_that_wait_in_a_model_whose_workers_are_gone_take_no_places_of_others(tmp_path: Path) -> None:
+    async with batch_gateway(tmp_path, max_in_flight=None) as served:
+        other = add_model(served, "other", saying("good day", held_until=asyncio.Event()))
+        for backend in (other, served.backend):
+            backend.set_status(replace(IDLE_STATUS, num_places=2))
+        await _told_of_places(served)
+        submitted = await served.submit(lines_of(*["other", "tiny"] * 10))
+        await holds(lambda: len(other.submitted) >= 4)
+        other.set_status(replace(IDLE_STATUS, num_places=0))
+        await served.wait_for_lines(submitted["id"], 10)
 
 
 async def test_lines_of_a_model_that_is_removed_after_its_workers_were_lost_fail_with_its_error(tmp_path: Path) -> None:
