@@ -294,11 +294,13 @@ class BatchRun:
                 await self._wait_for_change()
 
     async def _expires(self) -> bool:
-        """Return True if the window is over; the batch is expiring from then on, unless it was cancelled."""
+        """Return True if the window is over; the batch is expiring from then on, unless it was cancelled.
+
+        False where the clock was set back meanwhile.
+        """
         if time.time() >= self.record.expires_s:
             await self._advance(WindowExpired())
-            return True
-        return False
+        return self.record.is_ending
 
     async def _end_lines(self, lines: LineExecutor) -> None:
         """Cancel running lines, keep existing results, and record the other lines as not run."""

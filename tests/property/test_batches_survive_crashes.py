@@ -22,6 +22,7 @@ from alignedserve.batches.interfaces import LineFailed, LineRejected, LineReques
 from alignedserve.batches.location import stores_in
 from alignedserve.batches.log import disk_log
 from alignedserve.batches.log.log_format import ResultRecord
+from alignedserve.batches.logic import BatchEvent
 from alignedserve.batches.records import BatchKey, BatchStatus, FileId, FileRecord, Progress, ResultKind
 from alignedserve.batches.repository import BatchSnapshot
 from alignedserve.config.sections import BatchesConfig
@@ -329,3 +330,34 @@ async def test_a_batch_that_can_never_be_written_holds_up_no_others_after_the_di
     assert (await world.end()).record.status is BatchStatus.COMPLETED
     assert num_full == 5
     await world.crash()
+
+
+async def test_a_clock_set_back_as_the_window_ends_leaves_a_batch_that_waits_for_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(tmp_path)
+    await world.submit()
+    world.runner.trouble = "refused"
+    world.start()
+    await asyncio.sleep(0.1)  # it is validated
+    await world.crash()
+    path, clock, advances = tmp_path / "files" / INPUT, time.time, run_module.BatchRun._advance
+    path.rename(tmp_path / "elsewhere")
+    ahead_s, has_come = 7200.0, asyncio.Event()
+
+    async def advance(run: run_module.BatchRun, event: BatchEvent) -> None:
+        nonlocal ahead_s
+        ahead_s = 0.0
+        await advances(run, event)
+        has_come.set()
+
+    monkeypatch.setattr(time, "time", lambda: clock() + ahead_s)
+    monkeypatch.setattr(run_module.BatchRun, "_advance", advance)
+    world.runner.trouble = None
+    world.start()
+    await has_come.wait()
+    (tmp_path / "elsewhere").rename(path)
+    snapshot = await world.end()
+    await world.crash()
+    assert snapshot.record.status is BatchStatus.COMPLETED
+    assert len(world.said(snapshot.progress.log_bytes)) == NUM_LINES
