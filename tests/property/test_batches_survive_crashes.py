@@ -23,10 +23,11 @@ from alignedserve.batches.location import stores_in
 from alignedserve.batches.log import disk_log
 from alignedserve.batches.log.log_format import ResultRecord
 from alignedserve.batches.logic import BatchEvent
+from alignedserve.batches.owners import BACKGROUND, api_owner
 from alignedserve.batches.records import BatchKey, BatchStatus, FileId, FileRecord, Progress, ResultKind
 from alignedserve.batches.repository import BatchSnapshot
 from alignedserve.config.sections import BatchesConfig
-from alignedserve.core.errors import StorageError
+from alignedserve.core.errors import StorageError, StoreUnavailable
 from alignedserve.disk.durable import write_all
 from tests.support.batch_samples import BATCH, INPUT, batch_record, chat_line, file_record
 from tests.support.marks import many
@@ -361,3 +362,26 @@ async def test_a_clock_set_back_as_the_window_ends_leaves_a_batch_that_waits_for
     await world.crash()
     assert snapshot.record.status is BatchStatus.COMPLETED
     assert len(world.said(snapshot.progress.log_bytes)) == NUM_LINES
+
+
+async def test_the_input_of_another_api_goes_with_its_batch_although_the_store_is_down_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(tmp_path)
+    owner = api_owner("anyone", BACKGROUND)
+    await world.submit(owner=owner)
+    removes, num_refused = world.stores.repository.remove_file, 0
+
+    async def remove_file(record: FileRecord) -> bool:
+        nonlocal num_refused
+        num_refused += 1
+        if num_refused <= 3:
+            raise StoreUnavailable("down")
+        return await removes(record)
+
+    monkeypatch.setattr(world.stores.repository, "remove_file", remove_file)
+    world.start()
+    await world.end()
+    await holds(lambda: not (tmp_path / "files" / INPUT).exists(), timeout_s=5.0)
+    await world.crash()
+    assert (await world.stores.repository.stored_by(owner)).num_files == 0
