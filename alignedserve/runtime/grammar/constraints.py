@@ -95,6 +95,7 @@ def _combines_classes(regex: str) -> bool:
 
 
 def _choice_part(outputs: StructuredOutputs) -> GrammarPart:
+    _require(not isinstance(outputs.choice, str), "choices must be a list of texts")
     choices = list(outputs.choice or ())
     _require(0 < len(choices) <= MAX_CHOICES, f"there must be 1 to {MAX_CHOICES} choices")
     _require(all(isinstance(choice, str) and choice for choice in choices), "choices must be texts, none empty")

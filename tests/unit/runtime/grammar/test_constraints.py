@@ -35,6 +35,11 @@ def test_choices_are_taken_literally() -> None:
     assert answers(StructuredOutputs(choice=choices), "axb", "", "a.ba.b") == [False] * 3
 
 
+def test_one_text_is_no_list_of_choices() -> None:
+    with pytest.raises(InvalidRequest, match="list of texts"):
+        part_of(StructuredOutputs(choice="yes"))
+
+
 def test_a_regular_expression_matches_the_whole_answer() -> None:
     assert answers(StructuredOutputs(regex="[0-9]+|a/b"), "12", "a/b", "12x", "٣") == [True, True, False, False]
     assert answers(StructuredOutputs(regex=r"\d"), "1", "٣") == [True, False]
