@@ -38,6 +38,7 @@ def show_keys(config: GatewayConfig) -> None:
     if path is None:
         return
     try:
-        notes().print(f"{path}: {len(read_keys(path))} keys, which hold within a second", soft_wrap=True)
+        count = len(read_keys(path))
+        notes().print(f"{path}: {count} key{'' if count == 1 else 's'}, good within a second", soft_wrap=True)
     except ConfigError as error:
         notes().print(f"error: the keys stay as they were: {error}", soft_wrap=True, markup=False)

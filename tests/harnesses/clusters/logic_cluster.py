@@ -8,12 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
-from alignedserve.config.sections import (
-    PoolConfig,
-    PrefillWorkerConfig,
-    PrefixCacheConfig,
-    SchedulingConfig,
-)
+from alignedserve.config.sections import PoolConfig, PrefillWorkerConfig, PrefixCacheConfig, SchedulingConfig
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request
 from alignedserve.messages.caches import ArenaOffered

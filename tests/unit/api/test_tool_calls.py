@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from alignedserve.api.reasoning import FORMATS as REASONING
 from alignedserve.api.reasoning import Part, ReasoningParser, ThoughtStart, find_reasoning_format, thought_start
 from alignedserve.api.tools.call_parser import CallRun, ToolCallParser
+from alignedserve.api.tools.deltas import whole_tool_calls
 from alignedserve.api.tools.formats import FORMATS, ToolFormat, find_tool_format
 from alignedserve.config.sections import REASONING_FORMATS, TOOL_FORMATS
 
@@ -97,6 +98,14 @@ def test_arguments_come_piece_by_piece() -> None:
 def test_keys_in_any_order_and_arguments_as_text() -> None:
     text = '<tool_call>{"id": 7, "arguments": "{\\"a\\": 1}", "type": "function", "name": "f"}</tool_call>'
     assert parse(FORMATS["hermes"], list(text))[1] == [("f", '{"a": 1}')]
+
+
+def test_an_object_without_a_name_counts_as_no_call() -> None:
+    ids = iter("ab")
+    parser = ToolCallParser(FORMATS["phi4_mini"], lambda text: text, lambda: next(ids))
+    text = '<|tool_call|>[{"nam": "f"}, {"name": "g", "arguments": {}}]<|/tool_call|>'
+    deltas = [delta for run in (*parser.push(text), *parser.end()) for delta in run.tool_calls]
+    assert whole_tool_calls(deltas)[0]["function"] == {"name": "g", "arguments": "{}"}
 
 
 def test_a_cut_call_keeps_what_came() -> None:

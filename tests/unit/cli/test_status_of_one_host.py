@@ -64,7 +64,7 @@ def shown(door: AdminApi, report: StatusReport, *, json_output: bool) -> bool:
 def test_models_load_and_memory(door: AdminApi, capsys: pytest.CaptureFixture[str]) -> None:
     assert shown(door, REPORT, json_output=False)
     said = capsys.readouterr().out
-    assert "chat (/a), serving. Load: 3 queued, 0 in prefill, 5 decoding; 1 elastic workers" in said
+    assert "chat (/a), serving. Load: 3 queued, 0 in prefill, 5 decoding; 1 elastic worker," in said
     assert "500 MiB" in said
     assert "Memory of the host: 3072 of 4096 MiB taken" in said
 

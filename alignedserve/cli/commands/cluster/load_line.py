@@ -9,7 +9,7 @@ def load_line(load: ClusterStatus | None, topology: str) -> str:
     """Return what a cluster of this topology does, in one line."""
     if load is None:
         return "Load: unknown, as no gateway has a router"
-    pooled, workers = "", f"{load.num_decode_workers} {topology} workers"
+    pooled, workers = "", f"{load.num_decode_workers} {topology} worker{'' if load.num_decode_workers == 1 else 's'}"
     if topology == Topology.DISAGGREGATED.value:
         pooled = f"{load.num_pooled} pooled, "
         workers = f"{load.num_prefill_workers} prefill and {load.num_decode_workers} decode workers"
