@@ -37,7 +37,7 @@ async def test_tokens_lost_with_a_link_are_computed_again_though_their_worker_go
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The router leaves such a request where it is, so its stream once stood still until the end of its answer."""
-    monkeypatch.setattr(open_request, "_RESEND_BEHIND_GAP_S", 0.02)
+    monkeypatch.setattr(open_request, "_RESEND_SOON_S", 0.02)
     monkeypatch.setattr(cluster_backend, "_MAX_CHECK_PAUSE_S", 0.01)
     async with cluster(tmp_path) as harness:
         stream = harness.submit(max_tokens=1000)
@@ -61,7 +61,7 @@ async def test_tokens_lost_with_a_link_are_computed_again_though_their_worker_go
 async def test_a_first_token_lost_with_its_worker_is_asked_for_though_another_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(open_request, "_RESEND_BEHIND_GAP_S", 60.0)  # at once, and not as it is silent
+    monkeypatch.setattr(open_request, "_RESEND_SOON_S", 60.0)  # at once, and not as it is silent
     monkeypatch.setattr(open_request, "_RESEND_AFTER_S", 60.0)
     async with cluster(tmp_path) as harness:
         harness.submit(name="other")

@@ -179,7 +179,7 @@ class ClusterBackend:
         if peer.name != self._router:
             lost = [one for one in self._open.values() if one.last_worker in (None, peer.name) or one.has_gap]
             for entry in lost:
-                entry.last_worker = None
+                entry.lose_worker()
             if self._router is not None:
                 self._send_all(self._router, lost)
             return

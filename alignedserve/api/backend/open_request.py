@@ -8,7 +8,7 @@ from alignedserve.messages.gateways import PromptScored, TokenDelta
 # for ever, whichever message was lost.
 _RESEND_AFTER_S = 10.0
 _MOST_RESEND_AFTER_S = 160.0  # of best effort, where the time doubles: thousands may wait for an hour
-_RESEND_BEHIND_GAP_S = 2.0  # while tokens are missing before others: what is under way on another link comes sooner
+_RESEND_SOON_S = 2.0  # while tokens are missing before others, or were lost: what is under way elsewhere comes sooner
 _TOKEN_BYTES = 16  # that are copied while a token is encoded
 
 
@@ -23,6 +23,7 @@ class OpenRequest:
         self.last_worker: str | None = None  # whose tokens came last, until its link is lost
         self._last_sent_s = now
         self._resend_after_s = _RESEND_AFTER_S
+        self._is_asked_soon = False  # a chat whose worker was lost: it is sent again soon
         self._last_early_s = now  # when tokens behind a gap last came
         self._gap_told_s: float | None = None  # when it was sent again for a gap of which no token has come since
         self._has_last = False
@@ -59,6 +60,12 @@ class OpenRequest:
         """True while tokens are missing before others that are here."""
         return bool(self._out_of_order)
 
+    def lose_worker(self) -> None:
+        """Note that the link to its worker is lost. A chat is sent to the router at once, and soon again: that may take
+        it for served until it hears from the worker itself that the answer has ended."""
+        self.last_worker = None
+        self._is_asked_soon = not self.is_best_effort
+
     def tell_gap(self, now: float) -> bool:
         """Note that it is sent to the router again. Return whether it was for the same gap before, and its worker goes
         on behind that: only a new attempt closes it. What came behind it is then forgotten, and that worker."""
@@ -73,11 +80,12 @@ class OpenRequest:
         """Return whether it has been silent too long; True starts the next wait, of best effort twice as long."""
         if self.last_heard_s > self._last_sent_s:
             self._resend_after_s = _RESEND_AFTER_S
-        wait_s = min(_RESEND_BEHIND_GAP_S, self._resend_after_s) if self.has_gap else self._resend_after_s
+        is_soon = self.has_gap or self._is_asked_soon
+        wait_s = min(_RESEND_SOON_S, self._resend_after_s) if is_soon else self._resend_after_s
         is_silent = now - max(self.last_heard_s, self._last_sent_s) > wait_s
         is_due = is_silent or self.is_to_be_sent
         if is_due:
-            self._last_sent_s, self.is_to_be_sent = now, False
+            self._last_sent_s, self.is_to_be_sent, self._is_asked_soon = now, False, False
             if self.is_best_effort and is_silent:
                 self._resend_after_s = min(2.0 * self._resend_after_s, _MOST_RESEND_AFTER_S)
         return is_due
@@ -125,6 +133,6 @@ class OpenRequest:
             self.stream.num_cached_tokens = min(delta.num_cached_tokens, self.request.prompt_len)
             self.stream.embedding = delta.embedding
         self._token_ids += new
-        self.last_heard_s, self._gap_told_s = now, None
+        self.last_heard_s, self._gap_told_s, self._is_asked_soon = now, None, False
         self._has_last = delta.finish_reason is not None
         self.stream.push(new, delta.logprobs[num_known:], delta.finish_reason)
