@@ -24,12 +24,12 @@ from alignedserve.batches.line_executor import RunContext
 from alignedserve.batches.line_scheduling import LineDurations, by_slack, client_turns
 from alignedserve.batches.line_slots import LineSlots, ModelShares
 from alignedserve.batches.location import DriverStores
-from alignedserve.batches.records import BatchKey, BatchRecord
+from alignedserve.batches.records import BatchKey
 from alignedserve.batches.run import BatchRun
 from alignedserve.batches.schedule import Turn, by_priority
 from alignedserve.batches.statistics import BatchStatistics
 from alignedserve.config.sections import BatchesConfig
-from alignedserve.core.errors import StorageError, StorageFull, StoreUnavailable
+from alignedserve.core.errors import StorageError, StorageFull
 from alignedserve.disk.durable import lock_file
 
 logger = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ class BatchDriver:
         try:
             await run.run()
             logger.info("%s is %s", batch_id, run.record.status.value)
-            await self._forget_input(run.record)
+            await run.persist(lambda: forget_input(self._stores, run.record, time.time()))
         except StorageError as error:
             logger.error("%s pauses: %s", batch_id, error)
             await self._pause(run, str(error))
@@ -144,14 +144,6 @@ class BatchDriver:
             self._unwritten.pop(run, None)
             self._order = [one for one in self._order if one[0] is not run]
             self._is_order_stale = True
-
-    async def _forget_input(self, record: BatchRecord) -> None:
-        """Remove an input file that no client knows of, as soon as the store answers. Raises StorageError."""
-        while True:
-            try:
-                return await forget_input(self._stores, record, time.time())
-            except StoreUnavailable:
-                await asyncio.sleep(_RESTART_S)
 
     async def _pause(self, run: BatchRun, reason: str) -> None:
         """Store the reason, and wait before the batch is resumed."""
@@ -288,7 +280,7 @@ class BatchDriver:
 
     @property
     def _is_full(self) -> bool:
-        """Whether the disk is, so that no lines are started."""
+        """Return whether the disk is full, so that no lines are started."""
         return any(one.is_full for one in self._unwritten.values())
 
     async def _write_results(self, run: BatchRun) -> None:

@@ -240,7 +240,7 @@ class BatchRun:
             await self._run_lines(lines)
             await self._end_lines(lines)
         if not self.record.is_over:
-            await self._persist(self._finish)
+            await self.persist(self._finish)
 
     async def _scan_input(self) -> None:
         async for num_lines in self._input_file.scan():
@@ -334,14 +334,14 @@ class BatchRun:
         )
 
     async def _advance(self, event: BatchEvent) -> None:
-        self.record = await self._persist(
+        self.record = await self.persist(
             lambda: self._context.stores.repository.change_batch(
                 self.record.batch_id, lambda record: advance(record, event, time.time())
             )
         )
 
-    async def _persist(self, change: Callable[[], Awaitable[T]]) -> T:
-        """Retry until the store is available."""
+    async def persist(self, change: Callable[[], Awaitable[T]]) -> T:
+        """Make a change of the store, as soon as that is available, and return what comes of it."""
         while True:
             try:
                 return await change()

@@ -215,7 +215,7 @@ class DiskLog:
         with self._lock:
             file_descriptor, self._file = self._file, None
             if file_descriptor is not None:
-                with contextlib.suppress(OSError):  # of what could not be written: nobody was told that it had been
+                with contextlib.suppress(OSError):  # told of records that `append` has refused already
                     os.close(file_descriptor)
 
 
