@@ -93,6 +93,11 @@ def require_writable(path: Path, *, option: str = "--output") -> None:
         raise ConfigError(f"{option} {path}: cannot be written: {error.strerror}") from error
 
 
+def counted(number: int, noun: str) -> str:
+    """Return how many there are of something: "1 key", "2 keys"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def printable(text: str) -> str:
     """Return the text without control characters, so that a model's answer cannot command the terminal."""
     if text.isprintable():

@@ -9,7 +9,7 @@ import msgspec
 
 from alignedserve.config.sections import ClusterConfig, Topology
 from alignedserve.core.errors import ConfigError
-from alignedserve.disk.plain_yaml import kinds_in_words
+from alignedserve.disk.mistakes import required_kind
 
 _SECTIONS = {
     one.name: one.type for one in msgspec.structs.fields(ClusterConfig) if hasattr(one.type, "__struct_fields__")
@@ -18,7 +18,6 @@ _SECTIONS = {
 _PLACE = re.compile(r"(?P<problem>.*?)(?: - at (?P<key>`key` in )?`\$\.?(?P<place>[^`]*)`)?", re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<name>.*)`", re.DOTALL)
-_EXPECTED = re.compile(r"Expected `(?P<kinds>[^`]*)`, got `[^`]*`")
 _MAX_SHOWN = 60  # characters of a value
 _MAX_ELSEWHERE = 3  # sections that are named where a field is not
 
@@ -41,8 +40,8 @@ def refusal_of(error: msgspec.ValidationError, values: Mapping[str, Any]) -> str
         return f"topology must be one of {', '.join(one.value for one in Topology)} (it is {_shown(values, place)})"
     if place in _SECTIONS and values.get(place) is None:  # as where every line below it is a comment
         return f"{place} is there without a field; leave it out as well"
-    if place and (expected := _EXPECTED.fullmatch(problem)):
-        return f"{place} must be {kinds_in_words(expected['kinds'])} (it is {_shown(values, place)})"
+    if place and (required := required_kind(problem)):
+        return f"{place} {required} (it is {_shown(values, place)})"
     return f"{before}{problem}"
 
 

@@ -7,15 +7,6 @@ import yaml
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _MERGE = "tag:yaml.org,2002:merge"
 _MAX_DEPTH = 100
-_KINDS = {
-    "int": "a whole number",
-    "float": "a number",
-    "bool": "true or false",
-    "str": "a text",
-    "datetime": "a time with its zone, such as 2027-01-31T00:00:00Z",
-    "array": "a list",
-    "object": "a mapping of fields",
-}
 
 
 def load_yaml(text: str) -> Any:
@@ -30,27 +21,6 @@ def load_yaml(text: str) -> Any:
         return loader.construct_document(root)
     finally:
         loader.dispose()
-
-
-def mistake_of(text: str, error: Exception) -> str:
-    """Return in one line what is wrong with a text that `load_yaml` refused, and where."""
-    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
-        return " ".join(str(error).split())
-    mark = error.problem_mark
-    rest = text.split("\n")[mark.line :]
-    if rest and "\t" in rest[0][: len(rest[0]) - len(rest[0].lstrip())]:
-        return f"line {mark.line + 1} is indented by a tab, and YAML takes spaces alone"
-    told = f"{error.problem} in line {mark.line + 1}, column {mark.column + 1}"
-    if error.context is None or error.context_mark is None:
-        return told
-    return f"{told}, {error.context} that begins in line {error.context_mark.line + 1}"
-
-
-def kinds_in_words(kinds: str) -> str:
-    """Return what a field may be, of such as `int | float | null` in msgspec's messages."""
-    names = kinds.split(" | ")
-    told = [name for name in names if name != "null" and not (name == "int" and "float" in names)]
-    return " or ".join(_KINDS.get(name, name) for name in told)
 
 
 def _require_flat(text: str) -> None:

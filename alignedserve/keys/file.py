@@ -17,7 +17,8 @@ import yaml
 
 from alignedserve.core.errors import ConfigError
 from alignedserve.core.request import MAX_PRIORITY
-from alignedserve.disk.plain_yaml import kinds_in_words, load_yaml
+from alignedserve.disk.mistakes import required_kind
+from alignedserve.disk.plain_yaml import load_yaml
 from alignedserve.keys.entry import DEFAULT, FLEX, MAX_KEYS_BYTES, TIERS, KeyEntry
 from alignedserve.keys.ring import KeyRing, KeySecret, owner_of
 
@@ -39,7 +40,6 @@ _MEANT = {
     "Expected int >=": "must be a whole number of at least",
     "Expected int <=": "must be a whole number of at most",
 }
-_EXPECTED = re.compile(r"Expected (?P<kinds>[a-z |]+), got \w+")
 _RULES = {  # for the patterns and types that msgspec tells
     "name": "must be up to 64 letters, digits, dots, dashes and underscores, with a letter or digit first",
     "weight": "must be a number above 0, and 1000000 at most",
@@ -190,8 +190,7 @@ def _words(error: msgspec.ValidationError) -> str:
     words = _RULES.get(where.rpartition(".")[2], words)
     for told, meant in _MEANT.items():
         words = words.replace(told, meant)
-    if expected := _EXPECTED.fullmatch(words):
-        words = f"must be {kinds_in_words(expected['kinds'])}"
+    words = required_kind(words) or words
     return f"{where}: {words}" if where else words
 
 

@@ -1,4 +1,4 @@
-"""What our own clients say of a server that could not be reached."""
+"""Words for a server that could not be reached, for our own clients."""
 
 import errno
 import os

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from alignedserve.api.openai.prompt_encoding import param_at
 from alignedserve.core.errors import InvalidRequest
 
 
@@ -13,5 +14,5 @@ def naming(place: int, *, of: int) -> Iterator[None]:
         yield
     except InvalidRequest as error:
         if of > 1:
-            error.args = (f"prompts[{place}]: {error}",)
+            error.args = (f"{param_at('prompts', place, of=of)}: {error}",)
         raise

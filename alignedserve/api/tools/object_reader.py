@@ -118,7 +118,7 @@ class ObjectReader:
             self._read(character)
         elif character == "}":
             if self._call is not None and self._call.name is None:
-                self._num_calls -= 1  # nobody is told of it
+                self._num_calls -= 1  # no delta has shown it
             self._call, self._step = None, self._seek_object
 
     def _end_key(self, text: str) -> None:

@@ -11,7 +11,7 @@ import msgspec
 from rich.markup import escape
 from rich.table import Table
 
-from alignedserve.cli.console import notes, print_json, print_table, results
+from alignedserve.cli.console import counted, notes, print_json, print_table, results
 from alignedserve.core.errors import ConfigError
 from alignedserve.keys.edit import added, change_keys, new_secret, revoked, rotated, secret_row
 from alignedserve.keys.file import KeyRow, parse_row, read_keys
@@ -49,10 +49,8 @@ def rotate(path: Path, name: str, overlap: str, expires: str | None) -> None:
     """Give a key another secret. Raises ConfigError."""
     _require(path)
     now, secret = _now(), new_secret()
-    row, overlap_s = (
-        secret_row(secret, now, _end(expires, now)),
-        _seconds("--overlap", overlap, "must be a time such as 24h, 7d or 0"),
-    )
+    row = secret_row(secret, now, _end(expires, now))
+    overlap_s = _seconds("--overlap", overlap, "must be a time such as 24h, 7d or 0")
     change_keys(path, partial(rotated, name=name, secret=row, now=now, overlap_s=overlap_s))
     until = (now + timedelta(seconds=overlap_s)).isoformat(" ", "minutes")
     _show(secret, f"Former secrets of {name} are good until {until}." if overlap_s else "Former secrets have ended.")
@@ -72,7 +70,7 @@ def show_list(path: Path, json_output: bool) -> None:
     if json_output:
         print_json([_view(row, now) for row in rows])
         return
-    table = Table(title=f"{len(rows)} key{'' if len(rows) == 1 else 's'} in {path}", title_justify="left")
+    table = Table(title=f"{counted(len(rows), 'key')} in {path}", title_justify="left")
     for heading in ("name", "secrets", "tiers", "priorities", "models", "weight", "limits and rights"):
         table.add_column(heading)
     for row in rows:

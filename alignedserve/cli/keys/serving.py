@@ -1,6 +1,6 @@
 """What `serve` and `up` do about the file of keys: they refuse to start with a bad one, and look at it on SIGHUP."""
 
-from alignedserve.cli.console import notes
+from alignedserve.cli.console import counted, notes
 from alignedserve.config.environment import API_KEYS_VARIABLE, api_keys
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import ConfigError
@@ -38,7 +38,6 @@ def show_keys(config: GatewayConfig) -> None:
     if path is None:
         return
     try:
-        count = len(read_keys(path))
-        notes().print(f"{path}: {count} key{'' if count == 1 else 's'}, good within a second", soft_wrap=True)
+        notes().print(f"{path}: {counted(len(read_keys(path)), 'key')}, good within a second", soft_wrap=True)
     except ConfigError as error:
         notes().print(f"error: the keys stay as they were: {error}", soft_wrap=True, markup=False)

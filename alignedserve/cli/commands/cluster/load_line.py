@@ -1,5 +1,6 @@
 """What a cluster, or one model of it, does now, in one line."""
 
+from alignedserve.cli.console import counted
 from alignedserve.config.sections import Topology
 from alignedserve.core.percent import in_percent
 from alignedserve.messages.gateways import ClusterStatus
@@ -9,7 +10,7 @@ def load_line(load: ClusterStatus | None, topology: str) -> str:
     """Return what a cluster of this topology does, in one line."""
     if load is None:
         return "Load: unknown, as no gateway has a router"
-    pooled, workers = "", f"{load.num_decode_workers} {topology} worker{'' if load.num_decode_workers == 1 else 's'}"
+    pooled, workers = "", counted(load.num_decode_workers, f"{topology} worker")
     if topology == Topology.DISAGGREGATED.value:
         pooled = f"{load.num_pooled} pooled, "
         workers = f"{load.num_prefill_workers} prefill and {load.num_decode_workers} decode workers"
