@@ -4,6 +4,7 @@ import asyncio
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from msgspec.structs import replace
@@ -138,8 +139,8 @@ async def _told_of_places(served: BatchGateway) -> None:
         num_looks += 1
         return run()
 
-    served.runner.model_states = counted  # type: ignore[method-assign]
-    await holds(lambda: num_looks >= 2)
+    with mock.patch.object(served.runner, "model_states", counted):
+        await holds(lambda: num_looks >= 2)
 
 
 async def test_a_model_that_is_not_loaded_yet_is_waited_for(tmp_path: Path) -> None:

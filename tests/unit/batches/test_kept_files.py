@@ -59,7 +59,9 @@ async def add_batch(stores: DriverStores) -> BatchRecord:
     return record
 
 
-async def test_the_input_of_another_api_goes_with_its_batch_whatever_its_owner_adds_meanwhile(tmp_path: Path) -> None:
+async def test_the_input_of_another_api_goes_with_its_batch_whatever_its_owner_adds_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     owner = api_owner("anyone", BACKGROUND)
     stores = stores_in(tmp_path, records := MemoryRecords())
     await stores.repository.add_file(file_record(owner=owner), fits=lambda _: True)
@@ -74,7 +76,7 @@ async def test_the_input_of_another_api_goes_with_its_batch_whatever_its_owner_a
             await stores.repository.add_file(other, fits=lambda _: True)
         return await commits(changes, unchanged=unchanged)
 
-    records.commit = commit  # type: ignore[method-assign]
+    monkeypatch.setattr(records, "commit", commit)
     await forget_input(stores, batch_record(owner=owner, status=BatchStatus.COMPLETED), 10.0)
     assert names(tmp_path) == []
     assert (await stores.repository.stored_by(owner)).num_files == 3

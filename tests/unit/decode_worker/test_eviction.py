@@ -302,7 +302,7 @@ def test_what_a_pool_took_that_was_lost_since_is_computed_again() -> None:
 
 
 def test_what_a_pool_took_and_the_router_never_heard_of_is_computed_again() -> None:
-    """The pool lives, and its link to the router was lost with its word: nobody else knows where the request is."""
+    """The pool's word was lost with its link to the router: nobody but this worker knows that the request is there."""
     made = switched()
     assert back(made, ReturnOutcome.TAKEN) == []
     made.now += 4.9

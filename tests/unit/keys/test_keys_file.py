@@ -217,7 +217,7 @@ def test_the_list_of_keys_has_whole_names_in_a_narrow_terminal(
 
 
 def test_a_key_is_not_looked_for_in_a_file_that_is_not_there(tmp_path: Path) -> None:
-    """Whoever revokes a key in another folder is told of the file, not that there is no such key."""
+    """In another folder the missing file is named; "there is no such key" would be taken for done."""
     path = tmp_path / "keys.yaml"
     for command in (
         partial(revoke, path, "a"),
