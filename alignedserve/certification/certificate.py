@@ -80,7 +80,6 @@ def _at(distribution: object, percentile: str) -> float | None:
 
 
 def _phase(phase: PhaseRecord) -> dict[str, Any]:
-    """Return a phase without its gaps, which are many."""
     plain: dict[str, Any] = msgspec.to_builtins(phase)
     del plain["gaps_s"], plain["document_gaps_s"]
     return plain

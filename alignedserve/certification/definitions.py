@@ -43,7 +43,6 @@ _READING = (
 
 
 def protocol_section(certificate: Certificate) -> str:
-    """Render the sizes of the protocol, and by what they were chosen."""
     protocol, speed = certificate.protocol, certificate.speed
     chat, documents = protocol.chat, protocol.documents
     windows = ", ".join(map(duration, protocol.windows_s))
@@ -69,7 +68,6 @@ def protocol_section(certificate: Certificate) -> str:
 
 
 def _pictures(protocol: Protocol) -> Iterator[tuple[str, str]]:
-    """Yield which requests carry pictures, if any do."""
     chat, documents = protocol.chat, protocol.documents
     if not chat.picture_share and not documents.picture_share:
         return
@@ -82,5 +80,4 @@ def _pictures(protocol: Protocol) -> Iterator[tuple[str, str]]:
 
 
 def reading_section() -> str:
-    """Render the definitions."""
     return element("h2", "How the figures are defined") + named_values(_READING)

@@ -208,7 +208,6 @@ def _attainment(alone: StreamFigures | None, beside: StreamFigures | None) -> st
 
 
 def _pictures(certificate: Certificate) -> str:
-    """Render chats with pictures and without, where there are both."""
     figures, rows = certificate.figures, []
     for words, by_phase in (("with a picture", figures.pictured), ("without", figures.plain)):
         for phase, one in by_phase.items():

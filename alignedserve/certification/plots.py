@@ -52,7 +52,6 @@ def _bursts(frame: Frame, protocol: Protocol) -> str:
 
 
 def _documents_there(frame: Frame, phase: PhaseRecord) -> str:
-    """Draw the time in which there were documents, as a line along the top."""
     if not phase.phase.has_documents:
         return ""
     ended_s = phase.duration_s if phase.documents_ended_s is None else phase.documents_ended_s
@@ -72,7 +71,6 @@ def _objective(frame: Frame, objective_s: float | None) -> str:
 
 
 def distribution(series: Sequence[tuple[Phase, Sequence[float]]], x_label: str, objective_s: float | None) -> str:
-    """Plot cumulative distributions over a logarithmic axis."""
     curves = []
     for phase, values in series:
         ascending = sorted(values)
@@ -93,7 +91,6 @@ def distribution(series: Sequence[tuple[Phase, Sequence[float]]], x_label: str, 
 
 
 def capacity(left: LeftOver) -> str:
-    """Plot what documents have alone, what chat leaves of it, and what they had beside chat."""
     rows = (
         ("alone", left.alone_tokens_per_s, "bar s2"),
         ("left over by chat", left.left_tokens_per_s, "free"),
@@ -113,7 +110,6 @@ def capacity(left: LeftOver) -> str:
 
 
 def progress(certificate: Certificate) -> str:
-    """Plot how many lines had ended, by time since the documents began."""
     phases = [phase for phase in certificate.evidence.phases if phase.progress]
     longest_s = max((phase.progress[-1][0] - phase.documents_began_s for phase in phases), default=1.0)
     highest = max((phase.progress[-1][1] for phase in phases), default=1)

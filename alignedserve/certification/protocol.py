@@ -40,7 +40,6 @@ class Phase(enum.Enum):
 
     @property
     def has_chat(self) -> bool:
-        """Return whether chat is sent."""
         return self is not Phase.DOCUMENTS_ALONE
 
     @property
@@ -300,7 +299,6 @@ def _rate(wanted: Wanted, speed: Speed) -> float:
 
 
 def _num_fitting(wanted: Wanted, speed: Speed) -> float:
-    """Return how many documents there must be to last beside chat."""
     chat_s = wanted.chat_s
     left_s = chat_s - _rate(wanted, speed) * wanted.num_bursts * wanted.burst_s / speed.chats_per_s
     return speed.documents_per_s * max(left_s, 0.1 * chat_s) * MARGIN
@@ -311,12 +309,10 @@ def _window(seconds: float) -> float:
 
 
 def _rounded_down(value: float) -> float:
-    """Round down to two digits."""
     unit = 10.0 ** (math.floor(math.log10(value)) - 1)
     return float(f"{max(1, math.floor(value / unit + 1e-9)) * unit:.6g}")
 
 
 def _rounded_up(value: float) -> float:
-    """Round up to two digits."""
     unit = 10.0 ** (math.floor(math.log10(value)) - 1)
     return float(f"{math.ceil(value / unit - 1e-9) * unit:.6g}")

@@ -102,7 +102,6 @@ class PhaseRecord:
 
     @property
     def num_output_tokens(self) -> int:
-        """Return the tokens of all documents."""
         return sum(batch.num_output_tokens for batch in self.batches)
 
     def failures_of_lines(self) -> dict[str, int]:

@@ -40,7 +40,6 @@ class Compared:
     on: Distribution | None
 
     def ratio(self, percentile: str) -> float | None:
-        """Return how many times as long it is with documents on, at `p50`, `p90`, `p99` or `max`."""
         if self.off is None or self.on is None:
             return None
         off, on = getattr(self.off, percentile), getattr(self.on, percentile)
@@ -62,7 +61,6 @@ class LeftOver:
 
     @property
     def left_tokens_per_s(self) -> float:
-        """Return what documents could have had."""
         return self.alone_tokens_per_s * (1.0 - self.chat_share)
 
     @property
@@ -102,15 +100,12 @@ class Figures:
     plain: dict[str, StreamFigures] = field(default_factory=dict)  # of those without, where others have one
 
     def compared(self) -> tuple[Compared, ...]:
-        """Return chat's measures, off and on."""
         return _compared(self.alone, self.beside)
 
     def documents_compared(self) -> tuple[Compared, ...]:
-        """Return those of streamed documents, alone and beside chat."""
         return _compared(self.documents_alone, self.documents_beside)
 
     def attainment_loss(self) -> float | None:
-        """Return how much smaller attainment is beside documents than alone."""
         if self.alone is None or self.beside is None:
             return None
         if self.alone.attainment is None or self.beside.attainment is None:
@@ -119,7 +114,6 @@ class Figures:
 
 
 def figures_of(evidence: Evidence, slo: Slo) -> Figures:
-    """Compute all figures."""
     alone, beside, documents = (evidence.phase(phase) for phase in Phase)
     pictured, plain = (_by_picture(evidence, slo, has_picture=has_picture) for has_picture in (True, False))
     return Figures(
@@ -141,7 +135,6 @@ def _chat_of(phase: PhaseRecord, slo: Slo) -> StreamFigures:
 
 
 def _by_picture(evidence: Evidence, slo: Slo, *, has_picture: bool) -> dict[str, StreamFigures]:
-    """Return the figures of chats with a picture, or of those without, of phases that have any."""
     found = {}
     for phase in evidence.phases:
         chats = [chat for chat in phase.chats_beside if chat.has_picture is has_picture]
@@ -157,7 +150,6 @@ def _documents_of(phase: PhaseRecord | None) -> StreamFigures | None:
 
 
 def _streams(streams: Sequence[StreamRecord], gaps_s: Sequence[float], slo: Slo) -> StreamFigures:
-    """Compute the figures of streams; `gaps_s` may be a sample, and the longest of all stands in the streams."""
     answered = [one for one in streams if one.failure is None]
     failures = Counter(one.failure for one in streams if one.failure is not None)
     reasons = Counter(one.reason or one.failure for one in streams if one.failure is not None)
@@ -182,7 +174,6 @@ def _streams(streams: Sequence[StreamRecord], gaps_s: Sequence[float], slo: Slo)
 
 
 def _latest(chats: Sequence[StreamRecord], slo: Slo) -> float | None:
-    """Return the longest time to a first token by the objective; infinite where one never came."""
     if slo.ttft_s is None or not chats:
         return None
     return max(float("inf") if chat.ttft_s is None else chat.ttft_s / slo.ttft_s for chat in chats)

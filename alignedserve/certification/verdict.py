@@ -42,7 +42,6 @@ class Check:
 
     @property
     def holds(self) -> bool:
-        """Return whether it holds; what could not be measured does not."""
         if self.measured is None:
             return False
         rounded = round(self.measured, 9)
@@ -50,7 +49,6 @@ class Check:
 
 
 def checks_of(evidence: Evidence, figures: Figures, bounds: Bounds) -> tuple[Check, ...]:
-    """Compare every figure with its bound."""
     return (*_of_chat(figures, bounds), *_of_documents(evidence, figures, bounds))
 
 

@@ -18,7 +18,6 @@ def seconds(value: float | None) -> str:
 
 
 def duration(value: float) -> str:
-    """Return a span of time: 90 s, 12 min, 2 h."""
     for unit, size in (("h", 3600.0), ("min", 60.0)):
         if value >= 2 * size or (value >= size and value % size == 0):
             return f"{round(value / size, 1):g} {unit}"
@@ -26,7 +25,6 @@ def duration(value: float) -> str:
 
 
 def percent(share: float | None) -> str:
-    """Return a share in percent; a dash where there is none."""
     return "-" if share is None else in_percent(share)
 
 
@@ -45,7 +43,6 @@ def measured_of(check: Check) -> str:
 
 
 def bound_of(check: Check) -> str:
-    """Return the bound."""
     return f"at {'least' if check.is_least else 'most'} {_with_unit(check.bound, check.unit)}"
 
 

@@ -32,7 +32,6 @@ def own_cluster(
 
 
 def on_free_port() -> str:
-    """Return the setting of a port that is free now, beside a server that already has the usual one."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return f"gateway.port={listener.getsockname()[1]}"

@@ -19,7 +19,6 @@ class Curve:
         self._ys = list(accumulate((y for _, y in found), max))
 
     def at(self, x: float) -> float:
-        """Return the value there."""
         if x <= self._xs[0]:
             return self._ys[0]
         last = min(bisect_right(self._xs, x), len(self._xs) - 1)

@@ -127,7 +127,6 @@ class ListScheduledModel:
         self._balanced, self._division, self._on = balanced, DIVISIONS[kernel], on
 
     def iteration_s(self, work: IterationWork) -> float:
-        """See CostModel."""
         if not work.num_decodes:
             return self._balanced.iteration_s(work)
         charged = work.copy()
@@ -135,7 +134,6 @@ class ListScheduledModel:
         return self._balanced.iteration_s(charged)
 
     def swap_s(self, num_tokens: float) -> float:
-        """See CostModel."""
         return self._balanced.swap_s(num_tokens)
 
 

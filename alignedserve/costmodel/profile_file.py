@@ -55,7 +55,6 @@ def read_profile(path: Path) -> MachineProfile:
 
 
 def _machine(content: Mapping[str, Any]) -> dict[str, int | None]:
-    """Return the numbers that the machine's description names, which is there for people."""
     machine = content.get("machine")
     described = machine if isinstance(machine, dict) else {}
     return {"num_threads": _count(described.get("threads")), "num_cores": _count(described.get("cores"))}
@@ -113,13 +112,11 @@ def _layer_heads(section: Any, path: Path) -> tuple[LayerHeads, ...]:
 
 
 def _with_later_fields(section: Any) -> Any:
-    """Return the coefficients with the fields that profiles of earlier versions lack."""
     later = ("constrained_s", "beyond_token_s", "bend_tokens")
     return {**dict.fromkeys(later, 0.0), **section} if isinstance(section, dict) else section
 
 
 def _with_later_sizes(section: Any) -> Any:
-    """Return the shape with the fields that profiles of earlier versions lack: of experts, latents, states, windows."""
     names = ("num_experts", "num_chosen_experts", "expert_size", "num_expert_layers", "shared_expert_size")
     later = {**dict.fromkeys(names, 0), "kv_parts": 2, "attention_parameters": 0}
     later |= dict.fromkeys(("num_cached_layers", "num_state_layers", "state_layer_bytes"), 0)

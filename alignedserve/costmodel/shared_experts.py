@@ -96,7 +96,6 @@ class ExpertSharing:
 
     @property
     def _token_bytes(self) -> float:
-        """Return the bytes of a token's rows that travel on one layer, there and back."""
         elsewhere = self.shape.num_chosen_experts * (1.0 - 1.0 / self.size)
         return 2 * elsewhere * self.shape.hidden_size * self.shape.dtype_bytes
 

@@ -65,7 +65,6 @@ class EvalReport:
 
 
 def make_items(num_per_group: int, seed: int, count_tokens: CountTokens) -> list[EvalItem]:
-    """Make `num_per_group` tasks of every offered skill, and of every range of context lengths."""
     items = []
     for skill in OFFERED_SKILLS:
         rng = random.Random(f"{seed}/eval/{skill.value}")  # noqa: S311 - a workload, not a secret
@@ -81,7 +80,6 @@ def make_items(num_per_group: int, seed: int, count_tokens: CountTokens) -> list
 
 
 def context_name(longest: int) -> str:
-    """Return the row of prompts up to `longest` tokens."""
     return f"prompt up to {longest}"
 
 

@@ -100,7 +100,6 @@ def _may_be_structured(request: LoadRequest) -> bool:
 
 
 def _counted_len(row: TraceRow, prompt_len: int, index: int) -> int | None:
-    """Return how many numbers to count, as model and context allow; None for a reading task."""
     if row.output_len <= LONGEST_READING or index % READING_EVERY == 0:
         return None
     longest_prompt = prompt_len + prompt_len // 20  # tasks hold the wanted length within 5 %

@@ -58,7 +58,6 @@ class FaultInjector:
 
 
 def processes_of(kind: str) -> list[psutil.Process]:
-    """Return this process's descendants that are Ray actors of this kind, in order of their start."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):

@@ -16,11 +16,9 @@ class Question:
 
     @property
     def answer(self) -> str:
-        """Return the answer that is shown."""
         return self.answers[0]
 
     def accepts(self, text: str) -> bool:
-        """Return whether the text has one of the words."""
         found = re.search(r"(?<![\w.,])(?:" + "|".join(map(re.escape, self.answers)) + r")(?!\w)", text, re.IGNORECASE)
         return found is not None
 
@@ -31,7 +29,6 @@ class YesNoQuestion(Question):
 
     @override
     def accepts(self, text: str) -> bool:
-        """See Question."""
         found = re.search(r"\b(yes|no)\b", text, re.IGNORECASE)
         return found is not None and found[0].lower() == self.answer
 
@@ -62,7 +59,6 @@ _FACTS = (
 
 
 def make_questions(num_per_group: int = 10) -> list[Question]:
-    """Return the first questions of each group, those of a group together."""
     questions = _all_questions()
     groups = dict.fromkeys(question.group for question in questions)
     return [

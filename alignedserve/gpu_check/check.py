@@ -77,7 +77,6 @@ def _as_plain(ended: Ended) -> dict[str, Any]:
 
 
 def _run_all(spec: CheckSpec, show: Show, parts: tuple[CheckPart, ...]) -> list[Ended]:
-    """Run all parts, within the time that is left: what one does not need, the next ones have."""
     deadline_s, found = time.monotonic() + spec.seconds, []
     for index, part in enumerate(parts):
         left_s = deadline_s - time.monotonic()
@@ -105,7 +104,6 @@ def _run(part: CheckPart, spec: CheckSpec, limit_s: float) -> Ended:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """Return the figures of a part, as far as it came."""
     try:
         figures: dict[str, Any] = json.loads(file.read_text())
     except (OSError, ValueError):  # ended before it wrote

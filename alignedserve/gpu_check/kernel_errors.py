@@ -49,7 +49,6 @@ class Found(NamedTuple):
 
 
 def kernel_errors(device: torch.device, dtypes: Sequence[torch.dtype] = DTYPES) -> Iterator[Found]:
-    """Yield every kernel in every dtype."""
     for dtype in dtypes:
         name = str(dtype).removeprefix("torch.")
         for kernel, compute in _CASES.items():
@@ -61,7 +60,6 @@ def kernel_errors(device: torch.device, dtypes: Sequence[torch.dtype] = DTYPES) 
 
 
 def replaced_kernels() -> list[str]:
-    """Return the kernels of this process that did not run, so that PyTorch's operations stood in for them, and why."""
     return [f"{name}: {reason}" for name, reason in launch_failures().items()]
 
 
@@ -102,8 +100,6 @@ def _placement(device: torch.device, dtype: torch.dtype) -> float:
 
 
 class _Contexts:
-    """Keys and values in blocks, in no order, among slots that hold NaN."""
-
     def __init__(self, device: torch.device, dtype: torch.dtype, *, is_float8: bool) -> None:
         from kernels.gpu.blocks import BlockTables, BlockView
 
@@ -135,7 +131,6 @@ def _as_cached(rows: Tensor) -> Tensor:
 
 
 def _attended(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Compute attention of the last tokens [tokens, kv_heads, group, head_dim] of a context, in float64."""
     count, length = len(queries), len(keys)
     scores = torch.einsum("qhgd,khd->hgqk", queries.double(), keys) / math.sqrt(_HEAD_DIM)
     is_later = torch.arange(length)[None, :] > torch.arange(length - count, length)[:, None]
@@ -191,7 +186,6 @@ def _grouped(numbers: Numbers) -> Callable[[torch.device, torch.dtype], float]:
 
 
 def _expert_rows(device: torch.device) -> tuple[ExpertRows, Tensor]:
-    """Return the rows of 40 choices among five experts on the device, and the expert of each."""
     rows = rows_by_expert(torch.randint(0, 5, (20, 2)), 5)
     return ExpertRows(*(part.to(device) for part in rows)), rows.experts
 
@@ -215,8 +209,6 @@ _PRODUCTS = (ProductShape(1100, sum(_PARTS)), ProductShape(96, 64), ProductShape
 
 
 def _adapted(num_rows: int) -> Callable[[torch.device, torch.dtype], float]:
-    """Return the products of queries, keys and values, and of gates and ups: rows with an adapter of three, or none."""
-
     def compute(device: torch.device, dtype: torch.dtype) -> float:
         of_row = np.random.default_rng(1).integers(-1, 3, num_rows)
         adapters = [AdapterMatrices((*_PRODUCTS, _PRODUCTS[1]), 1, dtype, device) for _ in range(3)]
@@ -241,7 +233,6 @@ def _adapted(num_rows: int) -> Callable[[torch.device, torch.dtype], float]:
 
 
 def _modules(parts: Sequence[int], in_width: int, rank: int) -> list[LoraModule]:
-    """Draw the modules of one product's parts, of these widths."""
     firsts = np.cumsum(parts) - parts
     return [
         LoraModule(int(first), columns, (torch.randn(rank, in_width) / 8, torch.randn(columns, rank) / 8))
@@ -250,7 +241,6 @@ def _modules(parts: Sequence[int], in_width: int, rank: int) -> list[LoraModule]
 
 
 def _shares(device: torch.device, dtype: torch.dtype) -> float:
-    """Compute the shares of the chosen experts, and the sum of their results."""
     from kernels.gpu.expert_rows import add_up, choose
 
     logits, results = torch.randn(70, 128), torch.randn(70 * 8, 1300).to(dtype)
@@ -264,7 +254,6 @@ def _shares(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _routes_differ(device: torch.device) -> int:
-    """Return how many choices of experts, and how many of their rows' places, are others."""
     from kernels.gpu.expert_rows import choose, sort
 
     logits = torch.randn(150, 20)
@@ -276,7 +265,6 @@ def _routes_differ(device: torch.device) -> int:
 
 
 def _samples_differ(device: torch.device) -> int:
-    """Return how many of 64 tokens are drawn otherwise than on the CPU: greedy, by temperature, filtered."""
     logits = torch.randn(64, 3000) * 3
     filters = Filters(torch.tensor([0, 0, 20, 0] * 16), torch.tensor([1.0, 0.9] * 32), torch.tensor([0.0] * 64))
     temperatures, draws = torch.tensor([1.0, 0.7, 1.3, 0.9] * 16), torch.rand(64, dtype=torch.float64)

@@ -61,7 +61,6 @@ def _row(way: str, num_bytes: int, copy: Callable[[], object], devices: tuple[to
 
 
 def _plain(device: torch.device, layout: BlockLayout, num_blocks: int) -> Iterator[Row]:
-    """Copies of contiguous bytes: within the device, and over the link to page-locked memory."""
     size = num_blocks * layout.block_bytes
     one = torch.randint(0, 256, (size,), dtype=torch.uint8, device=device)
     other = torch.empty_like(one)
@@ -74,7 +73,6 @@ def _plain(device: torch.device, layout: BlockLayout, num_blocks: int) -> Iterat
 
 
 def _arena(device: torch.device, layout: BlockLayout, num_blocks: int) -> Iterator[Row]:
-    """Lists of blocks to and from an arena in shared memory, as a KV pool has it."""
     storage = BlockStorage(layout, num_blocks, device)
     storage.bytes.random_()
     kept, rng = storage.bytes.clone(), np.random.default_rng(0)

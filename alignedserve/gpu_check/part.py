@@ -46,7 +46,6 @@ class Part:
     limit_s: float
 
     def note(self, figures: dict[str, Any]) -> None:
-        """Write what is known by now."""
         new = self.file.with_suffix(".new")
         new.write_text(json.dumps(figures))
         new.replace(self.file)
@@ -63,7 +62,6 @@ def _kernels(part: Part) -> dict[str, Any]:
 
 
 def _self_check(part: Part) -> dict[str, Any]:
-    """Run the self-check of engine.device=auto in a process of its own, with a variable that is read at its start."""
     variable = _VARIABLES.get(part.name)
     if part.device.type != CUDA:
         return {"left_out": ["needs a GPU"]}
@@ -78,7 +76,6 @@ def _self_check(part: Part) -> dict[str, Any]:
 
 
 def _kinds(part: Part) -> dict[str, Any]:
-    """Run the check of each kind of layers, in a process of its own, as far as the time goes."""
     if part.device.type != CUDA:
         return {"left_out": ["needs a GPU"]}
     ends_s = time.monotonic() + part.limit_s - _OWN_END_S
@@ -99,7 +96,6 @@ def _kinds(part: Part) -> dict[str, Any]:
 
 
 def _failure_of(said: dict[str, Any] | str) -> str | None:
-    """Return what a self-check found; None: it has passed."""
     if isinstance(said, str):
         return f"it {said}"
     return None if said.get(OK) is True else str(said.get(FAILURE))

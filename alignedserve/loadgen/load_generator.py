@@ -145,7 +145,6 @@ class LoadGenerator:
         return plan.max_closed is not None or not self._opens_done.is_set()
 
     def _left_s(self) -> float | None:
-        """Return the seconds until the plan ends, where it has an end of its own."""
         ends_s = self._plan.ends_s
         return None if ends_s is None else self._run.started_s + ends_s - time.monotonic()
 

@@ -131,7 +131,6 @@ def plan_synthetic(
 
 
 def _traffic_class(spec: ClassSpec) -> TrafficClass:
-    """Return a class of the grammar. Raises ConfigError for what no client of an OpenAI-compatible server can send."""
     unsent = {
         "wave": spec.wave is not None,
         "be_share": spec.be_share > 0,
@@ -168,6 +167,5 @@ def _planned(index: int, request: TimedRequest, limits: LengthLimits) -> LoadReq
 
 
 def _numbered(stream: RequestSource, limits: LengthLimits, *, first: int, step: int) -> Iterator[LoadRequest]:
-    """Number the requests of a loop; several loops take turns, so that no two requests share an index."""
     for count in itertools.count():
         yield _planned(first + count * step, stream[count], limits)

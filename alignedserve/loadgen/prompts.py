@@ -87,7 +87,6 @@ class WordLengths:
         self._filler = next((one for one in _FILLERS if count_tokens(WORDS[0] + one * 3) == before + 3), "")
 
     def prompt(self, num_tokens: int, rng: random.Random) -> str:
-        """Return random words of this many tokens."""
         chosen: list[str] = []
         num_left = num_tokens
         for word in rng.choices(WORDS, k=num_tokens):

@@ -27,12 +27,10 @@ def print_load_report(console: Console, report: LoadReport, *, title: str) -> No
 
 
 def _shown(report: LoadReport) -> tuple[ClassReport, ...]:
-    """Return the classes to show; one class alone is the same as the total."""
     return report.classes if len(report.classes) == 1 else (report.total, *report.classes)
 
 
 def print_counts(console: Console, report: LoadReport, *, title: str) -> None:
-    """Print counts and rates, one column per class."""
     console.print(title, markup=False, style="bold")
     table = Table(header_style="bold")
     table.add_column(f"{report.duration_s:.1f} s")
@@ -132,7 +130,6 @@ def _share(value: float | None) -> str:
 
 
 def _served(completed_of_arrived: float | None) -> str:
-    """Show 100 % where what had waited completes too: no queue grows, and more than all is no share."""
     return _share(completed_of_arrived if completed_of_arrived is None else min(completed_of_arrived, 1.0))
 
 

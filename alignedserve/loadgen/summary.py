@@ -92,7 +92,6 @@ def summarise(run: LoadRun, classes: Sequence[TrafficClass], *, num_clamped: tup
 
 
 def _class_report(name: str | None, run: LoadRun, slos: dict[str, Slo], duration_s: float) -> ClassReport:
-    """Report on one class, or on all together (None). `duration_s`: of its rates."""
     members = [sent for sent in run.counted if name is None or sent.request.class_name == name]
     completed = [sent for sent in members if sent.outcome.failure is None]
     failed = [sent.outcome.failure for sent in members if sent.outcome.failure is not None]
@@ -129,7 +128,6 @@ def _class_report(name: str | None, run: LoadRun, slos: dict[str, Slo], duration
 
 
 def _failure_reasons(failed: Sequence[ClientFailure]) -> dict[str, int]:
-    """Count failures that differ in their numbers alone as one, under the words of the first."""
     first: dict[str, str] = {}
     for one in failed:
         first.setdefault(one.pattern, one.reason)
@@ -158,7 +156,6 @@ def _tpot_s(sent: SentRequest) -> float | None:
 
 
 def _longest_gap_s(sent: SentRequest) -> float:
-    """Return the longest silence within an answer that began; of one that failed, with that before its end."""
     outcome = sent.outcome
     times_s = outcome.token_times_s if outcome.failure is None else [*outcome.token_times_s, outcome.ended_s]
     return max(metrics.tbt_s(times_s), default=0.0)
@@ -173,7 +170,6 @@ def _held_slo(sent: SentRequest, slo: Slo) -> bool:
 
 
 def _completed_of_arrived(name: str | None, run: LoadRun) -> float | None:
-    """Compare completions with arrivals, those of the warm-up with them: what came in it may complete after it."""
     members = [sent for sent in run.sent if name is None or sent.request.class_name == name]
     return metrics.completed_of_arrived(
         [sent.outcome.sent_s for sent in members],

@@ -44,7 +44,6 @@ def _other(url: str, error: BaseException) -> str:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield the cause that began it first: libraries' own errors say less."""
     chain: list[BaseException] = []
     while error is not None and error not in chain:
         chain.append(error)

@@ -32,7 +32,6 @@ class PolicyChoice:
         return Mechanism.KNOWN_LENGTHS not in policy_entry(self.name).needs_with(policy_config(self.name, self.params))
 
     def topologies(self) -> tuple[Topology, ...]:
-        """Return the topologies that it runs in."""
         own = policy_entry(self.name).topologies
         return tuple(one for one in Topology if one in own)
 
@@ -52,12 +51,10 @@ class Candidate:
 
     @property
     def worker_size(self) -> int:
-        """Return the accelerators of one worker."""
         return self.tensor_parallel * self.pipeline_parallel * self.expert_parallel
 
     @property
     def num_accelerators(self) -> int:
-        """Return the accelerators of all workers."""
         return (self.num_prefill + self.num_decode) * self.worker_size
 
     @property
@@ -68,12 +65,10 @@ class Candidate:
 
     @property
     def can_be_served(self) -> bool:
-        """Return whether `serve` can start it: its stages are processes of CPUs."""
         return self.policy.can_be_served and self.pipeline_parallel == 1
 
     @property
     def shape(self) -> str:
-        """Return the workers in words."""
         degree = f" of {self.worker_size} each" if self.worker_size > 1 else ""
         degree += f" in {self.pipeline_parallel} stages" if self.pipeline_parallel > 1 else ""
         degree += ", which share experts" if self.expert_parallel > 1 else ""
@@ -83,7 +78,6 @@ class Candidate:
 
     @property
     def label(self) -> str:
-        """Return a name that no other candidate has."""
         return f"{self.num_accelerators} x {self.offer.label}, {self.shape}, {self.policy.label}"
 
 
@@ -96,7 +90,6 @@ class Family:
 
     @property
     def can_be_served(self) -> bool:
-        """Return whether `serve` can start its plans."""
         return self.members[0].can_be_served
 
 
@@ -150,7 +143,6 @@ class _Degree(NamedTuple):
 
 
 def _degrees(offer: Offer, choices: Choices) -> list[_Degree]:
-    """Return how workers may be divided: over several machines where those of one do not hold the model."""
     asked = choices.degrees
     if offer.is_profiled:
         shares = [
@@ -169,7 +161,6 @@ def _degrees(offer: Offer, choices: Choices) -> list[_Degree]:
 def _rows(
     offer: Offer, degree: _Degree, topology: Topology, policy: PolicyChoice, *, has_elastic: bool
 ) -> Iterator[tuple[Candidate, ...]]:
-    """Yield the rows of one topology: of separate workers one for each number of prefill workers."""
     most, tensor = offer.count // degree.size, degree.tensor
     inside = (degree.stages, degree.shares)
     if topology.is_separate:

@@ -78,7 +78,6 @@ def _model_path(name: str) -> str:
 
 
 def _changed_sections(config: ClusterConfig, *, keeps_memory: bool) -> dict[str, dict[str, Any]]:
-    """Return sizes, and the fields that differ from the defaults, by section."""
     defaults = ClusterConfig()
     found: dict[str, dict[str, Any]] = {}
     for name in ClusterConfig.__struct_fields__:

@@ -40,7 +40,6 @@ def expert_degrees(asked: Sequence[int] | None, profile: MachineProfile | None, 
 
 
 def with_shared_experts(profile: MachineProfile, size: int) -> MachineProfile:
-    """Return a measured machine as so many processes of it together are. Raises ConfigError where that cannot help."""
     if size == 1:
         return profile
     sharing = ExpertSharing(profile.shape, size)

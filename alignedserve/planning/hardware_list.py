@@ -65,7 +65,6 @@ def _parse_offer(text: str) -> Offer:
 
 
 def _check_prices(offers: Sequence[Offer]) -> None:
-    """Raise ConfigError where costs could not be compared."""
     unpriced = [offer.name for offer in offers if offer.price_per_hour is None]
     if unpriced and len(offers) > 1:
         raise ConfigError(

@@ -22,7 +22,6 @@ class Load(NamedTuple):
 
     @property
     def total_s(self) -> float:
-        """Return both phases together."""
         return self.prompts_s + self.answers_s
 
 
@@ -34,7 +33,6 @@ class UnitCosts:
     answer_token_s: float
 
     def of(self, requests: Sequence[TimedRequest]) -> Load:
-        """Return the load of requests."""
         return Load(
             self.prompt_token_s * sum(request.prompt_len for request in requests),
             self.answer_token_s * sum(request.output_len for request in requests),
@@ -42,7 +40,6 @@ class UnitCosts:
 
 
 def unit_costs(config: SimConfig, requests: Sequence[TimedRequest]) -> UnitCosts:
-    """Return the costs on the workers of this configuration, for contexts and objectives as these requests have."""
     decode = config.cluster.decode
     section = decode if config.is_colocated else config.cluster.prefill
     chunk = IterationWork()

@@ -68,7 +68,6 @@ class Variation(NamedTuple):
 
     @property
     def holds(self) -> bool:
-        """Return whether it holds."""
         return self.outcome.holds
 
 
@@ -140,7 +139,6 @@ def make_plan(request: PlanRequest, pool: CasePool, note: Note = lambda _words, 
 
 
 def _worst_parts(goals: Goals, outcome: Outcome) -> Sequence[PartResult]:
-    """Return the parts of the run of the class that attains least."""
     classes = {} if outcome.result is None else outcome.result.classes
     bounded = [classes[name] for name in sorted(goals.bounded) if name in classes]
     worst = min(bounded, key=lambda one: one.attainment or 0.0, default=None)
@@ -148,8 +146,6 @@ def _worst_parts(goals: Goals, outcome: Outcome) -> Sequence[PartResult]:
 
 
 class _Variant(NamedTuple):
-    """A plan to be simulated under certain circumstances."""
-
     candidate: Candidate
     speed: float = 1.0  # of arrivals
     slowdown: float = 1.0  # of iterations
@@ -157,8 +153,6 @@ class _Variant(NamedTuple):
 
 
 class _Planner:
-    """Runs simulations for one request, and keeps what they say."""
-
     def __init__(self, request: PlanRequest, pool: CasePool, note: Note) -> None:
         self._request, self._pool, self._note = request, pool, note
         workload = request.traffic.whole()
@@ -190,7 +184,6 @@ class _Planner:
         return unit_costs(self._request.machines.configured(family.members[0]), workload.requests)
 
     def _first_members(self, workload: Workload, costs: Mapping[str, UnitCosts]) -> list[int]:
-        """Return the member of each family that the search begins with: of the size that a busy window needs."""
         requests, duration_s = workload.requests, self.goals.span_s
         if self.groups:
             window = self.groups[min(1, len(self.groups) - 1)].window
@@ -201,7 +194,6 @@ class _Planner:
     # --- simulations
 
     def search(self) -> PlanSearch:
-        """Search among all families."""
         search = PlanSearch(self._families, has_windows=bool(self.groups), firsts=self._firsts)
         while trials := search.next_trials():
             on_windows = [trial for trial in trials if not trial.is_whole]
@@ -220,7 +212,6 @@ class _Planner:
         self.tried[candidate.label] = Tried(candidate, outcome)
 
     def _play_whole(self, trials: Sequence[Trial]) -> list[Outcome]:
-        """Play the whole workload. Without windows it tells what each plan attains, of all but hopeless ones."""
         exact, rough = self.goals.limits(), self.goals.limits(HOPELESS)
         limits = exact if self.groups else rough
         runs = [(trial.candidate, Run(limits=limits if trial.is_limited else None)) for trial in trials]
@@ -228,7 +219,6 @@ class _Planner:
         return [judged(result, error, self.goals) for result, error in self._simulate(words, runs)]
 
     def _play_windows(self, words: str, variants: Sequence[_Variant]) -> list[Outcome]:
-        """Play windows of each until enough is known: the next ones of all, side by side."""
         trials = [
             WindowedTrial(self.groups, self.goals, speed=variant.speed, is_thorough=variant.is_thorough)
             for variant in variants
@@ -246,7 +236,6 @@ class _Planner:
         return [trial.outcome() for trial in trials]
 
     def _play(self, words: str, variants: Sequence[_Variant]) -> list[Outcome]:
-        """Play windows, or the whole where there are none."""
         if self.groups:
             return self._play_windows(words, variants)
         limits = self.goals.limits(HOPELESS)
@@ -269,7 +258,6 @@ class _Planner:
     # --- around the plan
 
     def variations(self, nearest: Tried) -> list[Variation]:
-        """Try the plan with slower iterations, other rates, and fewer or more workers."""
         holds, candidate = nearest.outcome.holds, nearest.candidate
         slower = SLOWDOWNS if holds else ()
         named = [
@@ -295,7 +283,6 @@ class _Planner:
         return varied
 
     def _neighbours(self, candidate: Candidate) -> list[Candidate]:
-        """Return the plans with one worker less and one more, unless their outcome is known."""
         for family in self._families:
             labels = [member.label for member in family.members]
             if candidate.label in labels:
@@ -309,13 +296,11 @@ class _Planner:
         return known is not None and known.outcome.is_representative
 
     def _failure(self, candidate: Candidate) -> Outcome | None:
-        """Return how a plan failed the whole workload, which says more than windows that it holds; None: it did not."""
         known = self.tried.get(candidate.label)
         return known.outcome if known is not None and known.outcome.is_whole and not known.outcome.holds else None
 
     @staticmethod
     def _larger(candidate: Candidate) -> list[Candidate]:
-        """Return plans of more workers than there are accelerators for."""
         larger = [
             replace(
                 candidate,

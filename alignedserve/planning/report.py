@@ -38,19 +38,16 @@ class PlanReport:
 
     @property
     def unit(self) -> str:
-        """Return the unit of costs."""
         return cost_unit(self.plan.nearest.candidate)
 
 
 def cost_unit(candidate: Candidate) -> str:
-    """Return what costs are counted in."""
     if candidate.offer.price_per_hour is not None:
         return "per hour"
     return "workers" if candidate.offer.is_profiled else "accelerators"
 
 
 def priced(candidate: Candidate) -> str:
-    """Format a plan's cost."""
     if candidate.offer.price_per_hour is not None:
         return f"{candidate.cost:.2f} per hour"
     unit = cost_unit(candidate)
@@ -58,12 +55,10 @@ def priced(candidate: Candidate) -> str:
 
 
 def percent(share: float) -> str:
-    """Format a share that was asked for."""
     return f"{100.0 * share:.6g} %"
 
 
 def attained_words(plan: Plan, one: Tried) -> str:
-    """Format what a plan attains of what it played."""
     if one.outcome.error is not None:
         return "failed"
     if one.outcome.is_abandoned:
@@ -74,7 +69,6 @@ def attained_words(plan: Plan, one: Tried) -> str:
 
 
 def played_words(outcome: Outcome) -> str:
-    """Format what was played."""
     if outcome.windows is None:
         return "all"
     num_played, num_chosen = outcome.windows
@@ -113,7 +107,6 @@ def summary(plan: Plan) -> list[str]:
 
 
 def _what_would(plan: Plan) -> list[str]:
-    """Return what would be needed instead: slower arrivals, more accelerators, or wider objectives."""
     lines = [f"It would hold with {variation.words}." for variation in plan.variations if variation.holds][:2]
     result = plan.nearest.outcome.result
     needed = _percentile_for(plan.goals.share)
@@ -128,12 +121,10 @@ def _what_would(plan: Plan) -> list[str]:
 
 
 def _percentile_for(share: float) -> float:
-    """Return the percentile of TTFT and of TPOT that together leave at most 1 - share outside."""
     return 100.0 * (1.0 - (1.0 - share) / 2.0)
 
 
 def _at(measures: ClassResult, percent: float) -> tuple[float, float]:
-    """Return TTFT and TPOT at the next sampled percentile at or above this one."""
     from_curves = []
     for measure in (measures.ttft_s, measures.tpot_s):
         assert measure is not None, "asked for by the caller"
@@ -146,7 +137,6 @@ def _at(measures: ClassResult, percent: float) -> tuple[float, float]:
 
 
 def plan_page(report: PlanReport) -> str:
-    """Render the page."""
     plan = report.plan
     sentences = "".join(element("p", escape(line)) for line in [*summary(plan), *report.warnings])
     parts = [
@@ -183,7 +173,6 @@ _FRONTIER_WORDS = (
 
 
 def _groups(plan: Plan) -> list[str]:
-    """Return what marks differ by: topology and policy."""
     return list(dict.fromkeys(_group(trial.candidate) for trial in plan.tried))
 
 
@@ -198,7 +187,6 @@ def _legend(plan: Plan) -> str:
 
 
 def frontier_plot(report: PlanReport) -> str:
-    """Plot what is attained against the cost."""
     plan = report.plan
     known = [trial for trial in plan.tried if not trial.outcome.is_abandoned and trial.outcome.error is None]
     shown_ones = sorted(known, key=lambda trial: trial is plan.nearest)  # drawn last, above its equals
@@ -258,7 +246,6 @@ def _figures(plan: Plan, trial: Tried) -> list[str]:
 
 
 def variations_table(plan: Plan) -> Table:
-    """Build a row per circumstance."""
     rows = [
         [
             variation.words,

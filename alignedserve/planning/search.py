@@ -45,8 +45,6 @@ class Verdict(NamedTuple):
 
 @dataclass(slots=True)
 class _Row:
-    """One family, and the boundary between its plans that fail and its plans that hold."""
-
     family: Family
     number: int
     first: int  # the member to begin with
@@ -55,17 +53,14 @@ class _Row:
     played: dict[int, Verdict] = field(default_factory=dict)  # by member, the whole workload
 
     def cost(self, member: int) -> float:
-        """Return the cost of a member, without end beyond the last."""
         return self.family.members[member].cost if member < len(self.family.members) else inf
 
     @property
     def holding(self) -> int | None:
-        """Return the first member known to hold what was tried."""
         return min((number for number, verdict in self.tried.items() if verdict.holds), default=None)
 
     @property
     def next_tried(self) -> int | None:
-        """Return the member to try next; None: the boundary is known. Bisection, in growing strides from the first."""
         failing = max((number for number, verdict in self.tried.items() if not verdict.holds), default=-1)
         holding = self.holding
         above = self.num_useful if holding is None else holding
@@ -80,7 +75,6 @@ class _Row:
 
     @property
     def next_played(self) -> int:
-        """Return the smallest member that may hold the whole, by the trials so far."""
         failing = max((number for number, verdict in self.played.items() if not verdict.holds), default=-1)
         beyond = max((number for number, verdict in self.tried.items() if not verdict.holds), default=-1)
         holding = min((number for number, verdict in self.played.items() if verdict.holds), default=inf)
@@ -88,7 +82,6 @@ class _Row:
 
     @property
     def smaller(self) -> int | None:
-        """Return the member one worker smaller than the next one, if its failure has to be shown on the whole."""
         member = self.next_played - 1
         if member < 0 or member in self.played or (member in self.tried and self.tried[member].is_refuted):
             return None
@@ -96,7 +89,6 @@ class _Row:
 
     @property
     def rank(self) -> tuple[bool, int, float, int]:
-        """Return the sort key of a family without a plan that holds: windows until that was sure, then attainment."""
         last = self.tried.get(len(self.family.members) - 1, Verdict(0.0, holds=False))
         return (not last.holds, -last.num_windows, -last.attained, self.number)
 
@@ -126,7 +118,6 @@ class PlanSearch:
         return trials or self._to_the_end(served or others)
 
     def take(self, outcomes: Sequence[tuple[Trial, Verdict]]) -> None:
-        """Take the outcomes of the latest trials."""
         for trial, verdict in outcomes:
             row, place = self._places[trial.candidate.label]
             if trial.is_whole:
@@ -135,7 +126,6 @@ class PlanSearch:
                 row.tried[place] = verdict
 
     def best(self, *, can_be_served: bool | None = None) -> Candidate | None:
-        """Return the cheapest plan that holds the whole workload; None: none does."""
         holding = [
             (row.cost(place), -verdict.attained, row.number, row.family.members[place])
             for row in self._rows
@@ -145,7 +135,6 @@ class PlanSearch:
         return min(holding)[-1] if holding else None
 
     def nearest(self) -> Candidate:
-        """Return the plan, among those played to their end, that attains most of the whole workload."""
         ended = [
             (not row.family.can_be_served, -verdict.attained, row.cost(place), row.number, row.family.members[place])
             for row in self._rows
@@ -155,7 +144,6 @@ class PlanSearch:
         return min(ended)[-1]
 
     def _tried_next(self, rows: Sequence[_Row]) -> list[Trial]:
-        """Leave out plans that cost more than one that holds; return those to try, the cheapest until one does."""
         slack = SLACK if self._has_windows else 1.0
         costs = [row.cost(row.holding) for row in rows if row.holding is not None]
         for row in rows:
@@ -167,7 +155,6 @@ class PlanSearch:
         return [Trial(row.family.members[place], is_whole=not self._has_windows) for row, place in tried]
 
     def _to_the_end(self, rows: Sequence[_Row]) -> list[Trial]:
-        """Play the best of the largest plans to its end if none holds."""
         ended = (verdict for row in rows for verdict in row.played.values() if not verdict.is_abandoned)
         if self.best() is not None or next(ended, None) is not None:
             return []
@@ -176,18 +163,15 @@ class PlanSearch:
 
 
 def _cheapest(rows: Sequence[_Row]) -> float:
-    """Return the cost of the cheapest plan that holds the whole workload."""
     held = (row.cost(place) for row in rows for place, verdict in row.played.items() if verdict.holds)
     return min(held, default=inf)
 
 
 def _least_cost(rows: Sequence[_Row]) -> float:
-    """Return the least cost that a plan may still turn out to have."""
     return min((row.cost(row.next_played) for row in rows), default=inf)
 
 
 def _played_next(rows: Sequence[_Row], below: float) -> list[Trial]:
-    """Return what is to play the whole workload next: what may be cheaper than all that hold it, or than `below`."""
     if not any(row.holding is not None for row in rows):
         return []
     cheapest, held = min(rows, key=_order), _cheapest(rows)
@@ -201,7 +185,6 @@ def _played_next(rows: Sequence[_Row], below: float) -> list[Trial]:
 
 
 def _order(row: _Row) -> tuple[float, bool, float, int]:
-    """Order families by the least cost that may hold; among equals a plan that is known to hold comes first."""
     place = row.next_played
     verdict = row.played.get(place) or row.tried.get(place)
     return (row.cost(place), place not in row.played, -(verdict.attained if verdict is not None else 0.0), row.number)

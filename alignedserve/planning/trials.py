@@ -74,7 +74,6 @@ class Machines:
 
     @staticmethod
     def _divided(engine: EngineConfig, candidate: Candidate) -> EngineConfig:
-        """Return the engine with the plan's degrees. A recorded run's workers are divided as they were."""
         if candidate.offer.name == RECORDED:
             return engine
         return msgspec.structs.replace(
@@ -159,16 +158,13 @@ class SlowedCosts:
         self._factor = factor
 
     def iteration_s(self, work: IterationWork) -> float:
-        """See CostModel."""
         return self._factor * self._costs.iteration_s(work)
 
     def swap_s(self, num_tokens: float) -> float:
-        """See CostModel."""
         return self._factor * self._costs.swap_s(num_tokens)
 
 
 def case_of(candidate: Candidate, run: Run, machines: Machines, traffic: Traffic) -> Case:
-    """Return the simulation of one run of a plan."""
     config = machines.configured(candidate)
     if run.slowdown != 1.0:
         prefill = config.prefill_costs
@@ -215,7 +211,6 @@ class Outcome:
 
 
 def judged(result: SimulationResult | None, error: str | None, goals: Goals, speed: float = 1.0) -> Outcome:
-    """Judge a run of the whole workload."""
     if result is None:
         return Outcome(0.0, holds=False, keeps_up=False, result=None, error=error)
     classes = [(name, found) for name, found in result.classes.items() if name != ALL]

@@ -22,15 +22,12 @@ _LEAST_PLAYED = 2  # windows, before the lighter ones are taken for granted
 
 
 class _Played(NamedTuple):
-    """A window that was played."""
-
     group: Group
     result: SimulationResult
     missing: dict[str, float]  # share of each class with objectives; at least, where it was abandoned
     backlog: float  # of all classes without, for all windows of the group
 
     def total(self, name: str) -> float:
-        """Return the requests of a class in all windows of the group; for a closed loop an estimate."""
         return self.group.total_requests.get(name) or self.group.num_windows * self.result.classes[name].num_sent
 
 
@@ -38,7 +35,6 @@ class WindowedTrial:
     """One plan. `next_windows` and `take` alternate until there are no more windows."""
 
     def __init__(self, groups: Sequence[Group], goals: Goals, *, speed: float = 1.0, is_thorough: bool = False) -> None:
-        """`is_thorough`: all windows are played, so that what it attains is known as well as can be."""
         assert groups, "there are windows"
         self._groups, self._goals = groups, goals
         self._speed, self._is_thorough = speed, is_thorough
@@ -63,7 +59,6 @@ class WindowedTrial:
         return {name: floor(number * missing + 1e-9) for name, number in wanted}
 
     def take(self, group: Group, result: SimulationResult | None, error: str | None) -> None:
-        """Take the result of a window; in the order of `next_windows`."""
         if result is None:
             self._error = self._error or error or "no result"
             return
@@ -77,7 +72,6 @@ class WindowedTrial:
         self._played.append(_Played(group, result, missing, group.num_windows * backlog))
 
     def outcome(self) -> Outcome:
-        """Return what is known so far."""
         played = WindowsPlayed(len(self._played), len(self._groups))
         if self._error is not None:
             return Outcome(0.0, holds=False, keeps_up=False, result=None, error=self._error, windows=played)
@@ -113,12 +107,10 @@ class WindowedTrial:
         return False
 
     def _is_well(self) -> bool:
-        """Return whether no window misses more than the share allowed."""
         allowed = 1.0 - self._goals.share + 1e-9
         return all(max(one.missing.values(), default=0.0) <= allowed and one.backlog <= 0.0 for one in self._played)
 
     def _is_refuted(self) -> bool:
-        """Return whether more missed in these windows than may in the whole: no estimate is needed."""
         limits = self._goals.limits()
         return any(
             sum(one.missing.get(name, 0.0) * one.group.num_requests.get(name, 0) for one in self._played) > limit + 1e-6
@@ -129,7 +121,6 @@ class WindowedTrial:
         return (played for played in self._played if name in played.missing)
 
     def _missed(self, name: str) -> float:
-        """Count a class's misses in the groups that were simulated."""
         return sum(one.missing[name] * one.total(name) for one in self._of(name))
 
     def _allowed(self, name: str) -> float:
@@ -142,7 +133,6 @@ class WindowedTrial:
         return 1.0 - self._missed(name) / total if total else 1.0
 
     def _margin(self, name: str) -> float:
-        """Return what an estimate from so few requests may fall short by (Kish's effective size of the sample)."""
         pairs = [(one.num_requests.get(name, 0), one.total_requests.get(name, 0)) for one in self._groups]
         total = sum(of_group for _, of_group in pairs)
         squares = sum(of_group * of_group / number for number, of_group in pairs if number)

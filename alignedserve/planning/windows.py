@@ -61,7 +61,6 @@ def groups_of(workload: Workload, costs: UnitCosts, sizes: WindowSizes) -> tuple
 
 
 def _dealt(windows: Sequence[int]) -> list[Sequence[int]]:
-    """Deal windows out: 1, 2, 4, ...; the last group takes what would not fill another."""
     found, size = [], 1
     while windows:
         taken = size if len(windows) >= 2 * size else len(windows)

@@ -34,7 +34,6 @@ class PointSizes:
 
     @property
     def max_requests(self) -> int:
-        """Return the most requests of an iteration."""
         return max(self.batches)
 
 
@@ -79,7 +78,6 @@ GPU_SIZES = PointSizes(
 
 
 def fitted_points(sizes: PointSizes = CPU_SIZES) -> list[Point]:
-    """Return prefills, decodes of equal and of mixed lengths, and both in one iteration."""
     return [*_prefills(sizes), *_aligned_decodes(sizes), *_mixed_decodes(sizes), *_mixed_iterations(sizes)]
 
 

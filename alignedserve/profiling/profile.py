@@ -79,7 +79,6 @@ class PointResult:
 
     @property
     def sample(self) -> Sample:
-        """Return the median."""
         return Sample(self.point.work, statistics.median(self.seconds))
 
 
@@ -120,13 +119,10 @@ def run_profile(spec: ProfileSpec, on_measured: Callable[[float], None] = lambda
 
 
 def sizes_on(device: torch.device) -> PointSizes:
-    """Return the sizes of the iterations that are measured there."""
     return GPU_SIZES if device.type == CUDA else CPU_SIZES
 
 
 class _Profiler:
-    """An engine whose blocks are dealt out anew for each point."""
-
     def __init__(self, spec: ProfileSpec) -> None:
         decoder = load_decoder(spec.model, spec.dtype, worker_devices(spec.device, 1)[0])
         config = decoder.config
@@ -152,7 +148,6 @@ class _Profiler:
         self._timer = IterationTimer(engine, block_ids=self._block_ids, clock=self._clock)
 
     def feasible(self, points: Sequence[Point]) -> list[Point]:
-        """Those that the model and the storage have room for."""
         return self._timer.feasible(points, self._max_context_len)
 
     def measure(self, results: list[PointResult], on_measured: Callable[[float], None]) -> int:
@@ -176,7 +171,6 @@ class _Profiler:
             num_rounds += 1
 
     def memory_link(self) -> LinkModel:
-        """Measure copies of whole blocks to another place in host memory, in another order."""
         num_blocks, block_bytes = self._storage.bytes.shape
         most = _MAX_GPU_COPY_BYTES // block_bytes if self._is_on_gpu else num_blocks
         counts = [count for count in _COPY_BLOCKS if count * _NUM_COPIES <= num_blocks and count <= max(most, 1)]
@@ -191,7 +185,6 @@ class _Profiler:
         return LinkModel(latency_s, 1.0 / byte_s)
 
     def _copier(self, max_blocks: int) -> Callable[[Sequence[int]], object]:
-        """Return a function that copies blocks to host memory and waits; from a GPU as an engine does."""
         if self._storage.device.type == "cpu":
             target = np.zeros((max_blocks, self._storage.layout.block_bytes), np.uint8)
             return partial(_copy, self._storage.bytes.numpy(), target)
@@ -212,7 +205,6 @@ class _Profiler:
 
 
 def _cache_bytes(device: torch.device) -> int:
-    """Return the bytes of the blocks, where weights are loaded already."""
     if device.type != CUDA:
         return _CPU_CACHE_BYTES
     return min(int(_GPU_CACHE_SHARE * free_bytes(device)), _MAX_GPU_CACHE_BYTES)

@@ -90,7 +90,6 @@ _SCHEMAS: dict[str, ComponentSchema] = {
 
 
 def schema_of(reader: RecordReader) -> ComponentSchema:
-    """Return the schema of a recording. Raises RecordingError."""
     kind = _SCHEMAS.get(reader.header.made_by)
     if kind is None:
         raise reader.damaged(0, f"no component is made by {reader.header.made_by[:80]!r}")
@@ -193,7 +192,6 @@ def recordings_in(folder: Path) -> list[Path]:
 
 
 def _order(path: Path) -> tuple[str, int, int]:
-    """Return the component, the number of its node's part (the tenth after the second), and the restart."""
     name, _, epoch = path.stem.rpartition(".")
     return name, _number(path.parent.name.rpartition(".")[2]), _number(epoch)
 

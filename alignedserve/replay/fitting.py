@@ -114,7 +114,6 @@ class _WorkerIterations:
     shares: npt.NDArray[np.float64]
 
     def alone(self, slowdowns: Slowdowns) -> list[Sample]:
-        """Return the samples with their times alone, as if always either all others ran the same kind or none ran."""
         has_prompt = np.array([iteration.work.num_chunks > 0 for iteration in self.iterations], np.int64)
         table = np.array(slowdowns).reshape(2, 2)[has_prompt]
         factors = 1.0 - self.shares.sum(axis=1) + (self.shares / (1.0 + table * self.num_others)).sum(axis=1)
@@ -124,7 +123,6 @@ class _WorkerIterations:
         ]
 
     def thinned(self) -> "_WorkerIterations":
-        """Return an even sample of at most `_MAX_FITTED`, as slowdowns take many fits to find."""
         step = -(-len(self.iterations) // _MAX_FITTED) or 1
         return _WorkerIterations(self.iterations[::step], self.num_others, self.shares[::step])
 
@@ -150,7 +148,6 @@ def _iterations_of(iterations: Sequence[ObservedIteration], prefixes: tuple[str,
 
 
 def _edges_of(iterations: Sequence[ObservedIteration]) -> npt.NDArray[np.float64]:
-    """Return when a worker ran these, begin and end [spans, 2], in order; an urgent one lies within another's span."""
     edges: list[tuple[float, float]] = []
     for one in sorted(iterations, key=lambda iteration: iteration.started_s):
         if not edges or one.ended_s > edges[-1][1]:
@@ -159,7 +156,6 @@ def _edges_of(iterations: Sequence[ObservedIteration]) -> npt.NDArray[np.float64
 
 
 def _shared_s(spans: npt.NDArray[np.float64], edges: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return how long each span [spans, begin and end] overlaps with all of `edges`, likewise, in order."""
     busy_s = np.repeat(np.cumsum(edges[:, 1] - edges[:, 0]), 2)
     busy_s[::2] -= edges[:, 1] - edges[:, 0]
     shared: npt.NDArray[np.float64] = np.diff(np.interp(spans.ravel(), edges.ravel(), busy_s).reshape(-1, 2))[:, 0]
@@ -171,7 +167,6 @@ def _are_several(run: ObservedRun) -> bool:
 
 
 def _fit_slowdowns(workers: Sequence[_WorkerIterations]) -> Slowdowns:
-    """Return the slowdowns with the least misfit: alike for all kinds first, then one after the other."""
     thinned = [worker.thinned() for worker in workers if worker.iterations]
     best = min(map(Slowdowns.alike, _SLOWDOWNS), key=lambda slowdowns: _misfit(thinned, slowdowns))
     for _ in range(_NUM_DESCENTS):
@@ -182,7 +177,6 @@ def _fit_slowdowns(workers: Sequence[_WorkerIterations]) -> Slowdowns:
 
 
 def _misfit(workers: Sequence[_WorkerIterations], slowdowns: Slowdowns) -> float:
-    """Return the mean absolute logarithm of measured by expected times; prompts and decodes count alike."""
     sizes: dict[bool, list[float]] = {}
     for worker in workers:
         samples = worker.alone(slowdowns)
@@ -209,7 +203,6 @@ def _median_s(times: Sequence[float]) -> float:
 
 
 def _fit_link(copies: Sequence[ObservedCopy], block_bytes: int) -> LinkModel:
-    """Fit a link by least squares of relative errors, neither part negative; an unused link is free."""
     samples = [(copy.num_blocks * block_bytes, copy.seconds) for copy in copies if copy.num_blocks and copy.seconds > 0]
     if not samples:
         return LinkModel(0.0, _FASTEST)

@@ -26,7 +26,6 @@ class JitteryCosts:
     """
 
     def __init__(self, costs: CostModel, ratios: Sequence[Ratio], seed: int | str) -> None:
-        """`ratios`: of consecutive iterations; at least one."""
         assert ratios, "nothing to draw from"
         self._costs = costs
         self._ratios = ratios
@@ -36,7 +35,6 @@ class JitteryCosts:
         self._num_left = 0
 
     def iteration_s(self, work: IterationWork) -> float:
-        """See CostModel."""
         if not self._num_left:
             self._place, self._num_left = self._random.randrange(len(self._ratios)), _RUN_LENGTH
         found = self._next[work.num_chunks > 0][self._place]
@@ -45,12 +43,10 @@ class JitteryCosts:
         return self._ratios[found].value * self._costs.iteration_s(work)
 
     def swap_s(self, num_tokens: float) -> float:
-        """See CostModel."""
         return self._costs.swap_s(num_tokens)
 
 
 def _next_of(ratios: Sequence[Ratio], *, has_prompt: bool) -> list[int]:
-    """Return for every place that of the next ratio of this kind, from it on and around; itself where there is none."""
     places = [place for place, ratio in enumerate(ratios) if ratio.has_prompt is has_prompt]
     if not places:
         return list(range(len(ratios)))

@@ -182,7 +182,6 @@ class ComponentObserver:
         self._begun_s: dict[object, float] = {}  # copies under way
 
     def take(self, decided: Decided) -> None:
-        """Take the next decision."""
         event, now, commands = decided
         if isinstance(event, Received):
             self._run.record_received(event.message, now)
@@ -196,7 +195,6 @@ class ComponentObserver:
             self._observe(command, now)
 
     def _iteration(self, event: IterationCompleted, now: float) -> ObservedIteration:
-        """Return the iteration that ends; an urgent one begins when the pass stands still, which goes on until then."""
         started_s, work = self._running[event.is_urgent]
         engine_s, times = event.duration_s(started_s, now), event.times
         if times is None:
@@ -238,8 +236,6 @@ def _key(message: Any) -> tuple[object, ...]:
 
 
 class _RecordingCosts:
-    """A cost model of zero costs that remembers the latest work."""
-
     def __init__(self) -> None:
         self.latest = IterationWork()
 
@@ -252,7 +248,5 @@ class _RecordingCosts:
 
 
 class _UnknownAnswers(dict[RequestId, SimulatedAnswer]):
-    """Answers, which are not needed here."""
-
     def __missing__(self, request_id: RequestId) -> SimulatedAnswer:
         return _ENDLESS

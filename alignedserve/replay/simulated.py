@@ -182,14 +182,12 @@ def simulate(workload: Workload, machine: SimulatedMachine, seed: int) -> dict[s
 
 
 def simulated_requests(workload: Workload, machine: SimulatedMachine, seed: int) -> EndedRequests:
-    """Simulate the workload; return its requests."""
     simulation = Simulation(simulation_of(machine, seed), workload)
     duration_s = simulation.run().duration_s
     return EndedRequests(simulation.records(), simulation.gaps(), duration_s)
 
 
 def simulation_of(machine: SimulatedMachine, seed: int) -> SimConfig:
-    """Return the configuration of a simulation with this jitter."""
     decode, prefill, engine = machine.decode, machine.prefill, machine.cluster.engine
     return SimConfig(
         cluster=machine.cluster,
@@ -214,7 +212,6 @@ def measures_of(rounds: Sequence[Sequence[ReplayedRequest]]) -> dict[tuple[str, 
 
 
 def _together(runs: Sequence[EndedRequests]) -> dict[str, ClassResult]:
-    """Compute the results of several runs as if of one."""
     gaps: dict[str, GapSample] = {}
     for run in runs:
         for name, sample in run.gaps.items():
@@ -223,7 +220,6 @@ def _together(runs: Sequence[EndedRequests]) -> dict[str, ClassResult]:
 
 
 def real_requests(requests: Sequence[ReplayedRequest]) -> EndedRequests:
-    """Return the requests of the real run as a simulation would."""
     gaps: dict[str, GapSample] = {}
     records = []
     for number, request in enumerate(requests):
@@ -261,8 +257,6 @@ def _loop(name: str, size: int, requests: Sequence[ReplayedRequest], think_s: fl
 
 
 class _CyclicStream:
-    """An endless stream that repeats the given requests."""
-
     def __init__(self, requests: Sequence[TimedRequest]) -> None:
         self._requests = requests
 
@@ -271,7 +265,6 @@ class _CyclicStream:
 
 
 def _measures(classes: Mapping[str, ClassResult]) -> dict[tuple[str, str], float]:
-    """Return the measures by class and name."""
     measures = {}
     for name, result in classes.items():
         if name == OTHERS:

@@ -13,7 +13,6 @@ _SPARE = 4  # tokens by which a live worker lets every request grow
 
 
 def points_of(layout: BlockLayout, limits: IterationLimits, *, num_blocks: int, has_hidden_cache: bool) -> list[Point]:
-    """Return the points that a worker of these limits and this memory measures."""
     points = calibration_points(
         max_requests=limits.max_running_requests, max_tokens=limits.max_tokens, has_hidden_cache=has_hidden_cache
     )
@@ -27,7 +26,6 @@ def points_of(layout: BlockLayout, limits: IterationLimits, *, num_blocks: int, 
 
 
 def calibrated(costs: CostModel, points: Sequence[Point], duration_s: float) -> tuple[Sample, ...]:
-    """Return what a worker measures in this time; 0: nothing."""
     elapsed_s = 0.0
 
     def measure(point: Point) -> float:

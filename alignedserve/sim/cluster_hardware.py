@@ -71,7 +71,6 @@ def simulated_as_profiled(profile: MachineProfile, cluster: ClusterConfig) -> Si
 
 
 def _context_len(shape: ModelShape, cluster: ClusterConfig) -> int | None:
-    """Return the configured context, or the end of learned positions; None where neither says."""
     return cluster.model.max_context_len or shape.num_positions or None
 
 
@@ -89,7 +88,6 @@ def _layout(shape: ModelShape, cluster: ClusterConfig, *, is_cpu: bool) -> Block
 
 
 def _with_rings(layout: BlockLayout, shape: ModelShape, cluster: ClusterConfig, *, is_cpu: bool) -> BlockLayout:
-    """Return the layout by engine.window_cache: as live, and where it says `ring` on accelerators as well."""
     rings, choice = layout.with_rings(shape.num_windowed_layers, shape.window), cluster.engine.window_cache
     longest = _context_len(shape, cluster)
     is_chosen = choice == "auto" and is_cpu and longest is not None and rings_pay(layout, rings, longest)

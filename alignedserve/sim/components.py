@@ -81,12 +81,10 @@ class Network:
         return links.message_s if links.submit_s is None else links.submit_s
 
     def add(self, name: str, role: Role, dispatch: Callable[[Any], None]) -> None:
-        """Add a component, linked to no other. `dispatch` takes its events."""
         self._dispatch_of[name] = dispatch
         self._roles[name] = role
 
     def link(self, one: str, other: str) -> None:
-        """Link two components, which get PeerConnected now."""
         self._linked.setdefault(one, []).append(other)
         self._linked.setdefault(other, []).append(one)
         self._introduce(one, other)
@@ -106,7 +104,6 @@ class Network:
         self._event_queue.after(0.0, self._dispatch_of[other], PeerConnected(self._roles[one], one))
 
     def send(self, source: str, target: str, message: Message) -> None:
-        """Deliver a message after the network's latency."""
         self.deliver(target, Received(source, message))
 
     def deliver(self, target: str, event: Any, delay_s: float | None = None) -> None:
@@ -135,7 +132,6 @@ class SimulatedComponent:
             self.deliver(event)
 
     def deliver(self, event: Any) -> None:
-        """Pass an event to the logic, one that has waited too, and perform its commands."""
         self.num_events += 1
         commands: Sequence[Any] = self.logic.on_event(event, self._event_queue.now)
         for command in commands:
@@ -154,12 +150,10 @@ class SimulatedComponent:
         self._network.lose(self.name)
 
     def restart(self, logic: AnyLogic) -> None:
-        """Begin again with a logic that knows nothing, linked as before."""
         self.logic, self.is_lost = logic, False
         self._network.link_again(self.name)
 
     def tick_from(self, time_s: float) -> None:
-        """Tick at this time, then as often as live components do."""
         self._event_queue.at(time_s, self._tick, _TICK)
 
     def _tick(self, tick: Ticked) -> None:
@@ -168,8 +162,6 @@ class SimulatedComponent:
 
 
 class _Flight:
-    """The iteration in flight on a worker."""
-
     __slots__ = (
         *("duration_s", "ends_s", "job", "measured", "sampled", "started_s"),
         *("straggler_share", "turn_s", "yielded_s"),
@@ -184,7 +176,6 @@ class _Flight:
         straggler_share: float,
         turn_s: float = 0.0,
     ) -> None:
-        """`turn_s`: of an encoder, that it waits for."""
         self.started_s = started_s + turn_s
         self.turn_s = turn_s
         self.duration_s = duration_s  # by itself
@@ -196,13 +187,11 @@ class _Flight:
         self.job: Job | None = None  # on shared cores
 
     def stop(self, now: float, part_s: float, urgent_s: float) -> tuple[float, float]:
-        """Stand still from the end of the part of `part_s` that it is in; return when an urgent one begins and ends."""
         begins_s = now + max(self.ends_s - now, 0.0) % part_s
         self.ends_s += urgent_s
         return begins_s, begins_s + urgent_s
 
     def times(self, started_s: float, duration_s: float, yielded_s: float = 0.0) -> IterationTimes:
-        """Return what an engine measures of it."""
         share, finished_s = self.straggler_share, started_s + duration_s + yielded_s
         times = IterationTimes(started_s, finished_s, 0.0, duration_s, 0.0, straggler_share=share, yielded_s=yielded_s)
         return msgspec.structs.replace(times, turn_s=self.turn_s) if self.turn_s else times
@@ -249,19 +238,16 @@ class SimulatedWorker:
         }
 
     def lose(self) -> None:
-        """End as a killed process does, with its memory and what it was computing and copying."""
         self._num_losses += 1
         self._encoder.forget()
         self.component.lose()
 
     def restart(self) -> None:
-        """Begin again with nothing."""
         self.engine.forget()
         self._copier.arenas.clear()
         self.component.restart(self._make_logic())
 
     def _unless_lost(self, action: Callable[[Any], None]) -> Callable[[Any], None]:
-        """Return the action, to be done later by this process, unless it is lost before."""
         begun = self._num_losses
 
         def act(given: Any) -> None:
@@ -291,7 +277,6 @@ class SimulatedWorker:
         self._event_queue.at(flight.ends_s, self._unless_lost(self._end), flight)
 
     def _run_within(self, urgent: _Flight) -> None:
-        """Run an urgent iteration, while the one in flight stands still at the end of a layer."""
         flight, cores, urgent_s = self._flight, self._memory.cores, urgent.duration_s
         assert flight is not None, "an urgent iteration within none"
         part_s = flight.duration_s / self._num_layers
@@ -306,7 +291,6 @@ class SimulatedWorker:
         self._event_queue.at(ends_s, self._unless_lost(self.component.dispatch), event)
 
     def _end(self, flight: _Flight) -> None:
-        """End an iteration; on shared cores it may have taken longer than by itself."""
         if flight.job is None and self._event_queue.now < flight.ends_s:  # it has stood still
             self._event_queue.at(flight.ends_s, self._unless_lost(self._end), flight)
             return
@@ -320,7 +304,6 @@ class SimulatedWorker:
         self._encoder.go_on()
 
     def _copy(self, ends_s: Callable[[Any], float], outcome: Callable[[Any], Any], command: object) -> None:
-        """Schedule the outcome of a copy for the time when it ends."""
         ended = self._unless_lost(lambda _: self.component.dispatch(outcome(command)))
         self._event_queue.at(ends_s(command), ended, None)
 
@@ -341,14 +324,12 @@ class SharedMemory:
     """Resources shared by the workers of a node: every arena by its path, and perhaps the cores."""
 
     def __init__(self, *, block_bytes: int, buffer_blocks: int, cores: SharedCores | None = None) -> None:
-        """`cores`: None if iterations do not slow each other down."""
         self.cores = cores
         self.arenas: dict[str, SimulatedArena] = {}
         self._block_bytes = block_bytes
         self._buffer_blocks = buffer_blocks
 
     def make_pool(self, path: str, num_blocks: int, layout_digest: str) -> ArenaOffered:
-        """Create a pool's arena."""
         self.arenas[path] = SimulatedArena(num_blocks, stamps_on_write=False)
         return ArenaOffered(path, num_blocks, self._block_bytes, layout_digest)
 

@@ -35,7 +35,6 @@ class SimulatedArena:
         self._stamps_on_write = stamps_on_write
 
     def stamp(self, block_ids: Sequence[BlockId], generation: int) -> None:
-        """Set the generation of these blocks."""
         stamps = self._stamps
         for block_id in block_ids:
             stamps[block_id] = generation
@@ -87,11 +86,9 @@ class MemoryLinks:
 
     @property
     def now(self) -> float:
-        """Return the time."""
         return self._event_queue.now
 
     def are_far(self, source: str, target: str) -> bool:
-        """Return whether these are workers of two nodes."""
         nodes = self.node_of.get(source), self.node_of.get(target)
         return None not in nodes and nodes[0] != nodes[1]
 
@@ -100,7 +97,6 @@ class SimulatedCopier:
     """Performs one worker's copies. Its arenas are keyed by the peer that offered one, or that it is offered to."""
 
     def __init__(self, worker: str, pool: str, memory_links: MemoryLinks, *, is_through_host: bool = False) -> None:
-        """`is_through_host`: buffers lent to other workers are in host memory."""
         self._is_through_host = is_through_host
         self._worker = worker
         self.pool = pool
@@ -112,7 +108,6 @@ class SimulatedCopier:
     # --- when a copy that begins now will be complete
 
     def load_ends_s(self, command: LoadBlocks) -> float:
-        """Return when all requests of a load will be complete."""
         num_blocks = sum(part.copy.num_blocks for part in command.loads)
         is_far = self._memory_links.are_far(command.source.removesuffix(LENT), self._worker)
         ends_s = self._ends_s(command.source, self._worker, num_blocks, is_far=is_far)
@@ -121,7 +116,6 @@ class SimulatedCopier:
         return ends_s
 
     def offload_ends_s(self, command: OffloadBlocks) -> float:
-        """Return when an offload will be complete."""
         return self._ends_s(self._worker, command.target, len(command.target_block_ids))
 
     def relay_ends_s(self, command: RelayBlocks) -> float:
@@ -137,13 +131,11 @@ class SimulatedCopier:
     # --- outcomes
 
     def loaded(self, command: LoadBlocks) -> BlocksLoaded:
-        """Return the outcome of a complete load."""
         arena = self.arenas.get(command.source)
         refused = [part.request_id for part in command.loads if arena is None or not arena.holds(part.copy)]
         return BlocksLoaded(command.source, command.loads, frozenset(refused), self._far_s.pop(id(command), 0.0))
 
     def offloaded(self, command: OffloadBlocks) -> BlocksOffloaded:
-        """Return the outcome of a complete offload."""
         arena = self.arenas.get(command.target)
         if arena is None:
             return BlocksOffloaded(command, None)
@@ -152,7 +144,6 @@ class SimulatedCopier:
         return BlocksOffloaded(command, runs)
 
     def relayed(self, command: RelayBlocks) -> BlocksRelayed:
-        """Return the outcome of a complete relay."""
         source, target = self.arenas.get(command.source), self.arenas.get(command.target)
         if source is None or target is None or not source.holds(command.copy):
             return BlocksRelayed(command, None)

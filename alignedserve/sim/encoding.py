@@ -45,7 +45,6 @@ class SimulatedEncoder:
         self._epoch = 0
 
     def takes(self, event: object) -> bool:
-        """Hold a message whose request has pictures; return whether it is one."""
         if not isinstance(event, Received) or not isinstance(event.message, PrefillRequest):
             return False
         request = event.message.request
@@ -77,12 +76,10 @@ class SimulatedEncoder:
         return turn_s
 
     def ran(self, duration_s: float) -> None:
-        """Note the end of an iteration, which took so long."""
         self._lengths.ran(duration_s)
         self._is_computing = False
 
     def go_on(self) -> None:
-        """Take turns while no iteration is computed."""
         now = self._event_queue.now
         if self._is_computing or self._turn_ends_s is not None or not self._jobs:
             return
@@ -96,7 +93,6 @@ class SimulatedEncoder:
         self._event_queue.at(self._turn_ends_s, self._idle_turn_ended, (job, turn_s, self._epoch))
 
     def forget(self) -> None:
-        """Forget everything, as a process that is lost."""
         self._jobs.clear()
         self._real_time.clear()
         self._lengths, self._turn_ends_s, self._is_computing = TurnLengths(), None, False

@@ -44,8 +44,6 @@ class IterationLine(NamedTuple):
 
 
 class _Sequence:
-    """One request in the engine."""
-
     __slots__ = ("is_constrained", "is_hidden", "num_blocks", "num_computed", "num_left", "num_tokens", "token")
 
     def __init__(self, addition: Addition, answer: SimulatedAnswer) -> None:
@@ -73,7 +71,6 @@ class _SteadyIteration:
         sampled: tuple[SampledToken, ...],
         num_more: int,
     ) -> None:
-        """`num_more`: number of repetitions until the first answer ends."""
         self._slices = slices
         self._num_more = num_more
         self.work = work
@@ -81,7 +78,6 @@ class _SteadyIteration:
         self.num_repeats = 0
 
     def repeat(self, command: RunIteration) -> bool:
-        """Repeat the iteration if the command asks for the same again; return whether it did."""
         is_same = command.slices is self._slices and not (command.additions or command.removals or command.swaps)
         if not is_same or self.num_repeats >= self._num_more:
             return False
@@ -91,7 +87,6 @@ class _SteadyIteration:
         return True
 
     def request_ids(self) -> list[RequestId]:
-        """Return the ids of its requests."""
         return [request_id for request_id, _ in self._slices]
 
 
@@ -162,7 +157,6 @@ class SimulatedEngine:
 
     @property
     def latest_work(self) -> IterationWork:
-        """Return the work of the latest iteration."""
         return self._latest.work
 
     def forget(self) -> None:
@@ -176,7 +170,6 @@ class SimulatedEngine:
         return self._timeline.lines() if self._timeline is not None else []
 
     def _catch_up(self) -> None:
-        """Give every sequence the tokens of the repeated iterations."""
         num_repeats = self._latest.num_repeats
         if num_repeats:
             for request_id in self._latest.request_ids():
@@ -198,7 +191,6 @@ class SimulatedEngine:
             (self._hidden.add if addition.is_hidden else self._hidden.discard)(request_id)
 
     def _swap(self, swaps: Swaps) -> tuple[float, float]:
-        """Return the full-width tokens swapped in and out. A cache may be partly on the host."""
         self._on_host.difference_update(swaps.forgotten)
         num_out = sum(self._copied(swap) for swap in swaps.outs)
         num_in = sum(self._copied(swap) for swap in swaps.ins)
@@ -239,25 +231,20 @@ class SimulatedEngine:
 
 
 class _Timeline:
-    """Every iteration, stored in columns."""
-
     def __init__(self) -> None:
         self._times = (array("d"), array("d"))
         self._counts = (array("q"), array("q"), array("q"))
         self._latest = -1  # the line of the latest one that ran within no other
 
     def add(self, now: float, duration_s: float, work: IterationWork, num_blocks: int) -> None:
-        """Add an iteration that begins now."""
         self._latest = len(self._times[0])
         self._add(now, now + duration_s, work, num_blocks)
 
     def add_within(self, begins_s: float, ends_s: float, work: IterationWork, num_blocks: int) -> None:
-        """Add one that runs within the latest, which ends so much later."""
         self._add(begins_s, ends_s, work, num_blocks)
         self.prolong(ends_s - begins_s)
 
     def prolong(self, seconds: float) -> None:
-        """Let the latest iteration end `seconds` later."""
         self._times[1][self._latest] += seconds
 
     def _add(self, begins_s: float, ends_s: float, work: IterationWork, num_blocks: int) -> None:
@@ -267,5 +254,4 @@ class _Timeline:
             counts.append(count)
 
     def lines(self) -> list[IterationLine]:
-        """Return the iterations in order."""
         return [IterationLine(*line) for line in zip(*self._times, *self._counts, strict=True)]

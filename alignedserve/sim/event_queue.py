@@ -19,12 +19,10 @@ class EventQueue:
         self.end_s = float("inf")  # later actions do not run
 
     def at(self, time_s: float, action: Callable[[Any], None], argument: object) -> None:
-        """Schedule `action(argument)` at this time, which is not before now."""
         self._num_entries += 1
         heappush(self._entries, (time_s, self._num_entries, action, argument))
 
     def after(self, delay_s: float, action: Callable[[Any], None], argument: object) -> None:
-        """Schedule `action(argument)` for `delay_s` from now."""
         self._num_entries += 1
         heappush(self._entries, (self.now + delay_s, self._num_entries, action, argument))
 

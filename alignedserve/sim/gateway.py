@@ -32,8 +32,6 @@ GATEWAY = "gateway-0"
 
 @dataclass(slots=True)
 class _SentRequest(OpenRequest):
-    """An open request, and the router that has it."""
-
     request: Request
     router: str
 
@@ -78,7 +76,6 @@ class SimulatedGateway:
         network.add(GATEWAY, Role.GATEWAY, self.dispatch)
 
     def start(self, time_s: float) -> None:
-        """Begin at this time, from which arrivals count."""
         self._origin_s = time_s
         if self._ends_s:
             self._event_queue.at(time_s + self._ends_s, self._note_loaded, self._ends_s)
@@ -87,7 +84,6 @@ class SimulatedGateway:
         self._note_idle()
 
     def dispatch(self, event: PeerConnected | PeerDisconnected | Received) -> None:
-        """Take a message of a router, or note that it is lost or back."""
         if not isinstance(event, Received):
             self._routers.set_lost(event.peer, is_lost=isinstance(event, PeerDisconnected))
             if isinstance(event, PeerConnected):
@@ -108,7 +104,6 @@ class SimulatedGateway:
                 raise AssertionError(f"the simulated gateway does not take {type(message).__name__}")
 
     def emitted(self, message: TokensEmitted) -> None:
-        """Record tokens that a worker sends now, with the time at which they will arrive."""
         time_s = self._event_queue.now + self._network.token_s
         under_way = self._open
         for delta in message.deltas:
@@ -123,7 +118,6 @@ class SimulatedGateway:
                 self._end(delta.request_id, Ending.COMPLETED, time_s)
 
     def cut_off(self) -> None:
-        """Close all open requests as unfinished."""
         for request_id in list(self._open):
             self._close(request_id, Ending.UNFINISHED, self._event_queue.now)
 
@@ -133,13 +127,11 @@ class SimulatedGateway:
         return self._has_begun_all and (not self._ends_s or bool(self.loaded_tokens_per_s))
 
     def open_requests(self) -> Iterable[OpenRequest]:
-        """Return the requests that were sent and have not ended."""
         return self._open.values()
 
     # --- sending
 
     def _plan_next(self) -> None:
-        """Schedule the next timed request; only one at a time, as a short queue is a fast one."""
         timed = next(self._timed, None)
         self._has_begun_all = timed is None
         if timed is not None:
@@ -183,13 +175,11 @@ class SimulatedGateway:
         self._submit(self._open[request_id], SubmitRequest(request, self._texts.block_names(request)))
 
     def _limit(self, timed: TimedRequest) -> int:
-        """Return the client's limit; where it sets none, what its prompt leaves of the context."""
         if timed.max_tokens is not None:
             return timed.max_tokens
         return max(self._max_context_len - timed.prompt_len, 1)
 
     def _submit(self, under_way: _SentRequest, message: SubmitRequest | ResumeRequest) -> None:
-        """Send a request, and its prediction if there is one, after it as live: no request waits for its own."""
         delay_s = self._network.submit_s()
         self._network.deliver(under_way.router, Received(GATEWAY, message), delay_s)
         predicted_len = under_way.timed.predicted_len
@@ -198,7 +188,6 @@ class SimulatedGateway:
             self._network.deliver(under_way.router, predicted, delay_s)
 
     def _resume(self, request_ids: Sequence[RequestId]) -> None:
-        """Ask the requests' routers to go on after the tokens that have come."""
         for under_way in [self._open[request_id] for request_id in request_ids if request_id in self._open]:
             request = under_way.request
             tokens = (self.answers[request.request_id].token_id,) * len(under_way.token_times_s)
@@ -209,7 +198,6 @@ class SimulatedGateway:
     # --- ends
 
     def _note_loaded(self, seconds: float) -> None:
-        """Count the tokens that came while requests were sent, which took so long."""
         num_tokens: Counter[str] = Counter()
         for record in self.records:
             num_tokens[record.class_name] += record.num_tokens
@@ -231,7 +219,6 @@ class SimulatedGateway:
             self._on_idle()
 
     def _close(self, request_id: RequestId, ending: Ending, time_s: float) -> TimedRequest:
-        """Record how the request ended; return it."""
         under_way = self._open.pop(request_id)
         del self.answers[request_id]
         timed = under_way.timed

@@ -13,7 +13,6 @@ class MissWatch:
     """
 
     def __init__(self, limits: Mapping[str, int]) -> None:
-        """`limits`: the most misses of a class; the others do not count."""
         self._limits = limits
         self._ended: Counter[str] = Counter()
         self._num_seen = 0
@@ -28,7 +27,6 @@ class MissWatch:
         return any(missed[name] > limit for name, limit in self._limits.items())
 
     def is_settled(self, under_way: Iterable[OpenRequest], now: float) -> bool:
-        """Return whether it is sure of every open request of these classes that it misses its objectives."""
         return all(_is_late(one, now) for one in under_way if one.timed.class_name in self._limits)
 
 

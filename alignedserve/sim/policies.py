@@ -89,8 +89,6 @@ def as_predicted_for(scheduling: SchedulingConfig, workload: Workload) -> Worklo
 
 @dataclass(frozen=True, slots=True)
 class _KnownStream:
-    """A stream with exact predictions."""
-
     stream: RequestSource
 
     def __getitem__(self, number: int) -> TimedRequest:

@@ -16,7 +16,6 @@ class SimulatedTexts:
     """Tokens of prompts and answers, and the names of their blocks. Every text has one token of its own, repeated."""
 
     def __init__(self, block_size: int | None) -> None:
-        """`block_size`: of the prefix cache; None: there is none."""
         self._hasher = None if block_size is None else BlockHasher(block_size)
         self._next_token = count(max(EOS, TOKEN) + 1)
         self._token_of: dict[int | str, int] = {}
@@ -37,18 +36,15 @@ class SimulatedTexts:
         return _ROOT if timed.runs and self._hasher is not None else b""
 
     def block_names(self, request: Request, generated_token_ids: Sequence[int] = ()) -> bytes:
-        """Return the names of the full blocks of a request's context, as a live gateway sends them."""
         if self._hasher is None or not request.prefix_root:
             return b""
         blocks = self._hasher.named(request.prefix_root, (*request.prompt_token_ids, *generated_token_ids))
         return b"".join([block.block_hash[:BLOCK_NAME_BYTES] for block in islice(blocks, MAX_BLOCK_NAMES)])
 
     def answer(self, timed: TimedRequest) -> SimulatedAnswer:
-        """Return what the engine is to answer."""
         return SimulatedAnswer(timed.output_len, TOKEN if timed.answer is None else self._token(timed.answer))
 
     def give_back(self, timed: TimedRequest) -> None:
-        """Forget the prompt of a request that ended."""
         length = timed.prompt_len
         if timed.runs:
             return

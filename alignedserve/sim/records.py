@@ -121,7 +121,6 @@ class OpenRequest:
 
 
 def _timely(slo: Slo, ttft: float | None, gaps_s: Sequence[float]) -> tuple[int, int]:
-    """Count the tokens with an objective, and how many met it. `gaps_s`: ascending."""
     num_due = num_timely = 0
     if slo.ttft_s is not None:
         num_due, num_timely = 1, int(ttft is not None and ttft <= slo.ttft_s)

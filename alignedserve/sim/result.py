@@ -157,7 +157,6 @@ def classes_of(
 
 
 def worker_of(name: str, engine: SimulatedEngine, duration_s: float) -> WorkerResult:
-    """Summarise the work of one worker's engine."""
     return WorkerResult(
         name,
         engine.busy_s / duration_s if duration_s > 0 else 0.0,
@@ -169,7 +168,6 @@ def worker_of(name: str, engine: SimulatedEngine, duration_s: float) -> WorkerRe
 
 
 def total_of(statuses: Collection[ClusterStatus]) -> ClusterStatus:
-    """Add up the counts of all routers."""
     total = ClusterStatus()
     for status in statuses:
         total = _added(total, status)
@@ -177,7 +175,6 @@ def total_of(statuses: Collection[ClusterStatus]) -> ClusterStatus:
 
 
 def _added(one: Any, other: Any) -> Any:
-    """Add two numbers, or two structs field by field."""
     if isinstance(one, IterationLogTotals | Demand):
         return one.plus(other)
     if isinstance(one, msgspec.Struct):
@@ -187,8 +184,6 @@ def _added(one: Any, other: Any) -> Any:
 
 
 class _Span(NamedTuple):
-    """Duration of a run, and of the sending in it."""
-
     duration_s: float
     first_sent_s: float
     last_sent_s: float
@@ -235,7 +230,6 @@ def _class_of(records: Sequence[RequestRecord], gaps: Sequence[GapSample], span:
 
 
 def _parts_of(records: Sequence[RequestRecord], span: _Span) -> tuple[PartResult, ...]:
-    """Count requests by the part of the time of sending in which they were sent."""
     sent, met = [0] * NUM_PARTS, [0] * NUM_PARTS
     length_s = max(span.last_sent_s - span.first_sent_s, 1e-9) / NUM_PARTS
     for record in records:
@@ -254,7 +248,6 @@ def _measure(values: Iterable[float | None]) -> Measure | None:
 
 
 def _measure_gaps(samples: Sequence[GapSample]) -> Measure | None:
-    """Summarise gaps; samples of different density are thinned to the coarsest."""
     step = max((sample.step for sample in samples), default=1)
     measure = _measure(gap for sample in samples for gap in sample.values()[:: step // sample.step])
     if measure is None:

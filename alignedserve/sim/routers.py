@@ -20,7 +20,6 @@ class SimulatedRouter(SimulatedComponent):
     def __init__(
         self, name: str, logic: AnyLogic, event_queue: EventQueue, network: Network, *, event_s: float, begin_s: float
     ) -> None:
-        """`begin_s`: when requests begin; what it decides before that is not counted as its work."""
         self._event_s = event_s
         self._begin_s = begin_s
         self._work_s = 0.0  # that has come since then, whether done or not
@@ -31,12 +30,10 @@ class SimulatedRouter(SimulatedComponent):
 
     @property
     def busy_s(self) -> float:
-        """Time that its decisions have taken by now, since requests began."""
         return self._work_s - self._counted_s(self._event_queue.now)
 
     @override
     def dispatch(self, event: Any) -> None:
-        """Decide the event when all earlier ones are decided."""
         if self.is_lost:
             return
         if not self._event_s:
@@ -58,12 +55,10 @@ class SimulatedRouter(SimulatedComponent):
 
     @override
     def restart(self, logic: AnyLogic) -> None:
-        """Begin again with a logic that knows nothing."""
         self._starts += 1
         super().restart(logic)
 
     def _counted_s(self, since_s: float) -> float:
-        """Return how long it will be busy from then until it is free, since requests began."""
         return max(self._free_s - max(since_s, self._begin_s), 0.0)
 
     def _decide(self, entry: tuple[int, Any]) -> None:
@@ -74,8 +69,6 @@ class SimulatedRouter(SimulatedComponent):
 
 @dataclass(slots=True)
 class _Shard:
-    """The gateway's knowledge of one router."""
-
     name: str
     num_requests: int = 0  # by its latest status, about a second old
     is_lost: bool = False

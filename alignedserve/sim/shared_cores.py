@@ -53,14 +53,12 @@ class SharedCores:
         return begins_s, begins_s + urgent_s / job.speed
 
     def _settle(self) -> None:
-        """Take what has been done since then off what is left."""
         now = self._event_queue.now
         for job in self._jobs:
             job.left_s -= (now - self._settled_s) * job.speed
         self._settled_s = now
 
     def _plan(self) -> None:
-        """Schedule the end of the next iteration to end, at the speeds of the present mixture."""
         self._version += 1
         num_prompts = sum(job.has_prompt for job in self._jobs)
         for job in self._jobs:

@@ -242,7 +242,6 @@ class Simulation:
         return self._add_worker(name, Role.DECODE_WORKER, make, _pool(node), true_costs)
 
     def _known(self, costs: CostModel) -> CostModel | None:
-        """Return the costs that a worker's policy knows from the start."""
         return None if self._config.learns_costs else costs
 
     def _measured(
@@ -286,7 +285,6 @@ class Simulation:
         return name
 
     def _add_node(self, node: int, prefillers: list[str], decoders: list[str]) -> None:
-        """Link the components of one node as live ones are linked."""
         for prefiller in prefillers:
             self._network.link(prefiller, _pool(node))
         for one, other in combinations(decoders if self._config.can_move else (), 2):
@@ -299,7 +297,6 @@ class Simulation:
             self._network.link(name, _router(node % self._config.routers.count, self._config.routers.count))
 
     def _link_nodes(self) -> None:
-        """Link the workers of each node with those of all others; live ones link when they are about to need it."""
         count, num_nodes = self._config.cluster.decode.count, self._config.num_pools
         for one, other in combinations(range(count), 2):
             if one % num_nodes != other % num_nodes:
@@ -333,7 +330,6 @@ class Simulation:
         self._event_queue.after(_PROGRESS_S, self._report, progress)
 
     def _watch(self, misses: MissWatch) -> None:
-        """End the simulation once it has more misses than its limits allow, or nothing to find out any more."""
         queue, gateway = self._event_queue, self._gateway
         if misses.is_over(gateway.records, gateway.open_requests(), queue.now):
             self._is_abandoned, queue.end_s = True, queue.now

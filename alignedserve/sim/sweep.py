@@ -126,7 +126,6 @@ def _outcome_of(case: Case, report: Callable[[float, int], None]) -> _Outcome:
 
 @lru_cache(maxsize=4)
 def _built(line: WorkloadLine) -> Workload:
-    """Return the whole workload of a line: the next case has the same, as a rule."""
     return build_workload(
         line.line,
         seed=line.seed,
@@ -138,7 +137,6 @@ def _built(line: WorkloadLine) -> Workload:
 
 @lru_cache(maxsize=4)
 def _library(data_dir: Path | None) -> Library:
-    """Return the process's library: sources are read once, not once a case."""
     return Library(data_dir)
 
 
@@ -147,8 +145,6 @@ def _library(data_dir: Path | None) -> Library:
 
 @dataclass(slots=True)
 class _WorkerProcess:
-    """One process and the case it simulates; None: it waits for the next."""
-
     process: SpawnProcess
     link: Connection  # pickles, over a pipe that only this process and that child of its own have
     number: int | None = None
@@ -208,7 +204,6 @@ class CasePool:
         self._assign(self._workers[ours])
 
     def _assign(self, worker: _WorkerProcess) -> None:
-        """Send the next case, if there is one."""
         worker.number = None
         if self._num_begun == len(self._cases):
             return
@@ -237,7 +232,6 @@ class CasePool:
         self._over(result)
 
     def _handle_death(self, worker: _WorkerProcess) -> None:
-        """Handle a process that died: its case fails, the others continue."""
         assert worker.number is not None, "an idle process is not asked"
         case = self._cases[worker.number]
         self._stop(worker)
@@ -256,7 +250,6 @@ class CasePool:
 
 
 def _serve_cases(link: Connection) -> None:
-    """Simulate case after case until the link closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all; the first process decides
     try:
         while True:

@@ -40,7 +40,6 @@ class Renewal:
             raise ConfigError("cv must lie between 0 and 100")
 
     def gaps(self, rng: Generator, count: int) -> FloatArray:
-        """Draw `count` gaps with mean 1."""
         if self.cv == 0:
             return np.ones(count)
         if self.distribution is GapDistribution.WEIBULL:
@@ -64,12 +63,10 @@ class Renewal:
 
 
 def gamma_gaps(shape: float, rng: Generator, count: int) -> FloatArray:
-    """Draw gaps with mean 1."""
     return rng.gamma(shape, 1.0 / shape, count)
 
 
 def weibull_gaps(shape: float, rng: Generator, count: int) -> FloatArray:
-    """Draw gaps with mean 1."""
     return rng.weibull(shape, count) / math.exp(math.lgamma(1.0 + 1.0 / shape))
 
 

@@ -79,7 +79,6 @@ def _is_recorded(spec: ClassSpec) -> bool:
 
 @contextmanager
 def _blamed_on(spec: ClassSpec) -> Iterator[None]:
-    """Name the class in complaints."""
     try:
         yield
     except ConfigError as error:
@@ -87,8 +86,6 @@ def _blamed_on(spec: ClassSpec) -> Iterator[None]:
 
 
 class _ClassTraffic:
-    """One class."""
-
     def __init__(self, spec: ClassSpec, seed: int, library: Library) -> None:
         self.spec = spec
         self._seed = seed
@@ -98,13 +95,11 @@ class _ClassTraffic:
         self._drawn = DrawnLengths(source, spec.prompt, spec.output)
 
     def _generator(self, purpose: _Purpose, block: int = 0) -> Generator:
-        """Return the generator that draws for this purpose and nothing else."""
         return np.random.default_rng([self._seed, zlib.crc32(self.spec.name.encode()), purpose, block])
 
     # --- open loop
 
     def opened(self, count: int | None, duration_s: float | None) -> Iterable[TimedRequest]:
-        """Return its requests in order; none where it is a closed loop."""
         if self.spec.is_closed:
             return []
         with _blamed_on(self.spec):
@@ -116,7 +111,6 @@ class _ClassTraffic:
             return self._in_hours(list(chain.from_iterable(blocks)), duration_s)
 
     def _in_hours(self, requests: list[TimedRequest], duration_s: float | None) -> list[TimedRequest]:
-        """Return the requests as they start; those that would after the end are left out."""
         starts = self.spec.starts
         if starts is None:
             return requests
@@ -162,21 +156,18 @@ class _ClassTraffic:
     # --- closed loop
 
     def closed_loop(self) -> ClosedLoop:
-        """Return the loop; its requests are drawn when they are asked for."""
         size = self.spec.outstanding or self.spec.wave
         assert size is not None, "checked by the grammar"
         is_wave, stream = self.spec.wave is not None, _DrawnStream(self)
         return ClosedLoop(self.spec.name, size, is_wave, stream, starts=self.spec.starts)
 
     def block(self, number: int) -> list[TimedRequest]:
-        """Return the requests of a closed loop from `number * _BLOCK` on."""
         with _blamed_on(self.spec):
             return self._block(number, [0.0] * _BLOCK)
 
     # --- requests
 
     def _block(self, number: int, arrival_s: Sequence[float]) -> list[TimedRequest]:
-        """Return one request of a block per arrival; for a conversation its first turn."""
         spec, instructions = self.spec, self._instructions(number)
         if spec.turns == 1:
             timed = self._timed(arrival_s, self._lengths(number), number)
@@ -192,7 +183,6 @@ class _ClassTraffic:
         ]
 
     def _instructions(self, block: int) -> Sequence[TextRun | None]:
-        """Return the instructions before the requests, or conversations, of a block."""
         spec = self.spec
         if spec.instruction is None:
             return [None] * _BLOCK
@@ -205,7 +195,6 @@ class _ClassTraffic:
         return self.spec.limits.draw(self._drawn, self._generator(_Purpose.LENGTHS, block), _BLOCK)
 
     def _timed(self, arrival_s: Sequence[float], lengths: Lengths, block: int = 0) -> list[TimedRequest]:
-        """Return the first of these requests, one for each arrival; all are drawn, so that a later end changes none."""
         spec = self.spec
         assert lengths.prompt_len is not None, "lengths are complete"
         output_len = self._answers(lengths)
@@ -251,8 +240,6 @@ class _ClassTraffic:
 
 
 class _DrawnStream:
-    """A class's requests by number, drawn a block at a time."""
-
     def __init__(self, traffic: _ClassTraffic) -> None:
         self._traffic = traffic
         self._blocks: dict[int, list[TimedRequest]] = {}
@@ -265,7 +252,6 @@ class _DrawnStream:
 
 
 def _limits(spec: ClassSpec, output_len: IntArray) -> list[int] | list[None]:
-    """Return every client's limit; None: it sets none."""
     match spec.max_tokens:
         case ClientLimit.CONTEXT:
             return [None] * len(output_len)
@@ -297,7 +283,6 @@ def _objectives(
 
 
 def _slos(spec: ClassSpec, rng: Generator, count: int) -> list[Slo]:
-    """Return all objectives of the line for every request."""
     distributions = (spec.ttft_s, spec.tpot_s, spec.deadline_s)
     if all(distribution is None or distribution.constant is not None for distribution in distributions):
         return [
@@ -317,12 +302,10 @@ def _slos(spec: ClassSpec, rng: Generator, count: int) -> list[Slo]:
 
 
 def _of_class(request_class: RequestClass, slo: Slo) -> Slo:
-    """Return the objectives that a request of this class has."""
     return Slo(deadline_s=slo.deadline_s) if request_class is RequestClass.BEST_EFFORT else Slo(slo.ttft_s, slo.tpot_s)
 
 
 def _on_terms(request: TimedRequest, terms: Terms | None) -> TimedRequest:
-    """Apply a row's own objectives and priority, which take precedence over the line's."""
     if terms is None:
         return request
     priority = request.priority if terms.priority is None else terms.priority

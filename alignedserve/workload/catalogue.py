@@ -62,7 +62,6 @@ def read_lengths(
 
 
 def count_pieces(text: str) -> int:
-    """Estimate the tokens of a text; at least 1."""
     return max(1, round(len(_PIECE.findall(text)) / PIECES_PER_TOKEN))
 
 
@@ -119,7 +118,6 @@ class TaskTable:
     tasks: tuple[Task, ...]
 
     def draw(self, rng: Generator, count: int) -> Lengths:
-        """Draw `count` requests of all tasks."""
         samples = np.array([task.num_samples for task in self.tasks], dtype=np.float64)
         chosen = rng.choice(len(self.tasks), size=count, p=samples / samples.sum())
         prompts = np.stack([whole(task.prompt.draw(rng, count)) for task in self.tasks])

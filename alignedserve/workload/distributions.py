@@ -74,7 +74,6 @@ _NAMES = (*(name for name in _KINDS if name != "constant"), "mix")
 
 
 def constant(number: float) -> ValueDistribution:
-    """Return the distribution of a number that never changes."""
     return ValueDistribution("constant", (number,))
 
 

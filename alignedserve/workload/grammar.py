@@ -189,8 +189,6 @@ def _whole_number(key: str, value: str) -> int:
 
 
 def _up_to(limit: int) -> Callable[[str, str], int]:
-    """Return a reader of whole numbers from 1 to a limit."""
-
     def read(key: str, value: str) -> int:
         number = parse_number(key, value)
         if number != int(number) or not 1 <= number <= limit:

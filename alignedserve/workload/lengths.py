@@ -33,7 +33,6 @@ class Lengths:
         return len(column)
 
     def take(self, rows: IntArray) -> "Lengths":
-        """Return these rows, in this order."""
         return Lengths(
             prompt_len=None if self.prompt_len is None else self.prompt_len[rows],
             output_len=None if self.output_len is None else self.output_len[rows],
@@ -41,7 +40,6 @@ class Lengths:
         )
 
     def draw(self, rng: Generator, count: int) -> "Lengths":
-        """Draw rows at random, with replacement."""
         return self.take(rng.integers(len(self), size=count))
 
 
@@ -67,7 +65,6 @@ class LengthSource(Protocol):
 
 
 def whole(drawn: FloatArray) -> IntArray:
-    """Convert drawn numbers to lengths: rounded, at least 1."""
     return np.maximum(1, np.rint(drawn)).astype(np.int64)
 
 
@@ -85,7 +82,6 @@ class DrawnLengths:
         return self.completed(found, rng, count)
 
     def completed(self, found: Lengths, rng: Generator, count: int) -> Lengths:
-        """Return the rows with the distributions applied."""
         prompt_len = found.prompt_len if self.prompt is None else whole(self.prompt.draw(rng, count))
         output_len = found.output_len if self.output is None else whole(self.output.draw(rng, count))
         for name, column in (("prompt", prompt_len), ("output", output_len)):

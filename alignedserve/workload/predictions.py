@@ -30,7 +30,6 @@ class PredictionModel:
     sigma: float = 0.0
 
     def predict(self, output_len: IntArray, *, mean_len: float, rng: Generator) -> IntArray:
-        """Predict lengths, at least 1 token. `mean_len` is the mean of the class."""
         if self.kind is PredictionKind.CLASS_MEAN:
             return whole(np.full(len(output_len), mean_len))
         if self.kind is PredictionKind.EXACT:
@@ -39,7 +38,6 @@ class PredictionModel:
 
 
 def parse_prediction(text: str) -> PredictionModel:
-    """Parse `exact`, `mean` or `error(sigma)`. Raises ConfigError."""
     if text in ("exact", "mean"):
         return PredictionModel(PredictionKind(text))
     if text.startswith("error(") and text.endswith(")"):

@@ -52,7 +52,6 @@ def with_objectives(line: str, *, ttft_s: float | None, tpot_s: float | None) ->
 
 
 def _keys_of(part: str) -> set[str]:
-    """Return the keys that a class gives."""
     settings = (setting.partition("=") for setting in split_outside_parentheses(part, ","))
     return {head.rpartition(":")[2].strip() for head, separator, _ in settings if separator}
 

@@ -36,7 +36,6 @@ class Recording:
     runs: Sequence[tuple[TextRun, ...]]  # of texts that the prompts begin with
 
     def take(self, rows: IntArray) -> "Recording":
-        """Return these rows."""
         runs = [self.runs[place] for place in rows.tolist()]
         return Recording(self.arrival_s[rows], self.lengths.take(rows), runs)
 
@@ -98,7 +97,6 @@ class ClientDaySource:
     day: ClientDay
 
     def draw(self, rng: Generator, count: int) -> Lengths:
-        """Draw lengths of requests at random."""
         return self.day.draw(rng, count)
 
     def record(self, rng: Generator, extract: Extract) -> Recording:

@@ -69,12 +69,10 @@ class StartTimes:
     begins_s: float = 0.0  # Unix time at which the run begins
 
     def next_s(self, time_s: float) -> float:
-        """Return the first time from this one on; what would start earlier waits for it."""
         now = self.begins_s + time_s
         return time_s if self.schedule.is_open(now) else self.schedule.after(now, 0.0) - self.begins_s
 
     def in_window(self, begins_s: float) -> "StartTimes":
-        """Return the same for a run that begins at this time of this one."""
         return StartTimes(self.schedule, self.begins_s + begins_s)
 
 

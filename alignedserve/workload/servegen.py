@@ -64,7 +64,6 @@ class ClientWindow:
         return self.start_s + drawn[(drawn >= 0) & (drawn < WINDOW_S)]
 
     def draw(self, rng: Generator, count: int) -> Lengths:
-        """Draw lengths by the client's quantiles, linear between them."""
         prompt_len = whole(np.interp(rng.random(count), QUANTILES, self.prompt_quantiles))
         return Lengths(prompt_len, whole(np.interp(rng.random(count), QUANTILES, self.output_quantiles)))
 
@@ -77,27 +76,23 @@ class ClientDay:
 
     @cached_property
     def _quantiles(self) -> tuple[FloatArray, FloatArray]:
-        """Return the quantiles of prompts and of outputs, a row per window."""
         return (
             np.array([window.prompt_quantiles for window in self.windows]),
             np.array([window.output_quantiles for window in self.windows]),
         )
 
     def draw(self, rng: Generator, count: int) -> Lengths:
-        """Draw lengths of requests at random, busy windows more often."""
         rates = np.array([window.rate for window in self.windows])
         chosen = rng.choice(len(rates), size=count, p=rates / rates.sum())
         prompts, outputs = (_between(rows[chosen], rng.random(count)) for rows in self._quantiles)
         return Lengths(whole(prompts), whole(outputs))
 
     def mean_rate(self, start_s: float, duration_s: float) -> float:
-        """Return the requests per second expected in a part of the day."""
         expected = sum(window.rate * _overlap_s(window, start_s, start_s + duration_s) for window in self.windows)
         return expected / duration_s
 
     @property
     def end_s(self) -> float:
-        """Return the end of the last window."""
         return max(window.start_s for window in self.windows) + WINDOW_S
 
     def generate(
@@ -124,7 +119,6 @@ class ClientDay:
 
 
 def _between(quantiles: FloatArray, shares: FloatArray) -> FloatArray:
-    """Return the value at a share of each row's distribution, linear between quantiles: `np.interp` for a matrix."""
     levels = np.array(QUANTILES)
     below = np.searchsorted(levels, shares, side="right") - 1  # a share is below 1, so that there is one above
     part = (shares - levels[below]) / (levels[below + 1] - levels[below])

@@ -43,7 +43,6 @@ def parsed_lines(lines: Iterable[str], first_number: int, parse: Callable[[str],
 
 
 def parse_length(text: str, *, least: int = 0) -> int:
-    """Parse a number of tokens. Raises ValueError."""
     length = int(text)
     if not least <= length <= MAX_LENGTH:
         raise ValueError(f"length {length} is out of range")

@@ -98,7 +98,6 @@ def shipped_trace() -> list[TraceRow]:
 
 
 def parse_trace(lines: Sequence[str], *, name: str) -> list[TraceRow]:
-    """Parse a trace from lines; `name` stands in the error messages."""
     first = next((number for number, line in enumerate(lines, start=1) if line.strip()), 1)
     lines = lines[first - 1 :]
     if is_json(lines):
@@ -156,7 +155,6 @@ def _azure_parser(columns: Columns) -> Callable[[str], TraceRow]:
 
 
 def _azure_seconds(text: str) -> float:
-    """Parse a date and time (seven decimals in the published file), or plain seconds."""
     try:
         seconds = float(text)
     except ValueError:
@@ -235,7 +233,6 @@ def _with_runs(row: TraceRow, hash_ids: Sequence[int]) -> TraceRow:
 
 
 def _in_order(parse: Callable[[str], TraceRow]) -> Callable[[str], TraceRow]:
-    """Refuse rows of our own formats that are earlier than the one before: a mistake in the file."""
     latest_s = 0.0
 
     def checked(line: str) -> TraceRow:
@@ -253,7 +250,6 @@ def _in_order(parse: Callable[[str], TraceRow]) -> Callable[[str], TraceRow]:
 
 
 def shifted(rows: Iterable[TraceRow], origin_s: float) -> list[TraceRow]:
-    """Return the rows with `origin_s` as the new time 0."""
     return [row.at(row.arrival_s - origin_s) for row in rows]
 
 

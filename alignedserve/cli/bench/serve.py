@@ -68,7 +68,6 @@ def _limits(options: LoadOptions) -> LengthLimits:
 
 
 def _with_default_slo(traffic: TrafficClass, slo: Slo) -> TrafficClass:
-    """Return the objectives of the command line, where the class has none of its own."""
     ttft_s = slo.ttft_s if traffic.slo.ttft_s is None else traffic.slo.ttft_s
     tpot_s = slo.tpot_s if traffic.slo.tpot_s is None else traffic.slo.tpot_s
     return replace(traffic, slo=Slo(ttft_s, tpot_s, traffic.slo.deadline_s))

@@ -30,8 +30,6 @@ class NoBatches(Exception):
 
 
 class _OpenBatch:
-    """A batch that was created."""
-
     def __init__(self, plan: PlannedBatch, batch: dict[str, Any], began_s: float) -> None:
         self.plan = plan
         self.batch = batch
@@ -40,17 +38,14 @@ class _OpenBatch:
 
     @property
     def num_completed(self) -> int:
-        """Return the lines that have an answer, as the server counts them."""
         return self._count("completed")
 
     @property
     def num_failed(self) -> int:
-        """Return the lines that have failed, as the server counts them."""
         return self._count("failed")
 
     @property
     def num_ended(self) -> int:
-        """Return the lines that have ended, as the server counts them."""
         return self.num_completed + self.num_failed
 
     def _count(self, name: str) -> int:
@@ -157,7 +152,6 @@ class BatchDocuments(Documents):
         return bytes(received)
 
     async def _leave(self, opened: Sequence[_OpenBatch], files: Sequence[str]) -> None:
-        """Cancel what runs and delete the input files, as far as the server lets us."""
         with contextlib.suppress(Exception):
             async with asyncio.timeout(_CANCEL_S):
                 for one in opened:
@@ -170,12 +164,10 @@ class BatchDocuments(Documents):
 
 
 def _without_batches(error: RequestRefused) -> Exception:
-    """Return the error of a server that has no batches; else this one."""
     return NoBatches(str(error)) if error.status in (404, 405, 501) else error
 
 
 def _unjudged(one: _OpenBatch) -> BatchRecord:
-    """Return what is known of a batch whose files were not read."""
     return BatchRecord(
         name=one.plan.name,
         window_s=one.plan.window_s,

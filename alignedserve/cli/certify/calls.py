@@ -44,13 +44,11 @@ class CallMaker:
         return {**body, "prompt": prompt}
 
     def call(self, request: PlannedRequest, slo: Slo, more: Mapping[str, Any] | None = None) -> CompletionCall:
-        """Return a call; objectives are told as AlignedServe's gateway reads them."""
         headers = slo_headers(TrafficClass("chat", slo))
         return CompletionCall(self.api, {**self.body(request), **(more or {})}, headers)
 
 
 def record_of(outcome: CompletionOutcome, began_s: float, *, has_picture: bool = False) -> StreamRecord:
-    """Return what a client saw, with times from `began_s` on."""
     gaps_s = metrics.tbt_s(outcome.token_times_s)
     failure = None if outcome.failure is None else outcome.failure.label
     if failure is None and outcome.finish_reason is None:
@@ -69,6 +67,5 @@ def record_of(outcome: CompletionOutcome, began_s: float, *, has_picture: bool =
 
 
 def gaps_of(outcomes: Iterable[CompletionOutcome]) -> tuple[float, ...]:
-    """Return an even sample of all gaps between tokens."""
     gaps_s = [gap for outcome in outcomes for gap in metrics.tbt_s(outcome.token_times_s)]
     return tuple(gaps_s[:: len(gaps_s) // _MAX_GAPS + 1])

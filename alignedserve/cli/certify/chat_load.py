@@ -65,7 +65,6 @@ class ChatLoad:
             await asyncio.gather(sending, gone, silent, return_exceptions=True)
 
     async def _silence(self) -> None:
-        """Return once none of the chats that are open has gone on for as long as patience lasts."""
         silent_s = 0.0
         while silent_s < self._patience_s:
             await asyncio.sleep(min(1.0, max(self._patience_s - silent_s, 0.01)))

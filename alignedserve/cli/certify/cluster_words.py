@@ -4,7 +4,6 @@ from alignedserve.config.sections import ClusterConfig
 
 
 def cluster_words(config: ClusterConfig) -> str:
-    """Return topology, workers and policy."""
     topology, count = config.chosen_topology, config.decode.count
     workers = f"{count} worker{'s' if count > 1 else ''}"
     if topology.is_separate:

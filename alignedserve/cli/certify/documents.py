@@ -26,18 +26,15 @@ class DocumentsLog:
     last_step_s: float = 0.0
 
     def begin(self) -> None:
-        """Note that the first document is sent."""
         self.began_s = self.last_step_s = time.monotonic()
         self.progress.append((self.began_s, 0))
 
     def step(self, num_ended: int) -> None:
-        """Note how many lines have ended."""
         if num_ended > self.progress[-1][1]:
             self.last_step_s = time.monotonic()
             self.progress.append((self.last_step_s, num_ended))
 
     def require_progress(self, patience_s: float) -> None:
-        """Raise PeerLost where no line has ended for so long."""
         if time.monotonic() - self.last_step_s > patience_s:
             raise PeerLost(f"no document came to its end for {patience_s:g} s (--patience)")
 

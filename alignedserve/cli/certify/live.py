@@ -110,7 +110,6 @@ class LiveRun:
         return True
 
     async def _phases(self, runner: "_PhaseRunner", streams: Documents) -> tuple[PhaseRecord, ...]:
-        """Run phase after phase, to the first that fails."""
         records: list[PhaseRecord] = []
         for number, phase in enumerate(Phase, start=1):
             self._say(f"phase {number} of {len(Phase)}: {phase.value}")
@@ -129,8 +128,6 @@ class LiveRun:
 
 
 class _PhaseRunner:
-    """Runs phases one after the other."""
-
     documents: Documents
 
     def __init__(self, client: OpenAiClient, calls: CallMaker, protocol: Protocol, say: Say, patience_s: float) -> None:
@@ -143,7 +140,6 @@ class _PhaseRunner:
         self.notes: list[str] = []
 
     async def run(self, phase: Phase) -> PhaseRecord:
-        """Run one. Raises NoBatches."""
         began_s, log, failure = time.monotonic(), DocumentsLog(), None
         chats = self._protocol.chats(phase) if phase.has_chat else ()
         chat = ChatLoad(
@@ -173,7 +169,6 @@ class _PhaseRunner:
         await chat.run(self._protocol.chat_s)
 
     async def _answers_alone(self) -> Mapping[int, str]:
-        """Return the answers of the probes on the idle server, asked for once. Raises PeerLost."""
         if self._expected is None:
             answers = {}
             for number, probe in enumerate(self._protocol.probes()):

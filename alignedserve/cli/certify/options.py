@@ -161,7 +161,6 @@ class CertifyOptions:
                 raise ConfigError("--endpoint completions takes no pictures: leave --chat-pictures and the like out")
 
     def _refuse(self, options: Mapping[str, str], why: str) -> None:
-        """Raise ConfigError where one of these fields, by option, was given."""
         defaults = {field.name: field.default for field in fields(self)}
         given = [option for name, option in options.items() if getattr(self, name) != defaults[name]]
         if given:

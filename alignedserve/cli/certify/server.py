@@ -34,7 +34,6 @@ def started_server(options: CertifyOptions, template: WorkerTemplate | None) -> 
 
 
 def _overrides(options: CertifyOptions, folder: str) -> list[str]:
-    """Return what the options stand for; an explicit --set comes later and wins."""
     overrides = [override_of("batches.folder", folder)]
     if options.config is None:
         overrides.append(on_free_port())

@@ -56,7 +56,6 @@ def simulated_config(options: CertifyOptions) -> SimConfig:
 
 
 def model_words(options: CertifyOptions, cluster: ClusterConfig) -> str:
-    """Return the model and what computes it, for the page."""
     if options.costs.startswith(FITTED):
         return options.costs
     accelerator, degree = options.hardware or DEFAULT_HARDWARE, cluster.engine.tensor_parallel
@@ -77,8 +76,6 @@ def _sized(cluster: ClusterConfig, options: CertifyOptions) -> ClusterConfig:
 
 @dataclass(frozen=True, slots=True)
 class _Numbered:
-    """An endless stream of requests of equal lengths."""
-
     lengths: Lengths
     request_class: RequestClass
 
@@ -89,8 +86,6 @@ class _Numbered:
 
 @dataclass(frozen=True, slots=True)
 class _Listed:
-    """A stream of given requests; after the last of them nothing is taken."""
-
     requests: Sequence[TimedRequest]
 
     def __getitem__(self, number: int) -> TimedRequest:
@@ -221,7 +216,6 @@ def _phase_record(
 
 
 def _tokens_between(record: RequestRecord, begin_s: float, end_s: float) -> float:
-    """Return how many of its tokens came within this time, as if those after the first came evenly."""
     if record.ttft_s is None:
         return 0.0
     first_s, rest = record.arrival_s + record.ttft_s, record.num_tokens - 1

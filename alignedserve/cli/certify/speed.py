@@ -69,7 +69,6 @@ class SpeedMeter:
             raise PeerError(f"{self._client.url} does not answer a chat with a picture: {reason}")
 
     async def choose_tier(self) -> None:
-        """Find the fields by which a stream says that it may wait."""
         for tier in _TIERS:
             outcome = await self._ask(self.calls.call(PlannedRequest("tier", 8, 2), Slo(), tier))
             if outcome.failure is None:
@@ -109,8 +108,6 @@ class SpeedMeter:
     async def _fill(
         self, name: str, lengths: Lengths, more: Mapping[str, Any], first: int, most: int
     ) -> tuple[float, int]:
-        """Return how many requests a second the server ends when it is full, and how many in the air are best."""
-
         def call(number: int) -> CompletionCall:
             return self.calls.call(mean_request(f"{name} {number}", lengths, number), Slo(), more)
 
@@ -127,7 +124,6 @@ class SpeedMeter:
             await loop.stop()
 
     async def _rate(self, loop: "_ClosedLoop", stage_s: float) -> float:
-        """Return the rate of the first stage in which tokens come; 0 after failures or many stages without any."""
         for _ in range(_MOST_EMPTY):
             rate = await loop.rate(stage_s)
             if rate > 0 or loop.has_failed:
@@ -144,10 +140,7 @@ class SpeedMeter:
 
 
 class _ClosedLoop:
-    """Keeps a number of requests in the air, and counts the tokens that come."""
-
     def __init__(self, client: OpenAiClient, call: Callable[[int], CompletionCall], output_len: int) -> None:
-        """`output_len`: of an answer as planned, until one has come to its end."""
         self._client = client
         self._output_len = output_len
         self._call = call
@@ -163,7 +156,6 @@ class _ClosedLoop:
             self._tasks.append(asyncio.create_task(self._keep_one()))
 
     async def rate(self, stage_s: float) -> float:
-        """Return requests per second, from the tokens that came and what a request has."""
         await asyncio.sleep(stage_s * _SETTLES)
         began_s = time.monotonic()
         await asyncio.sleep(stage_s)

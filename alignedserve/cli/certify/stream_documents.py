@@ -20,8 +20,6 @@ _PAUSE_S, _LOOK_S = 1.0, 0.5
 
 
 class _OpenBatch:
-    """A batch whose lines are streams."""
-
     def __init__(self, plan: PlannedBatch, expected: Mapping[int, str]) -> None:
         self.plan = plan
         self.judge = LineJudge(plan, expected)
@@ -83,7 +81,6 @@ class StreamDocuments(Documents):
             )
 
     async def _answered(self, line: PlannedLine) -> CompletionOutcome:
-        """Ask until the server takes it: one that asks to come later is asked later, as anybody would."""
         began_s = time.monotonic()
         while True:
             outcome = await self._client.complete(

@@ -101,8 +101,6 @@ def _server(options: DemoOptions, template: WorkerTemplate | None) -> Iterator[t
 
 
 class _Judgement(NamedTuple):
-    """Holds what the idle system gave once all requests had ended."""
-
     wrong: list[WrongAnswer]
     repeated: RepeatedAnswers | None
     busy_page: str  # of metrics, before anything was asked again
@@ -110,8 +108,6 @@ class _Judgement(NamedTuple):
 
 
 class _Demo:
-    """One replay against one server."""
-
     def __init__(self, checked: CheckedPlan, count_tokens: CountTokens, url: str, faults: list[Fault]) -> None:
         self._faults = faults
         self._has_faults = bool(faults)  # planned
@@ -121,7 +117,6 @@ class _Demo:
         self._model = ""
 
     async def run(self) -> DemoReport:
-        """Replay, ask every wrong one again alone, wait for the drain, judge."""
         async with self._client:
             self._model = await self._client.model_name()
             first_page = await self._metrics_page()
@@ -140,7 +135,6 @@ class _Demo:
         return _Judgement(wrong, repeated, page, await self._drained_metrics())
 
     def _report(self, run: LoadRun, first_page: str, judgement: _Judgement | None) -> DemoReport:
-        """Return the report; without a judgement that of a run that Ctrl-C ended."""
         checked = self._checked
         structured = [one for one in run.sent if self._is_structured(one) and one.outcome.failure is None]
         report = DemoReport(
@@ -206,12 +200,10 @@ class _Demo:
         return is_correct(self._checked.tasks[sent.request.index], sent.outcome.text)
 
     def _wrong(self, run: LoadRun) -> list[SentRequest]:
-        """Return completed answers that differ from the task's right one."""
         unstructured = (sent for sent in run.sent if not self._is_structured(sent))
         return [sent for sent in unstructured if sent.outcome.failure is None and not self._is_correct(sent)]
 
     async def _ask_again(self, wrong: list[SentRequest], bar: Progress) -> list[WrongAnswer]:
-        """Ask every wrong one again, one at a time, on the idle system."""
         answers = []
         for sent in bar.track(wrong, description="wrong answers again, alone") if wrong else ():
             task = self._checked.tasks[sent.request.index]
@@ -221,7 +213,6 @@ class _Demo:
         return answers
 
     async def _repeat(self, disturbed: list[SentRequest], bar: Progress) -> RepeatedAnswers:
-        """Ask for these again, one at a time, on the idle system."""
         pairs = []
         for sent in bar.track(disturbed, description="interrupted answers again, alone"):
             call = self._call(sent.request.index)
@@ -241,7 +232,6 @@ class _Demo:
         return parse_metrics(await self._metrics_page())
 
     async def _drained_metrics(self) -> dict[str, float]:
-        """Return the metrics once no block is in use, or when waiting for that became pointless."""
         end_s = time.monotonic() + DRAIN_TIMEOUT_S
         await asyncio.sleep(_SETTLE_S)
         metrics = await self._metrics()

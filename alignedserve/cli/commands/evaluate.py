@@ -32,7 +32,6 @@ def evaluate(options: EvalOptions) -> int:
 
 
 async def _ask_all(options: EvalOptions, suite: Suite) -> tuple[list[EvalAnswer], bool]:
-    """Return the answers, in the order of the tasks, and whether Ctrl-C came before the last."""
     items = suite.items
     answers: list[EvalAnswer | None] = [None] * len(items)
     waiting = iter(enumerate(items))
@@ -91,7 +90,6 @@ def _row(group: GroupScore) -> tuple[str, ...]:
 
 
 def _shortened(text: str) -> str:
-    """Shorten a prompt to its beginning and the question at its end."""
     text = printable(text).replace("\n", " / ")
     half = _SHOWN_CHARACTERS // 2
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:half]} [...] {text[-half:]}"

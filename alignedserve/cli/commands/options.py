@@ -86,7 +86,6 @@ class ServeOptions:
         return [*named, *self._adapters(), *self.overrides]
 
     def _adapters(self) -> list[str]:
-        """Return the override that names the adapters. Raises ConfigError."""
         pairs = [module.partition("=") for module in self.lora_modules]
         if not all(name and path for name, _, path in pairs):
             raise ConfigError("--lora-modules takes NAME=DIR")
@@ -165,7 +164,6 @@ class EvalOptions:
 
     @property
     def least_share(self) -> float:
-        """Return the share of right answers below which a skill fails."""
         return EVAL_THRESHOLDS[self.suite] if self.threshold is None else self.threshold
 
 

@@ -32,5 +32,4 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def command_line() -> str:
-    """Return the command that runs, as it can be typed again."""
     return shlex.join(["alignedserve", *sys.argv[1:]])

@@ -32,7 +32,6 @@ _QUICK_S = 15.0
 
 
 def profile(options: ProfileOptions) -> int:
-    """Run the command and return its exit code."""
     duration_s = _QUICK_S if options.is_quick else options.duration_s
     spec = ProfileSpec(
         model=options.model,
@@ -59,7 +58,6 @@ def profile(options: ProfileOptions) -> int:
 
 
 def _document(result: ProfileResult, clock: str) -> dict[str, Any]:
-    """Return the profile as `read_profile` reads it, and all that lets a person judge it."""
     return {
         **result.profile.as_fields(),
         "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -6,7 +6,6 @@ from alignedserve.gpu_check.check import CheckSpec, run_check
 
 
 def gpu_check(options: GpuCheckOptions) -> int:
-    """Run the command and return its exit code."""
     require_writable(options.output)
     console = results()
     spec = CheckSpec(options.device, options.seconds, options.is_toy, options.output)

@@ -5,7 +5,6 @@ from importlib.resources import files
 
 
 def text_of(name: str) -> str:
-    """Return the content of a file beside this one."""
     return (files(__package__) / name).read_text()
 
 

@@ -31,12 +31,10 @@ class MeasuredLayersModel(RooflineModel):
 
     @override
     def layers_s(self, num_tokens: int) -> float:
-        """See RooflineModel."""
         return self.shape.num_layers * self._layer.at(num_tokens)
 
     @override
     def collectives_s(self, num_tokens: int) -> float:
-        """See RooflineModel."""
         if self._all_reduce is None:
             return 0.0
         return 2 * self.shape.num_layers * self._all_reduce.at(num_tokens * self._token_bytes)

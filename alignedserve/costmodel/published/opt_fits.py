@@ -42,7 +42,6 @@ class DecodeFit(NamedTuple):
     request_s: float
 
     def seconds(self, num_requests: int, context_len: float) -> float:
-        """Return the seconds for `num_requests` that read `context_len` tokens together."""
         return self.base_s + self.context_token_s * context_len + self.request_s * num_requests
 
 
@@ -74,13 +73,11 @@ class FittedOptModel:
         self._hidden_token_s = max(projection_s - (1.0 - shape.hidden_ratio) * fit.small.context_token_s, 0.0)
 
     def iteration_s(self, work: IterationWork) -> float:
-        """See CostModel."""
         compute = self._hidden_token_s * work.hidden_context_len
         compute += self._mixed_s(work) if work.num_chunks else self._decode_s(work)
         return max(compute, self.swap_s(work.swap_in_tokens + work.swap_out_tokens))
 
     def swap_s(self, num_tokens: float) -> float:
-        """See CostModel."""
         return self._swap_token_s * num_tokens
 
     def _mixed_s(self, work: IterationWork) -> float:

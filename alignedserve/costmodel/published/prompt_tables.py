@@ -54,7 +54,6 @@ def _key(row: dict[str, str]) -> _Key:
 
 
 def _samples_of(rows: list[dict[str, str]]) -> list[Sample]:
-    """Return the samples of one batch; a failed batch, which took less time than half of it, has none."""
     prompt_ms = {(row["prompt_size"], int(row["batch_size"])): float(row["prompt_time_ms"]) for row in rows}
     samples = []
     for row in rows:

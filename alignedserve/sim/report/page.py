@@ -68,7 +68,6 @@ def _at_each_rate(report: Report) -> str:
 
 
 def _selector(report: Report) -> str:
-    """Render the choice of a rate, with a middle one preselected."""
     rates = report.rates
     chosen = rates[len(rates) // 2] if rates else None
     choices = []

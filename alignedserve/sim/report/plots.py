@@ -32,7 +32,6 @@ _ROW = 20  # of a bar
 def against_rate(
     report: Report, class_name: str, y_label: str, value: Callable[[ClassResult], float | None], *, is_share: bool
 ) -> str:
-    """Plot a line per policy over the offered rates."""
     points: dict[str, list[tuple[float, float]]] = {policy: [] for policy in report.policies}
     for run in sorted(report.runs, key=lambda run: run.rate):
         result = run.of_class(class_name)
@@ -65,7 +64,6 @@ def _curve(style: int, placed: Sequence[tuple[float, float]]) -> str:
 def distribution(
     report: Report, runs: Sequence[ReportedRun], class_name: str, x_label: str, measure: Callable[[ClassResult], object]
 ) -> str:
-    """Plot the cumulative distribution, a line per policy, over a logarithmic axis."""
     curves = [(run.policy, found.curve) for run in runs if (found := _measured(run, class_name, measure)) is not None]
     frame = Frame(
         logarithmic([curve[place] for _, curve in curves for place in (1, -1)]),
@@ -119,7 +117,6 @@ KINDS = ("prompt tokens only", "prompt tokens and decodes", "decodes only")
 
 
 def timeline(run: ReportedRun) -> str:
-    """Plot some seconds of one worker: its iterations by kind, and below them the blocks that its requests hold."""
     lines = window_of(run.result.timeline) if run.result is not None else []
     width, bars, floor = 900, 34, 96
     seconds = Scale(0.0, WINDOW_S)
@@ -166,7 +163,6 @@ def _by_kind(lines: Sequence[IterationLine]) -> tuple[list[IterationLine], ...]:
 
 
 def _boxes(spans: Sequence[tuple[float, float]], height: int) -> str:
-    """Draw rectangles as one path, with hairlines between them."""
     return "".join(
         f"M{begin:.2f} 0h{max(end - begin - 0.15, 0.1):.2f}v{height}h-{max(end - begin - 0.15, 0.1):.2f}z"
         for begin, end in spans
@@ -174,7 +170,6 @@ def _boxes(spans: Sequence[tuple[float, float]], height: int) -> str:
 
 
 def _area(lines: Sequence[IterationLine], x: Callable[[float], float], num_blocks: int, floor: int) -> str:
-    """Draw the blocks held as steps; full memory reaches half way up to the bars."""
     if not lines:
         return ""
     top = 42

@@ -39,7 +39,6 @@ class Report:
 
     @property
     def rates(self) -> list[float]:
-        """Return the rates, ascending."""
         return sorted({run.rate for run in self.runs})
 
     @property

@@ -90,7 +90,6 @@ def logarithmic(values: Sequence[float]) -> Scale:
 
 
 def _round_step(step: float) -> float:
-    """Round up to the next of 1, 2, 5, 10, ..."""
     power = 10.0 ** math.floor(math.log10(step))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= step * 0.999)
 

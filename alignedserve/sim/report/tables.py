@@ -108,12 +108,10 @@ def _class_cells(found: ClassResult) -> list[str]:
 
 
 def mean_utilisation(result: SimulationResult) -> float:
-    """Return the mean utilisation of all workers."""
     return sum(worker.utilisation for worker in result.workers) / max(len(result.workers), 1)
 
 
 def distributions(runs: Sequence[ReportedRun], class_name: str) -> Table:
-    """Build a table of the percentiles of TTFT and TBT."""
     rows = []
     for run in runs:
         measures = run.of_class(class_name)
@@ -124,7 +122,6 @@ def distributions(runs: Sequence[ReportedRun], class_name: str) -> Table:
 
 
 def workers(runs: Sequence[ReportedRun]) -> Table:
-    """Build a table of every worker's work."""
     rows = [
         [run.policy, worker.name, in_percent(worker.utilisation)]
         + [f"{count:,}" for count in (worker.num_iterations, worker.num_prompt_tokens, worker.num_decodes)]
@@ -136,7 +133,6 @@ def workers(runs: Sequence[ReportedRun]) -> Table:
 
 
 def windows(runs: Sequence[ReportedRun]) -> Table:
-    """Build a table of the sums over the timelines shown."""
     rows = []
     for run in runs:
         lines = window_of(run.result.timeline) if run.result is not None else []

@@ -64,15 +64,12 @@ def _search(options: PlanOptions, asked: Asked) -> Plan:
 
 
 class _Bar:
-    """The simulations that run side by side, in one bar."""
-
     def __init__(self, bar: Progress) -> None:
         self._bar = bar
         self._task = bar.add_task("searching", total=None, status="")
         self._num_over = 0
 
     def note(self, words: str, case: CaseProgress | None) -> None:
-        """Show what is simulated now, and how many simulations are over."""
         if case is not None and case.is_done:
             self._num_over += 1
         simulated = "" if case is None else f", {case.simulated_s:,.0f} s simulated"
@@ -124,7 +121,6 @@ def _print(report: PlanReport) -> None:
 
 
 def _shown_rows(found: Plan) -> list[Sequence[str]]:
-    """Return the best known rows, and rows that cost about as much as the plan."""
     cost = found.nearest.candidate.cost
     plans = sorted_plans(found)
     rows = list(zip(plans, candidates_table(found).rows, strict=True))

@@ -60,8 +60,6 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class _Recorded:
-    """A recorded run: its requests, and the machine that it ran on."""
-
     workload: Workload
     profile: MachineProfile
     cluster: ClusterConfig
@@ -86,7 +84,6 @@ def asked_for(options: PlanOptions) -> Asked:
 
 
 def _warnings(line: str | None, machines: Machines, run: _Recorded | None) -> list[str]:
-    """Return warnings of lengths that another model's tokenizer counted."""
     profiled = [profile.shape.name for profile in machines.profiles.values()]
     models = profiled if machines.model is None else [machines.model]
     if line is not None:
@@ -140,7 +137,6 @@ def _duration_s(options: PlanOptions, line: str) -> float | None:
 
 
 def _recorded(options: PlanOptions, folder: Path) -> _Recorded:
-    """Read a run, check its decisions, and fit costs to it."""
     if options.rate is not None or options.duration_s is not None:
         raise ConfigError("--from plays the run as it was: --rate and --duration are for --workload")
     metadata = read_run_metadata(folder)
@@ -171,7 +167,6 @@ def _with_objectives(request: TimedRequest, slo: Slo) -> TimedRequest:
 
 
 def _profile(layout: BlockLayout, fit: MachineFit) -> MachineProfile:
-    """Return the recorded machine. A recording has a model's layers and heads, and no other sizes of it."""
     width = layout.num_kv_heads * layout.head_dim
     shape = ModelShape(
         name=RECORDED,
@@ -243,7 +238,6 @@ def _machines(options: PlanOptions, offers: tuple[Offer, ...], run: _Recorded | 
 
 
 def _cluster(options: PlanOptions, is_named: bool) -> ClusterConfig:
-    """Load the user's configuration, or one of the size of a server. Raises ConfigError for what a plan decides."""
     for override in options.overrides:
         field = current_field_name(override.partition("=")[0].strip())
         if any(field == name or field.startswith(f"{name}.") for name in _PLANNED):
@@ -275,7 +269,6 @@ def _choices(options: PlanOptions, offers: tuple[Offer, ...], machines: Machines
 
 
 def _expert_degrees(options: PlanOptions, offers: Sequence[Offer], machines: Machines) -> Mapping[str, Sequence[int]]:
-    """Return how many processes may share experts on each kind of machine."""
     asked = _degrees("--expert-parallel", options.expert_degrees)
     measured = {offer.name: machines.profiles.get(offer.name) if offer.name != RECORDED else None for offer in offers}
     return {name: expert_degrees(asked, profile, name) for name, profile in measured.items()}

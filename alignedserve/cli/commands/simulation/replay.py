@@ -63,7 +63,6 @@ class SimulatedTimes:
 
 
 def replay(options: ReplayOptions) -> int:
-    """Run the command and return its exit code."""
     outstanding = parse_outstanding(options.outstanding)
     with notes().status("Deciding again …"):
         checks, run = replay_folder(options.folder, options.component)

@@ -35,8 +35,6 @@ from alignedserve.sim.sweep import CaseProgress, CaseResult, WorkloadLine, run_c
 
 
 class _Done(NamedTuple):
-    """A simulation that is over."""
-
     planned: PlannedCase
     outcome: CaseResult
 
@@ -66,7 +64,6 @@ def simulate(options: SimulateOptions) -> int:
 
 
 def _run(planned: Sequence[PlannedCase], options: SimulateOptions) -> list[_Done]:
-    """Return what is over, after Ctrl-C too; that is raised where nothing is."""
     over: dict[str, CaseResult] = {}
     with progress() as bar:
         shown = _Bar(bar, planned)
@@ -85,8 +82,6 @@ def _run(planned: Sequence[PlannedCase], options: SimulateOptions) -> list[_Done
 
 
 class _Bar:
-    """All simulations in one bar: a hundred steps each, as far as their arrivals have come."""
-
     def __init__(self, bar: Progress, planned: Sequence[PlannedCase]) -> None:
         self._bar = bar
         self._ends_s = {one.case.name: one.ends_s for one in planned}
@@ -95,7 +90,6 @@ class _Bar:
         self._task = bar.add_task("simulating", total=100 * len(planned), status="")
 
     def update(self, case: CaseProgress) -> None:
-        """Show how far a simulation has come."""
         ends_s = self._ends_s[case.name]
         so_far = int(100 * min(case.simulated_s / ends_s, 1.0)) if ends_s > 0 else 0
         self._steps[case.name] = 100 if case.is_done else so_far
@@ -132,7 +126,6 @@ def _about(options: SimulateOptions, done: Sequence[_Done]) -> dict[str, str]:
 
 
 def _as_json(options: SimulateOptions, done: Sequence[_Done]) -> dict[str, Any]:
-    """Return everything as plain JSON; of timelines what the report shows."""
     return {
         "about": _about(options, done),
         "machine": describe_machine(),

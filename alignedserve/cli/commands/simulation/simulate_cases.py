@@ -66,8 +66,6 @@ class Variant(NamedTuple):
 
 
 class _RatedWorkload(NamedTuple):
-    """The workload at one rate."""
-
     rate: float  # requests per second that come
     line: WorkloadLine
     workload: Workload
@@ -155,7 +153,6 @@ def with_degree(cluster: ClusterConfig, asked: int | None = None) -> ClusterConf
 
 
 def _default_variants(options: SimulateOptions, cluster: ClusterConfig) -> list[Variant]:
-    """Return the default policies; with a configuration file, the one it would be served with."""
     if options.config is None:
         return [parse_variant(name) for name in DEFAULT_POLICIES]
     scheduling = cluster.scheduling
@@ -180,7 +177,6 @@ def parse_variant(text: str) -> Variant:
 def _configured(
     options: SimulateOptions, cluster: ClusterConfig, machines: ClusterHardware | MachineProfile, variant: Variant
 ) -> SimConfig:
-    """Return one policy's cluster on its machines."""
     chosen = with_policy(
         cluster, variant.name, variant.settings, topology=_topology(options, cluster, policy_entry(variant.name))
     )
@@ -196,7 +192,6 @@ def _configured(
 
 
 def _require_separate(options: SimulateOptions, given: Topology | None, configs: Sequence[SimConfig]) -> None:
-    """Raise ConfigError where prefill workers are asked for and there would be none."""
     if options.num_prefill is None or any(config.cluster.chosen_topology.is_separate for config in configs):
         return
     if options.num_workers is not None or (given is not None and not given.is_separate):
@@ -204,7 +199,6 @@ def _require_separate(options: SimulateOptions, given: Topology | None, configs:
 
 
 def _topology(options: SimulateOptions, cluster: ClusterConfig, entry: PolicyEntry) -> Topology | None:
-    """Return the topology that was asked for; None: the policy's own."""
     is_named = any(text.partition("=")[0].strip() == "topology" for text in options.overrides)
     is_served = options.config is not None and not options.policies
     asked = cluster.topology if is_named or is_served else None
@@ -277,7 +271,6 @@ def _traffic(options: SimulateOptions, text: str, rate: float | None) -> _RatedW
 
 
 def _own_rate(traffic: _RatedWorkload) -> float:
-    """Return the rate of the open loop: what the line says, else what came, to three digits; 0 without one."""
     rates = [spec.rate for spec in parse_classes(traffic.line.line) if not spec.is_closed]
     known = [rate for rate in rates if rate is not None]
     if len(known) == len(rates):
