@@ -5,6 +5,7 @@ import os
 import sys
 from pathlib import Path
 
+import msgspec
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -107,3 +108,8 @@ def chat_command(url: str, called: str) -> str:
     """
     program = f"{sys.executable} -m alignedserve" if called.endswith("__main__.py") else called
     return f"{program} chat" if url == DEFAULT_URL else f"{program} chat --url {url}"
+
+
+def to_json(report: object) -> bytes:
+    """Return a report as indented JSON."""
+    return msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"

@@ -17,11 +17,11 @@ import msgspec
 
 from alignedserve.cli.batch.input_check import DEFAULT_LIMITS, FileLimits
 from alignedserve.cli.batch.upload_form import upload_form
+from alignedserve.client.sse import error_message, is_key_wanted
+from alignedserve.client.trust import trust_for, untrusted
+from alignedserve.client.unreachable import closed_in_clear, unreachable
 from alignedserve.config.environment import CLIENT_KEY_VARIABLE
 from alignedserve.core.errors import ConfigError, PeerError, PeerLost, ProtocolError
-from alignedserve.loadgen.sse import error_message, is_key_wanted
-from alignedserve.loadgen.trust import trust_for, untrusted
-from alignedserve.loadgen.unreachable import closed_in_clear, unreachable
 
 PATIENCE_S = 600.0  # how long a server that responded before may be down
 _CONNECT_S, _SILENCE_S = 10.0, 90.0

@@ -16,9 +16,9 @@ from alignedserve.cli.commands.explained_request import (
     ExplainedRequest,
 )
 from alignedserve.cli.console import print_json, printable, results
+from alignedserve.client.openai_client import OpenAiClient
 from alignedserve.config.environment import client_api_key
 from alignedserve.core.errors import ConfigError, ProtocolError
-from alignedserve.loadgen.client import OpenAiClient
 
 _BAR_WIDTH = 24
 

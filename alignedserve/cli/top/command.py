@@ -16,11 +16,11 @@ from rich.text import Text
 from alignedserve.cli.console import DEFAULT_URL, print_table, printable, results
 from alignedserve.cli.top.document import LiveDocument, Reading
 from alignedserve.cli.top.tables import drawn
+from alignedserve.client.trust import trust_for
+from alignedserve.client.unreachable import unreachable
 from alignedserve.cluster.deployments.client import find_cluster, has_cluster, show_status
 from alignedserve.config.environment import client_api_key
 from alignedserve.core.errors import AlignedServeError, ConfigError, PeerError, PeerLost, ProtocolError
-from alignedserve.loadgen.trust import trust_for
-from alignedserve.loadgen.unreachable import unreachable
 
 _PATH = "/v1/alignedserve/live"
 _PATIENCE_S = 10.0

@@ -18,9 +18,7 @@ from alignedserve.cli.commands.chat.pictures import picture_part
 from alignedserve.cli.commands.chat.sampling import ChatSampling
 from alignedserve.cli.commands.options import EFFORTS, ChatOptions
 from alignedserve.cli.console import FAILURE, INTERRUPTED, notes, print_error, printable
-from alignedserve.config.environment import CLIENT_KEY_VARIABLE, client_api_key
-from alignedserve.core.errors import ConfigError, PeerError
-from alignedserve.loadgen.client import (
+from alignedserve.client.openai_client import (
     ClientFailure,
     ClientFailureKind,
     CompletionApi,
@@ -29,7 +27,9 @@ from alignedserve.loadgen.client import (
     ListedModel,
     OpenAiClient,
 )
-from alignedserve.loadgen.sse import is_key_wanted
+from alignedserve.client.sse import is_key_wanted
+from alignedserve.config.environment import CLIENT_KEY_VARIABLE, client_api_key
+from alignedserve.core.errors import ConfigError, PeerError
 
 with contextlib.suppress(ImportError):
     import readline  # noqa: F401 - gives input() line editing and a history

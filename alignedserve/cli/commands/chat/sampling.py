@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 
+from alignedserve.client.openai_client import ListedModel
 from alignedserve.config.sections import SAMPLING_FIELDS
 from alignedserve.core.errors import ConfigError, InvalidRequest
 from alignedserve.core.request import SamplingParams
-from alignedserve.loadgen.client import ListedModel
 
 # Of models whose makers name nothing. Small ones repeat themselves without end at the likeliest token.
 _OWN = {"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.1}
