@@ -14,6 +14,7 @@ from alignedserve.api.anthropic import message_request
 from alignedserve.api.anthropic.message_format import MessageFormatter
 from alignedserve.api.anthropic.parsing import BodyParser
 from alignedserve.api.anthropic.schemas import CountTokensRequest, MessagesRequest
+from alignedserve.api.conversation import check_conversation
 from alignedserve.api.embeddings.request_builder import (
     PairSides,
     build_embedding_request,
@@ -34,12 +35,10 @@ from alignedserve.api.errors import NeedsGateway
 from alignedserve.api.models.model_card import PromptServices
 from alignedserve.api.models.model_services import ModelServices
 from alignedserve.api.openai.chat_prompt import note_variables
-from alignedserve.api.openai.conversation import checked_conversation
 from alignedserve.api.openai.generation_request import Arrival, GenerationRequest
 from alignedserve.api.openai.parsing import parse, parse_chat, parse_completion, plain_messages, without_fields_of_chat
 from alignedserve.api.openai.prompt_encoding import (
     Prompts,
-    chat_prompts,
     completion_prompts,
     decode_text,
     encode_chat,
@@ -48,7 +47,13 @@ from alignedserve.api.openai.prompt_encoding import (
 from alignedserve.api.openai.request_builder import build_chat_request, build_completion_request
 from alignedserve.api.openai.response_format import ChatFormatter, CompletionFormatter, MakeBodyFormatter
 from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
-from alignedserve.api.openai.schemas.requests import ChatCompletionRequest, DetokenizeRequest, TokenizeRequest
+from alignedserve.api.openai.schemas.requests import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from alignedserve.api.openai.translation import chat_spec, completion_spec, conversation_of_chat
 from alignedserve.api.reasoning import open_marks
 from alignedserve.api.responses.context import resolve_references
 from alignedserve.api.responses.formatter import ResponsesFormatter
@@ -60,7 +65,7 @@ from alignedserve.api.responses.request_builder import (
     new_response_id,
     response_prompts,
 )
-from alignedserve.api.responses.schemas import CreateResponseRequest, PromptFields
+from alignedserve.api.responses.schemas import CreateResponseRequest, ResponseFields
 from alignedserve.core.errors import InvalidRequest
 
 Body = dict[str, Any]
@@ -106,14 +111,27 @@ def _short_chat(chat: ChatCompletionRequest) -> Body:
 async def _build_chat(
     chat: ChatCompletionRequest, arrival: Arrival, services: ModelServices, prompts: Prompts | None
 ) -> GenerationRequest:
-    note_variables(chat, services, arrival.ignored)
-    return await build_chat_request(chat, arrival, services, prompts)
+    conversation = conversation_of_chat(chat)
+    note_variables(conversation, services, arrival.ignored)
+    return await build_chat_request(conversation, chat_spec(chat), arrival, services, prompts)
+
+
+async def _chat_prompts(chat: ChatCompletionRequest, services: PromptServices, _: IgnoredFields | None) -> Prompts:
+    is_bounded = chat.truncate_prompt_tokens is None
+    return (await encode_chat(conversation_of_chat(chat), services, is_bounded=is_bounded),)
+
+
+async def _build_completion(
+    completion: CompletionRequest, arrival: Arrival, services: ModelServices, prompts: Prompts | None
+) -> GenerationRequest:
+    prompts = prompts or await completion_prompts(completion, services)
+    return await build_completion_request(completion_spec(completion), prompts, arrival, services)
 
 
 CHAT = Endpoint(
     path="/v1/chat/completions",
     parse=parse_chat,
-    prompts=lambda chat, services, _: chat_prompts(chat, services),
+    prompts=_chat_prompts,
     build=_build_chat,
     formatter=lambda _, __: ChatFormatter,
     short=_short_chat,
@@ -122,7 +140,7 @@ COMPLETION = Endpoint(
     path="/v1/completions",
     parse=parse_completion,
     prompts=lambda completion, services, _: completion_prompts(completion, services),
-    build=build_completion_request,
+    build=_build_completion,
     formatter=lambda _, __: CompletionFormatter,
     short=lambda _: {"prompt": _SHORT},
 )
@@ -208,7 +226,7 @@ COUNT_TOKENS = TokenEndpoint(
 # --- responses: those that stand alone; the gateway adds what is stored
 
 
-def _own_items(asked: PromptFields, ignored: IgnoredFields | None) -> list[Item]:
+def _own_items(asked: ResponseFields, ignored: IgnoredFields | None) -> list[Item]:
     items = parse_items(asked.input, new_response_id(), ignored)
     is_whole = asked.previous_response_id is None and asked.conversation_id is None
     if not is_whole or any(item["type"] == "item_reference" for item in items):
@@ -252,14 +270,16 @@ INPUT_TOKENS = TokenEndpoint(
 
 def _parse_tokenize(body: dict[str, Any], ignored: IgnoredFields | None = None) -> TokenizeRequest:
     asked = parse(TokenizeRequest, plain_messages(body), ignored)
-    return asked if asked.prompt is not None else checked_conversation(asked)
+    if asked.prompt is None:
+        check_conversation(conversation_of_chat(asked))
+    return asked
 
 
 async def _tokens_answer(asked: TokenizeRequest, services: PromptServices) -> bytes:
     if (asked.prompt is None) == (not asked.messages):
         raise InvalidRequest("Give either prompt or messages.", param="prompt")
     if asked.prompt is None:
-        token_ids = (await encode_chat(asked, services)).token_ids
+        token_ids = (await encode_chat(conversation_of_chat(asked), services)).token_ids
     else:
         token_ids = await encode_text(asked.prompt, services, add_special_tokens=asked.add_special_tokens)
     answer = {"count": len(token_ids), "max_model_len": services.model.max_context_len, "tokens": token_ids}

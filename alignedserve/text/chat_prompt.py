@@ -19,6 +19,7 @@ class ChatPrompt:
     continue_final_message: bool = False  # the last message is left open, and no answer begins
     picture_mark: str = ""  # what the template writes for each picture
     picture_texts: tuple[str, ...] = ()  # what is put there for each of them
+    param: str = "messages"  # the client's field that errors name
 
     @property
     def begins_answer(self) -> bool:

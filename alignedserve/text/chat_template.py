@@ -100,10 +100,12 @@ class ChatTemplate:
         """
         has_calls = any("tool_calls" in message for message in prompt.messages)
         if has_calls and self.call_form is None:
-            raise InvalidRequest("This model's chat template does not show tool calls.", param="messages")
+            raise InvalidRequest("This model's chat template does not show tool calls.", param=prompt.param)
         form = self.call_form if has_calls else None
         arguments = self._arguments(prompt, now)
-        return self._render(form, arguments, prompt.variables, in_parts=self.wants_parts, limit_s=RENDER_S)
+        return self._render(
+            form, arguments, prompt.variables, in_parts=self.wants_parts, limit_s=RENDER_S, param=prompt.param
+        )
 
     def _render(
         self,
@@ -113,6 +115,7 @@ class ChatTemplate:
         *,
         in_parts: bool = False,
         limit_s: float = _PROBE_S,
+        param: str = "messages",
     ) -> str:
         template = self._tool_template if arguments[TOOLS] or form is not None else self._template
         shown = [_in_form(message, form) for message in arguments["messages"]]
@@ -122,11 +125,11 @@ class ChatTemplate:
                 return _joined(template.generate(**{**(variables or {}), **arguments, "messages": shown}))
         except jinja2.TemplateError as error:
             raise InvalidRequest(
-                f"The model's chat template refused the messages: {str(error)[:200]}", param="messages"
+                f"The model's chat template refused the {param}: {str(error)[:200]}", param=param
             ) from error
         except _UNRENDERABLE as error:
             raise InvalidRequest(
-                f"The model's chat template cannot render these messages ({type(error).__name__}).", param="messages"
+                f"The model's chat template cannot render these {param} ({type(error).__name__}).", param=param
             ) from error
 
     def _arguments(self, prompt: ChatPrompt, now: datetime) -> dict[str, Any]:

@@ -157,13 +157,13 @@ class Tokenizer:
         )
         render = self._render_open if prompt.continue_final_message else self.render_chat
         rendered = _with_pictures(render(marked, now=now), prompt)
-        check_length(self.least_tokens(without_marks(rendered)), max_tokens, param="messages")
-        return self._encode_marked(rendered, max_tokens)
+        check_length(self.least_tokens(without_marks(rendered)), max_tokens, param=prompt.param)
+        return self._encode_marked(rendered, max_tokens, prompt.param)
 
     def render_chat(self, prompt: ChatPrompt, *, now: datetime) -> str:
         """Render the conversation by the chat template. Raises InvalidRequest."""
         if self.chat_template is None:
-            raise InvalidRequest("This model has no chat template; use completions.", param="messages")
+            raise InvalidRequest("This model has no chat template; use completions.", param=prompt.param)
         return self.chat_template.render(prompt, now=now)
 
     def _render_open(self, prompt: ChatPrompt, *, now: datetime) -> str:
@@ -246,9 +246,9 @@ class Tokenizer:
             return {self.marked(key): self.marked(item) for key, item in value.items()}
         return [self.marked(item) for item in value] if isinstance(value, list | tuple) else value
 
-    def _encode_marked(self, rendered: str, max_tokens: int | None) -> list[int]:
+    def _encode_marked(self, rendered: str, max_tokens: int | None, param: str) -> list[int]:
         if MARK_START not in rendered and MARK_END not in rendered:
-            return self.encode(rendered, add_special_tokens=False, max_tokens=max_tokens, param="messages")
+            return self.encode(rendered, add_special_tokens=False, max_tokens=max_tokens, param=param)
         pieces = self._marked_control.split(rendered)
         token_ids: list[int] = []
         for number, piece in enumerate(pieces):
@@ -312,7 +312,7 @@ def _with_pictures(rendered: str, prompt: ChatPrompt) -> str:
         return rendered
     pieces = re.split(f"(?<!{MARK_START}){re.escape(prompt.picture_mark)}", rendered)
     if len(pieces) != len(prompt.picture_texts) + 1:
-        raise InvalidRequest("The model's chat template does not show all pictures.", param="messages")
+        raise InvalidRequest("The model's chat template does not show all pictures.", param=prompt.param)
     shown = [text for pair in zip(pieces, (*prompt.picture_texts, ""), strict=True) for text in pair]
     return "".join(shown)
 

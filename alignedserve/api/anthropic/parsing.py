@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn, TypeVar
 
 from alignedserve.api.anthropic.errors import THREAD_UNSUPPORTED
-from alignedserve.api.anthropic.schemas import Block, BlockTypes, PromptFields, TextBlock, Tool
+from alignedserve.api.anthropic.schemas import Block, BlockTypes, ClientTool, MessageFields, TextBlock
 from alignedserve.api.openai.parsing import parse, without_neutral
 from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
 from alignedserve.api.openai.schemas.unsupported_fields import NeutralValues
@@ -25,7 +25,7 @@ _TOOL: NeutralValues = {"allowed_callers": (["direct"], []), "input_examples": (
 _BLOCK: NeutralValues = {"caller": ({"type": "direct"},), "citations": ([], {"enabled": False}), "toolset_name": ()}
 
 Content = str | Sequence[dict[str, Any]]
-PromptFieldsT = TypeVar("PromptFieldsT", bound=PromptFields)
+FieldsT = TypeVar("FieldsT", bound=MessageFields)
 
 
 class BodyParser:
@@ -34,12 +34,12 @@ class BodyParser:
     def __init__(self, ignored: IgnoredFields | None = None) -> None:
         self._ignored = ignored
 
-    def fields(self, schema: type[PromptFieldsT], body: dict[str, Any]) -> PromptFieldsT:
+    def fields(self, schema: type[FieldsT], body: dict[str, Any]) -> FieldsT:
         if body.get("thread") is not None:
             raise InvalidRequest("thread is not supported.", param="thread", code=THREAD_UNSUPPORTED)
         return parse(schema, without_neutral(body, _BODY), self._ignored)
 
-    def tools(self, tools: Sequence[dict[str, Any]]) -> list[Tool]:
+    def tools(self, tools: Sequence[dict[str, Any]]) -> list[ClientTool]:
         return [self._tool(tool, f"tools[{place}].") for place, tool in enumerate(tools)]
 
     def blocks(self, content: Content, known: BlockTypes, path: str) -> list[tuple[Block, str]]:
@@ -49,10 +49,10 @@ class BodyParser:
         paths = [f"{path}[{place}]" for place in range(len(content))]
         return [(self._block(block, known, at), at) for block, at in zip(content, paths, strict=True)]
 
-    def _tool(self, tool: dict[str, Any], path: str) -> Tool:
+    def _tool(self, tool: dict[str, Any], path: str) -> ClientTool:
         if tool.get("type") not in (None, "custom"):
             _refuse(f"{path}type", "only tools of the type 'custom', which the client runs, are supported")
-        return parse(Tool, without_neutral(tool, _TOOL, path), self._ignored, parent=path)
+        return parse(ClientTool, without_neutral(tool, _TOOL, path), self._ignored, parent=path)
 
     def _block(self, block: dict[str, Any], known: BlockTypes, path: str) -> Block:
         kind = block.get("type")

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import FailFast, Field
 
-from alignedserve.api.openai.schemas.messages import MAX_PARTS
+from alignedserve.api.conversation import MAX_PARTS
 from alignedserve.api.openai.schemas.requests import StopString
 from alignedserve.api.schema import Schema
 
@@ -109,7 +109,7 @@ class InputMessage(Schema):
     content: str | Annotated[BlockList, Field(min_length=1)]
 
 
-class Tool(Schema):
+class ClientTool(Schema):
     """A tool that the client runs."""
 
     type: Literal["custom"] = "custom"
@@ -122,7 +122,7 @@ class Tool(Schema):
     eager_input_streaming: bool | None = None  # inputs are always streamed as they come
 
 
-class ToolChoice(Schema):
+class ToolChoiceField(Schema):
     """Whether, and which, tools must be used."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -158,14 +158,14 @@ class Metadata(Schema):
     user_id: str | None = None
 
 
-class PromptFields(Schema):
+class MessageFields(Schema):
     """Fields that decide the prompt."""
 
     model: str
     messages: Annotated[list[InputMessage], Field(min_length=1), FailFast()]
     system: str | BlockList = ""
     tools: Annotated[list[dict[str, Any]], FailFast()] = Field(default_factory=list)
-    tool_choice: ToolChoice | None = None
+    tool_choice: ToolChoiceField | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: JsonFormat | None = None  # the older name of output_config.format
@@ -173,11 +173,11 @@ class PromptFields(Schema):
     user_profile_id: str | None = None  # whom a request is accounted to; there are no accounts here
 
 
-class CountTokensRequest(PromptFields):
+class CountTokensRequest(MessageFields):
     """POST /v1/messages/count_tokens."""
 
 
-class MessagesRequest(PromptFields):
+class MessagesRequest(MessageFields):
     """POST /v1/messages."""
 
     max_tokens: int = Field(ge=1)
@@ -185,7 +185,7 @@ class MessagesRequest(PromptFields):
     stream: bool = False
     temperature: float | None = Field(None, ge=0.0, le=1.0)  # None: as the model's makers say, as of the next two
     top_p: float | None = None
-    top_k: int | None = Field(None, ge=0)
+    top_k: int | None = Field(None, ge=0, lt=1 << 31)
     metadata: Metadata | None = None
     # The last two are ours: a best-effort class, and one before others.
     service_tier: Literal["auto", "standard_only", "priority", "flex"] = "auto"

@@ -5,11 +5,12 @@ from typing import Any, NoReturn, TypeVar
 import orjson
 from pydantic import ValidationError
 
-from alignedserve.api.openai.conversation import checked_conversation
+from alignedserve.api.conversation import check_conversation, refuse_missing, refuse_unknown
 from alignedserve.api.openai.schemas import unsupported_fields as unsupported
 from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields, unknown_fields
 from alignedserve.api.openai.schemas.requests import ChatCompletionRequest, CompletionRequest, Hints
 from alignedserve.api.openai.schemas.tools import TOOL_CHOICE_FORMS
+from alignedserve.api.openai.translation import conversation_of_chat
 from alignedserve.api.schema import Schema
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import InvalidRequest
@@ -57,7 +58,8 @@ def parse_chat(body: dict[str, Any], ignored: IgnoredFields | None = None) -> Ch
     """Check the body of a chat completion; `ignored` as `parse` takes it. Raises InvalidRequest naming the field."""
     fields = without_neutral(body, unsupported.CHAT)
     chat = parse(ChatCompletionRequest, _with_common(plain_messages(fields)), ignored)
-    return checked_conversation(chat)
+    check_conversation(conversation_of_chat(chat))
+    return chat
 
 
 def parse_completion(body: dict[str, Any], ignored: IgnoredFields | None = None) -> CompletionRequest:
@@ -90,7 +92,7 @@ def parse(
         _refuse(error, parent)
     for path in (parent + _path_of(location) for location in unknown_fields(parsed)):
         if ignored is None:
-            raise InvalidRequest(f"Unrecognized request argument: {path}.", param=path, code="unknown_parameter")
+            refuse_unknown(path)
         ignored.add(path)
     return parsed
 
@@ -173,9 +175,9 @@ def _refuse(error: ValidationError, parent: str) -> NoReturn:
     problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
     path = parent + _path_of(problem["loc"])
     if problem["type"] == "extra_forbidden":  # in a constraint, which must not be misread
-        raise InvalidRequest(f"Unrecognized request argument: {path}.", param=path, code="unknown_parameter")
+        refuse_unknown(path)
     if problem["type"] == "missing":
-        raise InvalidRequest(f"Missing required parameter: {path}.", param=path, code="missing_required_parameter")
+        refuse_missing(path)
     told = "Input should be an object" if problem["type"] in _NO_OBJECT else problem["msg"]
     expected = _UNION_FIELDS.get(path.rpartition(".")[2], told.replace("Value error, ", "Input "))
     raise InvalidRequest(f"Invalid value for {path}: {expected}.", param=path, code="invalid_value")

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from alignedserve.api.conversation import NamedPicture
 from alignedserve.api.openai.parsing import parse
 from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
 from alignedserve.api.responses.schemas import (
@@ -115,16 +116,14 @@ def text_of(content: str | Sequence[dict[str, Any]]) -> str:
     return "\n".join(part["refusal"] if part["type"] == "refusal" else part["text"] for part in texts)
 
 
-def content_of(content: str | Sequence[dict[str, Any]]) -> str | list[dict[str, Any]]:
-    """Return the content of a message for a chat: its text, or parts if pictures are among them."""
+def parts_of(content: str | Sequence[dict[str, Any]]) -> tuple[str | NamedPicture, ...]:
+    """Return the parts of a user's message."""
     if isinstance(content, str) or all(part["type"] != "input_image" for part in content):
-        return text_of(content)
-    return [
-        {"type": "image_url", "image_url": {"url": part["image_url"]}}
-        if part["type"] == "input_image"
-        else {"type": "text", "text": text_of([part])}
+        return (text_of(content),)
+    return tuple(
+        NamedPicture(part["image_url"], "input", "input") if part["type"] == "input_image" else text_of([part])
         for part in content
-    ]
+    )
 
 
 class _ItemParser:

@@ -15,7 +15,7 @@ from alignedserve.api.responses.schemas import (
     InputTokensRequest,
     NamespaceTool,
     Tool,
-    ToolChoice,
+    ToolChoiceMembers,
     known_fields,
 )
 from alignedserve.core.errors import InvalidRequest
@@ -54,7 +54,7 @@ def _parse(schema: type[SchemaT], body: dict[str, Any], ignored: IgnoredFields |
     if body.get("conversation") is not None and body.get("previous_response_id") is not None:
         raise InvalidRequest("Give conversation or previous_response_id, not both.", param="conversation")
     if isinstance(choice := body.get("tool_choice"), dict):
-        parse(ToolChoice, choice, ignored, parent="tool_choice.")
+        parse(ToolChoiceMembers, choice, ignored, parent="tool_choice.")
     return parse(schema, body | {"tools": parse_tools(body.get("tools"), ignored)}, ignored)
 
 

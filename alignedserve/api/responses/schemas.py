@@ -4,13 +4,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from alignedserve.api.openai.schemas.messages import MAX_PARTS
-from alignedserve.api.openai.schemas.requests import ServiceTierName
+from alignedserve.api.conversation import MAX_PARTS, MAX_TOOLS
+from alignedserve.api.openai.schemas.requests import ReasoningEffort, SamplingFields, Verbosity
 from alignedserve.api.schema import Metadata, Schema
 
 MAX_ITEMS = 4096  # of one input
 MAX_NEW_ITEMS = 20  # of one call that adds items to a conversation
-MAX_TOOLS = 128
 _MAX_ID_LEN = 256
 
 ItemId = Annotated[str, Field(max_length=_MAX_ID_LEN)]
@@ -30,7 +29,7 @@ Include = Literal[
 class Reasoning(Schema):
     """How much the model thinks, and what is shown of it: always all, in the item's content."""
 
-    effort: str | None = None
+    effort: ReasoningEffort | None = None
     summary: Literal["auto"] | None = None
     generate_summary: Literal["auto"] | None = None
 
@@ -39,7 +38,7 @@ class TextFormat(Schema):
     """`text.format`: chat's `response_format` with the members of `json_schema` beside its type."""
 
     type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
+    name: str | None = Field(None, max_length=64)
     description: str | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
     strict: bool | None = None
@@ -49,7 +48,7 @@ class TextOptions(Schema):
     """`text`: form and length of the answer."""
 
     format: TextFormat | None = None
-    verbosity: str | None = None
+    verbosity: Verbosity | None = None
 
 
 class StreamOptions(Schema):
@@ -80,7 +79,7 @@ class NamespaceTool(Schema):
 Tool = FunctionTool | NamespaceTool
 
 
-class ToolChoice(Schema):
+class ToolChoiceMembers(Schema):
     """The members that a choice of tools may have, whatever its type; `request_builder` reads it."""
 
     type: Any = None
@@ -114,7 +113,7 @@ class CreateItemsRequest(Schema):
     items: Annotated[list[dict[str, Any]], Field(max_length=MAX_NEW_ITEMS)]
 
 
-class PromptFields(Schema):
+class ResponseFields(Schema):
     """Fields that shape the prompt: those of a response and of a count of input tokens."""
 
     model: str
@@ -136,13 +135,13 @@ class PromptFields(Schema):
         return given.id if isinstance(given, ConversationId) else given
 
 
-class InputTokensRequest(PromptFields):
+class InputTokensRequest(ResponseFields):
     """Body of POST /v1/responses/input_tokens."""
 
     model: str | None = None  # type: ignore[assignment]  # unset: the served one
 
 
-class CreateResponseRequest(PromptFields):
+class CreateResponseRequest(ResponseFields, SamplingFields):
     """Body of POST /v1/responses. Unset means OpenAI's default."""
 
     background: bool = False
@@ -150,26 +149,14 @@ class CreateResponseRequest(PromptFields):
     max_output_tokens: int | None = Field(None, ge=1)
     max_tool_calls: int | None = Field(None, ge=1)  # of hosted tools, which are refused
     metadata: Metadata = Field(default_factory=dict)
-    service_tier: ServiceTierName = "auto"
     store: bool | None = None  # where responses are stored: True
     stream: bool = False
     stream_options: StreamOptions | None = None
-    temperature: float | None = None  # None: as the model's makers say, as of top_p
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    top_p: float | None = None
     # Hints about the end user; they never change an answer.
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    # Extensions, by the names that chat completions have.
-    seed: int | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
 
 
 class TextPart(Schema):

@@ -1,9 +1,10 @@
 """Fields that constrain an answer, under OpenAI's names and vLLM's, and the one constraint that they ask for."""
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from pydantic import ConfigDict, Field
 
+from alignedserve.api.conversation import Constraint
 from alignedserve.api.schema import Schema
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.runtime.grammar.constraints import StructuredOutputs
@@ -65,16 +66,6 @@ class ConstraintFields(Schema):
         outputs = self.structured_outputs
         pattern = outputs.whitespace_pattern if outputs is not None else None
         return self.allow_blank_runs or pattern is not None or self.guided_whitespace_pattern is not None
-
-
-class Constraint(NamedTuple):
-    """A constraint of the answer, and the field that sets it."""
-
-    outputs: StructuredOutputs
-    param: str
-
-    def refusal(self, error: InvalidRequest) -> InvalidRequest:
-        return InvalidRequest(f"Invalid value for {self.param}: {error}.", param=self.param, code=error.code)
 
 
 def constraint_of(fields: ConstraintFields) -> Constraint | None:

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Sequence
 
-from alignedserve.api.openai.schemas.tools import ToolChoice
+from alignedserve.api.conversation import ToolChoice
 from alignedserve.api.schema import Schema
 
 IGNORED_FIELDS_HEADER = b"x-alignedserve-ignored-fields"

@@ -4,12 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, FailFast, Field, Tag
 
+from alignedserve.api.conversation import FUNCTION_NAME, MAX_CALL_ID_LEN, MAX_CALLS, MAX_PARTS
 from alignedserve.api.schema import Schema
-
-MAX_PARTS = 1024
-MAX_CALLS = 128
-MAX_CALL_ID_LEN = 256
-FUNCTION_NAME = r"^[a-zA-Z0-9_-]{1,128}$"
 
 FunctionName = Annotated[str, Field(pattern=FUNCTION_NAME)]
 CallId = Annotated[str, Field(min_length=1, max_length=MAX_CALL_ID_LEN)]

@@ -34,6 +34,7 @@ TemplateVariables = Annotated[
     Field(max_length=MAX_TEMPLATE_VARIABLES),
 ]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Verbosity = Literal["low", "medium", "high"]
 ServiceTierName = Literal["auto", "default", "priority", "fast", "flex"]
 
 
@@ -62,7 +63,7 @@ class Hints(Schema):
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     prompt_cache_options: PromptCacheOptions | None = None
     prediction: Prediction | None = None
-    verbosity: Literal["low", "medium", "high"] | None = None  # a wish that only models trained for it know
+    verbosity: Verbosity | None = None  # a wish that only models trained for it know
 
 
 class StreamOptions(Schema):
@@ -73,7 +74,24 @@ class StreamOptions(Schema):
     include_obfuscation: bool | None = None  # without effect: chunks are not padded
 
 
-class GenerationFields(ConstraintFields, Hints):
+class SamplingFields(Schema):
+    """Fields of sampling and of terms that Responses have too. Unset: as the model's makers say."""
+
+    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    service_tier: ServiceTierName = "auto"
+    # Extensions, by the names that other open servers use.
+    top_k: int | None = Field(None, ge=-1, lt=1 << 31)  # 0 and -1: no limit
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    priority: Priority | None = None  # by service_tier when unset
+    cache_salt: str | None = Field(None, min_length=1, max_length=MAX_CACHE_SALT_LEN)  # shares prefixes with equal ones
+
+
+class GenerationFields(ConstraintFields, Hints, SamplingFields):
     """Fields of chat completions and completions alike. Unset means OpenAI's default; of sampling, the model's."""
 
     model: str
@@ -81,18 +99,9 @@ class GenerationFields(ConstraintFields, Hints):
     stream_options: StreamOptions | None = None
     n: int = Field(1, ge=1)
     stop: Annotated[list[StopString], FailFast()] = Field(default_factory=list)  # one string is sent as itself as well
-    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
-    temperature: float | None = None  # None: as the model's makers say, as of the next and of three below
-    top_p: float | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
     logit_bias: LogitBias = Field(default_factory=dict)
     max_tokens: int | None = Field(None, ge=0)
-    service_tier: ServiceTierName = "auto"
     # Extensions, by the names that other open servers use.
-    top_k: int | None = Field(None, ge=-1, lt=1 << 31)  # 0 and -1: no limit
-    min_p: float | None = None
-    repetition_penalty: float | None = None
     min_tokens: int = 0
     ignore_eos: bool = False
     stop_token_ids: StopTokenIds = Field(default_factory=list)
@@ -105,9 +114,7 @@ class GenerationFields(ConstraintFields, Hints):
     spaces_between_special_tokens: bool = True  # without effect: tokens are decoded as they are
     return_token_ids: bool = False
     truncate_prompt_tokens: int | None = Field(None, ge=-1)  # only the last ones are read; -1: as many as fit
-    priority: Priority | None = None  # by service_tier when unset
     keep_alive: str | int | float | None = None  # how long the model stays in memory afterwards, as Ollama has it
-    cache_salt: str | None = Field(None, min_length=1, max_length=MAX_CACHE_SALT_LEN)  # shares prefixes with equal ones
 
     @property
     def includes_usage(self) -> bool:
