@@ -45,7 +45,6 @@ T = TypeVar("T")
 
 _SYSTEM_ROLES = ("system", "developer")
 _NAMES = FieldNames(messages="input", effort="reasoning.effort", answer_format="text.format")
-_CHOICE_MEMBERS = {"function": ("name",), "allowed_tools": ("mode", "tools")}
 _TOOL_CHOICE_FORMS = (
     "Input must be 'none', 'auto', 'required', {type: 'function', name} or {type: 'allowed_tools', mode, tools}"
 )
@@ -182,36 +181,32 @@ def _with_answer(message: PastMessage, item: Item) -> PastMessage:
 
 def _tool_choice(choice: str | dict[str, Any]) -> ToolChoice:
     if isinstance(choice, dict):
-        _check_members(choice)
+        members = _members_of_type(choice)
+        for name in ("name", "mode", "tools"):
+            if name not in members and choice.get(name) is not None:
+                refuse_unknown(f"tool_choice.{name}")
     match choice:
         case "none" | "auto" | "required":
             return ToolChoice(choice)  # type: ignore[arg-type]
         case {"type": "function", "name": str(name)}:
             return ToolChoice("required", (name,))
         case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": [_, *_] as tools}:
-            names = [_function_name(tool) for tool in tools if isinstance(tool, dict)]
-            if len(names) == len(tools) <= MAX_TOOLS and None not in names:
-                return ToolChoice(mode, tuple(name for name in names if name is not None))
+            names = [tool.get("name") for tool in tools if isinstance(tool, dict) and "name" in _members_of_type(tool)]
+            if len(names) == len(tools) <= MAX_TOOLS and all(isinstance(name, str) for name in names):
+                return ToolChoice(mode, tuple(names))
     message = f"Invalid value for tool_choice: {_TOOL_CHOICE_FORMS}."
     raise InvalidRequest(message, param="tool_choice", code="invalid_value")
 
 
-def _check_members(choice: dict[str, Any]) -> None:
-    if choice.get("type") not in _CHOICE_MEMBERS:
-        raise InvalidRequest(
-            "tool_choice.type must be function or allowed_tools.",
-            param="tool_choice.type",
-            code="unsupported_parameter",
-        )
-    for name in ("name", "mode", "tools"):
-        if name not in _CHOICE_MEMBERS[choice["type"]] and choice.get(name) is not None:
-            refuse_unknown(f"tool_choice.{name}")
-
-
-def _function_name(tool: dict[str, Any]) -> str | None:
-    _check_members(tool)
-    name = tool.get("name")
-    return name if tool["type"] == "function" and isinstance(name, str) else None
+def _members_of_type(choice: dict[str, Any]) -> tuple[str, ...]:
+    match choice.get("type"):
+        case "function":
+            return ("name",)
+        case "allowed_tools":
+            return ("mode", "tools")
+    raise InvalidRequest(
+        "tool_choice.type must be function or allowed_tools.", param="tool_choice.type", code="unsupported_parameter"
+    )
 
 
 def _constraint(asked: ResponseFields) -> Constraint | None:
