@@ -11,12 +11,12 @@ from typing import Any
 
 from llguidance import LLMatcher
 
-from alignedserve.api.backend.scripted import Script
 from alignedserve.api.models.model_card import ModelCard
 from alignedserve.core.request import Request
 from alignedserve.runtime.grammar.compiler import PARSER_LIMITS
 from alignedserve.runtime.grammar.vocabulary import grammar_vocabulary
 from tests.gateway.support import EOS, write_tokenizer
+from tests.harnesses.scripted_backend import Script
 
 _HEAD = (
     "{{ bos_token }}{% if tools %}<|system|>{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|end|>{% endif %}"

@@ -3,7 +3,6 @@
 import json
 from typing import Any
 
-from alignedserve.api.backend.scripted import Script
 from alignedserve.api.tools.formats import FORMATS
 from tests.gateway.support import EOS, chunks_of, error_of, gateway
 from tests.gateway.tool_support import (
@@ -23,6 +22,7 @@ from tests.gateway.tool_support import (
     result,
     saying,
 )
+from tests.harnesses.scripted_backend import Script
 from tests.support.marks import each
 
 
