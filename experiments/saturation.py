@@ -35,12 +35,13 @@ DOCUMENTS = {
     SMALL: "prompt=uniform(512,1024), output=300, outstanding=48",
     LARGE: "prompt=20000, output=200, outstanding=4",
 }
+_NAMES = {SMALL: "small", LARGE: "large"}  # in the table
 _SEEDS = (0, 1, 2)
 _DURATION_S = 1200.0
 _CHAT = "rt: prompt=uniform(500,1500), output=uniform(300,500), ttft=2, tpot=0.2"
 _HEAD = (
-    "| workers | documents | chats/s | chat alone holds both | beside | floor of 0 "
-    "| longest wait for a token, s | documents, tokens/s | floor of 0 |"
+    "| workers | documents | chats/s | held alone, % | beside | floor of 0 "
+    "| longest wait, s | documents, tokens/s | floor of 0 |"
 )
 
 
@@ -138,11 +139,11 @@ def table(rows: Sequence[Row]) -> str:
     lines = [_HEAD, "|---" * _HEAD.count(" | ") + "|---|"]
     for row in rows:
         ways = [row[way] for way in ("alone", "beside", "unfloored")]
-        cells = [f"{100 * way['attainment'][0]:.1f} ± {100 * (way['attainment'][1] or 0.0):.1f} %" for way in ways]
+        cells = [f"{100 * way['attainment'][0]:.1f} ± {100 * (way['attainment'][1] or 0.0):.1f}" for way in ways]
         gaps = ", ".join(f"{way['gap_max_s']:.0f}" for way in ways)
         tokens = [f"{way['document_tokens_per_s'][0]:.1f}" for way in ways[1:]]
         lines.append(
-            "| " + " | ".join([row["shape"], row["documents"], str(row["rate"]), *cells, gaps, *tokens]) + " |"
+            "| " + " | ".join([row["shape"], _NAMES[row["documents"]], str(row["rate"]), *cells, gaps, *tokens]) + " |"
         )
     return "\n".join(lines) + "\n"
 
