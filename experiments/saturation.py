@@ -35,11 +35,10 @@ DOCUMENTS = {
     SMALL: "prompt=uniform(512,1024), output=300, outstanding=48",
     LARGE: "prompt=20000, output=200, outstanding=4",
 }
-_NAMES = {SMALL: "small", LARGE: "large"}  # in the table
 _SEEDS = (0, 1, 2)
 _DURATION_S = 1200.0
 _CHAT = "rt: prompt=uniform(500,1500), output=uniform(300,500), ttft=2, tpot=0.2"
-_HEAD = "| workers, documents | chats/s | chat holds both, % | longest wait for a token, s | documents, tokens/s |"
+_HEAD = "| workers | chats/s | chat holds both, % | longest wait for a token, s | documents, tokens/s |"
 
 
 class Shape(NamedTuple):
@@ -132,15 +131,16 @@ def rows_of(name: str, outcomes: Mapping[Case, Outcome]) -> list[Row]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return the table of the page."""
+    """Return the table of the page: chat beside small documents."""
     lines = [_HEAD, "|---" * _HEAD.count(" | ") + "|---|"]
     for row in rows:
+        if row["documents"] == LARGE:
+            continue
         ways = [row[way] for way in ("alone", "beside", "unfloored")]
         shares = ", ".join(_share(*way["attainment"]) for way in ways)
         gaps = ", ".join(f"{way['gap_max_s']:.0f}" for way in ways)
         tokens = ", ".join(f"{way['document_tokens_per_s'][0]:.1f}" for way in ways[1:])
-        names = f"{row['shape']}, {_NAMES[row['documents']]}"
-        lines.append(f"| {names} | {row['rate']} | {shares} | {gaps} | {tokens} |")
+        lines.append(f"| {row['shape']} | {row['rate']} | {shares} | {gaps} | {tokens} |")
     return "\n".join(lines) + "\n"
 
 
