@@ -26,8 +26,7 @@ from alignedserve.messages.gateways import ClusterStatus
 from alignedserve.process.background_tasks import start_background
 from alignedserve.runtime.lora.loaded_file import loaded_file
 from alignedserve.runtime.model.served_deployment import DeploymentPhase, DeploymentState, ServedDeployment
-from alignedserve.text.tokenizer import Tokenizer
-from alignedserve.text.tokenizer_on_use import TokenizerOnUse
+from alignedserve.text.tokenizer import Tokenizer, TokenizerOnUse
 
 logger = logging.getLogger(__name__)
 

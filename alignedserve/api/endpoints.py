@@ -11,12 +11,14 @@ from typing import Any, Generic, TypeVar
 import orjson
 
 from alignedserve.api.anthropic import message_request
+from alignedserve.api.anthropic.bodies import BodyParser, CountTokensRequest, MessagesRequest
 from alignedserve.api.anthropic.message_format import MessageFormatter
-from alignedserve.api.anthropic.parsing import BodyParser
-from alignedserve.api.anthropic.schemas import CountTokensRequest, MessagesRequest
 from alignedserve.api.conversation import check_conversation
 from alignedserve.api.embeddings.request_builder import (
+    EmbeddingRequest,
     PairSides,
+    RerankRequest,
+    ScoreRequest,
     build_embedding_request,
     build_score_request,
     embedding_prompts,
@@ -30,10 +32,15 @@ from alignedserve.api.embeddings.response_format import (
     computed_scores,
     cosines,
 )
-from alignedserve.api.embeddings.schemas import EmbeddingRequest, RerankRequest, ScoreRequest
 from alignedserve.api.errors import NeedsGateway
 from alignedserve.api.models.model_card import PromptServices
 from alignedserve.api.models.model_services import ModelServices
+from alignedserve.api.openai.bodies import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 from alignedserve.api.openai.chat_prompt import note_variables
 from alignedserve.api.openai.generation_request import Arrival, GenerationRequest
 from alignedserve.api.openai.parsing import parse, parse_chat, parse_completion, plain_messages, without_fields_of_chat
@@ -46,26 +53,19 @@ from alignedserve.api.openai.prompt_encoding import (
 )
 from alignedserve.api.openai.request_builder import build_chat_request, build_completion_request
 from alignedserve.api.openai.response_format import ChatFormatter, CompletionFormatter, MakeBodyFormatter
-from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
-from alignedserve.api.openai.schemas.requests import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)
 from alignedserve.api.openai.translation import chat_spec, completion_spec, conversation_of_chat
 from alignedserve.api.reasoning import open_marks
+from alignedserve.api.responses.bodies import CreateResponseRequest, ResponseFields, parse_input_tokens, parse_response
 from alignedserve.api.responses.context import resolve_references
 from alignedserve.api.responses.formatter import ResponsesFormatter
 from alignedserve.api.responses.items import Item, parse_items
-from alignedserve.api.responses.parsing import parse_input_tokens, parse_response
 from alignedserve.api.responses.request_builder import (
     build_response_request,
     input_tokens_answer,
     new_response_id,
     response_prompts,
 )
-from alignedserve.api.responses.schemas import CreateResponseRequest, ResponseFields
+from alignedserve.api.schema import IgnoredFields
 from alignedserve.core.errors import InvalidRequest
 
 Body = dict[str, Any]

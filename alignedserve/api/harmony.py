@@ -17,8 +17,8 @@ from typing import Any
 
 from alignedserve.api.reasoning import ReasoningFormat, lazy, thought_rules
 from alignedserve.api.text_markers import MarkerFinder, overlap_len
-from alignedserve.api.tools.call_grammar import CallableTool
-from alignedserve.api.tools.deltas import OutputRun, ToolCallDelta
+from alignedserve.api.tools.call_parser import OutputRun, ToolCallDelta
+from alignedserve.api.tools.formats import CallableTool
 from alignedserve.runtime.grammar.lark import json_value, quoted
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"

@@ -25,7 +25,7 @@ from typing_extensions import override
 from yarl import URL
 
 from alignedserve.api.errors import Overloaded, ResourceUnavailable, Unfetched
-from alignedserve.api.task_class import client_of_task, is_best_effort
+from alignedserve.api.work_lanes import client_of_task, is_best_effort
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import InvalidRequest
 

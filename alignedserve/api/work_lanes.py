@@ -8,14 +8,37 @@ import asyncio
 import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextvars import ContextVar
 from threading import Lock
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
 from alignedserve.api.errors import Overloaded, ResourceUnavailable
-from alignedserve.api.task_class import client_of_task, is_best_effort
+from alignedserve.core.request import RequestClass
 from alignedserve.process.turn_threads import TurnThreads
+
+_class: ContextVar[RequestClass] = ContextVar("request_class", default=RequestClass.REAL_TIME)
+_client: ContextVar[str] = ContextVar("client", default="")
+
+
+def note_class(request_class: RequestClass) -> None:
+    """Note of what class the request of this task is."""
+    _class.set(request_class)
+
+
+def is_best_effort() -> bool:
+    return _class.get() is RequestClass.BEST_EFFORT
+
+
+def note_client(client: str) -> None:
+    """Note whose request this task serves, so that one client's requests do not hold up another's."""
+    _client.set(client)
+
+
+def client_of_task() -> str:
+    return _client.get()
+
 
 SHORT_LEN = 2048  # characters or bytes; work on less takes the loop less than a millisecond
 LONG_LEN = 262_144

@@ -2,10 +2,11 @@
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from threading import Lock
 from typing import Any, NamedTuple
 
 import orjson
@@ -13,19 +14,26 @@ import tokenizers
 
 from alignedserve.core.errors import ContextTooLong, InvalidRequest, UnsupportedModel
 from alignedserve.gguf.file import GgufFile, is_gguf
-from alignedserve.text.chat_prompt import ChatPrompt, Message
-from alignedserve.text.chat_template import ChatTemplate
-from alignedserve.text.control_marks import MARK_END, MARK_START, OPEN_BLANK, OPEN_MARK, control_mark, without_marks
-from alignedserve.text.gguf_tokenizer import gguf_tokenizer
-from alignedserve.text.sliced_search import SlicedPattern
-from alignedserve.text.text_stream import ByteStream, TextStream, WindowStream
-from alignedserve.text.token_lengths import longest_token_len
-from alignedserve.text.token_pieces import ByteLevelPieces, pieces_for
-from alignedserve.text.tokenizer_files import (
+from alignedserve.text.chat_template import ChatPrompt, ChatTemplate, Message
+from alignedserve.text.gguf_tokenizer import (
+    gguf_tokenizer,
     read_config,
     read_definition,
     special_tokens_of,
     templates_of,
+)
+from alignedserve.text.text_stream import ByteStream, TextStream, WindowStream
+from alignedserve.text.token_texts import (
+    MARK_END,
+    MARK_START,
+    OPEN_BLANK,
+    OPEN_MARK,
+    ByteLevelPieces,
+    SlicedPattern,
+    control_mark,
+    longest_token_len,
+    pieces_for,
+    without_marks,
 )
 
 _SHORT_LEN = 512
@@ -367,3 +375,26 @@ def _longest_first(first: int, second: int, room: int) -> tuple[int, int]:
         return first, second
     shorter = min(first, second, room // 2)
     return (shorter, room - shorter) if first <= second else (room - shorter, shorter)
+
+
+class TokenizerOnUse(Tokenizer):
+    """A tokenizer that is read by `read`, or else by the first method that needs it."""
+
+    def __init__(self, load: Callable[[], Tokenizer]) -> None:
+        self._load = load
+        self._lock = Lock()
+        self._is_read = False
+
+    def read(self) -> None:
+        """Read it, unless it has been. Raises ModelError."""
+        with self._lock:
+            if not self._is_read:
+                vars(self).update(vars(self._load()))
+                self._is_read = True
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what only a tokenizer that has been read has. Raises ModelError."""
+        if name.startswith("__") or self._is_read:
+            raise AttributeError(name)
+        self.read()
+        return getattr(self, name)

@@ -16,7 +16,7 @@ import httpx
 from fastapi import FastAPI
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from alignedserve.api.backend.readiness_probe import ReadinessProbe
+from alignedserve.api.backend.interface import ReadinessProbe
 from alignedserve.api.models.model_card import ModelCard
 from alignedserve.api.prefix_hasher import PrefixHasher
 from alignedserve.config.sections import GatewayConfig

@@ -5,12 +5,13 @@ from functools import partial
 
 import orjson
 
-from alignedserve.api.anthropic.parsing import BodyParser, Content
-from alignedserve.api.anthropic.schemas import (
+from alignedserve.api.anthropic.bodies import (
     ASSISTANT_BLOCKS,
     RESULT_BLOCKS,
     SYSTEM_BLOCKS,
     USER_BLOCKS,
+    BodyParser,
+    Content,
     ImageBlock,
     InputMessage,
     MessageFields,
@@ -41,7 +42,7 @@ from alignedserve.api.openai.chat_prompt import answer_forms
 from alignedserve.api.openai.generation_request import Arrival, GenerationRequest
 from alignedserve.api.openai.prompt_encoding import Prompts, encode_chat
 from alignedserve.api.openai.request_builder import build_chat_request
-from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
+from alignedserve.api.schema import IgnoredFields
 from alignedserve.api.work_lanes import rough_length
 from alignedserve.core.errors import ContextTooLong, InvalidRequest
 from alignedserve.runtime.grammar.constraints import StructuredOutputs

@@ -8,12 +8,11 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from alignedserve.api.embeddings.schemas import RerankRequest
+from alignedserve.api.embeddings.request_builder import RerankRequest
 from alignedserve.api.errors import GenerationFailed
 from alignedserve.api.openai.choice_decoder import ChoiceDelta
 from alignedserve.api.openai.generation import Generation
-from alignedserve.api.openai.logprobs import encoded
-from alignedserve.api.openai.response_format import extension_of
+from alignedserve.api.openai.response_format import encoded, extension_of
 
 Vectors = npt.NDArray[np.float32]
 

@@ -1,13 +1,78 @@
 """The models that requests may name."""
 
-from collections.abc import Collection, Sequence
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from alignedserve.api.errors import Unavailable, UnknownModel
+from alignedserve.api.errors import Overloaded, ResourceUnavailable, Unavailable, UnknownModel
 from alignedserve.api.models.model_card import ModelCard
 from alignedserve.api.models.model_services import ModelServices
-from alignedserve.api.models.waiting_line import WaitingLine
 from alignedserve.core.request import LoraAdapter, RequestClass
+from alignedserve.keys.entry import KeyEntry
+
+_RETRY_S = 5.0
+
+
+class WaitingLine:
+    """The requests of one process that wait, by the names of their models. All methods run on one loop.
+
+    Each class has places of its own: documents that wait, however many, take none of chat's.
+    """
+
+    def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._most = most
+        self._clock = clock
+        self._num_waiting = Counter[RequestClass]()
+        self._since: dict[tuple[str, RequestClass], list[float]] = {}
+        self._changed = asyncio.Event()
+
+    def waited_s(self, name: str, request_class: RequestClass) -> float | None:
+        """Return how long the first request of a class to a model has waited; None: none waits."""
+        since = self._since.get((name, request_class))
+        return self._clock() - min(since) if since else None
+
+    def changed(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def wait(
+        self, name: str, request_class: RequestClass, problem: Callable[[], str | None], patience_s: float
+    ) -> None:
+        """Return once the model is no more asleep.
+
+        `problem`: returns None then, and an empty text while it sleeps; any other text is why it cannot be loaded.
+        Raises Unavailable with that, or when the patience is over; where too many of its class wait, Overloaded or
+        ResourceUnavailable.
+        """
+        with self._waiting(name, request_class):
+            try:
+                async with asyncio.timeout(patience_s):
+                    while (found := problem()) is not None:
+                        if found:
+                            raise Unavailable(f"The model cannot be loaded at present: {found}")
+                        await self._changed.wait()
+            except TimeoutError as error:
+                message = f"The model could not be loaded within {patience_s:.0f} s: others are in use."
+                raise Unavailable(message) from error
+
+    @contextmanager
+    def _waiting(self, name: str, request_class: RequestClass) -> Iterator[None]:
+        if self._num_waiting[request_class] >= self._most:
+            kind = ResourceUnavailable if request_class is RequestClass.BEST_EFFORT else Overloaded
+            raise kind("Too many requests wait for models to be loaded.", retry_after_s=_RETRY_S)
+        since, place = self._clock(), (name, request_class)
+        self._since.setdefault(place, []).append(since)
+        self._num_waiting[request_class] += 1
+        try:
+            yield
+        finally:
+            self._num_waiting[request_class] -= 1
+            self._since[place].remove(since)
+            if not self._since[place]:
+                del self._since[place]
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,3 +229,51 @@ class ModelRegistry:
 def unknown_model() -> UnknownModel:
     """Return the error for a model that is not there, or not for this client."""
     return UnknownModel("The requested model does not exist here; see /v1/models.", param="model")
+
+
+def usable_model(models: ModelRegistry, name: str | None, key: KeyEntry) -> ModelServices:
+    """Find the model of this name; None: the first one that the key may use. Raises UnknownModel, Unavailable."""
+    return models.find(usable_name(models, name, key))
+
+
+def usable_name(models: ModelRegistry, name: str | None, key: KeyEntry) -> str | None:
+    """Return the name by which a key's request finds its model; None: the first model. Raises UnknownModel."""
+    if key.models is None:
+        return name
+    if name is None:
+        first = next(iter(usable_cards(models, key)), None)
+        if first is None:
+            raise unknown_model()
+        return first.name
+    check_usable(models, name, key)
+    return name
+
+
+def usable_cards(models: ModelRegistry, key: KeyEntry) -> tuple[ModelCard, ...]:
+    """Return the models and adapters that the key may use, in the order in which clients see them."""
+    return tuple(card for card in models.cards if _may_use(key, card))
+
+
+def check_usable(models: ModelRegistry, name: str, key: KeyEntry) -> None:
+    """Raise UnknownModel for a model that the key may not use; an alias is as good as the name it stands for."""
+    if key.may_use(name):
+        return
+    try:
+        may_use = _may_use(key, models.card(name))
+    except UnknownModel:
+        may_use = False
+    if not may_use:
+        raise unknown_model()
+
+
+def _may_use(key: KeyEntry, card: ModelCard) -> bool:
+    return key.may_use(card.name) or (card.alias_of is not None and key.may_use(card.alias_of))
+
+
+def is_usable(models: ModelRegistry, name: str, key: KeyEntry) -> bool:
+    """Return whether the key may use the model of this name, as far as is known now."""
+    try:
+        check_usable(models, name, key)
+    except (UnknownModel, Unavailable):
+        return False
+    return True

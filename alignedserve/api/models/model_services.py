@@ -2,35 +2,109 @@
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import Lock
 
-from alignedserve.api.backend.interface import CompletionBackend
-from alignedserve.api.backend.next_turn import NextTurn
-from alignedserve.api.backend.readiness_probe import ReadinessProbe
+from alignedserve.api.backend.interface import CompletionBackend, ReadinessProbe
 from alignedserve.api.errors import Overloaded, ResourceUnavailable, Unavailable
 from alignedserve.api.metrics.gateway_metrics import ModelMetrics
 from alignedserve.api.models.adapter_directory import AdapterDirectory
 from alignedserve.api.models.model_card import ModelCard
-from alignedserve.api.objectives import default_slo_at
 from alignedserve.api.picture_reader import PictureReader
 from alignedserve.api.prefix_hasher import PrefixHasher
 from alignedserve.api.timelines.timeline import Timelines
 from alignedserve.api.work_lanes import SHORT_LEN, WorkLanes
-from alignedserve.config.sections import GatewayConfig
+from alignedserve.config.sections import AUTO, GatewayConfig
 from alignedserve.core.errors import InvalidRequest, ModelError
 from alignedserve.core.request import LoraAdapter, Request, RequestClass, Slo
+from alignedserve.messages.measurements import WorkerSpeed
 from alignedserve.process.background_tasks import outlived
 from alignedserve.runtime.grammar.compiler import GrammarError
 from alignedserve.runtime.grammar.trial_turn import ALONE, TrialTurn
 from alignedserve.runtime.grammar.trials import GrammarTrials
 from alignedserve.runtime.grammar.vocabulary import token_table
-from alignedserve.text.tokenizer import Tokenizer
-from alignedserve.text.tokenizer_on_use import TokenizerOnUse
+from alignedserve.text.tokenizer import Tokenizer, TokenizerOnUse
 from alignedserve.usage.ledger import UsageLedger
+
+
+class NextTurn:
+    """The functions that are due, of one loop."""
+
+    def __init__(self) -> None:
+        self._due: dict[Callable[[], None], None] = {}
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Call this in the next turn, once, in the order in which functions were first asked for.
+
+        A stream of a thousand choices is asked for by each of them, and looks at all.
+        """
+        if not self._due:
+            asyncio.get_running_loop().call_soon(self._call_all)
+        self._due[function] = None
+
+    def _call_all(self) -> None:
+        due, self._due = iter(self._due), {}
+        try:
+            for function in due:
+                function()
+        finally:
+            for function in due:  # else one that breaks its word would leave the others without what has come for them
+                self.call(function)
+
+
+_LEAST_TTFT_S, _PROMPTS = 1.0, 3.0
+_LEAST_TPOT_S, _SHARED_TOKENS = 0.15, 2.0
+
+
+def default_slo(config: GatewayConfig, speed: WorkerSpeed | None) -> Slo:
+    """Return the default objectives. `speed`: None, as long as no router tells: what is auto is none then."""
+    known = automatic_slo(speed) if speed is not None else Slo()
+    named = config.named_slo
+    return Slo(
+        ttft_s=known.ttft_s if config.default_ttft_s == AUTO else named.ttft_s,
+        tpot_s=known.tpot_s if config.default_tpot_s == AUTO else named.tpot_s,
+    )
+
+
+def automatic_slo(speed: WorkerSpeed) -> Slo:
+    """Return what the machine can hold with a margin, and people like; None of what was not measured."""
+    return Slo(
+        ttft_s=round(max(_LEAST_TTFT_S, _PROMPTS * speed.prompt_s), 2) if speed.prompt_s else None,
+        tpot_s=round(max(_LEAST_TPOT_S, _SHARED_TOKENS * speed.shared_token_s), 3) if speed.shared_token_s else None,
+    )
+
+
+def default_slo_at(config: GatewayConfig, backend: CompletionBackend) -> Slo:
+    status = backend.status()
+    return default_slo(config, status.speed if status is not None else None)
+
+
+def unholdable(slo: Slo, speed: WorkerSpeed) -> Iterator[str]:
+    """Yield a warning for each default objective that no request can hold on this machine, however idle it is."""
+    if slo.ttft_s is not None and slo.ttft_s < speed.short_prompt_s:
+        yield (
+            f"gateway.default_ttft_s={slo.ttft_s:g} cannot be held: even a prompt of 64 tokens alone takes "
+            f"{speed.short_prompt_s:.2f} s here"
+        )
+    if slo.tpot_s is not None and slo.tpot_s < speed.token_s:
+        yield (
+            f"gateway.default_tpot_s={slo.tpot_s:g} cannot be held: a token of a single request takes "
+            f"{speed.token_s:.3f} s here"
+        )
+
+
+def in_words(slo: Slo) -> str:
+    """Return objectives for the start screen."""
+    parts = []
+    if slo.ttft_s is not None:
+        parts.append(f"first token within {slo.ttft_s:g} s")
+    if slo.tpot_s is not None:
+        parts.append(f"a token every {slo.tpot_s:g} s ({1.0 / slo.tpot_s:.1f}/s)")
+    return ", then ".join(parts) or "none"
+
 
 _CLOSED = "The model is served no more."
 

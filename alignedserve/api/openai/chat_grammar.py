@@ -8,9 +8,16 @@ from alignedserve.api.harmony import CALL, HarmonyGrammar
 from alignedserve.api.models.model_card import ChatModel
 from alignedserve.api.openai.output_parser import OutputFormat
 from alignedserve.api.reasoning import thought_rules, thought_symbols
-from alignedserve.api.tools.call_grammar import CallableTool, Literal, call_rules, lead_rules
-from alignedserve.api.tools.formats import ParameterCall, ToolFormat
-from alignedserve.api.tools.parameters import check_parameters, text_parameters
+from alignedserve.api.tools.formats import (
+    CallableTool,
+    Literal,
+    ParameterCall,
+    ToolFormat,
+    call_rules,
+    check_parameters,
+    lead_rules,
+    text_parameters,
+)
 from alignedserve.api.work_lanes import rough_length
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.request import MAX_GRAMMAR_LEN

@@ -9,15 +9,20 @@ from alignedserve.api.conversation import Conversation, refuse_unknown, template
 from alignedserve.api.harmony import harmony_effort, harmony_messages, harmony_tools
 from alignedserve.api.models.model_card import PromptModel
 from alignedserve.api.openai.output_parser import OutputFormat
-from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
 from alignedserve.api.reasoning import FORMATS as REASONING_FORMATS
 from alignedserve.api.reasoning import ReasoningFormat, effort_variables, find_reasoning_format, thought_start
+from alignedserve.api.schema import IgnoredFields
 from alignedserve.api.tools.formats import FORMATS as TOOL_FORMATS
-from alignedserve.api.tools.formats import GENERIC, HeaderCall, ToolFormat, find_tool_format, prompted_messages
-from alignedserve.api.tools.parameters import text_parameters
+from alignedserve.api.tools.formats import (
+    GENERIC,
+    HeaderCall,
+    ToolFormat,
+    find_tool_format,
+    prompted_messages,
+    text_parameters,
+)
 from alignedserve.core.errors import InvalidRequest
-from alignedserve.text.chat_prompt import ChatPrompt
-from alignedserve.text.chat_template import ChatTemplate
+from alignedserve.text.chat_template import ChatPrompt, ChatTemplate
 
 _NUM_END_TOKENS = 16  # of a prompt; a mark at its end is a few at most
 _SHORT_ID_LEN = 9  # letters and digits, as Mistral's templates want

@@ -9,7 +9,7 @@ from typing_extensions import override
 from alignedserve.api.backend.interface import GeneratedTokens
 from alignedserve.api.openai.output_parser import OutputFormat, TextOptions, unmarked
 from alignedserve.api.text_markers import StopStringFinder
-from alignedserve.api.tools.deltas import OutputRun, ToolCallDelta
+from alignedserve.api.tools.call_parser import OutputRun, ToolCallDelta
 from alignedserve.core.request import FinishReason, Request, TokenLogprob
 from alignedserve.text.tokenizer import Tokenizer
 

@@ -12,8 +12,7 @@ from alignedserve.api.errors import ClientDisconnected, Overloaded
 from alignedserve.api.models.model_services import ModelServices
 from alignedserve.api.openai.choice_decoder import ChoiceDecoder, ChoiceDelta
 from alignedserve.api.openai.generation_request import GenerationRequest
-from alignedserve.api.timelines.timeline import CallFacts, Timeline
-from alignedserve.api.timelines.trace_context import REQUEST_ID_HEADER, plain_request_id
+from alignedserve.api.timelines.timeline import REQUEST_ID_HEADER, CallFacts, Timeline, plain_request_id
 from alignedserve.api.work_lanes import NODE_LEN
 from alignedserve.core.request import FinishReason, Request, RequestClass
 from alignedserve.messages.request_notes import Cause

@@ -10,7 +10,7 @@ from alignedserve.api.errors import Forbidden
 from alignedserve.api.models.model_services import ModelServices
 from alignedserve.api.openai.output_parser import OutputFormat, TextOptions
 from alignedserve.api.openai.prompt_encoding import Prompt
-from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
+from alignedserve.api.schema import IgnoredFields
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.ids import RequestId
 from alignedserve.core.picture import whole_runs

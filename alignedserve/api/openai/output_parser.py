@@ -7,11 +7,9 @@ from typing import NamedTuple, Protocol
 
 from alignedserve.api.harmony import MARKS, HarmonyParser
 from alignedserve.api.reasoning import Part, ReasoningFormat, ReasoningParser, Run, ThoughtStart
-from alignedserve.api.tools.call_parser import ToolCallParser
-from alignedserve.api.tools.deltas import OutputRun
-from alignedserve.api.tools.formats import ToolFormat
-from alignedserve.api.tools.parameters import TextParameters
-from alignedserve.text.control_marks import MARK_START, control_mark, split_marked
+from alignedserve.api.tools.call_parser import OutputRun, ToolCallParser
+from alignedserve.api.tools.formats import TextParameters, ToolFormat
+from alignedserve.text.token_texts import MARK_START, control_mark, split_marked
 from alignedserve.text.tokenizer import Tokenizer
 
 

@@ -7,9 +7,9 @@ from datetime import datetime
 
 from alignedserve.api.conversation import Conversation
 from alignedserve.api.models.model_card import PromptServices
+from alignedserve.api.openai.bodies import CompletionRequest, PromptForms
 from alignedserve.api.openai.chat_prompt import chat_prompt
 from alignedserve.api.openai.pictures import placed, read_pictures
-from alignedserve.api.openai.schemas.requests import CompletionRequest, PromptForms
 from alignedserve.api.work_lanes import rough_length
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.picture import Picture

@@ -14,13 +14,15 @@ from alignedserve.api.conversation import (
     refuse,
     refuse_missing,
 )
-from alignedserve.api.openai.schemas.constraints import constraint_of
-from alignedserve.api.openai.schemas.messages import ChatMessage, TextPart, ToolCall
-from alignedserve.api.openai.schemas.requests import (
+from alignedserve.api.openai.bodies import (
     ChatCompletionRequest,
+    ChatMessage,
     CompletionRequest,
     ConversationFields,
     GenerationFields,
+    TextPart,
+    ToolCall,
+    constraint_of,
 )
 from alignedserve.core.errors import InvalidRequest
 
@@ -139,8 +141,10 @@ def _parts(message: ChatMessage, path: str) -> Iterator[str | NamedPicture]:
         return
     for index, part in enumerate(message.content or ()):
         at = f"{path}.content[{index}]"
-        is_text = isinstance(part, TextPart)
-        yield part.text if is_text else NamedPicture(part.image_url.url, f"{at}.image_url.url", f"{at}.type")
+        if isinstance(part, TextPart):
+            yield part.text
+        else:
+            yield NamedPicture(part.image_url.url, f"{at}.image_url.url", f"{at}.type")
 
 
 def _result(message: ChatMessage, before: ChatMessage | None, path: str, call_id: str) -> ChatMessage:

@@ -17,8 +17,8 @@ from typing_extensions import override
 
 from alignedserve.api.openai.choice_decoder import ChoiceDelta
 from alignedserve.api.openai.generation import Generation
+from alignedserve.api.responses.bodies import CreateResponseRequest
 from alignedserve.api.responses.formatter import Event, ResponsesFormatter, encoded_event
-from alignedserve.api.responses.schemas import CreateResponseRequest
 from alignedserve.batches.responses.event_log import EventLimits, EventLog, EventWriter
 from alignedserve.core.errors import StorageError
 

@@ -10,12 +10,16 @@ from alignedserve.api.errors import error_body
 from alignedserve.api.openai.choice_decoder import ChoiceDelta, OffsetLogprob
 from alignedserve.api.openai.generation import Generation
 from alignedserve.api.openai.generation_request import GenerationRequest
-from alignedserve.api.openai.logprobs import chat_logprobs
-from alignedserve.api.openai.response_format import extension_of
+from alignedserve.api.openai.response_format import chat_logprobs, extension_of
+from alignedserve.api.responses.bodies import (
+    CreateResponseRequest,
+    TextOptions,
+    known_fields,
+    offered_functions,
+    tool_view,
+)
 from alignedserve.api.responses.items import Item, item_id
-from alignedserve.api.responses.parsing import offered_functions, tool_view
-from alignedserve.api.responses.schemas import CreateResponseRequest, TextOptions, known_fields
-from alignedserve.api.tools.deltas import ToolCallDelta
+from alignedserve.api.tools.call_parser import ToolCallDelta
 from alignedserve.core.request import FinishReason
 
 Event = dict[str, Any]

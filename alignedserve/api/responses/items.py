@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 from alignedserve.api.conversation import NamedPicture
 from alignedserve.api.openai.parsing import parse
-from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
-from alignedserve.api.responses.schemas import (
+from alignedserve.api.responses.bodies import (
     FunctionCallItem,
     FunctionCallOutputItem,
     ImagePart,
@@ -22,7 +21,7 @@ from alignedserve.api.responses.schemas import (
     TextPart,
     known_fields,
 )
-from alignedserve.api.schema import Schema
+from alignedserve.api.schema import IgnoredFields, Schema
 from alignedserve.core.errors import InvalidRequest
 
 Item = dict[str, Any]

@@ -24,6 +24,7 @@ from alignedserve.api.conversation import (
     OfferedTool,
     PastCall,
     PastMessage,
+    Role,
     ToolChoice,
     check_conversation,
     refuse_missing,
@@ -34,9 +35,14 @@ from alignedserve.api.models.model_services import ModelServices
 from alignedserve.api.openai.generation_request import Arrival, GenerationRequest
 from alignedserve.api.openai.prompt_encoding import Prompts, encode_chat
 from alignedserve.api.openai.request_builder import build_chat_request
+from alignedserve.api.responses.bodies import (
+    CreateResponseRequest,
+    ResponseFields,
+    chat_name,
+    known_fields,
+    offered_functions,
+)
 from alignedserve.api.responses.items import Item, parts_of, text_of
-from alignedserve.api.responses.parsing import chat_name, offered_functions
-from alignedserve.api.responses.schemas import CreateResponseRequest, ResponseFields, known_fields
 from alignedserve.api.work_lanes import rough_length
 from alignedserve.core.errors import ContextTooLong, InvalidRequest
 from alignedserve.runtime.grammar.constraints import StructuredOutputs
@@ -145,7 +151,7 @@ def messages_of(items: Sequence[Item], instructions: str | None) -> list[PastMes
     for item in items[num_system:]:
         match item["type"]:
             case "message" if item["role"] != "assistant":
-                role = "system" if item["role"] in _SYSTEM_ROLES else "user"
+                role: Role = "system" if item["role"] in _SYSTEM_ROLES else "user"
                 messages.append(PastMessage(role, "input", parts_of(item["content"])))
             case "function_call_output":
                 messages.append(PastMessage("tool", "input", (text_of(item["output"]),), call_id=item["call_id"]))
@@ -187,12 +193,13 @@ def _tool_choice(choice: str | dict[str, Any]) -> ToolChoice:
                 refuse_unknown(f"tool_choice.{name}")
     match choice:
         case "none" | "auto" | "required":
-            return ToolChoice(choice)  # type: ignore[arg-type]
+            return ToolChoice(choice)
         case {"type": "function", "name": str(name)}:
             return ToolChoice("required", (name,))
         case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": [_, *_] as tools}:
-            names = [tool.get("name") for tool in tools if isinstance(tool, dict) and "name" in _members_of_type(tool)]
-            if len(names) == len(tools) <= MAX_TOOLS and all(isinstance(name, str) for name in names):
+            choices = [tool for tool in tools if isinstance(tool, dict) and "name" in _members_of_type(tool)]
+            names = [name for tool in choices if isinstance(name := tool.get("name"), str)]
+            if len(names) == len(tools) <= MAX_TOOLS:
                 return ToolChoice(mode, tuple(names))
     message = f"Invalid value for tool_choice: {_TOOL_CHOICE_FORMS}."
     raise InvalidRequest(message, param="tool_choice", code="invalid_value")

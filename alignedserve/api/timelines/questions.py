@@ -8,8 +8,7 @@ from collections.abc import Callable
 import orjson
 
 from alignedserve.api.errors import Unavailable
-from alignedserve.api.timelines.explanation import explanation_json
-from alignedserve.api.timelines.standings import StandingQuestions, add_standings, open_requests
+from alignedserve.api.timelines.explanation import StandingQuestions, add_standings, explanation_json, open_requests
 from alignedserve.api.timelines.timeline import Timelines
 from alignedserve.messages.request_notes import AskTimeline, StandingsTold, TimelineTold
 from alignedserve.messages.wire import Message

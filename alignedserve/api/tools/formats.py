@@ -5,12 +5,86 @@ tokens stand in these texts as they are; a model's tokenizer tells which of them
 """
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from alignedserve.api.tools.parameters import GLM45, QWEN3_CODER, ParameterTags, parameters_text
 from alignedserve.config.sections import TOOL_FORMATS
+from alignedserve.core.errors import InvalidRequest
+from alignedserve.runtime.grammar.lark import json_value, quoted
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterTags:
+    """What a family writes around names and values; `<F>f<FE><P>p<PE>value<VE></F>` of the fields in their order."""
+
+    function: str
+    function_name_end: str
+    parameter: str
+    parameter_name_end: str
+    value_end: str
+    function_end: str
+
+    def marked(self, marked: Callable[[str], str]) -> "ParameterTags":
+        """Return the tags as an answer's text has them; `marked` writes control tokens so."""
+        return ParameterTags(
+            marked(self.function),
+            marked(self.function_name_end),
+            marked(self.parameter),
+            marked(self.parameter_name_end),
+            marked(self.value_end),
+            marked(self.function_end),
+        )
+
+
+QWEN3_CODER = ParameterTags("<function=", ">\n", "<parameter=", ">\n", "\n</parameter>\n", "</function>")
+GLM45 = ParameterTags("<tool_call>", "\n", "<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n", "</tool_call>")
+_VALUE_ENDS = (QWEN3_CODER.value_end.strip(), GLM45.value_end.strip())
+
+_OF_TEXT = frozenset({"type", "enum", "const", "description", "title", "default", "examples", "deprecated"})
+_OF_FUNCTIONS = _OF_TEXT | {"properties", "required", "additionalProperties", "$defs", "definitions", "x-guidance"}
+_NAME = re.compile(r"[^<>\n]+")
+
+TextParameters = Mapping[str, tuple[str, ...] | None]  # by name: the texts that there are; None: any text
+
+
+def text_parameters(schema: Mapping[str, Any]) -> dict[str, tuple[str, ...] | None]:
+    """Return the parameters of a function that are written as plain text; all others are written as JSON."""
+    properties = schema.get("properties")
+    if not isinstance(properties, Mapping):
+        return {}
+    found: dict[str, tuple[str, ...] | None] = {}
+    for name, of_one in properties.items():
+        if isinstance(of_one, Mapping) and _OF_TEXT.issuperset(of_one):
+            texts = of_one.get("enum", [of_one["const"]] if "const" in of_one else None)
+            if texts is None and of_one.get("type") == "string":
+                found[name] = None
+            elif isinstance(texts, list) and texts and all(_is_plain(text) for text in texts):
+                found[name] = tuple(texts)
+    return found
+
+
+def check_parameters(schema: Mapping[str, Any]) -> None:
+    properties = schema.get("properties", {})
+    unknown = [name for name in schema if name not in _OF_FUNCTIONS]
+    unknown += [name for name in schema.get("required", ()) if name not in properties]
+    if unknown or not all(_NAME.fullmatch(name) for name in properties):
+        raise InvalidRequest(
+            "in the way this model writes calls, parameters must be an object of named properties",
+            code="invalid_json_schema",
+        )
+
+
+def parameters_text(arguments: Mapping[str, Any], tags: ParameterTags) -> str:
+    written = [json.dumps(value, ensure_ascii=False) for value in arguments.values()]
+    pairs = zip(arguments, written, strict=True)
+    return "".join(f"{tags.parameter}{name}{tags.parameter_name_end}{value}{tags.value_end}" for name, value in pairs)
+
+
+def _is_plain(text: Any) -> bool:
+    return isinstance(text, str) and not any(end in text for end in _VALUE_ENDS)
+
 
 _INTRODUCTION = (
     "You have these tools, one JSON object per line:\n<tools>\n{tools}\n</tools>\n"
@@ -267,3 +341,74 @@ def _with_system_text(messages: Sequence[dict[str, Any]], text: str) -> list[dic
     if first["role"] != "system":
         return [{"role": "system", "content": text}, *messages]
     return [{**first, "content": f"{first['content']}\n\n{text}"}, *messages[1:]]
+
+
+MAX_CALLS = 128
+Literal = Callable[[str], str]  # a text as a sequence of literals and special tokens
+
+
+_NO_TEXTS: TextParameters = {}
+_SHARED = ("$defs", "definitions", "x-guidance")  # what the schemas of all parameters need of their function's
+
+
+class CallableTool(NamedTuple):
+    """A function that may be called, and the normalized schema of its arguments."""
+
+    name: str
+    arguments: dict[str, Any]
+    texts: TextParameters = _NO_TEXTS  # parameters that a ParameterCall writes as they are
+
+
+def call_rules(form: ToolFormat, tools: Sequence[CallableTool], literal: Literal, *, is_parallel: bool) -> str:
+    """Return the rules of `calls`, which is all of them from after `begin`."""
+    more = f"({literal(form.separator)} call){{0,{MAX_CALLS - 1}}}" if is_parallel else ""
+    rules = [f"calls: {literal(form.prefix)} call {more} {literal(form.suffix)}"]
+    options = []
+    for place, tool in enumerate(tools):
+        options.append(f"{_before(form, tool.name, literal)} arguments_{place} {literal(form.call.after_arguments)}")
+        rules += _arguments_rules(form, tool, place, literal)
+    if isinstance(form.call, HeaderCall) and form.call.is_numbered:
+        rules.append("CALL_NUMBER: /[0-9]{1,3}/")
+    return "\n".join([*rules, f"call: {' | '.join(options)}"])
+
+
+def _before(form: ToolFormat, name: str, literal: Literal) -> str:
+    if isinstance(form.call, HeaderCall) and form.call.is_numbered:
+        return f"{quoted(name + ':')} CALL_NUMBER {literal(form.call.between)}"
+    return literal(form.call.before_arguments(name))
+
+
+def _arguments_rules(form: ToolFormat, tool: CallableTool, place: int, literal: Literal) -> list[str]:
+    if not isinstance(form.call, ParameterCall):
+        return [f"arguments_{place}: {json_value(tool.arguments)}"]
+    tags, required = form.call.tags, tool.arguments.get("required", ())
+    end = literal(tags.value_end)
+    is_token = end.startswith("<[")  # what is written as text ends the text that it follows
+    names, rules = [], [f"text_{place}{'' if is_token else '[lazy]'}: TEXT {end}"]
+    for number, (name, schema) in enumerate(tool.arguments.get("properties", {}).items()):
+        if schema is False:  # it may not be given
+            continue
+        value = f"({_value(tool, name, schema)}) {end}" if tool.texts.get(name, ()) is not None else f"text_{place}"
+        before = f"{literal(tags.parameter)} {quoted(name)} {literal(tags.parameter_name_end)}"
+        rules.append(f"parameter_{place}_{number}: {before} {value}")
+        names.append(f"parameter_{place}_{number}" + ("" if name in required else "?"))
+    return [*rules, f"arguments_{place}: {' '.join(names) or quoted('')}"]
+
+
+def _value(tool: CallableTool, name: str, schema: Any) -> str:
+    texts = tool.texts.get(name)
+    if texts:
+        return " | ".join(quoted(text) for text in texts)
+    shared = {key: value for key, value in tool.arguments.items() if key in _SHARED}
+    return json_value({**({} if schema is True else schema), **shared})
+
+
+def lead_rules(form: ToolFormat, literal: Literal) -> str:
+    """Return the rules of `free`, content without calls, and `lead`, content and the text that begins calls."""
+    if not form.begin:
+        marker = literal(form.optional_begin)
+        lead = f"lead: {marker}?" if marker.startswith("<[") else 'lead: ""'
+        return f"free: BARE\nBARE: /([^{form.first_character}\\s](?s:.*))?/\n{lead}"
+    marker = literal(form.begin)
+    is_token = marker.startswith("<[")  # what is written as text ends the text that it follows
+    return f"free: TEXT\nlead{'' if is_token else '[lazy]'}: TEXT {marker}"

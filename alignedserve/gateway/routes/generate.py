@@ -13,7 +13,7 @@ from alignedserve.api.openai.generation import Generation
 from alignedserve.api.openai.generation_request import Arrival
 from alignedserve.api.openai.prompt_encoding import Prompts
 from alignedserve.api.openai.response_format import MakeFormatter
-from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
+from alignedserve.api.schema import IgnoredFields
 from alignedserve.gateway.json_response import JsonResponse
 from alignedserve.gateway.routes.dependencies import (
     answered_awake,

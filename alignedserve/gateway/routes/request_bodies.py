@@ -9,13 +9,12 @@ from starlette.requests import ClientDisconnect, Request
 
 from alignedserve.api.endpoints import Endpoint, TokenEndpoint
 from alignedserve.api.errors import BodyTooLarge, BodyTooSlow, ClientDisconnected, WrongContentType
-from alignedserve.api.models.usable_models import usable_cards
+from alignedserve.api.models.model_registry import usable_cards
 from alignedserve.api.openai.generation_request import likely_class
 from alignedserve.api.openai.parsing import parse_json
 from alignedserve.api.openai.prompt_encoding import Prompts
-from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
-from alignedserve.api.task_class import note_class
-from alignedserve.api.work_lanes import LONG_LEN, SHORT_LEN
+from alignedserve.api.schema import IgnoredFields
+from alignedserve.api.work_lanes import LONG_LEN, SHORT_LEN, note_class
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.gateway.connections.arriving_bodies import CountedBody

@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 import pytest
 
-from alignedserve.api.task_class import note_class
+from alignedserve.api.work_lanes import note_class
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.request import Request, RequestClass
 from alignedserve.gateway import message_batches

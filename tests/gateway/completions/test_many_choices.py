@@ -4,7 +4,7 @@ import asyncio
 import sys
 from typing import Any
 
-from alignedserve.api.backend.next_turn import NextTurn
+from alignedserve.api.models.model_services import NextTurn
 from alignedserve.core.request import Request
 from tests.gateway.support import chunks_of, gateway
 from tests.harnesses.scripted_backend import Script

@@ -3,8 +3,8 @@
 from typing import Any
 
 from alignedserve.api.conversation import AnswerSpec, Conversation, ToolChoice, template_messages
+from alignedserve.api.responses.bodies import parse_response
 from alignedserve.api.responses.items import item_id, parse_items, place_of
-from alignedserve.api.responses.parsing import parse_response
 from alignedserve.api.responses.request_builder import conversation_of_items, messages_of, response_spec
 
 RESPONSE_ID = "resp_" + "ab" * 16

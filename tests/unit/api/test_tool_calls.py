@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from alignedserve.api.reasoning import FORMATS as REASONING
 from alignedserve.api.reasoning import Part, ReasoningParser, ThoughtStart, find_reasoning_format, thought_start
-from alignedserve.api.tools.call_parser import CallRun, ToolCallParser
-from alignedserve.api.tools.deltas import whole_tool_calls
+from alignedserve.api.tools.call_parser import CallRun, ToolCallParser, whole_tool_calls
 from alignedserve.api.tools.formats import FORMATS, ToolFormat, find_tool_format
 from alignedserve.config.sections import REASONING_FORMATS, TOOL_FORMATS
 

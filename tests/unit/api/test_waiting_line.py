@@ -8,9 +8,8 @@ import pytest
 
 from alignedserve.api.errors import Overloaded, ResourceUnavailable, Unavailable, UnknownModel
 from alignedserve.api.models.model_card import ModelCard
-from alignedserve.api.models.model_registry import ModelRegistry, RegisteredModel
+from alignedserve.api.models.model_registry import ModelRegistry, RegisteredModel, WaitingLine
 from alignedserve.api.models.model_services import ModelServices
-from alignedserve.api.models.waiting_line import WaitingLine
 from alignedserve.core.request import LoraAdapter, RequestClass
 
 CHAT, DOCUMENTS = RequestClass.REAL_TIME, RequestClass.BEST_EFFORT

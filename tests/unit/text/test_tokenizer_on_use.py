@@ -6,8 +6,7 @@ import pytest
 
 from alignedserve.core.errors import ModelError
 from alignedserve.runtime.model.built_in import pocket_folder
-from alignedserve.text.tokenizer import Tokenizer
-from alignedserve.text.tokenizer_on_use import TokenizerOnUse
+from alignedserve.text.tokenizer import Tokenizer, TokenizerOnUse
 
 
 def counted(reads: list[str]) -> Callable[[], Tokenizer]:

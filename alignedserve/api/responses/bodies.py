@@ -1,12 +1,15 @@
 """Bodies of the Responses API and the items of an input. Items are dispatched by type in `parsing`."""
 
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn
 
 from pydantic import Field
 
 from alignedserve.api.conversation import MAX_PARTS, MAX_TOOLS
-from alignedserve.api.openai.schemas.requests import ReasoningEffort, SamplingFields, Verbosity
-from alignedserve.api.schema import Metadata, Schema
+from alignedserve.api.openai.bodies import ReasoningEffort, SamplingFields, Verbosity
+from alignedserve.api.openai.parsing import SchemaT, parse, without_fields_of_chat
+from alignedserve.api.schema import IgnoredFields, Metadata, Schema
+from alignedserve.core.errors import InvalidRequest
 
 MAX_ITEMS = 4096  # of one input
 MAX_NEW_ITEMS = 20  # of one call that adds items to a conversation
@@ -248,3 +251,93 @@ def known_fields(body: Schema, *, with_unset: bool = True) -> dict[str, Any]:
     """Return the fields that the schema has, by the names that clients use; those of other schemas are not for this."""
     fields = {field.alias or name: getattr(body, name) for name, field in type(body).model_fields.items()}
     return fields if with_unset else {name: value for name, value in fields.items() if value is not None}
+
+
+_UNSUPPORTED = (
+    *("access_programs", "context_management", "image", "moderation", "personality", "prompt"),
+    *("prompt_cache_options", "prompt_cache_retention"),
+)
+
+_HOSTED_TOOLS = (
+    *("file_search", "web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11"),
+    *("computer", "computer_use_preview", "mcp", "code_interpreter", "image_generation", "local_shell", "shell"),
+    *("apply_patch", "custom", "tool_search", "programmatic_tool_calling"),
+)
+
+
+def parse_response(body: dict[str, Any], ignored: IgnoredFields | None) -> CreateResponseRequest:
+    """Check the body of a new response, except its items. Raises InvalidRequest naming the field."""
+    asked = _parse(CreateResponseRequest, without_fields_of_chat(body, CreateResponseRequest), ignored)
+    if asked.stream_options is not None and not asked.stream:
+        raise InvalidRequest("stream_options needs stream to be true.", param="stream_options")
+    if asked.background and asked.store is False:
+        raise InvalidRequest("background needs store to be true.", param="store")
+    return asked
+
+
+def parse_input_tokens(body: dict[str, Any], ignored: IgnoredFields | None) -> InputTokensRequest:
+    """Check the body of a count of input tokens, except its items. Raises InvalidRequest naming the field."""
+    return _parse(InputTokensRequest, body, ignored)
+
+
+def _parse(schema: type[SchemaT], body: dict[str, Any], ignored: IgnoredFields | None) -> SchemaT:
+    for name in _UNSUPPORTED:
+        if body.get(name) is not None:
+            _refuse(name)
+    if body.get("conversation") is not None and body.get("previous_response_id") is not None:
+        raise InvalidRequest("Give conversation or previous_response_id, not both.", param="conversation")
+    if isinstance(choice := body.get("tool_choice"), dict):
+        parse(ToolChoiceMembers, choice, ignored, parent="tool_choice.")
+    return parse(schema, body | {"tools": parse_tools(body.get("tools"), ignored)}, ignored)
+
+
+def _refuse(what: str, param: str | None = None) -> NoReturn:
+    raise InvalidRequest(f"{what} is not supported.", param=param or what, code="unsupported_parameter")
+
+
+class OfferedFunction(NamedTuple):
+    """A function with its names in the prompt and in items."""
+
+    chat_name: str
+    names: dict[str, str]  # `name`, and `namespace` where it has one
+    tool: FunctionTool
+    path: str  # where it stands in the body
+
+
+def parse_tools(given: Any, ignored: IgnoredFields | None, path: str = "tools") -> Any:
+    """Return the tools of a body as schemas; what is no list is left to the body's schema. Raises InvalidRequest."""
+    if not isinstance(given, list):
+        return given
+    return [_parse_tool(one, ignored, f"{path}[{place}]") for place, one in enumerate(given)]
+
+
+def offered_functions(tools: Sequence[Tool]) -> Iterator[OfferedFunction]:
+    for place, tool in enumerate(tools):
+        if isinstance(tool, FunctionTool):
+            yield OfferedFunction(tool.name, {"name": tool.name}, tool, f"tools[{place}]")
+            continue
+        for inner_place, inner in enumerate(tool.tools):
+            names = {"name": inner.name, "namespace": tool.name}
+            yield OfferedFunction(chat_name(**names), names, inner, f"tools[{place}].tools[{inner_place}]")
+
+
+def chat_name(name: str, namespace: str | None = None) -> str:
+    return name if namespace is None else f"{namespace}__{name}"
+
+
+def tool_view(tool: Tool) -> dict[str, Any]:
+    view = known_fields(tool)
+    return view | {"tools": [known_fields(one) for one in tool.tools]} if isinstance(tool, NamespaceTool) else view
+
+
+def _parse_tool(given: Any, ignored: IgnoredFields | None, path: str) -> Any:
+    if not isinstance(given, dict):
+        raise InvalidRequest(f"Invalid value for {path}: it must be an object.", param=path, code="invalid_value")
+    kind = given.get("type")
+    if kind in _HOSTED_TOOLS:
+        message = f"{path}.type {kind!r} is not supported."
+        raise InvalidRequest(message, param=f"{path}.type", code="unsupported_parameter")
+    if kind != "namespace" or ".tools[" in path:
+        return parse(FunctionTool, given, ignored, parent=f"{path}.")
+    tools = parse_tools(given.get("tools"), ignored, f"{path}.tools")
+    return parse(NamespaceTool, given | {"tools": tools}, ignored, parent=f"{path}.")

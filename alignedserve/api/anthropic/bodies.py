@@ -1,13 +1,16 @@
 """Bodies that clients of the Messages API may send. Content blocks are checked one by one, by their types."""
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 from pydantic import FailFast, Field
 
+from alignedserve.api.anthropic.message_format import THREAD_UNSUPPORTED
 from alignedserve.api.conversation import MAX_PARTS
-from alignedserve.api.openai.schemas.requests import StopString
-from alignedserve.api.schema import Schema
+from alignedserve.api.openai.bodies import StopString
+from alignedserve.api.openai.parsing import NeutralValues, parse, without_neutral
+from alignedserve.api.schema import IgnoredFields, Schema
+from alignedserve.core.errors import InvalidRequest
 
 BlockList = Annotated[list[dict[str, Any]], Field(max_length=MAX_PARTS, fail_fast=True)]
 
@@ -189,3 +192,59 @@ class MessagesRequest(MessageFields):
     metadata: Metadata | None = None
     # The last two are ours: a best-effort class, and one before others.
     service_tier: Literal["auto", "standard_only", "priority", "flex"] = "auto"
+
+
+# Fields that are not supported, each with the values that ask for nothing, as in openai/parsing.py.
+_BODY: NeutralValues = {
+    "compaction": (),
+    "container": (),
+    "context_management": ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
+    "diagnostics": ({"previous_message_id": None},),
+    "fallbacks": ([],),
+    "inference_geo": (),
+    "mcp_servers": ([],),
+    "speed": ("standard",),
+}
+_TOOL: NeutralValues = {"allowed_callers": (["direct"], []), "input_examples": ([],)}
+_BLOCK: NeutralValues = {"caller": ({"type": "direct"},), "citations": ([], {"enabled": False}), "toolset_name": ()}
+
+Content = str | Sequence[dict[str, Any]]
+FieldsT = TypeVar("FieldsT", bound=MessageFields)
+
+
+class BodyParser:
+    """Parses one body. `ignored` as OpenAI's `parse` takes it; every method raises InvalidRequest naming the field."""
+
+    def __init__(self, ignored: IgnoredFields | None = None) -> None:
+        self._ignored = ignored
+
+    def fields(self, schema: type[FieldsT], body: dict[str, Any]) -> FieldsT:
+        if body.get("thread") is not None:
+            raise InvalidRequest("thread is not supported.", param="thread", code=THREAD_UNSUPPORTED)
+        return parse(schema, without_neutral(body, _BODY), self._ignored)
+
+    def tools(self, tools: Sequence[dict[str, Any]]) -> list[ClientTool]:
+        return [self._tool(tool, f"tools[{place}].") for place, tool in enumerate(tools)]
+
+    def blocks(self, content: Content, known: BlockTypes, path: str) -> list[tuple[Block, str]]:
+        """Check the blocks of a content, a text being one; return each with its path."""
+        if isinstance(content, str):
+            return [(TextBlock(type="text", text=content), path)]
+        paths = [f"{path}[{place}]" for place in range(len(content))]
+        return [(self._block(block, known, at), at) for block, at in zip(content, paths, strict=True)]
+
+    def _tool(self, tool: dict[str, Any], path: str) -> ClientTool:
+        if tool.get("type") not in (None, "custom"):
+            _refuse(f"{path}type", "only tools of the type 'custom', which the client runs, are supported")
+        return parse(ClientTool, without_neutral(tool, _TOOL, path), self._ignored, parent=path)
+
+    def _block(self, block: dict[str, Any], known: BlockTypes, path: str) -> Block:
+        kind = block.get("type")
+        schema = known.get(kind) if isinstance(kind, str) else None
+        if schema is None:
+            _refuse(f"{path}.type", f"the blocks supported here are {', '.join(known)}")
+        return parse(schema, without_neutral(block, _BLOCK, f"{path}."), self._ignored, parent=f"{path}.")
+
+
+def _refuse(path: str, reason: str) -> NoReturn:
+    raise InvalidRequest(f"Invalid value for {path}: {reason}.", param=path)
