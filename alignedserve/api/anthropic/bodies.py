@@ -5,13 +5,14 @@ from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 from pydantic import FailFast, Field
 
-from alignedserve.api.anthropic.message_format import THREAD_UNSUPPORTED
 from alignedserve.api.conversation import MAX_PARTS
 from alignedserve.api.openai.bodies import StopString
 from alignedserve.api.openai.parsing import NeutralValues, parse, without_neutral
 from alignedserve.api.schema import IgnoredFields, Schema
 from alignedserve.core.errors import InvalidRequest
 
+# The one code that clients act on: they go on without a thread, and send the whole conversation.
+THREAD_UNSUPPORTED = "thread_unsupported_request"
 BlockList = Annotated[list[dict[str, Any]], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 

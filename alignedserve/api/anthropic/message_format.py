@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 
-from alignedserve.api.anthropic.bodies import MessagesRequest
+from alignedserve.api.anthropic.bodies import THREAD_UNSUPPORTED, MessagesRequest
 from alignedserve.api.errors import Overloaded, error_message, http_error_of
 from alignedserve.api.openai.choice_decoder import ChoiceDelta
 from alignedserve.api.openai.generation import Generation
@@ -14,8 +14,6 @@ from alignedserve.api.openai.response_format import extension_of
 from alignedserve.api.tools.call_parser import ToolCallDelta
 from alignedserve.core.request import FinishReason
 
-# The one code that clients act on: they go on without a thread, and send the whole conversation.
-THREAD_UNSUPPORTED = "thread_unsupported_request"
 _OVERLOADED_STATUS = 529
 _KINDS = {
     401: "authentication_error",
