@@ -1,10 +1,10 @@
-"""A step of the GPU path has the kernels, bytes and waits of the ledger, and the page the tables that follow."""
+"""A step of the GPU path has the kernels, bytes and waits of the ledger, and the page the table that follows."""
 
 import pytest
 
 pytest.importorskip("triton")
 
-from benchmarks.gpu.estimates import with_tables
+from benchmarks.gpu.estimates import with_table
 from benchmarks.gpu.ledger import ledger
 from benchmarks.gpu.ledger.__main__ import PAGE
 from benchmarks.gpu.ledger.counted_steps import count_model
@@ -19,4 +19,5 @@ def test_a_step_launched_ahead_is_as_in_the_ledger() -> None:
 
 def test_the_page_says_what_the_ledger_gives() -> None:
     page = PAGE.read_text()
-    assert with_tables(page, ledger.read()) == page
+    assert "<!-- table: estimates -->" in page
+    assert with_table(page, ledger.read()) == page
