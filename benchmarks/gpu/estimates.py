@@ -7,7 +7,7 @@ products. Kernels reach a share of either. Between two of them are LAUNCH_S; a s
 as the host needs for its launches, if that is longer. Kernels and bytes: `benchmarks/results/gpu/ledger.json`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from benchmarks.gpu.ledger.forms import (
@@ -30,7 +30,6 @@ from benchmarks.gpu.ledger.ideal import ideal_bytes, memory_bytes
 from benchmarks.gpu.ledger.kernel_bytes import TO_GPU, TO_HOST
 from benchmarks.gpu.ledger.ledger import Ledger, LedgerStep, read
 from benchmarks.measuring.arguments import parser_of
-from benchmarks.measuring.page_tables import put_table
 
 LAUNCH_S = 1.5e-6  # from a kernel to the next of a graph: an estimate, NVIDIA tells none for such kernels
 HOST_LAUNCH_S = 10e-6  # of the host, for a kernel outside of graphs: an estimate, Triton's launcher is in Python
@@ -116,13 +115,13 @@ def targets_table(ledger: Ledger) -> str:
     return "\n".join(lines) + "\n"
 
 
-def estimates_table(ledger: Ledger, forms: Sequence[ModelForm] = MODELS) -> str:
-    """Return the milliseconds of steps of these models."""
+def estimates_table(ledger: Ledger) -> str:
+    """Return the milliseconds of each model's steps."""
     headings = ["GPU", "model", *map(_size, _COLUMNS), "prompt", "mixed"]
     lines = [_row(headings), "|---" * len(headings) + "|"]
     for gpu in GPUS:
         name = gpu.name
-        for form in forms:
+        for form in MODELS:
             cells = [_cell(ledger, gpu, form, step) for step in (*_COLUMNS, PROMPT, MIXED_AHEAD)]
             if any(cells):
                 lines.append(_row([name, form.name, *cells]))
@@ -143,11 +142,6 @@ def steps_table(ledger: Ledger) -> str:
             lines.append(_row([name, step.name, *sizes]))
             name = ""
     return "\n".join(lines) + "\n"
-
-
-def with_table(page: str, ledger: Ledger) -> str:
-    """Return a page whose estimates are those of the ledger."""
-    return put_table(page, "estimates", estimates_table(ledger, (DENSE,)))
 
 
 def _row(cells: list[str]) -> str:
