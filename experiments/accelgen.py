@@ -12,11 +12,8 @@ from typing import Any
 
 import msgspec
 
-from alignedserve.costmodel.choice import WorkerSpec
 from alignedserve.costmodel.model import CostModel
 from alignedserve.costmodel.work import IterationWork
-from alignedserve.sim.config import SimConfig
-from alignedserve.workload.distributions import parse_distribution
 from experiments.common import (
     GIB,
     STEADY_FIGURES,
@@ -36,6 +33,9 @@ from experiments.common import (
     write_record,
 )
 from experiments.ttft_objectives import with_ttft_from_prefill
+from lab.costmodel.choice import WorkerSpec
+from lab.sim.config import SimConfig
+from lab.workload.distributions import parse_distribution
 
 TTFT_SCALE = parse_distribution("uniform(0.5,1.5)")
 SETTINGS: Mapping[str, Mapping[str, Any]] = {

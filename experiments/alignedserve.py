@@ -23,11 +23,7 @@ from alignedserve.config.sections import (
     RouterConfig,
     Topology,
 )
-from alignedserve.costmodel.choice import WorkerSpec
 from alignedserve.costmodel.model import AttentionKernel
-from alignedserve.sim.cluster_hardware import ClusterHardware
-from alignedserve.sim.policies import with_policy
-from alignedserve.sim.result import SimulationResult
 from experiments.common import (
     GIB,
     MANY,
@@ -47,6 +43,10 @@ from experiments.common import (
     write_record,
 )
 from experiments.steady import LEAST_S, LEAST_SEEDS
+from lab.costmodel.choice import WorkerSpec
+from lab.sim.cluster_hardware import ClusterHardware
+from lab.sim.policies import with_policy
+from lab.sim.result import SimulationResult
 
 KERNELS = STRAGGLER, BALANCED = AttentionKernel.ONE_BLOCK_PER_SEQUENCE, AttentionKernel.LOAD_BALANCED
 SCHEDULED = AttentionKernel.PAGED_V1  # vLLM's kernel at the time of the paper, as a device schedules it

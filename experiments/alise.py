@@ -13,7 +13,6 @@ from functools import cache
 from itertools import pairwise, product
 from typing import Any
 
-from alignedserve.costmodel.choice import WorkerSpec
 from alignedserve.costmodel.model import AttentionKernel
 from experiments.common import (
     GIB,
@@ -33,6 +32,7 @@ from experiments.common import (
     with_recorded,
     write_record,
 )
+from lab.costmodel.choice import WorkerSpec
 
 LATENCY = "all.normalized_s.mean"
 TARGET_S = 0.2  # per token: where the paper reads throughput off Figure 6(b)

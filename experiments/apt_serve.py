@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from alignedserve.costmodel.choice import WorkerSpec
 from experiments.common import (
     STEADY_FIGURES,
     ColocatedWorkerSpec,
@@ -35,6 +34,7 @@ from experiments.common import (
     write_record,
 )
 from experiments.steady import LEAST_S, LEAST_SEEDS
+from lab.costmodel.choice import WorkerSpec
 
 WORKERS: Mapping[str, ColocatedWorkerSpec] = {  # Table 2
     "opt-13b": ColocatedWorkerSpec(WorkerSpec("opt-13b", "a100-40g", 1)),

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from alignedserve.costmodel.choice import WorkerSpec
 from experiments.common import (
     STEADY_FIGURES,
     ColocatedWorkerSpec,
@@ -28,6 +27,7 @@ from experiments.common import (
     write_record,
 )
 from experiments.steady import LEAST_S, LEAST_SEEDS
+from lab.costmodel.choice import WorkerSpec
 
 WORKERS: Mapping[str, ColocatedWorkerSpec] = {  # section 7.1
     "opt-13b": ColocatedWorkerSpec(WorkerSpec("opt-13b", "a100-40g", 2)),

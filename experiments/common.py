@@ -23,15 +23,15 @@ from rich.table import Table
 from alignedserve.config.environment import data_dir
 from alignedserve.config.sections import ClusterConfig, DecodeWorkerConfig, ModelSectionConfig, RouterConfig, Topology
 from alignedserve.core.errors import ConfigError
-from alignedserve.costmodel.choice import WorkerSpec
-from alignedserve.sim.cluster_hardware import ClusterHardware
-from alignedserve.sim.policies import simulated_policy, with_policy
-from alignedserve.sim.result import ClassResult, Measure, SimulationResult
-from alignedserve.sim.sweep import Case, CaseProgress, CaseResult, WorkloadLine, run_cases
-from alignedserve.workload.catalogue import Library
 from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.recording import write_result
 from experiments.validity.decision_code import digests
+from lab.costmodel.choice import WorkerSpec
+from lab.sim.cluster_hardware import ClusterHardware
+from lab.sim.policies import simulated_policy, with_policy
+from lab.sim.result import ClassResult, Measure, SimulationResult
+from lab.sim.sweep import Case, CaseProgress, CaseResult, WorkloadLine, run_cases
+from lab.workload.catalogue import Library
 
 RESULTS = Path(__file__).parent / "results"
 GIB = 1 << 30

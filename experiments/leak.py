@@ -11,11 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from alignedserve.cli.commands.simulation.options import SimulateOptions
-from alignedserve.cli.commands.simulation.simulate_cases import plan_cases
-from alignedserve.sim.sweep import Case, WorkloadLine
-from alignedserve.workload.distributions import split_outside_parentheses
-from alignedserve.workload.grammar import ClientLimit
 from experiments.accelgen import OPT_13B, accelgen_case
 from experiments.alignedserve import HEADLINE, KERNELS, STRAGGLER
 from experiments.alise import SHARED_RATES, AliseLoad
@@ -34,6 +29,11 @@ from experiments.common import (
     write_record,
 )
 from experiments.unseen import TRACES, mixed_case
+from lab.commands.simulation.options import SimulateOptions
+from lab.commands.simulation.simulate_cases import plan_cases
+from lab.sim.sweep import Case, WorkloadLine
+from lab.workload.distributions import split_outside_parentheses
+from lab.workload.grammar import ClientLimit
 
 
 @dataclass(frozen=True, slots=True)

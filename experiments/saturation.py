@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from alignedserve.config.sections import Topology
-from alignedserve.sim.result import ClassResult
-from alignedserve.sim.simulation import Simulation
-from alignedserve.workload.build import build_workload
-from alignedserve.workload.catalogue import Library
 from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.intervals import interval
 from benchmarks.measuring.page_tables import put_table
 from benchmarks.measuring.recording import read_figures, write_result
 from experiments.grid.systems import UNION, USUAL_FLOOR, System
+from lab.sim.result import ClassResult
+from lab.sim.simulation import Simulation
+from lab.workload.build import build_workload
+from lab.workload.catalogue import Library
 
 RECORD = "scheduling/saturation"
 PAGE = Path(__file__).parents[1] / "docs" / "policies" / "aligned_slo.md"

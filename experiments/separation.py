@@ -23,11 +23,6 @@ import msgspec
 
 from alignedserve.config.sections import Topology
 from alignedserve.costmodel.calibration import CALIBRATIONS
-from alignedserve.costmodel.choice import WorkerSpec
-from alignedserve.sim.cluster_hardware import ClusterHardware
-from alignedserve.sim.config import SimConfig
-from alignedserve.sim.result import SimulationResult
-from alignedserve.sim.sweep import Case, WorkloadLine
 from benchmarks.measuring.intervals import interval
 from experiments.common import (
     RESULTS,
@@ -44,6 +39,11 @@ from experiments.common import (
 from experiments.grid.points import MAX_TOTAL, OUTSTANDING, TRACES
 from experiments.grid.systems import HARDWARE, MODEL, UNION, System
 from experiments.steady import LEAST_S, LEAST_SEEDS
+from lab.costmodel.choice import WorkerSpec
+from lab.sim.cluster_hardware import ClusterHardware
+from lab.sim.config import SimConfig
+from lab.sim.result import SimulationResult
+from lab.sim.sweep import Case, WorkloadLine
 
 NAME = "separation"
 PARTS = (*CALIBRATIONS, "roofline")

@@ -11,10 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from alignedserve.config.sections import Topology
-from alignedserve.costmodel.choice import WorkerSpec
-from alignedserve.sim.cluster_hardware import ClusterHardware
-from alignedserve.sim.policies import with_policy
-from alignedserve.sim.result import SimulationResult
 from experiments.alignedserve import SCHEDULED, PaperCell, synthetic
 from experiments.common import (
     STEADY_FIGURES,
@@ -32,6 +28,10 @@ from experiments.common import (
     write_record,
 )
 from experiments.steady import LEAST_S, LEAST_SEEDS, is_long, is_served
+from lab.costmodel.choice import WorkerSpec
+from lab.sim.cluster_hardware import ClusterHardware
+from lab.sim.policies import with_policy
+from lab.sim.result import SimulationResult
 
 MODEL, HARDWARE = "opt-13b", "h100"
 PACKED, APART, DISTSERVE = "aligned, packed", "aligned", "distserve"

@@ -12,10 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from alignedserve.config.sections import Topology
-from alignedserve.costmodel.choice import WorkerSpec
 from alignedserve.costmodel.model import AttentionKernel
-from alignedserve.sim.cluster_hardware import ClusterHardware
-from alignedserve.sim.policies import with_policy
 from experiments.alignedserve import KERNELS, PAIR, further_figures
 from experiments.bros import WAITING
 from experiments.common import (
@@ -35,6 +32,9 @@ from experiments.common import (
     with_recorded,
     write_record,
 )
+from lab.costmodel.choice import WorkerSpec
+from lab.sim.cluster_hardware import ClusterHardware
+from lab.sim.policies import with_policy
 
 UNION = "aligned_slo"
 PAPERS = ("bros", WAITING, "accelgen", "alise", "apt_serve")  # AlignedServe's own needs workers of both kinds: APART

@@ -19,14 +19,9 @@ from statistics import mean
 import msgspec
 
 from alignedserve.config.sections import Topology
-from alignedserve.costmodel.choice import WorkerSpec, make_cost_model
 from alignedserve.costmodel.links import LinkModel
 from alignedserve.costmodel.model import CostModel, chunk_within
 from alignedserve.costmodel.work import IterationWork
-from alignedserve.sim.cluster_hardware import ClusterHardware
-from alignedserve.sim.config import SimConfig
-from alignedserve.sim.result import SimulationResult
-from alignedserve.sim.sweep import Case
 from benchmarks.measuring.intervals import interval
 from experiments.common import (
     RESULTS,
@@ -43,6 +38,11 @@ from experiments.common import (
 )
 from experiments.grid.points import MIXED, SEEDS, TIGHT, Point
 from experiments.grid.systems import HARDWARE, MODEL, UNION, System
+from lab.costmodel.choice import WorkerSpec, make_cost_model
+from lab.sim.cluster_hardware import ClusterHardware
+from lab.sim.config import SimConfig
+from lab.sim.result import SimulationResult
+from lab.sim.sweep import Case
 
 NAME = "walls"
 PARTS = ("roofline", "calibrated")

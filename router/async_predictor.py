@@ -84,14 +84,12 @@ class AsyncLengthPredictor:
             self._put(partial(self._forget, refused))
 
     def close(self) -> None:
-        """Stop the thread and drop the work it has not begun."""
         self._is_closed = True
         self._threads.close()
         if self._journal is not None:
             self._journal.close()
 
     def _put(self, work: _Work) -> None:
-        """Hand it to the thread, with all that comes while the thread is busy: a handover costs as much as its work."""
         self._queued.append(work)
         if not self._is_busy:
             self._is_busy = True
@@ -113,7 +111,6 @@ class AsyncLengthPredictor:
     # --- on the thread
 
     def _work_off(self) -> list[LengthPredicted]:
-        """Do what is queued, in order, until the time for one turn is over; return the predictions."""
         predictions, end_s = [], time.monotonic() + _LONGEST_TURN_S
         while self._queued and time.monotonic() < end_s:
             predicted = self._queued.popleft()()
@@ -159,7 +156,6 @@ class PredictingLogic:
         self._predictor = predictor
 
     def on_event(self, event: RouterEvent, now: float) -> list[Send]:
-        """See RouterLogic."""
         commands = self._logic.on_event(event, now)
         self._predictor.observe(event, commands)
         return commands

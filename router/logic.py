@@ -333,7 +333,6 @@ class RouterLogic:
     # --- placement
 
     def _dispatch_prefills(self, now: float) -> list[Send]:
-        """Give queued requests to workers with free prefill capacity; the rest stays queued."""
         commands: list[Send] = []
         self._placement.note_late_prompts(now)
         while (chosen := self._prefill_choice.next(self._gateways, now)) is not None:

@@ -43,7 +43,6 @@ def announce_prefiller(
 
 
 def need_pool(pool: str, decoder: WorkerRecord) -> list[Send]:
-    """Tell a decode worker that it is about to get a batch of this pool, unless that is its own."""
     return [] if decoder.registered.pool_name == pool else [Send(decoder.name, PeerNeeded(WorkerName(pool)))]
 
 
@@ -53,7 +52,6 @@ def need_prefiller(prefiller: WorkerRecord, decoder: WorkerRecord) -> list[Send]
 
 
 def need_receiver(giver: WorkerRecord, receiver: WorkerRecord) -> list[Send]:
-    """Tell an elastic worker that it may hand requests over to this one, of another node."""
     return [Send(giver.name, PeerNeeded(WorkerName(receiver.name)))]
 
 
@@ -70,15 +68,12 @@ def _is_near(one: WorkerRecord, other: WorkerRecord) -> bool:
 
 
 def _is_prefiller(registered: WorkerRegistered) -> bool:
-    """Return whether it hands requests over; a colocated worker keeps them."""
     return registered.can_prefill and not registered.can_decode
 
 
 def _are_linked(one: WorkerRecord, other: WorkerRecord) -> bool:
-    """Return whether these hand requests over to each other."""
     return one.registered.can_move and one.registered.pool_name == other.registered.pool_name
 
 
 def _is_decoder(registered: WorkerRegistered) -> bool:
-    """Return whether it takes requests over from prefill workers."""
     return registered.can_decode and not registered.can_prefill

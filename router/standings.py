@@ -41,7 +41,6 @@ def _standing(tracked: TrackedRequest, records: RouterRecords, now: float, turns
 
 
 def _others(tracked: TrackedRequest, where: str, records: RouterRecords) -> Held:
-    """Return the other requests that are in the same stage at the same place, and of prompts the tokens."""
     worker, pool = records.placement.workers.get(where), records.placement.pools.get(where)
     if pool is not None:
         return Held(max(pool.num_pooled - 1, 0), 0)

@@ -67,13 +67,10 @@ class PreparedNode:
 
     @property
     def folder(self) -> Path:
-        """Return its private folder."""
         return self.book.folder
 
 
 class _Process(NamedTuple):
-    """A process that a node is to have."""
-
     actor_class: Any
     role: Role
     name: str
@@ -227,7 +224,6 @@ class ActorFactory:
 
 
 def _router_config(config: ClusterConfig) -> RouterConfig:
-    """Return the router's section; chats that would wait longer than gateways do are refused, where nothing is set."""
     longest_s = config.router.max_real_time_wait_s or _WAIT_SHARE * config.gateway.first_token_timeout_s
     return msgspec.structs.replace(config.router, max_real_time_wait_s=longest_s)
 

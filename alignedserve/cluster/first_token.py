@@ -18,7 +18,6 @@ class NotReady(NamedTuple):
 
 
 def ask_ready(url: str) -> NotReady | None:
-    """Ask the gateway at `url`; None: it is ready."""
     # Its own gateway, which it asks by an address that the certificate need not name; nothing secret is sent.
     own = ssl._create_unverified_context() if url.startswith("https:") else None  # noqa: S323
     try:

@@ -23,7 +23,6 @@ _MAX_ELSEWHERE = 3  # sections that are named where a field is not
 
 
 def refusal_of(error: msgspec.ValidationError, values: Mapping[str, Any]) -> str:
-    """Return what is wrong with the values of a configuration whose conversion failed so."""
     if isinstance(error.__cause__, ConfigError):  # of a section's own check, which names the field
         return str(error.__cause__)
     found = _PLACE.fullmatch(str(error))
@@ -46,7 +45,6 @@ def refusal_of(error: msgspec.ValidationError, values: Mapping[str, Any]) -> str
 
 
 def _hint(name: str, place: str) -> str:
-    """Return what may have been meant by an unknown field: the same one of another section, or a name like it."""
     meant = [f"`{section}.{name}`" for section, kind in _SECTIONS.items() if name in _names(kind)]
     if not 0 < len(meant) <= _MAX_ELSEWHERE:
         meant = [f"`{one}`" for one in get_close_matches(name, _fields_at(place), n=1)]
@@ -54,7 +52,6 @@ def _hint(name: str, place: str) -> str:
 
 
 def _fields_at(place: str) -> tuple[str, ...]:
-    """Return the names of the fields at a place such as gateway.jwt[0]; the empty one is the whole configuration."""
     kind: Any = ClusterConfig
     for name in re.findall(r"[^.\[\]]+", re.sub(r"\[[^]]*\]", "", place)):
         of_field = next((one.type for one in msgspec.structs.fields(kind) if one.name == name), None)
@@ -69,7 +66,6 @@ def _names(kind: Any) -> tuple[str, ...]:
 
 
 def _shown(values: Mapping[str, Any], place: str) -> str:
-    """Return the value at a place, or how it begins."""
     value: Any = values
     for name, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", place):
         try:

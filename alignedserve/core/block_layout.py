@@ -124,7 +124,6 @@ class BlockLayout:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block."""
         return self.block_elements * _CACHE_DTYPE_BYTES[self.dtype]
 
     @property

@@ -26,7 +26,6 @@ def require_own_kernels() -> None:
 
 
 def _foreign_init() -> Path | None:
-    """Return the start of the other project's package, where that is installed."""
     try:
         distribution = importlib.metadata.distribution(_NAME)
     except importlib.metadata.PackageNotFoundError:

@@ -90,7 +90,6 @@ class ModelShape:
         return self.layer_parameters - self.dense_parameters
 
     def _layers(self, num_experts: int) -> int:
-        """Return the weights of all layers with `num_experts` in each layer of experts."""
         attention = self.attention_parameters
         if not attention:
             attention = 2 * self.hidden_size * (self.num_heads * self.head_dim + self.kv_width)
@@ -113,7 +112,6 @@ class ModelShape:
 
     @property
     def weight_bytes(self) -> int:
-        """Return the bytes of all weights."""
         return self.num_parameters * self.dtype_bytes
 
     @property
@@ -170,7 +168,6 @@ def _opt(name: str, num_layers: int, hidden_size: int, num_heads: int) -> ModelS
 def _llama(
     name: str, num_layers: int, hidden_size: int, num_heads: int, num_kv_heads: int, ffn_size: int, vocab_size: int
 ) -> ModelShape:
-    """Return a Llama shape (the models' config.json): gated feed-forward part, rotary positions, heads of 128."""
     return ModelShape(
         name=name,
         num_layers=num_layers,

@@ -70,7 +70,6 @@ class Decision(msgspec.Struct, frozen=True, array_like=True):
 
 
 def _plain_number(value: Any) -> Any:
-    """Convert numpy's numbers, which policies compute with."""
     if hasattr(value, "item"):
         return value.item()
     raise TypeError(f"{type(value).__name__} cannot be recorded")

@@ -51,5 +51,4 @@ class ClientTurns(Generic[ItemT]):
             del self._clients[client]
 
     def clear(self) -> None:
-        """Remove all."""
         self._clients.clear()

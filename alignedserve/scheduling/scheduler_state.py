@@ -319,7 +319,6 @@ class SchedulerState:
         return note_completed(self.table, self._rows, self._num_tokens, now=now, duration_s=duration_s)
 
     def _count_recomputed(self) -> None:
-        """Count what the iteration computed of tokens that had a cache before; call it before its end is noted."""
         table = self.table
         for row, num_tokens in zip(self._rows.tolist(), self._num_tokens.tolist(), strict=True):
             request_id = table.request_ids[row]

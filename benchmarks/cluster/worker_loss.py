@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from alignedserve.loadgen.client import CompletionApi, CompletionCall, CompletionOutcome, OpenAiClient
+from alignedserve.client.openai_client import CompletionApi, CompletionCall, CompletionOutcome, OpenAiClient
 from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.kill_cluster import KillCluster, kill_cluster
 from benchmarks.measuring.kill_schedules import Target

@@ -7,10 +7,10 @@ import numpy as np
 from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.block_layout import FP8, INT8
 from alignedserve.core.errors import ConfigError
-from alignedserve.profiling.shapes import SHAPES
 from alignedserve.runtime.attention.backend import AUTO
 from benchmarks.engine.random_blocks import BLOCK_TYPES
 from benchmarks.engine.workloads import RequestGroup
+from lab.profiling.shapes import SHAPES
 
 
 @dataclass(frozen=True, slots=True)

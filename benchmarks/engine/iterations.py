@@ -15,7 +15,6 @@ import torch
 
 from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.iteration_points import Chunk, Point
-from alignedserve.profiling.model_loading import load_decoder
 from alignedserve.runtime.attention.backend import AUTO
 from alignedserve.runtime.device.devices import CUDA
 from alignedserve.runtime.device.dtypes import torch_dtype
@@ -31,6 +30,7 @@ from benchmarks.engine.throughput import weight_bytes
 from benchmarks.measuring.device_ceilings import TOY_SIZES, measure_device_ceilings
 from benchmarks.measuring.pinned_copies import OFFLOAD, PREFETCH, BackgroundCopies, PinnedLists, lists_at_the_end
 from benchmarks.measuring.results import DeviceCeilings, IterationReport, IterationRow
+from lab.profiling.model_loading import load_decoder
 
 DECODE, PREFILL, BESIDE_COPIES = "decode", "prefill", "decode beside copies"
 BESIDE_LISTED = "decode beside listed copies"  # by the driver's call for lists, in place of gathering

@@ -24,13 +24,13 @@ from alignedserve.config.sections import EngineConfig, ModelSectionConfig
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import Request, SamplingParams
 from alignedserve.costmodel.linear import LinearCoefficients
-from alignedserve.costmodel.shared_experts import ExpertSharing
 from alignedserve.messages.iterations import Addition, IterationCompleted, RunIteration
 from alignedserve.runtime.engine.engine_sizes import EngineSizes
 from alignedserve.runtime.engine.model_executor import ModelExecutor
 from alignedserve.runtime.model.served_model import ServedModel, resolve_model
 from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.recording import write_result
+from lab.costmodel.shared_experts import ExpertSharing
 
 PROMPT_LEN, OUTPUT_LEN = 64, 17
 STREAMS = (1, 8, 32)

@@ -18,8 +18,6 @@ from alignedserve.core.block_allocator import BlockAllocator, blocks_for
 from alignedserve.core.errors import ConfigError
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import SamplingParams
-from alignedserve.profiling.model_loading import config_of, weights_of
-from alignedserve.profiling.shapes import SHAPES
 from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.engine.engine import Engine, NewSequence, StepOutput, StepSlice
 from alignedserve.runtime.engine.engine_options import EngineOptions
@@ -37,6 +35,8 @@ from benchmarks.engine.random_blocks import block_bytes, random_block_weights
 from benchmarks.engine.workloads import RequestGroup
 from benchmarks.measuring.results import EngineBenchmarkResult
 from kernels.narrow.float8_linear import has_float8_products
+from lab.profiling.model_loading import config_of, weights_of
+from lab.profiling.shapes import SHAPES
 
 
 def _load(spec: EngineBenchmarkSpec) -> tuple[ModelConfig, DecoderWeights]:

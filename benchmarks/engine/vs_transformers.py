@@ -16,13 +16,13 @@ import torch
 import transformers
 from transformers import OPTConfig, OPTForCausalLM
 
-from alignedserve.profiling.model_loading import load_decoder
 from benchmarks.engine.benchmark_spec import EngineBenchmarkSpec
 from benchmarks.engine.throughput import WorkloadRun, make_engine
 from benchmarks.engine.workloads import RequestGroup
 from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.recording import write_result
 from benchmarks.measuring.turns import seconds_by_turns
+from lab.profiling.model_loading import load_decoder
 
 BATCH, PROMPT_LEN, OUTPUT_LEN = 64, 32, 64
 

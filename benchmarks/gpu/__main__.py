@@ -24,13 +24,13 @@ from rich.console import Console
 from rich.table import Table
 
 from alignedserve.core.errors import ConfigError
-from alignedserve.gpu_check.processes import run_part
 from alignedserve.runtime.device.devices import CPU, cuda_obstacle
 from benchmarks.gpu.part_list import PART_LIST, print_parts
 from benchmarks.gpu.targets import TargetOutcome, outcomes
 from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.device_choice import chosen_device
 from benchmarks.measuring.recording import RESULTS, write_result
+from lab.gpu_check.processes import run_part
 
 TOTAL_S = 540.0
 PART_COMMAND = (sys.executable, "-m", "benchmarks.gpu.parts")

@@ -22,10 +22,10 @@ import uvloop
 from alignedserve.core.errors import AlignedServeError
 from alignedserve.core.request import Slo
 from alignedserve.messages.gateways import ClusterStatus
-from alignedserve.profiling.shapes import SHAPES
 from benchmarks.gpu.part_list import DEFAULT_POLICIES
 from benchmarks.gpu.served_worker import Serving, WorkerState, plan_worker, serving, write_model
 from benchmarks.gpu.timed_gateway import SentRequest, TimedGateway
+from lab.profiling.shapes import SHAPES
 
 OnMeasured = Callable[[dict[str, Any]], None]
 CHAT, DOCUMENTS, BOTH = "chat alone", "documents alone", "chat beside documents"

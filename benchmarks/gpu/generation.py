@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from alignedserve.profiling.model_loading import load_decoder
-from alignedserve.profiling.shapes import SHAPES
 from alignedserve.runtime.device.timing import synchronize
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from benchmarks.engine.benchmark_spec import EngineBenchmarkSpec
 from benchmarks.engine.throughput import WorkloadRun, make_engine
 from benchmarks.engine.workloads import RequestGroup, parse_workload
+from lab.profiling.model_loading import load_decoder
+from lab.profiling.shapes import SHAPES
 
 TARGET = 3.0  # times the best of transformers
 OURS, STATIC, COMPILED, CONTINUOUS = "alignedserve", "static batches", "static batches, compiled", "continuous batching"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from alignedserve.gpu_check.processes import run_part
+from lab.gpu_check.processes import run_part
 
 KERNEL_TESTS = "tests/gpu_kernels"
 # Those marked gpu, by what they are of; each in a process of its own, which may crash without the others.

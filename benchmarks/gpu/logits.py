@@ -16,7 +16,6 @@ from torch import Tensor
 from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import SamplingParams
-from alignedserve.gpu_check.answers import VOCAB_SIZE, random_llama
 from alignedserve.runtime.attention.backend import AUTO, TORCH, TRITON
 from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.engine.engine import Engine, NewSequence
@@ -26,6 +25,7 @@ from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.hf_config import read_model_config
 from alignedserve.runtime.model.weights.weight_files import load_weights
 from kernels.gpu_dispatch import gpu_kernels_available
+from lab.gpu_check.answers import VOCAB_SIZE, random_llama
 
 DTYPES = ("float32", "bfloat16", "float16")
 PROMPTS, TOY_PROMPTS = (300, 65, 17, 2), (37, 5)

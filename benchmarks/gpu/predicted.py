@@ -15,11 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from alignedserve.costmodel.choice import WorkerSpec, make_cost_model
 from alignedserve.costmodel.linear import FitError, fit_error, fit_linear
 from alignedserve.costmodel.links import LinkModel
 from alignedserve.costmodel.model_shapes import model_shape
-from alignedserve.costmodel.profile_file import MachineProfile
 from alignedserve.costmodel.work import IterationWork
 from benchmarks.gpu.estimates import GPUS, step_seconds
 from benchmarks.gpu.ledger import ledger
@@ -28,6 +26,8 @@ from benchmarks.gpu.timed_iterations import KINDS, TimedIteration, figures_of, t
 from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.page_tables import put_table
 from benchmarks.measuring.recording import RESULTS, read_figures, write_result
+from lab.costmodel.choice import WorkerSpec, make_cost_model
+from lab.costmodel.profile_file import MachineProfile
 
 PAGE = Path(__file__).parents[2] / "docs" / "costmodels.md"
 FOLDER = RESULTS / "gpu"

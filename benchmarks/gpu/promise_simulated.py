@@ -20,19 +20,19 @@ import msgspec
 from alignedserve.config.sections import ClusterConfig, DecodeWorkerConfig, SchedulingConfig, Topology
 from alignedserve.config.sections.model import ModelSectionConfig
 from alignedserve.core.request import RequestClass, Slo
-from alignedserve.costmodel.choice import WorkerSpec
 from alignedserve.costmodel.linear import LinearCoefficients, LinearIterationModel
-from alignedserve.sim.cluster_hardware import ClusterHardware
-from alignedserve.sim.config import SimConfig
-from alignedserve.sim.engine import IterationLine
-from alignedserve.sim.policies import simulated_policy, with_policy
-from alignedserve.sim.records import RequestRecord
-from alignedserve.sim.simulation import BEGIN_S, Simulation
-from alignedserve.workload.requests import ClosedLoop, TimedRequest, Workload, WorkloadDescription
 from benchmarks.gpu.predicted import SERVED_SHAPE, fitted_profile
 from benchmarks.gpu.timed_iterations import figures_of
 from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.recording import RESULTS, write_result
+from lab.costmodel.choice import WorkerSpec
+from lab.sim.cluster_hardware import ClusterHardware
+from lab.sim.config import SimConfig
+from lab.sim.engine import IterationLine
+from lab.sim.policies import simulated_policy, with_policy
+from lab.sim.records import RequestRecord
+from lab.sim.simulation import BEGIN_S, Simulation
+from lab.workload.requests import ClosedLoop, TimedRequest, Workload, WorkloadDescription
 
 NAME = "gpu/promise_simulated"
 CHAT, DOCUMENTS, BOTH = "chat alone", "documents alone", "chat beside documents"

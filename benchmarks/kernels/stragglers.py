@@ -5,7 +5,7 @@ two schedules: contexts divided into sections, as our kernels do, and one task f
 kernels with one block of threads per sequence do. The model has one head of keys.
 
 Every task is timed by itself, by its thread's processor time, which neighbours on the machine do not prolong; the pass
-of two threads is the list schedule of these times (alignedserve/costmodel/list_schedule.py), with the straggler first
+of two threads is the list schedule of these times (lab/costmodel/list_schedule.py), with the straggler first
 or last. On a quiet machine our kernel's pass is timed by the clock as well, with all its threads.
 
     python -m benchmarks.kernels.stragglers
@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from alignedserve.costmodel.list_schedule import SECTION, list_schedule
 from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.recording import write_result
 from kernels.cpu.native import supported_levels
 from kernels.cpu.paged_attention import PagedAttention
+from lab.costmodel.list_schedule import SECTION, list_schedule
 
 BLOCK_SIZE, HEAD_DIM = 16, 64
 SHORT, NUM_SEQUENCES = 1024, 8  # tokens of a context that is no straggler; sequences of a batch

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from alignedserve.profiling.shapes import OPT_125M
 from alignedserve.runtime.lora.adapter_modules import adaptable_modules
 from alignedserve.runtime.model.built_in import pocket_folder
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
+from lab.profiling.shapes import OPT_125M
 
 _CONFIG: dict[str, Any] = {
     "architectures": ["OPTForCausalLM"],

@@ -20,16 +20,16 @@ import msgspec
 
 from alignedserve.config.environment import data_dir
 from alignedserve.config.sections import ClusterConfig, DecodeWorkerConfig, PrefixCacheConfig, RouterConfig, Topology
-from alignedserve.costmodel.choice import WorkerSpec
-from alignedserve.sim.cluster_hardware import ClusterHardware
-from alignedserve.sim.config import SimConfig
-from alignedserve.sim.policies import simulated_policy, with_policy
-from alignedserve.sim.result import SimulationResult
-from alignedserve.sim.simulation import Simulation
-from alignedserve.sim.sweep import WorkloadLine
-from alignedserve.workload.requests import Workload
 from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.recording import read_figures, write_result
+from lab.costmodel.choice import WorkerSpec
+from lab.sim.cluster_hardware import ClusterHardware
+from lab.sim.config import SimConfig
+from lab.sim.policies import simulated_policy, with_policy
+from lab.sim.result import SimulationResult
+from lab.sim.simulation import Simulation
+from lab.sim.sweep import WorkloadLine
+from lab.workload.requests import Workload
 
 GIB = 1 << 30
 MANY = 1 << 40  # limits of queues: no request is refused

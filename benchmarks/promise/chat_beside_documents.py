@@ -26,12 +26,12 @@ from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.request import RequestClass, Slo
 from alignedserve.costmodel.linear import LinearCoefficients, LinearIterationModel
 from alignedserve.costmodel.links import LinkModel
-from alignedserve.sim.config import SimConfig, SimLinks
-from alignedserve.sim.result import ClassResult, Measure
-from alignedserve.sim.simulation import Simulation
-from alignedserve.workload.requests import TimedRequest, Workload, WorkloadDescription
 from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.recording import write_result
+from lab.sim.config import SimConfig, SimLinks
+from lab.sim.result import ClassResult, Measure
+from lab.sim.simulation import Simulation
+from lab.workload.requests import TimedRequest, Workload, WorkloadDescription
 
 LAYOUT = BlockLayout(block_size=16, num_layers=12, num_kv_heads=12, head_dim=64, dtype="float32")
 LINKS = SimLinks(LinkModel(0.0005, 2e9), LinkModel(0.0005, 2e9), 0.0005)

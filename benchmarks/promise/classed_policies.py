@@ -20,14 +20,14 @@ from alignedserve.config.sections import BatchingConfig, RouterConfig, Schedulin
 from alignedserve.core.request import RequestClass, Slo
 from alignedserve.scheduling.factory import resolve_policy
 from alignedserve.scheduling.policies import policy_entry
-from alignedserve.sim.config import SimConfig
-from alignedserve.sim.result import ClassResult, Measure
-from alignedserve.sim.simulation import Simulation
-from alignedserve.workload.requests import TimedRequest, Workload, WorkloadDescription
 from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.recording import read_figures, write_result
 from benchmarks.promise import chat_beside_documents
 from benchmarks.promise.chat_beside_documents import CHAT_SLO, DURATION_S, NUM_DOCUMENTS, RATE
+from lab.sim.config import SimConfig
+from lab.sim.result import ClassResult, Measure
+from lab.sim.simulation import Simulation
+from lab.workload.requests import TimedRequest, Workload, WorkloadDescription
 
 _BUDGETS = [{"token_budget": budget} for budget in (64, 512)]  # Sarathi-Serve's is of an A100
 POLICIES: dict[str, list[dict[str, int]]] = {  # settings that are tried

@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 import msgspec
 
 from alignedserve.config.sections import SchedulingConfig, Topology
-from alignedserve.sim.report.svg import Frame, Scale, element, from_zero, mark, path, text
-from alignedserve.sim.result import Measure
-from alignedserve.sim.simulation import Simulation
-from alignedserve.workload.requests import Workload
 from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.intervals import interval
 from benchmarks.measuring.recording import read_figures, write_result
 from benchmarks.promise.chat_beside_documents import RATE, config_of, workload_of
+from lab.sim.report.svg import Frame, Scale, element, from_zero, mark, path, text
+from lab.sim.result import Measure
+from lab.sim.simulation import Simulation
+from lab.workload.requests import Workload
 
 SHAPES: dict[str, tuple[Topology, int, int]] = {  # topology, workers that decode, blocks of the pool
     "elastic": (Topology.ELASTIC, 2, 0),

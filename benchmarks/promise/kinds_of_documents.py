@@ -23,8 +23,8 @@ import aiohttp
 from rich.console import Console
 from rich.table import Table
 
+from alignedserve.client.sse import SseParser
 from alignedserve.core.metrics import percentile
-from alignedserve.loadgen.sse import SseParser
 from alignedserve.runtime.model.built_in import pocket_folder
 from alignedserve.runtime.model.model_files import read_config
 from benchmarks.measuring.arguments import parser_of

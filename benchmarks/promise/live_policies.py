@@ -25,7 +25,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from alignedserve.cli.machine import describe_machine
 from alignedserve.config.sections import Topology
 from alignedserve.scheduling.policies import POLICIES
 from alignedserve.scheduling.policy import Mechanism
@@ -36,6 +35,7 @@ from benchmarks.measuring.recording import read_figures, write_result
 from benchmarks.measuring.server import TOPOLOGIES, served, traffic_report
 from benchmarks.promise.live_load import BEST_EFFORT, CHAT, DOCUMENTS, LOADS, SEED, STEADY_S, real_time, settings
 from benchmarks.promise.live_simulations import machine_of, simulated
+from lab.commands.machine import describe_machine
 
 RECORD = "serving/live_policies"
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks.md"

@@ -21,14 +21,14 @@ from typing import Any, NamedTuple
 
 from rich.progress import track
 
-from alignedserve.certification.certificate import certificate_of
-from alignedserve.cli.certify.command import bounds_of, wanted_of
-from alignedserve.cli.certify.options import CertifyOptions
-from alignedserve.cli.certify.simulated import SimulatedRun, simulated_config
 from alignedserve.core.errors import ConfigError
 from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.page_tables import put_table
 from benchmarks.measuring.recording import read_figures, write_result
+from lab.certification.certificate import certificate_of
+from lab.commands.certify.command import bounds_of, wanted_of
+from lab.commands.certify.options import CertifyOptions
+from lab.commands.certify.simulated import SimulatedRun, simulated_config
 
 RECORD = "scheduling/random_certificates"
 PAGE = Path(__file__).parents[2] / "docs" / "certify.md"

@@ -31,15 +31,15 @@ import msgspec
 import numpy as np
 
 from alignedserve.config.environment import RUN_DIR_VARIABLE
-from alignedserve.sim.result import ClassResult
-from alignedserve.sim.simulation import Simulation
-from alignedserve.workload.requests import Workload
 from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.models import make_opt_125m
 from benchmarks.measuring.page_tables import put_table
 from benchmarks.measuring.recording import read_figures, write_result
 from benchmarks.measuring.server import CACHE_FILLED_SOON, CHAT, TOPOLOGIES, served, settings_of, traffic_report
 from benchmarks.promise.chat_beside_documents import DURATION_S, NUM_DOCUMENTS, RATE, SHAPES, config_of, workload_of
+from lab.sim.result import ClassResult
+from lab.sim.simulation import Simulation
+from lab.workload.requests import Workload
 
 LEARNING_S = 10.0
 NUM_LAYERS = 12

@@ -41,9 +41,9 @@ from alignedserve.messages.workers import (
     WorkerLoad,
     WorkerRegistered,
 )
-from alignedserve.sim.routers import RouterChoice
 from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.recording import write_result
+from lab.sim.routers import RouterChoice
 from router.factory import make_logic
 from router.logic import RouterLogic
 

@@ -22,12 +22,12 @@ from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.errors import ConfigError
 from alignedserve.core.ids import RequestId
 from alignedserve.core.metrics import percentile
-from alignedserve.workload.traces import shipped_trace
 from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.recording import write_result
 from kvpool.policies import BATCH_FORMERS, make_batch_former
 from kvpool.policies.batch_former import AlignedBatch, BatchFormer, BatchLimits
 from kvpool.state import PooledRequest
+from lab.workload.traces import shipped_trace
 
 _LONGEST = 65536
 _MAX_DRAWS = 1000

@@ -3,7 +3,7 @@
     python -m benchmarks.simulation.calibration
 
 Nothing runs on an accelerator: layers and attention are Vidur's tables, whole prompts in chunks Sarathi-Serve's
-(alignedserve/costmodel/published). The fit is of Llama-2-7B's and 13B's layers on an A100 and an H100, and of attention
+(lab/costmodel/published). The fit is of Llama-2-7B's and 13B's layers on an A100 and an H100, and of attention
 on an A100; Llama-2-70B's layers and the whole prompts, of Yi-34B on two A100, are held out.
 """
 
@@ -17,11 +17,11 @@ import numpy as np
 from alignedserve.costmodel.calibration import CALIBRATIONS, PLAIN, Calibration
 from alignedserve.costmodel.hardware import hardware
 from alignedserve.costmodel.model_shapes import ModelShape, model_shape
-from alignedserve.costmodel.published.files import rows_of
 from alignedserve.costmodel.roofline import RooflineModel
 from alignedserve.costmodel.work import IterationWork
 from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.recording import write_result
+from lab.costmodel.published.files import rows_of
 
 _MS = 1e-3
 _FITTED = ("llama-2-7b", "llama-2-13b")

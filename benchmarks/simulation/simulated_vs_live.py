@@ -26,16 +26,21 @@ from typing import Any
 
 import msgspec
 
-from alignedserve.cli.bench.options import LoadOptions
-from alignedserve.cli.bench.serve import bench_serve
-from alignedserve.cli.commands.simulation.replay import ComponentCheck, replay_folder
 from alignedserve.cli.wiring import start_cluster
 from alignedserve.config.model_settings import load_models
 from alignedserve.core.metrics import describe
-from alignedserve.replay.fitting import MachineFit, fit_machine
-from alignedserve.replay.observed import ObservedIteration, ObservedRun
-from alignedserve.replay.run_file import read_run_metadata
-from alignedserve.replay.simulated import (
+from alignedserve.runtime.model.built_in import pocket_folder, smollm2_file
+from benchmarks.measuring.arguments import parser_of
+from benchmarks.measuring.models import make_opt_125m
+from benchmarks.measuring.recorded_loads import FITTED, JUDGED, LOADS, THROUGHPUT, TIMES
+from benchmarks.measuring.recording import write_result
+from lab.commands.bench.options import LoadOptions
+from lab.commands.bench.serve import bench_serve
+from lab.commands.simulation.replay import ComponentCheck, replay_folder
+from lab.replay.fitting import MachineFit, fit_machine
+from lab.replay.observed import ObservedIteration, ObservedRun
+from lab.replay.run_file import read_run_metadata
+from lab.replay.simulated import (
     Comparison,
     ReplayedRequest,
     SimulatedMachine,
@@ -45,11 +50,6 @@ from alignedserve.replay.simulated import (
     requests_of,
     think_times_s,
 )
-from alignedserve.runtime.model.built_in import pocket_folder, smollm2_file
-from benchmarks.measuring.arguments import parser_of
-from benchmarks.measuring.models import make_opt_125m
-from benchmarks.measuring.recorded_loads import FITTED, JUDGED, LOADS, THROUGHPUT, TIMES
-from benchmarks.measuring.recording import write_result
 
 BE_CLASS = "be"
 RUN, WINDOWS = "run", "windows.json"

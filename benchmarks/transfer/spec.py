@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import ConfigError
-from alignedserve.profiling.shapes import SHAPES
+from lab.profiling.shapes import SHAPES
 
 BLOCK_SIZE = 16
 LAYOUTS = {

@@ -66,7 +66,6 @@ class Entries:
                 return
 
     def _real_time_holding(self) -> Holding:
-        """Return what real-time requests hold that run or are being copied in."""
         running = [one for one in self._batch if one.is_real_time]
         loading = [one for one in self._batch.loading.candidates() if one.is_real_time]
         num_blocks = sum(len(one.block_ids) for one in running) + sum(one.num_copied_blocks for one in loading)

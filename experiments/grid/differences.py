@@ -16,11 +16,6 @@ from typing_extensions import override
 
 from alignedserve.messages.events import Send
 from alignedserve.messages.workers import MoveRequest, PrefillRequest
-from alignedserve.sim.components import AnyLogic
-from alignedserve.sim.config import SimConfig
-from alignedserve.sim.records import RequestRecord
-from alignedserve.sim.simulation import Simulation
-from alignedserve.workload.requests import TimedRequest, Workload
 from benchmarks.measuring.arguments import parser_of
 from experiments.common import Row, chosen, print_table
 from experiments.grid.points import Point, all_points
@@ -28,6 +23,11 @@ from experiments.grid.record import PATH, Record
 from experiments.grid.search import is_searched
 from experiments.grid.summary import CLAIMED_POINTS, row_of
 from experiments.grid.systems import DEFAULT, System, others
+from lab.sim.components import AnyLogic
+from lab.sim.config import SimConfig
+from lab.sim.records import RequestRecord
+from lab.sim.simulation import Simulation
+from lab.workload.requests import TimedRequest, Workload
 
 _COLUMNS = {
     name: name.replace("_", " ")

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
 from typing import NamedTuple
 
-from alignedserve.sim.report.svg import element, number, text
 from experiments.common import Row
 from experiments.grid.points import ACCELERATORS, LOADS, OBJECTIVES, TRACES, Point
+from lab.sim.report.svg import element, number, text
 
 _CELL, _GAP = 24, 10  # of a cell; between panels
 _LEFT, _TOP = 130, 62

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 
-from alignedserve.sim.sweep import WorkloadLine
 from experiments.common import line
 from experiments.steady import LEAST_S, LEAST_SEEDS
+from lab.sim.sweep import WorkloadLine
 
 MAX_TOTAL = 16_000  # tokens of prompt and answer together: with scaled positions, and so that every worker holds it
 OUTSTANDING = 8  # best-effort requests for each accelerator

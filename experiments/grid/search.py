@@ -20,14 +20,14 @@ from typing import NamedTuple
 
 import msgspec
 
-from alignedserve.sim.result import SimulationResult
-from alignedserve.sim.simulation import Simulation
-from alignedserve.workload.requests import Workload
 from experiments.grid.points import SEEDS, Point
 from experiments.grid.record import Outcome, Record
 from experiments.grid.systems import DEFAULT, System, families
 from experiments.validity.decision_code import digests
 from experiments.validity.rows import is_stale, repeats, state_of
+from lab.sim.result import SimulationResult
+from lab.sim.simulation import Simulation
+from lab.workload.requests import Workload
 
 ENOUGH = 0.99
 _MARGIN = 0.01  # by which the first seed may be wrong about who is best

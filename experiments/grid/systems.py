@@ -11,11 +11,11 @@ from alignedserve.config.sections import (
     RouterConfig,
     Topology,
 )
-from alignedserve.costmodel.choice import WorkerSpec
-from alignedserve.sim.cluster_hardware import ClusterHardware
-from alignedserve.sim.config import SimConfig
-from alignedserve.sim.policies import simulated_policy, with_policy
 from experiments.common import GIB, MANY
+from lab.costmodel.choice import WorkerSpec
+from lab.sim.cluster_hardware import ClusterHardware
+from lab.sim.config import SimConfig
+from lab.sim.policies import simulated_policy, with_policy
 
 MODEL, HARDWARE = "llama-2-13b", "a100-80g"
 UNION = "aligned_slo"

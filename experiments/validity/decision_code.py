@@ -16,8 +16,8 @@ from pathlib import Path
 from alignedserve.scheduling.policies import POLICIES, PolicyEntry
 
 ROOT = Path(__file__).parents[2]
-_FIRST = tuple(f"alignedserve.sim.{name}" for name in ("simulation", "policies", "sweep", "cluster_hardware"))
-_OF = ("alignedserve.", "router", "kvpool", "prefill_worker", "decode_worker", "kernels.cpu")
+_FIRST = tuple(f"lab.sim.{name}" for name in ("simulation", "policies", "sweep", "cluster_hardware"))
+_OF = ("alignedserve.", "lab.", "router", "kvpool", "prefill_worker", "decode_worker", "kernels.cpu")
 _NOT_OF = (  # carry decisions and make none
     "alignedserve.messages",
     "alignedserve.core.errors",

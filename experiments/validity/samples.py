@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
-from alignedserve.sim.sweep import WorkloadLine
 from experiments import (
     ablations,
     accelgen,
@@ -20,6 +19,7 @@ from experiments import (
 )
 from experiments.common import LabelledCase, Row, chosen, run
 from experiments.validity.rows import State, state_of, system_of
+from lab.sim.sweep import WorkloadLine
 
 _LABELS_ONLY = ("code", "workload", "knew_more", "sent_s")
 _COUNTED_SINCE = "num_recomputed_tokens"  # 0 in records of workers that were not asked for it yet

@@ -191,7 +191,6 @@ class AdapterRows:
         return None if kernels is None else DevicePlan(kernels, len(self._indices), tables, self._ends, places)
 
     def _at(self, site: int) -> "AdapterRows | None":
-        """Return the rows whose adapters add to this product; None: there are none."""
         has_site = tuple(adapter.has_site[site] for adapter in self._used)
         if all(has_site):
             return self

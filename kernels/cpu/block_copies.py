@@ -44,7 +44,6 @@ class BlockList:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block."""
         return int(self.blocks.shape[1])
 
     @property

@@ -34,7 +34,6 @@ class ExpertProducts:
         self.in_width, self.out_width = in_width, out_width
 
     def __call__(self, x: Tensor, counts: Sequence[int]) -> Tensor:
-        """Multiply x [rows, in_width] contiguous, `counts` rows of each expert -> [rows, out_width], dtype of x."""
         assert len(counts) == self._num_experts, f"not {self._num_experts} numbers of rows: {len(counts)}"
         assert x.shape == (sum(counts), self.in_width), f"not {sum(counts)} rows of {self.in_width}: {x.shape}"
         assert x.is_contiguous(), "rows are one run of memory"

@@ -76,7 +76,6 @@ class Leans:
         return planned
 
     def moves_among(self, near: Collection[WorkerRecord], requests: Requests) -> list[PlannedMove]:
-        """Return the next moves among the rested workers of a node."""
         able = [one for one in near if one.can_take_over]
         return moves_for_time(near, able, requests) or moves_for_memory(near, able, requests)
 
@@ -110,7 +109,6 @@ def _has_time_for(receiver: WorkerRecord, giver: WorkerRecord) -> bool:
 
 
 def _prompts_s(worker: WorkerRecord) -> float:
-    """Return how long the prompts there take in the time that its decodes leave."""
     return worker.wait_s(is_real_time=False) / max(worker.lean, _SHORT)
 
 
@@ -151,7 +149,6 @@ def _to_free(giver: WorkerRecord, receiver: WorkerRecord, requests: Requests) ->
 
 
 def _that_fit(requests: Iterable[TrackedRequest], spare: int, block_size: int) -> Iterator[TrackedRequest]:
-    """Yield the requests that fit into `spare` blocks beside the ones before."""
     for tracked in requests:
         num_blocks = blocks_of(tracked, block_size)
         if num_blocks <= spare:
@@ -160,14 +157,12 @@ def _that_fit(requests: Iterable[TrackedRequest], spare: int, block_size: int) -
 
 
 def _missing(worker: WorkerRecord) -> int:
-    """Return the blocks that it lacks for the prompts that it can compute soon, beside those for growth."""
     rate = worker.load.prompt_tokens_per_s if worker.load is not None else 0
     soon = min(worker.num_prefill_tokens, int(rate * _SOON_S))
     return _kept(worker) + blocks_for(soon, worker.registered.block_size) - _num_free(worker)
 
 
 def _spare(worker: WorkerRecord) -> int:
-    """Return the blocks that are left when all its prompts are computed, beside those for growth."""
     return _num_free(worker) - _kept(worker) - blocks_for(worker.num_prefill_tokens, worker.registered.block_size)
 
 
@@ -180,12 +175,10 @@ def _num_free(worker: WorkerRecord) -> int:
 
 
 def blocks_of(tracked: TrackedRequest, block_size: int) -> int:
-    """Return the blocks that a request may soon hold: for its prompt, and its answer as far as that is foreseen."""
     return blocks_for(tracked.request.prompt_len + min(int(tracked.predicted_output_len), _FORESEEN_LEN), block_size)
 
 
 def _latest(giver: WorkerRecord, requests: Requests) -> list[TrackedRequest]:
-    """Return what may leave, the latest first: it has most left to do."""
     movable = [one for one in map(requests.__getitem__, giver.decoding) if _is_movable(one)]
     return sorted(movable, key=lambda one: (-one.request.arrival_s, one.request.request_id))
 

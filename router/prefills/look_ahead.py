@@ -69,7 +69,6 @@ def is_decoded_soon(num_tokens: int, pool: PoolRecord | None, beside: Collection
 
 
 def _allowed_tokens(worker: WorkerRecord) -> float:
-    """Return the prompt tokens that a worker computes in 0.1 s."""
     speed, short_prompt_s = worker.prompt_tokens_per_s, worker.registered.speed.short_prompt_s
     if speed > 1:
         return _PROMPTS_S * speed

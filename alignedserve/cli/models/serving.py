@@ -24,7 +24,6 @@ from alignedserve.core.errors import ConfigError
 
 
 def status(cluster: str | None, *, json_output: bool) -> None:
-    """Print every deployment. Raises ResourceError or PeerLost."""
     with found_cluster(cluster) as ask:
         models = show(ask)
     if json_output:
@@ -56,12 +55,10 @@ def adding(model: str, name: str | None, settings: tuple[str, ...]) -> AddModel:
 
 
 def replace(name: str, model: str, settings: tuple[str, ...], within_s: float | None, cluster: str | None) -> None:
-    """Replace a model. Raises as `add`."""
     _give(ReplaceModel(name, _seen_from_anywhere(model), settings, within_s), cluster)
 
 
 def remove(name: str, within_s: float | None, cluster: str | None) -> None:
-    """Remove a model. Raises as `add`."""
     _give(RemoveModel(name, within_s), cluster)
 
 
@@ -89,6 +86,5 @@ def _give(order: ModelOrder | RestartWorkers, cluster: str | None) -> None:
 
 
 def _seen_from_anywhere(model: str) -> str:
-    """Return a path that the cluster finds from its own folder; other names stay unchanged."""
     path = Path(model).expanduser()
     return str(path.absolute()) if path.exists() else model

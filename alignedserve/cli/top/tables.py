@@ -26,7 +26,6 @@ _WRAPPED = "objectives held"  # the column that gives way in a narrow terminal; 
 
 
 def drawn(reading: Reading) -> RenderableType:
-    """Draw everything: each model, then the batches of all."""
     parts: list[RenderableType] = []
     for model in reading.latest.models:
         parts += [*_model(model, reading), Text()]
@@ -132,7 +131,6 @@ def _role(worker: Worker) -> str:
 
 
 def _ledger(name: str, reading: Reading) -> Iterator[Text]:
-    """Draw where the decode workers' time went since the earlier document; nothing when they did not iterate."""
     parts = [(label, _seconds(name, reading, keys), style) for label, keys, style in _PARTS]
     total = sum(seconds for _, seconds, _ in parts)
     if not total:
@@ -160,8 +158,6 @@ def _batches(batches: Batches) -> Text:
 
 
 class _FittingTable(Table):
-    """A table whose columns stand closer where it is wider than the terminal."""
-
     @override
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         wide = options.update(max_width=WIDEST)

@@ -96,7 +96,6 @@ def left_of(whole: Machine, now: Machine, gpus: Sequence[str], holdings: Sequenc
 
 
 def holding_of(config: ClusterConfig, served: ServedModel, gpus: Sequence[str]) -> Holding:
-    """Return what a deployment takes with this configuration, whose sizes are chosen."""
     workers = [(config.decode.kv_cache_bytes, config.decode.count)]
     host = _PROCESSES_BYTES + config.decode.swap_space_bytes * config.decode.count
     if config.chosen_topology.is_separate:
@@ -117,7 +116,6 @@ def holding_of(config: ClusterConfig, served: ServedModel, gpus: Sequence[str]) 
 
 
 def require_room(name: str, holding: Holding, part: Part) -> None:
-    """Check that one more deployment fits beside the serving ones. Raises NotEnoughMemory."""
     needs = {
         "of memory": (holding.host_bytes, part.machine.available_bytes),
         "in the folder of the KV pool": (holding.shared_bytes, part.machine.shared_bytes),

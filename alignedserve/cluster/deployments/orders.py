@@ -134,7 +134,6 @@ class DeploymentReport(msgspec.Struct, frozen=True):
 
     @property
     def _lacks_a_kind(self) -> bool:
-        """Return whether all its processes of a kind fail, such as all workers for prompts."""
         kinds = {_kind_of(name) for name in (*self.workers, *self.processes)}
         return kinds != {_kind_of(name) for name in (*self.workers, *self.processes) if name not in self.failing}
 
@@ -195,7 +194,6 @@ Answer = Remark | Done | Refused | Models | StatusReport
 
 
 def _kind_of(process: str) -> str:
-    """Return what a process is, by its name: worker-0.2 is a worker."""
     return process.partition(".")[0].partition("-")[0]
 
 

@@ -28,7 +28,6 @@ class DrainWatch:
         self._told: dict[str, tuple[str, ...]] = {}  # what each router and gateway has answered to
 
     def look(self, actors: Mapping[str, Any]) -> list[str]:
-        """Take the answers that have come, ask anew, and return the names of the drains that are over."""
         now = time.monotonic()
         for name in list(self._asked):
             self._take(name)
@@ -95,7 +94,6 @@ class LastAnswers:
             self._asked[name] = (actor.pause if name == BATCHES else actor.close_intake).remote()
 
     def _take(self, name: str) -> bool:
-        """Return whether a process has answered; one that died has nothing open any more."""
         if not has_ended(self._asked[name]):
             return False
         try:

@@ -86,7 +86,6 @@ class Joining:
         return Preparation(node, self._steps(node, tuple(members)))
 
     def _steps(self, node: RayNode, members: Sequence[Member]) -> Steps:
-        """Examine the node. Raises an error of the tree when it cannot be used."""
         models = self.lasting_models()  # as they are now: what comes meanwhile does without this node
         with Admission([node]) as admission:
             asked_s = time.time()
@@ -180,7 +179,6 @@ class Joining:
         shares: Shares,
         resources: NodeResources,
     ) -> Member:
-        """Return the node with its sizes. Raises NotEnoughMemory."""
         by_id = {share.deployment_id: share for share in shares}
         machines = divided(planned, [by_id[model.deployment_id] for model in planned], resources)
         devices = devices_of(planned, resources)
@@ -239,7 +237,6 @@ class Preparation:
         return None
 
     def close(self) -> None:
-        """Give up; what was made on the node ends."""
         self._steps.close()
 
     def _fail(self, reason: str) -> NoReturn:
@@ -248,7 +245,6 @@ class Preparation:
 
 
 def _placed(node: RayNode, group: NodeGroup) -> Generator[Sequence[Any], Sequence[Any], None]:
-    """Wait until Ray has reserved what the node's workers take."""
     try:
         yield [group.group.ready()]
     except GeneratorExit:

@@ -27,7 +27,6 @@ class RayletChildren:
 
     @property
     def known(self) -> set[psutil.Process]:
-        """Return the children that were noted last."""
         return self._children
 
     def note(self) -> bool:

@@ -188,7 +188,6 @@ class DecodePlan:
         )
 
     def _reversed_runs(self, first: int, last: int, width: int) -> Tensor | None:
-        """Return the places of reversed sequences' blocks among the `width` of each row of a bucket."""
         is_reversed = self._table.is_reversed[self.rows[first:last]]
         if not is_reversed.any():
             return None
@@ -271,7 +270,6 @@ def _chunk_mask(
     device: torch.device,
     ends: IntArray | None = None,
 ) -> Tensor:
-    """Build a mask [num_tokens, before + num_tokens]: 0 where new token i reads slot j, else -inf."""
     own = torch.arange(before, before + num_tokens, device=device)[:, None]
     others = torch.arange(before + num_tokens, device=device)
     is_hidden = others > own if ends is None else others >= torch.from_numpy(ends).to(device)[:, None]

@@ -185,7 +185,6 @@ class Sender(Generic[OutgoingT, CommandT]):
         return self._ended(entry, how, now)
 
     def _cancel(self, entry: OutgoingT) -> list[Send]:
-        """Forget a handoff, and let the receiver free what it holds for it."""
         del self._entries[entry.request.request_id]
         cancelled = CancelReservation(entry.request.request_id, entry.attempt)
         return [] if entry.is_target_lost else [Send(entry.target, cancelled)]

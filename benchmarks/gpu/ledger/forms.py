@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from alignedserve.core.block_layout import FP8
-from alignedserve.profiling.shapes import LLAMA_3_8B, TOY
 from alignedserve.runtime.model.decoder.decoder_parts import ExpertConfig, HeadNormKind
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.decoder.rope_config import RopeConfig
 from alignedserve.runtime.model.families.table import FAMILIES
 from alignedserve.runtime.model.weights.packed_products import Float8Rows, GroupedRows, Rows
 from kernels.narrow.grouped_linear import GROUPS, GroupedWeight, Numbers
+from lab.profiling.shapes import LLAMA_3_8B, TOY
 
 GPU = torch.device("cuda:0")
 

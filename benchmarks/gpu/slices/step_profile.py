@@ -13,13 +13,13 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from alignedserve.costmodel.iteration_points import Chunk, Point
-from alignedserve.profiling.model_loading import load_decoder
 from alignedserve.runtime.device.devices import CUDA
 from alignedserve.runtime.device.timing import synchronize
 from alignedserve.runtime.engine.calibration.iteration_timing import IterationTimer
 from alignedserve.runtime.engine.engine import Engine
 from alignedserve.runtime.engine.engine_options import EngineOptions
 from alignedserve.runtime.kv.block_storage import BlockStorage
+from lab.profiling.model_loading import load_decoder
 
 _NUM_ROUNDS, _BLOCK_SIZE, _SPARE, _KEPT = 4, 16, 16, 25  # rounds of three steps
 _PROMPT, _TOY_PROMPT = 64, 8  # tokens: an H100 would compute them in the 6 ms that reading the weights takes

@@ -4,16 +4,16 @@ from collections.abc import Iterator
 from dataclasses import fields
 from itertools import chain, product
 
-from alignedserve.cli.commands.simulation.options import SimulateOptions
-from alignedserve.cli.commands.simulation.simulate_cases import plan_cases
 from alignedserve.core.request import Request, SamplingParams
 from alignedserve.messages.workers import PrefillRequest
 from alignedserve.scheduling.table import COLUMN_NAMES
-from alignedserve.sim.sweep import Case, WorkloadLine
-from alignedserve.workload.grammar import ClassSpec, ClientLimit, parse_classes
-from alignedserve.workload.predictions import PredictionKind
 from experiments import accelgen, alignedserve, alise, apt_serve, bros, leak, unseen
 from experiments.common import LabelledCase, Row
+from lab.commands.simulation.options import SimulateOptions
+from lab.commands.simulation.simulate_cases import plan_cases
+from lab.sim.sweep import Case, WorkloadLine
+from lab.workload.grammar import ClassSpec, ClientLimit, parse_classes
+from lab.workload.predictions import PredictionKind
 
 SIZES = apt_serve.WorkerSizes(10, (1,), 1)
 TELLING = {"ORCA, exact"}  # a baseline of ALISE's paper that reserves what will be needed: named by what it knows

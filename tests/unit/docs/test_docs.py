@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.support.marks import each
 
 ROOT = Path(__file__).parents[3]
-PACKAGE_FOLDERS = ("alignedserve", "router", "kvpool", "prefill_worker", "decode_worker", "kernels")
+PACKAGE_FOLDERS = ("alignedserve", "router", "kvpool", "prefill_worker", "decode_worker", "kernels", "lab", "plugins")
 FOLDERS = (*PACKAGE_FOLDERS, "benchmarks", "docs", "experiments", "scripts", "tests")
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")])
 MAX_WIDTH = 160
@@ -74,7 +74,7 @@ def test_every_page_is_in_the_index() -> None:
 
 
 def test_the_readme_shows_the_layers_of_the_import_contract() -> None:
-    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    contracts = tomllib.loads((ROOT / ".importlinter.toml").read_text())["tool"]["importlinter"]["contracts"]
     layers = next(contract["layers"] for contract in contracts if contract["name"].startswith("Imports only point"))
     rows = re.findall(r"^\| \d+ \| (.*) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert [sorted(_CODE.findall(row)) for row in rows] == [sorted(layer.split(" | ")) for layer in layers]

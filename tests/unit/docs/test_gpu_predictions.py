@@ -3,10 +3,10 @@
 from dataclasses import asdict
 
 from alignedserve.costmodel.linear import fit_error
-from alignedserve.costmodel.profile_file import read_profile
 from benchmarks.gpu import predicted, promise_simulated
 from benchmarks.gpu.timed_iterations import KINDS, timed_iterations
 from benchmarks.gpu.timed_iterations import SHORT as HOST_BOUND
+from lab.costmodel.profile_file import read_profile
 
 _WRITES_IT = "python -m benchmarks.gpu.predicted writes it"
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from alignedserve.costmodel.choice import WorkerSpec, make_cost_model
 from alignedserve.costmodel.work import IterationWork
 from experiments.grid.systems import HARDWARE, MODEL
 from experiments.walls import PARTS, SharedCosts
+from lab.costmodel.choice import WorkerSpec, make_cost_model
 from tests.support.marks import each
 
 NUM = 4

@@ -112,7 +112,6 @@ def stop(*, at_once: bool) -> None:
 
 
 def _ask_driver_to_stop(*, at_once: bool) -> bool:
-    """Ask for as long as there is a cluster with a driver; return whether it has ended."""
     began_s = heard_s = time.monotonic()
     patience_s = _STOP_S + (0.0 if at_once else recorded_drain_s())
     while (found := recorded_id()) is not None:
@@ -210,7 +209,6 @@ def print_ray_storage(name: str, *, is_worker: bool) -> None:
 
 
 def _last_words(record: ClusterRecord) -> dict[str, list[str]]:
-    """Return the last lines that each process has written which does not serve."""
     found: dict[str, list[str]] = {}
     for node in record.nodes:
         for actor in node.failing:
@@ -225,7 +223,6 @@ def _last_words(record: ClusterRecord) -> dict[str, list[str]]:
 
 
 def _loads(record: ClusterRecord) -> dict[str, ClusterStatus]:
-    """Return the last report of each model's router by deployment, from the first gateway that has any."""
     for node in record.nodes:
         for actor in node.actors:
             if not is_gateway(actor.name):
@@ -240,7 +237,6 @@ def _loads(record: ClusterRecord) -> dict[str, ClusterStatus]:
 
 
 def _served(record: ClusterRecord) -> list[DeploymentReport]:
-    """Return the models that are served, in the order of their list."""
     return [one for one in record.models if one.phase == "serving"]
 
 

@@ -7,7 +7,6 @@ from alignedserve.messages.gateways import ClusterStatus
 
 
 def load_line(load: ClusterStatus | None, topology: str) -> str:
-    """Return what a cluster of this topology does, in one line."""
     if load is None:
         return "Load: unknown, as no gateway has a router"
     pooled, workers = "", counted(load.num_decode_workers, f"{topology} worker")

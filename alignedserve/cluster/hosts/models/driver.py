@@ -54,7 +54,6 @@ class Views:
     """The views of all who serve requests. One round of questions at a time; used on one thread."""
 
     def __init__(self, listeners: Callable[[], Iterable[Any]], clock: Callable[[], float]) -> None:
-        """`listeners`: returns the actors of gateways and batch worker."""
         self._listeners = listeners
         self._clock = clock
         self._announced: tuple[ServedDeployment, ...] = ()
@@ -89,7 +88,6 @@ class Views:
 
 
 def combined(deployment_ids: Iterable[str], answers: Sequence[_Heard]) -> dict[str, View]:
-    """Return the views of these deployments by their ids."""
     return {one: _view(one, answers) for one in deployment_ids}
 
 
@@ -156,12 +154,10 @@ class DeploymentsDriver:
 
     @property
     def listed(self) -> tuple[str, ...]:
-        """Return the deployments whose models are listed to clients, in that order."""
         return tuple(one.deployment_id for one in self.logic.standings if one.phase is Phase.SERVING)
 
     @property
     def announced(self) -> tuple[ServedDeployment, ...]:
-        """Return what gateways are told, in the order in which clients see the models."""
         there = (
             self._site.announced(
                 one.deployment_id, _ANNOUNCED[one.phase], is_failing=one.deployment_id in self._failing
@@ -177,28 +173,23 @@ class DeploymentsDriver:
 
     @property
     def phases(self) -> dict[str, Phase]:
-        """Return the phase of each deployment."""
         return {one.deployment_id: one.phase for one in self.logic.standings}
 
     @property
     def is_changing(self) -> bool:
-        """Return whether a deployment comes or goes."""
         return any(one.phase is not Phase.SERVING for one in self.logic.standings)
 
     def announce(self) -> None:
-        """Tell gateways and batch worker which deployments there are."""
         self._announced = self.announced
         names = dict.fromkeys(one.served.name for one in self._announced)
         self._places = {name: place for place, name in enumerate(names)}
         self._views.announce(self._announced)
 
     def are_all_ready(self) -> bool:
-        """Look whether a token has come through every deployment that was announced."""
         views = self._views.look(is_changing=True)
         return views is not None and all(view.missing is None for view in views.values())
 
     def reports(self, problems: Mapping[str, str] = MappingProxyType({})) -> Iterator[DeploymentReport]:
-        """Yield how each deployment stands. `problems`: of processes that do not serve."""
         yield from sorted(self._reports(problems), key=lambda one: self._place(one.name))
 
     def _reports(self, problems: Mapping[str, str]) -> Iterator[DeploymentReport]:
@@ -230,7 +221,6 @@ class DeploymentsDriver:
         return not described.workers or (bool(missing) and all(name in failing for name in missing))
 
     def order(self, order_id: str, order: ModelOrder) -> None:
-        """Take an order, which is answered as it is carried out."""
         answer = self._answer_of_demand(order)
         if answer is not None:
             self._answer(order_id, answer)
@@ -238,7 +228,6 @@ class DeploymentsDriver:
         self._take(order_id, order)
 
     def _answer_of_demand(self, order: ModelOrder) -> Answer | None:
-        """Have a model on demand no more that is removed; return the answer to an order, None: it is to be taken."""
         name = order.name
         if name is None or name not in self._on_demand:
             return None
@@ -259,7 +248,6 @@ class DeploymentsDriver:
         self._handle(Ordered(order_id, order))
 
     def look(self) -> None:
-        """Go on as far as things have come."""
         for event in [*self._events()]:
             self._handle(event)
 
@@ -269,7 +257,6 @@ class DeploymentsDriver:
             self._perform(command)
 
     def _events(self) -> Iterator[Event]:
-        """Yield what has happened since the last look."""
         for deployment_id in [one for one, future in self._preparations.items() if future.done()]:
             yield self._prepared(deployment_id, self._preparations.pop(deployment_id))
         failed, self._failed = self._failed, []
@@ -306,7 +293,6 @@ class DeploymentsDriver:
             self.announce()
 
     def _note_left(self, deployment_id: str) -> None:
-        """Note what a model on demand leaves that is about to sleep."""
         name = next((one.name for one in self.logic.standings if one.deployment_id == deployment_id), None)
         if name is not None and name in self._on_demand:
             self._on_demand.note_left(name, deployment_id, self._site.loaded_adapters(deployment_id))

@@ -97,7 +97,6 @@ class NodeDrains:
         return workers
 
     def gone(self, member: Member) -> None:
-        """Note that a member is gone; it stays out if it had drained, or drained as it was lost."""
         for name in (member.name, *member.workers):
             self._drains.end(name)
         if member.ray_node.node_id in self._membership.drained:
