@@ -40,8 +40,8 @@ def test_a_record_of_several_codes_says_how_many_rows_are_of_which_and_names_the
         {"policy": "bros", "code": "2222222"},
         {"policy": "bros", "code": ""},
     ]
-    rows = [{**row, "rate": 1, "seed": seed, "sent_s": 600.0} for row in rows for seed in range(5)]
-    monkeypatch.setattr(record, "figures", lambda _: {"runs": rows})
+    of_seeds = [dict[str, object](row, rate=1, seed=seed, sent_s=600.0) for row in rows for seed in range(5)]
+    monkeypatch.setattr(record, "figures", lambda _: {"runs": of_seeds})
     assert " ".join(record.provenance("some").split()) == (
         "- **Measured with an older decision code: 5 of 20 rows**: `bros` (5) "
         "- **Measured with a decision code that is not known: 5 of 20 rows**: `bros` (5) "
