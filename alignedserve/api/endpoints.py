@@ -148,22 +148,22 @@ COMPLETION = Endpoint(
 # --- embeddings, scores and rankings
 
 
-def _embedding_formatter(asked: EmbeddingRequest, _: ModelServices) -> MakeBodyFormatter:
-    return partial(EmbeddingFormatter, encoding_format=asked.encoding_format, dimensions=asked.dimensions)
+def _embedding_formatter(body: EmbeddingRequest, _: ModelServices) -> MakeBodyFormatter:
+    return partial(EmbeddingFormatter, encoding_format=body.encoding_format, dimensions=body.dimensions)
 
 
 def _parse_score(body: Body, ignored: IgnoredFields | None) -> ScoreRequest:
-    asked = parse(ScoreRequest, body, ignored)
-    PairSides.of(asked)
-    return asked
+    parsed = parse(ScoreRequest, body, ignored)
+    PairSides.of(parsed)
+    return parsed
 
 
-def _ranking_formatter(asked: RerankRequest, model: ModelServices) -> MakeBodyFormatter:
-    return partial(RerankFormatter, read_scores=_score_reader(model, len(asked.documents)), asked=asked)
+def _ranking_formatter(body: RerankRequest, model: ModelServices) -> MakeBodyFormatter:
+    return partial(RerankFormatter, read_scores=_score_reader(model, len(body.documents)), body=body)
 
 
-def _short_ranking(asked: RerankRequest) -> Body:
-    return {"query": _SHORT} | ({} if asked.return_documents else {"documents": [_SHORT] * len(asked.documents)})
+def _short_ranking(body: RerankRequest) -> Body:
+    return {"query": _SHORT} | ({} if body.return_documents else {"documents": [_SHORT] * len(body.documents)})
 
 
 def _score_reader(services: ModelServices, num_second: int) -> ScoreReader:
@@ -176,7 +176,7 @@ def _score_reader(services: ModelServices, num_second: int) -> ScoreReader:
 EMBEDDINGS = Endpoint(
     path="/v1/embeddings",
     parse=partial(parse, EmbeddingRequest),
-    prompts=lambda asked, services, _: embedding_prompts(asked, services),
+    prompts=lambda body, services, _: embedding_prompts(body, services),
     build=build_embedding_request,
     formatter=_embedding_formatter,
     short=lambda _: {"input": _SHORT},
@@ -184,15 +184,15 @@ EMBEDDINGS = Endpoint(
 SCORE = Endpoint(
     path="/v1/score",
     parse=_parse_score,
-    prompts=lambda asked, services, _: pair_prompts(asked, services),
+    prompts=lambda body, services, _: pair_prompts(body, services),
     build=build_score_request,
-    formatter=lambda asked, model: partial(ScoreFormatter, read_scores=_score_reader(model, len(asked.text_2))),
-    short=lambda asked: {"text_1": [_SHORT] * len(asked.text_1), "text_2": [_SHORT] * len(asked.text_2)},
+    formatter=lambda body, model: partial(ScoreFormatter, read_scores=_score_reader(model, len(body.text_2))),
+    short=lambda body: {"text_1": [_SHORT] * len(body.text_1), "text_2": [_SHORT] * len(body.text_2)},
 )
 RERANK = Endpoint(
     path="/v1/rerank",
     parse=partial(parse, RerankRequest),
-    prompts=lambda asked, services, _: pair_prompts(asked, services),
+    prompts=lambda body, services, _: pair_prompts(body, services),
     build=build_score_request,
     formatter=_ranking_formatter,
     short=_short_ranking,
@@ -201,10 +201,10 @@ RERANK = Endpoint(
 # --- Anthropic's messages
 
 
-async def _message_prompts(asked: MessagesRequest, services: PromptServices, ignored: IgnoredFields | None) -> Prompts:
-    if any(tool.get("defer_loading") for tool in asked.tools):
+async def _message_prompts(body: MessagesRequest, services: PromptServices, ignored: IgnoredFields | None) -> Prompts:
+    if any(tool.get("defer_loading") for tool in body.tools):
         raise NeedsGateway  # the messages tell which of the tools may be called
-    return await message_request.message_prompts(asked, services, ignored)
+    return await message_request.message_prompts(body, services, ignored)
 
 
 MESSAGES = Endpoint(
@@ -214,7 +214,7 @@ MESSAGES = Endpoint(
     ),
     prompts=_message_prompts,
     build=message_request.build_message_request,
-    formatter=lambda asked, _: partial(MessageFormatter, asked=asked),
+    formatter=lambda body, _: partial(MessageFormatter, body=body),
     short=lambda _: {"messages": [{"role": "user", "content": _SHORT}], "system": None},
 )
 COUNT_TOKENS = TokenEndpoint(
@@ -226,29 +226,29 @@ COUNT_TOKENS = TokenEndpoint(
 # --- responses: those that stand alone; the gateway adds what is stored
 
 
-def _own_items(asked: ResponseFields, ignored: IgnoredFields | None) -> list[Item]:
-    items = parse_items(asked.input, new_response_id(), ignored)
-    is_whole = asked.previous_response_id is None and asked.conversation_id is None
+def _own_items(body: ResponseFields, ignored: IgnoredFields | None) -> list[Item]:
+    items = parse_items(body.input, new_response_id(), ignored)
+    is_whole = body.previous_response_id is None and body.conversation_id is None
     if not is_whole or any(item["type"] == "item_reference" for item in items):
         raise NeedsGateway  # others of its items are stored
     return items
 
 
 async def _response_prompts(
-    asked: CreateResponseRequest, services: PromptServices, ignored: IgnoredFields | None
+    body: CreateResponseRequest, services: PromptServices, ignored: IgnoredFields | None
 ) -> Prompts:
-    items = _own_items(asked, ignored)
-    if asked.truncation == "auto":
+    items = _own_items(body, ignored)
+    if body.truncation == "auto":
         raise NeedsGateway
-    return await response_prompts(asked, items, services)
+    return await response_prompts(body, items, services)
 
 
 async def _build_response(
-    asked: CreateResponseRequest, arrival: Arrival, services: ModelServices, _: Prompts | None
+    body: CreateResponseRequest, arrival: Arrival, services: ModelServices, _: Prompts | None
 ) -> GenerationRequest:
     response_id = arrival.response_id or new_response_id()
-    items = await resolve_references(None, parse_items(asked.input, response_id, arrival.ignored), response_id)
-    return await build_response_request(asked, items, response_id, arrival, services)
+    items = await resolve_references(None, parse_items(body.input, response_id, arrival.ignored), response_id)
+    return await build_response_request(body, items, response_id, arrival, services)
 
 
 RESPONSES = Endpoint(
@@ -256,52 +256,52 @@ RESPONSES = Endpoint(
     parse=parse_response,
     prompts=_response_prompts,
     build=_build_response,
-    formatter=lambda asked, _: partial(ResponsesFormatter, asked=asked),
+    formatter=lambda body, _: partial(ResponsesFormatter, body=body),
     short=None,
 )
 INPUT_TOKENS = TokenEndpoint(
     path="/v1/responses/input_tokens",
     parse=parse_input_tokens,
-    answer=lambda asked, services, ignored: input_tokens_answer(asked, _own_items(asked, ignored), services),
+    answer=lambda body, services, ignored: input_tokens_answer(body, _own_items(body, ignored), services),
 )
 
 # --- tokens
 
 
 def _parse_tokenize(body: dict[str, Any], ignored: IgnoredFields | None = None) -> TokenizeRequest:
-    asked = parse(TokenizeRequest, plain_messages(body), ignored)
-    if asked.prompt is None:
-        check_conversation(conversation_of_chat(asked))
-    return asked
+    parsed = parse(TokenizeRequest, plain_messages(body), ignored)
+    if parsed.prompt is None:
+        check_conversation(conversation_of_chat(parsed))
+    return parsed
 
 
-async def _tokens_answer(asked: TokenizeRequest, services: PromptServices) -> bytes:
-    if (asked.prompt is None) == (not asked.messages):
+async def _tokens_answer(body: TokenizeRequest, services: PromptServices) -> bytes:
+    if (body.prompt is None) == (not body.messages):
         raise InvalidRequest("Give either prompt or messages.", param="prompt")
-    if asked.prompt is None:
-        token_ids = (await encode_chat(conversation_of_chat(asked), services)).token_ids
+    if body.prompt is None:
+        token_ids = (await encode_chat(conversation_of_chat(body), services)).token_ids
     else:
-        token_ids = await encode_text(asked.prompt, services, add_special_tokens=asked.add_special_tokens)
+        token_ids = await encode_text(body.prompt, services, add_special_tokens=body.add_special_tokens)
     answer = {"count": len(token_ids), "max_model_len": services.model.max_context_len, "tokens": token_ids}
     return orjson.dumps(answer)
 
 
-async def _text_answer(asked: DetokenizeRequest, services: PromptServices) -> bytes:
-    return orjson.dumps({"prompt": await decode_text(asked.tokens, services)})
+async def _text_answer(body: DetokenizeRequest, services: PromptServices) -> bytes:
+    return orjson.dumps({"prompt": await decode_text(body.tokens, services)})
 
 
 TOKENIZE = TokenEndpoint(
-    path="/tokenize", parse=_parse_tokenize, answer=lambda asked, services, _: _tokens_answer(asked, services)
+    path="/tokenize", parse=_parse_tokenize, answer=lambda body, services, _: _tokens_answer(body, services)
 )
 DETOKENIZE = TokenEndpoint(
     path="/detokenize",
     parse=partial(parse, DetokenizeRequest),
-    answer=lambda asked, services, _: _text_answer(asked, services),
+    answer=lambda body, services, _: _text_answer(body, services),
 )
 
 ENDPOINTS: dict[str, Endpoint[Any]] = {
-    one.path: one for one in (CHAT, COMPLETION, EMBEDDINGS, SCORE, RERANK, MESSAGES, RESPONSES)
+    endpoint.path: endpoint for endpoint in (CHAT, COMPLETION, EMBEDDINGS, SCORE, RERANK, MESSAGES, RESPONSES)
 }
 TOKEN_ENDPOINTS: dict[str, TokenEndpoint[Any]] = {
-    one.path: one for one in (COUNT_TOKENS, INPUT_TOKENS, TOKENIZE, DETOKENIZE)
+    endpoint.path: endpoint for endpoint in (COUNT_TOKENS, INPUT_TOKENS, TOKENIZE, DETOKENIZE)
 }

@@ -48,7 +48,7 @@ def find_reasoning_format(name: str | None, template: str) -> ReasoningFormat | 
     """Return the configured format, or that of the template, which mentions both markers; None: no reasoning model."""
     if name is not None:
         return FORMATS[name]
-    return next((one for one in FORMATS.values() if one.begin in template and one.end in template), None)
+    return next((form for form in FORMATS.values() if form.begin in template and form.end in template), None)
 
 
 def thought_start(prompt_end: str, form: ReasoningFormat, continued: str = "") -> ThoughtStart:
@@ -71,11 +71,11 @@ def open_marks(text: str) -> str:
 
 def effort_variables(effort: str, known: Collection[str]) -> dict[str, str | bool] | None:
     """Return the template's variables for this effort, of the names that it reads; None: it has none for it."""
-    found: dict[str, str | bool] = {}
+    variables: dict[str, str | bool] = {}
     if _LEVELS in known:
-        found[_LEVELS] = effort
-    found |= {name: effort != "none" for name in _SWITCHES if name in known}
-    return found or ({} if effort == "none" else None)
+        variables[_LEVELS] = effort
+    variables |= {name: effort != "none" for name in _SWITCHES if name in known}
+    return variables or ({} if effort == "none" else None)
 
 
 def thought_symbols(start: ThoughtStart, gap: str, *, is_bounded: bool) -> str:

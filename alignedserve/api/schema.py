@@ -68,5 +68,5 @@ def unknown_fields(body: Schema) -> Iterator[Location]:
 
 
 def _in_list(name: str, items: Sequence[Schema]) -> Iterator[Location]:
-    for place, item in enumerate(items):
-        yield from ((name, place, *rest) for rest in unknown_fields(item))
+    for index, item in enumerate(items):
+        yield from ((name, index, *rest) for rest in unknown_fields(item))

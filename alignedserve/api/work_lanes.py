@@ -136,9 +136,9 @@ class Lane:
 
     def _leave(self, future: "Future[Any]", is_last: bool, client: str) -> None:
         with self._lock:
-            own = self._open[is_last][client]
-            own.remove(future)
-            if not own:
+            futures = self._open[is_last][client]
+            futures.remove(future)
+            if not futures:
                 del self._open[is_last][client]
 
 

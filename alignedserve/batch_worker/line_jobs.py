@@ -56,7 +56,7 @@ async def build_job(line: LineRequest, services: ApiServices, held: ExitStack) -
     job = LineJob(model, await endpoint.build(asked, arrival, model, None), endpoint.formatter(asked, model))
     if streamed is None:
         return job
-    return job._replace(make_event_formatter=partial(BackgroundFormatter, asked=asked, response=streamed))
+    return job._replace(make_event_formatter=partial(BackgroundFormatter, body=asked, response=streamed))
 
 
 def _arrival_of(

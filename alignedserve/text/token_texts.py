@@ -14,7 +14,7 @@ class ByteLevelPieces:
         printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
         others = [byte for byte in range(256) if byte not in set(printable)]
         self._byte_of = {chr(byte): byte for byte in printable}
-        self._byte_of |= {chr(256 + place): byte for place, byte in enumerate(others)}
+        self._byte_of |= {chr(256 + index): byte for index, byte in enumerate(others)}
 
     def to_bytes(self, token: str) -> bytes:
         """Return the bytes of a token, which may be part of a character."""
@@ -121,28 +121,28 @@ class SlicedPattern:
         position = 0
         while position < len(text):
             end = position + _SLICE_LEN
-            found = self._regex.search(text, position, end + self.max_len)
-            if found is None or found.start() >= end:
+            match = self._regex.search(text, position, end + self.max_len)
+            if match is None or match.start() >= end:
                 position = end
             else:
-                yield found
-                position = max(found.end(), position + 1)
+                yield match
+                position = max(match.end(), position + 1)
 
     def split(self, text: str) -> list[str | None]:
         """Return what stands between matches, and between each two pieces the group of the match, None where unset."""
         pieces: list[str | None] = []
         start = 0
-        for found in self.finditer(text):
-            pieces += (text[start : found.start()], found[1])
-            start = found.end()
+        for match in self.finditer(text):
+            pieces += (text[start : match.start()], match[1])
+            start = match.end()
         return [*pieces, text[start:]]
 
     def sub(self, replace: Callable[[re.Match[str]], str], text: str) -> str:
         pieces: list[str] = []
         start = 0
-        for found in self.finditer(text):
-            pieces += (text[start : found.start()], replace(found))
-            start = found.end()
+        for match in self.finditer(text):
+            pieces += (text[start : match.start()], replace(match))
+            start = match.end()
         return "".join((*pieces, text[start:])) if pieces else text
 
 

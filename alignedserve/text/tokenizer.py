@@ -87,8 +87,8 @@ class Tokenizer:
         model's own. Raises ModelError.
         """
         if is_gguf(folder):
-            found = gguf_tokenizer(GgufFile(folder))
-            return cls(found.definition, found.special_tokens, chat_template or found.chat_template)
+            parts = gguf_tokenizer(GgufFile(folder))
+            return cls(parts.definition, parts.special_tokens, chat_template or parts.chat_template)
         definition = read_definition(folder)
         config = read_config(folder / "tokenizer_config.json")
         templates = templates_of(folder, config) if chat_template is None else (chat_template, None)
@@ -140,8 +140,8 @@ class Tokenizer:
         texts = [_encoded(self._tokenizer, text) for text in (first, second)]
         if max_tokens is not None:
             room = _room(self._tokenizer, max_tokens, is_pair=True)
-            for text, kept in zip(texts, _longest_first(len(texts[0]), len(texts[1]), room), strict=True):
-                text.truncate(kept)
+            for text, num_tokens in zip(texts, _longest_first(len(texts[0]), len(texts[1]), room), strict=True):
+                text.truncate(num_tokens)
         encoded = self._tokenizer.post_process(*texts, True)
         types = encoded.type_ids
         return EncodedPair(encoded.ids, types.index(1) if 1 in types else 0)
@@ -212,10 +212,10 @@ class Tokenizer:
         """Return the text in pieces, each plain text or the name of a special token and its id."""
         pieces: list[tuple[str, int | None]] = []
         start = 0
-        for found in self._control.finditer(text):
-            pieces += [(text[start : found.start()], None)] if found.start() > start else []
-            pieces.append((found[0], self._tokenizer.token_to_id(found[0])))
-            start = found.end()
+        for match in self._control.finditer(text):
+            pieces += [(text[start : match.start()], None)] if match.start() > start else []
+            pieces.append((match[0], self._tokenizer.token_to_id(match[0])))
+            start = match.end()
         return [*pieces, (text[start:], None)] if start < len(text) else pieces
 
     def control_token_ids(self, text: str) -> frozenset[int]:
@@ -249,7 +249,7 @@ class Tokenizer:
     def marked(self, value: Any) -> Any:
         """Return the value with marks around the special tokens that its strings spell out; see `control_mark`."""
         if isinstance(value, str):
-            return self._control.sub(lambda found: control_mark(found[0]), without_marks(value))
+            return self._control.sub(lambda match: control_mark(match[0]), without_marks(value))
         if isinstance(value, Mapping):
             return {self.marked(key): self.marked(item) for key, item in value.items()}
         return [self.marked(item) for item in value] if isinstance(value, list | tuple) else value

@@ -225,13 +225,13 @@ class BodyParser:
         return parse(schema, without_neutral(body, _BODY), self._ignored)
 
     def tools(self, tools: Sequence[dict[str, Any]]) -> list[ClientTool]:
-        return [self._tool(tool, f"tools[{place}].") for place, tool in enumerate(tools)]
+        return [self._tool(tool, f"tools[{index}].") for index, tool in enumerate(tools)]
 
     def blocks(self, content: Content, known: BlockTypes, path: str) -> list[tuple[Block, str]]:
         """Check the blocks of a content, a text being one; return each with its path."""
         if isinstance(content, str):
             return [(TextBlock(type="text", text=content), path)]
-        paths = [f"{path}[{place}]" for place in range(len(content))]
+        paths = [f"{path}[{index}]" for index in range(len(content))]
         return [(self._block(block, known, at), at) for block, at in zip(content, paths, strict=True)]
 
     def _tool(self, tool: dict[str, Any], path: str) -> ClientTool:

@@ -146,13 +146,13 @@ def server_sent_event(kind: str, payload: bytes) -> bytes:
 class MessageFormatter:
     """Formats the one answer of a generation."""
 
-    def __init__(self, generation: Generation, asked: MessagesRequest) -> None:
+    def __init__(self, generation: Generation, body: MessagesRequest) -> None:
         self._generation = generation
         self._request = generation.request
-        self._asked = asked
+        self._body = body
         self._has_begun = False
         self._stop: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
-        is_omitted = asked.thinking is not None and asked.thinking.display == "omitted"
+        is_omitted = body.thinking is not None and body.thinking.display == "omitted"
         self._blocks = ContentBlocks(shows_thinking=not is_omitted)
 
     def events(self, index: int, delta: ChoiceDelta) -> bytes:
@@ -213,7 +213,7 @@ class MessageFormatter:
             self._stop["stop_reason"] = self._stop_reason(delta.finish_reason)
 
     def _stop_reason(self, reason: FinishReason) -> str:
-        has_all_tokens = self._request.requests[0].sampling.max_tokens == self._asked.max_tokens
+        has_all_tokens = self._request.requests[0].sampling.max_tokens == self._body.max_tokens
         if reason is FinishReason.LENGTH and not has_all_tokens:
             return "model_context_window_exceeded"
         return _STOP_REASONS[reason.value]

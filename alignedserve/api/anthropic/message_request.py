@@ -141,23 +141,23 @@ def _url_of(block: ImageBlock) -> str:
     return source.url if source.type == "url" else f"data:{source.media_type};base64,{source.data}"
 
 
-def conversation_of_message(asked: MessageFields, parser: BodyParser) -> Conversation:
+def conversation_of_message(body: MessageFields, parser: BodyParser) -> Conversation:
     """Return the conversation, checked. Raises InvalidRequest naming the field."""
     translator = MessageTranslator(parser)
-    translator.translate(asked.system, asked.messages)
+    translator.translate(body.system, body.messages)
     tools = (
         OfferedTool(tool.name, tool.description, tool.input_schema, path, f"{path}.input_schema")
-        for path, tool in ((f"tools[{index}]", tool) for index, tool in enumerate(parser.tools(asked.tools)))
+        for path, tool in ((f"tools[{index}]", tool) for index, tool in enumerate(parser.tools(body.tools)))
         if not tool.defer_loading or tool.name in translator.referenced_tools
     )
-    effort = asked.output_config.effort if asked.output_config is not None else None
-    thinking = asked.thinking
+    effort = body.output_config.effort if body.output_config is not None else None
+    thinking = body.thinking
     return check_conversation(
         Conversation(
             tuple(translator.messages),
             tuple(tools),
-            _tool_choice(asked.tool_choice),
-            has_parallel_calls=asked.tool_choice is None or not asked.tool_choice.disable_parallel_tool_use,
+            _tool_choice(body.tool_choice),
+            has_parallel_calls=body.tool_choice is None or not body.tool_choice.disable_parallel_tool_use,
             effort=None if effort == _DEFAULT_EFFORT else effort,
             thinking_budget=thinking.budget_tokens if thinking is not None else None,
             variables=_switches(thinking) if thinking is not None else {},
@@ -187,44 +187,44 @@ def _switches(thinking: Thinking) -> dict[str, bool]:
     return {} if thinking.type == "adaptive" else dict.fromkeys(_SWITCHES, thinking.type == "enabled")
 
 
-def message_spec(asked: MessagesRequest) -> AnswerSpec:
+def message_spec(body: MessagesRequest) -> AnswerSpec:
     """Return what the answer is to be: of `max_tokens` at most, or of as many as the context has room for."""
-    config = asked.output_config
-    form = config.format if config is not None and config.format is not None else asked.output_format
+    config = body.output_config
+    form = config.format if config is not None and config.format is not None else body.output_format
     outputs = StructuredOutputs(json=form.json_schema) if form is not None else None
     return AnswerSpec.of(
-        asked,
+        body,
         id_prefix="msg_",
         prompt_param="messages",
         max_tokens=None,
-        max_fitting_tokens=asked.max_tokens,
+        max_fitting_tokens=body.max_tokens,
         constraint=Constraint(outputs, _SCHEMA_PATH) if outputs is not None else None,
-        stop=asked.stop_sequences,
+        stop=body.stop_sequences,
         stop_param="stop_sequences",
-        service_tier=_SERVICE_TIERS[asked.service_tier],
+        service_tier=_SERVICE_TIERS[body.service_tier],
     )
 
 
 async def build_message_request(
-    asked: MessagesRequest, arrival: Arrival, services: ModelServices, prompts: Prompts | None = None
+    body: MessagesRequest, arrival: Arrival, services: ModelServices, prompts: Prompts | None = None
 ) -> GenerationRequest:
     """Return the request of a message. `prompts`: None: they are made here. Raises InvalidRequest."""
-    conversation = await _translated(asked, arrival.ignored, services)
+    conversation = await _translated(body, arrival.ignored, services)
     prompts = prompts or await _prompts(conversation, services)
-    _note_thinking(asked, services, arrival.ignored)
+    _note_thinking(body, services, arrival.ignored)
     try:
-        return await build_chat_request(conversation, message_spec(asked), arrival, services, prompts)
+        return await build_chat_request(conversation, message_spec(body), arrival, services, prompts)
     except ContextTooLong as error:
         raise _prompt_too_long(len(prompts[0].token_ids), services) from error
 
 
-def _note_thinking(asked: MessagesRequest, model: ModelServices, ignored: IgnoredFields | None) -> None:
+def _note_thinking(body: MessagesRequest, model: ModelServices, ignored: IgnoredFields | None) -> None:
     """Name `thinking` among the ignored fields where it is off and the model always thinks.
 
     `ignored`: None: such fields are refused, with InvalidRequest.
     """
     template = model.tokenizer.chat_template
-    if asked.thinking is None or asked.thinking.type != "disabled" or template is None:
+    if body.thinking is None or body.thinking.type != "disabled" or template is None:
         return
     _, reasoning = answer_forms(model)
     if reasoning is not None and not any(name in template.variables for name in _SWITCHES):
@@ -233,20 +233,20 @@ def _note_thinking(asked: MessagesRequest, model: ModelServices, ignored: Ignore
         ignored.add("thinking")
 
 
-async def message_prompts(asked: MessagesRequest, services: PromptServices, ignored: IgnoredFields | None) -> Prompts:
+async def message_prompts(body: MessagesRequest, services: PromptServices, ignored: IgnoredFields | None) -> Prompts:
     """Return the one prompt of a message. Raises InvalidRequest."""
-    return await _prompts(await _translated(asked, ignored, services), services)
+    return await _prompts(await _translated(body, ignored, services), services)
 
 
-async def count_answer(asked: MessageFields, services: PromptServices, ignored: IgnoredFields | None) -> bytes:
+async def count_answer(body: MessageFields, services: PromptServices, ignored: IgnoredFields | None) -> bytes:
     """Return the answer that has the number of tokens of the prompt, however long. Raises InvalidRequest."""
-    prompt = await encode_chat(await _translated(asked, ignored, services), services)
+    prompt = await encode_chat(await _translated(body, ignored, services), services)
     return orjson.dumps({"input_tokens": len(prompt.token_ids)})
 
 
-async def _translated(asked: MessageFields, ignored: IgnoredFields | None, services: PromptServices) -> Conversation:
-    translate = partial(conversation_of_message, asked, BodyParser(ignored))
-    return await services.lanes.run(rough_length(asked), translate)
+async def _translated(body: MessageFields, ignored: IgnoredFields | None, services: PromptServices) -> Conversation:
+    translate = partial(conversation_of_message, body, BodyParser(ignored))
+    return await services.lanes.run(rough_length(body), translate)
 
 
 async def _prompts(conversation: Conversation, services: PromptServices) -> Prompts:

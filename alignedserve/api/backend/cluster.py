@@ -92,7 +92,8 @@ class OpenRequest:
     def num_bytes(self) -> int:
         request, sampling = self.request, self.request.sampling
         num_token_ids = request.prompt_len + self.num_tokens + len(sampling.allowed_token_ids)
-        return _TOKEN_BYTES * num_token_ids + len(sampling.grammar) + sum(len(one.content) for one in request.pictures)
+        num_picture_bytes = sum(len(picture.content) for picture in request.pictures)
+        return _TOKEN_BYTES * num_token_ids + len(sampling.grammar) + num_picture_bytes
 
     @property
     def is_complete(self) -> bool:
@@ -298,7 +299,7 @@ class ClusterBackend:
         asked to resume from here, which it ignores for requests that it knows to be running.
         """
         if peer.name != self._router:
-            lost = [one for one in self._open.values() if one.last_worker in (None, peer.name) or one.has_gap]
+            lost = [item for item in self._open.values() if item.last_worker in (None, peer.name) or item.has_gap]
             for entry in lost:
                 entry.lose_worker()
             if self._router is not None:

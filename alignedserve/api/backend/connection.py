@@ -88,7 +88,7 @@ class ClusterConnection:
         handler = self._handlers.pop(router, None)
         if handler is None:
             return
-        self._of_worker = {worker: one for worker, one in self._of_worker.items() if one is not handler}
+        self._of_worker = {worker: other for worker, other in self._of_worker.items() if other is not handler}
         self._manager.hang_up(router)
 
     def send(self, router: str, message: Message) -> bool:
@@ -137,8 +137,8 @@ class ClusterConnection:
             case RequestsNoted() if self.timelines is not None:
                 self.timelines.take(peer.name, message)
             case AskTimeline():
-                told = TimelineTold(message.number, message.asker)
-                self._manager.send(peer.name, told if self._questions is None else self._questions.answer(message))
+                nothing = TimelineTold(message.number, message.asker)
+                self._manager.send(peer.name, nothing if self._questions is None else self._questions.answer(message))
             case TimelineTold() if self._questions is not None:
                 self._questions.told(message)
             case StandingsTold() if self._questions is not None and peer.role is Role.ROUTER:

@@ -35,7 +35,10 @@ def _checked_texts(value: Any) -> list[str]:
 
 def _checked_documents(value: Any) -> list[str]:
     if isinstance(value, list):
-        value = [one["text"] if isinstance(one, dict) and one.keys() == {"text"} else one for one in value]
+        value = [
+            document["text"] if isinstance(document, dict) and document.keys() == {"text"} else document
+            for document in value
+        ]
     try:
         return _checked_texts(value)
     except ValueError:
@@ -106,7 +109,7 @@ async def encode_texts(
     prompts = await encode_prompts(_prefixed(texts, prompt), services, param=param, is_bounded=is_whole)
     if truncate_to is not None:
         limit = limit_of(truncate_to, services.model.max_context_len)
-        prompts = [await _beginning(one, limit, services, is_text=is_text) for one in prompts]
+        prompts = [await _beginning(text_prompt, limit, services, is_text=is_text) for text_prompt in prompts]
     return _checked(prompts, services, param)
 
 
@@ -132,8 +135,11 @@ async def encode_pairs(
     def encode() -> list[EncodedPair]:
         return [services.tokenizer.encode_pair(*pair, limit) for pair in pairs]
 
-    encoded = await services.lanes.run(sum(len(one) + len(other) for one, other in pairs), encode)
-    prompts = [Prompt(tuple(one.token_ids), text, one.second_at) for one, text in zip(encoded, second, strict=True)]
+    encoded = await services.lanes.run(sum(len(first_item) + len(other) for first_item, other in pairs), encode)
+    prompts = [
+        Prompt(tuple(first_item.token_ids), text, first_item.second_at)
+        for first_item, text in zip(encoded, second, strict=True)
+    ]
     return _checked(prompts, services, param)
 
 
@@ -160,8 +166,8 @@ def prompt_named(embedding: EmbeddingConfig | None, name: str | None) -> str:
 
 def first_prompt(embedding: EmbeddingConfig | None, names: Sequence[str]) -> str:
     prompts = dict(embedding.prompts) if embedding is not None else {}
-    found = next((name for name in names if name in prompts), None)
-    return prompt_named(embedding, found)
+    known_name = next((name for name in names if name in prompts), None)
+    return prompt_named(embedding, known_name)
 
 
 def limit_of(truncate_to: int, max_context_len: int) -> int:
@@ -191,9 +197,9 @@ async def _beginning(prompt: Prompt, limit: int, services: PromptServices, *, is
 
 def _checked(prompts: list[Prompt], services: PromptServices, param: str) -> list[Prompt]:
     limit = services.model.max_context_len
-    for place, prompt in enumerate(prompts):
+    for index, prompt in enumerate(prompts):
         if (length := len(prompt.token_ids)) > limit:
-            named = param_at(param, place, of=len(prompts))
+            named = param_at(param, index, of=len(prompts))
             message = f"This model's maximum context length is {limit} tokens. However, {named} has {length}."
             raise ContextTooLong(message, param=named)
     return prompts
@@ -213,46 +219,46 @@ class PairSides(NamedTuple):
     second_prompts: Sequence[str] = ()
 
     @classmethod
-    def of(cls, asked: ScoreRequest | RerankRequest) -> "PairSides":
+    def of(cls, body: ScoreRequest | RerankRequest) -> "PairSides":
         """Return the texts of a body. Raises InvalidRequest unless they make pairs."""
-        if isinstance(asked, RerankRequest):
-            return cls([asked.query], asked.documents, "query", "documents", QUERY_PROMPTS, DOCUMENT_PROMPTS)
-        if len(asked.text_1) not in (1, len(asked.text_2)):
+        if isinstance(body, RerankRequest):
+            return cls([body.query], body.documents, "query", "documents", QUERY_PROMPTS, DOCUMENT_PROMPTS)
+        if len(body.text_1) not in (1, len(body.text_2)):
             raise InvalidRequest("text_1 must be one text, or as many as text_2 has.", param="text_1")
-        return cls(asked.text_1, asked.text_2, "text_1", "text_2")
+        return cls(body.text_1, body.text_2, "text_1", "text_2")
 
 
 async def build_embedding_request(
-    asked: EmbeddingRequest, arrival: Arrival, services: ModelServices, prompts: Prompts | None = None
+    body: EmbeddingRequest, arrival: Arrival, services: ModelServices, prompts: Prompts | None = None
 ) -> GenerationRequest:
     """Return the requests of a call of /v1/embeddings. `prompts`: None: they are made here. Raises InvalidRequest."""
-    return _built(asked, prompts or await embedding_prompts(asked, services), arrival, services)
+    return _built(body, prompts or await embedding_prompts(body, services), arrival, services)
 
 
-async def embedding_prompts(asked: EmbeddingRequest, services: PromptServices) -> Prompts:
+async def embedding_prompts(body: EmbeddingRequest, services: PromptServices) -> Prompts:
     """Return the prompts of a call of /v1/embeddings, of one that its model can answer. Raises InvalidRequest."""
     embedding = _embedding_of(services)
-    check_dimensions(asked.dimensions, services.model.encoder)
-    prompt = prompt_named(embedding, asked.prompt_name)
+    check_dimensions(body.dimensions, services.model.encoder)
+    prompt = prompt_named(embedding, body.prompt_name)
     prompts = await encode_texts(
-        asked.input, services, param="input", prompt=prompt, truncate_to=asked.truncate_prompt_tokens
+        body.input, services, param="input", prompt=prompt, truncate_to=body.truncate_prompt_tokens
     )
     return tuple(prompts)
 
 
 async def build_score_request(
-    asked: ScoreRequest | RerankRequest, arrival: Arrival, services: ModelServices, prompts: Prompts | None = None
+    body: ScoreRequest | RerankRequest, arrival: Arrival, services: ModelServices, prompts: Prompts | None = None
 ) -> GenerationRequest:
     """Return the requests that compare texts. `prompts`: None: they are made here. Raises InvalidRequest."""
-    return _built(asked, prompts or await pair_prompts(asked, services), arrival, services)
+    return _built(body, prompts or await pair_prompts(body, services), arrival, services)
 
 
-async def pair_prompts(asked: ScoreRequest | RerankRequest, services: PromptServices) -> Prompts:
+async def pair_prompts(body: ScoreRequest | RerankRequest, services: PromptServices) -> Prompts:
     """Return the prompts that compare texts: a cross-encoder's one per pair, else one per text, second ones last.
 
     Raises InvalidRequest.
     """
-    sides, encoder, truncate_to = PairSides.of(asked), services.model.encoder, asked.truncate_prompt_tokens
+    sides, encoder, truncate_to = PairSides.of(body), services.model.encoder, body.truncate_prompt_tokens
     param = sides.param
     check_not_empty(sides.first, sides.first_param)
     if encoder is not None and encoder.score is not None:
@@ -300,9 +306,9 @@ def _embedding_of(services: PromptServices) -> EmbeddingConfig | None:
 
 
 def _built(
-    asked: PromptFields, prompts: Sequence[Prompt], arrival: Arrival, services: ModelServices
+    body: PromptFields, prompts: Sequence[Prompt], arrival: Arrival, services: ModelServices
 ) -> GenerationRequest:
-    terms = CallTerms.of(asked, arrival, services)._replace(default=Slo())  # nobody reads as they come
+    terms = CallTerms.of(body, arrival, services)._replace(default=Slo())  # nobody reads as they come
     return GenerationRequest(
         response_id=f"embd-{arrival.request_id}",
         arrival=arrival,

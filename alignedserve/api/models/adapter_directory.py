@@ -117,9 +117,9 @@ class AdapterDirectory:
 
 def check_room(changes: Changes, name: str, key: KeyEntry) -> None:
     """Raise InvalidRequest where the key, or all keys together, may not have one more adapter loaded, of this name."""
-    others = [one for one in changes.values() if one.is_loaded and one.name != name]
+    others = [adapter for adapter in changes.values() if adapter.is_loaded and adapter.name != name]
     if len(others) >= _MAX_LOADED:
         raise InvalidRequest(f"At most {_MAX_LOADED} adapters can be loaded.", param="lora_name")
-    if not key.sees_all and sum(one.owner == key.owner for one in others) >= _MAX_OF_KEY:
+    if not key.sees_all and sum(adapter.owner == key.owner for adapter in others) >= _MAX_OF_KEY:
         message = f"The key {key.name} has {_MAX_OF_KEY} adapters loaded, and may have no more; unload one."
         raise InvalidRequest(message, param="lora_name")

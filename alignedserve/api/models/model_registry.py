@@ -50,9 +50,9 @@ class WaitingLine:
         with self._waiting(name, request_class):
             try:
                 async with asyncio.timeout(patience_s):
-                    while (found := problem()) is not None:
-                        if found:
-                            raise Unavailable(f"The model cannot be loaded at present: {found}")
+                    while (reason := problem()) is not None:
+                        if reason:
+                            raise Unavailable(f"The model cannot be loaded at present: {reason}")
                         await self._changed.wait()
             except TimeoutError as error:
                 message = f"The model could not be loaded within {patience_s:.0f} s: others are in use."
@@ -63,16 +63,16 @@ class WaitingLine:
         if self._num_waiting[request_class] >= self._most:
             kind = ResourceUnavailable if request_class is RequestClass.BEST_EFFORT else Overloaded
             raise kind("Too many requests wait for models to be loaded.", retry_after_s=_RETRY_S)
-        since, place = self._clock(), (name, request_class)
-        self._since.setdefault(place, []).append(since)
+        since, key = self._clock(), (name, request_class)
+        self._since.setdefault(key, []).append(since)
         self._num_waiting[request_class] += 1
         try:
             yield
         finally:
             self._num_waiting[request_class] -= 1
-            self._since[place].remove(since)
-            if not self._since[place]:
-                del self._since[place]
+            self._since[key].remove(since)
+            if not self._since[key]:
+                del self._since[key]
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,8 +169,8 @@ class ModelRegistry:
 
     def card(self, name: str) -> ModelCard:
         """Return the model of this name as clients see it. Raises UnknownModel, Unavailable."""
-        found = self._registered(name).card
-        return next((one for one in found.of_aliases if one.name == name), found)
+        card = self._registered(name).card
+        return next((alias for alias in card.of_aliases if alias.name == name), card)
 
     def base_of(self, name: str) -> str:
         """Return the name of the model that an adapter or an alias belongs to; any other name itself."""
@@ -182,8 +182,8 @@ class ModelRegistry:
 
     def is_asleep(self, name: str | None) -> bool:
         """Return whether a request that names this waits until its model is loaded. Raises like `find`."""
-        found = self._registered(name)
-        return found.services is None and found.is_asleep
+        model = self._registered(name)
+        return model.services is None and model.is_asleep
 
     async def awake(
         self, name: str | None, request_class: RequestClass, line: WaitingLine, patience_s: float
@@ -196,9 +196,9 @@ class ModelRegistry:
         return self.find(name)
 
     def _sleep_of(self, name: str) -> str | None:
-        found = self._models.get(name)
-        is_asleep = found is not None and found.services is None and (found.is_asleep or name in self._expected)
-        return (found.problem if found is not None and found.is_asleep else "") if is_asleep else None
+        model = self._models.get(name)
+        is_asleep = model is not None and model.services is None and (model.is_asleep or name in self._expected)
+        return (model.problem if model is not None and model.is_asleep else "") if is_asleep else None
 
     def find(self, name: str | None) -> ModelServices:
         """Return the model of this name; None means the first one. Raises UnknownModel.
@@ -212,14 +212,14 @@ class ModelRegistry:
 
     def _registered(self, name: str | None) -> RegisteredModel:
         name = self._names.get(name, name) if name is not None else None
-        found = next(iter(self._models.values()), None) if name is None else self._models.get(name)
-        if found is None and name is not None:
-            found = self._adapted(name)
-        if found is None and (name in self._expected or not self.is_complete):
+        model = next(iter(self._models.values()), None) if name is None else self._models.get(name)
+        if model is None and name is not None:
+            model = self._adapted(name)
+        if model is None and (name in self._expected or not self.is_complete):
             raise Unavailable("The model is not served yet.")
-        if found is None:
+        if model is None:
             raise unknown_model()
-        return found
+        return model
 
     def _adapted(self, name: str) -> RegisteredModel | None:
         adapted = (model.with_adapter(name) for model in self.all)

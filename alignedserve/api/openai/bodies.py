@@ -99,12 +99,12 @@ class ChatMessage(Schema):
 
     def fields_of_other_roles(self) -> list[str]:
         """Return the set fields that a message of this role does not have."""
-        own: dict[str, tuple[str, ...]] = {
+        names_by_role: dict[str, tuple[str, ...]] = {
             "assistant": ("tool_calls", "function_call", "reasoning_content", "reasoning"),
             "tool": ("tool_call_id",),
         }
-        every: dict[str, Any] = {name: getattr(self, name) for names in own.values() for name in names}
-        return [name for name, value in every.items() if value and name not in own.get(self.role, ())]
+        every: dict[str, Any] = {name: getattr(self, name) for names in names_by_role.values() for name in names}
+        return [name for name, value in every.items() if value and name not in names_by_role.get(self.role, ())]
 
 
 _MODES = ("none", "auto", "required")
@@ -237,13 +237,13 @@ class ConstraintFields(Schema):
 
 def constraint_of(fields: ConstraintFields) -> Constraint | None:
     """Return the constraint that the fields ask for, if any. Raises InvalidRequest."""
-    asked = [*_response_format(fields), *_structured_outputs(fields), *_guided(fields)]
-    if len(asked) > 1:
-        names = " and ".join(constraint.param for constraint in asked[:2])
-        raise InvalidRequest(f"{names} cannot be combined: give one constraint.", param=asked[1].param)
-    if not asked and fields.guided_whitespace_pattern is not None:
+    constraints = [*_response_format(fields), *_structured_outputs(fields), *_guided(fields)]
+    if len(constraints) > 1:
+        names = " and ".join(constraint.param for constraint in constraints[:2])
+        raise InvalidRequest(f"{names} cannot be combined: give one constraint.", param=constraints[1].param)
+    if not constraints and fields.guided_whitespace_pattern is not None:
         raise InvalidRequest("guided_whitespace_pattern needs guided_json.", param="guided_whitespace_pattern")
-    return asked[0] if asked else None
+    return constraints[0] if constraints else None
 
 
 def _response_format(fields: ConstraintFields) -> list[Constraint]:
@@ -288,7 +288,7 @@ def _structured_outputs(fields: ConstraintFields) -> list[Constraint]:
 
 
 def _guided(fields: ConstraintFields) -> list[Constraint]:
-    given: dict[str, Any] = {
+    by_kind: dict[str, Any] = {
         "json": fields.guided_json,
         "regex": fields.guided_regex,
         "choice": fields.guided_choice,
@@ -300,7 +300,7 @@ def _guided(fields: ConstraintFields) -> list[Constraint]:
                 StructuredOutputs(**{kind: value}, whitespace_pattern=fields.guided_whitespace_pattern),
                 f"guided_{kind}",
             )
-            for kind, value in given.items()
+            for kind, value in by_kind.items()
             if value is not None
         ]
     except InvalidRequest as error:

@@ -165,7 +165,7 @@ def _with_ids(message: dict[str, Any], shown_id: Callable[[str], str]) -> dict[s
 
 def _numbered_ids(messages: Sequence[dict[str, Any]]) -> dict[str, str]:
     calls = [call for message in messages for call in message.get("tool_calls", ())]
-    return {call["id"]: f"functions.{call['function']['name']}:{place}" for place, call in enumerate(calls)}
+    return {call["id"]: f"functions.{call['function']['name']}:{index}" for index, call in enumerate(calls)}
 
 
 def _short_id(call_id: str) -> str:

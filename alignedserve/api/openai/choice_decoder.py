@@ -254,10 +254,10 @@ def _pieces(runs: Sequence[OutputRun], logprobs: Sequence[OffsetLogprob], start:
     if len(groups) == 1:
         return ()
     pieces, end, rest = [], start, list(logprobs)
-    for place, group in enumerate(groups, 1):
+    for number, group in enumerate(groups, 1):
         end += sum(len(run.content) for run in group)
-        is_last = place == len(groups)
-        own = tuple(rest) if is_last else tuple(one for one in rest if one.text_offset < end)
+        is_last = number == len(groups)
+        own = tuple(rest) if is_last else tuple(logprob for logprob in rest if logprob.text_offset < end)
         pieces.append(_delta_of(group, own))
         rest = rest[len(own) :]
     return tuple(pieces)

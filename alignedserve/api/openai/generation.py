@@ -217,9 +217,9 @@ class Generation:
         num_per_prompt = len(self.request.requests) // len(self.request.prompts)
         first = choice.index - choice.index % num_per_prompt
         of_prompt = self._choices[first : first + num_per_prompt]
-        num_before = min(one.num_cached_tokens for one in of_prompt)
+        num_before = min(sibling.num_cached_tokens for sibling in of_prompt)
         choice.num_cached_tokens = choice.stream.num_cached_tokens
-        self.num_cached_tokens += min(one.num_cached_tokens for one in of_prompt) - num_before
+        self.num_cached_tokens += min(sibling.num_cached_tokens for sibling in of_prompt) - num_before
 
     def _finish(self, choice: "_Choice", reason: str, now: float) -> None:
         choice.count_finished(reason)

@@ -137,8 +137,8 @@ def _plain(text: str, *, shows_names: bool) -> str:
 
 
 def _pieces(text: str, *, shows_names: bool) -> Iterator[tuple[int, str]]:
-    for place, piece in enumerate(split_marked(text)):
-        if place % 2 == 0:
+    for number, piece in enumerate(split_marked(text)):
+        if number % 2 == 0:
             yield len(piece), piece
         else:
             yield len(control_mark(piece)), piece if shows_names else ""

@@ -141,12 +141,12 @@ def parse_completion(body: dict[str, Any], ignored: IgnoredFields | None = None)
 def plain_messages(fields: dict[str, Any]) -> dict[str, Any]:
     """Return the fields with plain messages. Raises InvalidRequest naming the first unsupported field in one."""
     messages, tools = fields.get("messages"), fields.get("tools")
-    for place, tool in enumerate(tools if isinstance(tools, list) else ()):
+    for index, tool in enumerate(tools if isinstance(tools, list) else ()):
         if isinstance(tool, dict) and tool.get("type") in _TOOL_TYPES:
-            _refuse_unsupported(f"tools[{place}].type", tool["type"])
+            _refuse_unsupported(f"tools[{index}].type", tool["type"])
     if not isinstance(messages, list):
         return fields
-    plain = [_plain_message(message, f"messages[{place}]") for place, message in enumerate(messages)]
+    plain = [_plain_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
     return fields | {"messages": plain}
 
 
@@ -196,11 +196,11 @@ def _with_common(fields: dict[str, Any]) -> dict[str, Any]:
 def _plain_message(message: Any, path: str) -> Any:
     if not isinstance(message, dict):
         return message
-    given = {name: value for name, value in message.items() if value is not None}
-    fields = without_neutral(given, _MESSAGE, f"{path}.")
+    set_fields = {name: value for name, value in message.items() if value is not None}
+    fields = without_neutral(set_fields, _MESSAGE, f"{path}.")
     parts = fields.get("content")
     if isinstance(parts, list):
-        fields["content"] = [_plain_part(part, f"{path}.content[{place}]") for place, part in enumerate(parts)]
+        fields["content"] = [_plain_part(part, f"{path}.content[{index}]") for index, part in enumerate(parts)]
     return fields
 
 
@@ -214,13 +214,13 @@ def _plain_part(part: Any, path: str) -> Any:
 
 def without_neutral(fields: dict[str, Any], table: NeutralValues, path: str = "") -> dict[str, Any]:
     """Return the fields without neutral ones. Raises InvalidRequest for a field that wants an unsupported feature."""
-    kept = {}
+    others = {}
     for name, value in fields.items():
         if name not in table:
-            kept[name] = value
+            others[name] = value
         elif value is not None and not _is_neutral(value, table[name]):
             _refuse_unsupported(f"{path}{name}")
-    return kept
+    return others
 
 
 def _is_neutral(value: Any, neutral_values: tuple[Any, ...]) -> bool:
@@ -249,8 +249,8 @@ def _refuse(error: ValidationError, parent: str) -> NoReturn:
         refuse_unknown(path)
     if problem["type"] == "missing":
         refuse_missing(path)
-    told = "Input should be an object" if problem["type"] in _NO_OBJECT else problem["msg"]
-    expected = _UNION_FIELDS.get(path.rpartition(".")[2], told.replace("Value error, ", "Input "))
+    words = "Input should be an object" if problem["type"] in _NO_OBJECT else problem["msg"]
+    expected = _UNION_FIELDS.get(path.rpartition(".")[2], words.replace("Value error, ", "Input "))
     raise InvalidRequest(f"Invalid value for {path}: {expected}.", param=path, code="invalid_value")
 
 

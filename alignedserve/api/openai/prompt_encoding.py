@@ -91,9 +91,9 @@ async def decode_text(token_ids: list[int], services: PromptServices) -> str:
     return await services.lanes.run(len(token_ids) * _TOKEN_LEN, decode)
 
 
-def param_at(param: str, place: int, *, of: int) -> str:
+def param_at(param: str, index: int, *, of: int) -> str:
     """Return how errors name one of several prompts of a field: `prompt[3]`; a single one is the field itself."""
-    return f"{param}[{place}]" if of > 1 else param
+    return f"{param}[{index}]" if of > 1 else param
 
 
 async def encode_prompts(
@@ -117,12 +117,12 @@ async def encode_prompts(
     if len(prompt) > services.config.max_concurrent_requests:
         raise InvalidRequest(f"{param} holds more than {services.config.max_concurrent_requests} texts.", param=param)
     prompts = []
-    for place, item in enumerate(prompt):
-        own = param_at(param, place, of=len(prompt))
+    for index, item in enumerate(prompt):
+        item_param = param_at(param, index, of=len(prompt))
         if isinstance(item, str):
-            prompts.append(await _text_prompt(item, services, own, add_special_tokens, is_bounded=is_bounded))
+            prompts.append(await _text_prompt(item, services, item_param, add_special_tokens, is_bounded=is_bounded))
         elif isinstance(item, list):
-            prompts.append(await _token_prompt(item, services, own, is_bounded=is_bounded))
+            prompts.append(await _token_prompt(item, services, item_param, is_bounded=is_bounded))
         await asyncio.sleep(0)  # streams continue between prompts that are not long
     return prompts
 

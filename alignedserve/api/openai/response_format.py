@@ -43,17 +43,17 @@ _LOWEST = -9999.0
 
 
 def chat_logprobs(logprobs: Sequence[OffsetLogprob], names: TokenNames) -> dict[str, Any]:
-    return {"content": encoded(_chat_entry(one.logprob, names) for one in logprobs), "refusal": None}
+    return {"content": encoded(_chat_entry(entry.logprob, names) for entry in logprobs), "refusal": None}
 
 
 def completion_logprobs(
     logprobs: Sequence[OffsetLogprob], names: TokenNames, *, first_offset: int = 0
 ) -> dict[str, list[Any]]:
     return {
-        "tokens": [names.token_text(one.logprob.token_id) for one in logprobs],
-        "token_logprobs": [_finite(one.logprob.logprob) for one in logprobs],
-        "top_logprobs": encoded(_top_by_text(one.logprob, names) for one in logprobs),
-        "text_offset": [first_offset + one.text_offset for one in logprobs],
+        "tokens": [names.token_text(entry.logprob.token_id) for entry in logprobs],
+        "token_logprobs": [_finite(entry.logprob.logprob) for entry in logprobs],
+        "top_logprobs": encoded(_top_by_text(entry.logprob, names) for entry in logprobs),
+        "text_offset": [first_offset + entry.text_offset for entry in logprobs],
     }
 
 
@@ -62,8 +62,8 @@ def echoed_logprobs(
 ) -> dict[str, list[Any]]:
     return {
         "tokens": [names.token_text(token_id) for token_id in prompt.token_ids],
-        "token_logprobs": [None, *(_finite(one.logprob) for one in logprobs)],
-        "top_logprobs": [None, *encoded(_top_by_text(one, names) for one in logprobs)],
+        "token_logprobs": [None, *(_finite(entry.logprob) for entry in logprobs)],
+        "top_logprobs": [None, *encoded(_top_by_text(entry, names) for entry in logprobs)],
         "text_offset": _prompt_offsets(prompt, tokenizer),
     }
 
@@ -72,7 +72,7 @@ def prompt_logprobs(
     logprobs: Sequence[TokenLogprob], num_top: int, tokenizer: Tokenizer
 ) -> list[orjson.Fragment | None]:
     """Return vLLM's `prompt_logprobs`: of each prompt token, by its id, its own and those of the likeliest."""
-    return [None, *encoded(_by_id(one, num_top, tokenizer) for one in logprobs)]
+    return [None, *encoded(_by_id(entry, num_top, tokenizer) for entry in logprobs)]
 
 
 def encoded(entries: Iterable[Any]) -> list[orjson.Fragment]:
@@ -92,13 +92,13 @@ def _prompt_offsets(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
 
     A special token has no length where it was added to the text, or left out of one that was made of token ids.
     """
-    stream, place = tokenizer.stream(), 0
+    stream, offset = tokenizer.stream(), 0
     offsets = []
     for token_id in prompt.token_ids:
-        offsets.append(place)
+        offsets.append(offset)
         length, name = len(stream.push((token_id,))), tokenizer.token_text(token_id)
-        is_spelled = tokenizer.is_special(token_id) and prompt.text.startswith(name, place)
-        place += len(name) if is_spelled else length
+        is_spelled = tokenizer.is_special(token_id) and prompt.text.startswith(name, offset)
+        offset += len(name) if is_spelled else length
     return offsets
 
 
@@ -213,7 +213,7 @@ class ResponseFormatter(ABC):
         before, _, after = self.plain_choice.partition(b"%b")
         # Of each choice, what stands before and after its text where there is nothing else.
         places = range(len(request.requests))
-        self._around_text = [(self._head + before % place, after + self._plain_tail) for place in places]
+        self._around_text = [(self._head + before % index, after + self._plain_tail) for index in places]
 
     def _is_plain_text(self, index: int, delta: ChoiceDelta) -> bool:
         if not (self._is_plain and self._has_begun[index] and delta.text) or delta.finish_reason is not None:

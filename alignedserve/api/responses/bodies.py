@@ -134,8 +134,8 @@ class ResponseFields(Schema):
     @property
     def conversation_id(self) -> str | None:
         """Return the id of the conversation, however it was given."""
-        given = self.conversation
-        return given.id if isinstance(given, ConversationId) else given
+        conversation = self.conversation
+        return conversation.id if isinstance(conversation, ConversationId) else conversation
 
 
 class InputTokensRequest(ResponseFields):
@@ -267,12 +267,12 @@ _HOSTED_TOOLS = (
 
 def parse_response(body: dict[str, Any], ignored: IgnoredFields | None) -> CreateResponseRequest:
     """Check the body of a new response, except its items. Raises InvalidRequest naming the field."""
-    asked = _parse(CreateResponseRequest, without_fields_of_chat(body, CreateResponseRequest), ignored)
-    if asked.stream_options is not None and not asked.stream:
+    parsed = _parse(CreateResponseRequest, without_fields_of_chat(body, CreateResponseRequest), ignored)
+    if parsed.stream_options is not None and not parsed.stream:
         raise InvalidRequest("stream_options needs stream to be true.", param="stream_options")
-    if asked.background and asked.store is False:
+    if parsed.background and parsed.store is False:
         raise InvalidRequest("background needs store to be true.", param="store")
-    return asked
+    return parsed
 
 
 def parse_input_tokens(body: dict[str, Any], ignored: IgnoredFields | None) -> InputTokensRequest:
@@ -304,21 +304,21 @@ class OfferedFunction(NamedTuple):
     path: str  # where it stands in the body
 
 
-def parse_tools(given: Any, ignored: IgnoredFields | None, path: str = "tools") -> Any:
+def parse_tools(tools: Any, ignored: IgnoredFields | None, path: str = "tools") -> Any:
     """Return the tools of a body as schemas; what is no list is left to the body's schema. Raises InvalidRequest."""
-    if not isinstance(given, list):
-        return given
-    return [_parse_tool(one, ignored, f"{path}[{place}]") for place, one in enumerate(given)]
+    if not isinstance(tools, list):
+        return tools
+    return [_parse_tool(tool, ignored, f"{path}[{index}]") for index, tool in enumerate(tools)]
 
 
 def offered_functions(tools: Sequence[Tool]) -> Iterator[OfferedFunction]:
-    for place, tool in enumerate(tools):
+    for index, tool in enumerate(tools):
         if isinstance(tool, FunctionTool):
-            yield OfferedFunction(tool.name, {"name": tool.name}, tool, f"tools[{place}]")
+            yield OfferedFunction(tool.name, {"name": tool.name}, tool, f"tools[{index}]")
             continue
         for inner_place, inner in enumerate(tool.tools):
             names = {"name": inner.name, "namespace": tool.name}
-            yield OfferedFunction(chat_name(**names), names, inner, f"tools[{place}].tools[{inner_place}]")
+            yield OfferedFunction(chat_name(**names), names, inner, f"tools[{index}].tools[{inner_place}]")
 
 
 def chat_name(name: str, namespace: str | None = None) -> str:
@@ -327,17 +327,21 @@ def chat_name(name: str, namespace: str | None = None) -> str:
 
 def tool_view(tool: Tool) -> dict[str, Any]:
     view = known_fields(tool)
-    return view | {"tools": [known_fields(one) for one in tool.tools]} if isinstance(tool, NamespaceTool) else view
+    return (
+        view | {"tools": [known_fields(function) for function in tool.tools]}
+        if isinstance(tool, NamespaceTool)
+        else view
+    )
 
 
-def _parse_tool(given: Any, ignored: IgnoredFields | None, path: str) -> Any:
-    if not isinstance(given, dict):
+def _parse_tool(tool: Any, ignored: IgnoredFields | None, path: str) -> Any:
+    if not isinstance(tool, dict):
         raise InvalidRequest(f"Invalid value for {path}: it must be an object.", param=path, code="invalid_value")
-    kind = given.get("type")
+    kind = tool.get("type")
     if kind in _HOSTED_TOOLS:
         message = f"{path}.type {kind!r} is not supported."
         raise InvalidRequest(message, param=f"{path}.type", code="unsupported_parameter")
     if kind != "namespace" or ".tools[" in path:
-        return parse(FunctionTool, given, ignored, parent=f"{path}.")
-    tools = parse_tools(given.get("tools"), ignored, f"{path}.tools")
-    return parse(NamespaceTool, given | {"tools": tools}, ignored, parent=f"{path}.")
+        return parse(FunctionTool, tool, ignored, parent=f"{path}.")
+    tools = parse_tools(tool.get("tools"), ignored, f"{path}.tools")
+    return parse(NamespaceTool, tool | {"tools": tools}, ignored, parent=f"{path}.")

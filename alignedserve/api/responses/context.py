@@ -43,9 +43,9 @@ class ResponseState:
 
     async def find_all(self, response_ids: Sequence[str], *, param: str) -> list[StoredResponse]:
         """Return responses in order. Raises NotFound if one of them is not there any more."""
-        found = await self.repository.find(self.owner, list(response_ids))
-        records = [record for record in found if record is not None]
-        if len(records) < len(found):
+        stored = await self.repository.find(self.owner, list(response_ids))
+        records = [record for record in stored if record is not None]
+        if len(records) < len(stored):
             raise _not_found(param)
         return records
 
@@ -122,8 +122,8 @@ def _resolved(item: Item, turns: Mapping[str, StoredResponse], response_id: str,
         turn = turns[place.response_id]
         known = items_of(turn) if place.is_input else output_of(turn)
         if place.place < len(known):
-            found = known[place.place]
-            return found | {"id": item_id(found["type"], response_id, index, is_input=True)}
+            item_there = known[place.place]
+            return item_there | {"id": item_id(item_there["type"], response_id, index, is_input=True)}
     raise NotFound("An item that input refers to does not exist.", param="input", code="item_not_found")
 
 

@@ -88,7 +88,7 @@ def place_of(text: str) -> ItemPlace | None:
 
 
 def parse_items(
-    given: str | Sequence[dict[str, Any]],
+    field: str | Sequence[dict[str, Any]],
     response_id: str,
     ignored: IgnoredFields | None = None,
     *,
@@ -99,11 +99,11 @@ def parse_items(
     `response_id`: its hex digits, or others, are in their ids. `ignored`: see `parse`.
     """
     parser = _ItemParser(ignored)
-    sent = [{"role": "user", "content": given}] if isinstance(given, str) else given
-    items = [parser.parse(one, f"{param}[{place}]") for place, one in enumerate(sent)]
-    for place, item in enumerate(items):
+    sent = [{"role": "user", "content": field}] if isinstance(field, str) else field
+    items = [parser.parse(one, f"{param}[{index}]") for index, one in enumerate(sent)]
+    for index, item in enumerate(items):
         if item["type"] != "item_reference":
-            item["id"] = item_id(item["type"], response_id, place, is_input=True)
+            item["id"] = item_id(item["type"], response_id, index, is_input=True)
     return items
 
 
@@ -129,9 +129,9 @@ class _ItemParser:
     def __init__(self, ignored: IgnoredFields | None) -> None:
         self._ignored = ignored
 
-    def parse(self, given: dict[str, Any], path: str) -> Item:
-        kind = given.get("type") or ("message" if "role" in given else "item_reference")
-        item = parse(_schema_of(kind, _SCHEMAS, path), given, self._ignored, parent=f"{path}.")
+    def parse(self, fields: dict[str, Any], path: str) -> Item:
+        kind = fields.get("type") or ("message" if "role" in fields else "item_reference")
+        item = parse(_schema_of(kind, _SCHEMAS, path), fields, self._ignored, parent=f"{path}.")
         members = known_fields(item) | {"id": "", "type": kind, "status": "completed"}
         match item:
             case MessageItem():
@@ -162,13 +162,13 @@ class _ItemParser:
             raise InvalidRequest(f"{path}.content must not be empty.", param=f"{path}.content", code="invalid_value")
         return self._parts(item.content, f"{path}.content", _USER_PARTS if item.role == "user" else _MESSAGE_PARTS)
 
-    def _parts(self, given: Sequence[dict[str, Any]], path: str, schemas: Mapping[str, type[Schema]]) -> list[Item]:
-        parts = []
-        for place, one in enumerate(given):
-            at = f"{path}[{place}]"
-            part = parse(_schema_of(one.get("type"), schemas, at), one, self._ignored, parent=f"{at}.")
-            parts.append(_text_part(part.type, part.text) if isinstance(part, TextPart) else known_fields(part))
-        return parts
+    def _parts(self, parts: Sequence[dict[str, Any]], path: str, schemas: Mapping[str, type[Schema]]) -> list[Item]:
+        checked = []
+        for index, fields in enumerate(parts):
+            at = f"{path}[{index}]"
+            part = parse(_schema_of(fields.get("type"), schemas, at), fields, self._ignored, parent=f"{at}.")
+            checked.append(_text_part(part.type, part.text) if isinstance(part, TextPart) else known_fields(part))
+        return checked
 
 
 def _schema_of(kind: Any, schemas: Mapping[str, type[Schema]], path: str) -> type[Schema]:

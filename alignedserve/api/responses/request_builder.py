@@ -63,30 +63,30 @@ def new_response_id() -> str:
 
 
 async def build_response_request(
-    asked: CreateResponseRequest, items: Sequence[Item], response_id: str, arrival: Arrival, services: ModelServices
+    body: CreateResponseRequest, items: Sequence[Item], response_id: str, arrival: Arrival, services: ModelServices
 ) -> GenerationRequest:
     """Return the request for a response to these items, earlier turns first. Raises InvalidRequest."""
-    spec = response_spec(asked, response_id)
+    spec = response_spec(body, response_id)
 
     async def build(remaining: Sequence[Item]) -> GenerationRequest:
-        return await build_chat_request(await _translated(asked, remaining, services), spec, arrival, services)
+        return await build_chat_request(await _translated(body, remaining, services), spec, arrival, services)
 
-    return await (build_truncated(build, items) if asked.truncation == "auto" else build(items))
+    return await (build_truncated(build, items) if body.truncation == "auto" else build(items))
 
 
-async def response_prompts(asked: CreateResponseRequest, items: Sequence[Item], services: PromptServices) -> Prompts:
+async def response_prompts(body: CreateResponseRequest, items: Sequence[Item], services: PromptServices) -> Prompts:
     """Return the one prompt of these items. Raises InvalidRequest."""
-    return (await encode_chat(await _translated(asked, items, services), services, is_bounded=True),)
+    return (await encode_chat(await _translated(body, items, services), services, is_bounded=True),)
 
 
-async def input_tokens_answer(asked: ResponseFields, items: Sequence[Item], services: PromptServices) -> bytes:
+async def input_tokens_answer(body: ResponseFields, items: Sequence[Item], services: PromptServices) -> bytes:
     """Return the answer that has the length of the prompt in tokens. Raises InvalidRequest."""
-    prompt = await encode_chat(await _translated(asked, items, services), services)
+    prompt = await encode_chat(await _translated(body, items, services), services)
     return orjson.dumps({"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)})
 
 
-async def _translated(asked: ResponseFields, items: Sequence[Item], services: PromptServices) -> Conversation:
-    return await services.lanes.run(rough_length(items), partial(conversation_of_items, asked, items))
+async def _translated(body: ResponseFields, items: Sequence[Item], services: PromptServices) -> Conversation:
+    return await services.lanes.run(rough_length(items), partial(conversation_of_items, body, items))
 
 
 async def build_truncated(build: Callable[[Sequence[Item]], Awaitable[T]], items: Sequence[Item]) -> T:
@@ -95,7 +95,7 @@ async def build_truncated(build: Callable[[Sequence[Item]], Awaitable[T]], items
     A turn begins with a message of the user, so that no call loses its output. System messages at the beginning stay.
     """
     num_kept = num_system_items(items)
-    starts = [num_kept] + [place for place in range(num_kept + 1, len(items)) if items[place].get("role") == "user"]
+    starts = [num_kept] + [index for index in range(num_kept + 1, len(items)) if items[index].get("role") == "user"]
 
     async def build_from(turn: int) -> T:
         return await build([*items[:num_kept], *items[starts[turn] :]])
@@ -114,17 +114,17 @@ async def build_truncated(build: Callable[[Sequence[Item]], Awaitable[T]], items
     return built
 
 
-def conversation_of_items(asked: ResponseFields, items: Sequence[Item]) -> Conversation:
+def conversation_of_items(body: ResponseFields, items: Sequence[Item]) -> Conversation:
     """Return the conversation, checked. Raises InvalidRequest, for an empty input too."""
-    messages = messages_of(items, asked.instructions)
+    messages = messages_of(items, body.instructions)
     if not messages:
         raise InvalidRequest("input is missing.", param="input", code="missing_required_parameter")
-    _constraint(asked)
-    reasoning = asked.reasoning
+    _constraint(body)
+    reasoning = body.reasoning
     conversation = Conversation(
         tuple(messages), effort=reasoning.effort if reasoning is not None else None, names=_NAMES
     )
-    if asked.tools or asked.tool_choice not in ("auto", "none"):
+    if body.tools or body.tool_choice not in ("auto", "none"):
         conversation = replace(
             conversation,
             tools=tuple(
@@ -135,10 +135,10 @@ def conversation_of_items(asked: ResponseFields, items: Sequence[Item]) -> Conve
                     offered.path,
                     f"{offered.path}.parameters",
                 )
-                for offered in offered_functions(asked.tools)
+                for offered in offered_functions(body.tools)
             ),
-            tool_choice=_tool_choice(asked.tool_choice),
-            has_parallel_calls=asked.parallel_tool_calls,
+            tool_choice=_tool_choice(body.tool_choice),
+            has_parallel_calls=body.parallel_tool_calls,
         )
     return check_conversation(conversation)
 
@@ -216,8 +216,8 @@ def _members_of_type(choice: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _constraint(asked: ResponseFields) -> Constraint | None:
-    form = asked.text.format if asked.text is not None else None
+def _constraint(body: ResponseFields) -> Constraint | None:
+    form = body.text.format if body.text is not None else None
     if form is None:
         return None
     if form.type == "json_schema":
@@ -230,17 +230,17 @@ def _constraint(asked: ResponseFields) -> Constraint | None:
     return Constraint(StructuredOutputs(json_object=True), "text.format") if form.type == "json_object" else None
 
 
-def response_spec(asked: CreateResponseRequest, response_id: str) -> AnswerSpec:
+def response_spec(body: CreateResponseRequest, response_id: str) -> AnswerSpec:
     """Return what the answer is to be. Raises InvalidRequest."""
-    has_logprobs = LOGPROBS in asked.include
-    if asked.top_logprobs and not has_logprobs:
+    has_logprobs = LOGPROBS in body.include
+    if body.top_logprobs and not has_logprobs:
         raise InvalidRequest(f"top_logprobs needs {LOGPROBS!r} in include.", param="top_logprobs")
     return AnswerSpec.of(
-        asked,
+        body,
         id_prefix="resp_",
         response_id=response_id,
         prompt_param="input",
-        max_tokens=asked.max_output_tokens,
-        num_logprobs=(asked.top_logprobs or 0) if has_logprobs else None,
-        constraint=_constraint(asked),
+        max_tokens=body.max_output_tokens,
+        num_logprobs=(body.top_logprobs or 0) if has_logprobs else None,
+        constraint=_constraint(body),
     )

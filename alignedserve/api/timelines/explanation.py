@@ -139,26 +139,26 @@ def _choice_view(index: int, choice: ChoiceTimeline, gateway: str, now: float) -
         "cached_prompt_tokens": choice.num_cached_tokens,
         "ttft_ms": _ms(choice.first_token_s, start_s),
         "duration_ms": _ms(choice.ended_s, start_s),
-        "objectives": [_objective_view(one) for one in choice.objectives(now)],
+        "objectives": [_objective_view(item) for item in choice.objectives(now)],
         "phases": [_phase_view(phase, gateway, start_s) for phase in phases_of(choice, now)],
-        "events": [_event_view(one, gateway, start_s) for one in notes],
+        "events": [_event_view(item, gateway, start_s) for item in notes],
         "events_left_out": choice.num_left_out,
     }
 
 
 def _predicted(notes: Sequence[SourcedNote]) -> float | None:
-    predicted = [one.note.predicted_len for one in notes if one.note.predicted_len is not None]
-    of_predictor = [one.note.predicted_len for one in notes if one.note.step is Step.PREDICTED]
+    predicted = [item.note.predicted_len for item in notes if item.note.predicted_len is not None]
+    of_predictor = [item.note.predicted_len for item in notes if item.note.step is Step.PREDICTED]
     chosen = of_predictor or predicted
     return round(chosen[-1], 1) if chosen and chosen[-1] is not None else None
 
 
-def _objective_view(one: Objective) -> dict[str, Any]:
+def _objective_view(objective: Objective) -> dict[str, Any]:
     return {
-        "name": one.name,
-        "target_ms": round(one.target_s * 1e3, 3),
-        "measured_ms": None if one.measured_s is None else round(one.measured_s * 1e3, 3),
-        "held": one.is_held,
+        "name": objective.name,
+        "target_ms": round(objective.target_s * 1e3, 3),
+        "measured_ms": None if objective.measured_s is None else round(objective.measured_s * 1e3, 3),
+        "held": objective.is_held,
     }
 
 
@@ -173,13 +173,13 @@ def _phase_view(phase: Phase, gateway: str, start_s: float) -> dict[str, Any]:
     }
 
 
-def _event_view(one: SourcedNote, gateway: str, start_s: float) -> dict[str, Any]:
-    note = one.note
+def _event_view(sourced: SourcedNote, gateway: str, start_s: float) -> dict[str, Any]:
+    note = sourced.note
     view: dict[str, Any] = {
         "at_ms": _ms(note.at_s, start_s),
-        "where": one.source or gateway,
+        "where": sourced.source or gateway,
         "step": note.step.value,
-        "text": step_text(one),
+        "text": step_text(sourced),
     }
     if note.attempt:
         view["attempt"] = note.attempt
@@ -192,8 +192,8 @@ def _ms(at_s: float | None, since_s: float) -> float | None:
     return None if at_s is None else round((at_s - since_s) * 1e3, 3)
 
 
-def step_text(one: SourcedNote) -> str:
-    note = one.note
+def step_text(sourced: SourcedNote) -> str:
+    note = sourced.note
     predicted_len = "an unknown number" if note.predicted_len is None else f"{note.predicted_len:.0f}"
     return _STEPS[note.step].format(
         peer=note.peer or "another process",
@@ -259,7 +259,7 @@ class _Question:
         self._look()
 
     def told(self, message: StandingsTold) -> None:
-        self.known.update((one.request_id, one) for one in message.standings)
+        self.known.update((standing.request_id, standing) for standing in message.standings)
         self._num_answers += 1
         self._look()
 
@@ -271,7 +271,9 @@ class _Question:
 
 def open_requests(document: Mapping[str, Any]) -> tuple[RequestId, ...]:
     """Return the requests of an explained call that go on; of many the first few, as each looks at the whole queue."""
-    return tuple(one["request_id"] for one in document["choices"] if one["output_tokens"] is None)[:MAX_STANDINGS]
+    return tuple(choice["request_id"] for choice in document["choices"] if choice["output_tokens"] is None)[
+        :MAX_STANDINGS
+    ]
 
 
 def add_standings(document: Mapping[str, Any], known: Mapping[RequestId, Standing]) -> None:
@@ -313,10 +315,10 @@ def standing_text(standing: Standing) -> str:
 
 def _queued_text(standing: Standing) -> str:
     position = (standing.num_before or 0) + 1
-    place = f"number {position} in the queue, {standing.num_tokens_before} prompt tokens before it"
+    queued = f"number {position} in the queue, {standing.num_tokens_before} prompt tokens before it"
     if standing.start_s is None:
-        return f"{place}; when it starts is not known: nothing has left the queue yet while others waited"
-    expected, latest = f"{place}; it is expected to start in {standing.start_s:.1f} s", standing.latest_start_s
+        return f"{queued}; when it starts is not known: nothing has left the queue yet while others waited"
+    expected, latest = f"{queued}; it is expected to start in {standing.start_s:.1f} s", standing.latest_start_s
     if latest is None or latest <= standing.start_s:
         return expected
     return f"{expected}, by its class's share in {latest:.1f} s if more real-time requests come"

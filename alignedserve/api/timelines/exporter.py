@@ -202,7 +202,7 @@ class _SpanMaker:
         attributes = _counts(phase.notes[0].note)
         if phase.causes:
             attributes["alignedserve.reasons"] = [cause.value for cause in phase.causes]
-        events = [self._event(one.note) for one in phase.notes[1:]]
+        events = [self._event(sourced.note) for sourced in phase.notes[1:]]
         return self.span(
             phase.name.value, phase.source, (phase.start_s, phase.end_s), attributes, parent, events=events
         )
@@ -279,7 +279,7 @@ def _counts(note: RequestNote) -> dict[str, AttributeValue]:
 
 
 def _failure_of(choice: ChoiceTimeline) -> Cause | None:
-    for one in reversed(choice.notes):
-        if one.note.step is Step.ENDED:
-            return one.note.cause if one.note.cause in _FAILURES else None
+    for sourced in reversed(choice.notes):
+        if sourced.note.step is Step.ENDED:
+            return sourced.note.cause if sourced.note.cause in _FAILURES else None
     return None

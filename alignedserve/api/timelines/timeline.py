@@ -133,8 +133,8 @@ class ChoiceTimeline:
         """Return the time from which on its steps are not known, but for those of its end; None: all are."""
         if self.left_out_s is None:
             return None
-        kept = (one.note.at_s for one in self.notes if one.note.step not in _LAST_STEPS)
-        return max(self.left_out_s, max(kept, default=0.0))
+        times = (sourced.note.at_s for sourced in self.notes if sourced.note.step not in _LAST_STEPS)
+        return max(self.left_out_s, max(times, default=0.0))
 
     def objectives(self, now: float) -> list[Objective]:
         return [self._objective(name, target_s, now) for name, target_s in self.targets]
@@ -314,9 +314,9 @@ class Timelines:
     def _drop(self, timeline: Timeline | None) -> None:
         if timeline is None:
             return
-        for kept in (self._open, self._ended):
-            if kept.get(timeline.facts.response_id) is timeline:
-                del kept[timeline.facts.response_id]
+        for timelines in (self._open, self._ended):
+            if timelines.get(timeline.facts.response_id) is timeline:
+                del timelines[timeline.facts.response_id]
         self._num_bytes -= timeline.num_bytes
         for choice in timeline.choices:
             if self._by_request.get(choice.request_id, (None,))[0] is timeline:

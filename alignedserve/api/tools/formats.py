@@ -54,15 +54,15 @@ def text_parameters(schema: Mapping[str, Any]) -> dict[str, tuple[str, ...] | No
     properties = schema.get("properties")
     if not isinstance(properties, Mapping):
         return {}
-    found: dict[str, tuple[str, ...] | None] = {}
+    parameters_by_name: dict[str, tuple[str, ...] | None] = {}
     for name, of_one in properties.items():
         if isinstance(of_one, Mapping) and _OF_TEXT.issuperset(of_one):
             texts = of_one.get("enum", [of_one["const"]] if "const" in of_one else None)
             if texts is None and of_one.get("type") == "string":
-                found[name] = None
+                parameters_by_name[name] = None
             elif isinstance(texts, list) and texts and all(_is_plain(text) for text in texts):
-                found[name] = tuple(texts)
-    return found
+                parameters_by_name[name] = tuple(texts)
+    return parameters_by_name
 
 
 def check_parameters(schema: Mapping[str, Any]) -> None:
@@ -108,7 +108,7 @@ class ObjectCall:
 
     arguments_key: str = "arguments"
 
-    def before_arguments(self, name: str, place: int = 0) -> str:
+    def before_arguments(self, name: str, index: int = 0) -> str:
         return f'{{"name": "{name}", "{self.arguments_key}": '
 
     @property
@@ -128,8 +128,8 @@ class HeaderCall:
     after_arguments: str = ""
     is_numbered: bool = False
 
-    def before_arguments(self, name: str, place: int = 0) -> str:
-        return name + (f":{place}" if self.is_numbered else "") + self.between
+    def before_arguments(self, name: str, index: int = 0) -> str:
+        return name + (f":{index}" if self.is_numbered else "") + self.between
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ class ParameterCall:
     tags: ParameterTags = QWEN3_CODER
     is_opened: bool = False
 
-    def before_arguments(self, name: str, place: int = 0) -> str:
+    def before_arguments(self, name: str, index: int = 0) -> str:
         return ("" if self.is_opened else self.tags.function) + name + self.tags.function_name_end
 
     @property
@@ -164,8 +164,8 @@ class ToolFormat:
 
     def text_of(self, calls: Sequence[tuple[str, str]]) -> str:
         written = [
-            self.call.before_arguments(name, place) + self._arguments_text(arguments) + self.call.after_arguments
-            for place, (name, arguments) in enumerate(calls)
+            self.call.before_arguments(name, index) + self._arguments_text(arguments) + self.call.after_arguments
+            for index, (name, arguments) in enumerate(calls)
         ]
         return self.begin + self.prefix + self.separator.join(written) + self.suffix
 
@@ -303,7 +303,7 @@ def find_tool_format(name: str | None, template: str) -> ToolFormat | None:
     """Return the configured format, or that of the chat template; None: it is not known."""
     if name is not None:
         return FORMATS[name]
-    return next((one for one in FORMATS.values() if any(hint in template for hint in one.hints)), None)
+    return next((form for form in FORMATS.values() if any(hint in template for hint in form.hints)), None)
 
 
 Message = Mapping[str, Any]
@@ -364,9 +364,9 @@ def call_rules(form: ToolFormat, tools: Sequence[CallableTool], literal: Literal
     more = f"({literal(form.separator)} call){{0,{MAX_CALLS - 1}}}" if is_parallel else ""
     rules = [f"calls: {literal(form.prefix)} call {more} {literal(form.suffix)}"]
     options = []
-    for place, tool in enumerate(tools):
-        options.append(f"{_before(form, tool.name, literal)} arguments_{place} {literal(form.call.after_arguments)}")
-        rules += _arguments_rules(form, tool, place, literal)
+    for index, tool in enumerate(tools):
+        options.append(f"{_before(form, tool.name, literal)} arguments_{index} {literal(form.call.after_arguments)}")
+        rules += _arguments_rules(form, tool, index, literal)
     if isinstance(form.call, HeaderCall) and form.call.is_numbered:
         rules.append("CALL_NUMBER: /[0-9]{1,3}/")
     return "\n".join([*rules, f"call: {' | '.join(options)}"])
@@ -378,21 +378,21 @@ def _before(form: ToolFormat, name: str, literal: Literal) -> str:
     return literal(form.call.before_arguments(name))
 
 
-def _arguments_rules(form: ToolFormat, tool: CallableTool, place: int, literal: Literal) -> list[str]:
+def _arguments_rules(form: ToolFormat, tool: CallableTool, index: int, literal: Literal) -> list[str]:
     if not isinstance(form.call, ParameterCall):
-        return [f"arguments_{place}: {json_value(tool.arguments)}"]
+        return [f"arguments_{index}: {json_value(tool.arguments)}"]
     tags, required = form.call.tags, tool.arguments.get("required", ())
     end = literal(tags.value_end)
     is_token = end.startswith("<[")  # what is written as text ends the text that it follows
-    names, rules = [], [f"text_{place}{'' if is_token else '[lazy]'}: TEXT {end}"]
+    names, rules = [], [f"text_{index}{'' if is_token else '[lazy]'}: TEXT {end}"]
     for number, (name, schema) in enumerate(tool.arguments.get("properties", {}).items()):
         if schema is False:  # it may not be given
             continue
-        value = f"({_value(tool, name, schema)}) {end}" if tool.texts.get(name, ()) is not None else f"text_{place}"
+        value = f"({_value(tool, name, schema)}) {end}" if tool.texts.get(name, ()) is not None else f"text_{index}"
         before = f"{literal(tags.parameter)} {quoted(name)} {literal(tags.parameter_name_end)}"
-        rules.append(f"parameter_{place}_{number}: {before} {value}")
-        names.append(f"parameter_{place}_{number}" + ("" if name in required else "?"))
-    return [*rules, f"arguments_{place}: {' '.join(names) or quoted('')}"]
+        rules.append(f"parameter_{index}_{number}: {before} {value}")
+        names.append(f"parameter_{index}_{number}" + ("" if name in required else "?"))
+    return [*rules, f"arguments_{index}: {' '.join(names) or quoted('')}"]
 
 
 def _value(tool: CallableTool, name: str, schema: Any) -> str:

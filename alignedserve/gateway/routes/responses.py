@@ -134,7 +134,7 @@ def _api(http: Request, services: Services) -> ResponsesApi:
 
 
 def _respond(api: ResponsesApi, asked: CreateResponseRequest, turn: Turn, generation: Generation) -> Response:
-    make_formatter = partial(ResponsesFormatter, asked=asked, is_stored=turn.is_stored)
+    make_formatter = partial(ResponsesFormatter, body=asked, is_stored=turn.is_stored)
     kind = ResponseEvents if asked.stream else ResponseBody
     return kind(generation, make_formatter, partial(api.keep, turn))
 
