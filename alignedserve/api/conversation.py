@@ -45,7 +45,7 @@ class NamedPicture(NamedTuple):
 
     url: str
     path: str
-    kind_path: str  # of the field that says that it is a picture
+    kind_path: str  # of the part's type
 
 
 class PastCall(NamedTuple):
@@ -193,7 +193,7 @@ class AnswerSpec:
 
     @classmethod
     def of(cls, body: object, **others: Any) -> "AnswerSpec":
-        """Return the fields that the body has by these names, and others."""
+        """Copy the body's fields of equal names; `others` overrule."""
         same = {name: value for name in _SPEC_FIELDS if (value := getattr(body, name, None)) is not None}
         return cls(**(same | others))
 

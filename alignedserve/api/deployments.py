@@ -1,9 +1,11 @@
 """The deployments that a gateway, or the batch worker, serves: as the cluster's driver lists them.
 
-The life of one here: 1. It is listed: its router is dialled and its tokenizer loaded, in a thread; by the batch worker
-once a line needs it. 2. A probe's token comes through, and goes for others after every loss. 3. While its phase is
-SERVING, requests find it by its model's name. 4. DRAINING: no more do, those that hold it go on. 5. It is listed no
-more: its links are closed.
+The life of a deployment here:
+1. The list names it: its router is dialled and its tokenizer loaded in a thread; a batch worker waits for a line.
+2. A probe's token comes through, and another after every loss.
+3. While its phase is SERVING, requests find it by its model's name.
+4. DRAINING: requests under way go on, new requests do not find it.
+5. The list names it no more: its links are closed.
 """
 
 import asyncio

@@ -75,7 +75,7 @@ _SHORT = "-"  # for a prompt that is encoded
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint(Generic[AskedT]):
+class GeneratingEndpoint(Generic[AskedT]):
     """An endpoint whose requests the cluster computes. All but `formatter` and `short` raise InvalidRequest.
 
     `ignored` collects the fields that are ignored; None: they are refused.
@@ -128,7 +128,7 @@ async def _build_completion(
     return await build_completion_request(completion_spec(completion), prompts, arrival, services)
 
 
-CHAT = Endpoint(
+CHAT = GeneratingEndpoint(
     path="/v1/chat/completions",
     parse=parse_chat,
     prompts=_chat_prompts,
@@ -136,7 +136,7 @@ CHAT = Endpoint(
     formatter=lambda _, __: ChatFormatter,
     short=_short_chat,
 )
-COMPLETION = Endpoint(
+COMPLETION = GeneratingEndpoint(
     path="/v1/completions",
     parse=parse_completion,
     prompts=lambda completion, services, _: completion_prompts(completion, services),
@@ -173,7 +173,7 @@ def _score_reader(services: ModelServices, num_second: int) -> ScoreReader:
     return partial(cosines, num_second=num_second)
 
 
-EMBEDDINGS = Endpoint(
+EMBEDDINGS = GeneratingEndpoint(
     path="/v1/embeddings",
     parse=partial(parse, EmbeddingRequest),
     prompts=lambda body, services, _: embedding_prompts(body, services),
@@ -181,7 +181,7 @@ EMBEDDINGS = Endpoint(
     formatter=_embedding_formatter,
     short=lambda _: {"input": _SHORT},
 )
-SCORE = Endpoint(
+SCORE = GeneratingEndpoint(
     path="/v1/score",
     parse=_parse_score,
     prompts=lambda body, services, _: pair_prompts(body, services),
@@ -189,7 +189,7 @@ SCORE = Endpoint(
     formatter=lambda body, model: partial(ScoreFormatter, read_scores=_score_reader(model, len(body.text_2))),
     short=lambda body: {"text_1": [_SHORT] * len(body.text_1), "text_2": [_SHORT] * len(body.text_2)},
 )
-RERANK = Endpoint(
+RERANK = GeneratingEndpoint(
     path="/v1/rerank",
     parse=partial(parse, RerankRequest),
     prompts=lambda body, services, _: pair_prompts(body, services),
@@ -207,7 +207,7 @@ async def _message_prompts(body: MessagesRequest, services: PromptServices, igno
     return await message_request.message_prompts(body, services, ignored)
 
 
-MESSAGES = Endpoint(
+MESSAGES = GeneratingEndpoint(
     path="/v1/messages",
     parse=lambda body, ignored: BodyParser(ignored).fields(
         MessagesRequest, without_fields_of_chat(body, MessagesRequest)
@@ -223,7 +223,7 @@ COUNT_TOKENS = TokenEndpoint(
     answer=message_request.count_answer,
 )
 
-# --- responses: those that stand alone; the gateway adds what is stored
+# --- responses without stored state, which only the gateway adds
 
 
 def _own_items(body: ResponseFields, ignored: IgnoredFields | None) -> list[Item]:
@@ -251,7 +251,7 @@ async def _build_response(
     return await build_response_request(body, items, response_id, arrival, services)
 
 
-RESPONSES = Endpoint(
+RESPONSES = GeneratingEndpoint(
     path="/v1/responses",
     parse=parse_response,
     prompts=_response_prompts,
@@ -299,7 +299,7 @@ DETOKENIZE = TokenEndpoint(
     answer=lambda body, services, _: _text_answer(body, services),
 )
 
-ENDPOINTS: dict[str, Endpoint[Any]] = {
+ENDPOINTS: dict[str, GeneratingEndpoint[Any]] = {
     endpoint.path: endpoint for endpoint in (CHAT, COMPLETION, EMBEDDINGS, SCORE, RERANK, MESSAGES, RESPONSES)
 }
 TOKEN_ENDPOINTS: dict[str, TokenEndpoint[Any]] = {

@@ -206,7 +206,7 @@ def _assistant_messages(message: Message, following: Sequence[Message]) -> list[
 _THOUGHT = ReasoningFormat(CHANNEL + ANALYSIS + MESSAGE, END)
 _PREAMBLE = CHANNEL + COMMENTARY + MESSAGE
 _TEXT = "TEXT: /(?s:.*)/"
-_CALL_HEADERS = (  # as answers have it, and as the chat template shows it
+_CALL_HEADERS = (  # in answers, and in the chat template
     (f"{CHANNEL}{COMMENTARY} to={FUNCTIONS}", f" {CONSTRAIN}json{MESSAGE}"),
     (f" to={FUNCTIONS}", f"{CHANNEL}{COMMENTARY} json{MESSAGE}"),
 )

@@ -32,7 +32,7 @@ def is_best_effort() -> bool:
 
 
 def note_client(client: str) -> None:
-    """Note whose request this task serves, so that one client's requests do not hold up another's."""
+    """Note the client of this task: clients have turns in the lanes."""
     _client.set(client)
 
 
@@ -54,7 +54,7 @@ ResultT = TypeVar("ResultT")
 
 
 class WorkLanes:
-    """Two lanes of threads, so that nothing waits behind what is much longer than itself, and one beside them.
+    """Two lanes of threads: short work never waits behind long work. A third lane writes reports.
 
     Work that holds the interpreter's lock for long must come in pieces: the loop waits for each of them.
     """

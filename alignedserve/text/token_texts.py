@@ -146,8 +146,8 @@ class SlicedPattern:
         return "".join((*pieces, text[start:])) if pieces else text
 
 
-# Put around control tokens that a message spells out, so that they are encoded as plain text, and around those that an
-# answer's text shows, so that its parser can tell them from text.
+# Put around control tokens spelled out in a message: they are encoded as plain text. Put around control tokens in an
+# answer's text: its parser tells them from text.
 MARK_START, MARK_END = "\U000f0000", "\U000f0001"
 # Put behind the text of a message that is left open. The blank behind it, which no template writes, is gone where a
 # template trims its messages.

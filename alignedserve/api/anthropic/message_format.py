@@ -91,7 +91,7 @@ class ContentBlocks:
         if self._open is None:
             return
         if self._open == "thinking":
-            # The signature tells which thought it was, also where it is not shown; it proves nothing.
+            # The signature is a digest of the thought, shown or not; it proves nothing.
             yield self._delta({"type": "signature_delta", "signature": self._thought.hexdigest()})
         yield {"type": "content_block_stop", "index": self._index}
         self._open = None

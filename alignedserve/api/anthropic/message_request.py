@@ -57,7 +57,7 @@ _SCHEMA_PATH = "output_config.format.schema"
 
 
 class MessageTranslator:
-    """Translates the messages of one body. Turns of one role in a row become one, as templates expect."""
+    """Translates the messages of one body. Templates expect turns of alternating roles: equal neighbours are joined."""
 
     def __init__(self, parser: BodyParser) -> None:
         self.messages: list[PastMessage] = []

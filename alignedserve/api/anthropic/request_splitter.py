@@ -1,7 +1,6 @@
-"""Cuts the body of a message batch into its requests as it arrives, so that one of any size takes little memory.
+"""Cuts the body of a message batch into requests as it arrives: a body of any size takes little memory.
 
-A request is parsed once it is there as a whole, within the bounds of every other body; here it is only found where it
-ends.
+A whole request is parsed later, within the bounds of every body; this module only finds its end.
 """
 
 import re

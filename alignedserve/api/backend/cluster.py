@@ -59,8 +59,8 @@ _RESEND_SOON_S = 2.0  # while tokens are missing before others, or were lost: wh
 _TOKEN_BYTES = 16  # that are copied while a token is encoded
 
 
-class OpenRequest:
-    """One request that has not ended, and its tokens in order."""
+class UnfinishedRequest:
+    """A request before its end, and its tokens in order."""
 
     def __init__(self, request: Request, stream: RequestStream, now: float) -> None:
         self.is_sent = False  # to a router
@@ -110,8 +110,10 @@ class OpenRequest:
         self._is_asked_soon = not self.is_best_effort
 
     def tell_gap(self, now: float) -> bool:
-        """Note that it is sent to the router again. Return whether it was for the same gap before, and its worker goes
-        on behind that: only a new attempt closes it. What came behind it is then forgotten, and that worker."""
+        """Note a resend to the router. Return whether the last resend was for this gap, and its worker goes on behind it.
+
+        Only a new attempt closes such a gap: the worker and its tokens behind the gap are forgotten.
+        """
         is_lasting = self.has_gap and self._gap_told_s is not None and self._last_early_s > self._gap_told_s
         if is_lasting:
             self._out_of_order.clear()
@@ -210,7 +212,7 @@ class ClusterBackend:
         self._config = config
         self._router_name = router
         self._prefix_hasher = prefix_hasher
-        self._open: dict[RequestId, OpenRequest] = {}
+        self._open: dict[RequestId, UnfinishedRequest] = {}
         self._router: str | None = None  # its name while linked
         self._status: ClusterStatus | None = None
         self._num_answers: Counter[str] = Counter()
@@ -242,7 +244,7 @@ class ClusterBackend:
         chat no worker."""
         now = asyncio.get_running_loop().time()
         stream = RequestStream(request)
-        entry = OpenRequest(request, stream, now)
+        entry = UnfinishedRequest(request, stream, now)
         if (error := self._hopeless(entry, now)) is not None:
             raise error
         if self._router is not None:
@@ -267,9 +269,9 @@ class ClusterBackend:
         return request_id in self._open
 
     def on_linked(self, peer: Peer) -> None:
-        """Register with the router and resume every open request there: one that restarted knows none of them.
+        """Register with the router and resume every open request there: a restarted router knows none.
 
-        Those that came meanwhile are new to it, and it may reject them as any other.
+        Requests since the loss are new to the router, which may reject them.
         """
         self._router = peer.name
         self._links.send(peer.name, GatewayRegistered(self._links.links.node))
@@ -310,11 +312,11 @@ class ClusterBackend:
 
     # --- inside
 
-    def _send_all(self, router: str, entries: Iterable[OpenRequest]) -> None:
+    def _send_all(self, router: str, entries: Iterable[UnfinishedRequest]) -> None:
         for entry in sorted(entries, key=lambda entry: entry.is_best_effort):
             self._send(router, entry)
 
-    def _send(self, router: str, entry: OpenRequest) -> None:
+    def _send(self, router: str, entry: UnfinishedRequest) -> None:
         """Send a request to the router, as much at once as holds up no stream and breaks no link.
 
         The others follow a few at a time (_watch_deadlines).
@@ -330,14 +332,14 @@ class ClusterBackend:
         else:
             self._submit(router, entry)
 
-    def _send_again(self, entry: OpenRequest, now: float) -> None:
+    def _send_again(self, entry: UnfinishedRequest, now: float) -> None:
         """Send a request that is silent to the router. Where it says that its worker serves it, tokens may be missing
         all the same, which were lost with a link to here: then it is computed again, from where the client is."""
         if entry.tell_gap(now):
             self._links.send(self._router_name, AbortRequest(entry.request.request_id))
         self._send(self._router_name, entry)
 
-    def _submit(self, router: str, entry: OpenRequest) -> None:
+    def _submit(self, router: str, entry: UnfinishedRequest) -> None:
         self._links.send(router, SubmitRequest(entry.request, self._block_names(entry.request)))
         entry.is_sent = True
 
@@ -348,7 +350,7 @@ class ClusterBackend:
         elif self._unserved_s is None:
             self._unserved_s = asyncio.get_running_loop().time()
 
-    def _hopeless(self, entry: OpenRequest, now: float) -> Unavailable | None:
+    def _hopeless(self, entry: UnfinishedRequest, now: float) -> Unavailable | None:
         if self._router is None:
             return None if self._is_router_expected(entry, now) else Unavailable(_NO_ROUTER)
         if entry.is_best_effort or self._unserved_s is None:
@@ -357,7 +359,7 @@ class ClusterBackend:
         is_late = not entry.is_sent and now - self._unserved_s > self._config.first_token_timeout_s
         return Unavailable(_NO_WORKER, retry_after_s=_WORKER_RETRY_S) if self.is_failing or is_late else None
 
-    def _is_router_expected(self, entry: OpenRequest, now: float) -> bool:
+    def _is_router_expected(self, entry: UnfinishedRequest, now: float) -> bool:
         is_new_among_hosts = not entry.is_sent and bool(self._links.links.node)
         return now - self._router_lost_s <= (_HEAD_RETURNS_S if is_new_among_hosts else _ROUTER_RETURNS_S)
 
@@ -386,7 +388,7 @@ class ClusterBackend:
         entry.accept_prompt_logprobs(message, asyncio.get_running_loop().time())
         self._end_if_complete(worker, message.request_id, entry)
 
-    def _end_if_complete(self, worker: Peer, request_id: RequestId, entry: OpenRequest) -> None:
+    def _end_if_complete(self, worker: Peer, request_id: RequestId, entry: UnfinishedRequest) -> None:
         if entry.is_complete:
             self._num_answers[entry.last_worker or worker.name] += 1
             del self._open[request_id]
@@ -398,7 +400,7 @@ class ClusterBackend:
         else:
             self._send(router.name, entry)
 
-    def _resumption(self, entry: OpenRequest) -> ResumeRequest:
+    def _resumption(self, entry: UnfinishedRequest) -> ResumeRequest:
         if self._links.timelines is not None:
             self._links.timelines.note(entry.request.request_id, Step.RESUMED)
         token_ids = entry.resumed_token_ids
@@ -426,7 +428,7 @@ class ClusterBackend:
         if entry is not None:
             entry.stream.fail(error)
 
-    def _patience_s(self, entry: OpenRequest, now: float) -> float:
+    def _patience_s(self, entry: UnfinishedRequest, now: float) -> float:
         """Return for how long the request may be silent. Best effort waits for all chat before it, and may pause.
 
         Chat that has begun pauses where memory is short. While others are served it has not been forgotten, and what
@@ -462,7 +464,7 @@ class ClusterBackend:
                     self.abort(request_id)
                     entry.stream.fail(error)
 
-    def _log_silence(self, entry: OpenRequest, now: float) -> None:
+    def _log_silence(self, entry: UnfinishedRequest, now: float) -> None:
         logger.warning(
             "request %s, %s, is given up: silent for %.1f s after %d tokens, the last from %s; anything was last "
             "computed %.1f s ago, %d requests are open, the router %s connected",

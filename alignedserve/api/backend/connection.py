@@ -31,7 +31,7 @@ class ClusterLinks:
 
     @property
     def node(self) -> str:
-        """Return where this process runs; empty: there are no other nodes."""
+        """The node of this process; empty on a single host."""
         return self.book.node
 
     @classmethod
@@ -47,7 +47,7 @@ class ClusterLinks:
 
 
 class DeploymentHandler(LinkHandler, Protocol):
-    """Handles the events of the links to one deployment: its router's, and those of the workers that answer it."""
+    """Handles the events of the links to one deployment: to its router and its workers."""
 
     def is_open(self, request_id: RequestId) -> bool:
         """Return whether this request was sent to the deployment and has not ended."""

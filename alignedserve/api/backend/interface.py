@@ -42,7 +42,7 @@ class CompletionBackend(Protocol):
 class RequestStream:
     """Tokens of one request: an async iterator that ends after `finish_reason` or with a GenerationError.
 
-    The backend pushes, one reader iterates. Tokens that arrive while the reader is busy come as one item. A reader
+    The backend pushes, one reader iterates. Tokens for a busy reader come as one item. A reader
     that stops early must abort the request at the backend.
     """
 

@@ -70,7 +70,7 @@ class EmbeddingRequest(PromptFields):
 
 
 class ScoreRequest(PromptFields):
-    """POST /v1/score: one text against one or several, or as many pairs as there are texts."""
+    """POST /v1/score: one text against one or several, or pairs of texts."""
 
     text_1: _Texts
     text_2: _Texts
@@ -209,7 +209,7 @@ _EMBEDDING = SamplingParams(max_tokens=0, wants_embedding=True)
 
 
 class PairSides(NamedTuple):
-    """Texts that are compared: one with all second ones, or each with its own."""
+    """Texts to compare: a single first text with every second text, or pair by pair."""
 
     first: list[str]
     second: list[str]

@@ -29,7 +29,7 @@ _BOUNDS = [str(floatToGoString(edge)) for edge in (*EDGES_S, INF)]  # type: igno
 
 
 class TokenGaps:
-    """The tokens and gaps of one model, which one thread counts."""
+    """The tokens and gaps of one model, counted by one thread: no lock."""
 
     __slots__ = ("_counts", "num_tokens", "sum_s")
 

@@ -1,7 +1,7 @@
 """The adapters that requests may name, from the configuration or loaded while serving.
 
-The latter are in a file of the node (`runtime/lora/loaded_file.py`), which its gateways and its batch worker share, so
-that one that is restarted knows them again. What a name means is in memory; the file is read when it has changed.
+Loaded adapters are in a file of the node (`runtime/lora/loaded_file.py`), shared by its gateways and its batch worker:
+a restarted process knows them again. The meaning of a name is in memory; the file is read after a change.
 """
 
 import logging
@@ -30,7 +30,7 @@ from alignedserve.runtime.model.served_model import ServedModel
 logger = logging.getLogger(__name__)
 
 _MAX_LOADED = 1000  # of all keys
-_MAX_OF_KEY = 250  # of one that does not see what all use
+_MAX_OF_KEY = 250  # of a key without sight of all adapters
 
 
 class AdapterDirectory:

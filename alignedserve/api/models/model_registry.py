@@ -80,10 +80,10 @@ class RegisteredModel:
     """A model that requests may name."""
 
     card: ModelCard
-    services: ModelServices | None = None  # None: it is not loaded here
+    services: ModelServices | None = None  # None: not loaded here
     problem: str = "its tokenizer is being loaded"  # why it is not
-    is_asleep: bool = False  # a request that names it has it loaded; `problem`: why it cannot be, or empty
-    adapters: tuple[LoraAdapter, ...] = ()  # of one that is asleep: those that it has once it is loaded
+    is_asleep: bool = False  # its first request loads it; `problem`: why loading fails, or empty
+    adapters: tuple[LoraAdapter, ...] = ()  # of a sleeping model, once it is loaded
 
     def missing(self) -> str | None:
         """Return the reason why it does not answer; None when it does, or will once it is asked to."""
@@ -104,7 +104,7 @@ class RegisteredModel:
         return tuple(self.card.of_adapter(adapter) for adapter in known)
 
     def with_adapter(self, name: str) -> "RegisteredModel | None":
-        """Return one of its adapters as a model that requests may name; None: it has none of this name."""
+        """Return the adapter of this name as a model; None: there is no such adapter."""
         if self.services is not None:
             services = self.services.with_adapter(name)
             return None if services is None else RegisteredModel(services.model, services)
@@ -128,7 +128,7 @@ class ModelRegistry:
 
     @property
     def cards(self) -> tuple[ModelCard, ...]:
-        """Return the models, each followed by its adapters, as clients see them."""
+        """The cards of all models, each before its aliases and adapters."""
         return tuple(
             card for model in self.all for card in (model.card, *model.card.of_aliases, *model.adapter_cards())
         )
@@ -144,7 +144,7 @@ class ModelRegistry:
         self._names |= dict.fromkeys(model.card.aliases, model.card.name)
 
     def replace_all(self, models: Sequence[RegisteredModel], expected: Collection[str] = ()) -> None:
-        """Let requests name these models and no others. `expected`: names of others that will be served.
+        """Replace all models. `expected`: names of further models, served soon.
 
         Threads that read bodies look here meanwhile: they find a model that stays at every moment.
         """
@@ -168,7 +168,7 @@ class ModelRegistry:
         return any(model.is_hopeless for model in self.all)
 
     def card(self, name: str) -> ModelCard:
-        """Return the model of this name as clients see it. Raises UnknownModel, Unavailable."""
+        """Return the card of this name. Raises UnknownModel, Unavailable."""
         card = self._registered(name).card
         return next((alias for alias in card.of_aliases if alias.name == name), card)
 

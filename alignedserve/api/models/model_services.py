@@ -51,7 +51,7 @@ class NextTurn:
             for function in due:
                 function()
         finally:
-            for function in due:  # else one that breaks its word would leave the others without what has come for them
+            for function in due:  # after an exception the remaining functions still run
                 self.call(function)
 
 
@@ -185,12 +185,12 @@ class Uses:
 
     num_open: int = 0  # requests that hold it
     last_used_s: float | None = None  # on the monotonic clock; None: never
-    keep_alive_s: float | None = None  # for which it stays after that, as the last request that said so wants it
+    keep_alive_s: float | None = None  # from then on, by the last request with a wish
 
 
 @dataclass(frozen=True, slots=True)
 class ModelServices:
-    """One model's shared objects, and of its gateway's what a request needs on its way. ModelRegistry finds them."""
+    """The objects that all requests to one model share. ModelRegistry finds them."""
 
     model: ModelCard
     backend: CompletionBackend
@@ -212,7 +212,7 @@ class ModelServices:
     adapter: LoraAdapter | None = None  # that these requests have
 
     def with_adapter(self, name: str) -> "ModelServices | None":
-        """Return what requests share that name one of the model's adapters; None: it has none of this name."""
+        """Return the shared objects of requests to an adapter; None: there is no such adapter."""
         adapter = self.adapters.find(name) if self.adapters is not None else None
         if adapter is None:
             return None

@@ -56,7 +56,7 @@ Part = Annotated[
 
 
 class FunctionCall(Schema):
-    """The function that an assistant called, and its arguments as JSON."""
+    """A called function with its arguments as JSON."""
 
     name: FunctionName
     arguments: str
@@ -333,7 +333,7 @@ Verbosity = Literal["low", "medium", "high"]
 ServiceTierName = Literal["auto", "default", "priority", "fast", "flex"]
 
 
-class Prediction(Schema):
+class PredictedAnswer(Schema):
     """The answer that the client expects; other servers generate faster where it is right."""
 
     type: Literal["content"]
@@ -341,7 +341,7 @@ class Prediction(Schema):
 
 
 class PromptCacheOptions(Schema):
-    """How a prompt is cached. Here every prompt is, for as long as there is space."""
+    """How a prompt is cached. Here every prompt is cached while space lasts."""
 
     mode: Literal["implicit", "explicit"] | None = None
     ttl: str | None = None
@@ -357,7 +357,7 @@ class Hints(Schema):
     prompt_cache_key: str | None = None  # the prefix cache finds equal beginnings by itself
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     prompt_cache_options: PromptCacheOptions | None = None
-    prediction: Prediction | None = None
+    prediction: PredictedAnswer | None = None
     verbosity: Verbosity | None = None  # a wish that only models trained for it know
 
 

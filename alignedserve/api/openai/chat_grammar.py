@@ -29,7 +29,7 @@ from alignedserve.runtime.grammar.trial_turn import ALONE, TrialTurn
 _GAP = "GAP: /\\n{1,2}/"  # what models write between a thought and the rest
 _TEXT = "TEXT: /(?s:.*)/"
 
-# Keywords by which a schema says itself which other properties there may be.
+# A schema with one of these keywords decides by itself on further properties.
 _OPEN = ("additionalProperties", "patternProperties", "unevaluatedProperties", "$ref", "allOf", "anyOf", "oneOf")
 
 

@@ -41,7 +41,7 @@ class HeldLogprobs:
     def add_text(self, length: int, content_length: int) -> None:
         """Divide the next characters of the answer: they are content, or nothing of them is.
 
-        A token belongs to the content if any of its characters does, such as one whose space is hidden.
+        A token with any character of the content belongs to the content, even if its space is hidden.
         """
         self._is_in_content = content_length > 0 or (length == 0 and self._is_in_content)
         end = self._num_divided + length

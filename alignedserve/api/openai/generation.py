@@ -20,7 +20,7 @@ from alignedserve.usage.records import BEST_EFFORT, REAL_TIME, UsageCounts, Usag
 
 WrittenT = TypeVar("WrittenT")
 
-_CHOICE_LEN = 128  # what a choice takes to write beside its tokens, as characters that are read
+_CHOICE_LEN = 128  # cost of writing a choice beside its tokens, in characters of reading
 _CLASSES = {RequestClass.REAL_TIME: REAL_TIME, RequestClass.BEST_EFFORT: BEST_EFFORT}
 
 
@@ -160,7 +160,7 @@ class Generation:
 
     @property
     def compute_us(self) -> int:
-        """Microseconds that workers computed for all choices, as far as they have told."""
+        """Microseconds of computing for all choices, by the workers' reports so far."""
         return round(sum(choice.stream.compute_s for choice in self._choices) * 1e6)
 
     @property
@@ -239,8 +239,8 @@ class _Choice:
         self.index = index
         self.request = request
         self.stream = stream
-        self.has_ended = False  # as far as the cluster knows
-        self.num_cached_tokens = 0  # of its prompt, as far as the generation counts them
+        self.has_ended = False  # for the cluster
+        self.num_cached_tokens = 0  # of its prompt, counted by the generation
         self.decoder = ChoiceDecoder(
             services.tokenizer,
             request,

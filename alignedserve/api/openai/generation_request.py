@@ -1,4 +1,4 @@
-"""One call of the API: what is known of it beside its body, the terms of its requests, and what shapes its response."""
+"""One call of the API: its arrival, the terms of its requests, the shape of its response."""
 
 import re
 import time
@@ -50,8 +50,8 @@ class Arrival:
 
     request_id: str
     headers: Mapping[str, str]
-    key: KeyEntry  # of the client that sent it
-    ignored: IgnoredFields | None = None  # collects the fields that are ignored; None: they are refused
+    key: KeyEntry  # of the client
+    ignored: IgnoredFields | None = None  # collects ignored fields; None: unknown fields are refused
     response_id: str | None = None  # of a response that has begun already
     is_line: bool = False  # of a batch: its response has no headers, and its deadline is not the client's own
     arrival_s: float = field(default_factory=time.monotonic)
@@ -177,7 +177,7 @@ class GenerationRequest:
 def class_of(body: object, key: KeyEntry) -> RequestClass:
     """Return the class of the requests that a body will become, whatever its API. Raises Forbidden.
 
-    A body that names no tier, such as one whose tokens are counted, is of its key's own.
+    A body without a tier, such as a count of tokens, has the key's own.
     """
     if getattr(body, "background", False):
         return RequestClass.BEST_EFFORT

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from alignedserve.api.harmony import MARKS, HarmonyParser
-from alignedserve.api.reasoning import Part, ReasoningFormat, ReasoningParser, Run, ThoughtStart
+from alignedserve.api.reasoning import ReasoningFormat, ReasoningParser, ThoughtPart, ThoughtRun, ThoughtStart
 from alignedserve.api.tools.call_parser import OutputRun, ToolCallParser
 from alignedserve.api.tools.formats import TextParameters, ToolFormat
 from alignedserve.text.token_texts import MARK_START, control_mark, split_marked
@@ -93,7 +93,7 @@ class MarkParser:
         return self._tools is not None and self._tools.has_calls
 
     def push(self, text: str) -> list[OutputRun]:
-        runs = [Run(Part.ANSWER, text)] if self._reasoning is None else self._reasoning.push(text)
+        runs = [ThoughtRun(ThoughtPart.ANSWER, text)] if self._reasoning is None else self._reasoning.push(text)
         return [parsed for run in runs for parsed in self._parse(run)]
 
     def end(self) -> list[OutputRun]:
@@ -105,10 +105,10 @@ class MarkParser:
             parsed += [OutputRun(run.length, run.content) for run in self._tools.end()]
         return [run._replace(content="") for run in parsed] if is_mark else parsed
 
-    def _parse(self, run: Run) -> list[OutputRun]:
-        if run.part is Part.HIDDEN:
+    def _parse(self, run: ThoughtRun) -> list[OutputRun]:
+        if run.part is ThoughtPart.HIDDEN:
             return [OutputRun(len(run.text))]
-        if run.part is Part.THOUGHT:
+        if run.part is ThoughtPart.THOUGHT:
             return [OutputRun(len(run.text), reasoning=run.text)]
         if self._tools is None:
             return [OutputRun(len(run.text), run.text)]

@@ -30,7 +30,7 @@ _CHEAP_BYTES = 32_768  # parsed in less than 2 ms, whatever they are
 # Fields that are not supported, each with its neutral values: these ask for nothing and are accepted, as JSON null is.
 NeutralValues = Mapping[str, tuple[Any, ...]]
 
-# Fields of other open servers that change an answer, on both endpoints: never ignored as those that nobody knows are.
+# Fields of other open servers that change an answer: refused on both endpoints, where unknown fields are ignored.
 _OTHER_SERVERS: NeutralValues = {
     # Adapters.
     "adapter": (),
@@ -83,7 +83,7 @@ _OTHER_SERVERS: NeutralValues = {
     "truncation_side": ("left",),
     "vllm_xargs": ({},),
 }
-# Of OpenAI's API, on both endpoints, whichever of them has it there.
+# Of OpenAI's API: refused on both endpoints, even if only one has the field there.
 _OPENAI: NeutralValues = {
     "audio": (),
     "best_of": (1,),

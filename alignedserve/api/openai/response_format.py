@@ -197,7 +197,7 @@ class ResponseFormatter(ABC):
 
     kind: str
     chunk_kind: str
-    plain_choice: bytes  # one that has nothing but text, of its index and the text
+    plain_choice: bytes  # form of a choice of text alone: its index, its text
 
     def __init__(self, generation: Generation) -> None:
         self._generation = generation

@@ -12,7 +12,7 @@ from alignedserve.api.schema import IgnoredFields, Metadata, Schema
 from alignedserve.core.errors import InvalidRequest
 
 MAX_ITEMS = 4096  # of one input
-MAX_NEW_ITEMS = 20  # of one call that adds items to a conversation
+MAX_NEW_ITEMS = 20  # of one addition to a conversation
 _MAX_ID_LEN = 256
 
 ItemId = Annotated[str, Field(max_length=_MAX_ID_LEN)]
@@ -47,14 +47,14 @@ class TextFormat(Schema):
     strict: bool | None = None
 
 
-class TextOptions(Schema):
+class TextFields(Schema):
     """`text`: form and length of the answer."""
 
     format: TextFormat | None = None
     verbosity: Verbosity | None = None
 
 
-class StreamOptions(Schema):
+class ResponseStreamOptions(Schema):
     """Options of a streamed response."""
 
     include_obfuscation: Literal[False] | None = None
@@ -128,7 +128,7 @@ class ResponseFields(Schema):
     tool_choice: str | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
     reasoning: Reasoning | None = None
-    text: TextOptions | None = None
+    text: TextFields | None = None
     truncation: Literal["auto", "disabled"] = "disabled"
 
     @property
@@ -154,7 +154,7 @@ class CreateResponseRequest(ResponseFields, SamplingFields):
     metadata: Metadata = Field(default_factory=dict)
     store: bool | None = None  # where responses are stored: True
     stream: bool = False
-    stream_options: StreamOptions | None = None
+    stream_options: ResponseStreamOptions | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     # Hints about the end user; they never change an answer.
     user: str | None = None
@@ -162,7 +162,7 @@ class CreateResponseRequest(ResponseFields, SamplingFields):
     prompt_cache_key: str | None = None
 
 
-class TextPart(Schema):
+class ItemTextPart(Schema):
     """Text of a message, or of what a function returned."""
 
     type: Literal["input_text", "output_text"]
@@ -171,7 +171,7 @@ class TextPart(Schema):
     logprobs: list[Any] = Field(default_factory=list)
 
 
-class ImagePart(Schema):
+class ItemImagePart(Schema):
     """A picture as a data URL, or where it is. `detail` is a hint without effect."""
 
     type: Literal["input_image"]

@@ -42,7 +42,7 @@ class ResponseState:
         return (await self.find_all([response_id], param=param))[0]
 
     async def find_all(self, response_ids: Sequence[str], *, param: str) -> list[StoredResponse]:
-        """Return responses in order. Raises NotFound if one of them is not there any more."""
+        """Return responses in order. Raises NotFound if any is gone."""
         stored = await self.repository.find(self.owner, list(response_ids))
         records = [record for record in stored if record is not None]
         if len(records) < len(stored):
@@ -101,7 +101,7 @@ async def load_context(state: ResponseState, previous: StoredResponse) -> Contex
 
 
 async def resolve_references(find: Find | None, items: Sequence[Item], response_id: str) -> list[Item]:
-    """Return the items with those in place that they refer to. Raises NotFound, InvalidRequest.
+    """Return the items with every reference replaced by its item. Raises NotFound, InvalidRequest.
 
     `find`: returns the response of an id; None: there are none.
     """

@@ -13,7 +13,7 @@ from alignedserve.api.openai.generation_request import GenerationRequest
 from alignedserve.api.openai.response_format import chat_logprobs, extension_of
 from alignedserve.api.responses.bodies import (
     CreateResponseRequest,
-    TextOptions,
+    TextFields,
     known_fields,
     offered_functions,
     tool_view,
@@ -181,7 +181,7 @@ def _conversation(body: CreateResponseRequest) -> dict[str, Any]:
     return {} if body.conversation_id is None else {"conversation": {"id": body.conversation_id}}
 
 
-def _text(body: TextOptions | None) -> dict[str, Any]:
+def _text(body: TextFields | None) -> dict[str, Any]:
     text: dict[str, Any] = {"format": {"type": "text"}}
     if body is not None and body.format is not None:
         text["format"] = known_fields(body.format, with_unset=False)

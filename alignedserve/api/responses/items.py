@@ -12,13 +12,13 @@ from alignedserve.api.openai.parsing import parse
 from alignedserve.api.responses.bodies import (
     FunctionCallItem,
     FunctionCallOutputItem,
-    ImagePart,
+    ItemImagePart,
     ItemReference,
+    ItemTextPart,
     MessageItem,
     ReasoningItem,
     ReasoningPart,
     RefusalPart,
-    TextPart,
     known_fields,
 )
 from alignedserve.api.schema import IgnoredFields, Schema
@@ -37,9 +37,9 @@ _SCHEMAS: dict[str, type[Schema]] = {
     "item_reference": ItemReference,
 }
 _PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
-_OUTPUT_PARTS: dict[str, type[Schema]] = {"input_text": TextPart, "output_text": TextPart}
+_OUTPUT_PARTS: dict[str, type[Schema]] = {"input_text": ItemTextPart, "output_text": ItemTextPart}
 _MESSAGE_PARTS = _OUTPUT_PARTS | {"refusal": RefusalPart}
-_USER_PARTS = _MESSAGE_PARTS | {"input_image": ImagePart}
+_USER_PARTS = _MESSAGE_PARTS | {"input_image": ItemImagePart}
 _SUMMARY_PARTS: dict[str, type[Schema]] = {"summary_text": ReasoningPart}
 _THOUGHTS: dict[str, type[Schema]] = {"reasoning_text": ReasoningPart}
 _UNSUPPORTED = (
@@ -167,7 +167,7 @@ class _ItemParser:
         for index, fields in enumerate(parts):
             at = f"{path}[{index}]"
             part = parse(_schema_of(fields.get("type"), schemas, at), fields, self._ignored, parent=f"{at}.")
-            checked.append(_text_part(part.type, part.text) if isinstance(part, TextPart) else known_fields(part))
+            checked.append(_text_part(part.type, part.text) if isinstance(part, ItemTextPart) else known_fields(part))
         return checked
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import orjson
 
-from alignedserve.api.timelines.phases import WAITS, Phase, notes_of, phases_of
-from alignedserve.api.timelines.timeline import ChoiceTimeline, Objective, SourcedNote, Timeline
+from alignedserve.api.timelines.phases import WAITS, RequestPhase, notes_of, phases_of
+from alignedserve.api.timelines.timeline import ChoiceObjective, ChoiceTimeline, SourcedNote, Timeline
 from alignedserve.core.ids import RequestId
 from alignedserve.core.lifecycle import Stage
 from alignedserve.messages.request_notes import (
@@ -153,7 +153,7 @@ def _predicted(notes: Sequence[SourcedNote]) -> float | None:
     return round(chosen[-1], 1) if chosen and chosen[-1] is not None else None
 
 
-def _objective_view(objective: Objective) -> dict[str, Any]:
+def _objective_view(objective: ChoiceObjective) -> dict[str, Any]:
     return {
         "name": objective.name,
         "target_ms": round(objective.target_s * 1e3, 3),
@@ -162,7 +162,7 @@ def _objective_view(objective: Objective) -> dict[str, Any]:
     }
 
 
-def _phase_view(phase: Phase, gateway: str, start_s: float) -> dict[str, Any]:
+def _phase_view(phase: RequestPhase, gateway: str, start_s: float) -> dict[str, Any]:
     return {
         "name": phase.name.value,
         "where": phase.source or gateway,

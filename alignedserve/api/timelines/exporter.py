@@ -25,13 +25,13 @@ from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, Trace
 from opentelemetry.util.types import AttributeValue
 from typing_extensions import override
 
-from alignedserve.api.timelines.phases import Phase, end_of, num_spans, phases_of
+from alignedserve.api.timelines.phases import RequestPhase, end_of, num_spans, phases_of
 from alignedserve.api.timelines.timeline import GATEWAY, LAST_NOTES_S, ChoiceTimeline, Timeline
 from alignedserve.config.sections import TracingConfig
 from alignedserve.messages.request_notes import Cause, RequestNote, Step
 
 _BATCH = 128  # calls in one message at most
-_GATHER_S = 0.5  # in which others may come along
+_GATHER_S = 0.5  # of waiting for further calls
 
 
 class TraceExporter:
@@ -198,7 +198,7 @@ class _SpanMaker:
         name, more = f"{operation} {facts.model}", {"kind": SpanKind.SERVER, "status": status}
         return self.span(name, GATEWAY, period, attributes, self._caller, context=self.call, **more)
 
-    def phase_span(self, phase: Phase, parent: SpanContext | None) -> ReadableSpan:
+    def phase_span(self, phase: RequestPhase, parent: SpanContext | None) -> ReadableSpan:
         attributes = _counts(phase.notes[0].note)
         if phase.causes:
             attributes["alignedserve.reasons"] = [cause.value for cause in phase.causes]

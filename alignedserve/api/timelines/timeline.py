@@ -72,8 +72,8 @@ class CallFacts:
     """What is known of a call when it is submitted. No text of it."""
 
     response_id: str
-    http_id: str  # the id that the gateway gave it
-    client_id: str | None  # the client's own, if it has one
+    http_id: str  # by the gateway
+    client_id: str | None  # the client's own id
     owner: str  # of its key
     model: str
     service_tier: str
@@ -90,7 +90,7 @@ class SourcedNote(NamedTuple):
     note: RequestNote
 
 
-class Objective(NamedTuple):
+class ChoiceObjective(NamedTuple):
     """An objective of a choice, and what came of it."""
 
     name: str
@@ -136,15 +136,15 @@ class ChoiceTimeline:
         times = (sourced.note.at_s for sourced in self.notes if sourced.note.step not in _LAST_STEPS)
         return max(self.left_out_s, max(times, default=0.0))
 
-    def objectives(self, now: float) -> list[Objective]:
+    def objectives(self, now: float) -> list[ChoiceObjective]:
         return [self._objective(name, target_s, now) for name, target_s in self.targets]
 
-    def _objective(self, name: str, target_s: float, now: float) -> Objective:
+    def _objective(self, name: str, target_s: float, now: float) -> ChoiceObjective:
         measured_s = self._measured_s(name)
         if measured_s is not None:
-            return Objective(name, target_s, measured_s, measured_s <= target_s)
+            return ChoiceObjective(name, target_s, measured_s, measured_s <= target_s)
         is_missed = self._has_failed or (name != "tpot" and self._waited_s(now) > target_s)
-        return Objective(name, target_s, None, False if is_missed else None)
+        return ChoiceObjective(name, target_s, None, False if is_missed else None)
 
     @property
     def _has_failed(self) -> bool:

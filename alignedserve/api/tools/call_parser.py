@@ -223,7 +223,7 @@ def _string(text: str) -> str:
 
 
 class ParameterReader:
-    """A CallReader. Texts are given on as they come, other values once they are whole."""
+    """A CallReader. Texts are passed on piece by piece, other values as a whole."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """How families of models write tool calls.
 
-An answer that calls tools is `begin`, `prefix`, its calls with `separator` between them, `suffix`. Names of control
-tokens stand in these texts as they are; a model's tokenizer tells which of them are tokens.
+An answer that calls tools is `begin`, `prefix`, its calls with `separator` between them, `suffix`. Control tokens
+stand in these texts by their names; the model's tokenizer knows the tokens among them.
 """
 
 import json
@@ -383,7 +383,7 @@ def _arguments_rules(form: ToolFormat, tool: CallableTool, index: int, literal: 
         return [f"arguments_{index}: {json_value(tool.arguments)}"]
     tags, required = form.call.tags, tool.arguments.get("required", ())
     end = literal(tags.value_end)
-    is_token = end.startswith("<[")  # what is written as text ends the text that it follows
+    is_token = end.startswith("<[")  # a mark written as text ends the text before it
     names, rules = [], [f"text_{index}{'' if is_token else '[lazy]'}: TEXT {end}"]
     for number, (name, schema) in enumerate(tool.arguments.get("properties", {}).items()):
         if schema is False:  # it may not be given
@@ -410,5 +410,5 @@ def lead_rules(form: ToolFormat, literal: Literal) -> str:
         lead = f"lead: {marker}?" if marker.startswith("<[") else 'lead: ""'
         return f"free: BARE\nBARE: /([^{form.first_character}\\s](?s:.*))?/\n{lead}"
     marker = literal(form.begin)
-    is_token = marker.startswith("<[")  # what is written as text ends the text that it follows
+    is_token = marker.startswith("<[")  # a mark written as text ends the text before it
     return f"free: TEXT\nlead{'' if is_token else '[lazy]'}: TEXT {marker}"

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
-from alignedserve.api.endpoints import Endpoint, TokenEndpoint
+from alignedserve.api.endpoints import GeneratingEndpoint, TokenEndpoint
 from alignedserve.api.errors import BodyTooLarge, BodyTooSlow, ClientDisconnected, WrongContentType
 from alignedserve.api.models.model_registry import usable_cards
 from alignedserve.api.openai.generation_request import likely_class
@@ -42,7 +42,7 @@ async def read_body(http: Request, services: Services, parse: Callable[[dict[str
 
 
 async def read_prompts(
-    http: Request, endpoint: Endpoint[BodyT], services: Services, ignored: IgnoredFields | None
+    http: Request, endpoint: GeneratingEndpoint[BodyT], services: Services, ignored: IgnoredFields | None
 ) -> tuple[BodyT, Prompts | None]:
     """Return the body, and its prompts if it was so long that another process has read it.
 
