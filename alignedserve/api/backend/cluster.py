@@ -110,7 +110,7 @@ class UnfinishedRequest:
         self._is_asked_soon = not self.is_best_effort
 
     def tell_gap(self, now: float) -> bool:
-        """Note a resend to the router. Return whether the last resend was for this gap, and its worker goes on behind it.
+        """Note a resend to the router. Return whether the last resend was for this gap, and its worker goes on behind.
 
         Only a new attempt closes such a gap: the worker and its tokens behind the gap are forgotten.
         """
