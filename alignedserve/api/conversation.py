@@ -7,10 +7,11 @@ own field by construction.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple
 
 import orjson
 
+from alignedserve.api.errors import refuse
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.runtime.grammar.constraints import StructuredOutputs
 
@@ -139,9 +140,6 @@ class Constraint(NamedTuple):
     outputs: StructuredOutputs
     param: str
 
-    def refusal(self, error: InvalidRequest) -> InvalidRequest:
-        return InvalidRequest(f"Invalid value for {self.param}: {error}.", param=self.param, code=error.code)
-
 
 @dataclass(frozen=True, slots=True)
 class AnswerSpec:
@@ -221,18 +219,6 @@ def check_conversation(conversation: Conversation) -> Conversation:
         refuse(conversation.names.messages, f"the call {min(open_calls)!r} has no result, which must follow it")
     _check_tools(conversation.tools, conversation.tool_choice, conversation.names.tool_choice)
     return conversation
-
-
-def refuse(path: str, problem: str) -> NoReturn:
-    raise InvalidRequest(f"Invalid value for {path}: {problem}.", param=path, code="invalid_value")
-
-
-def refuse_unknown(path: str) -> NoReturn:
-    raise InvalidRequest(f"Unrecognized request argument: {path}.", param=path, code="unknown_parameter")
-
-
-def refuse_missing(path: str) -> NoReturn:
-    raise InvalidRequest(f"Missing required parameter: {path}.", param=path, code="missing_required_parameter")
 
 
 def _call_ids(message: PastMessage) -> set[str]:

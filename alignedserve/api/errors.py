@@ -26,6 +26,7 @@ AlignedServeError
 
 import math
 from dataclasses import dataclass
+from typing import NoReturn
 
 import orjson
 
@@ -151,6 +152,30 @@ class GenerationFailed(GenerationError):
         """`reason`: in the words of that process, for operators; clients never see it."""
         super().__init__(message)
         self.reason = reason
+
+
+def refuse(path: str, problem: str) -> NoReturn:
+    """Raise InvalidRequest for the value of a field."""
+    raise InvalidRequest(f"Invalid value for {path}: {problem}.", param=path, code="invalid_value")
+
+
+def refuse_unknown(path: str) -> NoReturn:
+    raise InvalidRequest(f"Unrecognized request argument: {path}.", param=path, code="unknown_parameter")
+
+
+def refuse_missing(path: str) -> NoReturn:
+    raise InvalidRequest(f"Missing required parameter: {path}.", param=path, code="missing_required_parameter")
+
+
+def refuse_unsupported(path: str, value: object = None) -> NoReturn:
+    """Raise InvalidRequest for a field, or for a value of it that clients may know: others are never repeated."""
+    what = path if value is None else f"{path} {value!r}"
+    raise InvalidRequest(f"{what} is not supported.", param=path, code="unsupported_parameter")
+
+
+def named(path: str, error: InvalidRequest) -> InvalidRequest:
+    """Return the error as one of this field's value."""
+    return InvalidRequest(f"Invalid value for {path}: {error}.", param=path, code=error.code)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,12 @@
 """Bodies that clients of the Messages API may send. Content blocks are checked one by one, by their types."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import FailFast, Field
 
 from alignedserve.api.conversation import MAX_PARTS
+from alignedserve.api.errors import refuse
 from alignedserve.api.openai.bodies import StopString
 from alignedserve.api.openai.parsing import NeutralValues, parse, without_neutral
 from alignedserve.api.schema import IgnoredFields, Schema
@@ -236,16 +237,12 @@ class BodyParser:
 
     def _tool(self, tool: dict[str, Any], path: str) -> ClientTool:
         if tool.get("type") not in (None, "custom"):
-            _refuse(f"{path}type", "only tools of the type 'custom', which the client runs, are supported")
+            refuse(f"{path}type", "only tools of the type 'custom', which the client runs, are supported")
         return parse(ClientTool, without_neutral(tool, _TOOL, path), self._ignored, parent=path)
 
     def _block(self, block: dict[str, Any], known: BlockTypes, path: str) -> Block:
         kind = block.get("type")
         schema = known.get(kind) if isinstance(kind, str) else None
         if schema is None:
-            _refuse(f"{path}.type", f"the blocks supported here are {', '.join(known)}")
+            refuse(f"{path}.type", f"the blocks supported here are {', '.join(known)}")
         return parse(schema, without_neutral(block, _BLOCK, f"{path}."), self._ignored, parent=f"{path}.")
-
-
-def _refuse(path: str, reason: str) -> NoReturn:
-    raise InvalidRequest(f"Invalid value for {path}: {reason}.", param=path)

@@ -13,6 +13,7 @@ from alignedserve.api.conversation import (
     Constraint,
     ToolChoice,
 )
+from alignedserve.api.errors import named
 from alignedserve.api.schema import Metadata, Priority, Schema
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.request import MAX_ALLOWED_TOKEN_IDS, MAX_LOGIT_BIAS_ENTRIES, MAX_STOP_TOKEN_IDS
@@ -283,7 +284,7 @@ def _structured_outputs(fields: ConstraintFields) -> list[Constraint]:
             whitespace_pattern=wanted.whitespace_pattern,
         )
     except InvalidRequest as error:
-        raise _named("structured_outputs", error) from error
+        raise named("structured_outputs", error) from error
     return [Constraint(outputs, f"structured_outputs.{outputs.kind}")]
 
 
@@ -304,11 +305,7 @@ def _guided(fields: ConstraintFields) -> list[Constraint]:
             if value is not None
         ]
     except InvalidRequest as error:
-        raise _named("guided_whitespace_pattern", error) from error
-
-
-def _named(param: str, error: InvalidRequest) -> InvalidRequest:
-    return InvalidRequest(f"Invalid value for {param}: {error}.", param=param, code=error.code)
+        raise named("guided_whitespace_pattern", error) from error
 
 
 MAX_STOP_STRING_LEN = 1024

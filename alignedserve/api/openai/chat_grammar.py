@@ -4,6 +4,7 @@ from functools import partial
 from typing import Any
 
 from alignedserve.api.conversation import Constraint, Conversation, OfferedTool
+from alignedserve.api.errors import named
 from alignedserve.api.harmony import CALL, HarmonyGrammar
 from alignedserve.api.models.model_card import ChatModel
 from alignedserve.api.openai.output_parser import OutputFormat
@@ -58,7 +59,7 @@ async def chat_grammar(
         await model.grammars.check(grammar, turn)
     except InvalidRequest as error:
         param = "tools" if form.tools is not None else budget_param
-        raise InvalidRequest(f"Invalid value for {param}: {error}.", param=param, code=error.code) from error
+        raise named(param, error) from error
     return grammar
 
 
@@ -141,13 +142,12 @@ def _tool_rules(conversation: Conversation, form: ToolFormat, as_literal: Litera
 
 
 def _arguments_schema(tool: OfferedTool, form: ToolFormat) -> dict[str, Any]:
-    param = tool.schema_path
     try:
         schema = normalize_schema(_object_schema(tool.parameters or {}))
         if isinstance(form.call, ParameterCall):
             check_parameters(schema)
     except InvalidRequest as error:
-        raise InvalidRequest(f"Invalid value for {param}: {error}.", param=param, code=error.code) from error
+        raise named(tool.schema_path, error) from error
     return schema
 
 
@@ -175,7 +175,7 @@ async def _answer_part(constraint: Constraint | None, model: ChatModel, turn: Tr
             raise InvalidRequest("it is too long")
         await model.grammars.check(grammar, turn)
     except InvalidRequest as error:
-        raise constraint.refusal(error) from error
+        raise named(constraint.param, error) from error
     return part
 
 

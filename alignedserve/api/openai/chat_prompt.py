@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from alignedserve.api.conversation import Conversation, refuse_unknown, template_messages
+from alignedserve.api.conversation import Conversation, template_messages
+from alignedserve.api.errors import refuse_unknown
 from alignedserve.api.harmony import harmony_effort, harmony_messages, harmony_tools
 from alignedserve.api.models.model_card import PromptModel
 from alignedserve.api.openai.output_parser import OutputFormat

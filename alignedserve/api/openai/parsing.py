@@ -6,7 +6,8 @@ from typing import Any, NoReturn, TypeVar
 import orjson
 from pydantic import ValidationError
 
-from alignedserve.api.conversation import check_conversation, refuse_missing, refuse_unknown
+from alignedserve.api.conversation import check_conversation
+from alignedserve.api.errors import refuse, refuse_missing, refuse_unknown, refuse_unsupported
 from alignedserve.api.openai.bodies import TOOL_CHOICE_FORMS, ChatCompletionRequest, CompletionRequest, Hints
 from alignedserve.api.openai.translation import conversation_of_chat
 from alignedserve.api.schema import IgnoredFields, Schema, unknown_fields
@@ -143,7 +144,7 @@ def plain_messages(fields: dict[str, Any]) -> dict[str, Any]:
     messages, tools = fields.get("messages"), fields.get("tools")
     for index, tool in enumerate(tools if isinstance(tools, list) else ()):
         if isinstance(tool, dict) and tool.get("type") in _TOOL_TYPES:
-            _refuse_unsupported(f"tools[{index}].type", tool["type"])
+            refuse_unsupported(f"tools[{index}].type", tool["type"])
     if not isinstance(messages, list):
         return fields
     plain = [_plain_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
@@ -189,7 +190,7 @@ def _with_common(fields: dict[str, Any]) -> dict[str, Any]:
     if isinstance(fields.get("stop"), str):
         fields["stop"] = [fields["stop"]]
     if fields.get("service_tier") in _SERVICE_TIERS:
-        _refuse_unsupported("service_tier", fields["service_tier"])
+        refuse_unsupported("service_tier", fields["service_tier"])
     return fields
 
 
@@ -208,7 +209,7 @@ def _plain_part(part: Any, path: str) -> Any:
     if not isinstance(part, dict):
         return part
     if part.get("type") in _PART_TYPES:
-        _refuse_unsupported(f"{path}.type", part["type"])
+        refuse_unsupported(f"{path}.type", part["type"])
     return part
 
 
@@ -219,7 +220,7 @@ def without_neutral(fields: dict[str, Any], table: NeutralValues, path: str = ""
         if name not in table:
             others[name] = value
         elif value is not None and not _is_neutral(value, table[name]):
-            _refuse_unsupported(f"{path}{name}")
+            refuse_unsupported(f"{path}{name}")
     return others
 
 
@@ -237,11 +238,6 @@ def without_fields_of_chat(body: dict[str, Any], schema: type[Schema]) -> dict[s
     return without_neutral(body, others)
 
 
-def _refuse_unsupported(path: str, known_value: str | None = None) -> NoReturn:
-    what = f"{path} {known_value!r}" if known_value is not None else path
-    raise InvalidRequest(f"{what} is not supported.", param=path, code="unsupported_parameter")
-
-
 def _refuse(error: ValidationError, parent: str) -> NoReturn:
     problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
     path = parent + _path_of(problem["loc"])
@@ -251,7 +247,7 @@ def _refuse(error: ValidationError, parent: str) -> NoReturn:
         refuse_missing(path)
     words = "Input should be an object" if problem["type"] in _NO_OBJECT else problem["msg"]
     expected = _UNION_FIELDS.get(path.rpartition(".")[2], words.replace("Value error, ", "Input "))
-    raise InvalidRequest(f"Invalid value for {path}: {expected}.", param=path, code="invalid_value")
+    refuse(path, expected)
 
 
 def _path_of(location: tuple[int | str, ...]) -> str:

@@ -11,9 +11,8 @@ from alignedserve.api.conversation import (
     PastCall,
     PastMessage,
     ToolChoice,
-    refuse,
-    refuse_missing,
 )
+from alignedserve.api.errors import refuse, refuse_missing
 from alignedserve.api.openai.bodies import (
     ChatCompletionRequest,
     ChatMessage,

@@ -1,11 +1,12 @@
 """Bodies of the Responses API and the items of an input. Items are dispatched by type in `parsing`."""
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal, NamedTuple, NoReturn
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
 from alignedserve.api.conversation import MAX_PARTS, MAX_TOOLS
+from alignedserve.api.errors import refuse, refuse_unsupported
 from alignedserve.api.openai.bodies import ReasoningEffort, SamplingFields, Verbosity
 from alignedserve.api.openai.parsing import SchemaT, parse, without_fields_of_chat
 from alignedserve.api.schema import IgnoredFields, Metadata, Schema
@@ -283,16 +284,12 @@ def parse_input_tokens(body: dict[str, Any], ignored: IgnoredFields | None) -> I
 def _parse(schema: type[SchemaT], body: dict[str, Any], ignored: IgnoredFields | None) -> SchemaT:
     for name in _UNSUPPORTED:
         if body.get(name) is not None:
-            _refuse(name)
+            refuse_unsupported(name)
     if body.get("conversation") is not None and body.get("previous_response_id") is not None:
         raise InvalidRequest("Give conversation or previous_response_id, not both.", param="conversation")
     if isinstance(choice := body.get("tool_choice"), dict):
         parse(ToolChoiceMembers, choice, ignored, parent="tool_choice.")
     return parse(schema, body | {"tools": parse_tools(body.get("tools"), ignored)}, ignored)
-
-
-def _refuse(what: str, param: str | None = None) -> NoReturn:
-    raise InvalidRequest(f"{what} is not supported.", param=param or what, code="unsupported_parameter")
 
 
 class OfferedFunction(NamedTuple):
@@ -336,11 +333,10 @@ def tool_view(tool: Tool) -> dict[str, Any]:
 
 def _parse_tool(tool: Any, ignored: IgnoredFields | None, path: str) -> Any:
     if not isinstance(tool, dict):
-        raise InvalidRequest(f"Invalid value for {path}: it must be an object.", param=path, code="invalid_value")
+        refuse(path, "it must be an object")
     kind = tool.get("type")
     if kind in _HOSTED_TOOLS:
-        message = f"{path}.type {kind!r} is not supported."
-        raise InvalidRequest(message, param=f"{path}.type", code="unsupported_parameter")
+        refuse_unsupported(f"{path}.type", kind)
     if kind != "namespace" or ".tools[" in path:
         return parse(FunctionTool, tool, ignored, parent=f"{path}.")
     tools = parse_tools(tool.get("tools"), ignored, f"{path}.tools")

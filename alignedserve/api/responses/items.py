@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from alignedserve.api.conversation import NamedPicture
+from alignedserve.api.errors import refuse, refuse_unsupported
 from alignedserve.api.openai.parsing import parse
 from alignedserve.api.responses.bodies import (
     FunctionCallItem,
@@ -173,11 +174,9 @@ class _ItemParser:
 
 def _schema_of(kind: Any, schemas: Mapping[str, type[Schema]], path: str) -> type[Schema]:
     if kind in _UNSUPPORTED:
-        message = f"{path}.type {kind!r} is not supported."
-        raise InvalidRequest(message, param=f"{path}.type", code="unsupported_parameter")
+        refuse_unsupported(f"{path}.type", kind)
     if not isinstance(kind, str) or kind not in schemas:
-        message = f"Invalid value for {path}.type: it must be {' or '.join(schemas)}."
-        raise InvalidRequest(message, param=f"{path}.type", code="invalid_value")
+        refuse(f"{path}.type", f"it must be {' or '.join(schemas)}")
     return schemas[kind]
 
 

@@ -27,9 +27,8 @@ from alignedserve.api.conversation import (
     Role,
     ToolChoice,
     check_conversation,
-    refuse_missing,
-    refuse_unknown,
 )
+from alignedserve.api.errors import refuse, refuse_missing, refuse_unknown
 from alignedserve.api.models.model_card import PromptServices
 from alignedserve.api.models.model_services import ModelServices
 from alignedserve.api.openai.generation_request import Arrival, GenerationRequest
@@ -201,8 +200,7 @@ def _tool_choice(choice: str | dict[str, Any]) -> ToolChoice:
             names = [name for tool in choices if isinstance(name := tool.get("name"), str)]
             if len(names) == len(tools) <= MAX_TOOLS:
                 return ToolChoice(mode, tuple(names))
-    message = f"Invalid value for tool_choice: {_TOOL_CHOICE_FORMS}."
-    raise InvalidRequest(message, param="tool_choice", code="invalid_value")
+    return refuse("tool_choice", _TOOL_CHOICE_FORMS)
 
 
 def _members_of_type(choice: dict[str, Any]) -> tuple[str, ...]:
