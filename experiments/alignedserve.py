@@ -70,7 +70,7 @@ COMPARED = ("aligned", "aligned_slo", "distserve", "vllm", "fastgen")
 BASELINES, CORE = ("vllm", "distserve", "fastgen"), ("aligned", "aligned_slo", "distserve", "vllm")
 STEADY = "steady"  # ten minutes: rates; all other parts are bursts
 WITHOUT_PREFETCH, WITHOUT_BOTH, FCFS_BATCHES = "aligned w/o P", "aligned w/o P&B", "aligned w/o B"
-PAPERS = {"aligned": {"pack_share": None}}  # slack packed is not AlignedServe's: experiments.slack
+PAPERS = {"aligned": {"pack_share": None}}  # slack packed is not AlignedServe's
 
 COLUMNS: Mapping[str, str] = {
     "lengths": "lengths",

@@ -6,37 +6,27 @@ from functools import partial
 from pathlib import Path
 
 from experiments.pages import (
-    ablations,
     accelgen,
     alignedserve,
     alise,
     apt_serve,
     bros,
     grid,
-    leak,
-    separation,
-    slack,
     stale,
     summary,
     unseen,
-    walls,
 )
 from experiments.pages.record import provenance
 
 DOCS = Path(__file__).parent.parent.parent / "docs" / "experiments"
 Tables = Mapping[str, Callable[[], str]]
 _OF_RECORDS: Mapping[str, Tables] = {
-    "ablations": ablations.TABLES,
     "accelgen": accelgen.TABLES,
     "alignedserve": alignedserve.TABLES,
     "alise": alise.TABLES,
     "apt_serve": apt_serve.TABLES,
     "bros": bros.TABLES,
-    "leak": leak.TABLES,
-    "separation": separation.TABLES,
-    "slack": slack.TABLES,
     "unseen": unseen.TABLES,
-    "walls": walls.TABLES,
 }
 PAGES: Mapping[str, Tables] = {
     "README": {**summary.TABLES, "stale": stale.stale},

@@ -5,17 +5,12 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from experiments import (
-    ablations,
     accelgen,
     alignedserve,
     alise,
     apt_serve,
     bros,
-    leak,
-    separation,
-    slack,
     unseen,
-    walls,
 )
 from experiments.common import LabelledCase, Row, chosen, run
 from experiments.validity.rows import State, state_of, system_of
@@ -26,7 +21,6 @@ _COUNTED_SINCE = "num_recomputed_tokens"  # 0 in records of workers that were no
 _HELD = ("rt.attainment", "all.p99_attainment", "all.attainment")
 _FULL = apt_serve.WorkerSizes(300, (1, 2, 3), 1)
 CASES: Mapping[str, Callable[[], Sequence[LabelledCase]]] = {
-    "ablations": lambda: list(chain.from_iterable(ablations.parts_of(is_quick=False))),
     "accelgen": lambda: accelgen.cases_of(is_quick=False),
     "alignedserve": lambda: list(chain.from_iterable(alignedserve.parts_of(is_quick=False))),
     "alise": lambda: alise.cases_of(is_quick=False),
@@ -36,15 +30,7 @@ CASES: Mapping[str, Callable[[], Sequence[LabelledCase]]] = {
         *apt_serve.other_costs(_FULL),
     ],
     "bros": lambda: bros.cases_of(is_quick=False),
-    "leak": lambda: [
-        case._replace(labels={**case.labels, "part": name})
-        for name, of_part in leak.PARTS.items()
-        for case in of_part()
-    ],
-    "slack": lambda: list(chain.from_iterable(slack.parts_of(is_quick=False))),
     "unseen": lambda: list(chain.from_iterable(unseen.parts_of(is_quick=False))),
-    "separation": lambda: separation.cases_of(is_quick=False),
-    "walls": lambda: walls.cases_of(is_quick=False),
 }
 
 
