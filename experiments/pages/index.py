@@ -37,18 +37,14 @@ _PLACE = re.compile(r"^<!-- table: (?P<name>.+) -->\n\n(?:(?:\||- |  ).*\n)*", r
 
 
 def page_path(page: str) -> Path:
-    """Return the file of a page."""
     return DOCS / f"{page}.md"
 
 
 def names_in(text: str) -> list[str]:
-    """Return the names of the tables that a page has places for."""
     return [place["name"] for place in _PLACE.finditer(text)]
 
 
 def with_tables(text: str, tables: Tables) -> str:
-    """Return the page with its tables as the records have them now."""
-
     def written(place: re.Match[str]) -> str:
         below = "" if text[place.end() : place.end() + 1] in ("", "\n") else "\n"  # a place that was empty until now
         return f"<!-- table: {place['name']} -->\n\n{tables[place['name']]()}\n{below}"

@@ -63,7 +63,6 @@ def _chosen(sampled: Sequence[Sampled], num_each: int) -> list[Sampled]:
 
 
 def _held(row: Row) -> float | None:
-    """Return what a row's requests hold; None: it has no objectives."""
     return next((float(row[name]) for name in _HELD if row.get(name) is not None), None)
 
 
@@ -80,7 +79,6 @@ def _is_of(case: LabelledCase, row: Row) -> bool:
 
 
 def is_same(recorded: Row, again: Row) -> bool:
-    """Return whether every figure that both have is the same, to the digits of a record."""
     rounded = chosen([again], again)[0]
     apart = (*_LABELS_ONLY, *((_COUNTED_SINCE,) if not recorded.get(_COUNTED_SINCE) else ()))
     common = [name for name in recorded if name in rounded and name not in apart]
@@ -88,7 +86,6 @@ def is_same(recorded: Row, again: Row) -> bool:
 
 
 def repeat(sampled: Sequence[Sampled], *, processes: int) -> list[Row]:
-    """Simulate them, and return what is recorded of it."""
     again = run([one.case for one in sampled], processes=processes)
     return [
         {
