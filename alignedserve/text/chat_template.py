@@ -65,7 +65,11 @@ def within_s(limit_s: float) -> Iterator[None]:
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """Compiles templates that stop when the time given by `within_s` is over."""
+    """Compiles templates that stop when the time given by `within_s` is over.
+
+    Jinja2's sandbox bounds no time: nested loops, macros that call themselves or `9**9**9` hold a thread for ever. Here
+    every step of a loop and every call looks at the computed time, and operators are bounded before they compute.
+    """
 
     intercepted_binops = frozenset({"+", "*", "**"})
 

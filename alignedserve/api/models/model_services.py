@@ -31,7 +31,10 @@ from alignedserve.usage.ledger import UsageLedger
 
 
 class NextTurn:
-    """The functions that are due, of one loop."""
+    """Calls functions in the next turn of the event loop, all by one callback.
+
+    Waking a stream's task costs the loop a callback, a future and a step: as much as the work on the token itself.
+    """
 
     def __init__(self) -> None:
         self._due: dict[Callable[[], None], None] = {}
@@ -55,6 +58,8 @@ class NextTurn:
                 self.call(function)
 
 
+# Automatic objectives, from the workers' speed at their start: a first token within three times a prompt of 1 024 tokens
+# alone; a further token within twice the time of one of four requests that decode together. People read 6.7 tokens/s.
 _LEAST_TTFT_S, _PROMPTS = 1.0, 3.0
 _LEAST_TPOT_S, _SHARED_TOKENS = 0.15, 2.0
 

@@ -319,6 +319,7 @@ def offered_functions(tools: Sequence[Tool]) -> Iterator[OfferedFunction]:
 
 
 def chat_name(name: str, namespace: str | None = None) -> str:
+    """Return a function's name in the prompt: templates know no namespaces."""
     return name if namespace is None else f"{namespace}__{name}"
 
 

@@ -360,7 +360,10 @@ class CallableTool(NamedTuple):
 
 
 def call_rules(form: ToolFormat, tools: Sequence[CallableTool], literal: Literal, *, is_parallel: bool) -> str:
-    """Return the rules of `calls`, which is all of them from after `begin`."""
+    """Return the rules of `calls`, from after `begin` to the end of the answer: nothing but calls may follow.
+
+    Calls have exactly the white space of the families' templates; arguments match the schema of their function.
+    """
     more = f"({literal(form.separator)} call){{0,{MAX_CALLS - 1}}}" if is_parallel else ""
     rules = [f"calls: {literal(form.prefix)} call {more} {literal(form.suffix)}"]
     options = []
