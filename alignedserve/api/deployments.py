@@ -3,7 +3,7 @@
 The life of a deployment here:
 1. The list names it: its router is dialled and its tokenizer loaded in a thread; a batch worker waits for a line.
 2. A probe's token comes through, and another after every loss.
-3. While its phase is SERVING, requests find it by its model's name.
+3. In the phase SERVING requests find the deployment by the name of its model.
 4. DRAINING: requests under way go on, new requests do not find it.
 5. The list names it no more: its links are closed.
 """

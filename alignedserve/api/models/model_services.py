@@ -58,8 +58,8 @@ class NextTurn:
                 self.call(function)
 
 
-# Automatic objectives, from the workers' speed at their start: a first token within three times a prompt of 1 024 tokens
-# alone; a further token within twice the time of one of four requests that decode together. People read 6.7 tokens/s.
+# Automatic objectives follow from the speed of workers at their start: a first token within three times a prompt of
+# 1 024 tokens alone, a further token within twice a token of four requests together. People read 6.7 tokens a second.
 _LEAST_TTFT_S, _PROMPTS = 1.0, 3.0
 _LEAST_TPOT_S, _SHARED_TOKENS = 0.15, 2.0
 
