@@ -13,7 +13,7 @@ import orjson
 from alignedserve.api.anthropic import message_request
 from alignedserve.api.anthropic.bodies import BodyParser, CountTokensRequest, MessagesRequest
 from alignedserve.api.anthropic.message_format import MessageFormatter
-from alignedserve.api.conversation import check_conversation
+from alignedserve.api.conversation import Conversation, check_conversation
 from alignedserve.api.embeddings.request_builder import (
     EmbeddingRequest,
     PairSides,
@@ -38,6 +38,7 @@ from alignedserve.api.models.model_services import ModelServices
 from alignedserve.api.openai.bodies import (
     ChatCompletionRequest,
     CompletionRequest,
+    ConversationFields,
     DetokenizeRequest,
     TokenizeRequest,
 )
@@ -66,6 +67,7 @@ from alignedserve.api.responses.request_builder import (
     response_prompts,
 )
 from alignedserve.api.schema import IgnoredFields
+from alignedserve.api.work_lanes import rough_length
 from alignedserve.core.errors import InvalidRequest
 
 Body = dict[str, Any]
@@ -111,14 +113,19 @@ def _short_chat(chat: ChatCompletionRequest) -> Body:
 async def _build_chat(
     chat: ChatCompletionRequest, arrival: Arrival, services: ModelServices, prompts: Prompts | None
 ) -> GenerationRequest:
-    conversation = conversation_of_chat(chat)
+    conversation = await _conversation(chat, services)
     note_variables(conversation, services, arrival.ignored)
     return await build_chat_request(conversation, chat_spec(chat), arrival, services, prompts)
 
 
 async def _chat_prompts(chat: ChatCompletionRequest, services: PromptServices, _: IgnoredFields | None) -> Prompts:
     is_bounded = chat.truncate_prompt_tokens is None
-    return (await encode_chat(conversation_of_chat(chat), services, is_bounded=is_bounded),)
+    return (await encode_chat(await _conversation(chat, services), services, is_bounded=is_bounded),)
+
+
+async def _conversation(body: ConversationFields, services: PromptServices) -> Conversation:
+    length = rough_length((body.messages, body.tools))
+    return await services.lanes.run(length, partial(conversation_of_chat, body))
 
 
 async def _build_completion(
@@ -279,7 +286,7 @@ async def _tokens_answer(body: TokenizeRequest, services: PromptServices) -> byt
     if (body.prompt is None) == (not body.messages):
         raise InvalidRequest("Give either prompt or messages.", param="prompt")
     if body.prompt is None:
-        token_ids = (await encode_chat(conversation_of_chat(body), services)).token_ids
+        token_ids = (await encode_chat(await _conversation(body, services), services)).token_ids
     else:
         token_ids = await encode_text(body.prompt, services, add_special_tokens=body.add_special_tokens)
     answer = {"count": len(token_ids), "max_model_len": services.model.max_context_len, "tokens": token_ids}
