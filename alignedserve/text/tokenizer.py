@@ -15,13 +15,7 @@ import tokenizers
 from alignedserve.core.errors import ContextTooLong, InvalidRequest, UnsupportedModel
 from alignedserve.gguf.file import GgufFile, is_gguf
 from alignedserve.text.chat_template import ChatPrompt, ChatTemplate, Message
-from alignedserve.text.gguf_tokenizer import (
-    gguf_tokenizer,
-    read_config,
-    read_definition,
-    special_tokens_of,
-    templates_of,
-)
+from alignedserve.text.gguf_tokenizer import gguf_tokenizer
 from alignedserve.text.text_stream import ByteStream, TextStream, WindowStream
 from alignedserve.text.token_texts import (
     MARK_END,
@@ -35,6 +29,7 @@ from alignedserve.text.token_texts import (
     pieces_for,
     without_marks,
 )
+from alignedserve.text.tokenizer_files import read_config, read_definition, special_tokens_of, templates_of
 
 _SHORT_LEN = 512
 _LONG_LEN = 65_536

@@ -17,7 +17,7 @@ from alignedserve.runtime.model.encoder.families import ENCODER_TYPES, is_encode
 from alignedserve.runtime.model.families.table import FAMILIES
 from alignedserve.runtime.model.hub.short_names import near_names
 from alignedserve.runtime.model.quantized.config import read_quantization
-from alignedserve.text.gguf_tokenizer import end_token_id
+from alignedserve.text.tokenizer_files import end_token_id
 
 MAX_CONFIG_BYTES = 1 << 20
 

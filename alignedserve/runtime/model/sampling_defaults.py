@@ -17,7 +17,7 @@ from alignedserve.core.json_fields import read_json_object
 from alignedserve.core.request import SamplingParams
 from alignedserve.gguf.file import GgufFile
 from alignedserve.runtime.model.hf_config import MAX_CONFIG_BYTES
-from alignedserve.text.gguf_tokenizer import read_config, templates_of
+from alignedserve.text.tokenizer_files import read_config, templates_of
 
 logger = logging.getLogger(__name__)
 

@@ -24,8 +24,8 @@ from alignedserve.runtime.model.vision.mobile_config import SeeingConfig
 from alignedserve.runtime.model.vision.vision_config import CACHE_BYTES
 from alignedserve.runtime.model.weight_fingerprint import fingerprint_of
 from alignedserve.runtime.model.window_cache import WHOLE, has_rings
-from alignedserve.text.gguf_tokenizer import read_template
 from alignedserve.text.tokenizer import Tokenizer
+from alignedserve.text.tokenizer_files import read_template
 
 _BLOCK_SIZE = 16  # tokens
 _ON_ONE_CPU = EngineConfig(device="cpu", window_cache=WHOLE)

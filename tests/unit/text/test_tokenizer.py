@@ -13,7 +13,7 @@ from tokenizers import decoders, models
 
 from alignedserve.core.errors import InvalidRequest, ModelError, ModelNotFound, UnsupportedModel
 from alignedserve.runtime.model.built_in import pocket_folder
-from alignedserve.text import gguf_tokenizer as module
+from alignedserve.text import tokenizer_files as module
 from alignedserve.text.chat_template import ChatPrompt, ChatTemplate
 from alignedserve.text.tokenizer import Tokenizer, TokenizerOnUse
 from tests.gateway.support import EOS, tokenizer, tokenizer_folder, write_tokenizer
