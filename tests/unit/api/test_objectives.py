@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from alignedserve.api.models.model_services import default_slo, in_words, unholdable
+from alignedserve.api.objectives import default_slo, in_words, unholdable
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import ConfigError
 from alignedserve.core.request import Slo

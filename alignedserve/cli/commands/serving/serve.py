@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
-from alignedserve.api.models.model_services import default_slo, in_words, unholdable
+from alignedserve.api.objectives import default_slo, in_words, unholdable
 from alignedserve.cli.commands.options import ServeOptions
 from alignedserve.cli.commands.serving.node_losses import NodeLosses
 from alignedserve.cli.commands.serving.start_screen import StartScreen
