@@ -50,14 +50,14 @@ class Outcome:
     is_broken: bool = False  # a process ended in another way than with its tests' outcome
 
 
-def run(hands: Sequence[Sequence[str]], marker: str, num_processes: int) -> Outcome:
-    """Run the tests of this marker in `hands`: lists of files or tests, of which a process takes one at a time."""
+def run(hands: Sequence[Sequence[str]], marker: str, num_processes: int, root: str = "tests") -> Outcome:
+    """Run tests of this marker in `hands`, lists of files or tests under `root`: a process takes one list at a time."""
     outcome = Outcome()
     with tempfile.TemporaryDirectory() as name:  # of this run alone: another may go on in the same checkout
         folder = Path(name)
         (folder / LIST).write_text(json.dumps(hands))
         command = [sys.executable, "-m", "pytest", "-m", marker, "-p", "no:cacheprovider"]
-        command += ["-p", "scripts.taken_files", f"{OPTION}={name}"]
+        command += ["-p", "scripts.taken_files", f"{OPTION}={name}", root]
         logs = [folder / f"{number}.log" for number in range(min(num_processes, len(hands)))]
         processes = []
         for log in logs:

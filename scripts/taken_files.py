@@ -12,11 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from _pytest.runner import collect_one_node
 
-LIST = "files.json"  # lists of arguments of pytest; one process takes a whole list
+LIST = "files.json"  # lists of files, or of single tests; one process takes a whole list
 OPTION = "--take-from"
 
 _EXIT_STATUS = pytest.StashKey[int]()
+_modules: dict[Path, pytest.Module] = {}
 _alone: list[list[pytest.Item]] = []
 
 
@@ -27,7 +29,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection(session: pytest.Session) -> bool:
-    """Collect nothing yet."""
+    """Find files, and import none yet."""
+    nodes = list(session.perform_collect(genitems=False))
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, pytest.Module):
+            _modules[node.path] = node
+        elif isinstance(node, pytest.Collector):
+            nodes += collect_one_node(node).result
     session.items = []
     return True
 
@@ -45,21 +54,34 @@ def pytest_runtestloop(session: pytest.Session) -> bool:
     folder: Path = session.config.getoption("take_from")
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_SH)
-        for arguments in _taken(folder):
-            _run(list(session.perform_collect(arguments)))
+        for names in _taken(folder):
+            _run(_collect(session, names))
         fcntl.flock(lock, fcntl.LOCK_EX)
         for items in _alone:
             _run(items)
     return True
 
 
+def _collect(session: pytest.Session, names: list[str]) -> list[pytest.Item]:
+    """Return the tests of these files, or with these names, as the command line chooses them."""
+    root = session.config.rootpath
+    paths = dict.fromkeys(root / name.partition("::")[0] for name in names)
+    whole = {root / name for name in names}
+    items = [item for path in paths for item in session.genitems(_modules[path])]
+    session.items = [item for item in items if item.path in whole or item.nodeid in names]
+    session.config.hook.pytest_collection_modifyitems(session=session, config=session.config, items=session.items)
+    session.config.hook.pytest_collection_finish(session=session)
+    session.testscollected += len(session.items)
+    return session.items
+
+
 def _taken(folder: Path) -> Iterator[list[str]]:
-    for number, arguments in enumerate(json.loads((folder / LIST).read_text())):
+    for number, names in enumerate(json.loads((folder / LIST).read_text())):
         try:
             (folder / f"{number}.taken").touch(exist_ok=False)
         except FileExistsError:
             continue
-        yield arguments
+        yield names
 
 
 def _run(items: list[pytest.Item]) -> None:

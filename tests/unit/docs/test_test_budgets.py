@@ -99,7 +99,7 @@ def test_processes_share_a_list_and_what_runs_alone_comes_last(tmp_path: Path) -
         test = f"def test_{name}():\n{begins.replace('NAME', name)}{body}"
         alone = f"@pytest.mark.alone\ndef test_{name}_alone():\n{begins.replace('NAME', 'alone')}"
         (tmp_path / f"test_{name}.py").write_text(f"import pytest\n\n\n{test}\n\n{alone}")
-    outcome = run([[str(tmp_path / f"test_{name}.py")] for name in bodies], "", 2)
+    outcome = run([[str(tmp_path / f"test_{name}.py")] for name in bodies], "", 2, str(tmp_path))
     assert (outcome.counts["passed"], outcome.counts["skipped"], outcome.is_broken) == (4, 1, False)
     assert [test.partition("::")[2] for test in outcome.failed] == ["test_second"]
     order = begun.read_text().split()
