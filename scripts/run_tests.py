@@ -1,10 +1,11 @@
 """Run tests of one tier in several pytest processes: `python scripts/run_tests.py default`.
 
-A process takes a file when it is free, the dearest first, by seconds of earlier runs: on this machine, or else in
-tests/seconds.json. docs/testing.md says which tiers there are and what each is for.
+A process that is free takes the next file of a list, the dearest first by seconds of earlier runs: on this machine, or
+else in tests/seconds.json. docs/testing.md says which tiers there are. The second half is a plugin of those processes.
 """
 
 import argparse
+import fcntl
 import json
 import os
 import subprocess
@@ -12,32 +13,28 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
+from _pytest.runner import collect_one_node
+
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-
-from scripts.taken_files import LIST, OPTION  # noqa: E402
-
-RESULTS = ROOT / "build" / "tests"  # seconds of each test, by tier
+RESULTS = ROOT / "build" / "tests"  # seconds of each test when it last ran here, by tier
 SECONDS = ROOT / "tests" / "seconds.json"  # of each file, by tier
-TOGETHER = "tests/cluster/shared"  # its files share clusters: one process takes them all
+TOGETHER = "tests/cluster/shared/"  # its files share clusters: one process takes them all
 NUM_PARTS = 8
 MAX_PROCESSES = 4  # a gigabyte each
 MAX_RERUN = 5  # a busy machine explains no more failures than that
-LOOK_S, REPORT_S = 0.1, 10.0
-# Of a file that no earlier run has seen: of clusters and hosts, and others.
-UNKNOWN_CLUSTER_S = 60.0
-UNKNOWN_S = 2.0
+REPORT_S = 10.0
+UNKNOWN_CLUSTER_S, UNKNOWN_S = 60.0, 2.0  # of a file that no earlier run has seen
 NOT_HERE = "not gpu and not clients"
 MARKERS = {
     "default": f"not slow and {NOT_HERE}",
     "promise": f"slow and promise and {NOT_HERE}",
     "rest": f"slow and not promise and {NOT_HERE}",
 }
-NUM_WAITING = {"default": 1}  # processes more than there are cores, as a cluster mostly waits
 
 
 @dataclass(slots=True)
@@ -55,33 +52,28 @@ def run(hands: Sequence[Sequence[str]], marker: str, num_processes: int, root: s
     outcome = Outcome()
     with tempfile.TemporaryDirectory() as name:  # of this run alone: another may go on in the same checkout
         folder = Path(name)
-        (folder / LIST).write_text(json.dumps(hands))
+        (folder / "hands").write_text(json.dumps(hands))
         command = [sys.executable, "-m", "pytest", "-m", marker, "-p", "no:cacheprovider"]
-        command += ["-p", "scripts.taken_files", f"{OPTION}={name}", root]
-        logs = [folder / f"{number}.log" for number in range(min(num_processes, len(hands)))]
-        processes = []
-        for log in logs:
-            with log.open("w") as output:
-                processes.append(subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output))
-        _wait_for(processes, folder, len(hands))
-        for process, log in zip(processes, logs, strict=True):
+        command += ["-p", "scripts.run_tests", f"--take-from={folder}", root]
+        processes = {}
+        for number in range(min(num_processes, len(hands))):
+            with (folder / f"{number}.log").open("w") as output:
+                processes[output.name] = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output)
+        for process in processes.values():
+            while process.poll() is None:
+                try:
+                    process.wait(REPORT_S)
+                except subprocess.TimeoutExpired:
+                    print(f"{len(list(folder.glob('*.taken')))} of {len(hands)} files begun", flush=True)
+        for log, process in processes.items():
             if process.returncode not in (0, 5):  # 5: no test was chosen
-                print(log.read_text(errors="replace"), flush=True)
+                print(Path(log).read_text(errors="replace"), flush=True)
             outcome.is_broken |= process.returncode not in (0, 1, 5)
-        for results in (json.loads(path.read_text()) for path in folder.glob("[0-9]*.json")):
+        for results in (json.loads(path.read_text()) for path in folder.glob("*.json")):
             outcome.seconds |= results["seconds"]
             outcome.counts += Counter(results["counts"])
             outcome.failed += results["failed"]
     return outcome
-
-
-def _wait_for(processes: Sequence[subprocess.Popen[bytes]], folder: Path, num_hands: int) -> None:
-    reported_s = time.monotonic()
-    while any(process.poll() is None for process in processes):
-        time.sleep(LOOK_S)
-        if time.monotonic() - reported_s > REPORT_S:
-            reported_s += REPORT_S
-            print(f"{len(list(folder.glob('*.taken')))} of {num_hands} files begun", flush=True)
 
 
 def rerun_failed(outcome: Outcome) -> None:
@@ -103,18 +95,15 @@ def hands_of(files: Iterable[str], seconds: Mapping[str, float]) -> list[list[st
     """Return lists of files that one process takes at once, the dearest first."""
     hands: dict[str, list[str]] = {}
     for file in files:
-        hands.setdefault(TOGETHER if file.startswith(f"{TOGETHER}/") else file, []).append(file)
+        hands.setdefault(TOGETHER if file.startswith(TOGETHER) else file, []).append(file)
     return sorted(hands.values(), key=lambda hand: (-_cost(hand, seconds), hand))
 
 
 def part_of(hands: Iterable[list[str]], seconds: Mapping[str, float], part: int) -> list[list[str]]:
     """Return one of `NUM_PARTS` parts of `hands`, which take about as long."""
     parts: list[list[list[str]]] = [[] for _ in range(NUM_PARTS)]
-    totals = [0.0] * NUM_PARTS
     for hand in hands:
-        least = totals.index(min(totals))
-        parts[least].append(hand)
-        totals[least] += _cost(hand, seconds)
+        min(parts, key=lambda some: sum(_cost(each, seconds) for each in some)).append(hand)
     return parts[part]
 
 
@@ -122,8 +111,13 @@ def _cost(hand: Iterable[str], seconds: Mapping[str, float]) -> float:
     return sum(seconds.get(file, UNKNOWN_CLUSTER_S if "/cluster/" in file else UNKNOWN_S) for file in hand)
 
 
-def seconds_by_file(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Return the seconds of files, whose tests took these."""
+def recorded_seconds(tier: str) -> dict[str, float]:
+    """Return the committed seconds of each file in which this tier has tests; 0 of a file that others know."""
+    recorded: dict[str, dict[str, float]] = json.loads(SECONDS.read_text())
+    return {file: 0.0 for of_tier in recorded.values() for file in of_tier} | recorded.get(tier, {})
+
+
+def _by_file(seconds: Mapping[str, float]) -> dict[str, float]:
     by_file: dict[str, float] = {}
     for test, test_s in seconds.items():
         file = test.partition("::")[0]
@@ -131,49 +125,33 @@ def seconds_by_file(seconds: Mapping[str, float]) -> dict[str, float]:
     return by_file
 
 
-def recorded_seconds(tier: str) -> dict[str, float]:
-    """Return the committed seconds of each file in which this tier has tests; 0 for others that are known."""
-    recorded: dict[str, dict[str, float]] = json.loads(SECONDS.read_text())
-    known = {file: 0.0 for of_tier in recorded.values() for file in of_tier}
-    return known | recorded.get(tier, {})
-
-
 def _record(tier: str, seconds: Mapping[str, float]) -> None:
     recorded = json.loads(SECONDS.read_text())
-    kept = recorded.get(tier, {}) | {file: round(s, 1) for file, s in seconds_by_file(seconds).items()}
-    recorded[tier] = {file: kept[file] for file in sorted(kept) if (ROOT / file).exists()}
+    known = recorded.get(tier, {}) | {file: round(file_s, 1) for file, file_s in _by_file(seconds).items()}
+    recorded[tier] = {file: file_s for file, file_s in known.items() if (ROOT / file).exists()}
     SECONDS.write_text(json.dumps(recorded, indent=0, sort_keys=True) + "\n")
 
 
-def last_run(tier: str) -> dict[str, float]:
-    """Return the seconds of each test when it last ran here."""
+def _last_run(tier: str) -> dict[str, float]:
     path = RESULTS / f"{tier}.json"
-    return json.loads(path.read_text()) if path.exists() else {}
-
-
-def print_dearest(count: int = 10) -> None:
-    """Print the tests that took longest."""
-    seconds = {test: s for tier in MARKERS for test, s in last_run(tier).items()}
-    print(f"The {count} dearest tests:")
-    for test in sorted(seconds, key=lambda test: -seconds[test])[:count]:
-        print(f"{seconds[test]:8.1f} s  {test}")
+    last: dict[str, float] = json.loads(path.read_text()) if path.exists() else {}
+    return {test: test_s for test, test_s in last.items() if (ROOT / test.partition("::")[0]).exists()}
 
 
 def run_tier(tier: str, folders: Sequence[str], part: int | None, num_processes: int, is_recorded: bool) -> bool:
     """Run the tests of a tier under these folders, or one part of them; return whether all passed."""
     began_s = time.monotonic()
-    num_processes += NUM_WAITING.get(tier, 0)
-    recorded = recorded_seconds(tier)
+    num_processes += tier == "default"  # whose cluster mostly waits
+    recorded, last = recorded_seconds(tier), _last_run(tier)
     hands = hands_of(files_under(folders), recorded)
     if part is not None:
         hands = part_of(hands, recorded, part)
-    here = recorded | seconds_by_file(last_run(tier))
-    outcome = run(hands_of((file for hand in hands for file in hand), here), MARKERS[tier], num_processes)
+    files = [file for hand in hands for file in hand]
+    outcome = run(hands_of(files, recorded | _by_file(last)), MARKERS[tier], num_processes)
     if is_recorded:
         _record(tier, outcome.seconds)
     rerun_failed(outcome)
-    kept = {test: s for test, s in last_run(tier).items() if (ROOT / test.partition("::")[0]).exists()}
-    (RESULTS / f"{tier}.json").write_text(json.dumps(kept | outcome.seconds))
+    (RESULTS / f"{tier}.json").write_text(json.dumps(last | outcome.seconds))
     which = tier if part is None else f"part {part} of {NUM_PARTS} of {tier}"
     print(f"{which}: {time.monotonic() - began_s:.0f} s, {len(outcome.seconds)} tests, {num_processes} processes")
     counts = outcome.counts
@@ -191,15 +169,113 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=min(cores, MAX_PROCESSES))
     parser.add_argument("--record", action="store_true", help="keep the seconds of each file for later runs")
     parser.add_argument("--dearest", action="store_true", help="print the longest tests of all tiers' last runs")
-    arguments = parser.parse_args()
+    options = parser.parse_args()
     RESULTS.mkdir(parents=True, exist_ok=True)
-    part = None if arguments.part is None else arguments.part % NUM_PARTS
-    is_whole = [
-        run_tier(tier, arguments.under, part, arguments.processes, arguments.record) for tier in arguments.tiers
-    ]
-    if arguments.dearest:
-        print_dearest()
-    return 0 if all(is_whole) else 1
+    part = None if options.part is None else options.part % NUM_PARTS
+    all_pass = [run_tier(tier, options.under, part, options.processes, options.record) for tier in options.tiers]
+    if options.dearest:
+        print("The ten dearest tests:")
+        seconds = {test: test_s for tier in MARKERS for test, test_s in _last_run(tier).items()}
+        for test in sorted(seconds, key=lambda test: -seconds[test])[:10]:
+            print(f"{seconds[test]:8.1f} s  {test}")
+    return 0 if all(all_pass) else 1
+
+
+# The plugin: a file is imported once its process has taken it. Tests marked `alone` come last, while no other runs.
+_modules: dict[Path, pytest.Module] = {}
+_alone: list[list[pytest.Item]] = []
+_ended_with: list[int] = []
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option for the folder of the list, which gets the results as well."""
+    parser.addoption("--take-from", type=Path)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> bool:
+    """Find files, and import none yet."""
+    nodes = list(session.perform_collect(genitems=False))
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, pytest.Module):
+            _modules[node.path] = node
+        elif isinstance(node, pytest.Collector):
+            nodes += collect_one_node(node).result
+    session.items = []
+    return True
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put off what runs alone."""
+    _alone.append([item for item in items if item.get_closest_marker("alone")])
+    items[:] = [item for item in items if not item.get_closest_marker("alone")]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool:
+    """Run files until all are taken, then what runs alone."""
+    folder: Path = session.config.getoption("take_from")
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        for names in _taken(folder):
+            _run(_collect(session, names))
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for items in _alone:
+            _run(items)
+    return True
+
+
+def _taken(folder: Path) -> Iterator[list[str]]:
+    for number, names in enumerate(json.loads((folder / "hands").read_text())):
+        try:
+            (folder / f"{number}.taken").touch(exist_ok=False)
+        except FileExistsError:
+            continue
+        yield names
+
+
+def _collect(session: pytest.Session, names: list[str]) -> list[pytest.Item]:
+    """Return the tests of these files, or with these names, as the command line chooses them."""
+    root, hook = session.config.rootpath, session.config.hook
+    files = dict.fromkeys(root / name.partition("::")[0] for name in names)
+    whole = {root / name for name in names}
+    items = [item for file in files for item in session.genitems(_modules[file])]
+    session.items = [item for item in items if item.path in whole or item.nodeid in names]
+    hook.pytest_collection_modifyitems(session=session, config=session.config, items=session.items)
+    hook.pytest_collection_finish(session=session)
+    session.testscollected += len(session.items)
+    return session.items
+
+
+def _run(items: list[pytest.Item]) -> None:
+    """Run tests; what fixtures of the session hold, such as a cluster, ends with the last one."""
+    for item, following in zip(items, [*items[1:], None], strict=False):
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Write seconds by test, counts by outcome, and what failed."""
+    _ended_with.append(exitstatus)
+    stats = session.config.pluginmanager.get_plugin("terminalreporter").stats  # type: ignore[union-attr]
+    seconds: dict[str, float] = {}
+    for report in (report for reports in stats.values() for report in reports):
+        if type(report) is pytest.TestReport:  # a test's seconds include those of its subtests
+            seconds[report.nodeid] = seconds.get(report.nodeid, 0.0) + report.duration
+    counts = {kind: len(stats.get(kind, ())) for kind in ("passed", "skipped")}
+    bad = [report for kind in ("failed", "error", "subtests failed") for report in stats.get(kind, ())]
+    failed = list(dict.fromkeys(report.nodeid for report in bad))
+    results = {"seconds": seconds, "counts": counts, "failed": failed}
+    (session.config.getoption("take_from") / f"{os.getpid()}.json").write_text(json.dumps(results))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure() -> None:
+    """End although a thread of a failed test may go on for ever."""
+    if _ended_with == [pytest.ExitCode.TESTS_FAILED]:
+        sys.stdout.flush()
+        os._exit(pytest.ExitCode.TESTS_FAILED)
 
 
 if __name__ == "__main__":
