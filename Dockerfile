@@ -28,6 +28,7 @@ COPY kvpool kvpool
 COPY prefill_worker prefill_worker
 COPY decode_worker decode_worker
 COPY kernels kernels
+COPY plugins plugins
 # The kernels are optional elsewhere; here a build without them is a mistake.
 RUN pip install -c constraints.txt --no-deps . && cd / && python -c 'import torch, kernels._native'
 

@@ -77,7 +77,7 @@ check-types:
 check-style:
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
-	@$(BIN)/lint-imports
+	@$(BIN)/lint-imports --config .importlinter.toml
 
 check-wheels:
 	@$(BIN)/python scripts/check_wheels.py

@@ -32,7 +32,6 @@ class BlockPeers:
         return peer in self._used_s
 
     def is_pool(self, peer: str) -> bool:
-        """Return whether this peer is a pool; others offer candidate buffers."""
         return peer in self._pools
 
     def fetched(self, event: BlocksLoaded) -> BlocksFetched | None:
@@ -42,7 +41,6 @@ class BlockPeers:
         return BlocksFetched(event.source, sum(len(load.block_ids) for load in event.loads), event.duration_s)
 
     def needed(self, peer: str, now: float) -> list[Dial]:
-        """Dial a peer of another node, unless it is dialled."""
         if peer in self._names or peer == self._own_pool:
             return []
         commands = [] if peer in self._used_s else [Dial(peer)]

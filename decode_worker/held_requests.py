@@ -40,7 +40,6 @@ class HeldRequest(WorkerRequest):
 
     @property
     def num_shareable(self) -> int:
-        """Number of its first blocks that are in the prefix cache."""
         return 0 if self.context is None else len(self.context.held)
 
 
@@ -82,19 +81,15 @@ class HeldRequests:
 
     @property
     def by_id(self) -> Mapping[RequestId, HeldRequest]:
-        """The requests, for many look-ups."""
         return self._requests
 
     def get(self, request_id: RequestId) -> HeldRequest | None:
-        """Return the request, if it is here."""
         return self._requests.get(request_id)
 
     def of_row(self, row: int) -> HeldRequest:
-        """Return the request of this row."""
         return self._requests[self.state.table.request_ids[row]]
 
     def num_cached(self, tracked: HeldRequest) -> int:
-        """Return the tokens whose cache a request has, on the device or on the host."""
         table = self.state.table
         return int(table.num_cached[table.row(tracked.request.request_id)])
 
@@ -103,12 +98,10 @@ class HeldRequests:
         return self._has_shared_blocks and not tracked.is_real_time
 
     def of_parts(self, scheduled: Sequence[ScheduledRequest]) -> tuple[HeldRequest, ...]:
-        """Return the requests of these parts of a plan."""
         requests, request_ids = self._requests, self.state.table.request_ids
         return tuple([requests[request_ids[row]] for row, _, _ in scheduled])
 
     def add(self, message: PrefillRequest, now: float) -> None:
-        """Add a request without any cache."""
         request, generated = message.request, list(message.generated_token_ids)
         tracked = HeldRequest(request, message.attempt, generated, granted_s=now)
         self._requests[request.request_id] = tracked
@@ -130,15 +123,15 @@ class HeldRequests:
         self.forget_host_copy(tracked)
 
     def leave_engine(self, tracked: HeldRequest) -> None:
-        """Remove it from the engine with the next iteration."""
         if tracked.is_in_engine:
             request_id = tracked.request.request_id
             self._removals.append(request_id)
-            self._replacements = [one for one in self._replacements if one.request_id != request_id]
+            self._replacements = [
+                replacement for replacement in self._replacements if replacement.request_id != request_id
+            ]
             tracked.is_in_engine = False
 
     def forget_host_copy(self, tracked: HeldRequest) -> None:
-        """Free its cache on the host with the next iteration."""
         if tracked.is_on_host:
             self._forgotten.append(tracked.request.request_id)
             tracked.is_on_host = False
@@ -148,7 +141,6 @@ class HeldRequests:
         return self._state_blocks if len(tracked.block_ids) > tracked.num_shareable else 0
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Return the blocks of a request of so many tokens."""
         return self._state_blocks + -(-num_tokens // self.block_size)
 
     # --- the prefix cache
@@ -193,7 +185,6 @@ class HeldRequests:
         return tuple(copies)
 
     def store_filled(self, failed: Container[RequestId]) -> None:
-        """Cache the blocks that the latest iteration filled, except blocks of failed requests."""
         if not self._shareable:
             return
         for row in self.state.filling_rows():
@@ -214,7 +205,6 @@ class HeldRequests:
             self._wait(tracked)
 
     def _context_of(self, tracked: HeldRequest) -> CachedContext | None:
-        """Return the context of a request that shares; a request that wants scores of its prompt computes all of it."""
         request = tracked.request
         if self._prefixes is None or not request.prefix_root or request.sampling.num_prompt_logprobs is not None:
             return None
@@ -242,7 +232,6 @@ class HeldRequests:
                 self._replacements.append(BlockReplacement(request_id, adopted.place, adopted.block_id))
 
     def _leave_blocks(self, tracked: HeldRequest, num_kept: int, *, shares_last: bool = False) -> None:
-        """Free the request's own blocks after the first `num_kept`; shared ones stay cached."""
         first = self.num_of_states(tracked)
         if first and not num_kept:
             self.allocator.free(tracked.block_ids[:first])
@@ -287,11 +276,9 @@ class HeldRequests:
 
     @property
     def _num_usable(self) -> int:
-        """Blocks but for those of moves, whose other side may take its time."""
         return self.allocator.num_blocks - self.num_away + self.num_copying()
 
     def hold(self, num_blocks: int) -> tuple[BlockId, ...]:
-        """Take free blocks for a request that comes."""
         self.state.hold(num_blocks)
         block_ids = self.allocator.allocate(num_blocks)
         assert block_ids is not None, "fewer blocks than were counted"
@@ -299,7 +286,6 @@ class HeldRequests:
         return block_ids
 
     def free_held(self, block_ids: Sequence[BlockId]) -> None:
-        """Free blocks of a request that has left, or does not come."""
         self.allocator.free(block_ids)
         self.state.hold(-len(block_ids))
         self.num_away -= len(block_ids)
@@ -311,7 +297,6 @@ class HeldRequests:
 
     @property
     def num_promised(self) -> int:
-        """Blocks that begun requests will need for their known tokens and one more each."""
         needs = (self.blocks_for(held.context_len + 1) - len(held.block_ids) for held in self)
         return sum(max(need, 0) for one, need in zip(self, needs, strict=True) if one.block_ids)
 
@@ -338,7 +323,6 @@ class HeldRequests:
         self.state.add_elsewhere(tracked.request, now, replace(progress, num_blocks=0))
 
     def bring_back(self, tracked: HeldRequest, block_ids: Sequence[BlockId]) -> None:
-        """Note that a request's cache is in these blocks, which were held; without any: that it is lost."""
         request_id = tracked.request.request_id
         tracked.is_away, tracked.block_ids = False, list(block_ids)
         self.num_away -= len(block_ids)
@@ -349,11 +333,9 @@ class HeldRequests:
             self._shareable[request_id] = tracked.context.held
 
     def num_own(self, tracked: HeldRequest) -> int:
-        """Return how many blocks a request would free if it alone left."""
         return len(tracked.block_ids) - (num_shared(tracked.context.held) if tracked.context is not None else 0)
 
     def enter(self, candidate: Candidate, block_ids: Sequence[BlockId], num_cached: int, now: float) -> None:
-        """Add a request that has come, with the cache of `num_cached` tokens in these blocks, which were held."""
         tracked = HeldRequest(
             candidate.request,
             candidate.attempt,
@@ -367,7 +349,6 @@ class HeldRequests:
         self.attach(tracked, candidate.progress(num_cached, len(block_ids)), now)
 
     def attach(self, tracked: HeldRequest, progress: Progress, now: float) -> None:
-        """Add a request with its cache, in blocks that were held."""
         assert progress.num_blocks == len(tracked.block_ids), "other blocks than were held"
         self._requests[tracked.request.request_id] = tracked
         self.num_away -= progress.num_blocks
@@ -380,7 +361,6 @@ class HeldRequests:
     # --- what the engine is told
 
     def take_removals(self) -> tuple[RequestId, ...]:
-        """Return requests that the engine has to remove, each once."""
         removals, self._removals = tuple(self._removals), []
         return removals
 

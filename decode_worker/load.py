@@ -26,8 +26,6 @@ class _CandidateCounts(NamedTuple):
 
 
 class _LoadCounts(NamedTuple):
-    """The load without free blocks, which change in nearly every iteration."""
-
     num_running: int
     num_joining: int  # candidates of the running batch
     num_following: int  # and of the next
@@ -61,7 +59,6 @@ class LoadCounter:
         return self._load_of(counts)
 
     def waiting(self) -> Iterator[WaitingRequest]:
-        """Yield the candidates that have not entered the batch, and why."""
         num_running = self._batch.num_holding
         for candidate in self._candidates:
             yield WaitingRequest(candidate.request.request_id, self._cause_of(candidate), num_running)
@@ -76,7 +73,6 @@ class LoadCounter:
         )
 
     def _load_of(self, counts: _LoadCounts) -> WorkerLoad:
-        """Build the message of these counts and the free blocks."""
         return WorkerLoad(
             num_running=counts.num_running,
             num_candidate_requests=counts.num_joining,
@@ -100,7 +96,6 @@ class LoadCounter:
         return Cause.BLOCKS_SHORT if is_short else Cause.OTHERS_FIRST
 
     def _count_waiting(self) -> _CandidateCounts:
-        """Count candidates, except those on their way back to the pool."""
         versions = (self._candidates.version, self._order.version)
         if versions != self._waiting_of:
             staying = [candidate for candidate in self._candidates if candidate.location is not CacheLocation.RETURNING]
@@ -114,7 +109,6 @@ class LoadCounter:
         return self._waiting
 
     def _running_range(self, num_iterations: int) -> JoinedBatch | None:
-        """Return the lengths that may join, in steps of tokens so that they do not change in every iteration."""
         packing = self._batch.packing
         step = _SPAN_STEP if packing is None else _ROOM_ITERATIONS
         state = (self._batch.version, self._order.version, num_iterations // step, self._batch.num_holding)

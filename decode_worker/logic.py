@@ -205,7 +205,6 @@ class DecodeLogic:
         raise AssertionError(f"a decode worker does not take {type(message).__name__}")
 
     def _offered(self, peer: str, message: ArenaOffered) -> list[DecodeCommand]:
-        """Use a pool's arena, or a candidate buffer at a prefill worker."""
         is_buffer = not self._peers.is_pool(peer)
         if is_buffer:
             self._candidates.buffer_offered(peer, message)
@@ -226,11 +225,9 @@ class DecodeLogic:
         return commands
 
     def _latest_attempt(self, request_id: RequestId) -> int:
-        """Return the latest attempt of this request that is here; 0: none is."""
         return max((record.attempt for record in self._records_of(request_id)), default=0)
 
     def _records_of(self, request_id: RequestId) -> list[WorkerRequest]:
-        """Return the records of a request here: attempts that wait, run, or are being copied in or out."""
         waiting, running = self._candidates.get(request_id), self._batch.get(request_id)
         moving = self._batch.loading.get(request_id), self._evictions.get(request_id)
         return [record for record in (waiting, running, *moving) if record is not None]
@@ -263,7 +260,6 @@ class DecodeLogic:
         return commands
 
     def _abort(self, request_id: RequestId, attempt: int | None = None) -> list[DecodeCommand]:
-        """Abort a request; with an attempt, only that one and earlier ones."""
         commands: list[DecodeCommand] = []
         self._candidates.forget_returned(request_id, attempt)
         waiting = self._candidates.get(request_id)
@@ -284,7 +280,6 @@ class DecodeLogic:
     # --- candidates: admitted, prefetched, returned
 
     def _move_candidates(self, now: float) -> list[DecodeCommand]:
-        """Admit candidates that may enter, prefetch the others, return those whose batch has ended to the pool."""
         if not self._candidates:
             return []
         commands: list[DecodeCommand] = [*self._entries.load(self._entries.admitted(now))]
@@ -341,7 +336,6 @@ class DecodeLogic:
         return [begun.command, *commands]
 
     def _make_room(self, batch: RunningBatch) -> list[DecodeCommand]:
-        """Give every request the block that it needs next, evicting others where blocks are short."""
         growth = batch.grow()
         if growth.num_missing <= 0:
             return []
@@ -351,7 +345,6 @@ class DecodeLogic:
         return commands
 
     def _fail_stuck(self) -> list[DecodeCommand]:
-        """Fail a request that is alone and does not fit this worker: no block will ever be freed for it."""
         stuck = self._batch.stuck() if isinstance(self._batch, RunningBatch) else None
         if stuck is None or self._evictions.candidates():
             return []
@@ -382,13 +375,11 @@ class DecodeLogic:
     # --- reports
 
     def _preempted(self, *candidates: Candidate, is_refused: bool = False) -> list[DecodeCommand]:
-        """Report that their only cache is gone. `is_refused`: the granted copy did not verify, or the pool was lost."""
         return [
             send for candidate in candidates for send in self._router.send(candidate.preempted(is_refused=is_refused))
         ]
 
     def _send_evictions(self, outcomes: list[EvictionCommand]) -> list[DecodeCommand]:
-        """Return the copies, and send reports of preempted requests to the router."""
         commands: list[DecodeCommand] = []
         for outcome in outcomes:
             commands += [outcome] if isinstance(outcome, OffloadBlocks) else self._router.send(outcome)

@@ -21,21 +21,17 @@ class Pace:
         self._told_s: float | None = None  # None: the pool is not linked
 
     def connected(self, role: Role, peer: str) -> None:
-        """Note a pool that is new or back, and so knows nothing."""
         if role is Role.KV_POOL and peer == self._pool_name:
             self._told_s = 0.0
 
     def disconnected(self, peer: str) -> None:
-        """Note that a peer is gone."""
         if peer == self._pool_name:
             self._told_s = None
 
     def note(self, duration_s: float) -> None:
-        """Note the duration of an iteration."""
         self._history.note(duration_s)
 
     def report(self) -> list[Send]:
-        """Tell the pool, if the pace has changed enough."""
         iteration_s = self.iteration_s()
         if self._told_s is None or abs(iteration_s - self._told_s) <= _LEAST_CHANGE * self._told_s:
             return []

@@ -13,22 +13,16 @@ from decode_worker.held_requests import HeldRequest, HeldRequests
 
 
 class _Entered(NamedTuple):
-    """Additions to the scheduled requests, for the engine."""
-
     additions: tuple[Addition, ...]
     extensions: tuple[tuple[RequestId, tuple[BlockId, ...]], ...]
 
 
 class _Swaps(NamedTuple):
-    """Copies to and from the host, for the engine."""
-
     outs: list[Swap]
     ins: list[Swap]
 
 
 class _LatestSlices(NamedTuple):
-    """The slices of the latest iteration, and what they were made of."""
-
     scheduled: tuple[ScheduledRequest, ...]
     members: tuple[HeldRequest, ...]
     slices: Slices
@@ -66,7 +60,6 @@ class PlanPerformer:
     def _begin_states(
         self, members: Sequence[HeldRequest], scheduled: Sequence[ScheduledRequest]
     ) -> tuple[StateKept, ...]:
-        """Return where the iteration leaves states for later requests, now that all its blocks are allocated."""
         states = self._held.states
         if not states.are_kept:
             return ()
@@ -81,7 +74,6 @@ class PlanPerformer:
         return tuple(kept)
 
     def completed(self) -> None:
-        """Note the end of the iteration: its copies are made."""
         self._held.is_copying_out = False
 
     def evict(self, evictions: Sequence[PlannedEviction], now: float) -> tuple[Swap, ...]:
@@ -89,7 +81,6 @@ class PlanPerformer:
         return tuple(swap for part in evictions if (swap := self._evict(part, now)) is not None)
 
     def _share(self, part: PlannedShare) -> tuple[BlockId, ...]:
-        """Let a request share the last block of another; return that block."""
         self._state.share_last_block(part)
         return tuple(self._held.of_row(part.partner).block_ids[-1:])
 

@@ -28,7 +28,6 @@ class DecodeWorker:
         process_spec: ProcessSpec,
         transport: str = AUTO,
     ) -> None:
-        """`make`: makes its logic, out of what can be recorded."""
         logic = make()
         self._executor = executor
         self._iteration_log_path = process_spec.log_folder / f"{process_spec.name}.iterations.jsonl"
@@ -46,12 +45,10 @@ class DecodeWorker:
         )
 
     async def start(self, *, router_at: str, pool_at: str) -> None:
-        """Connect to the pool and the router, which names the prefill workers to connect to."""
         self._driver.links.dial(pool_at)
         self._driver.links.dial(router_at)
 
     async def close(self) -> None:
-        """Close the links, stop the threads and write the iteration log."""
         await self._driver.close()
         self._executor.close()
         self._copier.close()

@@ -48,8 +48,6 @@ from decode_worker.service import DecodeWorker
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """What separate and colocated workers start from, and the steps that are alike."""
-
     config: DecodeWorkerConfig
     scheduling: SchedulingConfig
     engine: EngineConfig
@@ -58,21 +56,17 @@ class _Start:
 
     @property
     def layout(self) -> BlockLayout:
-        """Return the layout of the worker's blocks."""
         return self.served.block_layout(self.engine.block_size)
 
     @property
     def hidden_block_tokens(self) -> int | None:
-        """Return the tokens whose layer inputs a block holds; None: there are no hidden caches."""
         return hidden_block_tokens(self.served, self.scheduling, self.engine.block_size)
 
     @property
     def shared_device(self) -> SharedDevice | None:
-        """Return what the worker observes on its device; None: it gives way to none."""
         return shared_device_of(self.process_spec, self.engine)
 
     def sizes(self, max_sequences: int) -> EngineSizes:
-        """Return the sizes of the worker's engine."""
         return EngineSizes(
             self.config.kv_cache_bytes,
             max_sequences,
@@ -86,13 +80,11 @@ class _Start:
         )
 
     def share_weights(self) -> None:
-        """Share the weights that were loaded with the workers of the same node and model, if some stand by."""
         if self.config.standby:
             path = arena_path(self.process_spec.cluster_id, f"{self.process_spec.pool_name}-weights")
             share_weights(path, self.process_spec.addresses.folder)
 
     def memory(self, executor: Executor) -> DeviceMemory:
-        """Return the memory of the engine, for the logic."""
         return memory_of(
             self.config,
             self.layout,
@@ -110,7 +102,6 @@ async def start_decode_worker(
     served: ServedModel,
     process_spec: ProcessSpec,
 ) -> DecodeWorker:
-    """Start a decode worker."""
     start = _Start(config, scheduling, engine_config, served, process_spec)
     sizes = start.sizes(engine_places(config, scheduling)).configured(engine_config)
     executor = ModelExecutor(served, sizes, process_spec.progress_path(), start.shared_device)
@@ -197,7 +188,6 @@ async def start_colocated_worker(
 
 
 def _colocated_sizes(start: _Start, lending: Lending | None) -> EngineSizes:
-    """Return the sizes of the engine of a worker that computes prompts as well."""
     has_int8_swaps = start.config.has_int8_swaps
     return replace(
         start.sizes(max_held(start.config)),
@@ -210,6 +200,5 @@ def _colocated_sizes(start: _Start, lending: Lending | None) -> EngineSizes:
 
 
 def _lent_memory(start: _Start, lending: Lending, executor: Executor) -> CandidateMemory:
-    """Return the buffers that an elastic worker lends to its peers."""
     budget = BufferBudget(start.layout.blocks_in(lending.buffer_bytes), lending.peers, may_grow=True)
     return make_candidate_memory(executor, budget, start.process_spec, start.engine)

@@ -112,18 +112,15 @@ class Candidate(WorkerRequest):
 
     @property
     def num_cached(self) -> int:
-        """Number of tokens whose cache lies in a buffer or in the pool."""
         copy = self.buffer_copy or self.pool_copy
         return copy.context_len if copy is not None else 0
 
     @property
     def num_copied_blocks(self) -> int:
-        """Number of blocks of its cache, in a buffer or in the pool."""
         copy = self.buffer_copy or self.pool_copy
         return copy.num_blocks if copy is not None else 0
 
     def progress(self, num_cached: int, num_blocks: int) -> Progress:
-        """Return what a policy's table is told of it, with so much of its cache in so many blocks here."""
         expected = self.predicted_output_len or float(self.request.sampling.max_tokens)
         return Progress(
             predicted_len=max(expected, 1.0),

@@ -9,8 +9,8 @@ from itertools import chain
 import numpy as np
 
 from alignedserve.core.request import RequestClass
-from alignedserve.workload.distributions import ValueDistribution
-from alignedserve.workload.requests import TimedRequest, Workload, in_every_turn, turns_of
+from lab.workload.distributions import ValueDistribution
+from lab.workload.requests import TimedRequest, Workload, in_every_turn, turns_of
 
 PROMPT_GROUP = 512  # tokens
 

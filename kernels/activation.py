@@ -15,17 +15,14 @@ CLAMP_LIMIT, CLAMP_STEEPNESS = 7.0, 1.702
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """Compute the tanh approximation of GELU, element by element."""
     return functional.gelu(x, approximate="tanh")
 
 
 def relu2(x: Tensor) -> Tensor:
-    """Compute the square of what is above 0, element by element."""
     return functional.relu_(x).square_()
 
 
 def clamped_silu(gate: Tensor, up: Tensor) -> Tensor:
-    """Compute what gpt-oss's experts make of gates and ups."""
     gate, up = gate.clamp(max=CLAMP_LIMIT), up.clamp(-CLAMP_LIMIT, CLAMP_LIMIT)
     return gate * torch.sigmoid(gate * CLAMP_STEEPNESS) * (up + 1)
 
@@ -89,7 +86,6 @@ def gated(x: Tensor, activation: str) -> Tensor:
 
 
 def _gate_rows(activation: str, dtype: torch.dtype, device: torch.device) -> Any | None:
-    """Return the one-pass kernel here; None: there is none."""
     fused = fused_kernels("gating", device, dtype)
     if fused is not None:
         return fused.Gates(activation)

@@ -176,7 +176,6 @@ def gather_context(
 def _gather(
     cached: Tensor, runs: RunSelection, heads: tuple[int, int], dtype: torch.dtype, name: str, buffers: GatherBuffers
 ) -> Tensor:
-    """Gather some of the runs [num_runs, slots * kv_heads * head_dim] in `cached`. `heads`: kv_heads and head_dim."""
     gathered = buffers.take(name, len(runs.ids), cached.shape[1], cached.dtype)
     torch.index_select(cached, 0, runs.ids, out=gathered)
     kv_heads, head_dim = heads

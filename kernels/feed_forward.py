@@ -160,7 +160,6 @@ class GroupRouter:
         return Routing(experts, shares * self._scale)
 
     def _in_chosen_groups(self, ranks: Tensor) -> Tensor:
-        """Return the ranks with those of other groups below all."""
         by_group = ranks.view(len(ranks), self._num_groups, -1)
         best = by_group.topk(1 if self._correction is None else 2, dim=-1).values.sum(-1)
         chosen = best.topk(self._num_chosen_groups, dim=-1).indices
@@ -169,7 +168,6 @@ class GroupRouter:
 
 
 def _sigmoids(x: Tensor) -> Tensor:
-    """Return them by float64: PyTorch's of float32 depend in the last bit on where in `x` an element stands."""
     return x.double().sigmoid_().to(x.dtype)
 
 
@@ -207,7 +205,6 @@ def multiplied_by_expert(
 
 
 def _by_expert(x: Tensor, experts: Tensor, num_experts: int, shares: Tensor | None) -> tuple[Tensor, list[int], Tensor]:
-    """Return the order of rows by expert, how many each expert has, and the rows in that order."""
     order = experts.flatten().argsort(stable=True)
     counts: list[int] = torch.bincount(experts.flatten(), minlength=num_experts).tolist()
     rows = x.index_select(0, order // experts.shape[1])
@@ -217,7 +214,6 @@ def _by_expert(x: Tensor, experts: Tensor, num_experts: int, shares: Tensor | No
 
 
 def _in_order(results: Tensor, order: Tensor, experts: Tensor) -> Tensor:
-    """Return results by expert as they belong to the rows [rows, chosen, out_width]."""
     return torch.empty_like(results).index_copy_(0, order, results).view(*experts.shape, -1)
 
 
@@ -245,7 +241,6 @@ class Experts:
         return results.sum(1) if self._scales_inputs else weighted(results, routing.shares)
 
     def _results(self, x: Tensor, experts: Tensor, shares: Tensor | None) -> Tensor:
-        """See `grouped_products`."""
         return grouped_products(x, experts, self._experts, shares, self._native)
 
 

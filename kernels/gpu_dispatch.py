@@ -80,7 +80,6 @@ def launch_failures() -> dict[str, str]:
 
 
 def _obstacle(trial: Callable[[], object]) -> str | None:
-    """Return why the trial failed, in one line; None: it did not."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed (pip install triton)"
     try:
@@ -95,7 +94,6 @@ def _obstacle(trial: Callable[[], object]) -> str | None:
 
 
 def _line(error: BaseException) -> str:
-    """Return the first cause's name and the end of its message: a compiler shows the source first."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -23,8 +23,6 @@ ONEDNN = "onednn"
 
 
 class _PostOp(NamedTuple):
-    """A nonlinearity under oneDNN's name."""
-
     name: str
     algorithm: str
 
@@ -52,8 +50,7 @@ class AdaptableProjection(Projection, Protocol):
     """A product to whose results adapters may add, before its nonlinearity."""
 
     @override
-    def __call__(self, x: Tensor, addends: Addends | None = None) -> Tensor:
-        """Multiply x [rows, in_width], rows >= 1, unchanged -> [rows, out_width]."""
+    def __call__(self, x: Tensor, addends: Addends | None = None) -> Tensor: ...
 
 
 class Linear:
@@ -148,8 +145,8 @@ class OneDnnLinear:
             return product
         # The rows with addends once more, as the library applies the nonlinearity to all.
         plain: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
-        own = addends.added_to(plain).index_select(0, addends.places)
-        return product.index_copy_(0, addends.places, own if self._activation is None else self._activation(own))
+        tensor = addends.added_to(plain).index_select(0, addends.places)
+        return product.index_copy_(0, addends.places, tensor if self._activation is None else self._activation(tensor))
 
 
 class _PlainLinear:
@@ -168,8 +165,6 @@ class _PlainLinear:
 
 
 class _Gates:
-    """A product, then activation(gate) * up of its halves."""
-
     __slots__ = ("_gated", "_product")
 
     def __init__(self, product: "OneDnnLinear | _PlainLinear", activation: str, weight: Tensor) -> None:

@@ -63,17 +63,14 @@ class LayerNorm:
         return self._rows if isinstance(self._rows, NormRows) else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """See Norm."""
         if self._rows is not None and x.ndim == 2:
             return self._rows(x)
         return functional.layer_norm(x, self._shape, self._weight, self._bias, self._eps)
 
     def after_adding_(self, residual: Tensor, x: Tensor) -> Tensor:
-        """See Norm."""
         return self._rows(x, residual) if self._rows is not None else self(residual.add_(x))
 
     def round_results(self, unread: Tensor | None = None) -> None:
-        """See Norm."""
         _round_results(self._rows, unread)
 
 
@@ -94,17 +91,14 @@ class RmsNorm:
         return self._rows if isinstance(self._rows, NormRows) else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """See Norm."""
         if self._rows is not None and x.ndim == 2:
             return self._rows(x)
         return rms_norm(x, self._weight, self._eps)
 
     def after_adding_(self, residual: Tensor, x: Tensor) -> Tensor:
-        """See Norm."""
         return self._rows(x, residual) if self._rows is not None else self(residual.add_(x))
 
     def round_results(self, unread: Tensor | None = None) -> None:
-        """See Norm."""
         _round_results(self._rows, unread)
 
 
@@ -126,7 +120,6 @@ def _round_results(rows: Any | None, unread: Tensor | None) -> None:
 def _row_norm(
     weight: Tensor, bias: Tensor | None, eps: float, *, is_rms: bool, dtype: torch.dtype | None = None
 ) -> Callable[..., Tensor] | None:
-    """Return a one-pass kernel that normalises x, or the residual after x is added to it; None: there is none."""
     dtype = dtype or weight.dtype
     fused = fused_kernels("row_norm", weight.device, dtype)
     if fused is not None:

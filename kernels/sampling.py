@@ -78,7 +78,6 @@ def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _highest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return index and value of each row's maximum; NaN where it has one."""
     level = native_level(logits.dtype, logits.device)
     if level is not None:
         return highest(logits, level=level)
@@ -120,7 +119,6 @@ def sample(logits: Tensor, filters: Filters, draws: Tensor) -> tuple[Tensor, Ten
 
 
 def _sample_filtered(logits: Tensor, filters: Filters, draws: Tensor, num_candidates: int) -> tuple[Tensor, Tensor]:
-    """Sample among the `num_candidates` likeliest; False where a row's filters would let more through."""
     vocabulary = logits.shape[1]
     top, token_ids = logits.topk(num_candidates, dim=-1)
     weights = (top - top[:, :1]).exp()
@@ -161,7 +159,6 @@ def _draw(weights: Tensor, draws: Tensor) -> Tensor:
 
 
 def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
-    """Return the first index whose cumulative weight exceeds the target, which never has weight zero."""
     # Rounding may have carried the target up to the sum itself, which nothing exceeds.
     target = torch.minimum(target, torch.nextafter(cumulative[:, -1], torch.zeros_like(target)))
     return torch.searchsorted(cumulative, target[:, None], right=True).squeeze(1)
@@ -173,9 +170,9 @@ def penalise_(logits: Tensor, seen: SeenTokens, penalties: Penalties) -> None:
     Repetition divides positive and multiplies negative logits of every token seen; frequency (times the count) and
     presence are subtracted for generated tokens, as OpenAI defines them.
     """
-    own = logits[seen.rows, seen.token_ids]
+    logit = logits[seen.rows, seen.token_ids]
     repetition, frequency, presence = (column[seen.rows] for column in penalties)
-    scaled = torch.where(own > 0, own / repetition, own * repetition)
+    scaled = torch.where(logit > 0, logit / repetition, logit * repetition)
     logits[seen.rows, seen.token_ids] = scaled - frequency * seen.counts - presence * (seen.counts > 0)
 
 

@@ -79,7 +79,6 @@ class ExpertBias:
     __slots__ = ("_bias", "_kernels")
 
     def __init__(self, bias: Tensor) -> None:
-        """`bias` [experts, out_width], of the dtype of products: kept."""
         self._bias = bias.contiguous()
         self._kernels: Any | None = fused_kernels("expert_rows", bias.device, bias.dtype)
 
@@ -106,7 +105,6 @@ class StackedProduct:
         self._kernels: Any | None = None if self._has_library else fused_kernels("stacked_weights", device, dtype)
 
     def __call__(self, x: Tensor, rows: ExpertRows) -> Tensor:
-        """See ExpertProduct."""
         product = self._multiplied(x, rows)
         return product if self._bias is None else self._bias.add_to(product, rows)
 

@@ -26,7 +26,6 @@ class Laurel(NamedTuple):
     norm: Norm
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Compute."""
         return self.norm(self.right(self.left(x))).add_(x)
 
 
@@ -83,7 +82,6 @@ class StreamMix:
         return first.contiguous() if self._scale is None else first * self._scale
 
     def _shares(self, x: Tensor) -> Tensor:
-        """Route x [rows, hidden_size] -> [rows, streams] float32, between -1 and 1."""
         routed = self._router(self._norm(x).float().mul_(1.0 / x.shape[1]))
         # By float64: PyTorch's function of float32 depends in the last bit on where in a tensor an element stands.
         return routed.double().tanh_().float()
@@ -114,7 +112,6 @@ class StreamEnds:
 
 
 def _by_tiles(function: Callable[[slice], Tensor], streams: Tensor) -> Tensor:
-    """Compute a function of rows of streams in tiles that stay in a processor's caches -> as `streams`."""
     at_once = max(_TILE_NUMBERS // streams[0].numel(), 1) if len(streams) else 1
     if len(streams) <= at_once:
         return function(slice(None)).to(streams.dtype)
@@ -126,7 +123,6 @@ def _by_tiles(function: Callable[[slice], Tensor], streams: Tensor) -> Tensor:
 
 
 def _weighted(shares: Tensor, weights: Tensor) -> Tensor:
-    """Multiply shares [rows, streams] with weights [columns, streams] -> [rows, columns]."""
     total = shares[:, :1] * weights[:, 0]
     for stream in range(1, shares.shape[1]):
         total = total + shares[:, stream, None] * weights[:, stream]
@@ -134,7 +130,6 @@ def _weighted(shares: Tensor, weights: Tensor) -> Tensor:
 
 
 def _mean_square(x: Tensor) -> Tensor:
-    """Return the mean squares of rows [rows, 1], float64."""
     return x.double().square_().mean(1, keepdim=True)
 
 
@@ -143,6 +138,5 @@ def _size(x: Tensor) -> Tensor:
 
 
 def _resized(x: Tensor, size: Tensor) -> Tensor:
-    """Bring rows to the root mean square `size` [rows, 1], in place."""
     own = _mean_square(x).clamp_(min=_LEAST).sqrt_().to(x.dtype)
     return x.mul_(size).div_(own)

@@ -28,17 +28,14 @@ class LeaseTable:
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks in the pool."""
         return self.allocator.num_blocks
 
     @property
     def num_used(self) -> int:
-        """Number of blocks under any lease."""
         return self.allocator.num_used
 
     @property
     def num_kept(self) -> int:
-        """Number of blocks of kept copies, which can be evicted."""
         return self._num_kept_blocks
 
     def take_number(self) -> LeaseId:
@@ -47,19 +44,15 @@ class LeaseTable:
         return number
 
     def get(self, lease_id: LeaseId) -> Lease | None:
-        """Return the lease, or None if it is closed."""
         return self._leases.get(lease_id)
 
     def of_request(self, request_id: RequestId) -> list[Lease]:
-        """Return every lease on blocks of this request, the oldest first."""
         return list(self._of_request.get(request_id, {}).values())
 
     def reserved(self) -> list[Lease]:
-        """Return the leases being written, the oldest first."""
         return list(self._reserved.values())
 
     def all(self) -> list[Lease]:
-        """Return every lease, the oldest first."""
         return list(self._leases.values())
 
     def can_allocate(self, num_blocks: int) -> bool:
@@ -96,7 +89,6 @@ class LeaseTable:
         return lease
 
     def move(self, lease: Lease, stage: LeaseStage) -> None:
-        """Take a lease to its next stage."""
         self._leave_stage(lease)
         lease.stage = stage
         if stage is LeaseStage.KEPT:
@@ -113,7 +105,6 @@ class LeaseTable:
         return surplus
 
     def close(self, lease: Lease) -> tuple[BlockId, ...]:
-        """Remove a lease, free its blocks and return them."""
         self._leave_stage(lease)
         self.allocator.free(lease.block_ids)
         del self._leases[lease.lease_id]
@@ -130,7 +121,6 @@ class LeaseTable:
             self._num_kept_blocks -= len(lease.block_ids)
 
     def _compact_heap(self) -> None:
-        """Remove stale entries: while blocks are never short, nothing else takes them off the heap."""
         self._kept = sorted({key for key in self._kept if self._is_kept(key[-1])})
 
     def _is_kept(self, lease_id: LeaseId) -> bool:

@@ -136,8 +136,8 @@ class PoolLogic:
             asked = [self._form(form, now) for form in self._waiting_forms.linked(peer)]
             return [Send(peer, self._arena), *chain(*asked)]
         self._router = peer
-        told = self._prefixes.cached.told_all()
-        kept = [] if told is None else [Send(peer, told)]
+        changed = self._prefixes.cached.told_all()
+        kept = [] if changed is None else [Send(peer, changed)]
         if not self._takes_requests:
             return [*kept]
         self._reported = None
@@ -220,7 +220,6 @@ class PoolLogic:
         return commands + self._serve_reservations(now)
 
     def _latest_attempt(self, request_id: RequestId) -> int:
-        """Return the latest attempt at a request that reserves or holds blocks here; 0 if none does."""
         waiting = self._reservations.latest_attempt(request_id)
         return max([waiting, *(lease.attempt for lease in self._lease_table.of_request(request_id))])
 
@@ -253,11 +252,10 @@ class PoolLogic:
         if not lease.is_copy:
             return [taken, *earlier, *self._index(lease, now), *self._serve_reservations(now)]
         self._lease_table.move(lease, LeaseStage.KEPT)
-        kept = self._to_router(CopyKept(lease.request_id, lease.attempt))
-        return [taken, *earlier, *kept, *self._serve_reservations(now)]
+        router = self._to_router(CopyKept(lease.request_id, lease.attempt))
+        return [taken, *earlier, *router, *self._serve_reservations(now)]
 
     def _index(self, lease: Lease, now: float) -> list[PoolCommand]:
-        """Index the request, which waits for a batch from now on, one step further than it was."""
         assert lease.content is not None, "nothing to index"
         if lease.is_void:
             return self._end(lease)
@@ -320,14 +318,12 @@ class PoolLogic:
         ]
 
     def _release(self, lease: Lease) -> list[PoolCommand]:
-        """Keep the blocks as a copy once their reader is done, unless the request has ended or is the reader's own."""
         if lease.is_void or not self._takes_requests:
             return self._end(lease)
         self._lease_table.move(lease, LeaseStage.KEPT)
         return []
 
     def _predicted(self, message: SetPredictedLength) -> list[PoolCommand]:
-        """Note a prediction that came late, for the worker that the request is granted to next."""
         for lease in self._lease_table.of_request(message.request_id):
             if lease.content is not None and is_same_epoch(lease.attempt, message.attempt):
                 lease.content = replace(lease.content, predicted_output_len=message.predicted_output_len)
@@ -346,7 +342,6 @@ class PoolLogic:
     # --- ends of leases
 
     def _drop(self, request_id: RequestId, attempt: int, stage: LeaseStage | None, now: float) -> list[PoolCommand]:
-        """End the leases (with a stage: only those in it) of this attempt at a request and earlier ones."""
         self._reservations.cancel(request_id, attempt)
         commands = self._end_earlier(request_id, attempt, tuple(LeaseStage) if stage is None else (stage,))
         return commands + self._serve_reservations(now)
@@ -361,7 +356,6 @@ class PoolLogic:
         return commands
 
     def _invalidate(self, lease: Lease) -> list[PoolCommand]:
-        """End a lease that is no longer needed; one being read ends when its reader releases it."""
         if lease.stage is LeaseStage.GRANTED:
             lease.is_void = True
             return []

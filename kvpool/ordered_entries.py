@@ -44,7 +44,6 @@ class OrderedEntries:
             yield from chunk
 
     def add(self, entry: Entry) -> None:
-        """Add an entry; its id must be new."""
         size = entry[3]
         if size < self.smallest:
             self.smallest = size
@@ -62,7 +61,6 @@ class OrderedEntries:
             self._replace(place, 1, [chunk[:half], chunk[half:]])
 
     def remove(self, entry: Entry) -> None:
-        """Take an entry out; it must be there."""
         place = bisect_left(self._lasts, entry)
         chunk = self._chunks[place]
         position = bisect_left(chunk, entry)
@@ -77,7 +75,6 @@ class OrderedEntries:
             self.smallest = min(self._smallest, default=NO_SIZE)
 
     def _shrink(self, place: int) -> None:
-        """Merge a chunk that became small with its neighbour if both together are not large."""
         first = max(0, min(place, len(self._chunks) - 2))
         merged = [entry for chunk in self._chunks[first : first + 2] for entry in chunk]
         if len(merged) > _MAX_CHUNK:
@@ -92,13 +89,11 @@ class OrderedEntries:
         self._smallest[place : place + count] = [min(map(_blocks_of, chunk)) for chunk in chunks]
 
     def up_to(self, max_blocks: int) -> Iterator[Entry]:
-        """Yield the entries no larger than this, in order."""
         for chunk, smallest in zip(self._chunks, self._smallest, strict=True):
             if smallest <= max_blocks:
                 yield from (entry for entry in chunk if entry[3] <= max_blocks)
 
     def first_fit(self, max_blocks: int, max_requests: int) -> FitResult:
-        """Take every entry, in order, that fits into what those before it left."""
         entries: list[Entry] = []
         smallest_left = NO_SIZE
         for place, smallest in enumerate(self._smallest):

@@ -40,8 +40,6 @@ StoreCommand = Send | SetBlockGeneration
 
 @dataclass(slots=True, eq=False)
 class _Writing:
-    """Blocks that a worker writes."""
-
     worker: str
     before: list[CachedBlock]  # the blocks of the context before them, held meanwhile
     blocks: tuple[PrefixBlock, ...]
@@ -51,8 +49,6 @@ class _Writing:
 
 @dataclass(slots=True, eq=False)
 class _Lent:
-    """Blocks that a worker reads."""
-
     worker: str
     run: list[CachedBlock]  # from the first block of the context
     first: int  # the first that it reads
@@ -86,12 +82,10 @@ class PrefixStore:
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks kept or being written."""
         return len(self.cached) + len(self._written_by)
 
     @property
     def num_unused(self) -> int:
-        """Number of blocks that can leave at once."""
         return self.cached.num_unused
 
     def make_room(self, num_blocks: int) -> list[StoreCommand]:
@@ -102,7 +96,6 @@ class PrefixStore:
         return self._free_kept(self.cached.evict(count))
 
     def on_message(self, peer: str, message: PrefixMessage, now: float, *, may_write: bool) -> list[StoreCommand]:
-        """Return the commands that follow. `may_write`: no request waits for blocks."""
         match message:
             case StorePrefixBlocks(parts):
                 return self._store(peer, parts if may_write else (), now, len(parts))
@@ -117,14 +110,12 @@ class PrefixStore:
         return []
 
     def lose(self, peer: str) -> list[StoreCommand]:
-        """End the writes and reads of a lost worker."""
         lent = [lease_id for lease_id, lent in self._lent.items() if lent.worker == peer]
         commands = [command for lease_id in lent for command in self._take_back(lease_id)]
         written = [lease_id for lease_id, writing in self._writing.items() if writing.worker == peer]
         return commands + self._end_writing(written)
 
     def end_expired(self, now: float) -> list[StoreCommand]:
-        """End the leases of blocks that were not written in time."""
         return self._end_writing([lease_id for lease_id, writing in self._writing.items() if writing.deadline_s < now])
 
     # --- blocks to write
@@ -175,7 +166,6 @@ class PrefixStore:
         return ReservedPart(num_known, lease_id, block_ids), [*commands, SetBlockGeneration(block_ids, lease_id)]
 
     def _num_new(self, rest: tuple[PrefixBlock, ...]) -> int:
-        """Count how many of these blocks, from the first on, have new and different names."""
         seen: set[bytes] = set()
         for block in rest:
             block_hash = block.block_hash
@@ -218,13 +208,11 @@ class PrefixStore:
             del self._written_by[block.block_hash]
 
     def _release(self, run: list[CachedBlock]) -> list[StoreCommand]:
-        """Release blocks in use. Damaged ones leave with their last user, so that they can be offered again."""
         self.cached.release(run)
-        damaged = next((one for one in run if one.block_id in self._damaged and not one.num_users), None)
+        damaged = next((block for block in run if block.block_id in self._damaged and not block.num_users), None)
         return [] if damaged is None else self._free_kept(self.cached.drop(damaged))
 
     def _free_kept(self, block_ids: list[BlockId]) -> list[StoreCommand]:
-        """Free blocks that have left the cache, last ones of their contexts first."""
         freed = tuple(reversed(block_ids))  # neighbours in order, as they were written
         for block_id in freed:
             del self._checksums[block_id]
@@ -274,7 +262,6 @@ class PrefixStore:
         return states
 
     def _kept(self, message: FindPrefix) -> Iterator[CachedBlock]:
-        """Yield the blocks of these names, as long as each follows the one before it and can be read."""
         before: CachedBlock | None = None
         for start in range(0, len(message.hashes), HASH_BYTES):
             block = self.cached.get(message.hashes[start : start + HASH_BYTES])

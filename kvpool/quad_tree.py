@@ -50,11 +50,9 @@ class QuadTree:
         return self._members[request_id]
 
     def leaf_of(self, context_len: int) -> int:
-        """Return the leaf, one block of lengths wide, that this length belongs to."""
         return self.first_leaf + (min(context_len, self._max_context_len) - 1) // self._block_size
 
     def oldest_first(self, leaf: int) -> OrderedEntries:
-        """Return the requests of a leaf that is not empty."""
         entries = self._entries[leaf - self.first_leaf]
         assert entries is not None, "an empty leaf"
         return entries
@@ -62,7 +60,6 @@ class QuadTree:
     # --- changes
 
     def insert(self, pooled: PooledRequest, now: float) -> None:
-        """Add a request; its id must be new."""
         assert pooled.request_id not in self._members, "a request pooled twice"
         assert pooled.context_len > 0, "a request without context"
         self._members[pooled.request_id] = pooled
@@ -75,7 +72,6 @@ class QuadTree:
         self._put_into(leaf, pooled, now)
 
     def remove(self, request_id: RequestId) -> PooledRequest:
-        """Remove a request, which must be there, and return it."""
         pooled = self._members.pop(request_id)
         leaf = self.leaf_of(pooled.context_len)
         self._count(self._path(leaf), -1, -pooled.num_blocks)
@@ -83,7 +79,6 @@ class QuadTree:
         return pooled
 
     def mark_served(self, leaves: list[int], now: float) -> None:
-        """Restart the waiting time of these leaves, in ascending order, which gave requests to a batch."""
         for leaf in leaves:
             self.waiting_since_s[leaf] = self.served_s[leaf] = now
         nodes = leaves
@@ -130,7 +125,6 @@ class QuadTree:
             self.smallest[node], self.waiting_since_s[node] = smallest, since_s
 
     def _path(self, leaf: int) -> tuple[int, ...]:
-        """Return the nodes from a leaf up to the root."""
         path = self._paths[leaf - self.first_leaf]
         if path is None:
             nodes = [leaf]
@@ -188,5 +182,4 @@ class QuadTree:
 
 
 def order_entry(pooled: PooledRequest) -> Entry:
-    """Return the entry of a request in its leaf."""
     return (pooled.arrival_s, pooled.arrival_s, pooled.request_id, pooled.num_blocks)

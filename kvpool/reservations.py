@@ -35,11 +35,9 @@ class WaitingReservations:
         return len(self._real_time) + len(self._best_effort)
 
     def add(self, reservation: Reservation) -> None:
-        """Queue a reservation behind those of its class."""
         (self._best_effort if reservation.is_best_effort else self._real_time).append(reservation)
 
     def must_wait(self, reservation: Reservation) -> bool:
-        """Return whether others go first, or too few blocks are free."""
         is_behind = bool(self._real_time) or (bool(self._best_effort) and reservation.is_best_effort)
         return is_behind or not self._fits(reservation)
 
@@ -62,16 +60,13 @@ class WaitingReservations:
         return taken
 
     def latest_attempt(self, request_id: RequestId) -> int:
-        """Return the latest attempt at a request that waits; 0: none does."""
         waiting = (*self._real_time, *self._best_effort)
         return max((entry.attempt for entry in waiting if entry.request_id == request_id), default=0)
 
     def cancel(self, request_id: RequestId, attempt: int) -> None:
-        """Remove this attempt at a request and earlier ones."""
         self._keep(lambda entry: entry.request_id != request_id or entry.attempt > attempt)
 
     def forget_worker(self, peer: str) -> None:
-        """Remove what a lost worker waited for."""
         self._keep(lambda entry: entry.worker != peer)
 
     def _keep(self, is_kept: Callable[[Reservation], bool]) -> None:
@@ -79,7 +74,6 @@ class WaitingReservations:
         self._best_effort = deque(filter(is_kept, self._best_effort))
 
     def _owed(self) -> Reservation | None:
-        """Return the best-effort reservation that goes before the real-time ones which wait, if there is one."""
         if not (self._real_time and self._best_effort):
             return None
         first = self._best_effort[0]

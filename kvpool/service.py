@@ -73,12 +73,10 @@ class KvPool:
         )
 
     async def start(self, *, listen_at: str, router_at: str) -> None:
-        """Accept workers and connect to the router."""
         await self._driver.links.listen(listen_at)
         self._driver.links.dial(router_at)
 
     async def close(self) -> None:
-        """Drop the links and free the memory."""
         await self._driver.close()
         if self._server is not None:
             self._server.close()
@@ -89,7 +87,6 @@ class KvPool:
 
 
 def _serve_beyond_node(arena: Arena, process_spec: ProcessSpec) -> BlockServer | None:
-    """Serve the blocks to decode workers of other nodes, at a port of this one; None: there are no others."""
     for address in process_spec.addresses.beyond_node():
         buffer = ArenaBuffer(arena, writer_stamps=False)
         return BlockServer(buffer, address, identity=process_spec.identity(), transports=(_BEYOND_NODE,))

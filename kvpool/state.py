@@ -55,7 +55,6 @@ class Lease:
         return request.is_real_time, -request.arrival_s, self.lease_id
 
     def handoff(self, now: float) -> Handoff:
-        """Describe its request to the worker that it is granted to."""
         content = self.content
         assert content is not None, "a grant of nothing"
         return Handoff(

@@ -15,24 +15,19 @@ class WaitingForms:
     """The questions that wait, in the order in which they came."""
 
     def __init__(self, wait_s: float) -> None:
-        """`wait_s`: for how long each of them may wait."""
         self._wait_s = wait_s
         self._waiting: dict[BatchId, tuple[FormBatch, float]] = {}  # with the end of the wait
 
     def add(self, form: FormBatch, now: float) -> None:
-        """Let a question wait."""
         self._waiting[form.batch_id] = (form, now + self._wait_s)
 
     def linked(self, worker: str) -> list[FormBatch]:
-        """Remove and return the questions for a worker whose link is there."""
         return self._take([form for form, _ in self._waiting.values() if form.worker == worker])
 
     def expired(self, now: float) -> list[FormBatch]:
-        """Remove and return the questions that have waited too long."""
         return self._take([form for form, ends_s in self._waiting.values() if ends_s <= now])
 
     def clear(self) -> None:
-        """Forget all: the router that asked is gone."""
         self._waiting.clear()
 
     def _take(self, forms: list[FormBatch]) -> list[FormBatch]:

@@ -33,8 +33,6 @@ _OUTCOMES = {HandoffEnd.TAKEN: ReturnOutcome.TAKEN, HandoffEnd.UNKNOWN: ReturnOu
 
 @dataclass(slots=True, eq=False)
 class _Returning(Outgoing):
-    """One evicted request on its way from a buffer back to the pool."""
-
     peer: str  # the decode worker that evicted it
     message: ReturnRequest
 
@@ -62,7 +60,6 @@ class CandidateBuffers:
     # --- decode workers
 
     def disconnected(self, peer: str) -> list[BufferCommand]:
-        """Close the buffer of a decode worker that is gone."""
         self._waiting = deque(entry for entry in self._waiting if entry.peer != peer)
         commands: list[BufferCommand] = [self.lender.disconnected(peer)]
         for entry in self.returns:
@@ -71,7 +68,6 @@ class CandidateBuffers:
         return commands
 
     def prefetch(self, peer: str, message: PrefetchBlocks) -> list[BufferCommand]:
-        """Queue a copy from the pool into this decode worker's buffer."""
         relay = RelayBlocks(
             message.request_id,
             message.attempt,
@@ -87,7 +83,6 @@ class CandidateBuffers:
         return self._next()
 
     def _queue_prefetch(self, peer: str, relay: RelayBlocks, *, is_best_effort: bool) -> None:
-        """Queue it behind those of its class: a chat is not copied after documents."""
         place = len(self._waiting)
         while place and not is_best_effort and self._waiting[place - 1].is_best_effort:
             place -= 1
@@ -102,7 +97,6 @@ class CandidateBuffers:
         return commands
 
     def return_to_pool(self, peer: str, message: ReturnRequest) -> list[BufferCommand]:
-        """Ask the pool for blocks for a request that this decode worker evicted."""
         request = message.request
         if not self._has_pool or self.returns.get(request.request_id) is not None:
             return [Send(peer, RequestReturned(request.request_id, message.attempt, ReturnOutcome.STAYED))]
@@ -113,7 +107,6 @@ class CandidateBuffers:
     # --- the pool
 
     def pool_connected(self) -> None:
-        """Note that the pool is connected."""
         self._has_pool = True
 
     def pool_disconnected(self, now: float) -> list[BufferCommand]:
@@ -125,7 +118,6 @@ class CandidateBuffers:
         return [*ended, *self.returns.lost(self._pool_name, now)]
 
     def _reserved(self, entry: _Returning) -> list[BufferCommand]:
-        """Queue the copy to the reserved blocks."""
         reserved = entry.reserved
         assert reserved is not None, "reserved without blocks"
         relay = RelayBlocks(
@@ -143,14 +135,12 @@ class CandidateBuffers:
         return self._next()
 
     def _returned(self, entry: _Returning, how: HandoffEnd, now: float) -> list[BufferCommand]:
-        """Tell the decode worker where its request is."""
         outcome = _OUTCOMES.get(how, ReturnOutcome.STAYED)
         return [Send(entry.peer, RequestReturned(entry.request.request_id, entry.attempt, outcome))]
 
     # --- copies
 
     def relayed(self, event: BlocksRelayed, now: float) -> list[BufferCommand]:
-        """Report a finished copy and start the next."""
         is_return = event.command.target == self._pool_name
         peer = event.command.source if is_return else event.command.target
         assert peer in self._relaying, "a copy ended that was not started"
@@ -170,7 +160,6 @@ class CandidateBuffers:
         return [Send(peer, BlocksPrefetched(relay.request_id, relay.generation, copy))]
 
     def _next(self) -> list[BufferCommand]:
-        """Start the first waiting copy of every buffer that has none under way."""
         started: list[BufferCommand] = []
         waiting, self._waiting = self._waiting, deque()
         for entry in waiting:

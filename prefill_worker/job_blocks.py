@@ -36,26 +36,21 @@ class JobBlocks:
 
     @property
     def num_free(self) -> int:
-        """Number of blocks that no job has."""
         return self._allocator.num_free
 
     @property
     def num_query_tokens(self) -> int:
-        """Tokens of contexts that were looked up in the cache."""
         return 0 if self._prefixes is None else self._prefixes.num_query_tokens
 
     @property
     def num_hit_tokens(self) -> int:
-        """Tokens of those, taken from it."""
         return 0 if self._prefixes is None else self._prefixes.num_hit_tokens
 
     @property
     def has_own_states(self) -> bool:
-        """Return whether a job has blocks for its states alone."""
         return self._state_blocks > 0
 
     def count_for(self, num_tokens: int) -> int:
-        """Return the number of blocks of a job with this many tokens."""
         return self._state_blocks + blocks_for(num_tokens, self._block_size)
 
     def leave_room(self, job: PrefillJob, jobs: Iterable[PrefillJob], max_jobs: int) -> bool:
@@ -101,7 +96,6 @@ class JobBlocks:
         return True
 
     def store(self, job: PrefillJob) -> None:
-        """Cache the blocks of a job whose context is computed, and which the engine is about to remove."""
         self._store(job, job.context_len)
 
     def _store(self, job: PrefillJob, num_tokens: int, *, is_in_engine: bool = False) -> None:
@@ -120,7 +114,7 @@ class JobBlocks:
         context, request_id = job.context, job.request.request_id
         self._states.settle(request_id, context, is_whole=False)
         self._states_to_copy = [one for one in self._states_to_copy if one[0] is not job]
-        self._replacements = [one for one in self._replacements if one.request_id != request_id]
+        self._replacements = [replacement for replacement in self._replacements if replacement.request_id != request_id]
         num_states = self._state_blocks if job.block_ids else 0
         self._allocator.free(job.block_ids[:num_states])
         self._allocator.free(job.block_ids[num_states + (0 if context is None else len(context.held)) :])
@@ -171,7 +165,6 @@ class JobBlocks:
                 self._states.settle(request_id, job.context, is_whole=is_whole)
 
     def copied(self) -> None:
-        """Note the end of an iteration, which has made its copies first."""
         self._is_copying = False
 
     # --- reports
@@ -185,7 +178,6 @@ class JobBlocks:
         return None if self._prefixes is None else self._prefixes.blocks.told_all()
 
     def _context_of(self, job: PrefillJob) -> CachedContext | None:
-        """Return the context of a job that shares: not of one that scores its prompt, or is loaded from the pool."""
         request = job.request
         is_private = not request.prefix_root or request.sampling.num_prompt_logprobs is not None or job.has_copy
         if self._prefixes is None or is_private:

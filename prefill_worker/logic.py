@@ -205,7 +205,6 @@ class PrefillLogic:
         return commands
 
     def _abort(self, request_id: RequestId, attempt: int | None = None) -> list[DepartureCommand]:
-        """Abort a job; with an attempt, only if it is that attempt or an earlier one."""
         job = self._jobs.get(request_id)
         if job is None or not job.abort(attempt):
             return []
@@ -267,7 +266,6 @@ class PrefillLogic:
     # --- iterations
 
     def _start_iteration(self, now: float) -> list[PrefillCommand]:
-        """Start the next one; or one within that in flight, of prompts that have come meanwhile, if that pays."""
         is_urgent = self._iterations.is_running
         if is_urgent and not self._urgent.may_begin:
             return []
@@ -351,7 +349,6 @@ class PrefillLogic:
         return commands
 
     def _depart(self, job: PrefillJob) -> list[PrefillCommand]:
-        """Take a job whose prompt is computed out of the engine and send its blocks on their way."""
         self._removals.append(job.request.request_id)
         job.stage = JobStage.DEPARTING
         self._scheduler.leave(job.request.request_id)
@@ -360,7 +357,6 @@ class PrefillLogic:
     # --- ends
 
     def _end(self, job: PrefillJob) -> list[DepartureCommand]:
-        """Remove a job that is no longer computed or copied."""
         request_id = job.request.request_id
         commands = self._release(job.handoff.lease_id) if job.handoff is not None else []
         was_added = self._additions.pop(request_id, None) is None and job.stage is JobStage.COMPUTING
@@ -377,14 +373,12 @@ class PrefillLogic:
     # --- reports
 
     def waiting(self) -> list[WaitingRequest]:
-        """Return the jobs that are not computed, and why."""
         jobs = self._jobs.values()
         is_full = sum(bool(job.block_ids) for job in jobs) >= self._max_running_requests
         causes = [(job, waiting_cause(job, is_full=is_full)) for job in jobs]
         return [WaitingRequest(job.request.request_id, cause) for job, cause in causes if cause is not None]
 
     def _report(self, *, is_tick: bool) -> list[Send]:
-        """Report the load at ticks alone: it is for the eye, and changes no decision of the router."""
         if not (is_tick or self._router.is_load_awaited):
             return []
         num_waiting = sum(not job.block_ids for job in self._jobs.values())

@@ -29,7 +29,6 @@ class PlaceOrder:
         self.by_floor: PrefillJob | None = None  # a best-effort one that goes before all, and holds up none
 
     def of(self, jobs: Iterable[PrefillJob], now: float) -> list[PrefillJob]:
-        """Return the jobs without blocks, in their order."""
         waiting, placed = [], 0
         for job in jobs:
             if job.stage is JobStage.WAITING:
@@ -56,7 +55,6 @@ class PlaceOrder:
         return waiting
 
     def note(self, job: PrefillJob, now: float) -> None:
-        """Note a job of the order last given that has got a place."""
         if not self.knows_classes:
             return
         turn_class = _class_of(job, now)

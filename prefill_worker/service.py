@@ -28,7 +28,6 @@ class PrefillWorker:
         pool_name: str,
         process_spec: ProcessSpec,
     ) -> None:
-        """`make`: makes its logic, out of what can be recorded."""
         logic = make()
         self._executor = executor
         self._copies = LendingCopier(executor.copier(process_spec.identity()), memory)
@@ -45,13 +44,11 @@ class PrefillWorker:
         )
 
     async def start(self, *, listen_at: str, router_at: str, pool_at: str) -> None:
-        """Accept decode workers and connect to pool and router."""
         await self._driver.links.listen(listen_at)
         self._driver.links.dial(pool_at)
         self._driver.links.dial(router_at)
 
     async def close(self) -> None:
-        """Close the links, stop the threads and free the buffers."""
         await self._driver.close()
         self._executor.close()
         self._copies.close()
@@ -66,5 +63,4 @@ class PrefillWorker:
                 self._copies.perform(command, self._driver.dispatch)
 
     def _buffer_of(self, command: RelayBlocks) -> str:
-        """Return the decode worker whose buffer is one end of the copy; the pool is the other."""
         return command.source if command.target == self._pool_name else command.target

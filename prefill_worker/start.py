@@ -70,7 +70,6 @@ async def start_prefill_worker(
 def _sizes(
     config: PrefillWorkerConfig, scheduling: SchedulingConfig, engine: EngineConfig, *, loads_quietly: bool
 ) -> EngineSizes:
-    """Return the sizes of the worker's engine."""
     return EngineSizes(
         config.kv_cache_bytes,
         config.max_running_requests,

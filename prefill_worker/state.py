@@ -43,7 +43,6 @@ class PrefillJob(WorkerRequest):
 
     @classmethod
     def of(cls, message: PrefillRequest, now: float) -> "PrefillJob":
-        """Build the job that the router assigned."""
         return cls(
             message.request,
             message.attempt,
@@ -57,16 +56,13 @@ class PrefillJob(WorkerRequest):
 
     @property
     def turn_due_s(self) -> float:
-        """Return the time from which it is late where it waits for its turn, if it is real-time."""
         return turn_due_s(self.request, has_begun=bool(self.generated_token_ids))
 
     def begun_s(self, now: float) -> float:
-        """Return the seconds since its first token; 0 without one."""
         return 0.0 if self.first_token_s is None else now - self.first_token_s
 
     @property
     def num_cached(self) -> int:
-        """Tokens whose cache its blocks hold once it is computed: all but the one sampled last."""
         return self.context_len - (self.stage is JobStage.DEPARTING)
 
     @property

@@ -21,7 +21,6 @@ class UrgentJobs:
         return self.cycle.may_begin and self._scheduler.may_yield
 
     def came(self, job: PrefillJob) -> None:
-        """Note a job that has come, or can be computed now."""
         if job.is_real_time:
             self.cycle.came(job.request.request_id)
 

@@ -23,7 +23,6 @@ class Admission:
         self._chats = WaitingChats(config.max_real_time_wait_s)
 
     def rejection(self, request: Request, now: float) -> RequestRejected | RequestFailed | None:
-        """Return why a request is not accepted; None when it is."""
         queue = self._registry.queue
         if request.request_id in self._registry.requests:
             return RequestRejected(request.request_id, "this request is already being served", 0.0)
@@ -55,7 +54,6 @@ class Admission:
             self.drain.idle()
 
     def accepted(self, tracked: TrackedRequest, now: float) -> None:
-        """Note a request that was accepted just now."""
         if tracked.is_real_time:
             self._chats.accepted(tracked, now)
 

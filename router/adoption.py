@@ -28,21 +28,16 @@ _AWAITED_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class _Unclaimed:
-    """A request that a worker decodes, and no gateway has resumed."""
-
     worker: str
     decoded: DecodedRequest
     until_s: float
 
     def release(self) -> Send:
-        """Return what tells the worker to release it."""
         return Send(self.worker, AbortRequest(self.decoded.request_id, epoch_end(self.decoded.attempt)))
 
 
 @dataclass(frozen=True, slots=True)
 class _Awaited:
-    """A tracked request in no queue, that a worker may have."""
-
     tracked: TrackedRequest
     holder: str
     until_s: float
@@ -58,7 +53,6 @@ class Adoption:
         self._awaited: dict[RequestId, _Awaited] = {}
 
     def worker_registered(self, worker: WorkerRecord, decoding: tuple[DecodedRequest, ...], now: float) -> list[Send]:
-        """Adopt what the worker decodes, as far as it is known already; queue what was awaited of it in vain."""
         self.worker_lost(worker.name)
         commands = []
         for decoded in decoding:
@@ -68,7 +62,6 @@ class Adoption:
         return commands
 
     def worker_lost(self, worker: str) -> None:
-        """Forget what the worker decoded that no gateway has resumed."""
         self._unclaimed = {key: one for key, one in self._unclaimed.items() if one.worker != worker}
 
     def resume(self, tracked: TrackedRequest, holder: str, now: float) -> list[Send]:
@@ -88,7 +81,6 @@ class Adoption:
         return commands
 
     def await_no_more(self, request_id: RequestId) -> None:
-        """Forget that a request is awaited, which is queued or ends otherwise."""
         self._awaited.pop(request_id, None)
 
     def ended(self, request_id: RequestId) -> list[Send]:
@@ -121,7 +113,6 @@ class Adoption:
         return [] if other is None else [other.release()]
 
     def _adopt(self, tracked: TrackedRequest, worker: WorkerRecord, decoded: DecodedRequest) -> bool:
-        """Make the worker the holder of a request without one, if it has the latest attempt and nothing is missing."""
         is_latest = not tracked.attempt or (
             is_same_epoch(decoded.attempt, tracked.attempt) and decoded.attempt >= tracked.attempt
         )

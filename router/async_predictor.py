@@ -66,7 +66,9 @@ class AsyncLengthPredictor:
     def observe(self, event: RouterEvent, commands: Sequence[Send] = ()) -> None:
         """Queue the event's work for the thread; return at once. `commands`: what was decided about it."""
         refused = [
-            one.message.request_id for one in commands if isinstance(one.message, RequestRejected | RequestFailed)
+            command.message.request_id
+            for command in commands
+            if isinstance(command.message, RequestRejected | RequestFailed)
         ]
         match event:
             case Received(gateway, SubmitRequest(request=request) | ResumeRequest(request=request)):
@@ -84,14 +86,12 @@ class AsyncLengthPredictor:
             self._put(partial(self._forget, refused))
 
     def close(self) -> None:
-        """Stop the thread and drop the work it has not begun."""
         self._is_closed = True
         self._threads.close()
         if self._journal is not None:
             self._journal.close()
 
     def _put(self, work: _Work) -> None:
-        """Hand it to the thread, with all that comes while the thread is busy: a handover costs as much as its work."""
         self._queued.append(work)
         if not self._is_busy:
             self._is_busy = True
@@ -113,7 +113,6 @@ class AsyncLengthPredictor:
     # --- on the thread
 
     def _work_off(self) -> list[LengthPredicted]:
-        """Do what is queued, in order, until the time for one turn is over; return the predictions."""
         predictions, end_s = [], time.monotonic() + _LONGEST_TURN_S
         while self._queued and time.monotonic() < end_s:
             predicted = self._queued.popleft()()
@@ -159,7 +158,6 @@ class PredictingLogic:
         self._predictor = predictor
 
     def on_event(self, event: RouterEvent, now: float) -> list[Send]:
-        """See RouterLogic."""
         commands = self._logic.on_event(event, now)
         self._predictor.observe(event, commands)
         return commands

@@ -35,8 +35,6 @@ LATE_SHARE = 0.1  # of the speed: the floor of a worker, for chats that are over
 
 @dataclass(slots=True)
 class _Waiting:
-    """The chats of a tenant that have no token yet."""
-
     since_s: float
     weight: float
     num_tokens: int = 0  # of their prompts, to compute
@@ -47,7 +45,6 @@ class WaitingChats:
     """Knows which chats wait for their first token, by tenant, as of the last tick and with those accepted since."""
 
     def __init__(self, longest_s: float | None) -> None:
-        """`longest_s`: so long chats wait at most; None: as long as it takes, and none is refused."""
         self._longest_s = longest_s
         self._by_tenant: dict[str, _Waiting] = {}
         self._speed = DrainForecast()
@@ -69,7 +66,6 @@ class WaitingChats:
             self._speed.observe(num_new if have_waited else 0, now)
 
     def accepted(self, tracked: TrackedRequest, now: float) -> None:
-        """Note a chat that was accepted just now."""
         if self._longest_s is None:
             return
         request, num_tokens = tracked.request, tracked.num_prefill_tokens

@@ -29,7 +29,6 @@ class OwnershipTransitions:
         self._bypass = bypass
 
     def pooled(self, pool: str, message: RequestPooled, now: float) -> list[Send]:
-        """Make this pool the owner: the request waits there for a batch."""
         tracked = self._registry.current(message.request_id, message.attempt)
         if tracked is None or pool not in self._placement:
             return [Send(pool, DropRequest(message.request_id, epoch_end(message.attempt)))]
@@ -63,7 +62,6 @@ class OwnershipTransitions:
         return commands
 
     def batch_received(self, peer: str, message: BatchReceived, now: float) -> list[Send]:
-        """Make this decode worker the owner of these requests."""
         worker = self._placement.workers.get(peer)
         if worker is not None and worker.pending_batch == message.batch_id:
             self._placement.close_batch_request(worker, is_empty=False, now=now)
@@ -89,7 +87,6 @@ class OwnershipTransitions:
         return commands
 
     def order_move(self, tracked: TrackedRequest, receiver: WorkerRecord) -> list[Send]:
-        """Tell the worker that decodes a request to hand it over to this one."""
         assert tracked.holder is not None, "moved from nowhere"
         tracked.destination = receiver.name
         tracked.num_moves += 1
@@ -103,7 +100,6 @@ class OwnershipTransitions:
         return [Send(tracked.holder, AbortRequest(tracked.request.request_id, epoch_end(tracked.attempt)))]
 
     def moved(self, peer: str, message: RequestMoved) -> list[Send]:
-        """Make this worker the owner of a request that another has handed over."""
         tracked = self._registry.current(message.request_id, message.attempt)
         worker = self._placement.workers.get(peer)
         if tracked is None or worker is None:
@@ -116,7 +112,6 @@ class OwnershipTransitions:
         return []
 
     def stayed(self, message: RequestStayed) -> list[Send]:
-        """Note that a request is on its way nowhere."""
         tracked = self._registry.current(message.request_id, message.attempt)
         if tracked is not None and tracked.attempt == message.attempt:
             tracked.destination = None
@@ -134,7 +129,6 @@ class OwnershipTransitions:
         return commands
 
     def copy_kept(self, pool: str, message: CopyKept) -> list[Send]:
-        """Record that the pool keeps a copy of a request that bypassed it."""
         tracked = self._registry.current(message.request_id, message.attempt)
         if tracked is None or pool not in self._placement:
             return [Send(pool, DropRequest(message.request_id, epoch_end(message.attempt)))]
@@ -155,9 +149,9 @@ class OwnershipTransitions:
 
         The batch is not waited for, even if the request has moved on since: all of it was lost with the link.
         """
-        asked = self._placement.workers.get(message.worker)
-        if asked is not None and message.batch_id != NO_BATCH and asked.pending_batch == message.batch_id:
-            self._placement.cancel_batch_request(asked)
+        worker = self._placement.workers.get(message.worker)
+        if worker is not None and message.batch_id != NO_BATCH and worker.pending_batch == message.batch_id:
+            self._placement.cancel_batch_request(worker)
         if message.request_id not in self._registry.requests:
             return [Send(pool, DropRequest(message.request_id, epoch_end(message.attempt)))]
         tracked = self._registry.current(message.request_id, message.attempt)
@@ -171,7 +165,6 @@ class OwnershipTransitions:
 
 
 def _acknowledge(tracked: TrackedRequest) -> list[Send]:
-    """Tell a decode worker that returned the request that it has a new owner; until then it stays responsible."""
     if tracked.stage is not Stage.DECODING or tracked.holder is None:
         return []
     return [Send(tracked.holder, AbortRequest(tracked.request.request_id, tracked.attempt))]

@@ -18,11 +18,11 @@ from router.state import WorkerRecord
 def announce_all(decoder: WorkerRecord, workers: Iterable[WorkerRecord]) -> list[Send]:
     """Announce the prefill workers of its node to a worker that has registered, if it is a decode worker."""
     if decoder.registered.can_move:
-        before = [one.name for one in workers if _are_linked(one, decoder) and one.name < decoder.name]
+        before = [worker.name for worker in workers if _are_linked(worker, decoder) and worker.name < decoder.name]
         return [Send(decoder.name, PeersChanged(_names(*before), is_complete=True))]
     if not _is_decoder(decoder.registered):
         return []
-    near = [one.name for one in workers if _is_prefiller(one.registered) and _is_near(one, decoder)]
+    near = [worker.name for worker in workers if _is_prefiller(worker.registered) and _is_near(worker, decoder)]
     return [Send(decoder.name, PeersChanged(_names(*near), is_complete=True))]
 
 
@@ -34,16 +34,19 @@ def announce_prefiller(
     One that hands requests over is announced to those of its node, of which the later by name dials.
     """
     if prefiller.registered.can_move:
-        after = [one for one in workers if _are_linked(one, prefiller) and one.name > prefiller.name]
-        return [Send(one.name, _change(prefiller.name, is_lost=is_lost)) for one in after]
+        after = [worker for worker in workers if _are_linked(worker, prefiller) and worker.name > prefiller.name]
+        return [Send(worker.name, _change(prefiller.name, is_lost=is_lost)) for worker in after]
     if not _is_prefiller(prefiller.registered):
         return []
     message = _change(prefiller.name, is_lost=is_lost)
-    return [Send(one.name, message) for one in workers if _is_decoder(one.registered) and _is_near(one, prefiller)]
+    return [
+        Send(worker.name, message)
+        for worker in workers
+        if _is_decoder(worker.registered) and _is_near(worker, prefiller)
+    ]
 
 
 def need_pool(pool: str, decoder: WorkerRecord) -> list[Send]:
-    """Tell a decode worker that it is about to get a batch of this pool, unless that is its own."""
     return [] if decoder.registered.pool_name == pool else [Send(decoder.name, PeerNeeded(WorkerName(pool)))]
 
 
@@ -53,7 +56,6 @@ def need_prefiller(prefiller: WorkerRecord, decoder: WorkerRecord) -> list[Send]
 
 
 def need_receiver(giver: WorkerRecord, receiver: WorkerRecord) -> list[Send]:
-    """Tell an elastic worker that it may hand requests over to this one, of another node."""
     return [Send(giver.name, PeerNeeded(WorkerName(receiver.name)))]
 
 
@@ -70,15 +72,12 @@ def _is_near(one: WorkerRecord, other: WorkerRecord) -> bool:
 
 
 def _is_prefiller(registered: WorkerRegistered) -> bool:
-    """Return whether it hands requests over; a colocated worker keeps them."""
     return registered.can_prefill and not registered.can_decode
 
 
 def _are_linked(one: WorkerRecord, other: WorkerRecord) -> bool:
-    """Return whether these hand requests over to each other."""
     return one.registered.can_move and one.registered.pool_name == other.registered.pool_name
 
 
 def _is_decoder(registered: WorkerRegistered) -> bool:
-    """Return whether it takes requests over from prefill workers."""
     return registered.can_decode and not registered.can_prefill

@@ -80,7 +80,6 @@ class Placement:
         return None
 
     def _layout_digest(self) -> str | None:
-        """Return the digest that all registered workers and pools have."""
         of_workers = (worker.registered.layout_digest for worker in self.workers.values())
         return next(of_workers, next((pool.layout_digest for pool in self.pools.values()), None))
 
@@ -92,7 +91,6 @@ class Placement:
         self._rank(worker)
 
     def remove(self, peer: str) -> None:
-        """Remove a worker or pool."""
         self.links.forget(peer)
         if (worker := self.workers.pop(peer, None)) is not None:
             self._remove_worker(worker)
@@ -155,7 +153,6 @@ class Placement:
     # --- reports
 
     def update_load(self, peer: str, load: WorkerLoad | PoolLoad) -> None:
-        """Take the latest counts of a worker or pool."""
         if isinstance(load, PoolLoad):
             if peer in self.pools:
                 self._update_pool(self.pools[peer], load)
@@ -184,7 +181,6 @@ class Placement:
     # --- prefills
 
     def start_prefill(self, worker: WorkerRecord, request_id: RequestId, prefill: DispatchedPrefill) -> None:
-        """Add a prefill that the worker is given."""
         self._end_prefill(worker, request_id)
         worker.start_prefill(request_id, prefill)
         self.prefixes.expect(worker.name, prefill.block_names)
@@ -194,7 +190,6 @@ class Placement:
         self._rank(worker)
 
     def note_late_prompts(self, now: float) -> None:
-        """Count the prompts at workers that are late by now apart from the others."""
         for late in self._late_prompts.take(now) if len(self._late_prompts) else ():
             worker = self.workers.get(late.worker)
             if worker is not None:
@@ -217,7 +212,6 @@ class Placement:
     # --- prefix cache
 
     def update_prefixes(self, peer: str, changed: PrefixBlocksChanged) -> None:
-        """Take what a worker or pool tells of the blocks that it has cached."""
         if peer in self or self.prefixes.has_pool(peer):
             self.prefixes.update(peer, changed)
 
@@ -226,7 +220,6 @@ class Placement:
         return self.prefixes.runs(tracked.block_names) if tracked.block_names else {}
 
     def prefix_holders(self, runs: Mapping[str, int], least: int) -> Iterator[WorkerRecord]:
-        """Yield the workers that have, or whose node's pool has, more blocks than `least`."""
         for name, run in runs.items():
             if run > least:
                 worker = self.workers.get(name)
@@ -243,7 +236,6 @@ class Placement:
             worker.coming.add(tracked.request.request_id)
 
     def set_decoding(self, tracked: TrackedRequest, worker: WorkerRecord) -> None:
-        """Make this worker the holder of the request."""
         self.unassign(tracked)
         tracked.move(Stage.DECODING, worker.name)
         worker.decoding.add(tracked.request.request_id)
@@ -252,7 +244,6 @@ class Placement:
         self._rank(worker)
 
     def set_pooled(self, tracked: TrackedRequest, pool: str, num_blocks: int) -> None:
-        """Make this pool the holder of the request, which comes from a prefill worker or back from a decode worker."""
         if tracked.stage is not Stage.PREFILLING:  # a prefill is counted until its worker reports it completed
             self.unassign(tracked)
         else:
@@ -268,18 +259,15 @@ class Placement:
         self.clear_refusals()
 
     def set_copy(self, tracked: TrackedRequest, pool: str) -> None:
-        """Record that the pool has, or keeps, a copy of the request."""
         tracked.copy_at = (pool, self.pools[pool].epoch)
 
     def copy_of(self, tracked: TrackedRequest) -> str | None:
-        """Return the pool that may keep a copy of the request."""
         if tracked.copy_at is None:
             return None
         pool = self.pools.get(tracked.copy_at[0])
         return pool.name if pool is not None and pool.epoch == tracked.copy_at[1] else None
 
     def unassign(self, tracked: TrackedRequest) -> None:
-        """Remove the request from the records of its holder."""
         request_id: RequestId = tracked.request.request_id
         self.set_destination(tracked, None)
         worker = self.workers.get(tracked.holder or "")
@@ -302,7 +290,6 @@ class Placement:
 
     @property
     def num_pooled(self) -> int:
-        """Number of requests waiting for a batch."""
         return self._num_pooled
 
     # --- choices
@@ -330,15 +317,12 @@ class Placement:
         return near if is_as_free(near_tokens, near_requests, tokens, requests) else None
 
     def beside(self, worker: WorkerRecord) -> Collection[WorkerRecord]:
-        """Return the workers of its node, itself included."""
         return self._nodes[worker.registered.pool_name].values()
 
     def can_prefill_now(self, worker: WorkerRecord) -> bool:
-        """Return whether the worker can have another prompt now, and what it computes has room in its pool."""
         return self._can_prefill_now(worker) and not self._is_pool_full(worker)
 
     def _can_prefill_now(self, worker: WorkerRecord) -> bool:
-        """Return True if the worker has a slot (colocated workers), or a pool (others, which are bounded by tokens)."""
         if not worker.registered.can_prefill or worker.is_draining:
             return False
         if worker.registered.can_decode:
@@ -346,24 +330,20 @@ class Placement:
         return worker.registered.pool_name in self.pools
 
     def _is_pool_full(self, worker: WorkerRecord) -> bool:
-        """Return whether requests that are computed already wait for room in the pool that the worker's go to."""
         pool = self.pools.get(worker.registered.pool_name)
         return pool is not None and pool.num_reserved > 0 and not worker.registered.can_decode
 
     def batches_to_form(
         self, now: float, is_shared: Callable[[float], bool] = lambda _: False
     ) -> list[tuple[str, FormBatch]]:
-        """Return the FormBatch messages to send, with their pools (see BatchRequests)."""
         return self._batch_requests.to_send(now, is_shared)
 
     def close_batch_request(self, worker: WorkerRecord, *, is_empty: bool, now: float) -> None:
-        """Note the answer to the worker's FormBatch."""
         self._batch_requests.close(worker, is_empty=is_empty, now=now)
         if is_empty:
             self._refused[worker.name] = worker
 
     def cancel_batch_request(self, worker: WorkerRecord) -> None:
-        """Expect no answer to the worker's FormBatch."""
         self._batch_requests.cancel(worker)
 
     # --- the orders of workers
@@ -383,7 +363,6 @@ class Placement:
         self._batch_requests.note_change(pool)
 
     def _rank(self, worker: WorkerRecord) -> None:
-        """Bring a registered worker's place in every order up to date; its pool may now be asked for a batch."""
         name, registered = worker.name, worker.registered
         self._rank_among_prefillers(worker, can_prefill=self._can_prefill_now(worker))
         if worker.has_real_time_slot:

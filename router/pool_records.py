@@ -41,7 +41,6 @@ class PoolRecord:
     late: Ranking[float] = field(default_factory=Ranking)  # those by when their next token is late
 
     def add_pooled(self, request_id: RequestId, record: PooledRecord) -> None:
-        """Add a request that waits here."""
         self.pooled[request_id] = record
         if record.is_real_time:
             self.pooled_real_time[request_id] = record.num_blocks
@@ -49,7 +48,6 @@ class PoolRecord:
             self.late.put(request_id, record.late_at_s)
 
     def remove_pooled(self, request_id: RequestId) -> bool:
-        """Remove a request; return whether it was here."""
         self.pooled_real_time.pop(request_id, None)
         self.late.discard(request_id)
         self.large_requests.pop(request_id, None)
@@ -57,12 +55,10 @@ class PoolRecord:
 
     @property
     def num_pooled(self) -> int:
-        """Number of requests that wait there for a batch, or are on their way to a worker."""
         return len(self.pooled)
 
     @property
     def oldest_s(self) -> float:
-        """Since when the oldest of them has waited; there must be one."""
         return next(iter(self.pooled.values())).since_s
 
     @property
@@ -73,5 +69,4 @@ class PoolRecord:
 
     @property
     def oldest_blocks(self) -> int:
-        """Blocks of the oldest of them; there must be one."""
         return next(iter(self.pooled.values())).num_blocks

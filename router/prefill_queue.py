@@ -81,8 +81,6 @@ class _Waiting(NamedTuple):
 
 
 class _Line:
-    """The queued requests of a class, a heap for each tenant."""
-
     def __init__(self, shares: FairShares) -> None:
         self.shares = shares
         self.heaps: dict[str, list[_Entry]] = {}
@@ -96,7 +94,6 @@ class _Line:
         heapq.heappush(heap, entry)
 
     def drop(self, tenant: str) -> None:
-        """Remove a tenant that has none here, if it is there."""
         self.heaps.pop(tenant, None)
         self.tenants.discard(tenant)
 
@@ -132,7 +129,6 @@ class PrefillQueue:
         return self._num_real_time_tokens if is_apart else self.num_tokens
 
     def held(self, *, is_real_time: bool) -> Held:
-        """Return what is queued of one class."""
         if is_real_time:
             return Held(self._num_real_time, self._num_real_time_tokens)
         return Held(len(self) - self._num_real_time, self.num_tokens - self._num_real_time_tokens)
@@ -161,7 +157,6 @@ class PrefillQueue:
         self._put(waiting)
 
     def num_before(self, request_id: RequestId, now: float) -> int:
-        """Count the requests that go before this one, the floor aside; 0 if it is not queued. Looks at all of them."""
         return len(self._before(own, now)) if (own := self._waiting.get(request_id)) is not None else 0
 
     def ahead_of(self, request_id: RequestId, now: float, known: Turns | None = None) -> Ahead | None:
@@ -188,7 +183,6 @@ class PrefillQueue:
         return Ahead(len(before), best_effort + min(real_time, until_floor), best_effort + until_floor)
 
     def __iter__(self) -> Iterator[RequestId]:
-        """Iterate over the requests, in order of arrival here."""
         return iter(self._waiting)
 
     def turns(self, now: float) -> tuple[Turn, ...]:
@@ -208,7 +202,6 @@ class PrefillQueue:
         return tuple(turns)
 
     def is_shared(self, now: float) -> bool:
-        """Return whether several tenants ask for what one of the classes has."""
         return any(shares.is_shared(now) for shares in self._shares.values())
 
     def is_bounded(self, request_id: RequestId, now: float) -> bool:
@@ -250,7 +243,6 @@ class PrefillQueue:
             self._note_passed(self._late_floor, waiting, TurnClass.LATE)
 
     def discard(self, request_id: RequestId) -> None:
-        """Remove a request if it is queued."""
         if request_id in self._waiting:
             self._remove(request_id)
 
@@ -265,7 +257,6 @@ class PrefillQueue:
         return request.is_real_time or not self.order.knows_classes
 
     def _by_floor(self, num_tokens: int) -> float:
-        """Return the tokens that the floor lets go while so many of real-time requests leave; requests go whole."""
         best_effort = self._first(TurnClass.BEST_EFFORT)
         owed = self._floor.owed + self._floor.owed_share * num_tokens
         if best_effort is None or owed < self._waiting[best_effort].queued.num_tokens:
@@ -273,7 +264,6 @@ class PrefillQueue:
         return min(owed, float(self.num_tokens - self._num_real_time_tokens))
 
     def _before(self, own: _Waiting, now: float, known: Turns | None = None) -> list[_Waiting]:
-        """Return the requests that go before this one, the floor aside; about these, where tenants share its class."""
         classes = _CLASSES_OF[own.turn_class is not TurnClass.BEST_EFFORT]
         shares = self._lines[own.turn_class].shares
         if shares.num_waiting == 1:
@@ -290,7 +280,6 @@ class PrefillQueue:
         return others + [one for one in beside if turns[one.entry.request_id] < own_turn]
 
     def _turns_of(self, beside: Iterable[_Waiting], shares: FairShares, now: float) -> dict[RequestId, tuple[Any, ...]]:
-        """Return places of requests that share a class: their tenants' counters by then, and those of one in order."""
         counters: dict[str, tuple[float, int, float]] = {}
         turns: dict[RequestId, tuple[Any, ...]] = {}
         for turn_class, entry, one in sorted((self._class_at(one, now), one.entry, one) for one in beside):
@@ -322,14 +311,12 @@ class PrefillQueue:
         return self._first(TurnClass.LATE)
 
     def _overdue(self, now: float) -> RequestId | None:
-        """Return the late request that its floor lets go before those on time, if there is one."""
         if (late := self._first(TurnClass.LATE)) is None:
             return None
         waiting = self._waiting[late]
         return late if self._late_floor.lets(waiting.queued.num_tokens, waiting.due_s, now) else None
 
     def _note_passed(self, floor: ClassFloor, taken: _Waiting, turn_class: TurnClass) -> None:
-        """Note for the floor of a class that a request of an earlier one goes."""
         if (following := self._first(turn_class)) is not None:
             floor.note_earlier(taken.queued.num_tokens, self._waiting[following].queued.num_tokens)
 
@@ -338,7 +325,6 @@ class PrefillQueue:
         return self._lines[turn_class].heaps[tenant][0].request_id if tenant is not None else None
 
     def _first_tenant(self, turn_class: TurnClass) -> str | None:
-        """Return the tenant whose turn it is of those with requests of this class; the first of its heap is one."""
         line = self._lines[turn_class]
         while (tenant := line.tenants.first) is not None:
             heap = line.heaps[tenant]

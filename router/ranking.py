@@ -31,7 +31,6 @@ class Ranking(Generic[RankT]):
         return len(self._ranks)
 
     def put(self, name: str, rank: RankT) -> None:
-        """Give the name this rank, in place of any other."""
         if self._ranks.get(name) == rank:
             return
         self._ranks[name] = rank
@@ -41,7 +40,6 @@ class Ranking(Generic[RankT]):
             heapq.heapify(self._heap)
 
     def discard(self, name: str) -> None:
-        """Remove the name if it has a rank."""
         self._ranks.pop(name, None)
 
     def first(self) -> Ranked[RankT] | None:
@@ -52,7 +50,6 @@ class Ranking(Generic[RankT]):
         return heap[0] if heap else None
 
     def in_order(self) -> Generator[str, None, None]:
-        """Yield names, the smallest rank first. Close the iterator before ranks change."""
         passed = []
         try:
             while (first := self.first()) is not None:

@@ -141,7 +141,6 @@ class RouterNotes:
 
 
 def queue_cause(placement: Placement) -> Cause:
-    """Return why the first request of the queue goes to no worker."""
     if not any(worker.registered.can_prefill and not worker.is_draining for worker in placement.workers.values()):
         return Cause.NO_WORKER
     if placement.least_loaded_prefiller() is None:

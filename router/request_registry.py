@@ -38,7 +38,6 @@ class RequestRegistry:
         self._max_retries = max_retries
 
     def accept(self, tracked: TrackedRequest) -> None:
-        """Add a request and queue it."""
         self.track(tracked)
         self.enqueue(tracked)
 
@@ -54,7 +53,6 @@ class RequestRegistry:
         return tracked
 
     def interrupt(self, lost: Iterable[TrackedRequest]) -> list[Send]:
-        """Take requests from holders that were lost and ask their gateways which tokens the clients have."""
         commands = []
         for tracked in lost:
             self._placement.unassign(tracked)
@@ -110,7 +108,6 @@ class RequestRegistry:
             self.queue.charge(tracked.request, cost_of(num_tokens, tracked.charged_len - tracked.num_emitted))
 
     def finish(self, tracked: TrackedRequest, num_generated: int) -> list[Send]:
-        """Remove a request whose worker has completed it after so many tokens, which its tenant is charged for."""
         self.lengths.observe(tracked.request, num_generated)
         if tracked.charged_len is not None:
             self.queue.charge(tracked.request, cost_of(0, num_generated - tracked.charged_len))
@@ -122,11 +119,9 @@ class RequestRegistry:
         return dropped
 
     def abort(self, tracked: TrackedRequest) -> list[Send]:
-        """Remove a request that its client no longer wants."""
         return self._end(tracked, Stage.ABORTED)
 
     def fail(self, tracked: TrackedRequest, kind: FailureKind, reason: str) -> list[Send]:
-        """Remove a request as failed and tell its gateway."""
         failed = RequestFailed(tracked.request.request_id, kind, reason)
         return [*self._end(tracked, Stage.FAILED), Send(tracked.gateway, failed)]
 
@@ -138,19 +133,16 @@ class RequestRegistry:
         return [Send(pool, DropRequest(tracked.request.request_id, epoch_end(tracked.attempt)))]
 
     def enqueue(self, tracked: TrackedRequest) -> None:
-        """Queue a request that is in no queue and has no holder."""
         self._release(tracked)
         num_left = max(tracked.predicted_output_len - tracked.num_emitted, 1.0)
         self.queue.push(tracked.request, tracked.num_prefill_tokens, tracked.turn_due_s, num_answer_tokens=num_left)
 
     def _release(self, tracked: TrackedRequest) -> None:
-        """Tell the queue that a request which was taken is at no worker any more."""
         if tracked.has_been_taken:
             tracked.has_been_taken = False
             self.queue.release(tracked.request)
 
     def _end(self, tracked: TrackedRequest, stage: Stage) -> list[Send]:
-        """Remove a request, wherever it is, and tell its holder to free what it holds."""
         self._release(tracked)
         commands = self._revoke(tracked)
         commands += [drop for drop in self.drop_copies(tracked) if drop not in commands]
@@ -160,7 +152,6 @@ class RequestRegistry:
         return commands
 
     def _revoke(self, tracked: TrackedRequest) -> list[Send]:
-        """Tell the holder to release the whole epoch; the request returns to stage QUEUED, but not yet to the queue."""
         request_id, holder, was = tracked.request.request_id, tracked.holder, tracked.stage
         if holder is None:
             return []

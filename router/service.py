@@ -30,7 +30,6 @@ class TimelineRelay:
     """A Relay (process.logic_driver). It keeps nothing: an answer names the gateway that it is for."""
 
     def __init__(self, records: RouterRecords) -> None:
-        """`records`: the logic's own."""
         self._records = records
         self._gateways = records.gateways
 

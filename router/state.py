@@ -47,14 +47,12 @@ class TrackedRequest:
     block_names: bytes = b""  # of its full blocks, by which it is placed where they are cached (prefix_index.py)
 
     def move(self, stage: Stage, holder: str | None = None) -> None:
-        """Take a legal step of the lifecycle; raise AssertionError for any other."""
         self.stage = advance(self.stage, stage)
         self.holder = holder
         self.is_prefilled = False
         self.destination = None
 
     def set_generated(self, token_ids: tuple[int, ...]) -> None:
-        """Set the tokens that the client has, to be recomputed with the prompt."""
         if len(token_ids) - self.num_emitted >= FORGIVEN_TOKENS:
             self.num_retries = min(self.num_retries, 1)  # the loss that has brought it here counts
         self.generated_token_ids = token_ids
@@ -75,12 +73,10 @@ class TrackedRequest:
 
     @property
     def is_real_time(self) -> bool:
-        """True if a client waits for its tokens as they come."""
         return self.request.is_real_time
 
     @property
     def adapter(self) -> bytes:
-        """Return the digest of its adapter; empty: it has none."""
         return self.request.adapter.digest if self.request.adapter is not None else b""
 
     @property
@@ -153,7 +149,6 @@ NO_HIT = PrefixHit()
 
 
 def dispatched(tracked: TrackedRequest, hit: PrefixHit) -> DispatchedPrefill:
-    """Return the prefill of a request on a worker that has this part of it cached."""
     names = tracked.block_names[hit.num_blocks * BLOCK_NAME_BYTES :]
     num_tokens = tracked.num_prefill_tokens - hit.num_tokens
     return DispatchedPrefill(
@@ -172,7 +167,6 @@ class WorkDone:
     batch: BatchShape = field(default_factory=BatchShape)  # of the last iteration that it told of
 
     def add(self, report: IterationLogReport) -> None:
-        """Add what its iterations gained."""
         gained = report.gained
         self.num_tokens += report.num_tokens
         self.wall_s += gained.wall_s
@@ -212,7 +206,6 @@ class WorkerRecord:
     done: WorkDone = field(default_factory=WorkDone)  # for people who look on
 
     def start_prefill(self, request_id: RequestId, prefill: DispatchedPrefill) -> None:
-        """Add a prefill that the worker is given."""
         self.end_prefill(request_id)
         self.prefilling[request_id] = prefill
         self.num_prefill_tokens += prefill.num_tokens
@@ -267,11 +260,9 @@ class WorkerRecord:
 
     @property
     def prompt_tokens_per_s(self) -> int:
-        """Speed at which it computes prompts with all of its time; 1 as long as it does not tell."""
         return (self.load.prompt_tokens_per_s or 1) if self.load is not None else 1
 
     def seconds_as_wait(self, seconds: float) -> float:
-        """Return this time in the unit of `wait_s`."""
         tells_speed = self.load is not None and self.load.prompt_tokens_per_s
         return seconds if tells_speed else seconds * _USUAL_TOKENS_PER_S
 
@@ -304,12 +295,10 @@ class WorkerRecord:
 
     @property
     def num_places(self) -> int:
-        """Requests that it decodes in one iteration at most."""
         registered = self.registered
         return (registered.num_places or registered.max_running_requests) if registered.can_decode else 0
 
     def num_prompts(self, *, is_real_time: bool) -> int:
-        """Return how many prompts of a class it has yet to compute."""
         return self.num_real_time_prompts if is_real_time else len(self.prefilling) - self.num_real_time_prompts
 
     @property
@@ -324,12 +313,10 @@ class WorkerRecord:
 
     @property
     def num_decoding(self) -> int:
-        """Number of requests that it decodes, or that are on their way to it past the pool."""
         return len(self.decoding | self.coming)
 
     @property
     def num_chats(self) -> int:
-        """Number of real-time requests that it decodes, or that are on their way to it past the pool."""
         return len(self.decoding_real_time | self.coming)
 
     @property
@@ -338,14 +325,12 @@ class WorkerRecord:
 
     @property
     def can_take_over(self) -> bool:
-        """True for a worker of an elastic topology with a place for one more request."""
         num_held = len(self.prefilling) + len(self.decoding)
         registered = self.registered
         return registered.can_move and not self.is_draining and num_held < registered.max_running_requests
 
     @property
     def lean(self) -> float:
-        """Share of its time that it has for prompts, as last reported."""
         return self.load.lean if self.load is not None else 1.0
 
     @property
@@ -355,7 +340,6 @@ class WorkerRecord:
 
     @property
     def takes_any_length(self) -> bool:
-        """True unless only requests of similar lengths may join what it runs."""
         running = self.load.running if self.load is not None else None
         return running is None or running.start == PACKED_FROM
 
@@ -379,5 +363,4 @@ class WorkerRecord:
 
     @property
     def num_blocks_used(self) -> int:
-        """Number of blocks in use, as last reported."""
         return self.registered.num_blocks - self.load.num_free_blocks if self.load is not None else 0

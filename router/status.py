@@ -45,7 +45,6 @@ class RouterCounters:
     inference_times: TimeSpread = field(default_factory=TimeSpread)
 
     def count_preemption(self, *, is_refused: bool) -> None:
-        """Count a request that went back to the queue, for lack of memory or because its handoff was refused."""
         self.num_handoffs_refused += is_refused
         self.num_preemptions += not is_refused
 
@@ -57,7 +56,6 @@ class RouterCounters:
             worker.done.add(report)
 
     def count_dispatch(self, tracked: TrackedRequest, now: float) -> None:
-        """Count how long a request waited for a worker, the first time."""
         if tracked.dispatched_s is None:
             tracked.dispatched_s = now
             self.queue_times = self.queue_times.with_time(now - tracked.request.arrival_s)
@@ -74,7 +72,6 @@ class RouterCounters:
             self.prefill_times = self.prefill_times.with_time(now - tracked.dispatched_s)
 
     def count_finished(self, tracked: TrackedRequest, num_generated: int, now: float) -> None:
-        """Count a finished request, the time that it took, and the error of the length predicted on its arrival."""
         if tracked.dispatched_s is not None:
             self.inference_times = self.inference_times.with_time(now - tracked.dispatched_s)
         self.lengths = LengthTotals(
@@ -94,7 +91,6 @@ class QueueForecast:
 
 
 def demand_of(requests: Iterable[TrackedRequest], placement: Placement, queue: QueueForecast) -> Demand:
-    """Return what clients ask; workers that drain have no places."""
     real_time = [tracked for tracked in requests if tracked.is_real_time]
     return Demand(
         num_real_time=len(real_time),
@@ -117,12 +113,10 @@ def _num_at_risk(real_time: Iterable[TrackedRequest], queue: QueueForecast) -> i
 
 
 def _is_poolless(worker: WorkerRecord, placement: Placement) -> bool:
-    """Return whether what the worker computes goes to a pool that is not registered."""
     return not worker.registered.can_decode and worker.registered.pool_name not in placement.pools
 
 
 def _num_by_stage(requests: Iterable[TrackedRequest]) -> dict[Stage, int]:
-    """Count requests; a list counts identical members ten times as fast as a Counter hashes them."""
     stages = [tracked.stage for tracked in requests]
     return {stage: stages.count(stage) for stage in _COUNTED}
 
@@ -134,7 +128,6 @@ def status_of(
     latest_attempt: int,
     queue: QueueForecast,
 ) -> ClusterStatus:
-    """Return the current counts of the cluster."""
     workers, pools = placement.workers.values(), placement.pools.values()
     demand = demand_of(requests, placement, queue)
     loads = [worker.load for worker in workers if worker.load is not None]
@@ -186,7 +179,9 @@ def status_of(
 
 def adapter_loads(requests: Iterable[TrackedRequest], workers: Iterable[WorkerRecord]) -> AdapterLoads:
     """Count the requests of each LoRA adapter by its name; nothing where no worker takes any."""
-    max_adapters = min((one.registered.max_adapters for one in workers if one.registered.max_adapters), default=0)
+    max_adapters = min(
+        (worker.registered.max_adapters for worker in workers if worker.registered.max_adapters), default=0
+    )
     if not max_adapters:
         return AdapterLoads()
     running: Counter[str] = Counter()
@@ -212,7 +207,6 @@ def slowest(workers: Iterable[WorkerRecord]) -> WorkerSpeed:
 
 
 def tier_load(requests: Collection[TrackedRequest], request_class: RequestClass, now: float) -> TierLoad:
-    """Count the requests of one class by stage."""
     members = [tracked for tracked in requests if tracked.request.request_class is request_class]
     stages = [tracked.stage for tracked in members]
     arrivals_s = [tracked.request.arrival_s for tracked in members if tracked.stage is Stage.QUEUED]
@@ -226,7 +220,6 @@ def tier_load(requests: Collection[TrackedRequest], request_class: RequestClass,
 
 
 def worker_status(worker: WorkerRecord) -> WorkerStatus:
-    """Describe one worker: its load as it reported it last, else what it was given."""
     registered, load, done = worker.registered, worker.load, worker.done
     num_running = load.num_running if load is not None else 0
     return WorkerStatus(

@@ -109,7 +109,8 @@ class Environment:
     def install_checkout(self) -> None:
         """Install what is here in place, without its kernels, which are compiled. Raises Failed."""
         env = with_tools(ALIGNEDSERVE_PLAIN="1")
-        self._pip("alignedserve", "--no-deps", "--no-build-isolation", "--no-compile", "--editable", ".", env=env)
+        packages = ("--editable", ".", "--editable", "lab")
+        self._pip("alignedserve", "--no-deps", "--no-build-isolation", "--no-compile", *packages, env=env)
 
     def fetch_tools(self, requirements: list[str]) -> None:
         """Install into the folder of tools. Raises Failed."""

@@ -137,7 +137,6 @@ class Deployments:
         self._deployments = {}
 
     def _register(self) -> None:
-        """Let requests find serving deployments by the names of their models."""
         expected = [one.card.name for one in self._deployments.values() if one.phase is DeploymentPhase.PREPARING]
         found = [self._registered(deployment_id) for deployment_id in self._order]
         self._services.models.replace_all([one for one in found if one is not None], expected)
@@ -160,8 +159,6 @@ class Deployments:
 
 
 class _Deployment:
-    """One deployment: its links from the beginning, its model once that is loaded."""
-
     def __init__(
         self,
         deployed: ServedDeployment,
@@ -171,7 +168,6 @@ class _Deployment:
         *,
         reads_late: bool,
     ) -> None:
-        """`on_change` is called when `registered` has changed. `reads_late`: its tokenizer is read once it is used."""
         self.phase = deployed.phase
         self.card = ModelCard.of(deployed.served)
         self._deployed = deployed
@@ -191,24 +187,20 @@ class _Deployment:
         self._probing: asyncio.Task[None] | None = None
 
     def is_of(self, deployed: ServedDeployment) -> bool:
-        """Return whether this is that deployment, in whichever phase, and whether or not its workers fail."""
         known = self._deployed
         return replace(deployed, phase=known.phase, is_failing=known.is_failing) == known
 
     async def loaded(self) -> None:
-        """Wait for the tokenizer. Raises ModelError."""
         await self._loading
         if self._error is not None:
             raise self._error
 
     def registered(self) -> RegisteredModel:
-        """Return what requests find."""
         if self._error is not None:
             return RegisteredModel(self.card, problem=f"its tokenizer cannot be loaded: {self._error}")
         return RegisteredModel(self.card, self._model)
 
     def state(self) -> DeploymentState:
-        """Return how it stands here."""
         uses = self._model.uses if self._model is not None else Uses()
         is_hopeless = self._model.readiness_probe.is_hopeless if self._model is not None else self._error is not None
         return DeploymentState(
@@ -221,7 +213,6 @@ class _Deployment:
         )
 
     def stop(self, reason: str) -> None:
-        """Close its links; requests that are open fail with this reason."""
         self._loading.cancel()
         if self._probing is not None:
             self._probing.cancel()

@@ -145,7 +145,6 @@ def _ranking_formatter(asked: RerankRequest, model: ModelServices) -> MakeBodyFo
 
 
 def _short_ranking(asked: RerankRequest) -> Body:
-    """Return the query alone where the answer repeats the documents."""
     return {"query": _SHORT} | ({} if asked.return_documents else {"documents": [_SHORT] * len(asked.documents)})
 
 
@@ -252,13 +251,11 @@ INPUT_TOKENS = TokenEndpoint(
 
 
 def _parse_tokenize(body: dict[str, Any], ignored: IgnoredFields | None = None) -> TokenizeRequest:
-    """Check the body of /tokenize; `ignored` as `parse` takes it. Raises InvalidRequest naming the field."""
     asked = parse(TokenizeRequest, plain_messages(body), ignored)
     return asked if asked.prompt is not None else checked_conversation(asked)
 
 
 async def _tokens_answer(asked: TokenizeRequest, services: PromptServices) -> bytes:
-    """Return the token ids of a text or a conversation, as generation would use them. Raises InvalidRequest."""
     if (asked.prompt is None) == (not asked.messages):
         raise InvalidRequest("Give either prompt or messages.", param="prompt")
     if asked.prompt is None:
@@ -270,7 +267,6 @@ async def _tokens_answer(asked: TokenizeRequest, services: PromptServices) -> by
 
 
 async def _text_answer(asked: DetokenizeRequest, services: PromptServices) -> bytes:
-    """Return the text of token ids, special tokens included. Raises InvalidRequest."""
     return orjson.dumps({"prompt": await decode_text(asked.tokens, services)})
 
 

@@ -216,7 +216,6 @@ def error_body(error: Exception) -> bytes:
 
 
 def error_message(error: Exception) -> str:
-    """Return what a client is told. Internal errors reveal no details."""
     return _HIDDEN_MESSAGE if http_error_of(error) is INTERNAL_ERROR else str(error)
 
 

@@ -40,8 +40,6 @@ _SEPARATOR = "\n\n"  # between two messages to the user, or two thoughts
 
 
 class _Kind(enum.Enum):
-    """The kind of a message's content."""
-
     THOUGHT = "thought"
     CONTENT = "content"
     CALL = "call"
@@ -76,18 +74,15 @@ class HarmonyParser:
 
     @property
     def is_reasoning(self) -> bool:
-        """Return whether the answer is in a thought."""
         return self._header is None and self._kind is _Kind.THOUGHT
 
     def push(self, text: str) -> list[OutputRun]:
-        """Return the runs that this text completes."""
         runs: list[OutputRun] = []
         while text:
             text = self._read_header(text, runs) if self._header is not None else self._read_body(text, runs)
         return runs
 
     def end(self) -> list[OutputRun]:
-        """Return the runs of what was held back."""
         held, self._header = self._header, None
         if held is None:
             return self._runs(self._body.flush())
@@ -97,7 +92,6 @@ class HarmonyParser:
         return self._runs(held)
 
     def _read_header(self, text: str, runs: list[OutputRun]) -> str:
-        """Read up to the text of a message; return what comes after its header."""
         header = (self._header or "") + text
         before, mark, after = header.partition(self._message)
         if not self._is_header(before, is_whole=bool(mark)):
@@ -111,7 +105,6 @@ class HarmonyParser:
         return after
 
     def _is_header(self, text: str, *, is_whole: bool = False) -> bool:
-        """Return whether this is a header, or unless it is whole, may become one."""
         stripped = text.lstrip()
         if len(text) - overlap_len(text, self._message) > _MAX_HEADER_LEN:
             return False
@@ -120,13 +113,11 @@ class HarmonyParser:
         return not is_whole and any(one.startswith(stripped) for one in self._beginnings)
 
     def _plain(self, text: str) -> str:
-        """Return the text with control tokens by their plain names."""
         for written, mark in self._marked.items():
             text = text.replace(written, mark)
         return text
 
     def _begin(self, header: str, runs: list[OutputRun]) -> None:
-        """Begin the message of this header."""
         self._header = None
         recipient, channel = _RECIPIENT.search(header), _CHANNEL_NAME.search(header)
         if recipient is not None and self._has_tools and recipient[1] != ASSISTANT:
@@ -142,7 +133,6 @@ class HarmonyParser:
             runs.append(OutputRun(0, reasoning=_SEPARATOR) if is_thought else OutputRun(0, _SEPARATOR))
 
     def _read_body(self, text: str, runs: list[OutputRun]) -> str:
-        """Read up to the end of a message; return what comes after it."""
         before, mark, after = self._body.push(text)
         runs += self._runs(before)
         if mark is None:
@@ -155,7 +145,6 @@ class HarmonyParser:
         return after
 
     def _runs(self, text: str) -> list[OutputRun]:
-        """Return the run of a message's text."""
         if not text:
             return []
         if self._kind is _Kind.CALL:
@@ -185,7 +174,6 @@ def harmony_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def harmony_tools(tools: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return the tools, each with a description."""
     return [{**tool, "function": {"description": "", **tool["function"]}} for tool in tools]
 
 
@@ -195,7 +183,6 @@ def harmony_effort(effort: str) -> str | None:
 
 
 def _assistant_messages(message: Message, following: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return the message, or one for each of its calls with the result, which stands among the following."""
     first = {name: value for name, value in message.items() if name not in ("reasoning_content", "tool_calls")}
     thought = message.get("reasoning_content", "")
     calls = message.get("tool_calls", ())
@@ -251,7 +238,6 @@ class HarmonyGrammar:
         return "\n".join([*rules, *(self._tool_rules(literal, call_end) if self.tools else [])])
 
     def _before(self) -> str:
-        """Return what may come before the last message: thoughts, only one if it is bounded, and words to the user."""
         has_preambles = bool(self.tools) and not self.has_content_part
         if self.budget is not None:
             return "analysis? preamble*" if has_preambles else "analysis?"

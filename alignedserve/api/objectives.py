@@ -35,7 +35,6 @@ def automatic_slo(speed: WorkerSpeed) -> Slo:
 
 
 def default_slo_at(config: GatewayConfig, backend: CompletionBackend) -> Slo:
-    """Return the default objectives of requests to this deployment."""
     status = backend.status()
     return default_slo(config, status.speed if status is not None else None)
 

@@ -55,21 +55,16 @@ LookUp = Callable[[str, int], Awaitable[Sequence[str]]]  # of a host's addresses
 
 
 class _Target(NamedTuple):
-    """Where a URL leads."""
-
     host: str
     port: int
     path: str  # with its query
 
     @property
     def url(self) -> URL:
-        """Return the URL, as it is and not written anew: parts of it may be signed."""
         return URL(f"https://{self.host}:{self.port}{self.path}", encoded=True)
 
 
 class _Share:
-    """The fetches of best effort, or those of one client in one class."""
-
     def __init__(self) -> None:
         self.free, self.num_open = asyncio.Semaphore(_MAX_SHARE_AT_ONCE), 0
 
@@ -113,7 +108,6 @@ class PictureFetcher:
 
     @contextlib.asynccontextmanager
     async def _place(self) -> AsyncIterator[None]:
-        """Wait for a place, and hold it. Raises Overloaded; of best effort ResourceUnavailable."""
         is_last, client = is_best_effort(), client_of_task()
         shares = [self._best_effort] if is_last else []
         if client:  # else it is nobody in particular
@@ -151,7 +145,6 @@ class PictureFetcher:
         raise _refusal(at, problem, "image_not_fetched")
 
     def _session(self, at: str) -> aiohttp.ClientSession:
-        """Return a session of one fetch: it keeps no connection, no cookie and no address."""
         if self._trust is None:
             self._trust = ssl.create_default_context()
         resolver = _CheckedResolver(self._look_up, self._may_connect, at)
@@ -162,8 +155,6 @@ class PictureFetcher:
 
 
 class _CheckedResolver(AbstractResolver):
-    """Looks up addresses, and gives out only those that may be connected to."""
-
     def __init__(self, look_up: LookUp, may_connect: Callable[[str], bool], at: str) -> None:
         self._look_up, self._may_connect, self._at = look_up, may_connect, at
 
@@ -171,7 +162,6 @@ class _CheckedResolver(AbstractResolver):
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
     ) -> list[ResolveResult]:
-        """Return the addresses of a host. Raises InvalidRequest if one of them is not public, OSError."""
         addresses = await self._look_up(host, port)
         if not all(self._may_connect(address) for address in addresses):
             raise _refusal(self._at, "the address of its host is not a public one", "invalid_image_url")
@@ -188,8 +178,7 @@ class _CheckedResolver(AbstractResolver):
         ]
 
     @override
-    async def close(self) -> None:
-        """Do nothing."""
+    async def close(self) -> None: ...
 
 
 def is_public(address: str) -> bool:
@@ -206,7 +195,6 @@ async def _look_up(host: str, port: int) -> Sequence[str]:
 
 
 def _target_of(url: str, at: str, config: GatewayConfig) -> _Target:
-    """Return where a URL leads. Raises InvalidRequest unless pictures may be fetched from there."""
     if not config.picture_hosts:
         raise _refusal(at, "pictures are not fetched from the network; send a data URL", "invalid_image_url")
     found = _URL.fullmatch(url) if len(url) <= _MAX_URL_LEN else None
@@ -231,7 +219,6 @@ def _is_listed(target: _Target, entry: str) -> bool:
 
 
 def _redirected(target: _Target, location: str, at: str, config: GatewayConfig) -> _Target:
-    """Return where a redirect leads, which may be to the same host alone. Raises InvalidRequest."""
     try:
         location = str(target.url.join(URL(location[: _MAX_URL_LEN + 1], encoded=True)))
     except ValueError:
@@ -243,7 +230,6 @@ def _redirected(target: _Target, location: str, at: str, config: GatewayConfig) 
 
 
 async def _content_of(response: aiohttp.ClientResponse, at: str, config: GatewayConfig) -> bytes:
-    """Return the body of a response, of which no more is read than a picture may have. Raises InvalidRequest."""
     if response.status >= 500 or response.status in _PASSING:
         raise Unfetched(f"{at}: the host answers {response.status}.")
     if response.status != 200:
@@ -267,7 +253,6 @@ def _refusal(at: str, problem: str, code: str) -> InvalidRequest:
 
 
 def _lasting_problem_of(error: aiohttp.ClientError) -> str | None:
-    """Return what another try does not mend, without a name or an address."""
     if isinstance(error, aiohttp.ClientConnectorCertificateError):
         return "the certificate of its host is not trusted"
     if isinstance(error, aiohttp.ClientConnectorDNSError) and error.os_error.errno in _NO_SUCH_HOST:

@@ -21,7 +21,6 @@ class ReasoningFormat:
     is_harmony: bool = False  # answers are messages in channels: `gateway.harmony` reads and holds them
 
     def marked(self, mark: Callable[[str], str]) -> "ReasoningFormat":
-        """Return the format with its control tokens as the answer's text has them."""
         return ReasoningFormat(mark(self.begin), mark(self.end))
 
 
@@ -67,7 +66,6 @@ def thought_start(prompt_end: str, form: ReasoningFormat, continued: str = "") -
 
 
 def open_marks(text: str) -> str:
-    """Return the marks of the thoughts, of whichever family, within which a text ends."""
     return "".join(form.begin for form in FORMATS.values() if text.rfind(form.begin) > text.rfind(form.end))
 
 
@@ -137,7 +135,6 @@ class ReasoningParser:
         self._held = ""
 
     def push(self, text: str) -> list[Run]:
-        """Return the runs that this text completes."""
         runs: list[Run] = []
         if self.is_undecided:
             text = self._decide(self._held + text, runs)
@@ -148,14 +145,12 @@ class ReasoningParser:
         return runs
 
     def end(self) -> list[Run]:
-        """Return the runs of what was held back."""
         runs: list[Run] = []
         self._append(Part.ANSWER, self._held, runs)
         self._append(Part.THOUGHT, self._end.flush(), runs)
         return runs
 
     def _decide(self, text: str, runs: list[Run]) -> str:
-        """Find out whether a thought begins; return the text after that is known, and its marker."""
         begin, stripped = self._form.begin, text.lstrip()
         if begin.startswith(stripped) and stripped != begin:
             self._held = text
@@ -177,7 +172,6 @@ class ReasoningParser:
         return after
 
     def _append(self, part: Part, text: str, runs: list[Run]) -> None:
-        """Append a run, without the white space that follows a marker."""
         if self._is_after_marker:
             stripped = text.lstrip()
             if stripped != text:

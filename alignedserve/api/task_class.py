@@ -18,7 +18,6 @@ def note_class(request_class: RequestClass) -> None:
 
 
 def is_best_effort() -> bool:
-    """Return whether nobody waits for what this task does."""
     return _class.get() is RequestClass.BEST_EFFORT
 
 
@@ -28,5 +27,4 @@ def note_client(client: str) -> None:
 
 
 def client_of_task() -> str:
-    """Return whose request this task serves."""
     return _client.get()

@@ -20,7 +20,6 @@ class MarkerFinder:
         self._held = ""
 
     def push(self, piece: str) -> Found:
-        """Return what the piece makes certain. After a marker the finder begins anew with the next piece."""
         text, self._held = self._held + piece, ""
         starts = [(start, marker) for marker in self._markers if (start := text.find(marker)) >= 0]
         if starts:
@@ -51,7 +50,6 @@ class StopStringFinder:
     """Holds back text that could be the beginning of a stop string, however the text is cut into pieces."""
 
     def __init__(self, stops: Sequence[str], *, is_shown: bool = False) -> None:
-        """`is_shown`: the text ends behind the stop string, not before it."""
         self._stops = tuple(stops)
         self._overlaps = [0] * len(self._stops)  # of what is held with each
         self._is_shown = is_shown

@@ -88,7 +88,7 @@ class Lane:
             raise _too_many(is_last) from None  # its place was given to another client, or the lane was closed
 
     def close(self, *, waits: bool = False) -> None:
-        """See WorkLanes. `waits`: until its threads have ended."""
+        """`waits`: until its threads have ended."""
         self._threads.close(waits=waits)
 
     def num_open(self, *, is_best_effort: bool) -> int:
@@ -96,7 +96,6 @@ class Lane:
         return sum(map(len, self._open[is_best_effort].values()))
 
     def _submitted(self, work: Callable[[], ResultT], is_last: bool, client: str) -> "Future[ResultT]":
-        """Submit work that takes a place, which another client may have to give up. Raises Overloaded."""
         by_client = self._open[is_last]
         while True:
             with self._lock:

@@ -70,5 +70,4 @@ class BatchActor(ActorHost):
 
     @property
     def _hosted(self) -> "BatchService | None":
-        """Return the batch worker, once it is up."""
         return cast("BatchService | None", self._service)

@@ -70,7 +70,6 @@ def _arrival_of(
 
 
 def _streamed_response(line: LineRequest) -> dict[str, Any] | None:
-    """Return the response whose events are to be written. Raises InvalidRequest for what no line may have."""
     for name in _STATE_FIELDS:
         if line.body.get(name):
             raise InvalidRequest(f"{name} is not supported in a batch.", param=name, code="unsupported_parameter")
@@ -78,7 +77,6 @@ def _streamed_response(line: LineRequest) -> dict[str, Any] | None:
 
 
 def _at_best_effort(fields: FieldsT) -> FieldsT:
-    """Return the fields at the service tier of batches. Raises InvalidRequest for fields that batches refuse."""
     if getattr(fields, "stream", False):
         raise InvalidRequest("stream is not supported in a batch.", param="stream", code="unsupported_parameter")
     if getattr(fields, "service_tier", None) not in _ALLOWED_SERVICE_TIERS:

@@ -38,12 +38,10 @@ class ClusterLineRunner:
     """A LineRunner that generates in the cluster."""
 
     def __init__(self, services: ApiServices, events: EventLog | None = None) -> None:
-        """`events`: where events of responses are written; None: nowhere."""
         self._services = services
         self._events = events
 
     async def run(self, line: LineRequest) -> LineResponse:
-        """Run one line; see LineRunner."""
         with ExitStack() as held:
             try:
                 job = await build_job(line, self._services, held)
@@ -73,7 +71,6 @@ class ClusterLineRunner:
         return await generate_body(generation, job.make_event_formatter, self._events, client, limits)
 
     def model_states(self) -> dict[str, ModelState]:
-        """Return the models that answer; see LineRunner."""
         states = {}
         for model in self._services.models.all:
             status = model.services.backend.status() if model.services is not None else None
@@ -84,16 +81,13 @@ class ClusterLineRunner:
         return states
 
     def may_use(self, owner: str, name: str) -> bool:
-        """Return whether lines of this owner may name this model."""
         return is_usable(self._services.models, name, self._services.keys.ring.owned_by(client_of(owner)))
 
     def model_of(self, name: str) -> str:
-        """Return the model that serves this name; one that is unknown by now stands for itself."""
         return self._services.models.base_of(name)
 
 
 def _failure(line: LineRequest, error: GenerationError, *, has_started: bool) -> LineResponse:
-    """Return the final response of a line that can never succeed. Raises LineRejected or LineFailed for a retry."""
     if isinstance(error, Unservable):
         return _error_response(line, error)
     # A line that was silent for an hour waited all the time for chat, or for a worker: for nothing of its own.

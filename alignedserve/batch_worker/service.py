@@ -152,7 +152,6 @@ class BatchService:
             logger.info("%s drives no batches any more", self._links.identity.name)
 
     async def close(self) -> None:
-        """Stop; the next driver resumes the lines that run. May be repeated."""
         for task in (self._watching, self._claiming):
             if task is not None:
                 task.cancel()
@@ -175,6 +174,5 @@ class BatchService:
 
 
 async def _drive(driver: BatchDriver, deployments: Deployments) -> None:
-    """Drive batches once it is known which models are served: a line of an unknown one fails for good."""
     await deployments.told()
     await driver.run()

@@ -47,7 +47,6 @@ _LOCK_S = 0.2
 
 
 def _alike(_: str) -> float:
-    """Return the weight of an owner where all have the same."""
     return 1.0
 
 
@@ -126,7 +125,6 @@ class BatchDriver:
                 self._tasks[batch_id] = asyncio.create_task(self._run_batch(run), name=batch_id)
 
     async def _run_batch(self, run: BatchRun) -> None:
-        """Run a batch to its end. One whose run fails is resumed from its log after the next poll."""
         batch_id = run.record.batch_id
         try:
             await run.run()
@@ -146,7 +144,6 @@ class BatchDriver:
             self._is_order_stale = True
 
     async def _pause(self, run: BatchRun, reason: str) -> None:
-        """Store the reason, and wait before the batch is resumed."""
         run.set_paused(reason)
         with contextlib.suppress(StorageError):
             await run.save()
@@ -182,13 +179,12 @@ class BatchDriver:
     # --- lines
 
     def on_progress(self) -> None:
-        """See RunListener."""
         self._has_pending.set()
         self._is_order_stale |= not self._order  # a batch may have lines from now on
         self._start_lines()
 
     def on_rejection(self, model: str, retry_after_s: float) -> None:
-        """See RunListener. Where the model has answered a line since it last rejected one, this one waits alone: there
+        """Where the model has answered a line since it last rejected one, this one waits alone: there
         may never be a place for it, while there are some for others."""
         num_answered = self._context.num_answered[model]
         if num_answered > self._answered_at_rejection.get(model, 0):
@@ -197,11 +193,9 @@ class BatchDriver:
             self._paused_until_s[model] = time.monotonic() + retry_after_s
 
     async def _start_due_lines(self) -> None:
-        """Start lines that waited for time to pass: a retry's pause, a cluster that rejected lines."""
         self._start_lines()
 
     def _start_lines(self) -> None:
-        """Start lines while there are free slots, of the owner whose turn it is and its batch with the least slack."""
         if self._is_full:
             return
         now, wall_s = time.monotonic(), time.time()
@@ -244,7 +238,6 @@ class BatchDriver:
         return slots
 
     def _ordered(self, now: float, wall_s: float) -> list[tuple[BatchRun, ModelShares]]:
-        """Return the batches by slack, sorted a few times a second and not for every line: slack changes slowly."""
         rest_s = max(min(_REST * self._ordering_s, _MAX_REST_S), 0.0 if self._is_order_stale else _ORDER_S)
         if now - self._ordered_s >= rest_s:
             runs = list(self._runs.values())
@@ -265,7 +258,6 @@ class BatchDriver:
         return {model for run, shares in order if run.num_waiting for model in shares}
 
     async def _write(self) -> None:
-        """Write the pending results of all batches, again and again."""
         while True:
             await self._has_pending.wait()
             self._has_pending.clear()
@@ -280,8 +272,7 @@ class BatchDriver:
 
     @property
     def _is_full(self) -> bool:
-        """Return whether the disk is full, so that no lines are started."""
-        return any(one.is_full for one in self._unwritten.values())
+        return any(unwritten.is_full for unwritten in self._unwritten.values())
 
     async def _write_results(self, run: BatchRun) -> None:
         """Write a batch's pending results. Where they cannot be written they are pending again, and the batch pauses;

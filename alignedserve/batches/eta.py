@@ -50,7 +50,6 @@ class ThroughputEstimate(StoredRecord, frozen=True):
     bytes_per_token: float = _BYTES_PER_TOKEN
 
     def with_line(self, num_bytes: int, input_tokens: int, output_tokens: int) -> "ThroughputEstimate":
-        """Learn from a completed line."""
         per_token = max(0.5, (num_bytes - _LINE_FRAME_BYTES) / max(input_tokens, 1))
         return msgspec.structs.replace(
             self,
@@ -59,7 +58,6 @@ class ThroughputEstimate(StoredRecord, frozen=True):
         )
 
     def with_rate(self, num_tokens: int, seconds: float) -> "ThroughputEstimate":
-        """Learn from an interval in which lines ran throughout."""
         rate = num_tokens / seconds
         if not self.is_measured:
             return msgspec.structs.replace(self, tokens_per_s=max(0.1, rate), is_measured=True)
@@ -108,15 +106,12 @@ class RemainingWork(NamedTuple):
 
     @property
     def num_tokens(self) -> float:
-        """Expected tokens of all models."""
         return sum(self.tokens_by_model.values())
 
     def tokens_at(self, model: str) -> float:
-        """Return the tokens that belong to this model, or may."""
         return self.tokens_by_model.get(model, 0.0) + (self.tokens_by_model.get("", 0.0) if model else 0.0)
 
     def is_before(self, other: "RemainingWork") -> bool:
-        """Return whether its lines are expected to run before the other's."""
         if self.is_paused:
             return False
         if self.owner == other.owner and self.priority != other.priority:
@@ -124,7 +119,6 @@ class RemainingWork(NamedTuple):
         return self.expires_s <= other.expires_s
 
     def seconds(self, throughputs: Throughputs) -> float:
-        """Return how long its lines take, without any others."""
         times = (tokens / throughputs.of(model).tokens_per_s for model, tokens in self.tokens_by_model.items())
         return max(times, default=0.0)
 

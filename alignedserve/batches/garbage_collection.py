@@ -71,7 +71,6 @@ async def _remove_expired_files(stores: DriverStores, now: float) -> None:
 
 
 async def _remove_old_batches(stores: DriverStores, before_s: float) -> None:
-    """Remove batches that were over by then and have no result file any more."""
     for snapshot in await stores.repository.oldest_over(_MAX_AT_ONCE):
         record = snapshot.record
         if record.over_s < before_s and not await _has_results(stores.repository, record):
@@ -80,7 +79,6 @@ async def _remove_old_batches(stores: DriverStores, before_s: float) -> None:
 
 
 async def _remove_orphaned_blobs(stores: DriverStores, age_s: float) -> None:
-    """Remove what a gateway left that died during an upload: a part of the content, or a content without a record."""
     if num_abandoned := await stores.blobs.remove_abandoned(age_s):
         logger.info("%d unfinished uploads are removed", num_abandoned)
     old = await stores.blobs.committed_before(age_s)

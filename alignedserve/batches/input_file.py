@@ -12,8 +12,6 @@ from alignedserve.core.errors import StorageDamaged, StorageError
 
 
 class _AnyModel:
-    """Models of which none is looked for."""
-
     def __contains__(self, name: object) -> bool:
         return True
 
@@ -55,7 +53,6 @@ class InputFile:
             self._validator.problems.append(LineProblem(code="file_unreadable", message=str(error)))
 
     def validation(self) -> Validated | ValidationFailed:
-        """Return the result of the scan."""
         problems = self._validator.finish()
         if problems:
             return ValidationFailed(problems)
@@ -72,7 +69,6 @@ class InputFile:
             raise StorageDamaged("the input file has changed since it was validated")
 
     def line(self, line: int) -> ParsedLine:
-        """Read a line, counted from 0. Raises StorageError."""
         if self._reader is None:
             raise StorageDamaged("the input file cannot be read")
         return parse_line(self._reader.read_at(*self._validator.index.span(line)))
@@ -96,11 +92,9 @@ class InputFile:
         return self._validator.index.beginnings.order()
 
     def line_bytes(self, line: int) -> int:
-        """Return the length of a line."""
         return self._validator.index.span(line)[1]
 
     def close(self) -> None:
-        """Close the file. May be repeated."""
         reader, self._reader = self._reader, None
         if reader is not None:
             reader.close()

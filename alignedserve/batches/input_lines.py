@@ -47,13 +47,11 @@ class CommonBeginnings:
         self._digests = tuple(array("Q") for _ in _LENGTHS)
 
     def add(self, text: bytes) -> None:
-        """Add the next line."""
         start = next((at for member in _PROMPTS if (at := text.find(member)) >= 0), 0)
         for digests, length in zip(self._digests, _LENGTHS, strict=True):
             digests.append(xxhash.xxh3_64_intdigest(text[start : start + length]))
 
     def order(self) -> Sequence[int]:
-        """Return the lines in the order in which they should run."""
         num_lines = len(self._digests[0])
         firsts = [_first_alike(np.frombuffer(digests, np.uint64)) for digests in self._digests] if num_lines else []
         if not firsts or np.array_equal(firsts[0], np.arange(num_lines)):
@@ -63,7 +61,6 @@ class CommonBeginnings:
 
 
 def _first_alike(digests: "np.ndarray[tuple[int], np.dtype[np.uint64]]") -> "np.ndarray[tuple[int], np.dtype[np.intp]]":
-    """Return for every line the first one with the same digest."""
     _, first, group = np.unique(digests, return_index=True, return_inverse=True)
     return first[group]
 
@@ -150,13 +147,11 @@ class LineIndex:
         return len(self._offsets)
 
     def add(self, line: RawLine) -> None:
-        """Add the next request."""
         self._offsets.append(line.offset)
         self._lengths.append(len(line.text))
         self.beginnings.add(line.text)
 
     def span(self, line: int) -> tuple[int, int]:
-        """Return offset and length of a request, counted from 0."""
         return self._offsets[line], self._lengths[line]
 
 
@@ -168,7 +163,6 @@ class ParsedLine(NamedTuple):
 
 
 def parse_line(text: bytes) -> ParsedLine:
-    """Parse a line that passed validation before."""
     parsed = orjson.loads(text)
     return ParsedLine(parsed["custom_id"], parsed["body"])
 
@@ -266,7 +260,6 @@ def too_long(number: int, max_line_bytes: int) -> LineProblem:
 
 
 def _problem_of_file(line: RawLine) -> LineProblem | None:
-    """Return what is wrong with a whole file by its first line, which has a problem."""
     if line.number == 1 and line.text.startswith(_COMPRESSED):
         return _problem("invalid_json_line", "The file is compressed; send plain JSON lines.", None, 1)
     if line.number == 1 and line.text.startswith(_WIDE):

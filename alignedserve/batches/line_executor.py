@@ -74,11 +74,9 @@ class LineExecutor:
 
     @property
     def num_running(self) -> int:
-        """Lines in the cluster."""
         return len(self._tasks)
 
     def num_running_of(self, models: Container[str]) -> int:
-        """Return how many lines these models have."""
         return sum(model in models for model in self._models.values())
 
     def start_line(self, now: float, paused: Collection[str] = ()) -> bool:
@@ -91,7 +89,6 @@ class LineExecutor:
         return True
 
     def model_of(self, line: int) -> str:
-        """Return the model that runs a line."""
         return self._context.runner.model_of(self._record.model or self._input_file.model(line))
 
     def _lease(self, now: float, paused: Collection[str]) -> int | None:

@@ -46,7 +46,6 @@ class MeanLineDuration:
         self._num_ended = 0
 
     def add(self, duration_s: float) -> None:
-        """Add a line that has ended."""
         self._num_ended += 1
         weight = max(1.0 / _WINDOW, 1.0 / (self._num_ended + 1))
         self.mean_s += (duration_s - self.mean_s) * weight
@@ -59,7 +58,6 @@ class LineDurations:
         self._by_model: dict[str, MeanLineDuration] = {}
 
     def add(self, model: str, duration_s: float) -> None:
-        """Add a line that has ended."""
         known = self._by_model.pop(model, None) or MeanLineDuration()
         known.add(duration_s)
         self._by_model[model] = known  # the latest is last

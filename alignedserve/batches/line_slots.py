@@ -38,7 +38,6 @@ class LineSlots:
             self._num_taken[model] = self._num_taken.get(model, 0.0) + share * count
 
     def num_free(self, shares: ModelShares) -> int:
-        """Return how many lines of a batch can be started now."""
         if self._total is not None:
             return max(self._total - self._num_taken_in_all, 0)
         free = (
@@ -48,7 +47,6 @@ class LineSlots:
         return max(int(min(free, default=0.0) + _LEAST_SHARE), 0)
 
     def _open(self, shares: ModelShares) -> ModelShares:
-        """Return the shares of those models of which lines start; of none: all, as nothing is free for them."""
         if self.closed.isdisjoint(shares):
             return shares
         found = {model: share for model, share in shares.items() if model not in self.closed}

@@ -24,7 +24,6 @@ class LineTracker:
         max_attempts: int,
         order: Sequence[int] | None = None,
     ) -> None:
-        """`order`: in which lines begin; None: that of their numbers."""
         self._order = range(num_lines) if order is None else order
         assert len(self._order) == num_lines, "an order of other lines"
         self._num_lines = num_lines
@@ -42,17 +41,14 @@ class LineTracker:
 
     @property
     def num_leased(self) -> int:
-        """Lines in the cluster, or whose record is being written."""
         return len(self._leases)
 
     @property
     def num_left(self) -> int:
-        """Lines without a record."""
         return self._num_lines - self.num_settled
 
     @property
     def is_done(self) -> bool:
-        """Return True if every line has its record."""
         return self.num_left == 0
 
     def lease(self, now: float, paused: Container[str] = ()) -> int | None:
@@ -105,7 +101,6 @@ class LineTracker:
         return True
 
     def settle(self, line: int) -> None:
-        """Mark a line as done: its record is durable."""
         assert not self._is_settled[line], "a line settled twice"
         self._mark(line)
         self._leases.discard(line)
@@ -113,11 +108,9 @@ class LineTracker:
         self._num_rejections.pop(line, None)
 
     def unsettled(self) -> Iterator[int]:
-        """Iterate over the lines without a record, in order."""
         return (line for line in range(self._num_lines) if not self._is_settled[line])
 
     def _has_untouched(self) -> bool:
-        """Skip the lines that already had a record when the tracker was made."""
         while self._next < self._num_lines and self._is_settled[self._order[self._next]]:
             self._next += 1
         return self._next < self._num_lines

@@ -103,7 +103,6 @@ class Counts(StoredRecord, frozen=True):
 
     @property
     def num_ended(self) -> int:
-        """Lines that have a terminal record."""
         return self.completed + self.failed + self.expired + self.cancelled
 
 
@@ -238,7 +237,6 @@ class BatchRecord(StoredRecord, frozen=True):
         return {self.model or "": 1.0}
 
     def result_file(self, kind: ResultKind) -> FileId:
-        """Return the id of a result file."""
         return self.output_file_id if kind is ResultKind.OUTPUT else self.error_file_id
 
 
@@ -247,12 +245,10 @@ _ENCODER = msgspec.json.Encoder()
 
 
 def encode(record: StoredRecord) -> bytes:
-    """Encode a record for the store."""
     return _ENCODER.encode(record)
 
 
 def decode(raw: bytes, kind: type[RecordT]) -> RecordT:
-    """Decode a stored record. Raises StorageDamaged."""
     try:
         return msgspec.json.decode(raw, type=kind)
     except msgspec.MsgspecError as error:

@@ -222,7 +222,6 @@ class BatchRepository:
         return None if batch_id is None else await self.batch(batch_id)
 
     async def batch(self, batch_id: BatchKey) -> BatchSnapshot | None:
-        """Return a batch of any owner."""
         batches = await self.batches([batch_id])
         return batches[0] if batches else None
 
@@ -267,7 +266,6 @@ class BatchRepository:
         return snapshots
 
     def _log_once(self, damage: str) -> None:
-        """Log damage once: the driver polls several times a second."""
         if damage not in self._logged:
             self._logged.add(damage)
             logger.error("%s", damage)
@@ -330,7 +328,6 @@ class BatchRepository:
         return Throughputs(assumed, stored.by_model if stored is not None else {})
 
     async def totals(self) -> BatchTotals:
-        """Return the totals of all batches."""
         return await self._read_statistics(_TOTALS, BatchTotals) or BatchTotals()
 
     async def save_statistics(self, throughputs: Throughputs, totals: BatchTotals) -> None:
@@ -340,7 +337,6 @@ class BatchRepository:
         await self._store.commit(changes, unchanged={})
 
     async def close(self) -> None:
-        """Close the store."""
         await self._store.close()
 
     async def _read_one(self, key: str, kind: type[RecordT]) -> RecordT | None:

@@ -19,16 +19,13 @@ class ResultWriter:
 
     @property
     def has_pending(self) -> bool:
-        """Return True if `write` would write something."""
         return bool(self._pending) and self._log is not None
 
     @property
     def is_idle(self) -> bool:
-        """Return True if every record that was added is durable."""
         return not self._pending and not self._is_writing
 
     def add(self, *records: ResultRecord) -> None:
-        """Queue records for the next write."""
         self._pending += records
 
     async def write(self) -> list[ResultRecord]:
@@ -50,7 +47,6 @@ class ResultWriter:
         return records
 
     def close(self) -> None:
-        """Close the log. May be repeated."""
         log, self._log = self._log, None
         if log is not None:
             log.close()

@@ -16,7 +16,6 @@ _CANCELLED = ("batch_cancelled", "This request was not executed because the batc
 def response_record(
     batch_id: BatchKey, line: int, custom_id: str, request_id: str, response: LineResponse
 ) -> ResultRecord:
-    """Build the record of a line that has a response, with any status."""
     shown = {"status_code": response.status_code, "request_id": request_id, "body": orjson.Fragment(response.body)}
     outcome = LineOutcome.COMPLETED if response.is_success else LineOutcome.FAILED
     payload = _payload(batch_id, line, custom_id, shown, None)
@@ -25,7 +24,6 @@ def response_record(
 
 
 def failed_record(batch_id: BatchKey, line: int, custom_id: str, reason: str) -> ResultRecord:
-    """Build the record of a line whose attempts are used up."""
     return _error_record(batch_id, line, custom_id, LineOutcome.FAILED, "request_failed", reason)
 
 
@@ -45,7 +43,6 @@ def cancelled_record(batch_id: BatchKey, line: int, custom_id: str) -> ResultRec
 
 
 def line_id(batch_id: BatchKey, line: int) -> str:
-    """Return the id of a line in its results."""
     return f"batch_req_{batch_id.removeprefix('batch_')}{line:06x}"
 
 

@@ -49,8 +49,6 @@ T = TypeVar("T")
 
 
 class _UsableModels:
-    """The models that are served here and that an owner's lines may name."""
-
     def __init__(self, context: RunContext, owner: str) -> None:
         self._context = context
         self._owner = owner
@@ -98,12 +96,10 @@ class BatchRun:
         return shares
 
     def model_of_line(self, line: int) -> str:
-        """Return the model that runs this line."""
         assert self._lines is not None, "lines before the log was opened"
         return self._lines.model_of(line)
 
     def remaining_work(self, throughputs: Throughputs) -> RemainingWork:
-        """Estimate the tokens of lines that have not ended."""
         return remaining_work(self.record, self._current_progress(), throughputs, self.model_shares())
 
     def ready_batch(self, position: int, throughputs: Throughputs, wall_s: float) -> ReadyBatch | None:
@@ -124,32 +120,26 @@ class BatchRun:
 
     @property
     def num_in_flight(self) -> int:
-        """Lines in the cluster, or whose record is not durable yet."""
         return self._lines.tracker.num_leased if self._lines is not None else 0
 
     @property
     def num_running(self) -> int:
-        """Lines in the cluster."""
         return self._lines.num_running if self._lines is not None else 0
 
     def num_running_of(self, models: Container[str]) -> int:
-        """Return how many of its lines these models have."""
         return self._lines.num_running_of(models) if self._lines is not None else 0
 
     @property
     def num_waiting(self) -> int:
-        """Lines without a record that are not in flight."""
         if self._lines is None:
             return self.record.num_lines or self.record.input_lines
         return self._lines.tracker.num_left - self._lines.tracker.num_leased
 
     def line_bytes(self, line: int) -> int:
-        """Return the length of an input line."""
         return self._input_file.line_bytes(line)
 
     @property
     def has_pending(self) -> bool:
-        """Return True if there are results to write."""
         return self._lines is not None and self._lines.writer.has_pending
 
     async def write_results(self) -> list[ResultRecord]:
@@ -167,7 +157,6 @@ class BatchRun:
         return records
 
     def set_paused(self, reason: str | None) -> None:
-        """Say why the batch makes no progress; None: it does."""
         if self.progress.paused != reason:
             self.progress = msgspec.structs.replace(self.progress, paused=reason)
             self._is_dirty = True
@@ -202,7 +191,6 @@ class BatchRun:
             self._has_left = True
 
     async def _count_usage(self) -> None:
-        """Count for its key what lines that are on disk have used; the log is the journal of it."""
         progress, owner = self.progress, KeyRing().owned_by(client_of(self.record.owner)).name
         model = self.record.model or (SEVERAL_MODELS if self.record.num_lines else "")
         usage = progress.usage
@@ -219,7 +207,6 @@ class BatchRun:
             self._counted = counts
 
     def close(self) -> None:
-        """Cancel running lines and close files; the batch can be resumed."""
         if self._lines is not None:
             self._lines.cancel()
             self._lines.writer.close()
@@ -228,7 +215,6 @@ class BatchRun:
     # --- from beginning to end
 
     async def run(self) -> None:
-        """Take the batch from its present status to its end."""
         await self._scan_input()
         self.set_paused(None)
         if self.record.status is BatchStatus.VALIDATING or (
@@ -288,7 +274,6 @@ class BatchRun:
                 await asyncio.sleep(_STORE_RETRY_S)
 
     async def _run_lines(self, lines: LineExecutor) -> None:
-        """Wait until every line has its record or the batch is to end early."""
         while not lines.tracker.is_done and self.record.status is BatchStatus.IN_PROGRESS:
             if not await self._expires():
                 await self._wait_for_change()
@@ -303,7 +288,6 @@ class BatchRun:
         return self.record.is_ending
 
     async def _end_lines(self, lines: LineExecutor) -> None:
-        """Cancel running lines, keep existing results, and record the other lines as not run."""
         await asyncio.gather(*lines.cancel(), return_exceptions=True)
         missing = lines.tracker.unsettled()  # evaluated lazily, once nothing else is being written
         while not lines.tracker.is_done:
@@ -323,7 +307,6 @@ class BatchRun:
                 await self._changed.wait()
 
     async def _finish(self) -> None:
-        """Store the final progress, then the final status together with the final sizes of the result files."""
         if self._lines is not None:
             self._is_dirty = True
             await self.save()
@@ -341,7 +324,6 @@ class BatchRun:
         )
 
     async def persist(self, change: Callable[[], Awaitable[T]]) -> T:
-        """Make a change of the store, as soon as that is available, and return what comes of it."""
         while True:
             try:
                 return await change()

@@ -36,7 +36,6 @@ def may_start(record: BatchRecord, now: float) -> bool:
 
 
 def open_time_left(record: BatchRecord, now: float) -> float:
-    """Return the seconds of its window that are left and in which its lines may start."""
     try:
         return schedule_of(record).open_seconds(now, record.expires_s)
     except InvalidRequest:

@@ -38,7 +38,6 @@ class ThroughputMeter:
     """The estimate of every model that had lines."""
 
     def __init__(self, throughputs: Throughputs) -> None:
-        """`throughputs`: those of an earlier driver."""
         self._assumed = throughputs.assumed
         self._by_model: dict[str, ThroughputEstimate] = {
             model: estimate
@@ -53,15 +52,12 @@ class ThroughputMeter:
 
     @property
     def current(self) -> Throughputs:
-        """Return the present estimates."""
         return Throughputs(self._assumed, self._by_model)
 
     def note_tokens(self, model: str, num_tokens: int) -> None:
-        """Count tokens of lines that have ended."""
         self._num_tokens[model] += num_tokens
 
     def note_line(self, model: str, line: LineLength) -> None:
-        """Learn the lengths of a completed line."""
         self._set(model, self._of(model).with_line(*line))
 
     def note_states(self, states: Mapping[str, ModelState]) -> None:
@@ -122,11 +118,9 @@ class BatchStatistics:
 
     @property
     def throughputs(self) -> Throughputs:
-        """Throughput of every model's lines."""
         return self._meter.current
 
     async def load(self) -> None:
-        """Load what earlier drivers measured, as soon as the store answers."""
         while True:
             try:
                 self._meter = ThroughputMeter(await self._repository.throughputs(self._assumed_tokens_per_s))
@@ -137,7 +131,6 @@ class BatchStatistics:
                 return
 
     def note_ended(self, run: BatchRun, records: Sequence[ResultRecord]) -> None:
-        """Count lines of a batch whose record is durable, and learn from their lengths."""
         totals = LogTotals()
         for record in records:
             totals.add(record)
@@ -151,7 +144,6 @@ class BatchStatistics:
                     self._meter.note_line(model, length)
 
     def note_states(self, states: Mapping[str, ModelState]) -> None:
-        """See ThroughputMeter."""
         self._meter.note_states(states)
 
     def estimate_etas(self, runs: Sequence[BatchRun], slots: LineSlots, now: float) -> None:
@@ -193,6 +185,5 @@ class BatchStatistics:
 
 
 def _estimated_s(run: BatchRun) -> float:
-    """Return when the expected end of a batch was estimated; zero: it was not."""
     eta = run.progress.eta
     return 0.0 if eta is None else eta.estimated_s

@@ -5,6 +5,7 @@ import os
 import sys
 from pathlib import Path
 
+import msgspec
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -18,7 +19,6 @@ _TABLE_WIDTH = 120  # when the output is a file, where rich would assume 80 colu
 
 
 def results() -> Console:
-    """Return the console for results, made anew each time, as tests replace the streams."""
     return Console(width=None if sys.stdout.isatty() else _TABLE_WIDTH, highlight=False)
 
 
@@ -31,12 +31,10 @@ def print_table(table: RenderableType) -> None:
 
 
 def notes() -> Console:
-    """Return the console for progress and remarks."""
     return Console(stderr=True, highlight=False)
 
 
 def print_error(error: AlignedServeError | str) -> None:
-    """Print an error as one line on stderr."""
     line = " ".join(str(error).split())
     print(f"error: {line}", file=sys.stderr, flush=True)
 
@@ -66,7 +64,6 @@ def progress() -> Progress:
 
 
 def print_json(document: object) -> None:
-    """Print plain values as indented JSON on stdout."""
     write_json(json.dumps(document, indent=2).encode() + b"\n", "-")
 
 
@@ -94,7 +91,6 @@ def require_writable(path: Path, *, option: str = "--output") -> None:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return how many there are of something: "1 key", "2 keys"."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
@@ -112,3 +108,8 @@ def chat_command(url: str, called: str) -> str:
     """
     program = f"{sys.executable} -m alignedserve" if called.endswith("__main__.py") else called
     return f"{program} chat" if url == DEFAULT_URL else f"{program} chat --url {url}"
+
+
+def to_json(report: object) -> bytes:
+    """Return a report as indented JSON."""
+    return msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"

@@ -12,20 +12,14 @@ from typing import Annotated
 import typer
 
 from alignedserve.cli.batch.app import batch_app
-from alignedserve.cli.bench.app import bench_app
-from alignedserve.cli.certify.options import CertifyOptions
 from alignedserve.cli.cluster_commands import CLUSTER_COMMANDS
+from alignedserve.cli.command_group import CommandGroup
 from alignedserve.cli.commands.options import (
     ChatOptions,
-    DemoOptions,
-    EvalOptions,
-    ProfileOptions,
     QuantizeOptions,
     ServeOptions,
 )
-from alignedserve.cli.commands.simulation.options import PlanOptions, ReplayOptions, SimulateOptions
 from alignedserve.cli.console import DEFAULT_URL, FAILURE, INTERRUPTED, exit_code, print_error
-from alignedserve.cli.gpu_check.options import GpuCheckOptions
 from alignedserve.cli.keys.app import keys_app
 from alignedserve.cli.models.app import models_app
 from alignedserve.cli.options import JsonFlag, UrlOption, current_option, takes_options
@@ -36,6 +30,7 @@ from alignedserve.core.own_packages import require_own_kernels
 
 app = typer.Typer(
     name="alignedserve",
+    cls=CommandGroup,
     help="Real-time chat and best-effort documents from one fleet of prefill workers, decode workers and a KV pool.",
     no_args_is_help=True,
     add_completion=False,
@@ -44,7 +39,6 @@ app = typer.Typer(
     context_settings={"token_normalize_func": current_option},
 )
 app.add_typer(batch_app, name="batch")
-app.add_typer(bench_app, name="bench")
 app.add_typer(keys_app, name="keys")
 app.add_typer(models_app, name="models")
 
@@ -157,18 +151,6 @@ def quantize(options: QuantizeOptions) -> None:
 
 
 @app.command()
-@takes_options
-def replay(options: ReplayOptions) -> None:
-    """Decide a recorded run again and compare every decision; simulate it and compare its times.
-
-    Exit code 1 when a decision differs.
-    """
-    from alignedserve.cli.commands.simulation.replay import replay as run
-
-    raise typer.Exit(run(options))
-
-
-@app.command()
 def explain(
     request_id: Annotated[str, typer.Argument(metavar="ID", help="The response's `id`, or its x-request-id.")],
     url: UrlOption = DEFAULT_URL,
@@ -204,96 +186,10 @@ def doctor(json_output: JsonFlag = False) -> None:
     raise typer.Exit(0 if run(json_output) else FAILURE)
 
 
-@app.command("gpu-check")
-@takes_options
-def gpu_check(options: GpuCheckOptions) -> None:
-    """Check in five minutes whether a GPU computes rightly, and how fast; writes one file to send back.
-
-    Exit code 0: everything is right; 1: something is not; 3: there is no GPU here.
-    """
-    from alignedserve.cli.gpu_check.command import gpu_check as run
-
-    raise typer.Exit(run(options))
-
-
 @app.command()
 @takes_options
 def chat(options: ChatOptions) -> None:
     """Talk to a running server in the terminal."""
     from alignedserve.cli.commands.chat.chat import chat as run
-
-    raise typer.Exit(run(options))
-
-
-@app.command("eval")
-@takes_options
-def evaluate(options: EvalOptions) -> None:
-    """Count right answers per skill, through a running server: tasks of the pocket model, or general questions."""
-    from alignedserve.cli.commands.evaluate import evaluate as run
-
-    raise typer.Exit(run(options))
-
-
-@app.command()
-@takes_options
-def demo(options: DemoOptions) -> None:
-    """Replay two minutes of a real trace, every request a task with a checkable answer, and count what went wrong.
-
-    Exit code 1 when a request was lost, a block leaked or an answer was corrupted on its way.
-    """
-    from alignedserve.cli.forked_workers import forked_workers
-
-    with forked_workers(is_wanted=options.url is None) as template:
-        from alignedserve.cli.commands.demo import demo as run
-
-        raise typer.Exit(run(options, template))
-
-
-@app.command()
-@takes_options
-def certify(options: CertifyOptions) -> None:
-    """Certify that chat keeps its objectives beside documents, on any OpenAI-compatible server; write a page, and JSON.
-
-    Bursts of chat alone, the same beside three batches, the batches alone. Exit code 1 when a bound does not hold.
-    """
-    from alignedserve.cli.forked_workers import forked_workers
-
-    with forked_workers(is_wanted=options.url is None and not options.is_simulated) as template:
-        from alignedserve.cli.certify.command import certify as run
-
-        raise typer.Exit(run(options, template))
-
-
-@app.command()
-@takes_options
-def profile(options: ProfileOptions) -> None:
-    """Measure what iterations cost on this machine and fit a cost model to them, for the simulator and the policies."""
-    from alignedserve.cli.commands.profile import profile as run
-
-    raise typer.Exit(run(options))
-
-
-@app.command()
-@takes_options
-def simulate(options: SimulateOptions) -> None:
-    """Try policies and rates on a simulated cluster; write a report with plots, and JSON.
-
-    Decisions are the live system's own code; what iterations and copies take comes from a cost model.
-    docs/simulator.md says what is modelled and what is not.
-    """
-    from alignedserve.cli.commands.simulation.simulate import simulate as run
-
-    raise typer.Exit(run(options))
-
-
-@app.command()
-@takes_options
-def plan(options: PlanOptions) -> None:
-    """Find the workers, topology and policy that hold the objectives of a workload at the least cost.
-
-    Searches with the simulator; writes a report, and the configuration file that starts the plan.
-    Exit code 1 when no plan holds.
-    """
-    from alignedserve.cli.commands.simulation.plan import plan as run
 
     raise typer.Exit(run(options))

@@ -67,13 +67,10 @@ class PreparedNode:
 
     @property
     def folder(self) -> Path:
-        """Return its private folder."""
         return self.book.folder
 
 
 class _Process(NamedTuple):
-    """A process that a node is to have."""
-
     actor_class: Any
     role: Role
     name: str
@@ -139,7 +136,7 @@ class ActorFactory:
         """Create one process of a node anew, whose former actor is dead; return its actor. Arguments as of `create`."""
         actors: dict[str, Any] = {}
         processes = self._processes(node, state, drives_batches=drives_batches)
-        self._add(actors, node, next(one for one in processes if one.name == name))
+        self._add(actors, node, next(process for process in processes if process.name == name))
         return actors[name]
 
     def create_worker(self, node: PreparedNode, name: str) -> Any:
@@ -227,7 +224,6 @@ class ActorFactory:
 
 
 def _router_config(config: ClusterConfig) -> RouterConfig:
-    """Return the router's section; chats that would wait longer than gateways do are refused, where nothing is set."""
     longest_s = config.router.max_real_time_wait_s or _WAIT_SHARE * config.gateway.first_token_timeout_s
     return msgspec.structs.replace(config.router, max_real_time_wait_s=longest_s)
 

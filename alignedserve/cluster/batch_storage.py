@@ -35,7 +35,6 @@ class StateLock:
             raise ResourceError(f"{problem}; set batches.folder to another folder")
 
     def release(self) -> None:
-        """Release the lock. May be repeated."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -74,7 +73,6 @@ def open_batch_storage(config: ClusterConfig, *, is_adopted: bool = False) -> Ba
 
 
 def _named_redis() -> RedisLocation | None:
-    """Return the Redis that the environment names. Raises ConfigError, or ResourceError where it refuses access."""
     url = redis_url()
     if url is None:
         return None
@@ -115,7 +113,6 @@ def _check_namespace(location: RedisLocation, namespace: str, folder: Path) -> N
 
 
 def _object_store(config: BatchesConfig) -> ObjectStoreLocation | None:
-    """Return the bucket of the files' contents, if they are in one. Raises ResourceError where it refuses access."""
     if not config.is_in_bucket or config.folder is None:
         return None
     from alignedserve.batches.stores.object_blobs import ObjectBlobs

@@ -27,7 +27,6 @@ class FailedProcesses:
         return self._restarts.failing
 
     def look(self) -> bool:
-        """Start those again whose pause is over; return whether other processes fail, or for other reasons."""
         for name in self._restarts.look(self._healths(), time.monotonic()):
             logger.info("%s is started again", name)
             try:
@@ -43,7 +42,6 @@ class FailedProcesses:
         return self.problems != former
 
     def are_awaited(self, names: Iterable[str]) -> bool:
-        """Return whether one of these processes has yet to say that it serves; one that fails is not waited for."""
         healths = self._healths()
         return any(
             healths.get(name, Health()).state is ProcessState.STARTING and name not in self.problems for name in names

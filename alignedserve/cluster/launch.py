@@ -194,7 +194,6 @@ def launch_on_hosts(
 
 
 def _checked(config: ClusterConfig, num_models: int) -> ClusterConfig:
-    """Return one model's configuration, with a model of this machine. Raises ConfigError, or like Hub.fetch."""
     if config.recording.folder is not None and num_models > 1:
         raise ConfigError("recording.folder is for a cluster of one model; leave it out")
     config = msgspec.structs.replace(config, model=with_local_model(config.model))
@@ -257,8 +256,7 @@ def _prepare_cluster(
 def _plan(
     configs: Sequence[ClusterConfig], found: Mapping[RayNode, NodeResources], reports: Mapping[RayNode, NodeReport]
 ) -> dict[str, ClusterPlan]:
-    """Return the plan of each model, by deployment."""
-    machines, head = [one.machine for one in found.values()], next(iter(reports.values()))
+    machines, head = [resources.machine for resources in found.values()], next(iter(reports.values()))
     missing = {node: missing_copies(reports[node], head.digests) for node in found}
     models = []
     for index, config in enumerate(configs):
@@ -275,7 +273,6 @@ def _plan(
 def _members(
     plans: Mapping[str, ClusterPlan], found: Mapping[RayNode, NodeResources], agents: Mapping[RayNode, Agent]
 ) -> list[Member]:
-    """Return the nodes, each with its part of every deployment that has one there; the head has one of all."""
     members = []
     for index, node in enumerate(found):
         parts = [plan.part(index, node.address) for plan in plans.values()]
@@ -291,7 +288,6 @@ def _joining(
     digests: Sequence[str | None],
     cluster_id: str,
 ) -> Joining:
-    """Return what the cluster is made of, and say which sizes were chosen."""
     for plan in plans.values():
         brought.observer.sizes_chosen(next(iter(plan.choices.values())), has_others=len(plans) > 1)
     models = {
@@ -299,12 +295,11 @@ def _joining(
         for (one, plan), own, digest in zip(plans.items(), brought.settings.own, digests, strict=True)
     }
     joining = Joining(plans[FIRST_DEPLOYMENT], models, cluster_id, len(found))
-    joining.wholes = {one.capacity.name: one.machine for one in found.values()}
+    joining.wholes = {resources.capacity.name: resources.machine for resources in found.values()}
     return joining
 
 
 def _record_run(plan: ClusterPlan, parts: Sequence[NodePart | PreparedNode]) -> None:
-    """Prepare the folder of a recorded run, if it is recorded. Raises ConfigError where it is not empty."""
     if plan.config.recording.folder is None:
         return
     shares = [part.share for part in parts]
@@ -320,7 +315,6 @@ def _record_run(plan: ClusterPlan, parts: Sequence[NodePart | PreparedNode]) -> 
 
 
 def _wait_for_former() -> None:
-    """Wait until the actors of a driver that has died are gone. Raises ResourceError when a cluster runs."""
     ends_s = time.monotonic() + _FORMER_ENDS_S
     while True:
         if not any(_is_there(name) for name in _ALWAYS_THERE):

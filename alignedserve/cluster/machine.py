@@ -55,12 +55,10 @@ def with_gpus(machine: Machine, gpus: Sequence[str], used: Sequence[str]) -> Mac
 
 
 def _available_bytes() -> int:
-    """Return the memory that can be had, by the system and by the limit of a container."""
     return min(psutil.virtual_memory().available, _left_in_container(_CGROUP))
 
 
 def _left_in_container(folder: Path) -> int:
-    """Return what the control group at `folder` may still take, its page cache included; endless without a limit."""
     try:
         limit = int((folder / "memory.max").read_text())
         used = int((folder / "memory.current").read_text())
@@ -84,14 +82,12 @@ def _gpu_bytes(device: str) -> tuple[int, ...]:
 
 
 def _properties(device: str) -> list[Any]:
-    """Return what the driver says of each GPU that workers may use."""
     _, _, number = device.partition(":")
     used = [int(number)] if number else range(torch_cuda().device_count())
     return [torch_cuda().get_device_properties(index) for index in used]
 
 
 def _slowest_gpu(device: str) -> Hardware | None:
-    """Return the GPU with the slowest memory, as cost models know it; None: the CPU, or some that is not known."""
     found = [described_gpu(properties) for properties in _properties(device)] if device.startswith(CUDA) else []
     known = [gpu for gpu in found if gpu is not None]
     return min(known, key=lambda gpu: gpu.memory_bytes_per_s) if found and len(known) == len(found) else None
@@ -146,17 +142,14 @@ class GpuClaims:
     """The GPUs of one cluster; each is another's again when this is closed, or collected."""
 
     def __init__(self, gpus: tuple[str, ...] = (), descriptors: tuple[int, ...] = ()) -> None:
-        """`descriptors`: of the locked files."""
         self.gpus = gpus
         self._finish = weakref.finalize(self, _close, descriptors)
 
     def close(self) -> None:
-        """Give them back."""
         self._finish()
 
 
 def claim_gpus(gpus: Sequence[str], folder: Path) -> GpuClaims:
-    """Claim those of these GPUs that no other cluster has. Raises GpusTaken where others have all of them."""
     locks = ((gpu, _lock(folder / f"gpu-{_identity(gpu)}.lock")) for gpu in gpus)
     claimed = {gpu: descriptor for gpu, descriptor in locks if descriptor is not None}
     if gpus and not claimed:
@@ -166,7 +159,6 @@ def claim_gpus(gpus: Sequence[str], folder: Path) -> GpuClaims:
 
 
 def _lock(path: Path) -> int | None:
-    """Return the descriptor of the locked file, which no other process inherits; None: another holds the lock."""
     descriptor = open_private(path, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -182,6 +174,5 @@ def _close(descriptors: Sequence[int]) -> None:
 
 
 def _identity(gpu: str) -> str:
-    """Return a name for the GPU that is the same whichever others a process sees."""
     properties = torch_cuda().get_device_properties(gpu)
     return re.sub(r"[^\w-]", "", str(getattr(properties, "uuid", gpu)))

@@ -110,11 +110,9 @@ class MemoryPlanner:
         return low // _STEP * _STEP if self.served.max_context_len > low > _STEP else low
 
     def with_(self, *, config: ClusterConfig | None = None, served: ServedModel | None = None) -> "MemoryPlanner":
-        """Return the planner of another configuration or model on the same machine."""
         return MemoryPlanner(config or self.config, served or self.served, self.machine, self._recomputing_bytes)
 
     def needed_bytes(self, context_len: int, kept: Kept) -> int:
-        """Return the available memory that would do for requests of this context."""
         needed = sum(memory.least * memory.counts.get(Place.HOST, 0) for memory in self._memories(context_len))
         needed += self._host_weights()
         return max(-(-needed * kept // (kept - 1)) + kept, needed + self._overhead())
@@ -125,7 +123,7 @@ class MemoryPlanner:
         shares = {place: _share(memories, place, limit) for place, limit in limits.items()}
         sizes: dict[tuple[str, str], int] = {}
         for memory in memories:
-            share = min(shares[place] for place in memory.counts)
+            share = min(shares[count] for count in memory.counts)
             size = memory.least + int((memory.wanted - memory.least) * share)
             sizes[memory.section, memory.field] = max(size // MIB * MIB, memory.least)
         return sizes
@@ -138,20 +136,17 @@ class MemoryPlanner:
         )
 
     def _host_weights(self) -> int:
-        """Return the bytes of weights and adapters in the machine's memory."""
         return 0 if self.machine.gpu_bytes else self.config.num_workers * self._worker_weights()
 
     def _worker_weights(self) -> int:
         return self.served.weight_bytes + self.served.vision_bytes + self.config.lora.worker_bytes
 
     def _overhead(self) -> int:
-        """Return what processes take beside weights and blocks; while they load, the largest tensor once more."""
         config = self.served.config
         largest = config.vocab_size * config.embedding_size * DTYPE_BYTES[self.served.dtype]
         return _SYSTEM_BYTES + self.config.num_workers * (_PROCESS_BYTES + largest + worker_grammar_bytes(self.served))
 
     def _limits(self, kept: Kept) -> dict[Place, int]:
-        """Return the bytes for caches, by place."""
         machine = self.machine
         free = max(machine.available_bytes // kept, self._overhead())
         limits = {Place.HOST: machine.available_bytes - free - self._host_weights()}
@@ -213,14 +208,12 @@ class MemoryPlanner:
         ]
 
     def _buffer_places(self, gpu: Place, num_lenders: int) -> dict[Place, int]:
-        """Return where candidate buffers are: on each lender's GPU, or in the machine's memory."""
         if self.machine.gpu_bytes and lends_device_memory(self.config.engine):
             return {gpu: 1}
         return {Place.HOST: num_lenders, Place.SHARED: num_lenders}
 
     @property
     def _keeps_prefixes(self) -> bool:
-        """Return whether the pool of the node keeps prefix blocks: where that is set, or workers could share them."""
         cache = self.config.prefix_cache
         if not isinstance(cache.host_bytes, DefaultSize):
             return cache.pool_bytes > 0
@@ -229,20 +222,20 @@ class MemoryPlanner:
         return cache.enabled and not self.topology.is_separate and self.config.decode.count > 1
 
     def _prefixes(self, wanted: int) -> Memory:
-        """Describe the memory for prefix blocks: as much as all workers have."""
         wanted *= self.config.decode.count
         return self._memory("prefix_cache", "host_bytes", 0, wanted, {Place.HOST: 1, Place.SHARED: 1})
 
     def running_requests(self, cache_bytes: int) -> int:
         """Return the largest batch of a decode worker on a GPU that has this memory for blocks; see gpu_limits."""
-        given = self.config.decode.max_running_requests
-        if not isinstance(given, DefaultSize) or self.served.encoder is not None:  # whose requests have no decodes
-            return given
+        max_running_requests = self.config.decode.max_running_requests
+        if (
+            not isinstance(max_running_requests, DefaultSize) or self.served.encoder is not None
+        ):  # whose requests have no decodes
+            return max_running_requests
         num_tokens = cache_bytes // self._token_bytes
         return running_requests(num_tokens, self._costs())
 
     def _costs(self) -> RooflineModel | None:
-        """Return the costs of a worker on the machine's GPUs; None: nothing is known of them."""
         if self.machine.gpu is None:
             return None
         shape = self.served.decoder.shape(self.served.name, self.served.dtype)
@@ -260,12 +253,10 @@ class MemoryPlanner:
         return self.served.block_layout(self.config.engine.block_size).context_bytes
 
     def _wanted(self, num_requests: int) -> int:
-        """Return the bytes of so many ordinary requests, and of a state that is kept for the next turn of each."""
         num_states = 2 if self.config.prefix_cache.enabled else 1
         return num_requests * (REQUEST_TOKENS * self._token_bytes + num_states * self._context_bytes)
 
     def _memory(self, section: str, field: str, least: int, wanted: int, counts: Mapping[Place, int]) -> Memory:
-        """Describe a memory; one that is set has just that size."""
         size = getattr(getattr(self.config, section), field)
         if not isinstance(size, DefaultSize):
             least = wanted = size
@@ -278,14 +269,12 @@ def worker_grammar_bytes(served: ServedModel) -> int:
 
 
 def _share(memories: list[Memory], place: Place, limit: int) -> float:
-    """Return the part of what is wanted beyond the least that fits."""
     least = sum(memory.least * memory.counts.get(place, 0) for memory in memories)
     more = sum(memory.wanted * memory.counts.get(place, 0) for memory in memories) - least
     return min(max((limit - least) / more, 0.0), 1.0) if more else 1.0
 
 
 def is_any_set(config: ClusterConfig) -> bool:
-    """Return whether the size of any memory is set."""
     sections = (getattr(config, name) for name in SIZED)
     return any(
         not isinstance(getattr(section, field), DefaultSize)

@@ -74,7 +74,6 @@ class NodeShare:
 
     @property
     def workers(self) -> tuple[str, ...]:
-        """Return the names of its workers."""
         return (*self.prefill, *self.decode)
 
     def config_of(self, config: ClusterConfig) -> ClusterConfig:
@@ -140,7 +139,6 @@ class Placement:
         return shares
 
     def _groups(self, able: Sequence[int]) -> list[tuple[int, ...]]:
-        """Return the nodes of each worker, where its stages are on several; else each by itself. Raises ConfigError."""
         size, count = self._config.engine.pipeline_parallel, _set_count(self._config.decode.count)
         self.spans_hosts = size > 1 and len(able) > 1
         if not self.spans_hosts:
@@ -161,7 +159,6 @@ class Placement:
         return [tuple(able[first : first + size]) for first in range(0, len(able) - size + 1, size)]
 
     def _pool_setting(self) -> str | None:
-        """Return what is set that needs the pool of a node; None: nothing."""
         host_bytes = self._config.prefix_cache.host_bytes
         if host_bytes and not isinstance(host_bytes, DefaultSize):
             return "prefix_cache.host_bytes"
@@ -276,7 +273,6 @@ def first_gpus(gpus: Sequence[str], tensor_parallel: int) -> tuple[str, ...]:
 
 
 def _default_counts(node: NodeCapacity, tensor_parallel: int, *, is_separate: bool) -> tuple[int, int]:
-    """Return prefill and decode workers by what the node has: one of each rank's GPU, or one that shares the cores."""
     num_gpus = len(first_gpus(node.gpus, tensor_parallel))
     if not is_separate:
         return 0, max(num_gpus, 1)
@@ -305,7 +301,6 @@ def _by_weight(
 
 
 def _left(node: NodeCapacity, num_workers: int) -> float:
-    """Return the part of a node that one more worker would have."""
     return node.weight / (num_workers + 1)
 
 
@@ -314,7 +309,6 @@ def _in_turn(total: int, num_nodes: int) -> list[int]:
 
 
 def _set_count(count: int) -> int | None:
-    """Return a count that is configured; None: it follows the nodes."""
     return None if isinstance(count, DefaultSize) else count
 
 

@@ -91,7 +91,6 @@ def check_machine(config: ClusterConfig, served: ServedModel, ports: Iterable[in
 
 
 def _check_encoder(config: ClusterConfig) -> None:
-    """Check that no setting wants what an encoder cannot do."""
     if config.chosen_topology.is_separate:
         raise ConfigError("an encoder's workers compute whole prompts; set topology to elastic or colocated")
     if config.lora.adapters or config.lora.allowed_folder is not None:
@@ -99,7 +98,6 @@ def _check_encoder(config: ClusterConfig) -> None:
 
 
 def _check_stages(config: ClusterConfig, num_hosts: int) -> None:
-    """Check that no setting wants what stages cannot do."""
     setting = f"engine.pipeline_parallel={config.engine.pipeline_parallel}"
     if config.lora.is_enabled and num_hosts > 1:
         raise ConfigError(f"lora: stages of other hosts load no adapters of their layers ({setting}); leave it out")
@@ -111,7 +109,6 @@ def _check_stages(config: ClusterConfig, num_hosts: int) -> None:
 
 
 def _check_states(config: ClusterConfig, title: str) -> None:
-    """Check that no setting wants what blocks with states cannot do."""
     if config.decode.has_int8_swaps:
         raise ConfigError(
             f"decode.swap_format=int8 rounds what it copies, and blocks of a model with {title} hold states as well, "
@@ -133,7 +130,6 @@ def window_cache_of(config: ClusterConfig) -> str:
 
 
 def _obstacle_to_rings(config: ClusterConfig) -> str | None:
-    """Return the setting that blocks of rings cannot do; None: there is none."""
     if config.decode.has_int8_swaps:
         return "decode.swap_format=int8 rounds what it copies, also what says how far rings are"
     if Mechanism.HIDDEN_CACHE in wanted_mechanisms(config.scheduling):
@@ -142,7 +138,6 @@ def _obstacle_to_rings(config: ClusterConfig) -> str | None:
 
 
 def _check_extras(config: ClusterConfig, title: str) -> None:
-    """Check that no setting wants what such layers cannot do."""
     if Mechanism.HIDDEN_CACHE in wanted_mechanisms(config.scheduling):
         raise ConfigError(
             f"policy {config.scheduling.policy!r} keeps layer inputs in place of keys and values, which a model with "
@@ -153,7 +148,6 @@ def _check_extras(config: ClusterConfig, title: str) -> None:
 
 
 def _check_policy(config: ClusterConfig, block_tokens: int | None) -> None:
-    """Check the policy's mechanisms. `block_tokens`: of hidden caches; None: the model has none."""
     if Mechanism.HIDDEN_CACHE in wanted_mechanisms(config.scheduling) and block_tokens is None:
         raise ConfigError(
             f"policy {config.scheduling.policy!r} keeps layer inputs where keys and values take more room, but this "
@@ -176,7 +170,6 @@ def _check_policy(config: ClusterConfig, block_tokens: int | None) -> None:
 
 
 def _check_yielding(config: ClusterConfig, served: ServedModel) -> None:
-    """Check that the engine can stop passes between layers, and does if they are to keep a floor."""
     is_on_gpu, layout = config.engine.device.startswith(CUDA), served.block_layout(config.engine.block_size)
     obstacles = {
         "an encoder's passes are short, and stop nowhere": served.encoder is not None,
@@ -201,7 +194,6 @@ def _check_yielding(config: ClusterConfig, served: ServedModel) -> None:
 
 
 def _check_rounded_cache(config: ClusterConfig) -> None:
-    """Check that no setting wants what a cache of 8 bits cannot do."""
     setting, is_on_gpu = f"engine.kv_cache_dtype={config.engine.kv_cache_dtype}", config.engine.device.startswith(CUDA)
     if config.engine.kv_cache_dtype == FP8 and not is_on_gpu:
         raise ConfigError(f"{setting} is computed on GPUs, not on {config.engine.device}; int8 is as small there")
@@ -237,7 +229,6 @@ def _advice(error: OSError) -> str:
 
 
 def _check_blocks(config: ClusterConfig, served: ServedModel, block_tokens: int | None) -> None:
-    """Check that a request of the longest context fits every memory that it passes through."""
     layout = served.block_layout(config.engine.block_size)
     needed = layout.token_bytes * (served.max_context_len + config.engine.block_size) + layout.context_bytes
     decode_bytes = config.decode.kv_cache_bytes
@@ -284,7 +275,6 @@ def _check_memory(config: ClusterConfig, served: ServedModel) -> None:
 
 
 def _cheaper(config: ClusterConfig) -> str:
-    """Return what would need less memory, in words."""
     if not config.chosen_topology.is_separate:
         return "set decode.count or decode.kv_cache_bytes lower"
     remedy = "set pool.memory_bytes, prefill.kv_cache_bytes and decode.kv_cache_bytes lower"

@@ -12,12 +12,10 @@ from alignedserve.core.errors import AlignedServeError, PeerLost, ResourceError
 
 
 def has_ended(reference: Any) -> bool:
-    """Return whether a call has its answer or has failed, so that `ray.get` waits for nothing."""
     return bool(ray.wait([reference], timeout=0)[0])
 
 
 def have_all_ended(references: Sequence[Any]) -> bool:
-    """Return whether all of these calls have their answers or have failed."""
     return not references or not ray.wait(list(references), num_returns=len(references), timeout=0)[1]
 
 
@@ -44,7 +42,6 @@ def answer_or_none(reference: Any) -> Any:
 
 
 def kill_actors(actors: Iterable[Any]) -> None:
-    """End actors that are not to be started again."""
     for actor in actors:
         with contextlib.suppress(RayError, ValueError):
             ray.kill(actor, no_restart=True)
@@ -54,7 +51,6 @@ class Starting:
     """Actors that come up."""
 
     def __init__(self, actors: Mapping[str, Any], patience: Patience) -> None:
-        """`patience`: with all of them, as long as models load."""
         self._asked = {actor.failure.remote(): name for name, actor in actors.items()}
         self._patience = patience
 
@@ -70,7 +66,6 @@ class Starting:
 
     @property
     def is_over(self) -> bool:
-        """Return whether all are up."""
         return not self._asked
 
 

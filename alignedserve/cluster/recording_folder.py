@@ -19,7 +19,6 @@ def with_absolute_folder(config: ClusterConfig) -> ClusterConfig:
 
 
 def recording_into(config: ClusterConfig, folder: Path) -> ClusterConfig:
-    """Return the configuration of processes that record into this folder."""
     return msgspec.structs.replace(config, recording=msgspec.structs.replace(config.recording, folder=str(folder)))
 
 

@@ -30,6 +30,5 @@ def prepare_records(path: Path, *, is_served: bool = False) -> None:
 
 
 def has_contents(folder: Path) -> bool:
-    """Return whether the folder has contents of files, or results."""
     kept = (*(folder / "files").glob("file-*"), *(folder / "results").glob("*.log"))
     return any(not one.name.endswith(".partial") for one in kept)

@@ -57,7 +57,6 @@ class Restarts:
 
     @property
     def problems(self) -> Mapping[str, str]:
-        """Processes that do not serve, and why."""
         return {name: _said(one) for name, one in self._troubles.items() if one.up_s is None}
 
     @property

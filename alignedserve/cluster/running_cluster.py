@@ -76,8 +76,10 @@ class RunningCluster:
         self._actors: dict[str, dict[str, Any]] = {}  # by node and name
         self._factory = factory
         self._template = template
-        own = template.pid if template is not None else None
-        self._children_before = {one for one in psutil.Process().children() if one.pid != own}  # started for others
+        pid = template.pid if template is not None else None
+        self._children_before = {
+            child for child in psutil.Process().children() if child.pid != pid
+        }  # started for others
 
     @property
     def url(self) -> str:
@@ -111,7 +113,6 @@ class RunningCluster:
             self._create_on(node, self._state_of_others())
 
     def _create_on(self, node: PreparedNode, state: SharedState, *, drives_batches: bool = False) -> None:
-        """Create the actors of a node, of all deployments. Raises an error of Ray's, with none of them left."""
         made: dict[str, Any] = {}
         try:
             made |= self._factory_of(node).create(node, state, drives_batches=drives_batches)
@@ -123,11 +124,9 @@ class RunningCluster:
         self._actors[node.share.node] = made
 
     def _parts_beside(self, node: PreparedNode) -> Sequence[PreparedNode]:
-        """Return what further deployments have on this node; of a cluster of one model nothing."""
         return ()
 
     def _factory_of(self, part: PreparedNode) -> ActorFactory:
-        """Return the factory of the processes of a node's part of a deployment."""
         return self._factory
 
     def add_node(self, node: PreparedNode) -> None:
@@ -202,7 +201,6 @@ class RunningCluster:
         self._watchdogs[node.share.node].watch(name, of_node[name])
 
     def actors(self) -> dict[str, Any]:
-        """Return all actors by name."""
         return {name: actor for actors in self._actors.values() for name, actor in actors.items()}
 
     def statuses(self) -> dict[str, ClusterStatus]:
@@ -287,7 +285,6 @@ class RunningCluster:
         self._watchdogs[name].start()
 
     def _state_of_others(self) -> SharedState:
-        """Return what gateways of other nodes share, as they find it."""
         if self._state.batches is None:
             return self._state
         return replace(self._state, batches=self._state.batches.elsewhere())
@@ -298,13 +295,11 @@ class RunningCluster:
             raise NodeLost(f"{problem}; without it no process is started again")
 
     def _end_unheeded(self, problem: str) -> None:
-        """End all after a loss that nobody has heeded: whoever drives this cluster waits for an answer of Ray's."""
         logger.critical("%s, and a call of Ray's hangs; everything is ended", problem)
         self._end_without_ray()
         os._exit(os.EX_TEMPFAIL)
 
     def _end_without_ray(self) -> None:
-        """Kill what is left of a cluster whose Ray is lost: its actors serve on, and Ray's calls may never return."""
         assert self._node_watch is not None, "Ray was lost that this process has not started"
         atexit.unregister(ray.shutdown)
         kill_all([*self._started_processes(), *self._node_watch.children])
@@ -348,7 +343,6 @@ class RunningCluster:
         return found
 
     def _close_own(self) -> None:
-        """Release the lock on the folder of files and batches."""
         if self._state_lock is not None:
             self._state_lock.release()
 
@@ -366,7 +360,6 @@ class RunningCluster:
             starting.look(_POLL_S)
 
     def _served_before(self) -> bool:
-        """Return whether it has served already, driven by another process."""
         return False
 
     def _patience(self, timeout_s: float) -> Patience:
@@ -374,7 +367,6 @@ class RunningCluster:
 
 
 def _end_survivors(processes: list[psutil.Process]) -> None:
-    """Kill what is left: Ray's agents outlive an aborted start."""
     _, alive = psutil.wait_procs(processes, timeout=_RAY_EXIT_S)
     for process in alive:
         with contextlib.suppress(psutil.NoSuchProcess):

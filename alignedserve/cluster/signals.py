@@ -41,7 +41,6 @@ def interrupts_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _arrivals() -> Iterator[Callable[[], set[int]]]:
-    """Yield a function that returns the signals that have arrived since, whichever handler took them."""
     if threading.current_thread() is not threading.main_thread():
         yield set  # only the main thread handles signals
         return

@@ -148,7 +148,6 @@ def _with_limits(config: ClusterConfig, sized: ClusterConfig, planner: MemoryPla
 
 
 def _chunk(served: ServedModel, num_threads: int, has_bfloat16: bool) -> int:
-    """Return the power of two whose products take no longer than a chunk should."""
     is_native = has_bfloat16 and served.dtype == "bfloat16"
     tokens = num_threads * _FLOPS_PER_CORE[is_native] * _CHUNK_S / (2 * served.config.num_projected)
     shortest, longest = _CHUNKS
@@ -169,7 +168,6 @@ def _shortened_remark(planner: MemoryPlanner, context_len: int) -> str:
 
 
 def _refusal(planner: MemoryPlanner) -> str:
-    """Say why nothing fits, and the smallest change with which it would."""
     served, machine = planner.served, planner.machine
     context_len = min(served.max_context_len, LEAST_CONTEXT_LEN)
     if planner.config.model.max_context_len is not None:
@@ -186,7 +184,6 @@ def _refusal(planner: MemoryPlanner) -> str:
 
 
 def _remedies(planner: MemoryPlanner) -> Iterator[tuple[str, MemoryPlanner]]:
-    """Yield changes that may help, the smallest first, each with what it would give."""
     config, served, changed = planner.config, planner.served, msgspec.structs.replace
     shorter = planner.longest_that_fits()
     together = policy_entry(config.scheduling.policy).topology_together

@@ -29,11 +29,9 @@ class LoggingObserver:
     """Writes what was chosen to the log."""
 
     def device_chosen(self, choice: DeviceChoice) -> None:
-        """Log the choice."""
         choice.log()
 
     def sizes_chosen(self, choice: SizeChoice, *, has_others: bool = False) -> None:
-        """Log the choice."""
         logger.info(choice.line(names_model=has_others))
         for warning in choice.remarks(names_model=has_others):
             logger.warning(warning)
@@ -52,14 +50,12 @@ class Patience:
         observer: StartObserver,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`look`: returns how far each worker is; None: not begun."""
         self.timeout_s = timeout_s
         self._look, self._observer, self._clock = look, observer, clock
         self._known: list[Progress | None] = []
         self._ends_s = clock() + timeout_s
 
     def is_over(self) -> bool:
-        """Look at the progress, show it, and return whether there was none for too long."""
         found = list(self._look())
         if found != self._known:
             self._known, self._ends_s = found, self._clock() + self.timeout_s

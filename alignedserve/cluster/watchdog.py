@@ -28,7 +28,6 @@ class _WatchedActor:
 
     @property
     def is_answering(self) -> bool:
-        """Return whether its process has answered since it started."""
         return self.health.state in (ProcessState.UP, ProcessState.FAILED)
 
 
@@ -43,23 +42,18 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def watch(self, name: str, actor: Any) -> None:
-        """Check one more, or one that is started again."""
         self._actors = {**self._actors, name: _WatchedActor(actor)}  # a new one, as the thread reads the other
 
     def healths(self) -> dict[str, Health]:
-        """Return what each last answered."""
         return {name: watched.health for name, watched in self._actors.items()}
 
     def forget(self, name: str) -> None:
-        """Check this one no more, except for a check under way."""
         self._actors = {known: watched for known, watched in self._actors.items() if known != name}
 
     def stop(self) -> None:
-        """Stop the thread; no actor is killed afterwards."""
         self._is_stopping.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -79,7 +73,6 @@ class Watchdog:
             logger.debug("%s cannot be watched now", name, exc_info=True)
 
     def _has_answered(self, name: str, watched: _WatchedActor) -> bool:
-        """Note its answer; one that hangs is restarted, and False is for one that may have time."""
         if has_ended(watched.ping):
             watched.health = _health_of(watched.ping)
             return True
@@ -92,7 +85,6 @@ class Watchdog:
 
 
 def _health_of(answered: Any) -> Health:
-    """Return what an answered call of `failure` says of its process."""
     try:
         failure = ray.get(answered)
     except ActorDiedError as error:  # an error that its start did not expect, which Ray takes for its end
@@ -103,6 +95,5 @@ def _health_of(answered: Any) -> Health:
 
 
 def _line_of(error: BaseException) -> str:
-    """Return the last line, which says more than the first where Ray quotes a traceback; its beginning, if long."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return lines[-1].strip()[:_MAX_PROBLEM_LEN] if lines else type(error).__name__

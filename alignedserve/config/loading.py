@@ -188,7 +188,6 @@ def _with_parsed_sizes(values: dict[str, Any], section: str) -> dict[str, Any]:
 
 
 def _require_sendable(values: dict[str, Any], section: str) -> None:
-    """Raise ConfigError for a number that no field bounds, and no message holds."""
     for key, value in values.items():
         if isinstance(value, dict):
             _require_sendable(value, f"{section}{key}.")

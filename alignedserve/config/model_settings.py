@@ -48,7 +48,6 @@ class ModelSettings:
         return configs
 
     def _config(self, number: int) -> ClusterConfig:
-        """Return a model's configuration. Raises ConfigError, which names the model if it is one of several."""
         own = self.own[number]
         try:
             return config_of(_merged(self.common, own))
@@ -124,7 +123,6 @@ def name_of(own: Mapping[str, Any]) -> str:
 
 
 def _mistake(common: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with the settings of all models."""
     try:
         config_of(dict(common))
     except ConfigError as error:
@@ -156,7 +154,6 @@ def named_model(given: str) -> dict[str, str]:
 
 
 def _apply(values: dict[str, Any], own: list[dict[str, Any]], override: str) -> None:
-    """Apply an override to the model whose name it begins with; to all without."""
     key = override.partition("=")[0].strip()
     if key.partition(".")[0] not in OWN_SECTIONS:
         names = [name_of(_merged(values, settings)) for settings in own]
@@ -176,7 +173,6 @@ def _require_own(own: Mapping[str, Any], subject: str) -> None:
 
 
 def _require_apart(values: Mapping[str, Any]) -> None:
-    """Refuse for all models what only one can have."""
     model = values.get("model")
     for field in ("path", "served_model_name"):
         if isinstance(model, dict) and model.get(field) is not None:
@@ -190,7 +186,7 @@ def require_adapters_apart(models: Mapping[str, ClusterConfig]) -> None:
     """Refuse an adapter whose name another model, or an adapter of another, has as well. Raises ConfigError."""
     taken = set(models)
     for name, config in models.items():
-        alias = next((one for one in config.model.aliases if one in taken), None)
+        alias = next((aliase for aliase in config.model.aliases if aliase in taken), None)
         if alias is not None:
             raise ConfigError(f"the alias {alias} of {name} is the name of another model or alias; name them apart")
         taken.update(config.model.aliases)
@@ -202,7 +198,6 @@ def require_adapters_apart(models: Mapping[str, ClusterConfig]) -> None:
 
 
 def _apart(values: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[dict[str, Any]]]:
-    """Split a single model's settings into common ones, which added models inherit, and its own."""
     model = values.get("model")
     if "lora" in values:
         lora = values["lora"]
@@ -216,7 +211,6 @@ def _apart(values: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[dict[str,
 
 
 def _merged(common: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sections of one model; its own fields win over the common ones."""
     merged = copy.deepcopy(dict(common))
     for section, fields in own.items():
         former = merged.get(section)

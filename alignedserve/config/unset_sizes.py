@@ -48,7 +48,6 @@ def from_mapping(values: dict[str, Any]) -> ClusterConfig:
 
 
 def _without_unset(name: str, section: Any) -> Any:
-    """Return a section without sizes that are null."""
     if name not in SIZES or not isinstance(section, dict):
         return section
     return {field: value for field, value in section.items() if value is not None or field not in SIZES[name]}

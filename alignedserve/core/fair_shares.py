@@ -44,7 +44,6 @@ class _Tenant:
 
     @property
     def is_idle(self) -> bool:
-        """True if it neither waits for anything nor has anything."""
         return not (self.num_waiting or self.num_held)
 
 
@@ -180,7 +179,6 @@ class FairShares:
             self._forget()
 
     def _forget(self) -> None:
-        """Forget half of those that are idle, the ones with the lowest counters."""
         idle = sorted((one.counter, one.order, name) for name, one in self._tenants.items() if one.is_idle)
         for _, _, name in idle[: len(idle) // 2]:
             del self._tenants[name]
@@ -203,7 +201,6 @@ class Lowest:
 
     @property
     def first(self) -> str | None:
-        """The tenant with the lowest counter; None: there is none."""
         members = self._members
         if len(members) < 2:
             return next(iter(members), None)
@@ -222,7 +219,6 @@ class Lowest:
             heapq.heappop(heap)  # it left, or a lower entry of it is there
 
     def add(self, tenant: str) -> None:
-        """Add a tenant that is not there."""
         self._members[tenant] = None
         if len(self._members) == 2:
             self._build()
@@ -230,7 +226,6 @@ class Lowest:
             self.lowered(tenant)
 
     def discard(self, tenant: str) -> None:
-        """Remove a tenant if it is there."""
         self._members.pop(tenant, None)
 
     def lowered(self, tenant: str) -> None:
@@ -247,5 +242,5 @@ class Lowest:
         return known.counter, known.order, tenant
 
     def _build(self) -> None:
-        self._heap = [self._entry(one) for one in self._members]
+        self._heap = [self._entry(member) for member in self._members]
         heapq.heapify(self._heap)

@@ -143,7 +143,6 @@ def parse_moment(text: str, zone: str) -> float:
 
 
 def local_date(zone: str, now: float) -> date:
-    """Return the day that a calendar in this zone shows."""
     return datetime.fromtimestamp(now, zoneinfo.ZoneInfo(zone)).date()
 
 
@@ -208,7 +207,6 @@ def _midnight(zone: str, day: int) -> float:
 
 
 def _moment(zone: str, day: int, minute: int) -> float:
-    """Return the first Unix time at which clocks show this minute of the day, or a later one if they leave it out."""
     day, minute = day + minute // _DAY_MINUTES, minute % _DAY_MINUTES
     shown = datetime.combine(date.fromordinal(day), time(minute // 60, minute % 60))
     there = zoneinfo.ZoneInfo(zone)

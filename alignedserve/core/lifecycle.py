@@ -40,5 +40,4 @@ def advance(current: Stage, following: Stage) -> Stage:
 
 
 def is_terminal(stage: Stage) -> bool:
-    """Return True if no stage follows this one."""
     return not TRANSITIONS[stage]

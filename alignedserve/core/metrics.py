@@ -138,7 +138,6 @@ def token_deadlines(
 
 
 def _num_missed(late_s: float, step_s: float | None) -> int:
-    """Return how many deadlines passed without a token that is so late."""
     return 1 + (int(late_s // step_s) if step_s else 0)
 
 

@@ -26,13 +26,12 @@ def require_own_kernels() -> None:
 
 
 def _foreign_init() -> Path | None:
-    """Return the start of the other project's package, where that is installed."""
     try:
         distribution = importlib.metadata.distribution(_NAME)
     except importlib.metadata.PackageNotFoundError:
         return None
-    found = Path(str(distribution.locate_file(f"{_NAME}/__init__.py")))
-    return found if found.is_file() else None
+    path = Path(str(distribution.locate_file(f"{_NAME}/__init__.py")))
+    return path if path.is_file() else None
 
 
 def _advice() -> str:

@@ -83,7 +83,6 @@ class Bucket:
     """What one part of the limits owes, by key. A request costs the same time however many keys there are."""
 
     def __init__(self, limit: float, now: float) -> None:
-        """`limit`: the part of each key's limit that this has."""
         self._limit = limit
         self._at_s = now
         self._paid = 0.0  # by a key that has always owed
@@ -91,12 +90,10 @@ class Bucket:
         self._least = (0.0, 0.0)  # the same of what each key owes at least
 
     def set_limit(self, limit: float, now: float) -> None:
-        """Change the limit from now on; what is owed stays."""
         self._pay_back(now)
         self._limit = limit
 
     def add(self, more: Owed, now: float) -> None:
-        """Owe more (or less, down to nothing)."""
         before = self.owed(now)
         least = max(0.0, before.least + more.least)
         sums = {}
@@ -106,19 +103,16 @@ class Bucket:
         self._least = (least, self._paid)
 
     def use_up(self, now: float) -> None:
-        """Owe as much as there may be."""
         self._pay_back(now)
         self._least = (max(self._left(*self._least), self._limit), self._paid)
 
     def owed(self, now: float) -> Owed:
-        """Return what is owed."""
         self._pay_back(now)
         least = self._left(*self._least)
         all_owed = {key: self._left(*own) for key, own in self._owed.items()}
         return Owed(least, {key: owed for key, owed in all_owed.items() if owed > least})
 
     def take(self, charges: Sequence[Charge], now: float) -> Taken:
-        """Count all charges or none. What is given back is always counted."""
         self._pay_back(now)
         least, over = self._left(*self._least), 0.0
         owed = []
@@ -147,8 +141,6 @@ class Bucket:
 
 @dataclass(slots=True)
 class _Known:
-    """A gateway that has called."""
-
     process_id: str
     seen_s: float = float("-inf")  # the latest of this side's times that it has seen
     is_member: bool = False

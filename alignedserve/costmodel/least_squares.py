@@ -38,7 +38,6 @@ def _solve(rows: FloatArray, targets: FloatArray) -> FloatArray:
 def _step_inside(
     rows: FloatArray, targets: FloatArray, solution: FloatArray, is_free: npt.NDArray[np.bool_]
 ) -> FloatArray:
-    """Go from `solution` to the optimum of the free unknowns, holding those at 0 that are in the way (`is_free`)."""
     while True:
         optimum = np.zeros_like(solution)
         optimum[is_free] = np.linalg.lstsq(rows[:, is_free], targets, rcond=None)[0]

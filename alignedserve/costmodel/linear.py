@@ -80,7 +80,6 @@ class LinearCoefficients:
 
 
 def features_of(work: IterationWork, bend_tokens: float) -> tuple[float, ...]:
-    """Return the factors of `LinearCoefficients.weights`, in their order."""
     return (
         1.0,
         work.num_prompt_tokens,
@@ -106,16 +105,13 @@ class LinearIterationModel:
         self._weights, self._bend_tokens = coefficients.weights, coefficients.bend_tokens
 
     def iteration_s(self, work: IterationWork) -> float:
-        """See CostModel."""
         return max(weighted(self._weights, self._bend_tokens, work), self.swap_s(work.swapped_tokens))
 
     def swap_s(self, num_tokens: float) -> float:
-        """See CostModel."""
         return self.swap_token_s * num_tokens
 
 
 def weighted(weights: Weights, bend_tokens: float, work: IterationWork) -> float:
-    """Return the sum of weights times features, written out, as a policy calls it hundreds of times while it packs."""
     base, token, pair, chunk, decode, context, padded, hidden, sampled, constrained, beyond = weights
     num_beyond = work.num_prompt_tokens + work.num_decodes - bend_tokens
     return (
@@ -153,8 +149,6 @@ def fit_linear(
 
 
 class _Fit(NamedTuple):
-    """Coefficients, and the mean of their squared relative errors."""
-
     coefficients: LinearCoefficients
     misfit: float
 

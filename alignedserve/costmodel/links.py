@@ -57,7 +57,6 @@ class LearnedLinks:
         self._mean_s += (block_s - self._mean_s) * (_LEARNED_WEIGHT if self._mean_s else 1.0)
 
     def seconds_per_block(self, target: str, source: str) -> float:
-        """Return the expected seconds."""
         return self._block_s.get(target, {}).get(source, self._mean_s)
 
     def forget(self, name: str) -> None:

@@ -46,7 +46,6 @@ def rings_pay(whole: BlockLayout, rings: BlockLayout, max_context_len: int) -> b
 
 
 def _activation_bytes(shape: ModelShape) -> int:
-    """Return the bytes of a pass at its widest: residual, its normalised copy, feed-forward values."""
     inner = max(shape.ffn_size, shape.num_chosen_experts * shape.expert_size)
     width = 2 * shape.hidden_size + (2 if shape.is_gated else 1) * inner
     return _ACTIVATION_TOKENS * width * shape.dtype_bytes

@@ -56,7 +56,7 @@ class ModelShape:
     @property
     def cached_heads(self) -> tuple[LayerHeads, ...]:
         """Return the layers with keys and values by the sizes of their heads."""
-        num_alike = (self.num_cached_layers or self.num_layers) - sum(own.num_layers for own in self.unlike)
+        num_alike = (self.num_cached_layers or self.num_layers) - sum(heads.num_layers for heads in self.unlike)
         return LayerHeads(num_alike, self.num_kv_heads, self.head_dim), *self.unlike
 
     @property
@@ -90,7 +90,6 @@ class ModelShape:
         return self.layer_parameters - self.dense_parameters
 
     def _layers(self, num_experts: int) -> int:
-        """Return the weights of all layers with `num_experts` in each layer of experts."""
         attention = self.attention_parameters
         if not attention:
             attention = 2 * self.hidden_size * (self.num_heads * self.head_dim + self.kv_width)
@@ -113,7 +112,6 @@ class ModelShape:
 
     @property
     def weight_bytes(self) -> int:
-        """Return the bytes of all weights."""
         return self.num_parameters * self.dtype_bytes
 
     @property
@@ -124,7 +122,9 @@ class ModelShape:
     @property
     def pair_flops(self) -> int:
         """Return the operations of attending from one query to one key, all layers: score and weighted value."""
-        return 4 * self.num_heads * sum(own.num_layers * own.head_dim for own in self.cached_heads)
+        return (
+            4 * self.num_heads * sum(cached_head.num_layers * cached_head.head_dim for cached_head in self.cached_heads)
+        )
 
     @property
     def projection_flops(self) -> int:
@@ -134,7 +134,10 @@ class ModelShape:
     @property
     def kv_token_bytes(self) -> int:
         """Return the bytes of one token's keys and values, all layers."""
-        width = sum(own.num_layers * own.num_kv_heads * own.head_dim for own in self.cached_heads)
+        width = sum(
+            cached_head.num_layers * cached_head.num_kv_heads * cached_head.head_dim
+            for cached_head in self.cached_heads
+        )
         return self.kv_parts * width * self.dtype_bytes
 
     @property
@@ -170,7 +173,6 @@ def _opt(name: str, num_layers: int, hidden_size: int, num_heads: int) -> ModelS
 def _llama(
     name: str, num_layers: int, hidden_size: int, num_heads: int, num_kv_heads: int, ffn_size: int, vocab_size: int
 ) -> ModelShape:
-    """Return a Llama shape (the models' config.json): gated feed-forward part, rotary positions, heads of 128."""
     return ModelShape(
         name=name,
         num_layers=num_layers,

@@ -88,18 +88,15 @@ class OnlineIterationModel:
 
     @property
     def coefficients(self) -> LinearCoefficients:
-        """Return the current coefficients."""
         fitted = LinearCoefficients.of(self._weights, self._bend_tokens)
         return replace(fitted, constrained_s=self._constrained_s)
 
     def iteration_s(self, work: IterationWork) -> float:
-        """See CostModel."""
         copies = self._swap_token_s * (work.swap_in_tokens + work.swap_out_tokens)
         compute = weighted(self._weights, self._bend_tokens, work) + self._constrained_s * work.num_constrained
         return compute if compute > copies else copies
 
     def swap_s(self, num_tokens: float) -> float:
-        """See CostModel."""
         return self._swap_token_s * num_tokens
 
     def observe(self, work: IterationWork, seconds: float, grammar_s: float | None = None) -> None:
@@ -121,14 +118,12 @@ class OnlineIterationModel:
         self._learn(features, self._weight_of(abs(predicted / seconds - 1.0)))
 
     def _without_grammars(self, num_rows: int, seconds: float, grammar_s: float | None) -> float:
-        """Learn what a row's grammar takes, where that was measured; return the seconds of all else."""
         if grammar_s is not None:
             self._constrained_s += _GRAMMAR_STEP * (grammar_s / num_rows - self._constrained_s)
         spent_s = self._constrained_s * num_rows if grammar_s is None else grammar_s
         return max(seconds - spent_s, _LEAST_REST * seconds)
 
     def _learn_copies(self, num_tokens: float, seconds: float, computing_s: float) -> None:
-        """Correct the time of a copied token; one that is free in the prior stays free."""
         token_s = min(seconds / num_tokens, _MOST_DEARER * self._swap_token_s)
         is_late = seconds > (1.0 + _MAX_ERRORS * self._usual_error) * computing_s
         has_waited = is_late and self.swap_s(num_tokens) >= _LEAST_COPIED * computing_s
@@ -136,7 +131,6 @@ class OnlineIterationModel:
             self._swap_token_s += _COPY_STEP * (token_s - self._swap_token_s)
 
     def _rescale(self, prior_ratio: float) -> None:
-        """Move s towards measured / prior: the mean of the logarithms at first, a slow moving mean later."""
         step = max(1.0 / self.num_observed, _SCALE_STEP)
         change = -step * (math.log(prior_ratio) + self._log_scale)
         self._log_scale += change
@@ -145,7 +139,6 @@ class OnlineIterationModel:
             self._weights = tuple([factor * weight for weight in self._weights])
 
     def _weight_of(self, error: float) -> float:
-        """Return an iteration's weight by its relative error (Huber): 1 within the usual, in proportion beyond."""
         limit = _MAX_ERRORS * self._usual_error
         self._usual_error += _ERROR_STEP * (min(error, limit) - self._usual_error)
         self._usual_error = max(self._usual_error, _MIN_ERROR)

@@ -91,7 +91,6 @@ class RooflineModel:
         )
 
     def iteration_s(self, work: IterationWork) -> float:
-        """See CostModel."""
         num_tokens = work.num_prompt_tokens + work.num_decodes
         attention = self._pair_s * self._calibration.charged_pairs(work) + self._decode_attention_s(work)
         if work.num_chunks and work.num_decodes:
@@ -102,7 +101,6 @@ class RooflineModel:
         return compute if compute > copies else copies
 
     def swap_s(self, num_tokens: float) -> float:
-        """See CostModel."""
         return self._swap_token_s * num_tokens
 
     def layers_s(self, num_tokens: int) -> float:
@@ -117,13 +115,11 @@ class RooflineModel:
         return self._all_reduces_s + self._reduced_token_s * num_tokens
 
     def _linear_s(self, work: IterationWork, num_tokens: int) -> float:
-        """Return the seconds of layers, logits, and keys and values recomputed from a hidden cache."""
         layers = self.layers_s(num_tokens)
         head = self._product_s(self._head_parameters, work.num_sampled)
         return layers + head + self._projection_s * work.hidden_context_len
 
     def _product_s(self, num_parameters: int, num_rows: int) -> float:
-        """Return the seconds for `num_rows` through `num_parameters` weights, which are read once for all."""
         if not num_rows:
             return 0.0
         flops_s, weights_s = 2 * num_parameters * num_rows * self._flop_s, num_parameters * self._weight_s

@@ -5,8 +5,6 @@ from typing import NamedTuple
 
 
 class _Mark(NamedTuple):
-    """What shows that a file is another one, or was written again."""
-
     device: int
     inode: int
     num_bytes: int

@@ -24,7 +24,6 @@ def load_yaml(text: str) -> Any:
 
 
 def _require_flat(text: str) -> None:
-    """Raise MarkedYAMLError for a text that nests deeply, at which the parser in C ends the process."""
     depth = 0
     for event in yaml.parse(text, Loader=_Loader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
@@ -33,7 +32,6 @@ def _require_flat(text: str) -> None:
 
 
 def _refuse_repeated(root: yaml.Node) -> None:
-    """Raise MarkedYAMLError at the second key of one name in a mapping."""
     rest, seen = [root], {id(root)}
     while rest:
         node = rest.pop()

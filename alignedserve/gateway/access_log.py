@@ -27,7 +27,6 @@ class Answered:
 
 
 def log_access(scope: Scope, answered: Answered, elapsed_s: float) -> None:
-    """Log one line about a request that has ended."""
     fields = _fields(scope, answered, elapsed_s)
     words = " ".join(f"{name}={value}" for name, value in fields.items() if name not in ("method", "path"))
     logger.info("%s %s %s", fields["method"], fields["path"], words, extra={FIELDS: fields})
@@ -63,6 +62,5 @@ def _of_generation(generation: Generation) -> dict[str, Any]:
 
 
 def _printable(path: str) -> str:
-    """Return a path that cannot forge a line, nor a field of one."""
     shown = path[:_MAX_PATH_LEN]
     return "".join(character if character.isprintable() and character != " " else "?" for character in shown)

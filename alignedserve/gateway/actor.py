@@ -70,5 +70,4 @@ class GatewayActor(ActorHost):
 
     @property
     def _hosted(self) -> "HostedGateway | None":
-        """Return the gateway, once it is up."""
         return cast("HostedGateway | None", self._service)

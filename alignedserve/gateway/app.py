@@ -55,7 +55,6 @@ _READABLE_HEADERS = ("x-request-id", "request-id", "x-alignedserve-ignored-field
 
 
 def build_app(services: Services) -> FastAPI:
-    """Build the HTTP side over these services."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.state.services = services
     for router in _ROUTERS:
@@ -76,7 +75,6 @@ def build_app(services: Services) -> FastAPI:
 
 
 def _allow_origins(app: FastAPI, origins: Sequence[str]) -> None:
-    """Let browsers' pages of these origins call the app. It is outermost, as preflights bring no key."""
     app.add_middleware(
         CORSMiddleware,
         allow_origins=origins,
@@ -87,7 +85,6 @@ def _allow_origins(app: FastAPI, origins: Sequence[str]) -> None:
 
 
 async def _http_exception(http: Request, error: Exception) -> Response:
-    """Return 404 and 405."""
     assert isinstance(error, HTTPException), "registered for HTTPException only"
     path = http.url.path[:_MAX_ECHOED_PATH_LEN]
     if error.status_code == 405:
@@ -104,13 +101,11 @@ async def _http_exception(http: Request, error: Exception) -> Response:
 
 
 def _methods_of(http: Request) -> list[str]:
-    """Return all methods that the request's path has; the routes of a path have one each."""
     methods = {method for route in _routes_at(http.scope) for method in getattr(route, "methods", None) or ()}
     return sorted(methods | ({"HEAD"} if "GET" in methods else set()))
 
 
 def _meant(http: Request) -> str:
-    """Return a hint where the base URL of a client lacks /v1 or has it twice, or where there is a slash too many."""
     plain = re.sub("/{2,}", "/", http.url.path).rstrip("/")
     paths = (plain, plain.removeprefix("/v1"), f"/v1{plain}")
     meant = next((path for path in paths if _routes_at({**http.scope, "path": path})), None)
@@ -120,6 +115,5 @@ def _meant(http: Request) -> str:
 
 
 def _routes_at(scope: Scope) -> list[BaseRoute]:
-    """Return the routes of this path, of all methods."""
     routes = [route for router in _ROUTERS for route in router.routes]
     return [route for route in routes if route.matches(scope)[0] is not Match.NONE]

@@ -23,7 +23,6 @@ class HeadKeys:
         self._version = ""  # of what was taken or refused last
 
     async def changed(self) -> Sequence[KeyRow] | None:
-        """See KeysSource."""
         try:
             found = await self._client.call(ReadKeys(self._version), KeysRead)
             text = None if found.version in ("", self._version) else await self._whole(found)
@@ -35,11 +34,9 @@ class HeadKeys:
         return await asyncio.to_thread(_rows, text)
 
     def forget(self) -> None:
-        """See KeysSource."""
         self._version = ""
 
     async def _whole(self, first: KeysRead) -> bytes | None:
-        """Return the text; None: it became another one meanwhile."""
         text = bytearray(first.chunk)
         while len(text) < first.num_bytes:
             part = await self._client.call(ReadKeys(self._version, len(text)), KeysRead)

@@ -17,7 +17,6 @@ class Ticket:
         intake.num_open += 1
 
     def release(self) -> None:
-        """Let a drain wait for this request no more. May be repeated."""
         intake, self._intake = self._intake, None
         if intake is not None:
             intake.num_open -= 1
@@ -58,10 +57,8 @@ class Readiness:
         self.is_draining = False  # no more requests are to come here
 
     def missing(self) -> str | None:
-        """Return the reason why it is not ready; None when it is."""
         return "draining" if self.is_draining or self._intake.is_closed else self._models.missing()
 
     @property
     def is_hopeless(self) -> bool:
-        """Return whether a model fails at every try."""
         return self._models.is_hopeless

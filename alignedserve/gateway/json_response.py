@@ -22,17 +22,14 @@ class JsonResponse(Response):
 
     @override
     def render(self, content: Any) -> bytes:
-        """Return the encoded content."""
         return content if isinstance(content, bytes) else orjson.dumps(content)
 
 
 def error_response(error: Exception) -> Response:
-    """Return the HTTP response for this error, in OpenAI's shape."""
     return JsonResponse(error_body(error), http_error_of(error).status, headers=error_headers(error))
 
 
 def anthropic_error_response(error: Exception, *, request_id: str) -> Response:
-    """Return the HTTP response for this error, in Anthropic's shape."""
     body = anthropic_error_body(error, request_id=request_id)
     return JsonResponse(body, anthropic_status(error), headers=error_headers(error))
 

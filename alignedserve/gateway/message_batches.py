@@ -72,10 +72,10 @@ class MessageBatches:
             raise InvalidRequest("after_id and before_id cannot both be given.", param="before_id")
         cursor, name = (after, "after_id") if before is None else (before, "before_id")
         repository, is_newer = self.files_api.repository, before is not None
-        found = await list_batches(repository, self.owner, after=cursor, limit=limit, newest_first=not is_newer)
-        if found is None:
+        response = await list_batches(repository, self.owner, after=cursor, limit=limit, newest_first=not is_newer)
+        if response is None:
             raise InvalidRequest(f"{name} is not the id of a batch in this list.", param=name)
-        snapshots, has_more = found
+        snapshots, has_more = response
         return snapshots[::-1] if is_newer else snapshots, has_more
 
     async def remove(self, text: str) -> BatchKey:
@@ -111,15 +111,12 @@ class MessageBatches:
 
 
 class _Lines:
-    """Makes the lines of a batch of the requests in a body."""
-
     def __init__(self, services: Services, key: KeyEntry, config: BatchesConfig, ignored: IgnoredFields | None) -> None:
         self._services, self._key, self._config, self._ignored = services, key, config, ignored
         self._splitter = RequestSplitter(config.max_line_bytes)
         self._custom_ids: set[str] = set()
 
     async def pieces(self, body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        """Yield the lines as their requests arrive. Raises InvalidRequest for what makes the whole batch fail."""
         async for chunk in body:
             push = partial(self._push, chunk)
             if lines := await self._services.lanes.run(len(chunk), push, is_bounded=False):
@@ -166,7 +163,6 @@ async def _joined(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[byt
 
 
 async def _whole_lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Yield the chunks, cut after whole lines."""
     rest = b""
     async for chunk in chunks:
         lines, _, rest = (rest + chunk).rpartition(b"\n")
@@ -177,7 +173,6 @@ async def _whole_lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 
 def _results_of(lines: bytes) -> bytes:
-    """Return the results of these lines of a result file, one on each line."""
     return b"".join(orjson.dumps(result_view(orjson.loads(line))) + b"\n" for line in lines.split(b"\n"))
 
 
@@ -199,7 +194,6 @@ def batch_view(snapshot: BatchSnapshot, results_url: str) -> dict[str, Any]:
 
 
 def result_view(line: dict[str, Any]) -> dict[str, Any]:
-    """Return the result of one request, from its line in the files of results."""
     return {"custom_id": line["custom_id"], "result": _result(line["response"], line["error"])}
 
 
@@ -221,7 +215,6 @@ def _processing_status(snapshot: BatchSnapshot) -> str:
 
 
 def _counts(snapshot: BatchSnapshot) -> dict[str, int]:
-    """Return the requests by what became of them; all of a batch that failed as a whole are errored."""
     counts, total = snapshot.progress.counts, snapshot.record.input_lines
     num_left = total - counts.num_ended
     has_failed = snapshot.record.status is BatchStatus.FAILED
@@ -235,5 +228,4 @@ def _counts(snapshot: BatchSnapshot) -> dict[str, int]:
 
 
 def timestamp(unix_s: float) -> str:
-    """Return a Unix time in RFC 3339."""
     return datetime.fromtimestamp(unix_s, UTC).isoformat(timespec="seconds")

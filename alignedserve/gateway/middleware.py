@@ -56,7 +56,6 @@ class GatewayMiddleware:
         self._starts = PacedStarts()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request; only cancellation propagates."""
         if scope["type"] != "http":
             return
         state = scope.setdefault("state", {})
@@ -92,7 +91,6 @@ class GatewayMiddleware:
                 await sender.send_error(error, scope, receive)
 
     def _counted(self, key: KeyEntry, scope: Scope, receive: Receive) -> Receive:
-        """Count the body as one of its key while it arrives; where no keys are set its address's connections count."""
         if scope["method"] != "POST" or key is ANYONE:
             return receive
         body = scope["state"]["counted_body"] = CountedBody(self._bodies, key.owner, receive, scope["state"])
@@ -100,7 +98,6 @@ class GatewayMiddleware:
         return body.receive
 
     def _admit(self, scope: Scope) -> None:
-        """Let a drain wait for this request. Raises Draining."""
         state = scope["state"]
         state["ticket"] = ticket = self._intake.admit(scope["method"])
         if ticket is not None:
@@ -108,8 +105,6 @@ class GatewayMiddleware:
 
 
 class _ResponseSender:
-    """Sends one response: adds headers to its start and knows how far it got."""
-
     def __init__(self, request_id: str, scope: Scope, send: Send, intake: Intake, answered: Answered) -> None:
         self.request_id = request_id
         self._answered = answered
@@ -122,7 +117,6 @@ class _ResponseSender:
         self._is_complete = False
 
     async def send(self, message: Message) -> None:
-        """Send a message of the app."""
         if message["type"] == "http.response.start":
             self._has_started = True
             self._answered.status = message["status"]
@@ -138,11 +132,9 @@ class _ResponseSender:
         await self._send(message)
 
     def _own_request_id(self) -> list[tuple[bytes, bytes]]:
-        """Return the header in which Anthropic's clients look for the server's id of their request."""
         return [(b"request-id", self._state["request_id"].encode())] if self._is_anthropic else []
 
     def _last_words(self) -> list[tuple[bytes, bytes]]:
-        """Return the header that ends the connection: while this server drains, or where it held a place for none."""
         return [(b"connection", b"close")] if self._intake.is_closed or self._state.get("closes_connection") else []
 
     def _ignored_fields(self) -> list[tuple[bytes, bytes]]:
@@ -168,13 +160,11 @@ class _ResponseSender:
 
 
 def _presented_key(scope: Scope) -> str | None:
-    """Return the key after `Authorization: Bearer`, as OpenAI's clients send it, or of `x-api-key`, as Anthropic's."""
     scheme, _, key = (_header(scope, b"authorization") or "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else _header(scope, b"x-api-key")
 
 
 def _client_of(key: KeyEntry, scope: Scope) -> str:
-    """Return who takes turns with others: the owner of a key, or an address where no keys are set."""
     return _address(scope) if key is ANYONE else key.owner
 
 
@@ -190,7 +180,6 @@ def _header(scope: Scope, wanted: bytes) -> str | None:
 
 
 def _client_request_id(scope: Scope) -> str | None:
-    """Return the client's own id for this request, if it is a plain word. It names the request to the client only."""
     return plain_request_id(_header(scope, b"x-request-id"))
 
 
@@ -201,7 +190,6 @@ class HeadMiddleware:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
         if scope["type"] != "http" or scope["method"] != "HEAD":
             await self._app(scope, receive, send)
             return

@@ -37,7 +37,6 @@ class OpenRequests:
         self._has_ended = asyncio.Event()
 
     def start(self) -> None:
-        """State what is open from now on."""
         if self._client is not None:
             self._tasks = [
                 start_background(self._state_all(), "statements of what is open"),
@@ -45,7 +44,6 @@ class OpenRequests:
             ]
 
     def stop(self) -> None:
-        """Stop. May be repeated."""
         for task in self._tasks:
             task.cancel()
 
@@ -81,7 +79,6 @@ class OpenRequests:
         self._has_ended.set()
 
     async def _ask(self, wish: Wish) -> Verdict:
-        """Ask for one more, which is counted here if it is let in."""
         self._counts.begin(wish.key)
         verdict = Verdict.AGAIN
         try:
@@ -92,7 +89,6 @@ class OpenRequests:
         return verdict
 
     async def _state(self, statement: OpenStatement) -> Verdict | None:
-        """Return the answer to a statement; None: there was none."""
         assert self._client is not None, "a statement without a state server"
         message = StateOpen(
             statement.process_id, statement.number, dict(statement.num_open), statement.is_whole, statement.wish

@@ -74,7 +74,6 @@ def _shown(value: Any, name: str, is_full: bool, depth: int) -> Any:
 
 
 def _label(key: str, is_full: bool) -> str:
-    """Return the name of a field; a client may make up its own, as in metadata."""
     return _SECRET_TEXT.sub(_SECRET, key) if is_full or len(key) <= 40 else f"<{len(key)} characters>"
 
 

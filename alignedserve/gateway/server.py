@@ -89,7 +89,6 @@ class GatewayServer:
 
     @property
     def url(self) -> str:
-        """The address that clients connect to."""
         host, scheme = self._config.host, self._config.scheme
         return f"{scheme}://[{host}]:{self._config.port}" if ":" in host else f"{scheme}://{host}:{self._config.port}"
 
@@ -98,7 +97,6 @@ class GatewayServer:
         return self._deployments.first_status() if self._deployments is not None else None
 
     def cluster_statuses(self) -> dict[str, ClusterStatus]:
-        """Return the last report of every router that is connected, by deployment."""
         return self._deployments.statuses() if self._deployments is not None else {}
 
     def serve_models(self, deployments: Sequence[ServedDeployment]) -> tuple[DeploymentState, ...]:
@@ -163,7 +161,6 @@ class GatewayServer:
         await self._http.start()
 
     async def _end_usage(self, services: Services | None, stores: BatchStores | None) -> None:
-        """Write what was used since the last write, if the store answers."""
         task, self._usage = self._usage, None
         if task is None or services is None or stores is None:
             return
@@ -174,7 +171,6 @@ class GatewayServer:
                 await services.usage.write(stores.repository.usage)
 
     def _places(self) -> dict[str, Path]:
-        """Return where this host writes: logs, blocks in shared memory, on the head also batches."""
         state = self._state.batches.folder if self._state.batches is not None else None
         places = {"logs": self._links.log_folder, "state": state}
         with contextlib.suppress(NotEnoughMemory):  # a host of gateways alone needs no blocks
@@ -182,7 +178,6 @@ class GatewayServer:
         return {place: path for place, path in places.items() if path is not None}
 
     def _source_of_keys(self) -> KeysSource | None:
-        """Return the head's file, where another host follows it, or the file of this host; None: there is none."""
         path, batches = self._config.keys_path, self._state.batches
         if path is None:
             return None
@@ -196,7 +191,6 @@ class GatewayServer:
         return bind(config.host, config.port, is_shared=config.shared_port)
 
     def _open_shared_state(self) -> None:
-        """Open the stores and the count of requests, and dial the state server where one of them needs it."""
         batches, name = self._state.batches, self._links.identity.name
         has_others = shares_limits(name, self._state.gateways, self._links.book)
         if batches is not None:
@@ -217,7 +211,6 @@ class GatewayServer:
         self._quotas.start()
 
     async def stop(self) -> None:
-        """Close every connection and link; open requests fail. May be repeated."""
         deployments, self._deployments = self._deployments, None
         connection, self._connection = self._connection, None
         http, self._http = self._http, None
@@ -292,21 +285,17 @@ class HttpServer:
 
     @property
     def port(self) -> int:
-        """The port listened on."""
         return int(self._listener.getsockname()[1])
 
     def drain(self, is_draining: bool) -> int:
-        """See GatewayServer."""
         self._services.readiness.is_draining = is_draining
         return self._services.limiter.num_open
 
     def close_intake(self) -> int:
-        """See GatewayServer."""
         self._services.intake.is_closed = True
         return self._services.intake.num_open
 
     def read_again(self) -> None:
-        """See GatewayServer."""
         if self._certificate is not None:
             self._certificate.reload()
 
@@ -340,8 +329,6 @@ def _protocol(limits: ConnectionLimits) -> type[asyncio.Protocol]:
 
 
 class _Uvicorn(uvicorn.Server):
-    """Uvicorn without signal handlers: signals belong to the process's owner. Its handshakes of TLS have bounds."""
-
     def __init__(self, config: uvicorn.Config, tls: ssl.SSLContext | None, handshakes: ConnectionLimits) -> None:
         super().__init__(config)
         self.servers = []
@@ -350,15 +337,14 @@ class _Uvicorn(uvicorn.Server):
 
     @override
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept connections on these sockets, which uvicorn's own does without a word on how long TLS may take."""
         await self.lifespan.startup()
         loop, backlog, tls = asyncio.get_running_loop(), self.config.backlog, self._tls
         for listener in sockets or ():
             if tls is None:
                 self.servers.append(await loop.create_server(self._connection, sock=listener, backlog=backlog))
             else:
-                own = TlsListener(listener, tls, self._connection, self._handshakes, **self._bounds)
-                self.servers.append(cast(asyncio.Server, own))
+                tls_listener = TlsListener(listener, tls, self._connection, self._handshakes, **self._bounds)
+                self.servers.append(cast(asyncio.Server, tls_listener))
         self.started = True
 
     def _connection(self) -> asyncio.Protocol:

@@ -38,12 +38,10 @@ class Services(ApiServices):
 
     @property
     def own_labels(self) -> Mapping[str, str] | None:
-        """Return the labels that tell this gateway's metrics from those of others that listen on the same port."""
         return {"gateway": self.name} if self.config.shared_port else None
 
     @override
     def close(self) -> None:
-        """Send the traces that wait, for a moment, and end the process for long bodies."""
         self.work_process.close()
         super().close()
 

@@ -30,7 +30,6 @@ class ShownLimits:
 
 
 def duration(seconds: float) -> str:
-    """Return a time as OpenAI writes it: 250ms, 1s, 6m0s."""
     if seconds < 1.0:
         return f"{math.ceil(seconds * 1000.0)}ms"
     minutes, rest = divmod(math.ceil(seconds), 60)

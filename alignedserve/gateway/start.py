@@ -21,11 +21,9 @@ class HostedGateway:
     server: GatewayServer
 
     async def serve_models(self, deployments: tuple[ServedDeployment, ...]) -> tuple[DeploymentState, ...]:
-        """See GatewayServer."""
         return self.server.serve_models(deployments)
 
     async def close(self) -> None:
-        """See HostedService."""
         await self.server.stop()
 
 

@@ -46,7 +46,6 @@ class BodyResponse(Response):
 
     @override
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Generate, then send."""
         scope["state"]["generation"] = self._generation  # for the access log
         body = await while_connected(receive, self._body())
         await JsonResponse(body)(scope, receive, send)
@@ -69,7 +68,6 @@ class EventStreamResponse(Response):
 
     @override
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Generate, sending each delta as it comes."""
         formatter = self._make_formatter(self._generation)
         scope["state"]["generation"] = self._generation
         scope["state"]["failure_events"] = formatter.failure_events
@@ -103,7 +101,6 @@ class AwaitedResponse(Response):
 
     @override
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Wait, then answer."""
         sender = EventSender(send, scope["state"])
         scope["state"]["failure_events"] = partial(_failure_event, scope)
 
@@ -121,7 +118,6 @@ class AwaitedResponse(Response):
 
 
 def _failure_event(scope: Scope, error: Exception) -> bytes:
-    """Return the end of a stream that fails before its model is there."""
     if is_anthropic(scope):
         body = orjson.dumps(anthropic_error_body(error, request_id=scope["state"]["request_id"]))
         return b"event: error\ndata: %b\n\n" % body
@@ -137,7 +133,6 @@ class TimedSender:
         self._since_s: float | None = None
 
     async def send(self, message: Message) -> None:
-        """Send a message."""
         self._since_s = self._loop.time()
         await self._send(message)
         self._since_s = None
@@ -152,7 +147,6 @@ class EventSender(TimedSender):
     """Sends the events of a stream, and comments while there are none."""
 
     def __init__(self, send: Send, state: Mapping[str, Any]) -> None:
-        """`state`: of the request's scope."""
         super().__init__(send)
         self.has_started = False  # headers were sent
         self._body: StreamedBody | None = state.get("streamed_body")
@@ -160,7 +154,6 @@ class EventSender(TimedSender):
         self._last_s = self._loop.time()
 
     async def start(self) -> None:
-        """Begin the response, unless it has begun."""
         if not self.has_started:
             self.has_started = True
             await self.send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM_HEADERS})
@@ -175,18 +168,15 @@ class EventSender(TimedSender):
         return True
 
     async def send_events(self, events: bytes) -> None:
-        """Send events, or a comment."""
         self._last_s = self._loop.time()
         await self.send({"type": "http.response.body", "body": events, "more_body": True})
 
     async def end(self, events: bytes) -> None:
-        """Send the last events and end the response."""
         await self.start()
         await self.send({"type": "http.response.body", "body": events, "more_body": False})
 
     @override
     async def check(self) -> None:
-        """See TimedSender. Keep the connection of a silent stream open."""
         await super().check()
         if self._since_s is None and self._loop.time() - self._last_s >= _COMMENT_AFTER_S:
             try:
@@ -212,7 +202,6 @@ class GenerationWriter:
         self._failure: Exception | None = None  # to be raised once what came before it is sent
 
     async def write_all(self) -> None:
-        """Return when every choice has ended. Raises GenerationError."""
         self._generation.call_when_ready(self._write_new)
         while not self._generation.is_complete:
             events = await self._next_unwritten()
@@ -231,7 +220,6 @@ class GenerationWriter:
             self._unwritten = None
 
     def _write_new(self) -> None:
-        """Write what has come; what cannot be written, and errors, are for the task, which looks again after that."""
         unwritten = self._unwritten
         if unwritten is None or unwritten.done():
             return

@@ -18,7 +18,6 @@ class WorkProcess:
     """Started when the first work comes, and anew when it was lost; does one piece of work after the other."""
 
     def __init__(self, module: str) -> None:
-        """`module`: as of ChildProcess."""
         self._module = module
         self._process = ChildProcess(module, _MAX_WALL_S)
         self._lane = Lane("process", num_threads=1)

@@ -56,22 +56,18 @@ class HeaderCursor:
         self.position = 0
 
     def take(self, count: int) -> bytes:
-        """Return the next `count` bytes."""
         start = self._advance(count)
         return bytes(self._buffer[start : self.position])
 
     def number(self, value_type: int) -> int | float:
-        """Return the next number of this type."""
         layout = _NUMBER_FORMATS[value_type]
         found: int | float = layout.unpack_from(self._buffer, self._advance(layout.size))[0]
         return found
 
     def uint32(self) -> int:
-        """Return the next unsigned number of 32 bits."""
         return int(self.number(4))
 
     def uint64(self) -> int:
-        """Return the next unsigned number of 64 bits."""
         return int(self.number(10))
 
     def text(self, max_bytes: int = MAX_HEADER_BYTES) -> str:
@@ -83,14 +79,12 @@ class HeaderCursor:
         return self._buffer[start : self.position].decode(errors="replace")
 
     def value(self) -> Value:
-        """Return the next value, which its type precedes."""
         value_type = self.uint32()
         if value_type == _ARRAY:
             return self._array()
         return self._scalar(value_type)
 
     def error(self, problem: str) -> ModelError:
-        """Return the error to raise."""
         return ModelError(f"{self._where} is not a valid GGUF file: {problem} (at byte {self.position}).")
 
     def _scalar(self, value_type: int) -> Value:
@@ -117,7 +111,6 @@ class HeaderCursor:
         return np.frombuffer(self.take(count * numbers.itemsize), numbers)
 
     def _texts(self, count: int) -> list[str]:
-        """Return the next strings: a hundred thousand of a vocabulary, without a call for each in the buffer."""
         buffer, texts = self._buffer, []
         for _ in range(count):
             start = self.position + 8
@@ -134,7 +127,6 @@ class HeaderCursor:
             raise self.error(f"{count} bytes are needed where {self._limit - self.position} are left")
 
     def _advance(self, count: int) -> int:
-        """Pass over `count` bytes and return where they begin in the buffer."""
         start = self.position
         end = start + count
         if end > len(self._buffer):
@@ -195,7 +187,6 @@ class GgufFile:
         return raw.reshape(tensor.num_rows, -1)
 
     def _add_parts(self) -> None:
-        """Add the tensors of the other parts, if there are any."""
         count = _split_number(self.metadata, "count", self.path)
         if count <= 1:
             return
@@ -237,7 +228,6 @@ def part_names(name: str) -> list[str]:
 
 
 def _part_paths(path: Path, metadata: dict[str, Value], count: int) -> list[Path]:
-    """Return the files of a split model. Raises ModelError where this is not the first, or not named as the first."""
     number = _split_number(metadata, "no", path)
     names = part_names(path.name)
     if len(names) != count or number:
@@ -331,7 +321,6 @@ def _check_version(cursor: HeaderCursor, where: str) -> None:
 
 
 def _placed(tensors: list[GgufTensor], cursor: HeaderCursor, alignment: int, size: int) -> list[GgufTensor]:
-    """Return the tensors with offsets from the beginning of the file. Raises ModelError for one that lies outside."""
     begin = -(-cursor.position // alignment) * alignment
     placed: dict[str, GgufTensor] = {}
     for tensor in tensors:

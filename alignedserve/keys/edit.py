@@ -65,7 +65,6 @@ def rotated(rows: Rows, name: str, secret: SecretRow, now: datetime, overlap_s: 
 
 
 def secret_row(secret: str, created: datetime, expires: datetime | None) -> SecretRow:
-    """Return what is kept of a secret."""
     return SecretRow(digest_of(secret).hex(), created, expires)
 
 
@@ -82,7 +81,6 @@ def _replaced(rows: Rows, name: str, change: Callable[[KeyRow], KeyRow]) -> Rows
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock beside the file, for which another change waits."""
     lock = path.with_name(path.name + ".lock")
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

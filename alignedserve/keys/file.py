@@ -143,7 +143,6 @@ def render_keys(rows: Sequence[KeyRow]) -> str:
 
 
 def _plain_rows(text: str) -> tuple[KeyRow, ...] | None:
-    """Return the keys of a file that `render_keys` wrote; None: it is another, or has a mistake."""
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
     if len(lines) < 2 or lines[0] != _HEAD.rstrip() or not all(line.startswith(_ROW) for line in lines[1:]):
         return None
@@ -185,7 +184,6 @@ def parse_row(item: Any, number: int = 1) -> KeyRow:
 
 
 def _words(error: msgspec.ValidationError) -> str:
-    """Return in words what msgspec refuses: fields and what they must be, and never a value."""
     words, _, where = str(error).replace("`", "").partition(" - at $.")
     words = _RULES.get(where.rpartition(".")[2], words)
     for told, meant in _MEANT.items():

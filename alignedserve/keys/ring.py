@@ -15,7 +15,6 @@ class KeySecret(msgspec.Struct, frozen=True, gc=False):
     expires_s: float | None = None  # Unix time; None: never
 
     def is_valid(self, now: float) -> bool:
-        """Return whether it may be used at this Unix time."""
         return self.expires_s is None or now < self.expires_s
 
 

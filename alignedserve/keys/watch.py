@@ -41,15 +41,12 @@ class KeysFile:
         self._is_awaited = False
 
     async def changed(self) -> Sequence[KeyRow] | None:
-        """See KeysSource."""
         return await asyncio.to_thread(self._changed)  # a disk may take its time
 
     def forget(self) -> None:
-        """See KeysSource."""
         self._file.forget()
 
     def _changed(self) -> Sequence[KeyRow] | None:
-        """Read the file at the first look, and later when it has changed and stays so: it may be half written."""
         has_changed = self._file.has_changed()
         self._is_awaited |= has_changed
         if not self._is_awaited or (has_changed and self._was_read):

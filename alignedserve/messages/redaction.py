@@ -38,8 +38,6 @@ _HOLDERS = (Request, SampledToken, TokenLogprob, TokenDelta, PrefixBlock, Prefix
 
 @dataclass(slots=True)
 class _Chain:
-    """One context so far."""
-
     digest: bytes
     stops: frozenset[int]
     token_ids: "array[int]" = field(default_factory=lambda: array("i"))
@@ -142,23 +140,18 @@ class KeepLengths:
     """Keeps the number of tokens and nothing else."""
 
     def prompt(self, request: Request) -> tuple[int, ...]:
-        """See RedactionPolicy."""
         return (0,) * request.prompt_len
 
     def generated(self, request_id: RequestId | None, token_ids: Sequence[int]) -> tuple[int, ...]:
-        """See RedactionPolicy."""
         return (0,) * len(token_ids)
 
     def sampled(self, request_id: RequestId, token_id: int) -> int:
-        """See RedactionPolicy."""
         return 0
 
     def packed(self, request_id: RequestId | None, blocks: Sequence[bytes]) -> tuple[bytes, ...]:
-        """See RedactionPolicy."""
         return tuple([bytes(len(tokens)) for tokens in blocks])
 
     def hashes(self, hashes: bytes) -> bytes:
-        """See RedactionPolicy."""
         return bytes(len(hashes))
 
 
@@ -175,7 +168,6 @@ class KeepDecisions:
         self._chains = TokenChains(secret, eos_token_ids)  # of requests that may share cached blocks
 
     def prompt(self, request: Request) -> tuple[int, ...]:
-        """See RedactionPolicy. Tokens that end one answer are kept in all."""
         if request.prefix_root:
             return self._chains.begin(request)
         stops = request.sampling.stop_token_ids
@@ -186,31 +178,28 @@ class KeepDecisions:
         return (0,) * request.prompt_len
 
     def generated(self, request_id: RequestId | None, token_ids: Sequence[int]) -> tuple[int, ...]:
-        """See RedactionPolicy. Hashes each id with its position, as only the beginning of some answers is compared."""
+        """Hashes each id with its position, as only the beginning of some answers is compared."""
         chained = self._chains.extend(request_id, token_ids)
         if chained is not None:
             return chained
         return tuple(self._hashed(index, token_id) for index, token_id in enumerate(token_ids))
 
     def sampled(self, request_id: RequestId, token_id: int) -> int:
-        """See RedactionPolicy."""
         chained = self._chains.sampled(request_id, token_id)
         if chained is not None:
             return chained
         return token_id if token_id in self._kept else self._other
 
     def packed(self, request_id: RequestId | None, blocks: Sequence[bytes]) -> tuple[bytes, ...]:
-        """See RedactionPolicy. Equal blocks stay equal, and blocks of a request's context equal to its tokens."""
         chained = self._chains.packed(request_id, blocks) if request_id is not None else None
         return chained if chained is not None else tuple([self._digest_of(tokens) for tokens in blocks])
 
     def hashes(self, hashes: bytes) -> bytes:
-        """See RedactionPolicy. Who has a block's hash and the one before it could try out what the block holds."""
+        """Who has a block's hash and the one before it could try out what the block holds."""
         parts = [hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)]
         return b"".join([self._digest_of(part) for part in parts])
 
     def _digest_of(self, content: bytes) -> bytes:
-        """Return a digest of the same length."""
         digest = hashlib.blake2b(content, digest_size=_DIGEST_BYTES, key=self._secret).digest()
         return (digest * (len(content) // _DIGEST_BYTES + 1))[: len(content)]
 
@@ -238,7 +227,6 @@ class Redactor:
         }
 
     def __call__(self, value: Any) -> Any:
-        """Return the redacted copy."""
         return self._copy_of(type(value))(value)
 
     def _copy_of(self, kind: type) -> Callable[[Any], Any]:
@@ -264,7 +252,6 @@ class Redactor:
         return self._policy.generated(request.request_id if request is not None else None, part)
 
     def _all(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Copy a tuple, whose values are all of one class, or hold no tokens."""
         if not values:
             return values
         copy = self._copy_of(type(values[0]))
@@ -307,7 +294,6 @@ class Redactor:
 
 
 def _as_bytes(token_id: int) -> bytes:
-    """Return a token, or what stands for one of a picture, which may be wider."""
     return token_id.to_bytes(8 if token_id.bit_length() < 64 else 16, "little", signed=True)
 
 
@@ -328,7 +314,6 @@ def _annotation(kind: type, name: str) -> Any:
 
 
 def _reaches_tokens(annotation: Any, above: frozenset[type]) -> bool:
-    """Return True if a value of this type may hold tokens, at any depth. `above`: the enclosing classes."""
     if typing.get_args(annotation):
         return any(_reaches_tokens(argument, above) for argument in typing.get_args(annotation))
     if not isinstance(annotation, type) or annotation in above:

@@ -28,8 +28,7 @@ _Clock = Annotated[float, msgspec.Meta(ge=0.0, le=1e12)]
 _Score = Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]
 
 
-class _Part(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Base of calls, answers and changes: what the two messages below carry."""
+class _Part(msgspec.Struct, frozen=True, array_like=True, tag=True): ...
 
 
 # --- changes of records

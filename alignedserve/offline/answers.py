@@ -19,7 +19,6 @@ class Answer:
     def __init__(
         self, request: Request, make_decoder: Callable[[], ChoiceDecoder] | None = None, *, has_stops: bool = False
     ) -> None:
-        """Make an answer. `has_stops`: it is decoded as it comes, as a stop string may end it; else at its end."""
         self.request = request
         self.output = RequestOutput()
         self._make_decoder = make_decoder  # only where it is needed: there may be many thousand answers
@@ -29,7 +28,6 @@ class Answer:
 
     @property
     def has_ended(self) -> bool:
-        """True once nothing more of it is wanted."""
         return self.output.finish_reason is not None
 
     def add(self, delta: TokenDelta) -> None:
@@ -49,7 +47,6 @@ class Answer:
             self._decode(self._make_decoder(), output.token_ids, delta.finish_reason)
 
     def add_scores(self, message: PromptScored) -> None:
-        """Add scores of its prompt. One that made room for others and is computed again has them once more."""
         known = self.output.prompt_logprobs
         known += message.entries[max(len(known) + 1 - message.first_position, 0) :]
 

@@ -46,7 +46,6 @@ class ConversationReader:
     """Turns conversations into prompts, and makes what turns tokens into answers."""
 
     def __init__(self, card: ModelCard, tokenizer: Tokenizer, check_grammar: Callable[[str], None]) -> None:
-        """Make a reader. `check_grammar` raises InvalidRequest for a grammar that cannot be followed."""
         self._model = _Model(card, tokenizer, _GrammarCheck(check_grammar))
 
     def prepare(
@@ -69,7 +68,6 @@ class ConversationReader:
             return thread.submit(asyncio.run, self._prepare_all(bodies)).result()
 
     def decoder(self, request: Request, output_format: OutputFormat, stops: Sequence[str]) -> ChoiceDecoder:
-        """Return what divides a request's tokens into text, reasoning and tool calls."""
         model = self._model
         eos_token_ids = model.model.eos_token_ids
         return ChoiceDecoder(
@@ -93,7 +91,6 @@ class ConversationReader:
 
 
 def conversations_of(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
-    """Return one conversation as a list of one, and several as they are. Raises InvalidRequest."""
     if isinstance(messages, str):
         return [messages]
     if not isinstance(messages, Sequence):
@@ -120,7 +117,6 @@ class _GrammarCheck:
 
 
 def _messages(conversation: Conversation) -> Any:
-    """Return the messages of a conversation; what is none is refused where it is read."""
     if isinstance(conversation, str):
         return [{"role": "user", "content": conversation}]
     if not isinstance(conversation, Sequence):

@@ -279,7 +279,6 @@ class LLM:
     def _answers(
         self, prompt: PreparedChat, sampling: SamplingParams | None, adapter: LoraAdapter | None
     ) -> list[Answer]:
-        """Return the answers to compute to one prompt, each with a seed of its own."""
         stops, count = (sampling.stop_strings, sampling.n) if sampling is not None else ((), 1)
         seed = secrets.randbits(63) if sampling is None or sampling.seed is None else sampling.seed
         shared = self._request(prompt.prompt, sampling, prompt.grammar, adapter)
@@ -292,16 +291,14 @@ class LLM:
         return answers
 
     def _generate(self, requests: Sequence[Request], *, use_tqdm: bool) -> list[RequestOutput]:
-        """Return the outputs of the requests, without text. Raises ModelError."""
         answers = [Answer(request) for request in requests]
         self._compute([[answer] for answer in answers], use_tqdm=use_tqdm)
         return [answer.output for answer in answers]
 
     def _compute(self, of_prompts: Sequence[Sequence[Answer]], *, use_tqdm: bool) -> None:
-        """Compute the answers to each prompt. Raises ModelError."""
         if os.getpid() != self._pid:  # the engine's threads were not forked
             raise ModelError("this LLM is of the process that this one was forked from; spawn processes instead")
-        answers = [answer for own in of_prompts for answer in own]
+        answers = [answer for prompt in of_prompts for answer in prompt]
         by_id = {answer.request.request_id: answer for answer in answers}
         asked = [Received(_ROUTER, PrefillRequest(answer.request, number)) for number, answer in enumerate(answers)]
         with self._turn:
@@ -377,7 +374,6 @@ class LLM:
 
 
 def _failure(of_prompts: Sequence[Sequence[Answer]], reasons: Mapping[RequestId, str]) -> str:
-    """Return how many prompts failed, why the first of them did, and which that is."""
     ids = [[answer.request.request_id for answer in answers] for answers in of_prompts]
     failed = [place for place, own in enumerate(ids) if not reasons.keys().isdisjoint(own)]
     reason = next(reasons[request_id] for request_id in ids[failed[0]] if request_id in reasons)

@@ -23,12 +23,10 @@ class RequestOutput:
 
     @property
     def outputs(self) -> list["RequestOutput"]:
-        """Return all answers to the prompt, this one first."""
         return [self, *self.others]
 
     @property
     def message(self) -> dict[str, Any]:
-        """Return the assistant's message, to be appended to its conversation."""
         message: dict[str, Any] = {"role": "assistant", "content": self.text or None if self.tool_calls else self.text}
         message |= {"reasoning_content": self.reasoning} if self.reasoning else {}
         return message | ({"tool_calls": self.tool_calls} if self.tool_calls else {})

@@ -31,7 +31,6 @@ class EmbedOptions(TypedDict, total=False):
 
 
 def listed(prompts: str | Sequence[Prompt]) -> Sequence[str | Prompt]:
-    """Return one text as a list of one, not as its letters, and several prompts as they are."""
     return [prompts] if isinstance(prompts, str) else prompts
 
 
@@ -69,7 +68,6 @@ class TextReader(NamedTuple):
     root: bytes  # as Request.prefix_root
 
     def embed(self, texts: Sequence[str], options: EmbedOptions, compute: Compute) -> Vectors:
-        """See LLM.embed."""
         if self._is_cross_encoder:
             raise InvalidRequest("This model scores pairs of texts and has no vectors; use score.", param="texts")
         dimensions = options.get("dimensions")
@@ -80,7 +78,6 @@ class TextReader(NamedTuple):
     def score(
         self, first: Sequence[str], second: Sequence[str], truncate_to: int | None, compute: Compute
     ) -> list[float]:
-        """See LLM.score."""
         if len(first) not in (1, len(second)):
             raise InvalidRequest("text_1 must be one text, or as many as text_2 has.", param="text_1")
         if not self._is_cross_encoder:
@@ -112,13 +109,12 @@ class TextReader(NamedTuple):
         return None if truncate_to is None else limit_of(truncate_to, self.max_context_len)
 
     def _checked(self, encoded: list[EncodedPair]) -> list[EncodedPair]:
-        longest = max(len(one.token_ids) for one in encoded)
+        longest = max(len(pair.token_ids) for pair in encoded)
         if longest > self.max_context_len:
             raise ContextTooLong(f"a text has {longest} tokens, the model's context {self.max_context_len}")
         return encoded
 
     def _computed(self, prompts: Sequence[EncodedPair], compute: Compute) -> list[bytes]:
-        """Return what the model makes of each prompt. Raises GenerationFailed."""
         outputs = compute([self._request(prompt) for prompt in prompts])
         if not all(output.embedding for output in outputs):
             raise GenerationFailed("The model gave no usable numbers, or a text needs more than memory_bytes.")

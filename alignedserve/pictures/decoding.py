@@ -36,7 +36,6 @@ def decode(content: bytes, task: Task) -> Outcome:
 
 
 def _colours(image: Image.Image) -> Image.Image:
-    """Return the picture in red, green and blue, on white where it is transparent, as transformers' processors do."""
     if image.mode.startswith("I"):  # greys of 16 bits, all of which above 255 would be white
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     if image.has_transparency_data:
@@ -64,7 +63,6 @@ def _canvas(image: Image.Image, form: CanvasForm) -> Iterator[Pixels]:
 
 
 def _cut(image: Image.Image, grid: Size, edge: int) -> Iterator[Pixels]:
-    """Cut so many columns and rows of tiles, row by row."""
     for row in range(grid.height):
         for column in range(grid.width):
             box = (column * edge, row * edge, (column + 1) * edge, (row + 1) * edge)

@@ -21,7 +21,6 @@ _NICENESS = 5  # streams and passes go first where cores are few
 
 
 def main() -> None:
-    """Decode pictures until the input ends."""
     os.nice(_NICENESS)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))

@@ -135,7 +135,6 @@ class CanvasForm(msgspec.Struct, frozen=True, tag=True):
         return Size(max(min(math.floor(size.width * down), wide), 1), high)
 
     def _factor(self, target: int, edge: int) -> Any:
-        """Return the factor of an edge as transformers rounds it: a canvas's size has 32 bits there, others 64."""
         is_canvas = self.is_enlarged or target < edge
         return np.float32(target) / np.float32(edge) if is_canvas else target / edge
 

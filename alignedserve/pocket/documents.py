@@ -61,7 +61,6 @@ def _make_intro(choices: tuple[str, ...], rng: random.Random) -> str:
 
 
 def make_table(num_rows: int, rng: random.Random) -> Reading:
-    """Make a table of distinct keys, each with a number."""
     keys = rng.sample(WORDS, min(num_rows, MAX_TABLE_ROWS))
     rows = tuple(f"{key}: {rng.randint(0, MAX_NUMBER)}" for key in keys)
     intro = _make_intro(phrases.TABLE_INTRO, rng)
@@ -78,7 +77,6 @@ def make_sentence(rng: random.Random) -> str:
 
 
 def make_document(num_lines: int, rng: random.Random) -> Reading:
-    """Make a document of numbered lines."""
     numbers = range(1, min(num_lines, MAX_DOCUMENT_LINES) + 1)
     rows = tuple(f"{number}. {make_sentence(rng)}" for number in numbers)
     labels = tuple(str(number) for number in numbers)

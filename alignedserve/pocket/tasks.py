@@ -243,7 +243,6 @@ def _long_reading(
 def _after_text(
     task: PocketTask, rng: random.Random, num_prompt_tokens: int, count_tokens: Callable[[str], int]
 ) -> PocketTask:
-    """Return the task, with as much of a text in front of it as the wanted length allows."""
     num_left = num_prompt_tokens - count_tokens(task.prompt) - _GAP_TOKENS
     if num_left < 8:
         return task
@@ -255,7 +254,6 @@ def _after_text(
 
 
 def _fit_rows(reading: Reading, num_tokens: int, count_tokens: Callable[[str], int]) -> Reading:
-    """Return the longest beginning of `reading` (at least one row) with at most `num_tokens` tokens."""
     low, high = 1, len(reading.rows)
     while low < high:
         middle = (low + high + 1) // 2
@@ -271,7 +269,6 @@ def _first_rows(reading: Reading, num_rows: int) -> Reading:
 
 
 def _fit_title(reading: Reading, num_tokens: int, rng: random.Random, count_tokens: Callable[[str], int]) -> Reading:
-    """Return the same rows under a title that fills what is left of `num_tokens` tokens."""
     bare = dataclasses.replace(reading, intro="")
     num_words = num_tokens - count_tokens(bare.text()) - _TITLE_TOKENS
     if num_words < 1:

@@ -64,7 +64,6 @@ def block_hash(parent: BlockHash, packed_tokens: bytes) -> BlockHash:
 
 
 def packed_blocks(token_ids: Sequence[int], block_size: int) -> Iterator[bytes]:
-    """Yield the packed tokens of every full block, each as `packed_tokens` packs it alone."""
     if len(token_ids) < block_size:
         return
     packed = packed_tokens(token_ids)

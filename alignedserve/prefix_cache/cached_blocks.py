@@ -271,14 +271,12 @@ class CachedBlocks:
             observer.removed(block)
 
     def _offer(self, block: CachedBlock) -> None:
-        """Let a block leave: of equal values those released first, so that a context leaves as a whole."""
         heapq.heappush(self._leaves, (block.value, block.ticket, block))
         if len(self._leaves) > 2 * len(self._blocks) + 64:
             self._leaves = [entry for entry in self._leaves if entry[1] == entry[2].ticket]
             heapq.heapify(self._leaves)
 
     def _note(self, block_hash: BlockHash, *, is_stored: bool) -> None:
-        """Note a change; two that cancel each other are none."""
         if block_hash in self._changes:
             del self._changes[block_hash]
         else:
@@ -306,7 +304,6 @@ class CachingAllocator:
 
     @property
     def num_blocks(self) -> int:
-        """Number of all blocks."""
         return self._allocator.num_blocks
 
     @property

@@ -81,7 +81,6 @@ class WaitingRuns(BlockObserver):
         self._changed: dict[CachedContext, None] = {}
 
     def add(self, context: CachedContext) -> None:
-        """Begin to follow a context, which has no run yet."""
         context.is_waiting = True
         self._all[context] = None
         self._prolong(context)
@@ -89,7 +88,6 @@ class WaitingRuns(BlockObserver):
         self._changed[context] = None
 
     def remove(self, context: CachedContext) -> list[CachedBlock]:
-        """Stop following a context; return its run."""
         self._delist(context)
         self._changed.pop(context, None)
         del self._all[context]
@@ -97,7 +95,6 @@ class WaitingRuns(BlockObserver):
         return run
 
     def take_changed(self) -> list[CachedContext]:
-        """Return the contexts whose runs have changed since it was last asked."""
         if not self._changed:
             return []
         changed, self._changed = list(self._changed), {}
@@ -105,7 +102,6 @@ class WaitingRuns(BlockObserver):
 
     @override
     def stored(self, block: CachedBlock) -> None:
-        """See BlockObserver."""
         for context in list(self._by_wanted.get(block.block_hash, ())):
             self._delist(context)
             if self._prolong(context):
@@ -114,7 +110,6 @@ class WaitingRuns(BlockObserver):
 
     @override
     def removed(self, block: CachedBlock) -> None:
-        """See BlockObserver."""
         for context in list(self._by_last.get(block.block_hash, ())):
             self._delist(context)
             context.run.pop()
@@ -127,7 +122,6 @@ class WaitingRuns(BlockObserver):
         self._changed |= {one: None for one in self._all if depth < len(one.run) and one.run[depth] is block}
 
     def _prolong(self, context: CachedContext) -> bool:
-        """Take cached blocks that follow its run into it; return whether there were any."""
         run, names, num_before = context.run, context.names, len(context.run)
         while len(run) < context.max_run:
             name = names[len(run)]
@@ -215,7 +209,6 @@ class PrefixCache:
         return EnteredRun(context.held, run[num_whole] if len(run) > num_whole else None, num_tokens)
 
     def _enter_behind_state(self, context: CachedContext, run: list[CachedBlock], context_len: int) -> EnteredRun:
-        """Do the rest of `enter` where states are kept apart; what is cached behind the last of them is of no use."""
         state, size = (context.held[-1] if context.held else None), self.block_size
         self.blocks.acquire(context.held)
         if state is not None:

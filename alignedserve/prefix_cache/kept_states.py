@@ -45,22 +45,18 @@ class KeptStates(Generic[Block]):
         return len(self._blocks)
 
     def add(self, block: Block) -> None:
-        """Note a block that has one."""
         self._blocks[block] = None
         self._tell(block)
 
     def remove(self, block: Block) -> None:
-        """Note a block that has none any more."""
         del self._blocks[block]
         self._tell(block)
 
     def use(self, block: Block) -> None:
-        """Note that a context goes on from there."""
         self._blocks.move_to_end(block)
         self.num_used += 1
 
     def oldest(self) -> Block:
-        """Return the one that was used last the longest ago."""
         return next(iter(self._blocks))
 
     def _tell(self, block: Block) -> None:

@@ -29,7 +29,6 @@ class StatesOnWay:
 
     @property
     def are_kept(self) -> bool:
-        """Return whether any state is kept at all."""
         return self._budget is not None and self._budget.max_states > 0
 
     def has_coming(self, request_id: RequestId) -> bool:

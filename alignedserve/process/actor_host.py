@@ -104,7 +104,6 @@ class ActorHost:
 
 
 def _result(built: "Future[HostedService]", process_spec: ProcessSpec) -> HostedService:
-    """Wait for the service as long as the loading of its model makes progress. Raises TimeoutError."""
     path, known = process_spec.progress_path(), None
     while True:
         try:

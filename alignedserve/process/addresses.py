@@ -103,7 +103,6 @@ class AddressResolver:
         self._threads = ThreadPoolExecutor(_MOST_LOOK_UPS, "look-ups")
 
     def listening(self, address: str) -> tuple[str, ...]:
-        """See AddressBook."""
         return self._book.listening(address) if self._book is not None else (address,)
 
     async def publish(self, name: str, address: str) -> None:
@@ -179,5 +178,4 @@ def is_gateway(name: str) -> bool:
 
 
 def is_name(address: str) -> bool:
-    """Return whether the address is the name of a process."""
     return ":" not in address

@@ -29,7 +29,6 @@ class ChildProcess:
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> None:
-        """Start it anew."""
         self.end()
         command = [sys.executable, "-c", _START, self._module, *sys.path]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # noqa: S603

@@ -187,7 +187,6 @@ class LinkManager:
             self._pending[dialled_address] = []
 
     def _is_wanted(self, address: str) -> bool:
-        """Return whether a new link to this address has a use: not if the last one there is to be."""
         return address in self._diallers and address not in self._stopping
 
     def _received(self, link: Link, message: Message) -> None:
@@ -208,7 +207,6 @@ class LinkManager:
             self._handler.on_lost(link.peer)
 
     def _say_refused(self, problem: str) -> None:
-        """Log why a connection was refused, at most once a minute: a peer that is refused dials again at once."""
         self._num_refused += 1
         now = asyncio.get_running_loop().time()
         if now >= self._say_refused_s:

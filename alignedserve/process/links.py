@@ -101,7 +101,6 @@ class Link(asyncio.Protocol):
 
     @override
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Start the handshake and the liveness timer."""
         self._transport = cast(asyncio.Transport, transport)  # of a stream; uvloop's are of no asyncio class
         self._on_made(self)
         if self._transport.get_extra_info("socket").family != socket.AF_UNIX:
@@ -112,7 +111,6 @@ class Link(asyncio.Protocol):
 
     @override
     def data_received(self, data: bytes) -> None:
-        """Split the stream into frames; malformed input closes the connection."""
         self._last_heard_s = self._loop.time()
         self._buffer += data
         try:
@@ -130,7 +128,6 @@ class Link(asyncio.Protocol):
 
     @override
     def connection_lost(self, error: Exception | None) -> None:
-        """Notify the owner once."""
         self._transport = None
         if self._watch is not None:
             self._watch.cancel()
@@ -159,14 +156,12 @@ class Link(asyncio.Protocol):
             self._loop.call_soon(self._write_outgoing)
 
     def close(self) -> None:
-        """Drop the connection now; unsent messages are lost."""
         if self._transport is not None:
             self._transport.abort()
 
     # --- inside
 
     def _write_outgoing(self) -> None:
-        """Write what was sent in this turn of the loop at once: one record of TLS, and few calls of the system."""
         outgoing, self._outgoing = self._outgoing, []
         self._is_write_due, self._num_outgoing_bytes = False, 0
         if self._transport is not None:
@@ -238,7 +233,6 @@ class Link(asyncio.Protocol):
         check_proof(self._identity.secret, proof, side, self._nonce, name)
 
     def _watch_silence(self) -> None:
-        """Send a ping and check for the peer's silence, several times within the timeout."""
         timeout_s = self._identity.peer_timeout_s
         if self._loop.time() - self._last_heard_s > timeout_s:
             if self.peer is not None:
@@ -256,7 +250,6 @@ class Link(asyncio.Protocol):
 
 
 def _check_dialled(dialled: str, name: str) -> None:
-    """Check that the process which was dialled by its name has answered: its former port may be another's by now."""
     if dialled not in ("", name):
         raise ProtocolError(f"{dialled} was dialled and {name} answered")
 

@@ -35,7 +35,6 @@ class LoadingProgress:
         self._write()
 
     def tensor_read(self, num_bytes: int) -> None:
-        """Count a tensor."""
         done = self._done
         # Never beyond the whole, which is by the model's configuration: a form of weights may need more.
         self._done = done._replace(read_bytes=min(done.read_bytes + num_bytes, done.total_bytes))
@@ -43,7 +42,6 @@ class LoadingProgress:
             self._write()
 
     def layer_packed(self) -> None:
-        """Count a layer."""
         self._done = self._done._replace(num_layers=self._done.num_layers + 1)
 
     def finish(self) -> None:

@@ -70,7 +70,6 @@ class HeldMessages:
         self._held: list[_Held] = []
 
     def take(self, peer: str, message: Message) -> None:
-        """Deliver the message, now or later."""
         prepared = [one for one in self._prepare(message) if not one.done()]
         if not prepared and not self._held:
             self._deliver(peer, message)
@@ -89,11 +88,9 @@ class HeldMessages:
         self._release()
 
     def close(self) -> None:
-        """Deliver nothing more."""
         self._held.clear()
 
     def _release(self) -> None:
-        """Deliver what is prepared and behind nothing that is not."""
         waiting, self._held = self._held, []
         subjects: set[str] = set()
         for held in waiting:
@@ -225,11 +222,9 @@ class LogicDriver(Generic[EventT, CommandT]):
                     self._meter.commanded(command)
 
     def on_linked(self, peer: Peer) -> None:
-        """See LinkHandler."""
         self.dispatch(PeerConnected(peer.role, peer.name))
 
     def on_message(self, peer: Peer, message: Message) -> None:
-        """See LinkHandler."""
         if isinstance(message, RegistrationRefused):
             logger.error("the router refuses this process: %s", message.reason)
             return
@@ -242,7 +237,6 @@ class LogicDriver(Generic[EventT, CommandT]):
             self._held.take(peer.name, message)
 
     def on_lost(self, peer: Peer) -> None:
-        """See LinkHandler."""
         if self._held is not None:
             self._held.drop(peer.name)
         self.dispatch(PeerDisconnected(peer.role, peer.name))
@@ -267,6 +261,5 @@ class LogicDriver(Generic[EventT, CommandT]):
             self.dispatch(Received(peer, message))
 
     def _tick(self) -> None:
-        """Dispatch a tick, from a timer instead of a task: the loop then reports errors, which end a hosted process."""
         self._timer = self._loop.call_later(TICK_S, self._tick)
         self.dispatch(Ticked())

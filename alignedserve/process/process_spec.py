@@ -40,11 +40,9 @@ class ProcessSpec:
 
     @property
     def router_name(self) -> str:
-        """Return the name of the router of its deployment."""
         return deployed_name(ROUTER, self.deployment_id)
 
     def identity(self) -> Identity:
-        """Return its identity on links."""
         return Identity(self.role, self.name, self.secret, self.peer_timeout_s, self.credentials)
 
     def prefix_key(self) -> bytes:

@@ -25,7 +25,6 @@ class Recorder:
     """Writes decisions to a file. An error of the file ends the recording, never the process."""
 
     def __init__(self, file: BinaryIO, encoder: RecordEncoder, opening: bytes, max_bytes: int) -> None:
-        """Take over the file. `opening`: its first frame."""
         self._file: BinaryIO | None = file
         self._encoder = encoder
         self._num_left = max_bytes
@@ -38,7 +37,6 @@ class Recorder:
             self._pending.append((event, now, commands))
 
     def write(self) -> None:
-        """Write the added decisions. Every tick flushes them, so that little is lost with a killed process."""
         pending, self._pending = self._pending, []
         for event, now, commands in pending:
             self._write(self._encoder.decision(event, now, commands))
@@ -46,7 +44,6 @@ class Recorder:
                 self._flush()
 
     def close(self) -> None:
-        """End the recording."""
         self.write()
         self._end(CLOSED)
 

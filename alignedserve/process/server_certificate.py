@@ -62,7 +62,6 @@ class ServerCertificate:
             self.reload_if_changed()
 
     def _load(self) -> ssl.SSLContext:
-        """Return the TLS settings with what the files hold. Raises ConfigError."""
         check_period(self._certificate)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2

@@ -36,7 +36,6 @@ class Credentials:
         return self._context(ssl.PROTOCOL_TLS_SERVER)
 
     def dialler_context(self) -> ssl.SSLContext:
-        """Return the TLS settings of a process that opens connections. Names are checked by `check_certificate`."""
         return self._context(ssl.PROTOCOL_TLS_CLIENT)
 
     def _context(self, protocol: int) -> ssl.SSLContext:
@@ -136,7 +135,6 @@ def _private_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def _load_chain(context: ssl.SSLContext, pem: bytes) -> None:
-    """Load a key and its certificate, which OpenSSL reads from files alone."""
     if hasattr(os, "memfd_create"):
         with open(os.memfd_create("credentials"), "wb") as in_memory:  # without a name in any folder
             in_memory.write(pem)

@@ -68,7 +68,6 @@ class TurnThreads:
             work.done.set_result(result)
 
     def _taken(self) -> _Work | None:
-        """Return the work whose turn it is; None: all was cancelled."""
         with self._lock:
             real_time, best_effort = self._waiting[True], self._waiting[False]
             if real_time and not (best_effort and self._num_in_a_row >= _REAL_TIME_TURNS):

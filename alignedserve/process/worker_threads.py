@@ -66,7 +66,6 @@ class WorkerThreads:
 
 
 def _outcome_of(work: Callable[[], T]) -> Callable[[], T]:
-    """Run the work and return a function that returns its result, or raises its exception, on any thread."""
     future: Future[T] = Future()
     try:
         future.set_result(work())

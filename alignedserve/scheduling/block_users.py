@@ -42,7 +42,6 @@ class LeavingUsers:
         self._num_users: dict[int, int] = num_users or {}  # by the identity of blocks that some have left
 
     def copy(self) -> "LeavingUsers":
-        """Return a copy, for a trial."""
         return LeavingUsers(self._held, dict(self._num_users))
 
     def leave(self, request_id: RequestId, num_kept: int = 0) -> int:

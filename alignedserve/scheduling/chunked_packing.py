@@ -36,7 +36,7 @@ class Order:
     def keeps(self) -> Ints:
         """Rows that hold blocks; the last loses them first. Few decisions ask for it."""
         holders = rows_where(self.is_holder)
-        return holders[np.lexsort(tuple(one[holders] for one in self.kept_by))]
+        return holders[np.lexsort(tuple(ints[holders] for ints in self.kept_by))]
 
 
 def order_of(view: WorkerView, key: Floats, *, group: Ints, level: Ints, keep: Floats | None = None) -> Order:
@@ -53,7 +53,6 @@ def order_of(view: WorkerView, key: Floats, *, group: Ints, level: Ints, keep: F
 
 
 def class_of(view: WorkerView) -> Ints:
-    """Return, by row, 0 for real-time and 1 for best-effort requests."""
     return np.where(view.table.is_real_time, 0, 1)
 
 
@@ -82,7 +81,6 @@ class ChunkedPacking:
         self._closed_from = int(order.level.max(initial=0)) + 1  # newcomers from this level on wait
 
     def plan(self) -> IterationPlan:
-        """Schedule requests in their turns until places or tokens run out."""
         turns = self._order.turns
         is_ready = self._order.is_ready[turns]
         ends = [*(rows_where(is_ready[1:] != is_ready[:-1]) + 1).tolist(), len(turns)]
@@ -118,7 +116,6 @@ class ChunkedPacking:
         return num_tokens > 0 and self._packer.add(row, num_tokens)
 
     def _has_place(self, row: int) -> bool:
-        """Return whether there is a place, after the last of worse levels has given up its own if there was none."""
         packer, level = self._packer, self._order.level
         if packer.num_places_left > 0:
             return True
@@ -128,7 +125,6 @@ class ChunkedPacking:
         return worse is not None
 
     def _enter(self, row: int) -> bool:
-        """Schedule the first chunk of a newcomer; return False if memory, a place or time is short: none overtakes."""
         packer, at_most = self._packer, self._chunk_rule(self._packer, row)
         missing = packer.blocks_needed(row, 1) + self._watermark - packer.num_free
         if at_most < 1 or (missing > 0 and not self._claim(row, missing)):
@@ -136,7 +132,6 @@ class ChunkedPacking:
         return self._add_chunk(row, at_most)
 
     def _claim(self, row: int, missing: int) -> bool:
-        """Take the missing blocks, including the watermark, from holders of worse levels, which none then enters."""
         level, holders = self._order.level, self._staying(self._order.keeps)
         worse = [other for other in holders if self._view.can_evict and level[other] > level[row]]
         if not self._packer.num_scheduled and len(worse) == len(holders):
@@ -149,7 +144,6 @@ class ChunkedPacking:
         return True
 
     def _after(self, row: int) -> list[int]:
-        """Return the holders that lose their blocks before this one does."""
         if not self._view.can_evict:
             return []
         keeps = self._order.keeps

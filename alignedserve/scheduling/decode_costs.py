@@ -13,7 +13,6 @@ _MIXING_TOLERANCE = 0.1  # about the error of a learned cost model
 
 
 def decode_work(table: RequestTable) -> IterationWork:
-    """Return one token of every request whose whole cache is on the device."""
     work = IterationWork()
     on_device = (table.num_remaining == 1) & (table.num_blocks > 0) & (table.num_swapped == 0)
     note_decodes(work, table, np.flatnonzero(on_device))

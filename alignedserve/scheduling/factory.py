@@ -154,7 +154,6 @@ def with_yielding(scheduling: SchedulingConfig, *, can_stop: bool, decodes_here:
 
 
 def _may_yield(scheduling: SchedulingConfig) -> bool:
-    """Return whether passes stop between layers, if the engine can."""
     wanted = scheduling.yield_between_layers
     return policy_entry(scheduling.policy).yields if wanted is None else wanted
 

@@ -40,25 +40,21 @@ class FcfsIterationScheduler:
         predicted_len: float | None,
         begun_s: float = 0.0,
     ) -> None:
-        """See PolicyIterationScheduler. Times and prediction are ignored here."""
         self._remaining[request.request_id] = request.prompt_len + num_generated - num_cached
 
     def leave(self, request_id: RequestId) -> None:
-        """See PolicyIterationScheduler."""
         self._remaining.pop(request_id, None)
 
     def set_predicted_length(self, request_id: RequestId, predicted_len: float) -> None:
-        """See PolicyIterationScheduler. The order does not depend on it."""
+        """The order does not depend on it."""
 
     def choose(self, now: float) -> Slices:
-        """See PolicyIterationScheduler."""
         slices = plan_chunks(self._remaining.items(), self._max_tokens)
         for request_id, num_tokens in slices:
             self._remaining[request_id] -= num_tokens
         return slices
 
     def choose_urgent(self, request_ids: Sequence[RequestId], now: float) -> Slices:
-        """See PolicyIterationScheduler: none, as it knows no urgent ones."""
         return ()
 
     def completed(
@@ -69,8 +65,7 @@ class FcfsIterationScheduler:
         *,
         is_urgent: bool = False,
         turn_s: float = 0.0,
-    ) -> None:
-        """See PolicyIterationScheduler."""
+    ) -> None: ...
 
 
 class PolicyIterationScheduler:
@@ -90,7 +85,6 @@ class PolicyIterationScheduler:
 
     @property
     def may_yield(self) -> bool:
-        """Return whether urgent iterations may begin within one in flight."""
         return self._urgent is not None
 
     def enter(
@@ -124,7 +118,6 @@ class PolicyIterationScheduler:
             self._state.set_predicted_length(request_id, predicted_len)
 
     def choose(self, now: float) -> Slices:
-        """Choose how many tokens each request computes in the iteration that begins now."""
         plan = self._scheduler.policy.plan(self._view(now))
         assert not plan.evictions, "evictions on a worker that cannot evict"
         self._state.begin(plan)

@@ -56,21 +56,17 @@ class Packer:
 
     @property
     def rows(self) -> list[int]:
-        """Scheduled rows, in the order in which they were added."""
         return list(self._scheduled)
 
     @property
     def num_scheduled(self) -> int:
-        """Number of scheduled requests."""
         return len(self._scheduled)
 
     @property
     def has_evictions(self) -> bool:
-        """Return whether this plan evicts anything."""
         return bool(self._evictions)
 
     def is_evicted(self, row: int) -> bool:
-        """Return whether this plan evicts the row's cache from the device."""
         return row in self._evictions
 
     def remaining(self, row: int) -> int:
@@ -78,11 +74,9 @@ class Packer:
         return self._context_len(row) - self.num_kept(row)
 
     def num_kept(self, row: int) -> int:
-        """Return the tokens whose cache this request has, none if this plan drops it."""
         return 0 if self._evictions and self._is_dropped(row) else self._num_cached(row)
 
     def blocks_needed(self, row: int, num_tokens: int, *, is_hidden: bool = False) -> int:
-        """Return the free blocks that this many tokens of the request would take, with its cache on the host."""
         is_evicted = row in self._evictions
         wanted = self._memory.blocks_for(
             num_tokens + (0 if is_evicted else self._num_cached(row)),
@@ -91,7 +85,6 @@ class Packer:
         return max(wanted - (0 if is_evicted else self._num_blocks(row)), 0)
 
     def fits(self, row: int, num_tokens: int) -> bool:
-        """Return whether blocks, tokens and places are left for it."""
         if self.num_places_left < 1 or num_tokens > self.num_tokens_left:
             return False
         return self.blocks_needed(row, num_tokens) <= self.num_free
@@ -182,8 +175,8 @@ class Packer:
             self.num_free_host -= leaving
             self.work.swap_out_tokens += self._copied(row, leaving)
         self._evictions[row] = PlannedEviction(row, how, None if leaving == on_device else num_tokens)
-        kept = self._memory.blocks_for(on_device - leaving, is_hidden=self._is_hidden(row))
-        self.num_free += self._freed(self._leaving, row, kept if leaving < on_device else 0)
+        blocks = self._memory.blocks_for(on_device - leaving, is_hidden=self._is_hidden(row))
+        self.num_free += self._freed(self._leaving, row, blocks if leaving < on_device else 0)
 
     def num_freed_by(self, rows: Iterable[int]) -> int:
         """Return how many blocks would become free if these requests were dropped as well, one after the other."""
@@ -191,7 +184,6 @@ class Packer:
         return sum(self._freed(trial, row, 0) for row in rows)
 
     def _freed(self, leaving: LeavingUsers | None, row: int, num_kept: int) -> int:
-        """Return the blocks that a request frees as it leaves all but its first ones."""
         num_left = self._num_blocks(row) - num_kept
         return num_left if leaving is None else num_left - leaving.leave(self._view.table.request_ids[row], num_kept)
 
@@ -209,7 +201,6 @@ class Packer:
         return True
 
     def depart(self, row: int) -> None:
-        """Let a request leave to the pool; its blocks are free later."""
         self._departures.append(row)
 
     def bring_back(self, row: int) -> bool:
@@ -223,7 +214,6 @@ class Packer:
         return True
 
     def withdraw(self, row: int) -> int:
-        """Remove a scheduled request from the plan; return its tokens."""
         part = self._scheduled.pop(row)
         self.num_free += self._taken_by(part)
         self.num_tokens_left += part.num_tokens
@@ -236,15 +226,12 @@ class Packer:
         return part.num_tokens
 
     def _taken_by(self, part: ScheduledRequest) -> int:
-        """Return the free blocks that a scheduled request, just withdrawn, had taken."""
         return self.blocks_needed(part.row, part.num_tokens, is_hidden=part.is_hidden)
 
     def predicted_s(self) -> float:
-        """Return the predicted seconds of the iteration as packed so far."""
         return self._view.costs.iteration_s(self.work)
 
     def plan(self) -> IterationPlan:
-        """Return the finished plan."""
         is_added_up = not (self._evictions or self._uploads or self.work.swap_in_tokens or self.work.swap_out_tokens)
         return IterationPlan(
             *(tuple(self._scheduled.values()), tuple(self._evictions.values()), tuple(self._uploads)),
@@ -253,7 +240,6 @@ class Packer:
         )
 
     def _shares(self) -> tuple[PlannedShare, ...]:
-        """Return the blocks that scheduled requests take a share in."""
         return ()
 
     def _decodes_of(self, rows: list[int]) -> Iterable[tuple[int, ScheduledRequest]]:
@@ -296,13 +282,11 @@ class ReservingPacker(Packer):
 
     @override
     def evict(self, row: int, how: EvictionMode, num_tokens: int | None = None) -> None:
-        """Evict the cache of this request, and free its reservation."""
         super().evict(row, how, num_tokens)
         self.num_free += self._reserved.pop(row, 0)
 
     @override
     def num_freed_by(self, rows: Iterable[int]) -> int:
-        """Return how many blocks would become free, with those reserved for these requests."""
         leaving = list(rows)
         return super().num_freed_by(leaving) + sum(self._reserved.get(row, 0) for row in leaving)
 
@@ -346,6 +330,5 @@ def add_earliest(packer: Packer, view: WorkerView, at_most: int) -> None:
 
 
 def by_arrival(view: WorkerView, rows: Ints, at_most: int | None = None) -> list[int]:
-    """Return `RequestTable.by_arrival` as a list."""
     chosen: list[int] = view.table.by_arrival(rows, at_most).tolist()
     return chosen

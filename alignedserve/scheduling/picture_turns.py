@@ -69,7 +69,6 @@ class ExpectedTurns:
         self._mean_s = 0.0
 
     def note(self, turn_s: float) -> None:
-        """Note the turn before an iteration that has ended; 0: there was none."""
         if turn_s or self._mean_s:
             self._mean_s += _WEIGHT * (turn_s - self._mean_s)
             self._mean_s = self._mean_s if self._mean_s >= _LEAST_S else 0.0
@@ -87,9 +86,7 @@ class CostsWithTurns:
         self._turn_s = turn_s
 
     def iteration_s(self, work: IterationWork) -> float:
-        """See CostModel."""
         return self._costs.iteration_s(work) + self._turn_s
 
     def swap_s(self, num_tokens: float) -> float:
-        """See CostModel."""
         return self._costs.swap_s(num_tokens)

@@ -78,7 +78,6 @@ class PriorityPacking:
         return in_order
 
     def _continue(self, row: int) -> None:
-        """Schedule the next token or chunk of a request on the device; it pauses if no memory can be claimed."""
         if self._packer.is_evicted(row):
             self._is_closed = True  # no request behind it takes the blocks that it lacked
             return
@@ -105,7 +104,6 @@ class PriorityPacking:
         return packer.add(row, min(num_tokens, packer.num_tokens_left))
 
     def _claim(self, row: int, missing: int) -> bool:
-        """Take the missing blocks, including the watermark, from requests at worse levels."""
         holders, can_claim = self._staying(), self._preemption is not Preemption.DEFER
         worse = [other for other in holders if can_claim and self._level[other] > self._level[row]]
         if self._packer.work.is_empty and len(worse) == len(holders):
@@ -113,11 +111,9 @@ class PriorityPacking:
         return self._displace(worse, missing)
 
     def _staying(self) -> list[int]:
-        """Return the requests with cache on the device, the soonest to run first."""
         return [row for row in self._holders if not self._packer.is_evicted(row)]
 
     def _displace(self, candidates: list[int], missing: int) -> bool:
-        """Evict from the end of `candidates` until enough blocks are free; evict none if all would be too few."""
         how = EvictionMode.SWAP if self._preemption is Preemption.SWAP else EvictionMode.DROP
         victims = candidates if self._view.can_evict else []
         return displace(self._packer, victims, missing, lambda row: self._packer.evict(row, how))
@@ -148,7 +144,6 @@ class PriorityPacking:
                 packer.upload(row)
 
     def _is_hidden_copy(self, row: int, num_tokens: int, compute_s: float) -> bool:
-        """Return whether the pass still hides all copies with this one added."""
         work, is_hidden = self._packer.work, bool(self._view.table.is_hidden[row])
         copied = work.swap_in_tokens + work.swap_out_tokens
         return (
@@ -157,6 +152,5 @@ class PriorityPacking:
         )
 
     def _by_wait(self, rows: Ints) -> list[int]:
-        """Return these rows, the soonest to run first."""
         ordered: list[int] = rows[np.lexsort((self._rank[rows], self._wait_s[rows], self._level[rows]))].tolist()
         return ordered

@@ -24,7 +24,6 @@ class RequestRuntimeModel(NamedTuple):
     decode_s: float  # beta
 
     def prefill_s(self, num_tokens: Floats) -> Floats:
-        """Return the time of a prompt (equation 4)."""
         return num_tokens * self.prefill_token_s
 
     def remaining_s(self, table: RequestTable, num_left: Floats) -> Floats:
@@ -62,7 +61,6 @@ class PrefillTimes(NamedTuple):
 
 
 def measure_prefill_times(costs: CostModel) -> PrefillTimes:
-    """Measure the curve of this cost model."""
     return PrefillTimes(tuple(alone_s(costs, length, is_prompt=True) for length in PROMPT_LENGTHS))
 
 
@@ -98,7 +96,6 @@ class RefreshedEstimate(Generic[T]):
         self._num_asked = 0
 
     def of(self, costs: CostModel) -> T:
-        """Return the estimate for the next decision; `costs` are the worker's."""
         if self._probed is None or (self._given is None and self._num_asked % _DECISIONS_PER_PROBE == 0):
             self._probed = self._probe(costs)
         self._num_asked += 1

@@ -251,8 +251,8 @@ class SchedulerState:
             leaving = on_device if part.num_tokens is None else part.num_tokens
             assert 0 < leaving <= on_device, "swaps out what is not on the device"
             assert leaving <= self.num_free_host, "no free host memory"
-            kept = self._blocks_for(row, on_device - leaving) if leaving < on_device else 0
-            left = EvictionResult(int(table.num_blocks[row]) - kept, leaving)
+            blocks = self._blocks_for(row, on_device - leaving) if leaving < on_device else 0
+            left = EvictionResult(int(table.num_blocks[row]) - blocks, leaving)
             table.num_swapped[row] += leaving
             self.num_free_host -= leaving
         if left.num_blocks and self.shared.part(table.request_ids[row]) is not None:
@@ -319,7 +319,6 @@ class SchedulerState:
         return note_completed(self.table, self._rows, self._num_tokens, now=now, duration_s=duration_s)
 
     def _count_recomputed(self) -> None:
-        """Count what the iteration computed of tokens that had a cache before; call it before its end is noted."""
         table = self.table
         for row, num_tokens in zip(self._rows.tolist(), self._num_tokens.tolist(), strict=True):
             request_id = table.request_ids[row]

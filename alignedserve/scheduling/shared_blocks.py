@@ -31,7 +31,6 @@ class AllocationResult(NamedTuple):
 
 
 def slots_in_last(num_tokens: int, block_size: int) -> int:
-    """Return the slots that `num_tokens`, one or more, take in the last of their blocks."""
     return (num_tokens - 1) % block_size + 1
 
 
@@ -52,22 +51,18 @@ class SharedBlocks:
         return len(self._partners) // 2
 
     def pairs(self) -> Iterator[Pair]:
-        """Iterate over the pairs."""
         for one, other in self._partners.items():
             if self._table.is_real_time[self._table.row(one)]:
                 yield Pair(one, other)
 
     def partner(self, request_id: RequestId) -> RequestId | None:
-        """Return the request that shares the last block of this one; None: it is its own."""
         return self._partners.get(request_id)
 
     def partner_rows(self) -> dict[int, int]:
-        """Return the row that shares the last block of a row, for the rows of all pairs."""
         row = self._table.row
         return {row(one): row(other) for one, other in self._partners.items()}
 
     def share(self, request_id: RequestId, other: RequestId) -> None:
-        """Let these two, of different classes, share their last block from now on."""
         is_real_time, row = self._table.is_real_time, self._table.row
         assert is_real_time[row(request_id)] != is_real_time[row(other)], "two of a class would fill the same slots"
         assert request_id not in self._partners, "a block shared by three"
@@ -75,7 +70,6 @@ class SharedBlocks:
         self._partners[request_id], self._partners[other] = other, request_id
 
     def part(self, request_id: RequestId) -> RequestId | None:
-        """Note that this request leaves the block that it shares, if any; return the one whose own it is then."""
         other = self._partners.pop(request_id, None)
         if other is not None:
             del self._partners[other]

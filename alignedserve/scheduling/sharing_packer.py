@@ -44,11 +44,9 @@ class SharingPacker(Packer):
         return self._partners.get(row)
 
     def joins(self, row: int) -> bool:
-        """Return whether this scheduled row takes a share of the last block of another by this plan."""
         return row in self._joined
 
     def is_joined(self, row: int) -> bool:
-        """Return whether a scheduled row takes a share of this one's last block by this plan."""
         return row in self._joined.values()
 
     def num_on_device(self, row: int) -> int:
@@ -102,7 +100,6 @@ class SharingPacker(Packer):
 
     @override
     def blocks_needed(self, row: int, num_tokens: int, *, is_hidden: bool = False) -> int:
-        """Return the free blocks that this many tokens of the request would take, with its cache on the host."""
         num_blocks = super().blocks_needed(row, num_tokens, is_hidden=is_hidden)
         if row in self._joined:
             return num_blocks - 1
@@ -135,7 +132,6 @@ class SharingPacker(Packer):
 
     @override
     def withdraw(self, row: int) -> int:
-        """Remove a scheduled request from the plan; return its tokens."""
         num_tokens = super().withdraw(row)
         del self._taken[row]
         if self._joined.pop(row, None) is not None and row in self._partners:
@@ -154,7 +150,6 @@ class SharingPacker(Packer):
 
     @override
     def note_work(self, work: IterationWork, row: int, num_tokens: int) -> None:
-        """Add the tokens to `work` that the request computes, and the tokens that it moves out of a shared block."""
         super().note_work(work, row, num_tokens)
         if row in self._left if row in self._taken else self._leaves_partner(row, num_tokens):
             moved = self._copied(row, slots_in_last(self.num_on_device(row), self._block_size))
@@ -187,7 +182,6 @@ class SharingPacker(Packer):
         return self._slots_with(row, 0 if part is None else part.num_tokens)
 
     def _leaves_partner(self, row: int, num_tokens: int) -> bool:
-        """Return whether a best-effort row no longer fits beside its partner after `num_tokens` more."""
         other = self._partners.get(row)
         if other is None or row in self._joined or self._table.is_real_time[row]:
             return False

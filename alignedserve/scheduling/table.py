@@ -38,7 +38,6 @@ class Columns(NamedTuple):
 
     @classmethod
     def zeros(cls, capacity: int) -> "Columns":
-        """Return columns of `capacity` rows, all zero."""
         return cls(
             np.zeros((len(_INTS), capacity), np.int64),
             np.zeros((len(_FLOATS), capacity), np.float64),
@@ -46,7 +45,6 @@ class Columns(NamedTuple):
         )
 
     def with_space(self, num_rows: int) -> "Columns":
-        """Return the same columns with `num_rows` empty rows after them."""
         more = Columns.zeros(num_rows)
         return Columns(
             np.concatenate((self.ints, more.ints), axis=1),
@@ -227,7 +225,6 @@ class RequestTable:
         return np.where(has_begun, self.first_token_s + after_first_s, self.arrival_s + self.ttft_s)
 
     def _bind(self) -> None:
-        """Make the public columns views of as many rows as there are."""
         num_rows = len(self.request_ids)
         for names, stack in zip(COLUMN_NAMES, self.columns, strict=True):
             for name, column in zip(names, stack[:, :num_rows], strict=True):

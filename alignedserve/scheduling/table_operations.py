@@ -45,7 +45,6 @@ def fitting_decodes(
 
 
 def growing_rows(table: RequestTable, memory: DeviceMemory, rows: Ints, num_tokens: Ints) -> list[bool]:
-    """Return which of these rows take blocks or come back from the host as they compute `num_tokens`."""
     if table.has_kernels and not memory.state_blocks:
         grows = native.growing_rows(table.columns, len(table), rows, num_tokens, _sizes(memory))
         assert grows is not None, "computes tokens that are not known yet"
@@ -58,7 +57,6 @@ def growing_rows(table: RequestTable, memory: DeviceMemory, rows: Ints, num_toke
 
 
 def note_completed(table: RequestTable, rows: Ints, num_tokens: Ints, *, now: float, duration_s: float) -> Bools:
-    """Note that these rows computed `num_tokens` in an iteration that ends now; return which of them sampled one."""
     if table.has_kernels:
         return native.note_completed(table.columns, len(table), rows, num_tokens, now=now, duration_s=duration_s)
     table.num_cached[rows] += num_tokens

@@ -64,7 +64,6 @@ def _require_pooling(topology: Topology, name: str, params: Mapping[str, Any]) -
 
 
 def _set_fields(config: ClusterConfig) -> list[tuple[str, str]]:
-    """Return the fields that are set in sections that only separate workers have, by section and field."""
     sizes = _sizes(config)
     is_loaded = any(isinstance(size, DefaultSize) for size in sizes.values())  # else they may all be defaults
     return [

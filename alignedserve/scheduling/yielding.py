@@ -64,7 +64,6 @@ class StoppablePass:
     stopped_s: float = 0.0  # so far
 
     def left_s(self, now: float) -> float:
-        """Return how long it will still compute."""
         return max(self.predicted_s + self.stopped_s - (now - self.started_s), 0.0)
 
 
@@ -116,7 +115,6 @@ class Yielding:
     def _who_gain(
         self, view: WorkerView, prompts: Sequence[int], num_left: Floats, left_s: float, pass_s: float
     ) -> list[int]:
-        """Return those that can afford the gap after their next token, or would have that late without a stop."""
         table, rows = view.table, np.array(prompts)
         allowed_s = table.tpot_s[rows] + self._given_back_s(table.tpot_s[rows], num_left[rows] - 2)
         else_s = view.now + left_s + self._runtime.of(view.costs).prefill_s(table.num_remaining[rows])
@@ -125,12 +123,10 @@ class Yielding:
         return chosen
 
     def _is_within_floor(self, stopped: StoppablePass, pass_s: float, urgent_s: float) -> bool:
-        """Return whether the pass still has its share of the time from its start to its end."""
         floor = self._config.best_effort_floor
         return floor * (stopped.stopped_s + urgent_s) <= (1.0 - floor) * pass_s
 
     def _is_in_time(self, view: WorkerView, rows: Ints, num_left: Floats, left_s: float, urgent_s: float) -> bool:
-        """Return whether nobody in the pass becomes late by waiting for so long; who is late anyway does not count."""
         table = view.table
         chats = rows[table.is_real_time[rows]]
         slack_s = table.next_token_due_s[chats] - (view.now + left_s)
@@ -143,18 +139,15 @@ class Yielding:
         return not ((slack_s >= 0.0) & (slack_s < urgent_s)).any()
 
     def _given_back_s(self, tpot_s: Floats, num_later: Floats) -> Floats:
-        """Return by how much so many later gaps, of each, are likely to be shorter than they may be."""
         bound = np.where(np.isfinite(tpot_s), tpot_s, 0.0)  # else nothing has to be given back
         return self._config.later_share * bound * np.maximum(num_later, 0.0)
 
 
 def _best_effort_share(table: RequestTable, flight: Flight) -> float:
-    """Return the share of the pass's tokens that are best-effort ones."""
     return float(flight.num_tokens @ ~table.is_real_time[flight.rows]) / max(int(flight.num_tokens.sum()), 1)
 
 
 def _num_first_tokens(table: RequestTable, flight: Flight) -> int:
-    """Return how many chats get their first token with the pass."""
     rows = flight.rows
     begin = table.is_real_time[rows] & (table.num_generated[rows] == 0)
     return int(np.count_nonzero(begin & (table.num_remaining[rows] == flight.num_tokens)))

@@ -55,15 +55,12 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return True if __obj is __self.step else super().call(__context, __obj, *args, **kwargs)
 
     def joined(self, *values: Any) -> str:
-        """Return what `~` makes of values."""
         texts = [str(value) for value in values]
         check_length(sum(map(len, texts)))
         return "".join(texts)
 
 
 class _Watched(NodeTransformer):
-    """Puts calls into loops, which `BoundedEnvironment.call` sees, and in the place of `~`."""
-
     def visit_For(self, node: nodes.For) -> nodes.For:  # noqa: N802  (jinja2 finds it by this name)
         self.generic_visit(node)
         step = _call("step", [], node.lineno)

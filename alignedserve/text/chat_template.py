@@ -167,8 +167,6 @@ class ChatTemplate:
 
 
 class _GenerationBlocks(Extension):
-    """`{% generation %}` marks answers for training; for serving it is its content."""
-
     tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
 
     @override
@@ -185,7 +183,6 @@ def _environment() -> jinja2.Environment:
 
 
 def _joined(pieces: Iterator[str]) -> str:
-    """Return the pieces as one text, which is bounded."""
     texts, length = [], 0
     for piece in pieces:
         texts.append(piece)
@@ -195,7 +192,6 @@ def _joined(pieces: Iterator[str]) -> str:
 
 
 def _in_form(message: Message, form: CallForm | None) -> dict[str, Any]:
-    """Return the message as the template wants it; its calls come with an object of arguments and a text."""
     shown = dict(message)
     if form is None or "tool_calls" not in message:
         return shown
@@ -207,7 +203,6 @@ def _in_form(message: Message, form: CallForm | None) -> dict[str, Any]:
 
 
 def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
-    """Return the message with a list of parts for a text."""
     content = message.get("content")
     return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 

@@ -18,7 +18,6 @@ def control_mark(content: str) -> str:
 
 
 def without_marks(text: str) -> str:
-    """Return the text without the characters that mark something."""
     return text.replace(MARK_START, "").replace(MARK_END, "").replace(OPEN_MARK, "")
 
 

@@ -60,7 +60,6 @@ class PreTokenizer:
     normal_form: str | None = None
 
     def definition(self) -> dict[str, Any]:
-        """Return it as tokenizer.json has it."""
         steps: list[dict[str, Any]] = [{"type": "Digits", "individual_digits": True}] if self.has_single_digits else []
         split = {"type": "Split", "pattern": {"Regex": self.pattern}, "behavior": "Isolated", "invert": False}
         byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
@@ -142,7 +141,6 @@ class _Vocabulary:
         self.scores = self._numbers(file, "scores", np.float32)
 
     def added_tokens(self) -> list[dict[str, Any]]:
-        """Return the tokens that are found in a text before it is cut into words."""
         return [
             {
                 "id": token_id,
@@ -158,7 +156,6 @@ class _Vocabulary:
         ]
 
     def special_tokens(self) -> dict[str, str]:
-        """Return the tokens that chat templates name."""
         found = {}
         for name, entry in _SPECIAL_TOKENS.items():
             token_ids = self._entries.token_ids(f"tokenizer.ggml.{entry}", len(self.tokens))
@@ -167,7 +164,6 @@ class _Vocabulary:
         return found
 
     def beginning(self, adds_bos: bool) -> dict[str, Any] | None:
-        """Return the post-processor that puts the first token before a text."""
         token = self.special_tokens().get("bos_token")
         if token is None or not self._entries.flag("tokenizer.ggml.add_bos_token", adds_bos):
             return None

@@ -15,7 +15,6 @@ class SlicedPattern:
         self.max_len = max_len
 
     def finditer(self, text: str) -> Iterator[re.Match[str]]:
-        """Yield the matches as `re` would."""
         position = 0
         while position < len(text):
             end = position + _SLICE_LEN
@@ -36,7 +35,6 @@ class SlicedPattern:
         return [*pieces, text[start:]]
 
     def sub(self, replace: Callable[[re.Match[str]], str], text: str) -> str:
-        """Return the text with every match replaced."""
         pieces: list[str] = []
         start = 0
         for found in self.finditer(text):

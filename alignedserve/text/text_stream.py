@@ -48,14 +48,12 @@ class ByteStream:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Return the text that these tokens complete."""
         if len(token_ids) == 1 and self._is_between_characters:
             known = self._whole.get(token_ids[0])
             return known if known is not None else self._push_new(token_ids[0])
         return self._push_all(token_ids)
 
     def _push_new(self, token_id: int) -> str:
-        """Return the text of a token between characters that is not known yet, or is not always whole."""
         text = self._push_all((token_id,))
         if self._is_between_characters and token_id not in self._special_ids:
             self._whole[token_id] = text
@@ -72,7 +70,6 @@ class ByteStream:
         return self._token_bytes(token_id)
 
     def end(self) -> str:
-        """Return the buffered text."""
         return self._decoder.decode(b"", final=True)
 
 
@@ -94,11 +91,9 @@ class WindowStream:
         self._num_shown = len(shown)
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Return the text that these tokens complete."""
         return "".join([self._push_one(token_id) for token_id in token_ids])
 
     def end(self) -> str:
-        """Return the buffered text."""
         return self._new_text()
 
     def _whole(self, token_ids: list[int]) -> list[int]:
@@ -122,7 +117,6 @@ class WindowStream:
         return self._take(text)
 
     def _take(self, text: str) -> str:
-        """Return the text of the held tokens, which stay as the neighbours of the next; those shown before go."""
         if self._num_shown < len(self._window):
             del self._window[: self._num_shown]
             self._num_shown = len(self._window)

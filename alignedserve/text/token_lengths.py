@@ -51,7 +51,6 @@ def _keeps_text(definition: Mapping[str, Any], kinds: list[str]) -> bool:
 
 
 def _is_no_cut(normalizer: Mapping[str, Any]) -> bool:
-    """Return whether what it replaces, if it does, is not longer than what stands there then."""
     if normalizer.get("type") != "Replace":
         return True
     replaced = (normalizer.get("pattern") or {}).get("String")
@@ -59,7 +58,6 @@ def _is_no_cut(normalizer: Mapping[str, Any]) -> bool:
 
 
 def _parts(described: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
-    """Yield a normalizer or pre-tokenizer, and those in it."""
     if described is None:
         return
     yield described

@@ -40,7 +40,6 @@ class TextPieces:
 
 
 def pieces_for(decoder: Mapping[str, Any] | None) -> ByteLevelPieces | TextPieces:
-    """Return the pieces of a vocabulary with this decoder, as `tokenizer.json` describes it."""
     parts = [] if decoder is None else decoder.get("decoders", [decoder])
     kinds = [str(part.get("type")) for part in parts]
     return ByteLevelPieces() if kinds == ["ByteLevel"] else TextPieces(frozenset(kinds))

@@ -167,7 +167,6 @@ class Tokenizer:
         return self.chat_template.render(prompt, now=now)
 
     def _render_open(self, prompt: ChatPrompt, *, now: datetime) -> str:
-        """Render the conversation up to the end of its last message's text. Raises InvalidRequest."""
         *before, last = prompt.messages
         rendered = self.render_chat(replace(prompt, messages=[*before, _left_open(last)]), now=now)
         shown, mark, after = rendered.rpartition(OPEN_MARK)
@@ -294,12 +293,10 @@ def _encoded(tokenizer: Any, text: str, *, add_special_tokens: bool = False) -> 
 
 
 def _last_text(content: str | Sequence[Mapping[str, Any]]) -> str:
-    """Return the text at the end of a content, whose parts may be pictures too."""
     return content if isinstance(content, str) else str(content[-1].get("text", ""))
 
 
 def _left_open(message: Message) -> Message:
-    """Return the message with a mark behind its text."""
     content, mark = message["content"], OPEN_MARK + OPEN_BLANK
     if isinstance(content, str):
         return {**message, "content": content + mark}
@@ -344,7 +341,6 @@ def _parse(definition: str) -> Any:
 
 
 def _sharing_vocabulary(tokenizer: Any, definition: str) -> Any:
-    """Return another tokenizer of the same definition over the same vocabulary in memory, as reading one takes long."""
     other = tokenizers.Tokenizer(tokenizer.model)
     for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
         if getattr(tokenizer, part) is not None:
@@ -360,7 +356,6 @@ def _added_tokens(tokenizer: Any) -> dict[int, str]:
 
 
 def _room(tokenizer: Any, max_tokens: int, *, is_pair: bool) -> int:
-    """Return the tokens of texts that fit beside the special ones. Raises InvalidRequest."""
     room = max_tokens - int(tokenizer.num_special_tokens_to_add(is_pair))
     if room < 1 + is_pair:
         raise InvalidRequest("truncate_prompt_tokens leaves no room for a text.", param="truncate_prompt_tokens")
@@ -368,7 +363,6 @@ def _room(tokenizer: Any, max_tokens: int, *, is_pair: bool) -> int:
 
 
 def _longest_first(first: int, second: int, room: int) -> tuple[int, int]:
-    """Return the lengths of two texts that share this room; the longer one is shortened first."""
     if first + second <= room:
         return first, second
     shorter = min(first, second, room // 2)

@@ -13,7 +13,6 @@ _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.jinja2")
 
 
 def read_definition(folder: Path) -> str:
-    """Return `tokenizer.json`. Raises ModelError."""
     definition = _read_text(folder / "tokenizer.json", MAX_TOKENIZER_BYTES)
     if definition is None:
         raise ModelNotFound(f"{folder}: tokenizer.json is missing")
@@ -45,7 +44,6 @@ def templates_of(folder: Path, config: Mapping[str, Any]) -> tuple[str | None, s
 
 
 def special_tokens_of(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the special tokens that a config names, such as `bos_token`."""
     tokens = {}
     for name, token in config.items():
         content = token.get("content") if isinstance(token, dict) else token
@@ -82,7 +80,6 @@ def end_token_id(folder: Path) -> int | None:
 
 
 def _read_text(path: Path, limit: int) -> str | None:
-    """Return the file's text; None when there is no file."""
     try:
         with path.open("rb") as file:
             raw = file.read(limit + 1)

@@ -51,7 +51,6 @@ class UsageRow(msgspec.Struct, frozen=True):
 
     @property
     def subject(self) -> UsageSubject:
-        """Return whose use it is."""
         return UsageSubject(self.key, self.model, self.request_class)
 
 
@@ -64,24 +63,20 @@ class UsageResult(NamedTuple):
 
 
 def hour_of(unix_s: float) -> int:
-    """Return the start of the hour of a time, in Unix seconds."""
     return int(unix_s) // HOUR_S * HOUR_S
 
 
 def row_id(subject: UsageSubject) -> str:
-    """Return the subject's name in the store, which contains nothing that a client chose."""
     return hashlib.blake2b(msgspec.json.encode(subject), digest_size=16).hexdigest()
 
 
 def key_id(key: str) -> str:
-    """Return a key's name in the store."""
     return hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
 
 
 def merged(
     deltas: Iterable[tuple[int, UsageSubject, UsageCounts]],
 ) -> dict[tuple[int, UsageSubject], UsageCounts]:
-    """Add up counts by hour and subject."""
     sums: dict[tuple[int, UsageSubject], UsageCounts] = {}
     for hour, subject, counts in deltas:
         sums[hour, subject] = sums.get((hour, subject), UsageCounts()).plus(counts)

@@ -57,14 +57,11 @@ class _Page(Protocol):
 class UsageRecords(Protocol):
     """What it needs of a store of records; see RecordStore."""
 
-    async def read(self, keys: Sequence[str]) -> list[bytes | None]:
-        """See RecordStore."""
+    async def read(self, keys: Sequence[str]) -> list[bytes | None]: ...
 
-    async def commit(self, changes: Sequence[Change], *, unchanged: Mapping[str, bytes | None]) -> bool:
-        """See RecordStore."""
+    async def commit(self, changes: Sequence[Change], *, unchanged: Mapping[str, bytes | None]) -> bool: ...
 
-    async def page(self, index: str, *, after: str | None, limit: int, newest_first: bool) -> _Page | None:
-        """See RecordStore."""
+    async def page(self, index: str, *, after: str | None, limit: int, newest_first: bool) -> _Page | None: ...
 
 
 class UsageStore:
@@ -141,7 +138,6 @@ class UsageStore:
         return found
 
     async def _listed(self, key: str, start_s: int, end_s: int) -> AsyncIterator[list[str]]:
-        """Yield the names of a key's rows of these hours, some at a time: nothing is read behind its first hour."""
         after: str | None = None
         while True:
             page = await self._records.page(_list_of(key), after=after, limit=_PAGE_LEN, newest_first=True)
@@ -166,12 +162,10 @@ class UsageStore:
         return self._first_listed
 
     async def _listed_to(self, first_listed: int) -> int:
-        """Return the newest hour in which a version with lists has counted."""
         raw = (await self._records.read([_LISTED_TO]))[0]
         return int(raw) if raw is not None and raw.isdigit() else first_listed - HOUR_S
 
     async def _list_from(self, start_s: int) -> None:
-        """Put the rows from this hour on into the lists of their keys: an older version may have counted them."""
         end_s = await self._end_s()
         for hour in await self._hours(start_s, end_s) if start_s < end_s else ():
             names = await self._members(f"usage/{hour}", _MAX_SUBJECTS)
@@ -183,7 +177,6 @@ class UsageStore:
                 await self._records.commit(listings, unchanged={})
 
     async def _end_s(self) -> int:
-        """Return the end of the newest hour of which there are rows; zero: there are none."""
         newest = await self._members("usage", 1)
         return int(newest[0]) + HOUR_S if newest else 0
 
@@ -193,8 +186,8 @@ class UsageStore:
 
     async def _rows_of(self, hour: int) -> list[UsageRow]:
         members = await self._members(f"usage/{hour}", _MAX_SUBJECTS)
-        found = await self._read_rows([f"{hour}/{member}" for member in members])
-        return [row for row in found if row is not None]
+        rows = await self._read_rows([f"{hour}/{member}" for member in members])
+        return [row for row in rows if row is not None]
 
     async def _read_rows(self, names: Sequence[str]) -> list[UsageRow | None]:
         found = await self._records.read([f"usage/{name}" for name in names])
@@ -206,7 +199,6 @@ class UsageStore:
 
 
 def _listing(hour: int, subject: UsageSubject) -> Change:
-    """Return the change that puts a row into the list of its key."""
     return AddToIndex(_list_of(subject.key), f"{hour}/{row_id(subject)}", float(hour))
 
 

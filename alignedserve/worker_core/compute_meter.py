@@ -68,7 +68,6 @@ class ComputeMeter:
         ]
 
     def _split(self) -> None:
-        """Split the time of the iteration that has ended; the next one runs by now."""
         if self._ended is None:
             return
         (slices, event), self._ended = self._ended, None

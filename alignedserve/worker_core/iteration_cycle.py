@@ -120,7 +120,6 @@ class IterationCycle(Generic[RequestT, CommandT]):
 
 
 def _failure(reason: str | None) -> tuple[FailureKind, str]:
-    """Return how a failed request is reported; `reason`: why no token can follow."""
     if reason is None:
         return FailureKind.INTERNAL, "the model gave no usable logits"
     return FailureKind.UNSERVABLE, reason

@@ -93,8 +93,6 @@ _NO_WAITS = WaitingTimes(0.0, 0.0, 0.0)
 
 
 class _Begun:
-    """An iteration in flight."""
-
     __slots__ = ("alone_s", "is_switching", "num_yields", "shape", "started_s", "waits", "within_s")
 
     def __init__(
@@ -234,7 +232,6 @@ class _BatchShape:
         self._has_all_grown = False
 
     def update(self, running: Collection[IterationMember], *, has_changed: bool) -> None:
-        """Update to the batch of the iteration that starts."""
         if self._has_all_grown and not has_changed and len(running) == self.size:
             self.sum += self.size
             self.shortest += 1
@@ -245,12 +242,10 @@ class _BatchShape:
         self.shortest, self.longest = min(lengths), max(lengths)
 
     def note_tokens(self, event: IterationCompleted) -> None:
-        """Note whether every member got one token."""
         self._has_all_grown = len(event.sampled) == self.size and not event.forced
 
 
 def totals_of(records: Sequence[IterationRecord]) -> IterationLogTotals:
-    """Return the sums over these iterations."""
     spreads = [record.longest / record.mean for record in records]
     spread_counts = [0] * (len(SPREAD_EDGES) + 1)
     for spread in spreads:

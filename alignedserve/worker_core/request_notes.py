@@ -56,8 +56,6 @@ class WaitingRequest(NamedTuple):
 
 @dataclass(slots=True)
 class _Followed:
-    """A request that the worker has."""
-
     reply_to: str
     attempt: int
     is_prefilled: bool
@@ -242,7 +240,6 @@ class WorkerNotes:
             self._note(load.request_id, Step.LOADING, now, peer=source)
 
     def _stop(self, event: IterationCompleted, now: float) -> None:
-        """Note what the end of an iteration tells of the stop of another, or of its own."""
         if event.is_urgent:
             stood_s = now if event.times is None else min(event.times.started_s, now)
             for request_id in self._urgent:

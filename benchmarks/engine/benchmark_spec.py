@@ -7,10 +7,10 @@ import numpy as np
 from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.block_layout import FP8, INT8
 from alignedserve.core.errors import ConfigError
-from alignedserve.profiling.shapes import SHAPES
 from alignedserve.runtime.attention.backend import AUTO
 from benchmarks.engine.random_blocks import BLOCK_TYPES
 from benchmarks.engine.workloads import RequestGroup
+from lab.profiling.shapes import SHAPES
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +48,14 @@ class EngineBenchmarkSpec:
 
     @property
     def has_random_blocks(self) -> bool:
-        """Return whether the weights are random ones in the blocks of GGUF files."""
         return self.quantization in BLOCK_TYPES and self.model in SHAPES and self.device == "cpu"
 
     @property
     def cache_dtype(self) -> str:
-        """Return the dtype of keys and values."""
         return self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
 
     @property
     def max_context_len(self) -> int:
-        """Return the longest prompt and output together."""
         return max(group.prompt_len + group.output_len for group in self.groups)
 
     @property

@@ -19,7 +19,6 @@ import psutil
 import torch
 import transformers
 
-from alignedserve.profiling.model_loading import load_decoder
 from alignedserve.runtime.device.dtypes import torch_dtype
 from benchmarks.engine.benchmark_spec import EngineBenchmarkSpec
 from benchmarks.engine.throughput import WorkloadRun, make_engine
@@ -27,6 +26,7 @@ from benchmarks.engine.workloads import RequestGroup
 from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.recording import read_figures, write_result
 from benchmarks.measuring.turns import seconds_by_turns
+from lab.profiling.model_loading import load_decoder
 
 PROMPT_LEN, OUTPUT_LEN = 64, 32
 STREAMS = (1, 16)

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 
 import torch
 
-from alignedserve.profiling.shapes import SHAPES
 from alignedserve.runtime.device.devices import rank_devices
 from alignedserve.runtime.engine.engine import Engine
 from alignedserve.runtime.engine.ranks.rank_group import RankGroup
@@ -14,6 +13,7 @@ from alignedserve.runtime.model.built_in import model_path
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.weights.model_spec import ModelSpec
 from benchmarks.engine.benchmark_spec import EngineBenchmarkSpec
+from lab.profiling.shapes import SHAPES
 
 _RANK_TIMEOUT_S = 60.0
 
@@ -37,7 +37,6 @@ def started_ranks(spec: RankEngineSpec, *, uses_process_group: bool = False) -> 
 
 
 def rank_spec(spec: EngineBenchmarkSpec, config: ModelConfig) -> RankEngineSpec:
-    """Return the engine of each rank, with the threads that this process has now."""
     folder = None if spec.model in SHAPES else model_path(spec.model)
     return RankEngineSpec(
         model=ModelSpec(config, folder, spec.dtype, spec.quantization, spec.seed),

@@ -7,7 +7,6 @@ from itertools import chain
 import torch
 
 from alignedserve.core.errors import ConfigError
-from alignedserve.profiling.shapes import SHAPES
 from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.device.timing import DeviceTimer
 from benchmarks.kernels.attention import DECODE, attention_cases, batches, name_of
@@ -17,6 +16,7 @@ from benchmarks.kernels.rows import row_cases
 from benchmarks.measuring.device_ceilings import TOY_SIZES, measure_device_ceilings
 from benchmarks.measuring.device_choice import AUTO, chosen_device
 from benchmarks.measuring.results import DeviceCeilings, KernelReport, KernelRow
+from lab.profiling.shapes import SHAPES
 
 _TOY_BYTES = 1 << 16
 
@@ -86,7 +86,6 @@ def _measure(
 
 
 def _compared(setup: KernelSetup, rows: list[KernelRow]) -> list[KernelRow]:
-    """Return the rows of the mixed batch with their time against that of the even one by the same kernel."""
     mixed, even = (name_of(groups) for groups in batches(setup)[1:3])
     times = {(row.case, row.by): row.microseconds for row in rows}
     return [

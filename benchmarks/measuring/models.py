@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from alignedserve.profiling.shapes import OPT_125M
 from alignedserve.runtime.lora.adapter_modules import adaptable_modules
 from alignedserve.runtime.model.built_in import pocket_folder
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
+from lab.profiling.shapes import OPT_125M
 
 _CONFIG: dict[str, Any] = {
     "architectures": ["OPTForCausalLM"],
@@ -59,7 +59,6 @@ def make_opt_125m(folder: Path) -> Path:
 
 
 def make_gemma3(folder: Path) -> Path:
-    """Write a small Gemma 3, with a window of 256 tokens on ten of twelve layers, in the same way."""
     return _make(folder, _GEMMA3)
 
 

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from alignedserve.cli.machine import describe_machine
+from lab.commands.machine import describe_machine
 
 RESULTS = Path(__file__).parent.parent / "results"
 

@@ -26,12 +26,12 @@ from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.request import RequestClass, Slo
 from alignedserve.costmodel.linear import LinearCoefficients, LinearIterationModel
 from alignedserve.costmodel.links import LinkModel
-from alignedserve.sim.config import SimConfig, SimLinks
-from alignedserve.sim.result import ClassResult, Measure
-from alignedserve.sim.simulation import Simulation
-from alignedserve.workload.requests import TimedRequest, Workload, WorkloadDescription
 from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.recording import write_result
+from lab.sim.config import SimConfig, SimLinks
+from lab.sim.result import ClassResult, Measure
+from lab.sim.simulation import Simulation
+from lab.workload.requests import TimedRequest, Workload, WorkloadDescription
 
 LAYOUT = BlockLayout(block_size=16, num_layers=12, num_kv_heads=12, head_dim=64, dtype="float32")
 LINKS = SimLinks(LinkModel(0.0005, 2e9), LinkModel(0.0005, 2e9), 0.0005)
@@ -54,7 +54,6 @@ SHAPES: dict[str, tuple[Topology, int, int]] = {  # topology, workers that decod
 
 
 def config_of(topology: Topology, num_workers: int, pool_blocks: int) -> SimConfig:
-    """Configure a cluster under `aligned_slo`."""
     memory_bytes = WORKER_BLOCKS * LAYOUT.block_bytes
     cluster = ClusterConfig(
         topology=topology,
@@ -84,7 +83,6 @@ def workload_of(seed: int, num_documents: int, rate: float, *, duration_s: float
 
 
 def measure(name: str, seeds: range) -> dict[str, Any]:
-    """Return what chat and documents get beside each other and alone, the worst of the seeds for chat."""
     topology, num_workers, pool_blocks = SHAPES[name]
     config = config_of(topology, num_workers, pool_blocks)
 
@@ -118,7 +116,6 @@ def _chat_of(results: list[ClassResult]) -> dict[str, float]:
 
 
 def _at(measure: Measure | None, percent: int) -> float:
-    """Return a percentile, the last one is the maximum; without any value infinite."""
     return measure.curve[percent] if measure is not None else float("inf")
 
 

@@ -8,21 +8,21 @@ from typing import Any
 
 import msgspec
 
-from alignedserve.cli.commands.simulation.replay import replay_folder
 from alignedserve.config.loading import load_config
 from alignedserve.config.sections import Topology
 from alignedserve.core.metrics import describe
-from alignedserve.replay.fitting import fit_machine
-from alignedserve.replay.run_file import read_run_metadata
-from alignedserve.replay.simulated import SimulatedMachine, fitted_machine, simulated_requests
 from alignedserve.scheduling.policies import POLICIES
 from alignedserve.scheduling.policy import Mechanism
-from alignedserve.sim.policies import with_policy
-from alignedserve.sim.records import RequestRecord
-from alignedserve.sim.simulation import BEGIN_S
-from alignedserve.workload.build import build_workload
-from alignedserve.workload.catalogue import Library
 from benchmarks.promise.live_load import BEST_EFFORT, CHAT, DOCUMENTS, SEED, STEADY_S, real_time, settings
+from lab.commands.simulation.replay import replay_folder
+from lab.replay.fitting import fit_machine
+from lab.replay.run_file import read_run_metadata
+from lab.replay.simulated import SimulatedMachine, fitted_machine, simulated_requests
+from lab.sim.policies import with_policy
+from lab.sim.records import RequestRecord
+from lab.sim.simulation import BEGIN_S
+from lab.workload.build import build_workload
+from lab.workload.catalogue import Library
 
 NUM_RUNS = 5  # whose means are taken: the same traffic, with other draws of how long iterations take
 Row = dict[str, Any]
@@ -80,7 +80,6 @@ def _chats(records: Sequence[RequestRecord]) -> Row:
 
 
 def _tokens_within(record: RequestRecord, begins_s: float, ends_s: float) -> float:
-    """Return how many tokens came in this time, as if they came evenly from the first to the last."""
     if record.ttft_s is None:
         return 0.0
     first_s, last_s = record.arrival_s + record.ttft_s, record.ended_s
@@ -98,7 +97,6 @@ def _percentiles(values: Iterable[float | None]) -> dict[str, float] | None:
 
 
 def _means(rows: Sequence[Row]) -> Row:
-    """Return the means of rows alike, field by field, of those that have it."""
     found: Row = {}
     for name, value in rows[0].items():
         values = [row[name] for row in rows]

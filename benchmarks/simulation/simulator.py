@@ -22,13 +22,13 @@ from alignedserve.config.sections import (
     Topology,
 )
 from alignedserve.core.request import Slo
-from alignedserve.costmodel.choice import WorkerSpec
-from alignedserve.sim.cluster_hardware import ClusterHardware, simulated_on
-from alignedserve.sim.simulation import Simulation
-from alignedserve.workload.requests import TimedRequest, Workload, WorkloadDescription
-from alignedserve.workload.traces import TraceRow, at_rate, read_trace, shipped_trace
 from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.recording import write_result
+from lab.costmodel.choice import WorkerSpec
+from lab.sim.cluster_hardware import ClusterHardware, simulated_on
+from lab.sim.simulation import Simulation
+from lab.workload.requests import TimedRequest, Workload, WorkloadDescription
+from lab.workload.traces import TraceRow, at_rate, read_trace, shipped_trace
 
 _GIB = 1 << 30
 _SLO = Slo(ttft_s=2.0, tpot_s=0.1)
@@ -45,7 +45,6 @@ def workload_of(rows: Sequence[TraceRow], rate: float, duration_s: float) -> Wor
 
 
 def measure(model: str, hardware: str, workload: Workload) -> dict[str, Any]:
-    """Measure one run."""
     cluster = ClusterConfig(
         topology=Topology.DISAGGREGATED,
         scheduling=SchedulingConfig(policy="aligned"),

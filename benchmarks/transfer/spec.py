@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import ConfigError
-from alignedserve.profiling.shapes import SHAPES
+from lab.profiling.shapes import SHAPES
 
 BLOCK_SIZE = 16
 LAYOUTS = {
@@ -33,7 +33,6 @@ class TransferBenchmarkSpec:
             raise ConfigError("num_rounds must be at least 1.")
 
     def sizes(self) -> list[tuple[str, int]]:
-        """Return every shape with every number of blocks."""
         return [
             (shape, max(1, size * _MIB // LAYOUTS[shape].block_bytes))
             for shape in self.shapes

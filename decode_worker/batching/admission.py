@@ -52,7 +52,6 @@ class AdmissionRoom:
         return self._costs.iteration_s(trial) <= self._allowed_s
 
     def note(self, candidate: Candidate) -> None:
-        """Note a candidate that enters: its objective counts from now on."""
         _add(self._work, candidate)
         if not candidate.is_real_time:
             return
@@ -107,7 +106,6 @@ class Admission:
         return self._costs.iteration_s(work)
 
     def _tightest_s(self) -> float:
-        """Return the least objective of what runs, and that no decode alone would break."""
         table = self._table
         counts = table.is_real_time & (table.num_blocks > 0) & (self._share * table.tpot_s >= self._least_s())
         return float(np.min(table.tpot_s, where=counts, initial=np.inf))
@@ -118,7 +116,6 @@ def _add(work: IterationWork, candidate: Candidate) -> None:
 
 
 def _class_of(candidate: Candidate, now: float, *, least_s: float) -> TurnClass:
-    """Return the candidate's class. `least_s`: the shortest gap that the worker can have."""
     request, tpot_s = candidate.request, candidate.request.slo.tpot_s
     if not candidate.is_real_time:
         return TurnClass.BEST_EFFORT

@@ -59,14 +59,12 @@ class WaitingBatch:
 
 
 def waiting_batch(batch_id: BatchId, granted: BatchGranted, now: float) -> WaitingBatch:
-    """Return the batch that was granted."""
-    chats = [one for one in granted.handoffs if one.request.is_real_time]
+    chats = [handoff for handoff in granted.handoffs if handoff.request.is_real_time]
     late_at_s = min(map(partial(_late_at_s, now=now), chats), default=math.inf)
     return WaitingBatch(batch_id, granted.is_aligned, len(granted.handoffs), now, not chats, late_at_s)
 
 
 def _late_at_s(chat: Handoff, now: float) -> float:
-    """Return when its next token is late; of a chat that comes back, as if it had its last one now."""
     tpot_s, is_new = chat.request.slo.tpot_s, len(chat.generated_token_ids) == 1
     return math.inf if tpot_s is None else now + tpot_s - (chat.begun_s if is_new else 0.0)
 
@@ -109,20 +107,16 @@ class BatchOrder:
 
     @property
     def knows_classes(self) -> bool:
-        """Return whether real-time candidates go before best-effort ones."""
         return self._floor is not None
 
     def granted(self, batch: WaitingBatch) -> None:
-        """Queue a batch."""
         self.version += 1
         self._waiting[batch.batch_id] = batch
 
     def is_outgoing(self, running: RunningRequest | HeldRequest) -> bool:
-        """Return whether this request belongs to the batch that is being replaced."""
         return running.batch_id not in (self.running_id, NO_BATCH)
 
     def is_stray(self, candidate: Candidate) -> bool:
-        """Return whether this candidate belongs to a batch that neither runs nor waits."""
         return candidate.batch_id not in (self.running_id, NO_BATCH) and candidate.batch_id not in self._waiting
 
     def joins_running(self, candidate: Candidate) -> bool:
@@ -130,7 +124,6 @@ class BatchOrder:
         return candidate.batch_id in (self.running_id, NO_BATCH)
 
     def is_overdue(self, now: float) -> bool:
-        """Return whether the next batch has waited for too long, and so takes over in any case."""
         following = next(iter(self._waiting.values()), None)
         return following is not None and self._has_waited(following, now)
 
@@ -167,7 +160,6 @@ class BatchOrder:
         return self._with_floor(self._floor, urgent, chosen, others)
 
     def entered(self, candidate: Candidate) -> None:
-        """Note a candidate that enters the running batch."""
         if self._floor is None:
             return
         if not candidate.is_real_time:
@@ -180,7 +172,6 @@ class BatchOrder:
     def _choose_real_time(
         self, candidates: list[Candidate], running: Holding, real_time: Holding, now: float
     ) -> list[Candidate]:
-        """Return the real-time candidates that may enter now: those that join what runs, else the next batch's."""
         following = next((batch for batch in self._waiting.values() if not batch.is_best_effort), None)
         members = [one for one in candidates if following is not None and one.batch_id == following.batch_id]
         own = [one for one in candidates if one.is_real_time and self.joins_running(one)]
@@ -200,7 +191,6 @@ class BatchOrder:
     def _with_floor(
         self, floor: ClassFloor, urgent: list[Candidate], chosen: list[Candidate], others: list[Candidate]
     ) -> list[Candidate]:
-        """Return both, best effort last, but for the request that its floor lets go."""
         following = next(iter(chosen or others), None)
         self._next_tokens = following.context_len if following is not None else None
         self.by_floor = None
@@ -243,7 +233,6 @@ class BatchOrder:
         return not following.is_aligned or (num_running < limits.low_running and not fills_memory)
 
     def _is_full(self, batch: WaitingBatch) -> bool:
-        """Return whether it replaces what runs instead of joining it."""
         return batch.is_aligned and batch.num_requests >= self._limits.min_requests
 
     def _should_mix(self, members: list[Candidate], num_running: int) -> bool:

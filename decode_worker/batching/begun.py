@@ -39,25 +39,21 @@ class LoadingCandidates:
         return request_id in self._entries
 
     def get(self, request_id: RequestId) -> Candidate | None:
-        """Return the candidate, if its cache is being copied in."""
         entry = self._entries.get(request_id)
         return entry.candidate if entry is not None else None
 
     def candidates(self) -> list[Candidate]:
-        """Return all candidates whose cache is being copied in."""
         return [entry.candidate for entry in self._entries.values()]
 
     def growth(self, block_size: int, state_blocks: int = 0) -> int:
         """Return by how many blocks all entries will soon grow. `state_blocks`: of each, before those of its tokens."""
         entries = self._entries.values()
-        return sum(growth_of(one.candidate, len(one.block_ids) - state_blocks, block_size) for one in entries)
+        return sum(growth_of(entry.candidate, len(entry.block_ids) - state_blocks, block_size) for entry in entries)
 
     def add(self, loading: Loading) -> None:
-        """Add a candidate whose copy begins."""
         self._entries[loading.candidate.request.request_id] = loading
 
     def pop(self, request_id: RequestId) -> Loading:
-        """Remove and return one whose copy has ended, successfully or not."""
         return self._entries.pop(request_id)
 
 

@@ -42,7 +42,6 @@ class Candidates:
     """Candidate batch and candidate requests of one decode worker, in order of arrival."""
 
     def __init__(self, pool_name: str, block_size: int, *, knows_classes: bool = False, state_blocks: int = 0) -> None:
-        """`state_blocks`: of every request, before those of its tokens."""
         self.space = BufferSpace()
         self.receiver = Receiver(self.space, block_size, state_blocks=state_blocks)  # of requests from prefill workers
         self._pool_name = pool_name
@@ -61,11 +60,9 @@ class Candidates:
         return iter(self._entries.values())
 
     def get(self, request_id: RequestId) -> Candidate | None:
-        """Return the candidate, if it is here."""
         return self._entries.get(request_id)
 
     def add(self, candidate: Candidate) -> None:
-        """Add a request that was granted or evicted."""
         self.version += 1
         self._entries[candidate.request.request_id] = candidate
 
@@ -75,7 +72,6 @@ class Candidates:
         del self._entries[candidate.request.request_id]
 
     def release(self, candidate: Candidate) -> list[Send]:
-        """Free what a removed candidate holds elsewhere."""
         if candidate.slot is not None and candidate.location is not CacheLocation.PREFETCHING:
             self.space.free(candidate.slot)
         commands: list[Send] = []
@@ -84,7 +80,6 @@ class Candidates:
         return commands + self._release(candidate)
 
     def abort(self, request_id: RequestId) -> list[Send]:
-        """Remove a candidate whose request has ended, and free what it holds."""
         self.version += 1
         candidate = self._entries.pop(request_id)
         if candidate.location is CacheLocation.RETURNING:
@@ -111,7 +106,6 @@ class Candidates:
         return lending | {self._granted_by(candidate) for candidate in known}
 
     def buffer_offered(self, peer: str, offered: ArenaOffered) -> None:
-        """Add the empty candidate buffer at a prefill worker."""
         is_far = offered.pool_name not in ("", self._pool_name)
         self.space.opened(peer, offered.num_blocks, is_far=is_far)
 
@@ -177,7 +171,6 @@ class Candidates:
         return slot
 
     def _is_dropped_late(self, candidate: Candidate) -> bool:
-        """Return whether others leave buffers before this one: best-effort ones, where classes are known."""
         return self._knows_classes and candidate.is_real_time
 
     def to_move(self) -> list[Candidate]:
@@ -185,7 +178,6 @@ class Candidates:
         return sorted(self._entries.values(), key=lambda one: self._knows_classes and not one.is_real_time)
 
     def copy_of(self, candidate: Candidate) -> tuple[str, BlockCopy]:
-        """Return the peer to load its cache from, and the copy there."""
         source, copy = self._granted_by(candidate), candidate.pool_copy
         if candidate.location is CacheLocation.BUFFER and candidate.slot is not None:
             source, copy = candidate.slot.peer, candidate.buffer_copy
@@ -273,8 +265,6 @@ class Candidates:
     # --- straight from a prefill worker
 
     def reserve(self, peer: str, message: ReserveBlocks) -> list[Send]:
-        """Reserve blocks in the buffer at this prefill worker for an urgent request."""
-
         def hold() -> Incoming | None:
             slot = self._with_dropped_copies(partial(self.space.at, peer, message.num_blocks))
             return None if slot is None else Incoming(message.attempt, slot)
@@ -327,7 +317,6 @@ class Candidates:
         return lost
 
     def clear(self) -> list[Send]:
-        """Abort all candidates and reservations."""
         self._returned.clear()
         self.receiver.cancel_all()
         return [command for request_id in list(self._entries) for command in self.abort(request_id)]

@@ -66,10 +66,11 @@ class Entries:
                 return
 
     def _real_time_holding(self) -> Holding:
-        """Return what real-time requests hold that run or are being copied in."""
         running = [one for one in self._batch if one.is_real_time]
-        loading = [one for one in self._batch.loading.candidates() if one.is_real_time]
-        num_blocks = sum(len(one.block_ids) for one in running) + sum(one.num_copied_blocks for one in loading)
+        loading = [candidate for candidate in self._batch.loading.candidates() if candidate.is_real_time]
+        num_blocks = sum(len(one.block_ids) for one in running) + sum(
+            candidate.num_copied_blocks for candidate in loading
+        )
         return Holding(len(running) + len(loading), num_blocks)
 
     def load(self, entering: Iterable[Loading]) -> list[LoadBlocks]:

@@ -40,7 +40,6 @@ class Evictions:
         return candidate
 
     def candidates(self) -> list[Candidate]:
-        """Return all requests whose cache is being copied out, as the candidates they will be."""
         return [candidate for candidate, _ in self._evicting.values()]
 
     def evict_outgoing(self, now: float, token_s: float) -> list[OffloadBlocks]:
@@ -73,7 +72,6 @@ class Evictions:
         return commands
 
     def evicted(self, event: BlocksOffloaded) -> list[EvictionCommand]:
-        """Note the end of a copy, which may have failed."""
         candidate, leaving = self._evicting.pop(event.command.request_id)
         assert candidate.slot is not None, "evicted to nowhere"
         self._batch.end_eviction(leaving.block_ids)
@@ -88,7 +86,6 @@ class Evictions:
     # --- inside
 
     def _victim(self) -> BatchMember | None:
-        """Return the longest request (while two batches mix, of the outgoing one); never the only request."""
         able = [running for running in self._batch if not running.is_aborted]
         outgoing = [running for running in able if self._order.is_outgoing(running)]
         if self._batch.num_holding < 2:
@@ -96,7 +93,6 @@ class Evictions:
         return min(outgoing or able, key=self._eviction_key, default=None)
 
     def _evict(self, running: BatchMember) -> list[OffloadBlocks]:
-        """Start copying it into a prefill worker's memory; return nothing when no buffer has free blocks."""
         num_blocks = self._batch.blocks_for(self._batch.num_cached(running))
         slot = self._candidates.space_for_eviction(num_blocks, is_best_effort=not running.is_real_time)
         if slot is None:
@@ -132,14 +128,12 @@ class Evictions:
         return running.is_real_time and (has_slo or (self._order.knows_classes and self._order.is_best_effort))
 
     def _is_urgent(self, running: BatchMember, token_s: float, now: float) -> bool:
-        """Return whether a document would be late if it left: the pool would send it back at once."""
         if running.is_real_time:
             return False
         due_s = urgent_at_s(running.request, len(running.generated_token_ids), token_s)
         return due_s is not None and due_s <= now
 
     def _eviction_key(self, running: BatchMember) -> tuple[bool, int, RequestId]:
-        """Order victims: the longest first, as it frees most."""
         return running.is_real_time and self._order.knows_classes, -running.context_len, running.request.request_id
 
     def _preempt(self, running: BatchMember) -> list[RequestPreempted]:

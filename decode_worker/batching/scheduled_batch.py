@@ -29,8 +29,6 @@ from decode_worker.state import Candidate, Loading
 
 
 class _Split(NamedTuple):
-    """A plan in two parts: without the candidates, and the candidates that it chose."""
-
     own: IterationPlan
     chosen: tuple[Candidate, ...]
 
@@ -264,22 +262,20 @@ class ScheduledBatch:
         return request_id in self.loading or self._held.get(request_id) is not None
 
     def _split(self, plan: IterationPlan) -> _Split:
-        """Take the candidates out of a plan: they compute nothing yet, and have nothing here to evict."""
         request_ids, in_view = self.table.request_ids, self._in_view
         if not in_view:
             return _Split(plan, ())
         wanted = [*(part.row for part in plan.scheduled), *plan.uploads]
         chosen = tuple(in_view[request_ids[row]] for row in wanted if request_ids[row] in in_view)
-        own = IterationPlan(
+        iteration_plan = IterationPlan(
             tuple(part for part in plan.scheduled if request_ids[part.row] not in in_view),
             tuple(part for part in plan.evictions if request_ids[part.row] not in in_view),
             tuple(row for row in plan.uploads if request_ids[row] not in in_view),
             alone_s=plan.alone_s,
         )
-        return _Split(own, chosen)
+        return _Split(iteration_plan, chosen)
 
     def _hold(self, chosen: Iterable[Candidate]) -> tuple[Loading, ...]:
-        """Hold blocks for the candidates that the policy chose; a candidate without room is skipped."""
         loads = []
         for candidate in chosen:
             num_blocks = self.blocks_for(candidate.num_cached)
@@ -292,14 +288,12 @@ class ScheduledBatch:
             self._state.remove_elsewhere(request_id)
 
     def _has_choice(self) -> bool:
-        """Return whether the policy is to choose among candidates now."""
         if self._choice is CandidateChoice.OVER_BEST_EFFORT:
             table = self.table
             return bool(np.any(~table.is_real_time & (table.num_blocks > 0)))
         return self._choice is CandidateChoice.ALL
 
     def _may_displace(self, candidate: Candidate) -> bool:
-        """Return whether the policy may evict others for this candidate."""
         return candidate.is_real_time or self._choice is CandidateChoice.ALL
 
     def _has_room_for_any(self) -> bool:
@@ -315,7 +309,6 @@ class ScheduledBatch:
         return self.blocks_for(longest) <= self.num_blocks - num_away
 
     def _room_without_best_effort(self) -> int:
-        """Return the blocks that candidates would find without best-effort requests, those for all growth kept."""
         table, is_real_time = self.table, self.table.is_real_time
         return self.num_free + int(table.num_blocks[~is_real_time].sum()) - self._foreseen_blocks(is_real_time)
 
@@ -324,7 +317,6 @@ class ScheduledBatch:
         return num_blocks + growth_of(candidate, num_blocks - self.blocks_for(0), self._block_size)
 
     def _foreseen_blocks(self, counts: Bools | bool = True) -> int:
-        """Return the blocks by which all being loaded will soon grow, and those on the device of which this is true."""
         table = self.table
         foreseen = np.minimum(table.context_len + FORESEEN_TOKENS, table.prompt_len + table.max_tokens)
         growth = -(-foreseen // self._block_size) + self.blocks_for(0) - table.num_blocks

@@ -53,8 +53,6 @@ class Packing(NamedTuple):
 
 
 class _Held(NamedTuple):
-    """The objective of a running request that can be held."""
-
     allowed_s: float  # of an iteration, however many tokens it has left
     ahead_s: float
     num_left: float
@@ -107,7 +105,6 @@ class SlackPacking:
         return self._costs.iteration_s(trial)
 
     def _held(self, running: RunningRequest, now: float, least_s: float) -> _Held | None:
-        """Return what a running request allows; None: it has no objective, or one that no decode alone would hold."""
         tpot_s = _tpot_of(running)
         if tpot_s is None or self._share * tpot_s < least_s:
             return None
@@ -123,10 +120,9 @@ class SlackPacking:
     def _turn(
         self, candidate: Candidate, now: float, least_s: float, by_floor: RequestId | None
     ) -> tuple[bool, TurnClass, bool, float, RequestId]:
-        """Return its place: by class, on time before late, then those that have waited, then the shortest."""
         request_id, waits = candidate.request.request_id, now - candidate.granted_s >= PATIENCE_S
-        place = candidate.granted_s if waits else float(candidate.context_len)
-        return request_id != by_floor, _class_of(candidate, now, least_s), not waits, place, request_id
+        granted_s = candidate.granted_s if waits else float(candidate.context_len)
+        return request_id != by_floor, _class_of(candidate, now, least_s), not waits, granted_s, request_id
 
     # --- what may join, and what waits
 
@@ -184,13 +180,11 @@ class SlackPacking:
             self._tightest_s, self._seen_s = tightest_s, now
 
     def completed(self, duration_s: float, grammar_s: float | None) -> None:
-        """Learn from the duration of that iteration; 0: it was not measured."""
         begun, self._begun = self._begun, None
         if self._learner is not None and begun is not None and duration_s > 0.0 and not begun.is_empty:
             self._learner.observe(begun, duration_s, grammar_s)
 
     def _work(self) -> IterationWork:
-        """Return the next iteration of what runs."""
         work, lens, num_constrained = IterationWork(), [], 0
         for running in self._running.values():
             if running.is_stalled:
@@ -210,7 +204,6 @@ def _note(work: IterationWork, candidate: Candidate) -> None:
 
 
 def _allowed_s(held: Iterable[_Held], num_left: float) -> float:
-    """Return how long an iteration may be while a request with so many tokens left is in it."""
     return min((one.allowed_s + one.ahead_s / min(one.num_left, num_left) for one in held), default=inf)
 
 
@@ -219,13 +212,11 @@ def _tpot_of(one: WorkerRequest) -> float | None:
 
 
 def _num_left(one: WorkerRequest) -> float:
-    """Return the tokens that are expected of a request; an overrun doubles what was predicted."""
     expected, num_generated = one.predicted_output_len or one.request.sampling.max_tokens, len(one.generated_token_ids)
     return max(expected - num_generated if expected > num_generated else num_generated, 1.0)
 
 
 def _class_of(candidate: Candidate, now: float, least_s: float) -> TurnClass:
-    """Return its class. `least_s`: the shortest gap that the worker can have."""
     if not candidate.is_real_time:
         return TurnClass.BEST_EFFORT
     tpot_s = candidate.request.slo.tpot_s

@@ -27,7 +27,6 @@ class Departing(Outgoing):
 
     @property
     def is_early(self) -> bool:
-        """True while it is decoded here."""
         return self.stage in (HandoffStage.ASKED, HandoffStage.RESERVED)
 
 
@@ -41,7 +40,6 @@ class Handoffs:
         )
 
     def ask(self, tracked: HeldRequest, target: str, *, is_best_effort: bool = False) -> list[HandoffCommand]:
-        """Ask the receiver for blocks, for a request that can leave."""
         tracked.is_leaving = True
         entry = Departing(tracked.request, tracked.attempt, target, tracked)
         # One more than it has: the iteration in flight may need another.
@@ -65,7 +63,6 @@ class Handoffs:
         return commands
 
     def abort(self, request_id: RequestId, attempt: int | None) -> list[HandoffCommand]:
-        """Abort a request that is leaving; with an attempt, only that one and earlier ones."""
         entry = self.sender.get(request_id)
         if entry is None or not entry.tracked.is_up_to(attempt):
             return []
@@ -81,19 +78,16 @@ class Handoffs:
         return commands
 
     def can_ask(self, tracked: HeldRequest) -> bool:
-        """Return whether it can leave, and neither does already nor follows an attempt that still does."""
         is_free = not tracked.is_leaving and self.sender.get(tracked.request.request_id) is None
         return is_free and self.can_leave(tracked)
 
     def can_leave(self, tracked: HeldRequest) -> bool:
-        """Return whether it decodes, can be copied, and leaves room for the others while its blocks are held."""
         if tracked.is_aborted or tracked.is_finished or not tracked.is_prefilled:
             return False
         is_portable = self._held.is_portable(tracked.request.request_id)
         return is_portable and self._held.has_room_beside(len(tracked.block_ids), leaving=tracked)
 
     def _ended(self, entry: Departing, how: HandoffEnd, now: float) -> Sequence[HandoffCommand]:
-        """Decode the request on here, unless its receiver has or may have it."""
         if how not in (HandoffEnd.REFUSED, HandoffEnd.FAILED):
             return Handoffs._aborted(self, entry)
         entry.tracked.is_leaving = False
@@ -102,7 +96,6 @@ class Handoffs:
         return ()
 
     def _aborted(self, entry: Departing) -> Sequence[HandoffCommand]:
-        """Free the blocks of a request that was taken out."""
         entry.tracked.is_leaving = False
         if entry.progress is not None:
             self._held.free_detached(entry.tracked)

@@ -145,7 +145,7 @@ class ColocatedLogic:
         return []
 
     def _hang_up_unused(self, now: float) -> list[HangUp]:
-        return [one for part in (self._pooled, self._moves) if part is not None for one in part.hang_up_unused(now)]
+        return [up for part in (self._pooled, self._moves) if part is not None for up in part.hang_up_unused(now)]
 
     # --- peers and messages
 
@@ -170,7 +170,6 @@ class ColocatedLogic:
         return [*commands, *self._router.connected(peer, kept), *self._tell_blocks(is_new=True)]
 
     def _add_candidate(self, message: PrefillRequest, now: float, *, may_ask: bool = True) -> list[ColocatedCommand]:
-        """Add a request that comes; `may_ask`: of the pool, for what it could begin with."""
         request, request_id = message.request, message.request.request_id
         self._router.observe(message.attempt)
         if self._requests.blocks_for(request.max_context_len) > self._registered.num_blocks:
@@ -199,14 +198,12 @@ class ColocatedLogic:
         return commands
 
     def _on_pool_link(self, event: ColocatedEvent, now: float) -> list[ColocatedCommand]:
-        """Tell prefixes of the link to the pool as well, whose arena is mapped by now."""
         if self._pooled is None or not is_of_link(event):
             return []
         commands = self._on_pool(self._pooled, event, now)
-        return [one for one in commands if not isinstance(one, MapArena | UnmapArena)]
+        return [command for command in commands if not isinstance(command, MapArena | UnmapArena)]
 
     def _admit(self, message: PrefillRequest, now: float) -> None:
-        """Add a request; later, if it might need blocks that are held for requests on their way."""
         request = message.request
         context_len = request.prompt_len + len(message.generated_token_ids)
         if self._requests.has_room_for(request, context_len):
@@ -234,7 +231,6 @@ class ColocatedLogic:
         return []
 
     def _abort(self, request_id: RequestId, attempt: int | None = None) -> list[ColocatedCommand]:
-        """Abort a request; with an attempt, only that one and earlier ones."""
         tracked = self._requests.get(request_id)
         if tracked is not None and tracked.abort(attempt) and not self._iterations.is_running:
             self._requests.drop(tracked)
@@ -285,7 +281,6 @@ class ColocatedLogic:
         return [iteration]
 
     def _start_urgent(self, now: float) -> list[ColocatedCommand]:
-        """Start an iteration within the one in flight, for prompts that have come meanwhile, if that pays."""
         if self._urgent is None or (iteration := self._urgent.begin(now)) is None:
             return []
         self._iterations.start(now, self._urgent.members, has_changed=True)
@@ -322,7 +317,6 @@ class ColocatedLogic:
         return [*(self._tell_blocks() if has_prompts else ()), *outcome]
 
     def _drop_ended(self, now: float) -> None:
-        """Drop requests that have ended, now that no iteration is in flight."""
         for tracked in [tracked for tracked in self._requests if tracked.is_aborted or tracked.is_finished]:
             self._requests.drop(tracked)
             if tracked.successor is not None:
@@ -347,7 +341,6 @@ class ColocatedLogic:
 
     @property
     def _computing(self) -> tuple[HeldRequest, ...]:
-        """The requests of the latest iteration, and of one within it."""
         return self._members if self._urgent is None else self._members + self._urgent.members
 
     def _report(self) -> list[Send]:
@@ -372,24 +365,21 @@ class ColocatedLogic:
         return self._router.load(load)
 
     def _completes_prompts(self, event: IterationCompleted) -> bool:
-        """Return whether the router does not know yet of a prompt that is complete."""
         by_id = self._requests.by_id
         may_be_new = event.is_urgent or not self._are_prefilled
         return may_be_new and any(not by_id[token.request_id].is_prefilled for token in event.sampled)
 
     def _tell_blocks(self, *, is_new: bool = False) -> list[ColocatedCommand]:
-        """Tell the router which blocks have come and gone; all of them if it is new."""
         if self._prefixes is None or not self._router.is_connected:
             return []
         cached = self._prefixes.blocks
-        told = cached.told_all() if is_new else cached.told_changes()
-        return [] if told is None else [*self._router.send(told)]
+        changed = cached.told_all() if is_new else cached.told_changes()
+        return [] if changed is None else [*self._router.send(changed)]
 
     def _tokens_per_s(self) -> float:
         return self._scheduler.prompt_capacity(self._state).tokens_per_s
 
     def _measure_lean(self) -> None:
-        """Note the share of time that decodes leave for prompts, in coarse steps: it is told whenever it changes."""
         capacity = self._scheduler.prompt_capacity(self._state)
         self._lean = round(capacity.share * _LEAN_STEPS) / _LEAN_STEPS
         self._prompt_rate = int(capacity.tokens_per_s)

@@ -73,7 +73,6 @@ class Departures(Handoffs):
         self.lender = Lender()
 
     def ordered(self, message: MoveRequest) -> Sequence[HandoffCommand]:
-        """Ask the receiver for blocks, if the request can leave."""
         request_id, attempt, target = message.request_id, message.attempt, str(message.to)
         tracked = self._held.get(request_id)
         is_current = tracked is not None and tracked.attempt == attempt
@@ -107,14 +106,12 @@ class Arrivals:
     # --- other workers
 
     def offered(self, peer: str, message: ArenaOffered) -> list[ArrivalCommand]:
-        """Use the empty buffer that a worker lends."""
         self._space.opened(peer, message.num_blocks)
         if message.pool_name not in ("", self._node):
             self._far.add(peer)
         return [MapArena(lent_by(peer), message, stamps=True)]
 
     def disconnected(self, peer: str) -> list[ArrivalCommand]:
-        """Give up what was to come from a worker that is gone."""
         self._space.lost(peer)
         self._far.discard(peer)
         self.receiver.cancel_all(peer)
@@ -132,7 +129,6 @@ class Arrivals:
         return [self.receiver.reserve(peer, message, lambda: self._hold(peer, message) if may_come else None)]
 
     def written(self, peer: str, message: BlocksWritten) -> list[ArrivalCommand]:
-        """Load what the giver wrote into the buffer."""
         entry, answer = self.receiver.written(peer, message)
         if entry is None:
             return [*answer]
@@ -140,7 +136,6 @@ class Arrivals:
         return [LoadBlocks(lent_by(peer), (load,))]
 
     def loaded(self, event: BlocksLoaded, now: float) -> list[ArrivalCommand]:
-        """Take the requests over whose copies verified."""
         commands: list[ArrivalCommand] = []
         for load in event.loads:
             entry = self.receiver.end(load.request_id)
@@ -168,7 +163,6 @@ class Arrivals:
         return None if slot is None else Incoming(message.attempt, slot, self._held.hold(num_blocks))
 
     def _has_room(self, num_blocks: int) -> bool:
-        """Return whether these blocks are free beside the blocks that the next iterations may need."""
         held = self._held
         has_place = len(held) + len(self.receiver) < self._max_held and not held.is_copying_out
         return has_place and held.state.num_free >= num_blocks + len(held) and held.has_room_beside(num_blocks)
@@ -200,7 +194,6 @@ class RequestMoves:
         self._peers = BlockPeers(registered.pool_name)
 
     def on_event(self, event: MoveEvent, now: float) -> list[MoveCommand]:
-        """Return the commands that follow from an event about moves."""
         match event:
             case PeerConnected(Role.DECODE_WORKER, peer):
                 return [self._departures.lender.connected(peer)]
@@ -219,7 +212,6 @@ class RequestMoves:
 
     @property
     def num_taken(self) -> int:
-        """Number of requests taken over from others."""
         return self._arrivals.num_taken
 
     def leave(self, now: float) -> list[MoveCommand]:

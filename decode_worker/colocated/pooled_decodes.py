@@ -55,8 +55,6 @@ PooledCommand = HandoffCommand | LoadBlocks | MapArena | UnmapArena
 
 @dataclass(slots=True, eq=False)
 class _Away:
-    """One request whose cache is in the pool, or on its way back."""
-
     tracked: HeldRequest
     num_cached: int  # tokens
     block_ids: tuple[BlockId, ...] = ()  # to come back to; without any it waits there
@@ -66,7 +64,6 @@ class _Away:
 
 
 def is_of_link(event: object) -> bool:
-    """Return whether an event is about the link to a pool, and so about all that it keeps."""
     is_offer = isinstance(event, Received) and isinstance(event.message, ArenaOffered)
     return is_offer or isinstance(event, PeerDisconnected)
 
@@ -111,7 +108,6 @@ class PooledDecodes(Handoffs):
         return self._held.get(tracked.request.request_id) is tracked
 
     def rest(self, now: float) -> None:
-        """Let nothing leave for a while."""
         self._rests_until_s = now + _REFUSED_REST_S
 
     @property
@@ -120,7 +116,6 @@ class PooledDecodes(Handoffs):
         return bool(self.sender or self._loading) or any(entry.block_ids for entry in self._away.values())
 
     def _num_copying(self) -> int:
-        """Return the blocks of requests on their way, here and in no row."""
         leaving = sum(len(entry.tracked.block_ids) for entry in self.sender if not entry.is_early)
         aborted = sum(len(entry.block_ids) for entry in self._loading.values() if entry.is_aborted)
         return leaving + aborted + sum(len(entry.block_ids) for entry in self._away.values())
@@ -128,7 +123,6 @@ class PooledDecodes(Handoffs):
     # --- what it decides
 
     def exchange(self, chosen: Iterable[HeldRequest]) -> list[PooledCommand]:
-        """Let those of these requests that are here leave, and those that are away come back, as far as they can."""
         return [
             command for tracked in chosen for command in (self._fetch if tracked.is_away else self._depart)(tracked)
         ]
@@ -139,7 +133,6 @@ class PooledDecodes(Handoffs):
         return [*self.ask(tracked, self._pool, is_best_effort=not tracked.is_real_time)]
 
     def _fetch(self, tracked: HeldRequest) -> list[PooledCommand]:
-        """Hold blocks, and ask the pool."""
         entry = self._away[tracked.request.request_id]
         num_blocks = self._held.blocks_for(entry.num_cached)
         if num_blocks > self._held.state.num_free or self._held.is_copying_out:
@@ -165,7 +158,6 @@ class PooledDecodes(Handoffs):
         return False
 
     def on_event(self, event: PooledEvent, now: float) -> list[PooledCommand]:
-        """Return what follows from an event that it takes."""
         match event:
             case Received(_, ArenaOffered(block_bytes=block_bytes) as offered):
                 self._is_linked = True
@@ -192,7 +184,6 @@ class PooledDecodes(Handoffs):
         raise AssertionError("an event of others")
 
     def _disconnected(self, now: float) -> list[PooledCommand]:
-        """Compute again what was in a pool that is gone; loads go on, as memory of this node outlives its owner."""
         self._is_linked = False
         commands: list[PooledCommand] = [*self.sender.lost(self._pool, now)]
         for entry in [entry for entry in self._away.values() if entry.lease_id is None]:
@@ -250,7 +241,6 @@ class PooledDecodes(Handoffs):
         return [LoadBlocks(self._pool, (Load(handoff.request.request_id, copy, entry.block_ids),))]
 
     def _asked(self, request_id: RequestId, attempt: int) -> _Away | None:
-        """Return the request that the pool was asked for, and that is not being loaded yet."""
         entry = self._away.get(request_id)
         is_asked = entry is not None and entry.tracked.attempt == attempt and bool(entry.block_ids)
         return entry if is_asked and entry is not None and entry.lease_id is None else None
@@ -270,7 +260,6 @@ class PooledDecodes(Handoffs):
         return released
 
     def _lose(self, entry: _Away) -> list[PooledCommand]:
-        """Let a request whose cache is gone be computed again."""
         del self._away[entry.tracked.request.request_id]
         self._held.free_held(entry.block_ids)
         self._held.bring_back(entry.tracked, ())
@@ -286,7 +275,6 @@ class PooledDecodes(Handoffs):
     # --- the speed of copies
 
     def _learn(self, block_ids: Sequence[BlockId], began_s: float, now: float) -> None:
-        """Learn the time of a block from a copy that has ended; copies go one after the other."""
         taken_s = max(now - max(began_s, self._copied_s), 0.0) / len(block_ids)
         self._block_s += (taken_s - self._block_s) * (_LEARNED_WEIGHT if self._is_learned else 1.0)
         self._is_learned, self._copied_s = True, now

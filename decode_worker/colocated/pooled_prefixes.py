@@ -54,13 +54,10 @@ PoolCommand = OfferCommand | LoadCommand | MapArena | UnmapArena
 
 @dataclass(slots=True, eq=False)
 class _Offer:
-    """Consecutive blocks of a context that were offered, or are copied."""
-
     blocks: list[CachedBlock]
 
     @property
     def num_before(self) -> int:
-        """Number of blocks of the context before them."""
         return self.blocks[0].depth
 
 
@@ -97,12 +94,10 @@ class PrefixOffers:
     # --- the worker's cache
 
     def stored(self, block: CachedBlock) -> None:
-        """See BlockObserver."""
         if self._pool is not None and not self._state_blocks:
             self._new[block] = None
 
     def removed(self, block: CachedBlock) -> None:
-        """See BlockObserver."""
         self._new.pop(block, None)
 
     def state_changed(self, block: CachedBlock) -> None:
@@ -115,7 +110,6 @@ class PrefixOffers:
                 self._new |= dict.fromkeys(self._up_to_states(block))
 
     def skip(self, blocks: list[CachedBlock]) -> None:
-        """Offer these no more: they came from the pool."""
         for block in blocks:
             for one in (block, *self._of_states.get(block, ())):
                 self._new.pop(one, None)
@@ -127,7 +121,9 @@ class PrefixOffers:
         self._pool = pool
         self._max_offered = max(_OFFERED_BYTES // block_bytes, 1)
         if self._state_blocks:
-            self._new = dict.fromkeys(one for block in self._of_states for one in self._up_to_states(block))
+            self._new = dict.fromkeys(
+                up_to_state for block in self._of_states for up_to_state in self._up_to_states(block)
+            )
         else:
             self._new = dict.fromkeys(sorted(self._cached, key=lambda block: block.depth))
         self._rests_until_s = self._gathers_until_s = 0.0
@@ -139,7 +135,6 @@ class PrefixOffers:
         self._offered.clear()
 
     def offer(self, now: float) -> list[OfferCommand]:
-        """Offer what is new, unless an offer is under way."""
         if not self._new or self._pool is None or self._offered or self._writing or now < self._rests_until_s:
             return []
         if now < self._gathers_until_s and len(self._new) < _MANY_BLOCKS:
@@ -154,7 +149,6 @@ class PrefixOffers:
         return [Send(self._pool, StorePrefixBlocks(tuple(_part_of(offer) for offer in self._offered)))]
 
     def reserved(self, message: PrefixBlocksReserved, now: float) -> list[OfferCommand]:
-        """Copy what the pool has given places for."""
         if len(message.parts) != len(self._offered):
             return []  # no answer to what was offered
         offered, self._offered = self._offered, []
@@ -163,7 +157,6 @@ class PrefixOffers:
         return [command for offer, part in pairs for command in self._write(offer, part, now)]
 
     def offloaded(self, event: BlocksOffloaded, now: float) -> list[OfferCommand]:
-        """Report what is written."""
         command = event.command
         assert command.lease_id is not None, "copied without a lease"
         offer = self._writing.pop(int(command.lease_id))
@@ -201,7 +194,6 @@ class PrefixOffers:
         return context_of(here[-1]) if here else []
 
     def _still_cached(self, blocks: list[CachedBlock]) -> list[CachedBlock]:
-        """Return the first of these blocks, as many as have not left the cache."""
         return list(takewhile(self._is_cached, blocks))
 
     def _is_cached(self, block: CachedBlock) -> bool:
@@ -215,7 +207,6 @@ class PrefixOffers:
 
 
 def _as_blocks(edge: CachedBlock) -> list[CachedBlock]:
-    """Return the states behind a block as blocks that follow it."""
     found, parent = list[CachedBlock](), edge
     for name, block_id in zip(state_names(edge.block_hash, len(edge.state_ids)), edge.state_ids, strict=True):
         parent = CachedBlock(name.block_hash, parent, name.packed_tokens, block_id, parent.depth + 1)
@@ -224,7 +215,6 @@ def _as_blocks(edge: CachedBlock) -> list[CachedBlock]:
 
 
 def _edge_of(of_state: CachedBlock) -> CachedBlock | None:
-    """Return the last block of tokens before one of states."""
     edge: CachedBlock | None = of_state
     while edge is not None and len(edge.packed_tokens) == 1:
         edge = edge.parent
@@ -232,7 +222,6 @@ def _edge_of(of_state: CachedBlock) -> CachedBlock | None:
 
 
 def _in_parts(blocks: list[CachedBlock]) -> Iterator[list[CachedBlock]]:
-    """Split blocks into runs; in a run, every block follows the one before it."""
     parts: dict[CachedBlock, list[CachedBlock]] = {}  # by their last block
     for block in blocks:
         part = parts.pop(block.parent, []) if block.parent is not None else []
@@ -270,20 +259,16 @@ class PooledPrefixes:
         self._loads = PrefixLoads(held, prefixes, tokens_per_s, pool)
 
     def __len__(self) -> int:
-        """Return how many requests wait for the pool."""
         return len(self._loads)
 
     def waiting(self) -> list[RequestId]:
-        """Return the requests that wait for the pool."""
         return self._loads.waiting()
 
     @property
     def num_loaded_tokens(self) -> int:
-        """Tokens whose cache came from the pool, since the worker started."""
         return self._loads.num_loaded_tokens
 
     def takes(self, event: PoolEvent) -> bool:
-        """Return whether an event comes from a pool, or from a copy to or from one."""
         match event:
             case PeerConnected(role, _) | PeerDisconnected(role, _):
                 return role is Role.KV_POOL
@@ -313,19 +298,15 @@ class PooledPrefixes:
         return None if asked is None else [*asked]
 
     def abort(self, request_id: RequestId, attempt: int | None) -> None:
-        """Abort a request that waits; with an attempt, only that one and earlier ones."""
         self._loads.abort(request_id, attempt)
 
     def abort_all(self) -> None:
-        """Abort every request that waits."""
         self._loads.abort_all()
 
     def set_predicted_length(self, message: SetPredictedLength) -> None:
-        """Set a later prediction for a request that waits."""
         self._loads.set_predicted_length(message)
 
     def on_event(self, event: PoolEvent, now: float) -> PoolOutcome:
-        """Return what follows from an event that it takes."""
         match event:
             case PeerConnected(_, peer):
                 self._pools[peer] = None

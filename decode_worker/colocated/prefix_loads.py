@@ -51,8 +51,6 @@ class LoadOutcome(NamedTuple):
 
 @dataclass(slots=True)
 class _PoolLink:
-    """The state and the learned speed of a link to a pool. The speed is kept when an idle link is hung up."""
-
     first_s: float = 0.0  # that a block takes as far as is known
     block_s: float = 0.0  # the same, as learned
     known_until_s: float = float("-inf")
@@ -61,7 +59,6 @@ class _PoolLink:
     is_open: bool = False
 
     def learn(self, block_s: float, now: float) -> None:
-        """Learn from a load; from the first one all."""
         weight = _LEARNED_WEIGHT if now < self.known_until_s else 1.0
         self.block_s += (block_s - self.block_s) * weight
         self.known_until_s = now + _KNOWN_S
@@ -69,8 +66,6 @@ class _PoolLink:
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    """A request that waits for blocks."""
-
     message: PrefillRequest
     pool: str  # that it loads from
     names: list[NamedBlock]  # of the full blocks that it could take
@@ -85,7 +80,6 @@ class _Waiting:
 
     @property
     def num_left(self) -> int:
-        """Return the blocks that are still to be loaded."""
         return len(self.block_ids) - self.num_loaded
 
 
@@ -99,7 +93,6 @@ class PrefixLoads:
         tokens_per_s: TokensPerS,
         own_pool: str,
     ) -> None:
-        """`own_pool`: this node's pool, used unless the router names another."""
         self._held = held
         self._prefixes = prefixes
         self._cached = prefixes.blocks
@@ -116,23 +109,22 @@ class PrefixLoads:
         return len(self._waiting) + sum(len(waiting.followers) for waiting in self._waiting.values())
 
     def waiting(self) -> list[RequestId]:
-        """Return the requests that wait."""
         followers = [message for waiting in self._waiting.values() for message in waiting.followers]
         return [*self._waiting, *(message.request.request_id for message in followers)]
 
     # --- the pool
 
     def connected(self, pool: str, block_bytes: int) -> None:
-        """Begin with a pool."""
         link = self._links.setdefault(pool, _PoolLink())
         link.first_s, link.is_open = block_bytes / _FIRST_BYTES_PER_S, True
 
     def disconnected(self, pool: str) -> LoadOutcome:
-        """Stop asking a pool. Requests that load go on: memory of this node outlives its owner."""
         if pool in self._links:
             self._links[pool].is_open = False
         asking = [one for one in self._waiting.values() if one.lease_id is None and one.pool == pool]
-        return LoadOutcome([], [one for waiting in asking for one in (*self._end(waiting), *waiting.followers)], [], [])
+        return LoadOutcome(
+            [], [follower for waiting in asking for follower in (*self._end(waiting), *waiting.followers)], [], []
+        )
 
     # --- a request
 
@@ -160,7 +152,6 @@ class PrefixLoads:
         return [Send(pool, FindPrefix(request.request_id, num_here, hashes))]
 
     def found(self, peer: str, message: PrefixFound, now: float) -> LoadOutcome:
-        """Load what the pool has, if that is worth while now."""
         waiting, copy = self._waiting.get(message.request_id), message.copy
         released: list[LoadCommand] = [] if copy is None else [Send(peer, PrefixReleased(message.lease_id))]
         if waiting is None or waiting.lease_id is not None or waiting.pool != peer:  # of a link before
@@ -175,7 +166,6 @@ class PrefixLoads:
         return LoadOutcome([self._load_part(waiting, now)], [], [], [])
 
     def loaded(self, event: BlocksLoaded, now: float) -> LoadOutcome:
-        """Keep what was verified."""
         (load,) = event.loads
         waiting = self._waiting[load.request_id]
         link = self._links[waiting.pool]
@@ -201,11 +191,9 @@ class PrefixLoads:
         return LoadOutcome([released], self._end(waiting), waiting.followers, kept)
 
     def pools_in_use(self) -> set[str]:
-        """Return the pools that requests wait for."""
         return {waiting.pool for waiting in self._waiting.values()}
 
     def abort(self, request_id: RequestId, attempt: int | None) -> None:
-        """Abort a request that waits; with an attempt, only that one and earlier ones."""
         for waiting in self._waiting.values():
             if _is_up_to(waiting.message, request_id, attempt):
                 waiting.is_aborted = True  # the pool's answer, or a copy, is under way
@@ -214,13 +202,11 @@ class PrefixLoads:
             ]
 
     def abort_all(self) -> None:
-        """Abort every request that waits."""
         for waiting in self._waiting.values():
             waiting.is_aborted = True
             waiting.followers.clear()
 
     def set_predicted_length(self, late: SetPredictedLength) -> None:
-        """Set a later prediction for a request that waits."""
         for waiting in self._waiting.values():
             waiting.message = _predicted(waiting.message, late)
             waiting.followers = [_predicted(follower, late) for follower in waiting.followers]
@@ -228,7 +214,6 @@ class PrefixLoads:
     # --- inside
 
     def _names_of(self, message: PrefillRequest) -> list[NamedBlock]:
-        """Return the names of the blocks that a request could take: a token is left to compute, or two (see _wait)."""
         request, generated = message.request, message.generated_token_ids
         num_left = 2 if generated else 1
         token_ids = (request.cache_keys + generated)[: request.prompt_len + len(generated) - num_left]
@@ -257,13 +242,12 @@ class PrefixLoads:
         block_s = self._block_s(pool, now)
         # Loads take turns, part by part: one that is longer has as many before this one is over, and the one in hand.
         most = own + self._part_len(block_s)
-        beside = sum(min(one.num_left, most) for one in loads)
+        beside = sum(min(load.num_left, most) for load in loads)
         if pool == self._own_pool:
             beside += self._held.num_copying()
         return _ASKING_S + (own + beside) * block_s < computing_s
 
     def _block_s(self, pool: str, now: float) -> float:
-        """Return the time that a block takes from a pool, as far as is known."""
         link = self._links[pool]
         return link.block_s if now < link.known_until_s else link.first_s
 
@@ -272,7 +256,6 @@ class PrefixLoads:
         return max(int(_PART_S / max(block_s, 1e-9)), 1)
 
     def _load_part(self, waiting: _Waiting, now: float) -> LoadBlocks:
-        """Load as much of what is left as others can wait for; blocks of states with the last ones before them."""
         copy, first = waiting.copy, waiting.num_loaded
         assert copy is not None, "loaded without a copy"
         num_in_all = len(waiting.block_ids)
@@ -286,7 +269,6 @@ class PrefixLoads:
         return LoadBlocks(waiting.pool, (load,))
 
     def _num_to_load(self, waiting: _Waiting, copy: BlockCopy, packed_tokens: tuple[bytes, ...]) -> int:
-        """Return how many of the blocks found are the request's, and have room here."""
         first, of_states = waiting.num_here, self._state_blocks
         if copy.num_before != first or not len(copy.runs) == len(packed_tokens) + of_states == copy.num_blocks:
             return 0
@@ -304,7 +286,6 @@ class PrefixLoads:
         return 0 if self._held.is_copying_out else count
 
     def _keep(self, waiting: _Waiting) -> list[CachedBlock]:
-        """Store the loaded blocks that the cache still lacks; return the stored ones."""
         run = self._cached.run_of(waiting.names[: waiting.num_here])
         self._cached.acquire(run, is_use=False)
         kept: list[CachedBlock] = []
@@ -334,7 +315,6 @@ class PrefixLoads:
         return kept
 
     def _end(self, waiting: _Waiting) -> list[PrefillRequest]:
-        """Forget a request that has waited; return it, unless it was aborted."""
         del self._waiting[waiting.message.request.request_id]
         self._wanted = {name: loading for name, loading in self._wanted.items() if loading is not waiting}
         return [] if waiting.is_aborted else [waiting.message]

@@ -34,7 +34,6 @@ class UrgentPrompts:
         self.members: tuple[HeldRequest, ...] = ()  # of the urgent iteration in flight
 
     def came(self, request: Request) -> None:
-        """Note a request that has come."""
         if request.is_real_time:
             self.cycle.came(request.request_id)
 
@@ -66,7 +65,6 @@ class UrgentPrompts:
         return self.cycle.end()
 
     def _waiting_rows(self) -> list[int]:
-        """Return the rows of those that wait, in the order in which they came."""
         waiting = [one for one in map(self._held.get, self.cycle.ask()) if one is not None]
         kept = [one for one in waiting if not (one.is_prefilled or one.is_aborted or one.is_finished)]
         self.cycle.keep(one.request.request_id for one in kept)

@@ -19,7 +19,6 @@ from tempfile import TemporaryDirectory
 
 from rich.progress import track
 
-from alignedserve.cli.machine import describe_machine
 from benchmarks.measuring.arguments import parser_of
 from experiments.common import write_record
 from experiments.grid.picture import PICTURES
@@ -28,6 +27,7 @@ from experiments.grid.record import PATH, Record, Run, append_run
 from experiments.grid.search import SearchTask, search_task, simulate
 from experiments.grid.summary import row_of, show, summary_of
 from experiments.grid.systems import DEFAULT, HARDWARE, MODEL
+from lab.commands.machine import describe_machine
 
 _QUICK = ("azure_code/1.02/tight/2/alone",)
 _HELD = 0.9  # of the requests, for a capacity
@@ -94,7 +94,6 @@ def _searched(tasks: Sequence[SearchTask], processes: int) -> Iterator[float]:
 
 
 def _try(points: Sequence[Point], seeds: Sequence[int]) -> None:
-    """Search these points without recording them, and show what comes of it."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / "grid.jsonl"
         for point in points:

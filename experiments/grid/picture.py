@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
 from typing import NamedTuple
 
-from alignedserve.sim.report.svg import element, number, text
 from experiments.common import Row
 from experiments.grid.points import ACCELERATORS, LOADS, OBJECTIVES, TRACES, Point
+from lab.sim.report.svg import element, number, text
 
 _CELL, _GAP = 24, 10  # of a cell; between panels
 _LEFT, _TOP = 130, 62
@@ -64,7 +64,6 @@ def draw(rows: Sequence[Row], lead: _Lead = _OVER_BEST) -> str:
 
 
 def draw_field(rows: Sequence[Row]) -> str:
-    """Draw the goodput of all points over that of the best of the field."""
     return draw(rows, _OVER_FIELD)
 
 
@@ -96,7 +95,6 @@ def _number(ahead: float) -> str:
 
 
 def _colour(ahead: float) -> str:
-    """Return white for equal, blue for ahead, red for behind; 1: the deepest."""
     depth = min(abs(ahead), 1.0)
     pale, faint = round(255 - 175 * depth), round(255 - 115 * depth)
     return f"rgb({pale},{faint},255)" if ahead >= 0 else f"rgb(255,{faint},{pale})"

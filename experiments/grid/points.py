@@ -5,9 +5,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 
-from alignedserve.sim.sweep import WorkloadLine
 from experiments.common import line
 from experiments.steady import LEAST_S, LEAST_SEEDS
+from lab.sim.sweep import WorkloadLine
 
 MAX_TOTAL = 16_000  # tokens of prompt and answer together: with scaled positions, and so that every worker holds it
 OUTSTANDING = 8  # best-effort requests for each accelerator
@@ -65,15 +65,12 @@ class Point:
 
     @property
     def arrivals_s(self) -> float:
-        """Return for how many seconds requests arrive."""
         return 60 * self.minutes
 
     def of_seed(self, seed: int) -> "Point":
-        """Return the same point with another seed."""
         return replace(self, seed=seed)
 
     def workload(self) -> WorkloadLine:
-        """Return the real-time requests of the trace, class `rt`, and what is served beside them, class `be`."""
         trace = TRACES[self.trace]
         text = f"rt: {self.trace}, max_total={MAX_TOTAL}, arrivals=gamma, rate={self.rate:g}, {self._objectives()}"
         if self.has_best_effort:

@@ -11,11 +11,11 @@ from alignedserve.config.sections import (
     RouterConfig,
     Topology,
 )
-from alignedserve.costmodel.choice import WorkerSpec
-from alignedserve.sim.cluster_hardware import ClusterHardware
-from alignedserve.sim.config import SimConfig
-from alignedserve.sim.policies import simulated_policy, with_policy
 from experiments.common import GIB, MANY
+from lab.costmodel.choice import WorkerSpec
+from lab.sim.cluster_hardware import ClusterHardware
+from lab.sim.config import SimConfig
+from lab.sim.policies import simulated_policy, with_policy
 
 MODEL, HARDWARE = "llama-2-13b", "a100-80g"
 UNION = "aligned_slo"
@@ -124,6 +124,5 @@ def _splits(baseline: Baseline, accelerators: int) -> Family:
 
 
 def others(accelerators: int, *, has_best_effort: bool = True) -> Mapping[str, System]:
-    """Return all that the default is compared with, by their names."""
     found = families(accelerators, has_best_effort=has_best_effort)
     return {system.name(accelerators): system for systems, _ in found for system in systems}

@@ -43,7 +43,6 @@ class AdapterTable:
         self.num_bytes = 0
 
     def set(self, site: int, shape: ProductShape, modules: Sequence[LoraModule]) -> None:
-        """Copy the matrices of a product's modules, in the order of their columns, to the device."""
         assert self._table is None, "the table is in use"
         own = [(module, module.matrices) for module in modules if module.matrices is not None]
         assert len(own) <= MOST_MODULES, f"{len(own)} modules of one product"
@@ -59,7 +58,6 @@ class AdapterTable:
 
     @property
     def address(self) -> int:
-        """Return the address of the table; no more may be set then."""
         if self._table is None:
             self._table = torch.from_numpy(self._words).to(self._device, copy=True)
         return self._table.data_ptr()
@@ -72,14 +70,12 @@ class AdapterTable:
 
 
 def _column(module: LoraModule, shape: ProductShape) -> int:
-    """Return a module's first column in the product; a row of addends has space before the ups."""
     first_up = up_column(shape.out_width)
     is_up = shape.is_gated and module.first_column >= first_up
     return module.first_column - first_up + shape.out_width if is_up else module.first_column
 
 
 def num_tiles(counts: Sequence[int], tile_rows: int) -> int:
-    """Return how many tiles groups of these sizes have."""
     return sum(-(-count // tile_rows) for count in counts)
 
 

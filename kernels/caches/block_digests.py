@@ -63,7 +63,6 @@ def row_digests(rows: Tensor) -> Tensor:
 
 
 def signed(constant: int) -> int:
-    """Return the lower 64 bits as a signed integer, as torch's int64 holds them."""
     constant &= (1 << 64) - 1
     return constant - (1 << 64) if constant >> 63 else constant
 
@@ -80,12 +79,10 @@ def constants(device: torch.device) -> Tensor:
 
 @functools.cache
 def secret_words(device: torch.device) -> Tensor:
-    """Return the secret: int64 [24]."""
     return torch.tensor(struct.unpack("<24q", SECRET), dtype=torch.int64, device=device)
 
 
 def _plain_digests(words: Tensor) -> Tensor:
-    """Compute words [count, width] -> [count] by PyTorch's own operations."""
     count, width = words.shape
     num_whole, terms = width // PART_WORDS, []
     if num_whole:
@@ -99,7 +96,6 @@ def _plain_digests(words: Tensor) -> Tensor:
 
 
 def _placed(digests: Tensor, first: int) -> Tensor:
-    """Mix the digests of parts [count, parts] with their places, from the number `first` on."""
     numbers = torch.arange(first + 1, first + 1 + digests.shape[1], device=digests.device)
     return _mix(digests ^ _mix(numbers * signed(PLACE)))
 
@@ -111,7 +107,6 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _part_digests(words: Tensor) -> Tensor:
-    """Compute XXH3 of parts [count, at least 32 words] -> [count]."""
     num_bytes = words.shape[1] * WORD_BYTES
     num_rounds, num_stripes = (num_bytes - 1) // (ROUND_WORDS * WORD_BYTES), (num_bytes - 1) // (LANES * WORD_BYTES)
     secret, (first, last_keys, merge_keys) = secret_words(words.device), constants(words.device)
@@ -129,7 +124,6 @@ def _part_digests(words: Tensor) -> Tensor:
 
 
 def _terms(words: Tensor, keys: Tensor) -> Tensor:
-    """Return what stripes add to the sums: words [.., 8]."""
     mixed = words ^ keys
     neighbours = words.reshape(*words.shape[:-1], LANES // 2, 2).flip(-1).reshape(words.shape)
     return (mixed & _HALF) * _shifted(mixed, 32) + neighbours
@@ -144,7 +138,6 @@ def _merged(keyed: Tensor, num_bytes: int) -> Tensor:
 
 
 def _wide_product(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Multiply 64 by 64 bits -> the low and the high half of the product."""
     a_low, a_high, b_low, b_high = a & _HALF, _shifted(a, 32), b & _HALF, _shifted(b, 32)
     low, first, second = a_low * b_low, a_low * b_high, a_high * b_low
     middle = _shifted(low, 32) + (first & _HALF) + (second & _HALF)
@@ -153,5 +146,4 @@ def _wide_product(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _shifted(words: Tensor, count: int) -> Tensor:
-    """Shift right with zeros coming in; torch's own shift repeats the sign."""
     return (words >> count) & ((1 << (64 - count)) - 1)

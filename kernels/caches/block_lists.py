@@ -52,5 +52,4 @@ def copy_listed(source: Tensor, source_ids: Tensor, target: Tensor, target_ids: 
 
 
 def _words(rows: Tensor) -> Tensor:
-    """View rows as 8-byte words."""
     return rows.view(torch.int64)

@@ -56,13 +56,11 @@ def parts_of(rows: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _parts(count: int, blocks: Tensor) -> Iterator[slice]:
-    """Split a list of blocks so that intermediate results stay in a processor's caches, or take little of a GPU."""
     step = max(1, _NUMBERS_AT_ONCE[blocks.device.type] // blocks[0].numel())
     return (slice(first, first + step) for first in range(0, count, step))
 
 
 def _quantise(x: Tensor, rounded: Tensor, ranges: Tensor) -> None:
-    """`x`: float32, as `rounded`."""
     lowest, highest = x.amin(dim=-2), x.amax(dim=-2)
     ranges[:, :, 0] = ((highest - lowest) / LEVELS).clamp(SMALLEST, LARGEST)
     ranges[:, :, 1] = lowest.clamp(-LARGEST, LARGEST)

@@ -15,12 +15,10 @@ SMALLEST = 1e-30
 
 
 def int8_row_width(kv_heads: int, head_dim: int) -> int:
-    """Return the bytes of one row."""
     return kv_heads * (head_dim + SCALE_BYTES)
 
 
 def quantise_rows(heads: Tensor) -> Tensor:
-    """Round heads [tokens, kv_heads, head_dim] to rows [tokens, row_width] int8."""
     scaled, scales = scaled_heads(heads, _LARGEST)
     rounded = scaled.round().nan_to_num(0.0).clamp(-_LARGEST, _LARGEST).to(torch.int8)
     return torch.cat((rounded.flatten(1), scales.contiguous().view(torch.int8)), dim=1)

@@ -234,7 +234,6 @@ class DecodePass:
         return sum(product.out_width for product in self._head.products)
 
     def _bits(self, allowed: AllowedTokens, count: int) -> tuple[int, int, int]:
-        """Return the addresses of places and bits, and the words of a place."""
         places, bits = allowed
         num_words = -(-self._num_columns // 32)
         assert bits.dtype == torch.int32, "words are int32"
@@ -259,7 +258,6 @@ class DecodePass:
 
 
 def _adapter_numbers(adapters: PassAdapters | None, count: int) -> tuple[list[Any], list[int], list[int], list[int]]:
-    """Return what the kernel takes."""
     if adapters is None:
         return [], [], [], []
     for of_row in adapters.of_rows:
@@ -267,11 +265,10 @@ def _adapter_numbers(adapters: PassAdapters | None, count: int) -> tuple[list[An
         assert of_row.shape == (count,), f"not one for each of {count} rows: {of_row.shape}"
         assert of_row.is_contiguous(), "rows are one run of memory"
     of_rows = [of_row.data_ptr() for of_row in adapters.of_rows]
-    return [own.kernel for own in adapters.groups], of_rows, adapters.at_site, adapters.widths
+    return [group.kernel for group in adapters.groups], of_rows, adapters.at_site, adapters.widths
 
 
 def _numbers(tensor: Tensor, count: int, dtype: torch.dtype) -> int:
-    """Return the address of a number for each row."""
     assert tensor.shape == (count,), f"not one for each of {count} rows: {tensor.shape}"
     assert tensor.dtype == dtype, f"numbers are {dtype}, not {tensor.dtype}"
     assert tensor.is_contiguous(), "numbers are one run of memory"

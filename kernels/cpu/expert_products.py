@@ -34,7 +34,6 @@ class ExpertProducts:
         self.in_width, self.out_width = in_width, out_width
 
     def __call__(self, x: Tensor, counts: Sequence[int]) -> Tensor:
-        """Multiply x [rows, in_width] contiguous, `counts` rows of each expert -> [rows, out_width], dtype of x."""
         assert len(counts) == self._num_experts, f"not {self._num_experts} numbers of rows: {len(counts)}"
         assert x.shape == (sum(counts), self.in_width), f"not {sum(counts)} rows of {self.in_width}: {x.shape}"
         assert x.is_contiguous(), "rows are one run of memory"
@@ -48,7 +47,7 @@ class ExpertProducts:
 def native_experts(experts: Sequence[object], in_width: int, out_width: int) -> ExpertProducts | None:
     """Return the call for these experts; None: there is none, where kernels or products are others."""
     parts = [_parts(expert) for expert in experts]
-    known = [own for own in parts if own is not None]
+    known = [part for part in parts if part is not None]
     return None if _native is None or len(known) < len(parts) else ExpertProducts(known, in_width, out_width)
 
 

@@ -47,7 +47,6 @@ class NativeAdapter:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of the packed matrices."""
         return int(self.native.num_bytes)
 
 
@@ -62,7 +61,6 @@ class NativeGroups:
         self._num_rows = len(places)
 
     def addends(self, site: int, x: Tensor, width: int) -> Tensor:
-        """Compute the addends of a product of x [rows, in_width] -> float32 [rows with an adapter, width]."""
         assert x.ndim == 2, f"not rows: {x.shape}"
         assert len(x) >= self._least_rows, f"{len(x)} rows of a pass with {self._least_rows}"
         assert x.dtype in (torch.float32, torch.bfloat16), f"inputs are {x.dtype}"

@@ -51,7 +51,6 @@ def _imported() -> Any:
 
 
 def _load_openmp_of_torch() -> bool:
-    """Load PyTorch's OpenMP without PyTorch, and return whether it is there."""
     torch = importlib.util.find_spec("torch")
     if torch is None or torch.origin is None:
         return False

@@ -44,7 +44,6 @@ def next_tokens(known: KnownTokens, rows: Ints, num_padding: int, scratch_slot: 
 
 
 def plain_next_tokens(known: KnownTokens, rows: Ints, num_padding: int, scratch_slot: int) -> NextTokens:
-    """Return the same, without the native kernel."""
     positions = known.num_computed[rows]
     columns, offsets = np.divmod(positions, known.block_size)
     offsets = np.where(known.is_reversed[rows], known.block_size - 1 - offsets, offsets)

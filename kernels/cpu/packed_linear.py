@@ -129,7 +129,6 @@ def weight_memories() -> list[tuple[int, int]]:
 
 @contextmanager
 def _runs(weight: Tensor | Sequence[FileRows]) -> Iterator[list[tuple[int, int, int, str]]]:
-    """Describe runs of rows to the kernels, and keep the files open that they are read from."""
     if isinstance(weight, Tensor):
         yield [(_IN_MEMORY, weight.data_ptr(), len(weight), _STORED[weight.dtype])]
         return

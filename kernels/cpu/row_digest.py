@@ -25,7 +25,6 @@ _ALL = (1 << 64) - 1
 
 
 def row_digest(block: npt.NDArray[np.uint8]) -> int:
-    """Compute the digest of at least one byte, contiguous."""
     content = np.ascontiguousarray(block).data
     firsts = range(0, len(content), PART_BYTES)
     parts = [content[first : first + PART_BYTES] for first in firsts]

@@ -54,12 +54,10 @@ class NormRows:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the dtype of the rows."""
         return self._dtype
 
     @property
     def kernel(self) -> Any:
-        """Return the native kernel."""
         return self._kernel
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -89,7 +87,6 @@ class GateRows:
         self._kernel = _native.Gates(level, activation, dtype == torch.bfloat16)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Gate x [rows, 2 * width] contiguous, gates first -> [rows, width]."""
         num_rows, width = x.shape[0], x.shape[1] // 2
         assert _is_rows(x, 2 * width, self._dtype), f"not rows of gates and ups: {x.shape}"
         assert x.is_contiguous(), "gates and ups are one run of memory"
@@ -143,7 +140,6 @@ class HeadRows:
 
     @property
     def kernel(self) -> Any:
-        """Return the native kernel."""
         return self._kernel
 
     def slots(self, slots: Tensor, count: int) -> int:
@@ -189,7 +185,6 @@ def highest(x: Tensor, *, level: str) -> tuple[Tensor, Tensor]:
 
 
 def _is_rows(x: Tensor, width: int, dtype: torch.dtype) -> bool:
-    """Check for a tensor on the CPU with contiguous rows."""
     if x.ndim != 2 or x.shape[1] != width or x.dtype != dtype or x.device.type != "cpu":
         return False
     return width == 1 or x.stride(1) == 1

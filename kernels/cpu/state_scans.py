@@ -34,7 +34,6 @@ def scan_level(*tensors: Tensor) -> str | None:
 
 
 def suits_convolution(x: Tensor, weight: Tensor, tails: Tensor) -> bool:
-    """Return whether `convolve` computes such rows with such states."""
     if _native is None or x.device.type != "cpu" or x.dtype not in _ELEMENTS or tails.dtype != x.dtype:
         return False
     taps, channels = weight.shape
@@ -42,19 +41,16 @@ def suits_convolution(x: Tensor, weight: Tensor, tails: Tensor) -> bool:
 
 
 def suits_gates(gates: Tensor, num_groups: int) -> bool:
-    """Return whether `gate_rows_` computes such rows."""
     if _native is None or gates.device.type != "cpu" or gates.dtype not in _ELEMENTS:
         return False
     return gates.shape[1] % (num_groups * _LANES) == 0
 
 
 def suits_space(head_dim: int) -> bool:
-    """Return whether `scan_space` computes such heads."""
     return head_dim % _LANES == 0
 
 
 def suits_delta(key_dim: int, value_dim: int) -> bool:
-    """Return whether `scan_delta` computes such heads."""
     return _native is not None and not (key_dim % _LANES or value_dim % _LANES) and key_dim <= _native.most_state_keys
 
 
@@ -177,7 +173,6 @@ def silu_(x: Tensor, level: str) -> None:
 
 
 def _addresses(rows: tuple[Tensor, Tensor, Tensor], widths: tuple[int, int, int]) -> tuple[int, int, int, int]:
-    """Return where the rows lie, which are parts of the same longer ones."""
     first, second, third = rows
     stride = first.stride(0)
     for each, width in zip(rows, widths, strict=True):

@@ -11,12 +11,10 @@ _LOWEST = {torch.float32: 0xFF800000, torch.bfloat16: 0xFF80, torch.float16: 0xF
 
 
 def has_native_masks(logits: Tensor) -> bool:
-    """Return whether the kernel is built and takes these logits."""
     return _native is not None and logits.device.type == "cpu" and logits.dtype in _LOWEST
 
 
 def mask_tokens_(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
-    """Mask in place; see kernels.sampling.mask_tokens_."""
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1, "rows of logits are one run of memory"
     assert rows.dtype == torch.int64, "rows are int64"

@@ -15,19 +15,16 @@ _PEER_PROGRAMS = 256
 
 
 def gather_blocks(blocks: Tensor, block_ids: Tensor, staging: Tensor) -> None:
-    """See kernels.caches.block_lists."""
     assert staging.shape == (len(block_ids), blocks.shape[1]), "a row of the staging for each block"
     _copy(blocks, block_ids, staging, None)
 
 
 def scatter_blocks(staging: Tensor, blocks: Tensor, block_ids: Tensor) -> None:
-    """See kernels.caches.block_lists."""
     assert staging.shape == (len(block_ids), blocks.shape[1]), "a row of the staging for each block"
     _copy(staging, None, blocks, block_ids)
 
 
 def copy_listed(source: Tensor, source_ids: Tensor, target: Tensor, target_ids: Tensor) -> None:
-    """See kernels.caches.block_lists. One launch, however many blocks there are."""
     assert source.shape[1] == target.shape[1], "blocks of one size"
     assert len(source_ids) == len(target_ids), "as many targets as sources"
     _copy(source, source_ids, target, target_ids, most_programs=_PEER_PROGRAMS)
@@ -45,7 +42,6 @@ def trial_launch(device: torch.device, dtype: torch.dtype) -> None:
 def _copy(
     source: Tensor, source_ids: Tensor | None, target: Tensor, target_ids: Tensor | None, most_programs: int = 1 << 30
 ) -> None:
-    """Copy rows to rows; ids None: all of them in order."""
     listed = source_ids if source_ids is not None else target_ids
     assert listed is not None, "blocks are listed on one side"
     assert source.shape[1] % 8 == 0, "blocks are whole words of 8 bytes"

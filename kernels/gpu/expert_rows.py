@@ -149,7 +149,6 @@ def _choose(
 
 @triton.jit
 def _best(ranks, columns, EXPERTS: tl.constexpr):
-    """Return the first column of the highest rank."""
     return tl.min(tl.where(ranks == tl.max(ranks, axis=0), columns, EXPERTS), axis=0)
 
 

@@ -35,13 +35,11 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def empty_rows(num_rows: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return room for rounded rows and their scales."""
     values = torch.empty((num_rows, width), dtype=torch.float8_e4m3fn, device=device)
     return values, torch.empty((num_rows, 1), dtype=torch.float32, device=device)
 
 
 def trial_launch(device: torch.device, dtype: torch.dtype) -> None:
-    """Launch once on 16 elements. Raises Triton's errors."""
     round_rows(torch.ones((1, 16), dtype=dtype, device=device))
 
 

@@ -28,7 +28,6 @@ class Gates:
         self._activation, self._rounds, self._unread = activation, rounds, unread
 
     def rounding(self, unread: Tensor | None = None) -> "Gates":
-        """Return the same, which rounds its results; `unread`: see kernels.norm.Norm."""
         return Gates(self._activation, rounds=True, unread=unread)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -94,7 +93,6 @@ def _sigmoid(x):
 
 @triton.jit
 def silu(x):
-    """Return x * sigmoid(x)."""
     return x * _sigmoid(x)
 
 

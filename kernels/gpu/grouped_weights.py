@@ -58,7 +58,6 @@ class GroupedOperand(Protocol):
 
 
 def tiling_of(num_rows: int) -> Tiling:
-    """Return how a product of so many rows is divided."""
     return next(tiling for most_rows, tiling in TILINGS if num_rows <= most_rows)
 
 
@@ -138,18 +137,15 @@ class _Trial:
 
 
 def _num_groups(weight: GroupedOperand) -> int:
-    """Return how many groups, or pairs of them, lie one after another."""
     return weight.scales.shape[-2] // (1 if weight.factors is None else 2)
 
 
 def _stored(weight: GroupedOperand) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return words, scales, zero points or minima, and factors; scales in place of those that there are not."""
     zeros = next((part for part in (weight.zeros, weight.minima) if part is not None), weight.scales)
     return weight.words, weight.scales, zeros, weight.scales if weight.factors is None else weight.factors
 
 
 def _form(weight: GroupedOperand) -> dict[str, int]:
-    """Return what kernels are compiled for."""
     return {
         "GROUP": weight.in_width // _num_groups(weight),
         "IN_HALVES": 2 * weight.words.shape[-1] == weight.in_width,
@@ -315,7 +311,6 @@ def _unpack(
 
 @triton.jit
 def scales_of(scales, group, outputs, is_output, columns, IN_PAIRS: tl.constexpr):
-    """Return the float32 scales of a group, or of the numbers in lower and those in upper bits, for each output."""
     if IN_PAIRS:
         lower = tl.load(scales + 2 * group * columns + outputs, mask=is_output, other=0)
         upper = tl.load(scales + (2 * group + 1) * columns + outputs, mask=is_output, other=0)
@@ -327,7 +322,6 @@ def scales_of(scales, group, outputs, is_output, columns, IN_PAIRS: tl.constexpr
 
 @triton.jit
 def small_numbers(stored, zero, like, IN_HALVES: tl.constexpr, IS_FLOAT: tl.constexpr):
-    """Return stored numbers, of 4 bits `IN_HALVES`, less their zero points, as numbers of the dtype of `like`."""
     if not IS_FLOAT:
         return (stored.to(tl.int32) - zero).to(like.dtype)
     if IN_HALVES:
@@ -348,7 +342,6 @@ def float4_values(stored, like):
 
 @triton.jit
 def scale_values(scales):
-    """Return scales as float32: as they are, or of their exponents, which count from 2**-127 (e8m0)."""
     if scales.dtype != tl.uint8:
         return scales
     bits = tl.where(scales == 0, 0x400000, scales.to(tl.int32) << 23)  # the least is no normal number of float32

@@ -87,7 +87,6 @@ def trial_launch(device: torch.device, dtype: torch.dtype) -> None:
 
 @triton.jit
 def _weights(query_weight, key_weight, is_key, dims, limit):
-    """Return the norm weights of each head and dimension [heads, part], those of queries or of keys."""
     is_there = (dims < limit)[None, :]
     places = dims[None, :]
     of_queries = tl.load(query_weight + places, mask=is_there, other=0.0).to(tl.float32)
@@ -97,7 +96,6 @@ def _weights(query_weight, key_weight, is_key, dims, limit):
 
 @triton.jit
 def _head_scales(lower, upper):
-    """Return the scale of each head of two halves, and by what its elements are multiplied before they are rounded."""
     largest = tl.maximum(tl.max(tl.abs(lower), axis=1), tl.max(tl.abs(upper), axis=1))
     # Neither infinities nor NaN, which a maximum alone may skip.
     is_finite = (tl.min((tl.abs(lower) <= _FINITE).to(tl.int32), axis=1) == 1) & (
@@ -110,7 +108,6 @@ def _head_scales(lower, upper):
 
 @triton.jit
 def _float8(x, factors):
-    """Return the bytes of x [heads, part] times its head's factor as e4m3, to nearest, ties to even."""
     x = x * factors[:, None]
     x = tl.where(x == x, x, 0.0)
     return float8_bytes(x)

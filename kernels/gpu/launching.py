@@ -53,7 +53,6 @@ def multiprocessor_of(device: torch.device) -> Multiprocessor:
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """Return how many this GPU has; in Triton's interpreter two."""
     if device.type != "cuda":
         return 2
     gpu: Any = torch.cuda.get_device_properties(device)
@@ -93,7 +92,6 @@ def programs_at_once(kernel: CompiledKernel, limits: Multiprocessor) -> int:
 
 
 def padded(size: int) -> int:
-    """Return the smallest tile side for a matrix product that is at least `size`."""
     return max(_LEAST_SIDE, power_of_two(size))
 
 
@@ -111,12 +109,10 @@ def parts_of(size: int, part: int) -> int:
 
 
 def row_warps(padded_width: int) -> int:
-    """Return the warps of a program that holds a row of this size, a power of two."""
     return min(max(1, padded_width // _ELEMENTS_OF_WARP), _MOST_WARPS)
 
 
 def is_interpreted() -> bool:
-    """Return whether kernels run in Triton's interpreter, on CPU tensors."""
     return bool(triton.knobs.runtime.interpret)
 
 

@@ -187,7 +187,6 @@ def _shrink(
     RANKS: tl.constexpr,
     INPUTS: tl.constexpr,
 ):
-    """Multiply inputs [first_input, last_input) of a tile's rows by RANKS rows of A."""
     adapter, first_row, count = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
     at = adapter.to(tl.pointer_type(tl.int64)) + site.to(tl.int64) * _SITE_WORDS
     own_ranks = tl.load(at).to(tl.int32)
@@ -225,7 +224,6 @@ def _expand(
     RANKS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Add B times the sums of a tile's rows to COLUMNS columns of the product, in which several modules may be."""
     adapter, first_row, count = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
     at = adapter.to(tl.pointer_type(tl.int64)) + site.to(tl.int64) * _SITE_WORDS + _MODULES_AT
     members, columns = tl.arange(0, ROWS), first_column + tl.arange(0, COLUMNS)

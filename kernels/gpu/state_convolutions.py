@@ -139,7 +139,6 @@ def _leave_tails(
     CHANNELS: tl.constexpr,
     PADDED_TAPS: tl.constexpr,
 ):
-    """Leave the last rows before each part's end; all of the state before is read before any of it is written."""
     sequence = tl.program_id(0)
     columns = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     is_channel = columns < channels

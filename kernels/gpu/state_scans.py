@@ -128,7 +128,6 @@ def trial_launch(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def _part_width(rows: DeviceStateRows, padded_size: int, width: int) -> int:
-    """Return how many of a state's columns, each of `padded_size` elements, a program has."""
     most = PART_ELEMENTS if len(rows.firsts) >= _FEW_SEQUENCES else min(PART_ELEMENTS, _PART_OF_FEW)
     return max(1, min(most // padded_size, power_of_two(width)))
 

@@ -93,7 +93,6 @@ def _logits(row, first, vocabulary, TILE: tl.constexpr):
 
 @triton.jit
 def _distances(row, first, vocabulary, most, scale, TILE: tl.constexpr):
-    """Return the distances of a tile's tokens from the likeliest, as floats and as integers."""
     columns, own = _logits(row, first, vocabulary, TILE)
     distance = (most - own) * scale
     return columns, distance, distance.to(tl.int32, bitcast=True)
@@ -101,7 +100,6 @@ def _distances(row, first, vocabulary, most, scale, TILE: tl.constexpr):
 
 @triton.jit
 def _last_above(row, vocabulary, most, scale, min_p, TILE: tl.constexpr):
-    """Return the largest distance, as an integer, of a token at least `min_p` times as likely as the likeliest."""
     last = tl.zeros((TILE,), tl.int32)
     for first in range(0, vocabulary, TILE):
         _, distance, key = _distances(row, first, vocabulary, most, scale, TILE)
@@ -121,7 +119,6 @@ def _kept(
     TILE: tl.constexpr,
     IS_COUNT: tl.constexpr,
 ):
-    """Return the columns of a tile, their distances as integers, and their addends to a sum: 0 where not kept."""
     columns, distance, key = _distances(row, first, vocabulary, most, scale, TILE)
     is_kept = (key < last_key) | ((key == last_key) & (columns <= last_column))
     is_kept = is_kept & (columns < vocabulary)
@@ -204,7 +201,6 @@ def _cut(
 
 @triton.jit
 def _likeliest(row, vocabulary, TILE: tl.constexpr):
-    """Return the first column of the highest logit, that logit, and whether all of the row is finite or -inf."""
     best = tl.full((TILE,), -float("inf"), tl.float32)
     at = tl.zeros((TILE,), tl.int32)
     is_wrong = tl.zeros((TILE,), tl.int32)
@@ -249,7 +245,6 @@ def _sums(row, vocabulary, most, scale, last_key, TILE: tl.constexpr):
 
 @triton.jit
 def _put_aside(row, vocabulary, most, scale, last_key, logits, ids, TILE: tl.constexpr):
-    """Store logits and ids of the tokens up to a distance, in the order of their ids; return their number."""
     written = tl.full((), 0, tl.int32)
     for first in range(0, vocabulary, TILE):
         columns, own = _logits(row, first, vocabulary, TILE)
@@ -264,7 +259,6 @@ def _put_aside(row, vocabulary, most, scale, last_key, logits, ids, TILE: tl.con
 
 @triton.jit
 def _by_draw(row, vocabulary, most, scale, draw, TILE: tl.constexpr):
-    """Return the first token, in the order of ids, at which the sum exceeds a share of the total that is below it."""
     last_key = tl.full((), _INFINITY_BITS, tl.int32)
     total = _total(row, vocabulary, most, scale, last_key, vocabulary, TILE, False)
     target = tl.minimum((draw * total.to(tl.float64)).to(tl.int64), total - 1)
@@ -350,6 +344,5 @@ def _sample(
 
 @triton.jit
 def _share(top_p, total):
-    """Return the sum that the kept tokens reach: at least 1, at most the total."""
     share = tl.ceil(top_p.to(tl.float64) * total.to(tl.float64)).to(tl.int64)
     return tl.minimum(tl.maximum(share, 1), total)

@@ -129,7 +129,6 @@ class GroupedWeight(NamedTuple):
 
     @property
     def _sizes(self) -> Tensor:
-        """The scales in float32."""
         if self.numbers is Numbers.MXFP4:
             exponents = self.scales.int()
             return exponents.bitwise_left_shift(23).masked_fill(exponents == 0, _LEAST_SCALE).view(torch.float32)

@@ -44,7 +44,6 @@ class ProductEnd:
             self._then.round_results(unread)
 
     def __call__(self, product: Tensor, addends: Addends | None) -> Tensor:
-        """Finish a product [rows, columns], which may be overwritten."""
         if self._bias is not None:
             product = product + self._bias
         if addends is not None:

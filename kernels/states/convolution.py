@@ -46,7 +46,6 @@ def causal_convolution(
 
 
 def silu_in_place(x: Tensor) -> Tensor:
-    """Compute x = x * sigmoid(x), contiguous float32, and return it."""
     level = scan_level(x)
     if level is None:
         return functional.silu(x, inplace=True)

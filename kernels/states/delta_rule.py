@@ -61,7 +61,7 @@ class DeltaRule:
         self._gated = GatedRows(sizes.values, norm, GatedForm(sizes.num_heads, eps, gates_first=False))
 
     def __call__(self, projected: Tensor, rows: StateRows | DeviceStateRows, state: Sequence[Tensor]) -> Tensor:
-        """See StateMixer. The state has the rows before the convolution, and [blocks, heads, key_dim, value_dim]."""
+        """The state has the rows before the convolution, and [blocks, heads, key_dim, value_dim]."""
         sizes, weights, (tails, memories) = self._sizes, self._weights, state
         keys, values, num_heads = sizes.keys, sizes.values, sizes.num_heads
         convolved, gates, b, a = projected.split_with_sizes((2 * keys + values, values, num_heads, num_heads), dim=1)
@@ -110,6 +110,5 @@ def scan(
 
 
 def _unit(heads: Tensor, num_heads: int) -> Tensor:
-    """Bring heads [tokens, key_heads, width] to length 1, each for all the heads that share it."""
     unit = heads * torch.rsqrt((heads * heads).sum(dim=-1, keepdim=True) + _LENGTH_EPS)
     return unit.repeat_interleave(num_heads // heads.shape[1], dim=1)

@@ -14,7 +14,6 @@ class GatedRows:
     """Results [tokens, groups * width] float32, times the silu of their gates, and normalised group by group."""
 
     def __init__(self, width: int, weight: Tensor | None, form: GatedForm) -> None:
-        """`width` of all groups; `weight` [width] float32, None: nothing is normalised."""
         self._weight, self._form = None if weight is None else weight.contiguous(), form
         self._norm = RmsNorm(torch.ones(width // form.num_groups), form.eps, torch.float32)
 

@@ -19,7 +19,7 @@ class ShortConvolution:
         self._weight, self._bias = weight, bias
 
     def __call__(self, projected: Tensor, rows: StateRows | DeviceStateRows, state: Sequence[Tensor]) -> Tensor:
-        """See StateMixer. The state has the rows before: [blocks, kernel_size - 1, width]."""
+        """The state has the rows before: [blocks, kernel_size - 1, width]."""
         gate, gate_behind, x = projected.chunk(3, dim=1)
         (tails,) = state
         return causal_convolution(x, self._weight, self._bias, rows, tails, ConvolutionGates(gate, gate_behind))

@@ -136,7 +136,6 @@ class ConvolvedRows:
         self.targets = torch.from_numpy(rows.targets)
 
     def at(self, column: StateColumn) -> "ConvolvedRows":
-        """Return the same rows with the blocks of a column."""
         rows = copy(self)
         rows.sources = torch.from_numpy(column.sources[column.sources != NO_BLOCK])
         rows.targets = torch.from_numpy(column.targets)

@@ -69,7 +69,7 @@ class StateSpace:
         self._gated = GatedRows(sizes.inner, weights.norm, GatedForm(sizes.num_groups, eps, gates_first))
 
     def __call__(self, projected: Tensor, rows: StateRows | DeviceStateRows, state: Sequence[Tensor]) -> Tensor:
-        """See StateMixer. The state has the rows before the convolution, and [blocks, heads, state_size, head_dim]."""
+        """The state has the rows before the convolution, and [blocks, heads, state_size, head_dim]."""
         sizes, weights, (tails, spaces) = self._sizes, self._weights, state
         inner, shared = sizes.inner, sizes.shared
         gates, convolved, dt = projected.split_with_sizes((inner, inner + 2 * shared, sizes.num_heads), dim=1)

@@ -12,7 +12,6 @@ Step = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def run_steps(rows: StateRows, states: Tensor, step: Step, out: Tensor) -> None:
-    """Fill `out` [tokens, ..], and leave the states [blocks, ..] in the blocks of `rows`."""
     firsts, counts = torch.from_numpy(rows.firsts), torch.from_numpy(rows.counts)
     sources = torch.from_numpy(rows.sources)
     current = states.index_select(0, sources.clamp(min=0))

@@ -38,6 +38,5 @@ def _by_row(numbers: np.ndarray, num_rows: int) -> Tensor:
 
 
 def _halves(parts: BlockParts) -> np.ndarray:
-    """Return the quants of each group, the first half in lower bits."""
     half = parts.quants.shape[-1] // 2
     return parts.quants[..., :half] | parts.quants[..., half:] << np.uint8(4)

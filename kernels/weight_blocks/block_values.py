@@ -27,7 +27,6 @@ class BlockParts(NamedTuple):
     zero: int = 0
 
     def values(self) -> Floats:
-        """Return the values [blocks, values of a block]."""
         values = self.scales[:, :, None] * (_float32(self.quants) - np.float32(self.zero))
         if self.minima is not None:
             values += self.minima[:, :, None]
@@ -75,7 +74,6 @@ def _unpacking(type_name: str) -> tuple[Callable[[Bytes], Floats], int]:
 
 
 def _of_library(type_name: str) -> tuple[Callable[[Bytes], Floats], int]:
-    """Return how llama.cpp's own package unpacks a type: such as those whose values come from long tables."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
     from gguf.quants import dequantize
 
@@ -143,7 +141,6 @@ def _q6_k(blocks: Bytes) -> BlockParts:
 
 
 def _scaled_k(blocks: Bytes, quants: Bytes) -> BlockParts:
-    """Return superblocks with eight scales and minima of 6 bits; `quants` [blocks, 8, 32]."""
     low, middle, high = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     six, four = np.uint8(63), np.uint8(15)
     scales = np.concatenate([low & six, high & four | low >> 6 << 4], axis=1)
@@ -162,17 +159,14 @@ def _float32(numbers: npt.NDArray[Any]) -> Floats:
 
 
 def half_at(blocks: Bytes, place: int) -> Floats:
-    """Return the column [blocks, 1] of the float16 numbers at `place`."""
     return _float32(np.ascontiguousarray(blocks[:, place : place + 2]).view("<f2"))
 
 
 def _nibbles(raw: Bytes) -> Bytes:
-    """Return the low halves of bytes [..., n], then their high halves: [..., 2 n]."""
     return np.concatenate([raw & np.uint8(15), raw >> np.uint8(4)], axis=-1)
 
 
 def _fifth_bits(raw: Bytes) -> Bytes:
-    """Return the bits of [blocks, 4] bytes, each worth 16: [blocks, 32]."""
     return np.unpackbits(raw, axis=-1, bitorder="little") << np.uint8(4)
 
 

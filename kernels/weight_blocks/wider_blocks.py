@@ -38,7 +38,6 @@ def _in_chunks(raw_rows: Bytes, widen: Callable[[Bytes], Bytes]) -> Bytes:
 
 
 def _integers(values: Floats, scales: Floats) -> Bytes:
-    """Return the int8 by which values are multiples of their scales, as bytes; 0 where the scale is no finite one."""
     is_one = np.isfinite(scales) & (scales != 0)
     quants = np.rint(values / np.where(is_one, scales, 1))
     return np.where(is_one, quants, 0).astype(np.int8).view(np.uint8)
@@ -56,7 +55,6 @@ def _first_half(blocks: Bytes) -> Floats:
 
 
 def _iq4_xs(blocks: Bytes) -> Floats:
-    """16 bits hold the upper 2 of eight scales, 4 bytes their lower 4."""
     high = np.ascontiguousarray(blocks[:, 2:4]).view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16)
     low = blocks[:, 4:8].repeat(2, axis=1) >> np.tile(np.array([0, 4], np.uint8), 4)
     scales: Floats = (low & 15 | (high & 3) << 4).astype(np.float32) - np.float32(32)
@@ -64,23 +62,19 @@ def _iq4_xs(blocks: Bytes) -> Floats:
 
 
 def _iq2_xxs(blocks: Bytes) -> Floats:
-    """Of every 8 bytes the upper 4 bits are the scale."""
     return half_at(blocks, 0) * (2 * (blocks[:, 9::8] >> 4).astype(np.float32) + 1) / np.float32(8)
 
 
 def _iq3_xxs(blocks: Bytes) -> Floats:
-    """Behind 64 bytes of places in the grid come 4 for each 32 values, whose upper 4 bits are the scale."""
     return half_at(blocks, 0) * (2 * (blocks[:, 69::4] >> 4).astype(np.float32) + 1) / np.float32(4)
 
 
 def _iq3_s(blocks: Bytes) -> Floats:
-    """The last 4 bytes are eight scales of 4 bits."""
     scales = blocks[:, 106:].repeat(2, axis=1) >> np.tile(np.array([0, 4], np.uint8), 4) & 15
     return half_at(blocks, 0) * (2 * scales.astype(np.float32) + 1)
 
 
 def _iq1_s(blocks: Bytes) -> Floats:
-    """Bits 12 to 14 of the last eight 16-bit numbers are the scale; values are eighths of it."""
     numbers = np.ascontiguousarray(blocks[:, 34:]).view("<u2")
     return half_at(blocks, 0) * (2 * (numbers >> 12 & 7).astype(np.float32) + 1) / np.float32(8)
 
@@ -100,7 +94,6 @@ _SCALES: dict[str, tuple[Callable[[Bytes], Floats], int]] = {
 
 
 def _q6_k_of_q3_k(rows: Bytes) -> Bytes:
-    """Return Q6_K of the same values: its upper 2 bits of 6 lie apart from the lower 4, as its scales do."""
     blocks = rows.reshape(-1, 110)
     low = blocks[:, 96:104, None] >> np.array([0, 4], np.uint8) & 15
     high = blocks[:, 104:108, None] >> np.array([0, 2, 4, 6], np.uint8) & 3

@@ -69,7 +69,6 @@ class BatchFormer(Protocol):
 
 
 def batch_of(chosen: list[PooledRequest], *, by_turn: bool = False) -> AlignedBatch:
-    """Build the batch of these requests, in the order in which decode workers admit them. `by_turn`: as they are."""
     by_length = sorted(chosen, key=lambda pooled: (pooled.context_len, pooled.arrival_s, pooled.request_id))
     return AlignedBatch(
         request_ids=tuple(pooled.request_id for pooled in (chosen if by_turn else by_length)),

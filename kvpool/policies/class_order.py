@@ -36,21 +36,18 @@ class ClassedBatchFormer:
         self._floors = {TurnClass.LATE: self._late_floor, TurnClass.BEST_EFFORT: self._floor}
 
     def insert(self, pooled: PooledRequest, now: float) -> None:
-        """See BatchFormer."""
         self._waiting[pooled.turn_class][pooled.request_id] = pooled
         self._formers[pooled.turn_class].insert(pooled, now)
         if pooled.turn_class is TurnClass.LATE:
             self._since_s[pooled.request_id] = now
 
     def remove(self, request_id: RequestId) -> None:
-        """See BatchFormer."""
         turn_class = self._class_of(request_id)
         del self._waiting[turn_class][request_id]
         self._formers[turn_class].remove(request_id)
         self._since_s.pop(request_id, None)
 
     def form(self, limits: BatchLimits, now: float) -> AlignedBatch | None:
-        """See BatchFormer."""
         for by_floor in self._due_by_floor(now) if limits.max_requests > 0 else ():
             lone = self._formers[by_floor].form(replace(limits, max_requests=1, min_requests=1), now)
             if lone is not None:
@@ -62,7 +59,7 @@ class ClassedBatchFormer:
         return None
 
     def join(self, lengths: LengthRange, limits: BatchLimits, now: float) -> AlignedBatch | None:
-        """See BatchFormer. A class joins while no request of an earlier one waits, of any lengths, or by its floor."""
+        """A class joins while no request of an earlier one waits, of any lengths, or by its floor."""
         joining = self._join(lengths, limits, self._classes(limits), now, ())
         for by_floor in self._due_by_floor(now) if not joining else ():
             joining = self._members(self._formers[by_floor].join(lengths, replace(limits, max_requests=1), now))
@@ -71,7 +68,6 @@ class ClassedBatchFormer:
         return self._noted(batch_of(joining, by_turn=limits.by_turn)) if joining else None
 
     def seen(self) -> LengthTree:
-        """See BatchFormer."""
         tree = LengthTree()
         for former in self._formers.values():
             tree = _merged(tree, former.seen())
@@ -83,8 +79,7 @@ class ClassedBatchFormer:
         return [one for one in TurnClass if one is not TurnClass.BEST_EFFORT or not limits.is_for_real_time]
 
     def _due_by_floor(self, now: float) -> Iterator[TurnClass]:
-        """Yield the classes of which a request goes before earlier ones that wait."""
-        late, best_effort = (next(iter(self._waiting[one].values()), None) for one in self._floors)
+        late, best_effort = (next(iter(self._waiting[floor].values()), None) for floor in self._floors)
         on_time, since_s = self._waiting[TurnClass.ON_TIME], self._since_s
         if late and on_time and self._late_floor.lets(late.context_len, since_s[late.request_id], now):
             yield TurnClass.LATE
@@ -110,19 +105,18 @@ class ClassedBatchFormer:
         now: float,
         chosen: Iterable[PooledRequest],
     ) -> list[PooledRequest]:
-        """Choose requests of these classes and lengths, up to the first class before which others are left behind."""
         joining: list[PooledRequest] = []
-        taken = {one.request_id for one in chosen}
+        taken = {request.request_id for request in chosen}
         for turn_class in classes:
             earlier = (one for other in TurnClass if other < turn_class for one in self._waiting[other])
             if any(one not in taken for one in earlier):
                 break
             members = self._members(self._formers[turn_class].join(lengths, limits, now))
             joining += members
-            taken.update(one.request_id for one in members)
+            taken.update(member.request_id for member in members)
             limits = replace(
                 limits,
-                max_blocks=limits.max_blocks - sum(one.num_blocks for one in members),
+                max_blocks=limits.max_blocks - sum(member.num_blocks for member in members),
                 max_requests=limits.max_requests - len(members),
             )
         return joining
@@ -136,22 +130,20 @@ class ClassedBatchFormer:
         return next(one for one in TurnClass if request_id in self._waiting[one])
 
     def _noted(self, batch: AlignedBatch) -> AlignedBatch:
-        """Note what leaves with this batch."""
         members = self._members(batch)
         leaving = set(batch.request_ids)
         for turn_class, floor in self._floors.items():
             staying = (one for one in self._waiting[turn_class].values() if one.request_id not in leaving)
             following = next(staying, None)
-            for one in members:
-                if one.turn_class is turn_class:
-                    floor.note_own(one.context_len)
-                elif one.turn_class < turn_class and following is not None:
-                    floor.note_earlier(one.context_len, following.context_len)
+            for member in members:
+                if member.turn_class is turn_class:
+                    floor.note_own(member.context_len)
+                elif member.turn_class < turn_class and following is not None:
+                    floor.note_earlier(member.context_len, following.context_len)
         return batch
 
 
 def _merged(one: LengthTree, other: LengthTree) -> LengthTree:
-    """Return both trees as one, at the coarser of their levels."""
     if not one.leaves or not other.leaves:
         return one if one.leaves else other
     leaf_len = max(one.leaf_len, other.leaf_len)

@@ -46,19 +46,16 @@ class DensityFirstBatchFormer:
         self._deadlines = OrderedEntries()
 
     def insert(self, pooled: PooledRequest, now: float) -> None:
-        """See BatchFormer."""
         self._tree.insert(pooled, now)
         if (entry := _deadline_entry(pooled)) is not None:
             self._deadlines.add(entry)
 
     def remove(self, request_id: RequestId) -> None:
-        """See BatchFormer."""
         pooled = self._tree.remove(request_id)
         if (entry := _deadline_entry(pooled)) is not None:
             self._deadlines.remove(entry)
 
     def form(self, limits: BatchLimits, now: float) -> AlignedBatch | None:
-        """See BatchFormer. Restarts the waiting time of the leaves that the batch comes from."""
         tree = self._tree
         if limits.max_requests < 1 or tree.smallest[ROOT] > limits.max_blocks:
             return None
@@ -74,7 +71,7 @@ class DensityFirstBatchFormer:
         return self._served(builder.chosen, now)
 
     def join(self, lengths: LengthRange, limits: BatchLimits, now: float) -> AlignedBatch | None:
-        """See BatchFormer. A request larger than the limit by itself is passed over; the first other that does not fit
+        """A request larger than the limit by itself is passed over; the first other that does not fit
         ends the choice.
 
         In a leaf that the range covers only in part, the oldest `4 * max_requests` are looked at.
@@ -89,7 +86,6 @@ class DensityFirstBatchFormer:
         return self._served(chosen, now) if chosen else None
 
     def seen(self) -> LengthTree:
-        """See BatchFormer."""
         return self._tree.seen()
 
     def _most_urgent(self, max_blocks: int, now: float) -> PooledRequest | None:
@@ -97,13 +93,11 @@ class DensityFirstBatchFormer:
         return self._tree[entry[2]] if entry is not None and entry[0] <= now else None
 
     def _first_range(self, limits: BatchLimits, now: float) -> int:
-        """Return the node to begin the search from: the widest starving range around the leaf that waits longest."""
         before_s = now - self._starvation_s
         leaf = self._tree.longest_waiting(before_s, limits.max_blocks)
         return ROOT if leaf is None else self._tree.widest_unserved(leaf, before_s)
 
     def _within(self, lengths: LengthRange, limits: BatchLimits) -> Iterator[Iterator[Entry]]:
-        """Yield, per leaf, the requests of these lengths and no more blocks than allowed, oldest first."""
         tree = self._tree
         start, stop = max(lengths.start, 1), lengths.stop
         if start >= stop:
@@ -141,8 +135,6 @@ def _densest(tree: QuadTree, limits: BatchLimits, node: int) -> int:
 
 
 class _BatchBuilder:
-    """Fills a batch leaf by leaf. It is full once a request that a batch may hold no longer fits."""
-
     def __init__(self, tree: QuadTree, limits: BatchLimits) -> None:
         self._tree = tree
         self._max_blocks = limits.max_blocks
@@ -152,7 +144,6 @@ class _BatchBuilder:
         self.chosen: list[PooledRequest] = []
 
     def take_around(self, pooled: PooledRequest, leaf: int) -> None:
-        """Take this request, which must fit, then the others of its leaf."""
         entries, entry = self._tree.oldest_first(leaf), order_entry(pooled)
         self._choose([entry])
         entries.remove(entry)  # for this search only: it is chosen already
@@ -160,7 +151,6 @@ class _BatchBuilder:
         entries.add(entry)
 
     def take(self, node: int, enough: int, *, is_leftwards: bool = False) -> None:
-        """Take the leaves under a node in this direction until the batch has enough requests or is full."""
         if self._is_full or len(self.chosen) >= enough or self._tree.smallest[node] > self._max_blocks:
             return
         if node >= self._tree.first_leaf:
@@ -171,7 +161,6 @@ class _BatchBuilder:
             self.take(child, enough, is_leftwards=is_leftwards)
 
     def widen(self, node: int, enough: int) -> None:
-        """Climb from a node whose requests were taken, and at each level take from its left and right siblings."""
         while node != ROOT and not self._is_full and len(self.chosen) < enough:
             parent = (node - 1) >> 2
             for sibling in range(node - 1, 4 * parent, -1):

@@ -24,7 +24,6 @@ class FcfsBatchFormer:
         self._num_insertions = 0
 
     def insert(self, pooled: PooledRequest, now: float) -> None:
-        """See BatchFormer."""
         assert pooled.request_id not in self._pooled, "a request pooled twice"
         self._num_insertions += 1
         entry = (pooled.arrival_s, pooled.request_id, self._num_insertions)
@@ -32,11 +31,9 @@ class FcfsBatchFormer:
         heapq.heappush(self._order, entry)
 
     def remove(self, request_id: RequestId) -> None:
-        """See BatchFormer."""
         del self._pooled[request_id]
 
     def form(self, limits: BatchLimits, now: float) -> AlignedBatch | None:
-        """See BatchFormer."""
         chosen: list[PooledRequest] = []
         examined: list[_Entry] = []
         num_blocks = 0
@@ -50,15 +47,12 @@ class FcfsBatchFormer:
         return batch_of(chosen) if chosen else None
 
     def join(self, lengths: LengthRange, limits: BatchLimits, now: float) -> AlignedBatch | None:
-        """See BatchFormer. None, as lengths do not matter here."""
         return None
 
     def seen(self) -> LengthTree:
-        """See BatchFormer."""
         return LengthTree()
 
     def _pop(self, examined: list[_Entry]) -> PooledRequest | None:
-        """Pop the next request still pooled; append its entry to `examined` so that it can be put back."""
         while self._order:
             entry = heapq.heappop(self._order)
             current = self._pooled.get(entry[1])

@@ -22,25 +22,21 @@ class TurnBatchFormer:
         self._waiting: dict[RequestId, PooledRequest] = {}
 
     def insert(self, pooled: PooledRequest, now: float) -> None:
-        """See BatchFormer."""
         self._waiting[pooled.request_id] = pooled
         self._otherwise.insert(pooled, now)
 
     def remove(self, request_id: RequestId) -> None:
-        """See BatchFormer."""
         del self._waiting[request_id]
         self._otherwise.remove(request_id)
 
     def form(self, limits: BatchLimits, now: float) -> AlignedBatch | None:
-        """See BatchFormer."""
         return self._first(limits) if limits.by_turn else self._otherwise.form(limits, now)
 
     def join(self, lengths: LengthRange, limits: BatchLimits, now: float) -> AlignedBatch | None:
-        """See BatchFormer. By turn, any lengths may join, and none is passed over."""
+        """By turn, any lengths may join, and none is passed over."""
         return self._first(limits, passes=False) if limits.by_turn else self._otherwise.join(lengths, limits, now)
 
     def seen(self) -> LengthTree:
-        """See BatchFormer."""
         return self._otherwise.seen()
 
     def _first(self, limits: BatchLimits, *, passes: bool = True) -> AlignedBatch | None:

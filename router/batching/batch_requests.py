@@ -44,7 +44,6 @@ class BatchRequests:
         max_candidate_requests: int,
         batching: BatchingConfig,
     ) -> None:
-        """`links`: to decode workers from pools of other nodes."""
         self._pools = pools
         self._nodes = nodes
         self._max_candidate_requests = max_candidate_requests
@@ -95,7 +94,6 @@ class BatchRequests:
         return asked + self._far_forms()
 
     def _to_ask(self, pools: Iterable[str]) -> list[WorkerRecord]:
-        """Return the workers that take batches of those of these pools which have any, the least busy first."""
         workers = [
             worker
             for name in pools
@@ -108,7 +106,6 @@ class BatchRequests:
         return workers
 
     def close(self, worker: WorkerRecord, *, is_empty: bool, now: float) -> None:
-        """Note the answer to the worker's FormBatch."""
         self.cancel(worker)
         if is_empty and worker.asked_pool != worker.registered.pool_name:
             worker.refusing_pools.add(worker.asked_pool)
@@ -121,7 +118,6 @@ class BatchRequests:
             worker.last_batch_s = now
 
     def cancel(self, worker: WorkerRecord) -> None:
-        """Expect no answer to the worker's FormBatch."""
         if worker.pending_batch is not None:
             self._requested[worker.asked_pool] -= worker.num_requested
         worker.pending_batch = None
@@ -130,7 +126,6 @@ class BatchRequests:
         self.note_change(worker.asked_pool)
 
     def pool_lost(self, pool: str) -> None:
-        """Expect no answer of this pool any more."""
         near = self._nodes.get(pool, {}).values()
         for worker in (*near, *self._asked_far.get(pool, {}).values()):
             if worker.asked_pool == pool:
@@ -140,7 +135,6 @@ class BatchRequests:
         self._requested.pop(pool, None)
 
     def worker_lost(self, worker: WorkerRecord) -> None:
-        """Ask for nothing more for this worker."""
         self.cancel(worker)
         self._forget_spare(worker)
         self._overdue.forget(worker)
@@ -180,7 +174,6 @@ class BatchRequests:
     # --- what to ask for
 
     def _may_be_asked(self, pool: str) -> Iterable[WorkerRecord]:
-        """Return the workers for which the pool may have a FormBatch without an answer."""
         return (*self._nodes.get(pool, {}).values(), *self._asked_far.get(pool, {}).values())
 
     def _next_form(self, worker: WorkerRecord, pool: PoolRecord, now: float) -> FormBatch | None:
@@ -206,7 +199,6 @@ class BatchRequests:
         self._requested[pool.name] += form.max_requests
 
     def _request_by_turn(self, worker: WorkerRecord, pool: PoolRecord) -> FormBatch | None:
-        """Request what comes next, whatever its length: where classes are known, of real-time requests first."""
         waiting, sizes = pool.pooled_real_time, [size for size, _ in pool.large_requests.values()]
         is_for_real_time = bool(waiting) and self._batching.best_effort_floor is not None
         if is_for_real_time and BatchKind.REAL_TIME not in worker.refused_kinds:
@@ -252,17 +244,14 @@ class BatchRequests:
         return FormBatch(self._batch_id(), name, max_blocks, max_requests, min_requests, is_for_real_time=True)
 
     def _late_from(self, pool: PoolRecord) -> float:
-        """Return since when a worker must have had no batch for a chat's next token to be late now."""
         return pool.late_at_s - self._batching.starvation_s
 
     def _fair_share(self, num_waiting: int, pool: PoolRecord) -> int:
-        """Return how many of these requests each decode worker of the pool's node gets."""
         peers = self._nodes[pool.name].values()
         num_peers = sum(other.registered.can_decode and not other.is_draining for other in peers)
         return -(-num_waiting // num_peers)
 
     def _request_batch(self, worker: WorkerRecord, pool: PoolRecord, now: float) -> FormBatch | None:
-        """Request the next batch; while the worker has enough to run, only one worth a switch, or after a long time."""
         load, batching = worker.load or WorkerLoad(), self._batching
         if BatchKind.BATCH in worker.refused_kinds or load.num_batch_candidates:
             return None
@@ -278,7 +267,6 @@ class BatchRequests:
         return self._form(worker, pool, max_requests, min_requests, least_blocks=_largest_that_fits(worker, overdue))
 
     def _request_joining(self, worker: WorkerRecord, pool: PoolRecord, now: float) -> FormBatch | None:
-        """Request more of the running lengths, a few ahead of need, unless another batch has waited too long."""
         load = worker.load
         if load is None or load.running is None or BatchKind.JOIN in worker.refused_kinds:
             return None
@@ -318,7 +306,6 @@ class BatchRequests:
     # --- of other nodes' pools
 
     def _note_spare(self, pool_name: str) -> None:
-        """Note which workers of this pool's node are spare, and whether the pool has more than they can take."""
         pool, near = self._pools.get(pool_name), self._nodes.get(pool_name, {})
         for worker in near.values():
             if is_spare(worker, pool):
@@ -358,7 +345,6 @@ class BatchRequests:
         return pool.name, form
 
     def _overdue_forms(self, changed: dict[str, None], now: float) -> list[tuple[str, FormBatch]]:
-        """Ask pools that have waited too long; what concerns them and their workers is among what has changed."""
         for name in changed:
             self._overdue.note(name, now)
         chosen = self._overdue.choose(changed, now)
@@ -372,5 +358,4 @@ class BatchRequests:
 
 
 def _largest_that_fits(worker: WorkerRecord, sizes: Iterable[int]) -> int:
-    """Return the largest of these numbers of blocks that the worker has room for at all."""
     return max((size for size in sizes if size <= worker.registered.num_blocks), default=0)

@@ -35,7 +35,6 @@ class FarBatch(NamedTuple):
 
 
 def is_spare(worker: WorkerRecord, own_pool: PoolRecord | None) -> bool:
-    """Return whether this decode worker has a free slot, and nothing to expect of its own pool."""
     has_more = worker.load is not None and worker.load.num_batch_candidates > 0
     return (
         worker.has_free_slot

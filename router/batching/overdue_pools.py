@@ -83,7 +83,6 @@ class OverduePools:
                     self.forget(worker)
 
     def forget(self, worker: WorkerRecord) -> None:
-        """Ask for nothing more for this worker."""
         self._lenders.pop(worker.name, None)
         self._ranks.discard(worker.name)
 
@@ -122,7 +121,6 @@ class OverduePools:
         return has_waited(pool, own_oldest_s, now, self._batching.starvation_s)
 
     def _batch_of(self, pool: PoolRecord, among: Collection[str] | None, now: float) -> FarBatch | None:
-        """Choose the worker for a batch of this pool. `among`: only workers of these nodes, by pool; None: any."""
         with closing(self._ranks.in_order() if among is None else self._in_order(among)) as names:
             for name in names:
                 worker = self._lenders[name]
@@ -152,7 +150,6 @@ def can_take_batch(worker: WorkerRecord) -> bool:
 
 
 def is_idle_beside(pool: PoolRecord, worker: WorkerRecord) -> bool:
-    """Return whether this worker of the pool's node has nothing to do and has room for the pool's oldest request."""
     load = worker.load or WorkerLoad()
     is_idle = can_take_batch(worker) and not worker.decoding and not load.num_running
     return (
@@ -176,10 +173,9 @@ def has_waited(pool: PoolRecord, own_oldest_s: float, now: float, starvation_s: 
 
 
 def is_batch_awaited(pool: str, workers: Iterable[WorkerRecord]) -> bool:
-    """Return whether the pool has been asked for a batch for any of these workers, other than to join what runs."""
     return any(
-        one.pending_batch is not None and one.asked_pool == pool and one.requested_kind is not BatchKind.JOIN
-        for one in workers
+        worker.pending_batch is not None and worker.asked_pool == pool and worker.requested_kind is not BatchKind.JOIN
+        for worker in workers
     )
 
 

@@ -76,7 +76,6 @@ class FarLeans(Leans):
         return since_s if receiver == pair.receiver.name else now
 
     def _pairs(self, able: Collection[WorkerRecord], requests: Requests, now: float) -> list[Pair]:
-        """Return a receiver of another node for every worker that is short, each but once, the shortest first."""
         takers = {
             one.name: one
             for one in sorted(able, key=lambda one: (one.lean, one.name), reverse=True)
@@ -113,9 +112,8 @@ def _are_far(one: WorkerRecord, other: WorkerRecord) -> bool:
 
 
 def _pays(tracked: TrackedRequest, receiver: WorkerRecord, seconds: float, now: float) -> bool:
-    """Return whether so long a move is shorter than computing the request again, and than what it can make up for."""
-    told = receiver.load.prompt_tokens_per_s if receiver.load is not None else 0
-    if seconds >= tracked.num_prefill_tokens / (told or _USUAL_TOKENS_PER_S):
+    prompt_tokens_per_s = receiver.load.prompt_tokens_per_s if receiver.load is not None else 0
+    if seconds >= tracked.num_prefill_tokens / (prompt_tokens_per_s or _USUAL_TOKENS_PER_S):
         return False
     tpot_s, begun_s = tracked.request.slo.tpot_s, tracked.prefilled_s
     if tpot_s is None:

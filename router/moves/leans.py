@@ -65,9 +65,9 @@ class Leans:
         A worker with nothing that may leave keeps no other from giving.
         """
         rested: dict[str, list[WorkerRecord]] = {}
-        for one in workers:
-            if one.registered.can_move and self._rests_until_s.get(one.name, 0.0) <= now:
-                rested.setdefault(one.registered.pool_name, []).append(one)
+        for worker in workers:
+            if worker.registered.can_move and self._rests_until_s.get(worker.name, 0.0) <= now:
+                rested.setdefault(worker.registered.pool_name, []).append(worker)
         planned = [move for near in rested.values() if len(near) > 1 for move in self.moves_among(near, requests)]
         if planned:
             self._rests_until_s = {name: until_s for name, until_s in self._rests_until_s.items() if until_s > now}
@@ -76,8 +76,7 @@ class Leans:
         return planned
 
     def moves_among(self, near: Collection[WorkerRecord], requests: Requests) -> list[PlannedMove]:
-        """Return the next moves among the rested workers of a node."""
-        able = [one for one in near if one.can_take_over]
+        able = [worker for worker in near if worker.can_take_over]
         return moves_for_time(near, able, requests) or moves_for_memory(near, able, requests)
 
 
@@ -89,15 +88,15 @@ def moves_for_time(
     `able`: those that may take.
     """
     takers = sorted(able, key=lambda one: (one.lean, one.name), reverse=True)
-    givers = [one for one in near if one.prefilling or one.lean < _SHORT]
+    givers = [worker for worker in near if worker.prefilling or worker.lean < _SHORT]
     for giver in sorted(givers, key=lambda one: (one.lean, one.name)):
-        receiver = next((one for one in takers if _has_time_for(one, giver)), None)
+        receiver = next((taker for taker in takers if _has_time_for(taker, giver)), None)
         if receiver is None:
             continue
         surplus = len(giver.decoding) - len(receiver.decoding)
         count = min(max(int((receiver.lean - giver.lean) * _SHARE * len(giver.decoding)), 1), surplus // 2)
         chosen = _that_fit(_latest(giver, requests), _spare(receiver), receiver.registered.block_size)
-        planned = [PlannedMove(one, receiver) for one in islice(chosen, max(count, 0))]
+        planned = [PlannedMove(request, receiver) for request in islice(chosen, max(count, 0))]
         if planned:
             return planned
     return []
@@ -110,7 +109,6 @@ def _has_time_for(receiver: WorkerRecord, giver: WorkerRecord) -> bool:
 
 
 def _prompts_s(worker: WorkerRecord) -> float:
-    """Return how long the prompts there take in the time that its decodes leave."""
     return worker.wait_s(is_real_time=False) / max(worker.lean, _SHORT)
 
 
@@ -121,13 +119,13 @@ def moves_for_memory(
 
     `able`: those that may take.
     """
-    told = [one for one in near if one.load is not None]
-    receiver = max((one for one in able if one in told), key=lambda one: (_spare(one), one.name), default=None)
+    told = [worker for worker in near if worker.load is not None]
+    receiver = max((worker for worker in able if worker in told), key=lambda one: (_spare(one), one.name), default=None)
     if receiver is None:
         return []
-    short = [one for one in told if one.prefilling and _missing(one) > 0]
+    short = [worker for worker in told if worker.prefilling and _missing(worker) > 0]
     for giver in sorted(short, key=lambda one: (-_missing(one), one.name)):
-        planned = [PlannedMove(one, receiver) for one in _to_free(giver, receiver, requests)]
+        planned = [PlannedMove(request, receiver) for request in _to_free(giver, receiver, requests)]
         if planned:
             return planned
     return []
@@ -141,7 +139,7 @@ def _to_free(giver: WorkerRecord, receiver: WorkerRecord, requests: Requests) ->
     missing, block_size = _missing(giver), receiver.registered.block_size
     apart = int(giver.registered.num_blocks * _BLOCKS_APART)
     spare = min(_spare(receiver), _num_free(receiver) - _num_free(giver) - apart)
-    sizes = [(blocks_of(one, block_size), one) for one in _latest(giver, requests)]
+    sizes = [(blocks_of(request, block_size), request) for request in _latest(giver, requests)]
     sizes.sort(key=lambda sized: (sized[0] < missing, abs(sized[0] - missing)))
     for tracked in _that_fit([one for _, one in sizes], spare, block_size):
         yield tracked
@@ -151,7 +149,6 @@ def _to_free(giver: WorkerRecord, receiver: WorkerRecord, requests: Requests) ->
 
 
 def _that_fit(requests: Iterable[TrackedRequest], spare: int, block_size: int) -> Iterator[TrackedRequest]:
-    """Yield the requests that fit into `spare` blocks beside the ones before."""
     for tracked in requests:
         num_blocks = blocks_of(tracked, block_size)
         if num_blocks <= spare:
@@ -160,14 +157,12 @@ def _that_fit(requests: Iterable[TrackedRequest], spare: int, block_size: int) -
 
 
 def _missing(worker: WorkerRecord) -> int:
-    """Return the blocks that it lacks for the prompts that it can compute soon, beside those for growth."""
     rate = worker.load.prompt_tokens_per_s if worker.load is not None else 0
     soon = min(worker.num_prefill_tokens, int(rate * _SOON_S))
     return _kept(worker) + blocks_for(soon, worker.registered.block_size) - _num_free(worker)
 
 
 def _spare(worker: WorkerRecord) -> int:
-    """Return the blocks that are left when all its prompts are computed, beside those for growth."""
     return _num_free(worker) - _kept(worker) - blocks_for(worker.num_prefill_tokens, worker.registered.block_size)
 
 
@@ -180,12 +175,10 @@ def _num_free(worker: WorkerRecord) -> int:
 
 
 def blocks_of(tracked: TrackedRequest, block_size: int) -> int:
-    """Return the blocks that a request may soon hold: for its prompt, and its answer as far as that is foreseen."""
     return blocks_for(tracked.request.prompt_len + min(int(tracked.predicted_output_len), _FORESEEN_LEN), block_size)
 
 
 def _latest(giver: WorkerRecord, requests: Requests) -> list[TrackedRequest]:
-    """Return what may leave, the latest first: it has most left to do."""
     movable = [one for one in map(requests.__getitem__, giver.decoding) if _is_movable(one)]
     return sorted(movable, key=lambda one: (-one.request.arrival_s, one.request.request_id))
 

@@ -39,13 +39,11 @@ class DirectHandoff:
     """Lets every request bypass the pool while a decode worker has a free slot: no pool, as in DistServe."""
 
     def observe_wait(self, wait_s: float) -> None:
-        """See Bypass. Only a request that finds no slot waits, which says nothing about the next one."""
+        """Only a request that finds no slot waits, which says nothing about the next one."""
 
-    def observe_waiting(self, wait_s: float) -> None:
-        """See Bypass."""
+    def observe_waiting(self, wait_s: float) -> None: ...
 
-    def observe_bypass(self) -> None:
-        """See Bypass."""
+    def observe_bypass(self) -> None: ...
 
     def target(self, request: Request, context_len: int, workers: Iterable[WorkerRecord]) -> WorkerRecord | None:
         """Return the worker with the fewest requests, those on their way among them; ties go by name."""
@@ -60,20 +58,19 @@ class UrgentBypass:
         self._expected_wait_s = 0.0
 
     def observe_wait(self, wait_s: float) -> None:
-        """See Bypass."""
         shorter_s = self._expected_wait_s + (wait_s - self._expected_wait_s) * _WEIGHT
         self._expected_wait_s = max(wait_s, shorter_s)
 
     def observe_waiting(self, wait_s: float) -> None:
-        """See Bypass. A pool full of documents is known before the first of them has left it."""
+        """A pool full of documents is known before the first of them has left it."""
         self._expected_wait_s = max(wait_s, self._expected_wait_s)
 
     def observe_bypass(self) -> None:
-        """See Bypass. The expected wait fades, as with no request waiting a shorter one would never be observed."""
+        """The expected wait fades, as with no request waiting a shorter one would never be observed."""
         self._expected_wait_s *= 1 - _FADING
 
     def target(self, request: Request, context_len: int, workers: Iterable[WorkerRecord]) -> WorkerRecord | None:
-        """See Bypass. Chooses a worker with a free slot if there is any, of those with few chats.
+        """Chooses a worker with a free slot if there is any, of those with few chats.
 
         Of equals the one whose running lengths are nearest: by lengths alone all would go to one worker until it is
         full, the last of them waiting for the end of the first.
@@ -95,19 +92,15 @@ class PackedBypass:
         self._otherwise = UrgentBypass()
 
     def observe_wait(self, wait_s: float) -> None:
-        """See Bypass."""
         self._otherwise.observe_wait(wait_s)
 
     def observe_waiting(self, wait_s: float) -> None:
-        """See Bypass."""
         self._otherwise.observe_waiting(wait_s)
 
     def observe_bypass(self) -> None:
-        """See Bypass."""
         self._otherwise.observe_bypass()
 
     def target(self, request: Request, context_len: int, workers: Iterable[WorkerRecord]) -> WorkerRecord | None:
-        """See Bypass."""
         known = list(workers)
         if not all(worker.takes_any_length for worker in known):
             return self._otherwise.target(request, context_len, known)
@@ -124,7 +117,6 @@ def _order_of(worker: WorkerRecord, context_len: int) -> tuple[bool, int, int, s
 
 
 def _distance(worker: WorkerRecord, context_len: int) -> int:
-    """Return the tokens between this length and the running ones; 0 within them, or if no aligned batch runs."""
     running = worker.load.running if worker.load is not None else None
     if running is None:
         return 0

@@ -17,12 +17,10 @@ class OutputLengthForecast:
         self._mean: dict[RequestClass, float] = {}
 
     def predict(self, request: Request) -> float:
-        """Return the expected number of output tokens."""
         limit = float(request.sampling.max_tokens)
         return min(limit, self._mean.get(request.request_class, limit))
 
     def observe(self, request: Request, num_generated: int) -> None:
-        """Learn from a finished request."""
         mean = self._mean.get(request.request_class, float(num_generated))
         self._mean[request.request_class] = mean + (num_generated - mean) / _WINDOW
 
@@ -68,5 +66,4 @@ class DrainForecast:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """The rate at which tokens left; None while it is not known."""
         return self._num_tokens / self._seconds if self._num_tokens and self._seconds else None

@@ -30,7 +30,6 @@ class FcfsOrder:
     knows_classes = False
 
     def key(self, request: Request) -> OrderKey:
-        """See PrefillOrder."""
         return (request.arrival_s,)
 
 
@@ -46,7 +45,6 @@ class ShortestPromptOrder:
     knows_classes = True
 
     def key(self, request: Request) -> OrderKey:
-        """See PrefillOrder."""
         return (float(request.prompt_len),)
 
 
@@ -56,7 +54,6 @@ class DeadlineOrder:
     knows_classes = True
 
     def key(self, request: Request) -> OrderKey:
-        """See PrefillOrder."""
         within_s = request.slo.ttft_s if request.slo.ttft_s is not None else request.slo.deadline_s
         return (math.inf if within_s is None else request.arrival_s + within_s,)
 
@@ -72,7 +69,6 @@ class LeastSlackOrder:
     knows_classes = True
 
     def key(self, request: Request) -> OrderKey:
-        """See PrefillOrder."""
         return (request.arrival_s + first_token_s(request) + PRIORITY_STEP_S * request.priority,)
 
 

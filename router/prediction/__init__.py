@@ -38,7 +38,6 @@ def make_length_predictor(config: RouterConfig, served: ServedModel) -> LengthPr
 def learnt_lengths(
     config: RouterConfig, served: ServedModel, predictor: LengthPredictor, folder: Path
 ) -> LearntLengths:
-    """Return the journal of this predictor in a folder that outlives its process. Nothing is read or written yet."""
     encoder = f"{config.length_predictor} {served.name} {served.config.vocab_size}"
     return LearntLengths(folder, encoder=encoder, num_features=predictor.num_features)
 

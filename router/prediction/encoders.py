@@ -51,7 +51,6 @@ class HashedNgrams:
         self._encode = self._natively if allow_native and is_native() else self._plainly
 
     def encode(self, prompt_token_ids: Sequence[int]) -> PromptCode:
-        """See PromptEncoder."""
         return self._encode(prompt_token_ids)
 
     def _natively(self, prompt_token_ids: Sequence[int]) -> PromptCode:
@@ -81,7 +80,6 @@ def random_projection(num_from: int, num_to: int, seed: int) -> npt.NDArray[np.f
 
 
 def normalised(vector: npt.NDArray[np.floating]) -> Vector:
-    """Return the vector scaled to length 1; one of length 0 stays."""
     scaled: Vector = np.asarray(vector, dtype=np.float32) / np.float32(np.linalg.norm(vector) or 1.0)
     return scaled
 
@@ -93,7 +91,6 @@ _SALT = np.uint64(0x51ED270B)
 
 
 def _mixed(values: Hashes) -> Hashes:
-    """Hash values so that every bit of the result depends on every bit of the value."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))

@@ -42,7 +42,6 @@ class LearntLengths:
     """The journal of one predictor, for one thread. Errors of the disk end it, and are said once."""
 
     def __init__(self, folder: Path, *, encoder: str, num_features: int) -> None:
-        """`encoder`: what codes depend on; those of another are not read."""
         self._path = folder / "learnt_lengths"
         self._old = folder / "learnt_lengths.old"
         self._dtype = np.dtype(
@@ -75,7 +74,6 @@ class LearntLengths:
                 yield self._decode(record)
 
     def append(self, learnt: LearntRequest) -> None:
-        """Add a request."""
         if self._file is None:
             return
         try:
@@ -87,13 +85,11 @@ class LearntLengths:
             self._give_up(error)
 
     def close(self) -> None:
-        """Close the file. May be repeated."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
 
     def _begin(self, records: Records) -> None:
-        """Leave in the file what can be read of it."""
         assert self._file is not None, "a journal begun before it was opened"
         os.ftruncate(self._file, 0)
         _write(self._file, self._head + records.tobytes())
@@ -110,7 +106,6 @@ class LearntLengths:
         self._num_records = 0
 
     def _records(self, path: Path) -> Records:
-        """Return the records of a file that verify; none of a file of another predictor."""
         try:
             with path.open("rb") as file:
                 content = file.read(len(self._head) + _MAX_RECORDS * self._dtype.itemsize)
@@ -157,7 +152,6 @@ class LearntLengths:
 
 
 def _write(file_descriptor: int, content: bytes) -> None:
-    """Write all or raise OSError: after a part of a record, a full disk's, none behind it could be read."""
     if os.write(file_descriptor, content) < len(content):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -57,7 +57,6 @@ class LengthMlp:
         return self._inputs.nbytes + self._targets.nbytes
 
     def predict(self, features: Vector) -> float:
-        """Return the expected number of output tokens."""
         hidden_weight, hidden_bias, out_weight, out_bias = self._weights
         hidden = np.maximum(features @ hidden_weight + hidden_bias, 0.0)
         return float(np.exp(np.clip(hidden @ out_weight + out_bias[0], 0.0, _MAX_LOG_LEN)))
@@ -94,7 +93,6 @@ class LengthMlp:
 
 
 def _views(part: Array, num_features: int, num_hidden: int) -> tuple[Array, Array, Array, Array]:
-    """Return the weights of the hidden layer, its bias, the weights of the output and its bias within AdamState."""
     end = num_features * num_hidden
     return (
         part[:end].reshape(num_features, num_hidden),

@@ -69,13 +69,11 @@ class FinishedRequests:
         return self._keys.nbytes + self._output_lens.nbytes
 
     def add(self, key: Vector, output_len: float) -> None:
-        """Add a finished request."""
         slot = self._num_added % len(self._keys)
         self._keys[slot], self._output_lens[slot] = key, output_len
         self._num_added += 1
 
     def search(self, key: Vector, *, num_wanted: int, least_similarity: float) -> Neighbours:
-        """Return at most `num_wanted` requests whose cosine with the key is at least `least_similarity`."""
         # Not a matrix product: BLAS's threads wait for each other, for tens of milliseconds on a busy machine.
         similarities = np.vecdot(self._keys[: len(self)], key)
         similar = (similarities >= least_similarity).nonzero()[0]
@@ -100,7 +98,6 @@ class LengthPrior:
         return self._by_length.get(_kind(request), self._by_class).predict(request)
 
     def observe(self, request: Request, num_generated: int) -> None:
-        """Learn from a finished request."""
         self._by_class.observe(request, num_generated)
         self._by_length.setdefault(_kind(request), OutputLengthForecast()).observe(request, num_generated)
 
@@ -155,7 +152,6 @@ _NUM_FACTS = 3
 
 
 def _features(request: Request, code: PromptCode) -> Vector:
-    """Return the code, scaled to entries of about 1, and three facts about the request, of about 1 too."""
     num_coded = len(code.features)
     features = np.empty(num_coded + _NUM_FACTS, np.float32)
     np.multiply(code.features, np.float32(num_coded**0.5), out=features[:num_coded])

@@ -43,7 +43,7 @@ class TokenEmbeddings:
         return cls(_gguf_embedding(folder) if is_gguf(folder) else _folder_embedding(folder, family), seed=seed)
 
     def encode(self, prompt_token_ids: Sequence[int]) -> PromptCode:
-        """See PromptEncoder. Ids beyond the vocabulary, which no tokenizer emits, count as the last one."""
+        """Ids beyond the vocabulary, which no tokenizer emits, count as the last one."""
         ids = np.minimum(np.array(window_of(prompt_token_ids), dtype=np.int64), len(self._rows) - 1)
         pooled = normalised(self._rows[ids].mean(axis=0))
         return PromptCode(pooled, normalised(pooled @ self._to_key))

@@ -49,8 +49,6 @@ class ChosenPrefill(NamedTuple):
 
 
 class _Seeker(NamedTuple):
-    """A request whose turn it is, and what bounds where it may go."""
-
     tracked: TrackedRequest
     beside: RequestClass | None  # whose prompts at a worker leave less room for it; None: all of them
     is_bounded: bool  # to workers that have less than tenants may have there who share its class
@@ -107,11 +105,9 @@ class PrefillChoice:
         return tracked.request.request_class if is_apart else None
 
     def _passes_documents(self, tracked: TrackedRequest) -> bool:
-        """Return whether a worker computes this prompt before the best-effort ones that it has already."""
         return tracked.is_real_time and self._registry.queue.order.knows_classes
 
     def _candidates(self, tracked: TrackedRequest, runs: Mapping[str, int]) -> Iterator[WorkerRecord]:
-        """Yield the best worker for this prompt, then the next ones in case it has no room."""
         passes_documents = self._passes_documents(tracked)
         least = self._placement.least_loaded_prefiller(is_real_time=passes_documents)
         if least is not None:
@@ -123,7 +119,6 @@ class PrefillChoice:
             yield last
 
     def _cheapest(self, tracked: TrackedRequest, least: WorkerRecord, runs: Mapping[str, int]) -> WorkerRecord:
-        """Return the worker on which the prompt costs least: the least loaded one, or one with more of it cached."""
         holders = list(self._placement.prefix_holders(runs, runs.get(least.name, 0)))
         if self._lacks_adapter(tracked, least):
             holders += map(self._placement.workers.__getitem__, self._placement.adapters.holders(tracked.adapter))
@@ -167,7 +162,6 @@ class PrefillChoice:
         return wants_more(worker, self._placement.pool_of(worker.name), beside, is_real_time=tracked.is_real_time)
 
     def _may_begin_gaps(self, tracked: TrackedRequest, worker: WorkerRecord, now: float) -> bool:
-        """Return whether it is decoded soon, or has been held back for that for long enough."""
         pool, beside = self._placement.pool_of(worker.name), self._placement.beside(worker)
         self._promised.count()
         if is_decoded_soon(tracked.num_prefill_tokens, pool, beside):
@@ -183,7 +177,6 @@ class PrefillChoice:
         runs: Mapping[str, int],
         seeker: _Seeker,
     ) -> ChosenPrefill:
-        """Choose one near the gateway instead that is about as free and has as much, if there is one."""
         tracked = chosen.tracked
         near = self._placement.near_prefiller(
             gateways.get(tracked.gateway, ""), chosen.worker, is_real_time=self._passes_documents(tracked)
@@ -200,5 +193,4 @@ class PrefillChoice:
 
 
 def _begins_gaps(tracked: TrackedRequest) -> bool:
-    """Return whether its first token begins gaps that count."""
     return tracked.is_real_time and tracked.request.slo.tpot_s is not None and not tracked.num_emitted

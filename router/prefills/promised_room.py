@@ -32,11 +32,9 @@ class PromisedRoom:
         self._promised: dict[str, None] = {}  # workers whose room is
 
     def add(self, tracked: TrackedRequest) -> None:
-        """Promise room to a prompt that is given out."""
         self._promises[tracked.request.request_id] = _Promise(tracked.num_prefill_tokens + _MORE_TOKENS)
 
     def count(self) -> None:
-        """Count at every worker the tokens of the prompts that have a promise of its room still."""
         for name in self._promised:
             if (worker := self._workers.get(name)) is not None:
                 worker.num_promised = 0
@@ -53,7 +51,6 @@ class PromisedRoom:
                 self._promised[worker.name] = None
 
     def _is_settled(self, tracked: TrackedRequest, promise: _Promise) -> bool:
-        """Return whether it counts no more: it waits elsewhere, or is in its worker's load."""
         if tracked.stage not in (Stage.PREFILLING, Stage.DECODING):
             return True
         worker = self._workers.get(tracked.holder or "")

@@ -33,11 +33,9 @@ class AdapterIndex:
             self._drop(worker.name, evicted)
 
     def has(self, worker: str, adapter: bytes) -> bool:
-        """Return whether a worker has an adapter."""
         return worker in self._holders.get(adapter, {})
 
     def holders(self, adapter: bytes) -> Iterator[str]:
-        """Yield the workers that have it."""
         yield from self._holders.get(adapter, {})
 
     def fail(self, worker: str, adapter: bytes) -> None:
@@ -48,7 +46,6 @@ class AdapterIndex:
             self._drop(worker, adapter)
 
     def forget(self, worker: str) -> None:
-        """Forget a worker that is lost."""
         for adapter in self._of_worker.pop(worker, {}):
             self._drop(worker, adapter)
 

@@ -33,6 +33,5 @@ class LatePrompts:
             heapq.heappush(self._given, GivenPrompt(prefill.due_s, request_id, prefill.attempt, worker))
 
     def take(self, now: float) -> Iterator[GivenPrompt]:
-        """Remove and yield late prompts."""
         while self._given and self._given[0].due_s <= now:
             yield heapq.heappop(self._given)

@@ -13,7 +13,6 @@ class LongestContexts:
         self._of_decodes: Ranking[int] = Ranking()
 
     def add(self, worker: WorkerRecord) -> None:
-        """Add a worker that has registered."""
         num_tokens = worker.tokens_in(worker.registered.num_blocks)
         if worker.registered.can_prefill:
             self._of_prompts.put(worker.name, -num_tokens)
@@ -21,7 +20,6 @@ class LongestContexts:
             self._of_decodes.put(worker.name, -num_tokens)
 
     def discard(self, name: str) -> None:
-        """Remove a worker, if it is here."""
         self._of_prompts.discard(name)
         self._of_decodes.discard(name)
 

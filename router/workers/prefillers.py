@@ -38,7 +38,6 @@ class Prefillers:
         return len(self._all)
 
     def put(self, worker: WorkerRecord) -> None:
-        """Add a worker, or bring its place up to date."""
         rank = (worker.wait_s(is_real_time=self._is_real_time), self._num_beside(worker), len(worker.decoding))
         self._all.put(worker.name, rank)
         if worker.registered.node:
@@ -50,7 +49,6 @@ class Prefillers:
         return len(worker.decoding_real_time) if worker.registered.can_decode else worker.num_prefill_tokens
 
     def discard(self, worker: WorkerRecord) -> None:
-        """Remove a worker, if it is there."""
         self._all.discard(worker.name)
         node = worker.registered.node
         if node in self._by_node:
@@ -59,12 +57,10 @@ class Prefillers:
                 del self._by_node[node]
 
     def least_loaded(self) -> str | None:
-        """Return the name of the least loaded worker."""
         first = self._all.first()
         return first.name if first is not None else None
 
     def least_loaded_of(self, node: str) -> str | None:
-        """Return the name of the least loaded worker of this node."""
         first = self._by_node[node].first() if node in self._by_node else None
         return first.name if first is not None else None
 

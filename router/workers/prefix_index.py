@@ -36,7 +36,6 @@ class PrefixIndex:
         return self._num_held
 
     def update(self, worker: str, changed: PrefixBlocksChanged) -> None:
-        """Take what a worker tells of its cache."""
         bit, holders = self._bit_of(worker), self._holders
         if changed.is_complete:
             self._forget_held(bit)
@@ -64,7 +63,6 @@ class PrefixIndex:
     # --- pools
 
     def add_pool(self, pool: str) -> None:
-        """Note a pool that is linked."""
         self._pools[pool] = None
 
     def remove_pool(self, peer: str) -> None:
@@ -74,7 +72,6 @@ class PrefixIndex:
             self.forget(peer)
 
     def has_pool(self, peer: str) -> bool:
-        """Return whether this is a pool that is linked."""
         return peer in self._pools
 
     def far_pool(self, tracked: TrackedRequest, worker: WorkerRecord) -> WorkerName | None:
@@ -93,13 +90,11 @@ class PrefixIndex:
     # --- what is to come
 
     def expect(self, worker: str, names: bytes) -> None:
-        """Note blocks that the worker is about to compute, of one context; it has those before them."""
         if names:
             self._bit_of(worker)
             self._expected.setdefault(names[:BLOCK_NAME_BYTES], []).append((worker, names))
 
     def settle(self, worker: str, names: bytes) -> None:
-        """Forget that the worker was about to compute these blocks: it has, or it will not."""
         if names:
             first = names[:BLOCK_NAME_BYTES]
             expected = self._expected[first]
@@ -134,7 +129,6 @@ class PrefixIndex:
         return {self._workers[bit]: length for bit, length in ends.items()}
 
     def _may_have(self, block_names: bytes) -> bool:
-        """Return whether any worker has or will have the first of a context's blocks: of most prompts none does."""
         for place in range(0, len(block_names), BLOCK_NAME_BYTES):
             name = block_names[place : place + BLOCK_NAME_BYTES]
             if name in self._expected:
@@ -144,7 +138,6 @@ class PrefixIndex:
         return False
 
     def _note_expected(self, ends: dict[int, int], running: int, place: int, block_names: bytes) -> None:
-        """Note how far workers that have all blocks before this place are to compute those from there on."""
         rest = block_names[place * BLOCK_NAME_BYTES :]
         for worker, expected in self._expected[rest[:BLOCK_NAME_BYTES]]:
             bit = self._bits[worker]
@@ -152,7 +145,6 @@ class PrefixIndex:
                 ends[bit] = max(ends.get(bit, 0), place + _num_common(rest, expected))
 
     def _bit_of(self, worker: str) -> int:
-        """Return the worker's bit: the lowest that is free, if it has none yet."""
         bit = self._bits.get(worker)
         if bit is None:
             bit = 1
@@ -163,7 +155,6 @@ class PrefixIndex:
         return bit
 
     def _forget_held(self, bit: int) -> None:
-        """Forget all that a worker holds, by looking at every name: a worker is lost, or comes back, rarely."""
         held = [name for name, having in self._holders.items() if having & bit]
         for name in held:
             left = self._holders[name] ^ bit
@@ -186,7 +177,6 @@ def hit_of(tracked: TrackedRequest, worker: WorkerRecord, runs: Mapping[str, int
 
 
 def _note_ends(ends: dict[int, int], ended: int, end: int) -> None:
-    """Note that the runs of these workers end there, unless they end later."""
     while ended:
         bit = ended & -ended
         ends[bit] = max(ends.get(bit, 0), end)
@@ -194,7 +184,6 @@ def _note_ends(ends: dict[int, int], ended: int, end: int) -> None:
 
 
 def _num_common(names: bytes, others: bytes) -> int:
-    """Return how many names are the same at the beginning: up to where the first bit differs of the two as numbers."""
     length = min(len(names), len(others))
     difference = int.from_bytes(names[:length], "big") ^ int.from_bytes(others[:length], "big")
     return (length - (difference.bit_length() + 7) // 8) // BLOCK_NAME_BYTES

@@ -22,7 +22,6 @@ class Standbys:
         self._draining: frozenset[str] = frozenset()  # workers and pools, registered or not; membership only
 
     def is_draining(self, name: str | None) -> bool:
-        """Return whether this worker or pool is named as draining."""
         return name in self._draining
 
     def set_draining(self, names: Collection[str], workers: Mapping[str, WorkerRecord]) -> None:
@@ -39,7 +38,6 @@ class Standbys:
         worker.is_draining = self._rests(worker)
 
     def settle(self, node: str) -> None:
-        """Let as many workers of this node have work as are to, now that one has come, gone, or begun to drain."""
         able = [one for _, one in sorted(self._nodes.get(node, {}).items()) if one.registered.can_decode]
         able = [one for one in able if one.registered.num_active and one.name not in self._draining]
         if not able:

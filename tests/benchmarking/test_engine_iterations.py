@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from alignedserve.core.errors import ConfigError
-from alignedserve.profiling.shapes import SHAPES
 from alignedserve.runtime.device.streams import HostStreams
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from benchmarks.engine import __main__ as command
 from benchmarks.engine.iterations import TOY, IterationSpec, run_iteration_benchmark
 from benchmarks.measuring.device_ceilings import SIZES, TOY_SIZES
 from benchmarks.measuring.pinned_copies import OFFLOAD, PREFETCH, BackgroundCopies, PinnedLists, lists_at_the_end
+from lab.profiling.shapes import SHAPES
 from tests.support.devices.checked_streams import CheckedStreams
 from tests.support.waiting import wait_until
 

@@ -12,10 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from alignedserve.certification.certificate import Certificate, certificate_of
-from alignedserve.certification.protocol import Lengths, Wanted
-from alignedserve.certification.verdict import Bounds
-from alignedserve.cli.certify.live import LiveOptions, LiveRun
+from alignedserve.client.openai_client import CompletionApi
 from alignedserve.config.sections import (
     MIB,
     ClusterConfig,
@@ -27,10 +24,13 @@ from alignedserve.config.sections import (
     PrefillWorkerConfig,
     Topology,
 )
-from alignedserve.loadgen.client import CompletionApi
 from alignedserve.runtime.model.built_in import pocket_folder
 from alignedserve.scheduling.factory import resolve_policy
 from benchmarks.chaos.rooms import Rooms
+from lab.certification.certificate import Certificate, certificate_of
+from lab.certification.protocol import Lengths, Wanted
+from lab.certification.verdict import Bounds
+from lab.commands.certify.live import LiveOptions, LiveRun
 
 pytestmark = [pytest.mark.slow, pytest.mark.promise, pytest.mark.alone, pytest.mark.timeout(240)]
 

@@ -12,8 +12,8 @@ from alignedserve.config.sections import RecordingConfig, Topology
 from alignedserve.core.request import FinishReason, SamplingParams
 from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.gateways import RequestFailed
-from alignedserve.replay.component_replay import recordings_in
 from alignedserve.runtime.grammar.compiler import GrammarCompiler
+from lab.replay.component_replay import recordings_in
 from tests.harnesses.clusters.in_process import RoomCluster, running, small_config
 from tests.replay.recorded import replays
 from tests.support.grammars import byte_vocabulary, regex_grammar, text_of

@@ -9,12 +9,12 @@ from typing_extensions import override
 
 pytest.importorskip("triton")
 
-from alignedserve.gpu_check import kernel_errors
 from kernels import gpu_dispatch
 from kernels.caches.block_digests import listed_digests
 from kernels.caches.block_lists import copy_listed, gather_blocks
 from kernels.gpu.blocks import BlockView
 from kernels.rotary import HeadPlacement
+from lab.gpu_check import kernel_errors
 from tests.support.fake_cuda import FakeCuda, fake_cuda
 from tests.support.marks import each
 

@@ -16,8 +16,8 @@ from alignedserve.config.sections import (
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.request import RequestClass, Slo
 from alignedserve.costmodel.links import LinkModel
-from alignedserve.sim.config import SimConfig, SimLinks
-from alignedserve.workload.requests import TimedRequest, Workload, WorkloadDescription
+from lab.sim.config import SimConfig, SimLinks
+from lab.workload.requests import TimedRequest, Workload, WorkloadDescription
 from tests.harnesses.scheduling import EasyCosts
 
 LAYOUT = BlockLayout(block_size=16, num_layers=1, num_kv_heads=1, head_dim=4, dtype="float16")

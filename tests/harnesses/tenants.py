@@ -11,10 +11,10 @@ import msgspec
 from alignedserve.config.sections import RouterConfig, SchedulingConfig, Topology
 from alignedserve.core.request import RequestClass, Slo
 from alignedserve.messages.gateways import TokensEmitted
-from alignedserve.sim.config import SimConfig
-from alignedserve.sim.result import SimulationResult
-from alignedserve.sim.simulation import Simulation
-from alignedserve.workload.requests import TimedRequest, Workload
+from lab.sim.config import SimConfig
+from lab.sim.result import SimulationResult
+from lab.sim.simulation import Simulation
+from lab.workload.requests import TimedRequest, Workload
 from tests.harnesses.simulation import colocated, disaggregated, timed
 
 CHAT = Slo(ttft_s=1.0, tpot_s=0.2)

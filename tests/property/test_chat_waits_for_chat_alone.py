@@ -26,13 +26,13 @@ from alignedserve.messages.events import Received
 from alignedserve.messages.gateways import SubmitRequest
 from alignedserve.messages.iterations import RunIteration
 from alignedserve.messages.workers import PrefillRequest
-from alignedserve.sim.components import SimulatedComponent
-from alignedserve.sim.engine import SimulatedEngine, SimulatedIteration
-from alignedserve.sim.simulation import Simulation
-from alignedserve.workload.requests import Workload
 from kvpool.policies import make_batch_former
 from kvpool.policies.batch_former import BatchLimits
 from kvpool.state import PooledRequest
+from lab.sim.components import SimulatedComponent
+from lab.sim.engine import SimulatedEngine, SimulatedIteration
+from lab.sim.simulation import Simulation
+from lab.workload.requests import Workload
 from router.policies.prefill_order import LeastSlackOrder
 from router.prefill_queue import PrefillQueue
 from tests.harnesses.scheduling import EasyCosts

@@ -4,9 +4,9 @@ import pickle
 import random
 
 from alignedserve.core.request import RequestClass
-from alignedserve.workload.build import build_workload
-from alignedserve.workload.catalogue import Library
-from alignedserve.workload.requests import ClosedLoopRun, TimedRequest, Workload
+from lab.workload.build import build_workload
+from lab.workload.catalogue import Library
+from lab.workload.requests import ClosedLoopRun, TimedRequest, Workload
 from tests.support.marks import each
 
 LIBRARY = Library()

@@ -26,14 +26,14 @@ from alignedserve.messages.recording import RUN_FILE, RunMetadata
 from alignedserve.messages.workers import WorkerRegistered
 from alignedserve.process.addresses import ROUTER
 from alignedserve.process.recorder import Recorder, open_recorder
-from alignedserve.replay.component_replay import ComponentReplay, recordings_in
 from alignedserve.scheduling.policy import DeviceMemory
-from alignedserve.sim.config import SimConfig
-from alignedserve.sim.result import SimulationResult
-from alignedserve.sim.simulation import Simulation
-from alignedserve.workload.requests import Workload
 from decode_worker import factory as decode_factory
 from kvpool import factory as pool_factory
+from lab.replay.component_replay import ComponentReplay, recordings_in
+from lab.sim.config import SimConfig
+from lab.sim.result import SimulationResult
+from lab.sim.simulation import Simulation
+from lab.workload.requests import Workload
 from prefill_worker import factory as prefill_factory
 from router import factory as router_factory
 from tests.harnesses.clusters.cluster_shape import Shape

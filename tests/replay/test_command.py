@@ -8,17 +8,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from alignedserve.cli.commands.simulation.options import ReplayOptions
-from alignedserve.cli.commands.simulation.replay import parse_outstanding, replay, replay_folder
 from alignedserve.config.sections import RecordingConfig, Topology
 from alignedserve.core.errors import ConfigError, RecordingError
 from alignedserve.costmodel.linear import LinearCoefficients
 from alignedserve.costmodel.links import LinkModel
 from alignedserve.costmodel.model_shapes import ModelShape
-from alignedserve.costmodel.profile_file import MachineProfile
 from alignedserve.messages.recording import PART_FILE, RecordedPart
-from alignedserve.sim.config import SimConfig
 from decode_worker.logic import DecodeLogic
+from lab.commands.simulation.options import ReplayOptions
+from lab.commands.simulation.replay import parse_outstanding, replay, replay_folder
+from lab.costmodel.profile_file import MachineProfile
+from lab.sim.config import SimConfig
 from tests.harnesses.simulation import colocated, disaggregated, mixed_workload
 from tests.replay.recorded import random_run, recorded_run_folder
 from tests.support.marks import each, slow

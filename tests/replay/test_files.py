@@ -13,7 +13,7 @@ from alignedserve.core.errors import ConfigError, RecordingError
 from alignedserve.messages.events import Ticked
 from alignedserve.messages.recording import FULL, PART_FILE, RecordEncoder, RecordReader
 from alignedserve.process.recorder import Recorder, open_recorder
-from alignedserve.replay.component_replay import CUT, ENDS_BETWEEN, ComponentReplay, recordings_in
+from lab.replay.component_replay import CUT, ENDS_BETWEEN, ComponentReplay, recordings_in
 from router.factory import make_logic
 from tests.replay.recorded import Recorded
 

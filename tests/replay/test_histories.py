@@ -10,8 +10,8 @@ import pytest
 from alignedserve.config.sections import RecordingConfig, SchedulingConfig, Topology
 from alignedserve.core.request import SamplingParams, Slo
 from alignedserve.messages.recording import RecordReader
-from alignedserve.replay.component_replay import ComponentReplay, recordings_in
 from decode_worker.logic import DecodeLogic
+from lab.replay.component_replay import ComponentReplay, recordings_in
 from tests.harnesses.clusters.in_process import running, small_config
 from tests.harnesses.simulation import colocated, disaggregated, mixed_workload, timed, workload_of
 from tests.replay.recorded import PROMPT_TOKEN, random_run, recorded_simulation, replays

@@ -14,7 +14,7 @@ from alignedserve.messages.prefixes import PrefixFound
 from alignedserve.messages.redaction import KeepDecisions, KeepLengths, Redactor, TokenChains
 from alignedserve.messages.workers import PrefillRequest
 from alignedserve.prefix_cache.block_hashes import BlockHasher, packed_blocks
-from alignedserve.replay.component_replay import recordings_in
+from lab.replay.component_replay import recordings_in
 from tests.harnesses.clusters.cluster_shape import Shape
 from tests.property.test_prefix_cache_histories import ROOTS, conversations
 from tests.replay.recorded import RecordedCluster, replays

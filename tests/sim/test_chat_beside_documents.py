@@ -9,10 +9,10 @@ import pytest
 
 from alignedserve.config.sections import RouterConfig, SchedulingConfig, Topology
 from alignedserve.core.request import RequestClass, Slo
-from alignedserve.sim.config import SimConfig
-from alignedserve.sim.result import SimulationResult
-from alignedserve.sim.simulation import Simulation
-from alignedserve.workload.requests import Workload
+from lab.sim.config import SimConfig
+from lab.sim.result import SimulationResult
+from lab.sim.simulation import Simulation
+from lab.workload.requests import Workload
 from tests.harnesses.simulation import colocated, disaggregated, timed, workload_of
 
 # A document waits too long after three seconds: nearly all of the backlog does, for most of the run.

@@ -8,8 +8,8 @@ import pytest
 from alignedserve.config.sections import BatchingConfig, RouterConfig, SchedulingConfig
 from alignedserve.scheduling.factory import resolve_policy
 from alignedserve.scheduling.policies import policy_entry
-from alignedserve.sim.result import ClassResult
-from alignedserve.sim.simulation import Simulation
+from lab.sim.result import ClassResult
+from lab.sim.simulation import Simulation
 from tests.sim.test_chat_beside_documents import DURATION_S, TOPOLOGIES, beside
 
 CLASSED: dict[str, dict[str, int]] = {

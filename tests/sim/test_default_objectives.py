@@ -7,10 +7,10 @@ import msgspec
 
 from alignedserve.config.sections import GatewayConfig, SchedulingConfig, Topology
 from alignedserve.core.request import RequestClass, Slo
-from alignedserve.sim.config import SimConfig
-from alignedserve.sim.result import ClassResult
-from alignedserve.sim.simulation import Simulation
-from alignedserve.workload.requests import TimedRequest
+from lab.sim.config import SimConfig
+from lab.sim.result import ClassResult
+from lab.sim.simulation import Simulation
+from lab.workload.requests import TimedRequest
 from tests.harnesses.simulation import colocated, timed, workload_of
 from tests.support.marks import each
 

@@ -4,7 +4,7 @@ import pytest
 
 from alignedserve.config.sections import Topology
 from alignedserve.core.request import RequestClass, Slo
-from alignedserve.sim.simulation import Simulation
+from lab.sim.simulation import Simulation
 from tests.harnesses.simulation import colocated, timed, workload_of
 
 TOPOLOGIES = {

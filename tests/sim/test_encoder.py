@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from alignedserve.core.request import RequestClass, Slo
-from alignedserve.sim.simulation import Simulation
-from alignedserve.workload.requests import TimedRequest
+from lab.sim.simulation import Simulation
+from lab.workload.requests import TimedRequest
 from tests.harnesses.simulation import MESSAGE_S, colocated, disaggregated, timed, workload_of
 
 PREFILL_S = 0.010 + 0.001 * 40

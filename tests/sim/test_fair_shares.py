@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from alignedserve.core.request import RequestClass
-from alignedserve.sim.result import ClassResult
-from alignedserve.sim.simulation import Simulation
+from lab.sim.result import ClassResult
+from lab.sim.simulation import Simulation
 from tests.harnesses.simulation import mixed_workload, workload_of
 from tests.harnesses.tenants import TOPOLOGIES, TenantTokens, backlog, chats, shared
 from tests.support.marks import each

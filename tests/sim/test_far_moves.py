@@ -7,9 +7,9 @@ import msgspec
 from alignedserve.config.sections import RouterConfig, Topology
 from alignedserve.core.request import Slo
 from alignedserve.costmodel.links import LinkModel
-from alignedserve.sim.config import SimWorkerLoss
-from alignedserve.sim.result import SimulationResult
-from alignedserve.sim.simulation import Simulation
+from lab.sim.config import SimWorkerLoss
+from lab.sim.result import SimulationResult
+from lab.sim.simulation import Simulation
 from tests.harnesses.simulation import LINKS, colocated, timed, workload_of
 
 LATE = (SimWorkerLoss("worker-1", at_s=0.0, restart_s=3.0),)

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from alignedserve.config.sections import RouterConfig, SchedulingConfig
-from alignedserve.sim.result import ClassResult
-from alignedserve.sim.simulation import Simulation
+from lab.sim.result import ClassResult
+from lab.sim.simulation import Simulation
 from tests.sim.test_chat_beside_documents import DURATION_S, TOPOLOGIES, beside
 
 

@@ -6,10 +6,10 @@ from alignedserve.config.sections import Topology
 from alignedserve.core.errors import ConfigError
 from alignedserve.core.ids import RequestId
 from alignedserve.messages.gateways import ClusterStatus
-from alignedserve.sim.config import SimConfig, SimRouters, SimWorkerLoss
-from alignedserve.sim.result import SimulationResult
-from alignedserve.sim.routers import RouterChoice
-from alignedserve.sim.simulation import Simulation
+from lab.sim.config import SimConfig, SimRouters, SimWorkerLoss
+from lab.sim.result import SimulationResult
+from lab.sim.routers import RouterChoice
+from lab.sim.simulation import Simulation
 from tests.harnesses.simulation import colocated, disaggregated, mixed_workload, timed, workload_of
 from tests.support.marks import each
 

@@ -13,11 +13,11 @@ import prefill_worker.factory
 import prefill_worker.start
 import router.factory
 import router.service
-from alignedserve.sim import simulation
-from alignedserve.sim.simulation import Simulation
 from decode_worker.colocated.logic import ColocatedLogic
 from decode_worker.logic import DecodeLogic
 from kvpool.logic import PoolLogic
+from lab.sim import simulation
+from lab.sim.simulation import Simulation
 from prefill_worker.logic import PrefillLogic
 from router.logic import RouterLogic
 from tests.harnesses.simulation import colocated, disaggregated, workload_of

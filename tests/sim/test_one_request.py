@@ -3,7 +3,7 @@
 import pytest
 
 from alignedserve.core.request import Slo
-from alignedserve.sim.simulation import Simulation
+from lab.sim.simulation import Simulation
 from tests.harnesses.simulation import MESSAGE_S, colocated, disaggregated, timed, workload_of
 
 PREFILL_S = 0.010 + 0.001 * 40

@@ -7,8 +7,8 @@ import msgspec
 import pytest
 
 from alignedserve.core.request import Slo
-from alignedserve.sim.result import ALL, ClassResult
-from alignedserve.sim.simulation import Simulation
+from lab.sim.result import ALL, ClassResult
+from lab.sim.simulation import Simulation
 from tests.harnesses.simulation import timed, workload_of
 from tests.sim.test_chat_beside_documents import TOPOLOGIES, with_policy
 

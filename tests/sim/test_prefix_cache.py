@@ -6,13 +6,13 @@ import msgspec
 
 from alignedserve.config.sections import PrefixCacheConfig, Topology
 from alignedserve.costmodel.links import LinkModel
-from alignedserve.sim.config import SimConfig, SimLinks, SimWorkerLoss
-from alignedserve.sim.result import ClassResult
-from alignedserve.sim.simulation import Simulation
-from alignedserve.workload.build import build_workload
-from alignedserve.workload.catalogue import Library
-from alignedserve.workload.requests import TextRun, Workload
 from decode_worker.colocated.logic import ColocatedLogic
+from lab.sim.config import SimConfig, SimLinks, SimWorkerLoss
+from lab.sim.result import ClassResult
+from lab.sim.simulation import Simulation
+from lab.workload.build import build_workload
+from lab.workload.catalogue import Library
+from lab.workload.requests import TextRun, Workload
 from tests.harnesses.simulation import BLOCK_BYTES, LAYOUT, MESSAGE_S, colocated, timed, workload_of
 from tests.support.ideal_cache import PromptBlocks, most_hits
 from tests.support.marks import each

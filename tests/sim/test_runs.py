@@ -15,10 +15,10 @@ from msgspec.structs import replace as replace_in
 from alignedserve.config.sections import PrefixCacheConfig
 from alignedserve.core.errors import ConfigError
 from alignedserve.core.request import RequestClass, Slo
-from alignedserve.sim.config import SimConfig, SimMechanisms
-from alignedserve.sim.result import SimulationResult
-from alignedserve.sim.simulation import Simulation
-from alignedserve.workload.requests import ClosedLoop, TimedRequest, Workload
+from lab.sim.config import SimConfig, SimMechanisms
+from lab.sim.result import SimulationResult
+from lab.sim.simulation import Simulation
+from lab.workload.requests import ClosedLoop, TimedRequest, Workload
 from tests.harnesses.simulation import colocated, disaggregated, mixed_workload, timed, workload_of
 from tests.support.marks import each
 

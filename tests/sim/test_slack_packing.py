@@ -8,9 +8,9 @@ import msgspec
 from alignedserve.config.sections import BatchingConfig, RouterConfig, SchedulingConfig
 from alignedserve.core.request import RequestClass, Slo
 from alignedserve.scheduling.factory import resolve_policy
-from alignedserve.sim.result import ClassResult
-from alignedserve.sim.simulation import Simulation
-from alignedserve.workload.requests import Workload
+from lab.sim.result import ClassResult
+from lab.sim.simulation import Simulation
+from lab.workload.requests import Workload
 from tests.harnesses.scheduling import EasyCosts
 from tests.harnesses.simulation import disaggregated, timed, workload_of
 

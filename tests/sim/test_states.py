@@ -9,10 +9,10 @@ from alignedserve.core.block_layout import BlockLayout
 from alignedserve.costmodel.linear import LinearCoefficients
 from alignedserve.costmodel.links import LinkModel
 from alignedserve.costmodel.model_shapes import ModelShape
-from alignedserve.costmodel.profile_file import MachineProfile
-from alignedserve.sim.policies import simulated_policy, with_policy
-from alignedserve.sim.simulation import Simulation
-from alignedserve.sim.sweep import WorkloadLine
+from lab.costmodel.profile_file import MachineProfile
+from lab.sim.policies import simulated_policy, with_policy
+from lab.sim.simulation import Simulation
+from lab.sim.sweep import WorkloadLine
 
 SHAPE = ModelShape(
     "hybrid", 8, 512, 4, 4, 128, 256, 512, is_gated=False, ties_embeddings=True, dtype="float32",

@@ -7,11 +7,11 @@ import pytest
 
 from alignedserve.config.sections import Topology
 from alignedserve.core.request import RequestClass
-from alignedserve.sim.config import SimConfig
-from alignedserve.sim.result import SimulationResult
-from alignedserve.sim.simulation import Simulation
-from alignedserve.workload.requests import TimedRequest, Workload
 from benchmarks.promise.chat_beside_documents import CHAT_SLO, config_of, workload_of
+from lab.sim.config import SimConfig
+from lab.sim.result import SimulationResult
+from lab.sim.simulation import Simulation
+from lab.workload.requests import TimedRequest, Workload
 
 DURATION_S, LAYER_S = 30.0, 0.04  # a pass of as many tokens as there may be takes twelve times as long
 SHAPES = {

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from alignedserve.workload.requests import TextRun
+from lab.workload.requests import TextRun
 
 
 class PromptBlocks:

@@ -38,7 +38,6 @@ class ContentBlocks:
         self._thought = hashlib.blake2b(digest_size=16)
 
     def extend(self, delta: ChoiceDelta) -> Iterator[Event]:
-        """Yield the events of what became visible."""
         for piece in delta.in_order:
             yield from self._extend(piece)
 
@@ -55,7 +54,6 @@ class ContentBlocks:
             yield from self._extend_call(call)
 
     def close(self) -> Iterator[Event]:
-        """Yield the events that end the open block, if there is one."""
         if self._open is None:
             return
         if self._open == "thinking":
@@ -83,7 +81,6 @@ class ContentBlocks:
 
 
 def collect_blocks(events: Iterable[Event]) -> list[dict[str, Any]]:
-    """Return the whole blocks that these events describe."""
     blocks: list[dict[str, Any]] = []
     added: list[dict[str, list[str]]] = []  # to the members of each block: joined once, as a long text has many pieces
     for event in events:
@@ -99,7 +96,6 @@ def collect_blocks(events: Iterable[Event]) -> list[dict[str, Any]]:
 
 
 def _with_input(block: dict[str, Any]) -> dict[str, Any]:
-    """Return the block with its parsed input. One that the token limit cut short has none."""
     text = block.pop("partial_json", None)
     if text is None:
         return block
@@ -110,7 +106,6 @@ def _with_input(block: dict[str, Any]) -> dict[str, Any]:
 
 
 def server_sent_event(kind: str, payload: bytes) -> bytes:
-    """Return an event with a name."""
     return b"event: " + kind.encode() + b"\ndata: " + payload + b"\n\n"
 
 
@@ -127,7 +122,6 @@ class MessageFormatter:
         self._blocks = ContentBlocks(shows_thinking=not is_omitted)
 
     def events(self, index: int, delta: ChoiceDelta) -> bytes:
-        """Return message_start once, then the events of content blocks."""
         events = [] if self._has_begun else [self._message_start(), {"type": "ping"}]
         self._has_begun = True
         events += self._blocks.extend(delta)
@@ -135,19 +129,16 @@ class MessageFormatter:
         return _encode(events)
 
     def closing_events(self) -> bytes:
-        """Return the end of the last block, of the message, and of the stream."""
         usage = self._usage()
         del usage["service_tier"]
         message_delta = {"type": "message_delta", "delta": self._stop, "usage": usage} | extension_of(self._generation)
         return _encode([*self._blocks.close(), message_delta, {"type": "message_stop"}])
 
     def failure_events(self, error: Exception) -> bytes:
-        """Return the last event of a stream that fails."""
         request_id = self._request.response_id.removeprefix("msg_")
         return server_sent_event("error", anthropic_error_body(error, request_id=request_id))
 
     def body(self, choices: Sequence[Sequence[ChoiceDelta]]) -> bytes:
-        """Return the whole message."""
         events: list[Event] = []
         for delta in choices[0]:
             events += self._blocks.extend(delta)
@@ -169,7 +160,6 @@ class MessageFormatter:
         }
 
     def _usage(self) -> dict[str, Any]:
-        """Return the counts: prompt tokens from the prefix cache are not among the input tokens."""
         usage = self._generation.usage()
         num_cached = usage["prompt_tokens_details"]["cached_tokens"]
         counts = {

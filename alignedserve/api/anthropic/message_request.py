@@ -65,7 +65,6 @@ class Conversation:
     """Messages for chat completions. Turns of one role in a row become one, as templates expect."""
 
     def __init__(self, system: Content, messages: Sequence[InputMessage], parser: BodyParser) -> None:
-        """Raises InvalidRequest naming the field."""
         self.messages: list[ChatMessage] = []
         self.paths: list[str] = []  # of the field that each message came from
         self.referenced_tools: set[str] = set()  # deferred tools that results have made known
@@ -118,7 +117,6 @@ class Conversation:
         }
 
     def _assistant_message(self, message: InputMessage, path: str) -> ChatMessage:
-        """Return the message; redacted thoughts, which only their author can read, are left out."""
         parts, thoughts, calls = [], [], []
         for block, _ in self._parser.blocks(message.content, ASSISTANT_BLOCKS, path):
             if isinstance(block, TextBlock):
@@ -175,7 +173,6 @@ class ChatBody:
 
     @contextmanager
     def naming_own_fields(self) -> Iterator[None]:
-        """Raise every InvalidRequest from inside with the Messages API's name of its field."""
         try:
             yield
         except InvalidRequest as error:
@@ -242,7 +239,6 @@ def _tool_choice_fields(choice: ToolChoice) -> dict[str, Any]:
 
 
 def _thinking_fields(thinking: Thinking) -> dict[str, Any]:
-    """Return what turns thinking on or off; a model that adapts decides itself, as it does by default."""
     if (thinking.type == "enabled") != (thinking.budget_tokens is not None):
         raise InvalidRequest(
             "thinking.budget_tokens belongs to the type 'enabled', and only to it.", param="thinking.budget_tokens"
@@ -323,7 +319,6 @@ async def count_answer(asked: PromptFields, services: PromptServices, ignored: I
 async def _translated(
     asked: PromptFields, ignored: IgnoredFields | None, services: PromptServices, others: dict[str, Any]
 ) -> tuple[ChatBody, ChatCompletionRequest]:
-    """Return the body as one of a chat completion, and that parsed with `others`. Raises InvalidRequest."""
     length = rough_length(asked)
     chat_body = await services.lanes.run(length, lambda: chat_body_of(asked, BodyParser(ignored)))
     with chat_body.naming_own_fields():

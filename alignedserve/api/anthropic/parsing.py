@@ -35,13 +35,11 @@ class BodyParser:
         self._ignored = ignored
 
     def fields(self, schema: type[PromptFieldsT], body: dict[str, Any]) -> PromptFieldsT:
-        """Check the fields of a body, except for the insides of tools and of blocks."""
         if body.get("thread") is not None:
             raise InvalidRequest("thread is not supported.", param="thread", code=THREAD_UNSUPPORTED)
         return parse(schema, without_neutral(body, _BODY), self._ignored)
 
     def tools(self, tools: Sequence[dict[str, Any]]) -> list[Tool]:
-        """Check the tools; refuse tools that Anthropic's servers run."""
         return [self._tool(tool, f"tools[{place}].") for place, tool in enumerate(tools)]
 
     def blocks(self, content: Content, known: BlockTypes, path: str) -> list[tuple[Block, str]]:

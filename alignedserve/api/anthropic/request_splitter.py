@@ -84,7 +84,6 @@ class RequestSplitter:
     # --- values
 
     def _value(self) -> _Steps[bytes]:
-        """Pass a value and return its text: to the end of its brackets or quotes, or of a word or number."""
         first = yield from self._next_byte()
         if first == _QUOTE:
             length = yield from self._end_of_string(1)
@@ -116,7 +115,6 @@ class RequestSplitter:
             length += 2  # what stands behind a backslash ends nothing
 
     def _find(self, pattern: re.Pattern[bytes], length: int) -> _Steps[int]:
-        """Return how far behind the place the pattern is next found, from this length on."""
         while (found := pattern.search(self._text, self._place + length)) is None:
             length = max(length, len(self._text) - self._place)
             self._check(length)
@@ -130,7 +128,6 @@ class RequestSplitter:
     # --- marks
 
     def _next_byte(self) -> _Steps[bytes]:
-        """Pass white space and return what is behind it."""
         while (found := _NOT_SPACE.search(self._text, self._place)) is None:
             self._place = len(self._text)
             yield None
@@ -141,7 +138,6 @@ class RequestSplitter:
         return self._text[self._place + length : self._place + length + 1]
 
     def _passes(self, mark: bytes) -> _Steps[bool]:
-        """Return whether this mark comes next; it is passed then."""
         is_there = (yield from self._next_byte()) == mark
         self._place += is_there
         return is_there

@@ -97,7 +97,6 @@ class ClusterBackend:
         self._deadline_task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Dial the router."""
         self._links.join(self._router_name, self)
         self._deadline_task = start_background(self._watch_deadlines(), "the deadlines of open requests")
 
@@ -131,17 +130,14 @@ class ClusterBackend:
             self._links.send_later(self._router_name, AbortRequest(request_id))
 
     def status(self) -> ClusterStatus | None:
-        """Return the router's last report; None while it is not connected."""
         return self._status
 
     def num_answers(self) -> Mapping[str, int]:
-        """See CompletionBackend."""
         return self._num_answers
 
     # --- DeploymentHandler
 
     def is_open(self, request_id: RequestId) -> bool:
-        """Return whether this request is open here."""
         return request_id in self._open
 
     def on_linked(self, peer: Peer) -> None:
@@ -189,7 +185,6 @@ class ClusterBackend:
     # --- inside
 
     def _send_all(self, router: str, entries: Iterable[OpenRequest]) -> None:
-        """Send requests to the router, chats first."""
         for entry in sorted(entries, key=lambda entry: entry.is_best_effort):
             self._send(router, entry)
 
@@ -228,7 +223,6 @@ class ClusterBackend:
             self._unserved_s = asyncio.get_running_loop().time()
 
     def _hopeless(self, entry: OpenRequest, now: float) -> Unavailable | None:
-        """Return the error of a request without a token that would wait in vain; None: it may have one in time."""
         if self._router is None:
             return None if self._is_router_expected(entry, now) else Unavailable(_NO_ROUTER)
         if entry.is_best_effort or self._unserved_s is None:
@@ -238,7 +232,6 @@ class ClusterBackend:
         return Unavailable(_NO_WORKER, retry_after_s=_WORKER_RETRY_S) if self.is_failing or is_late else None
 
     def _is_router_expected(self, entry: OpenRequest, now: float) -> bool:
-        """Return whether this request still waits for the next router, while there is none."""
         is_new_among_hosts = not entry.is_sent and bool(self._links.links.node)
         return now - self._router_lost_s <= (_HEAD_RETURNS_S if is_new_among_hosts else _ROUTER_RETURNS_S)
 
@@ -268,7 +261,6 @@ class ClusterBackend:
         self._end_if_complete(worker, message.request_id, entry)
 
     def _end_if_complete(self, worker: Peer, request_id: RequestId, entry: OpenRequest) -> None:
-        """Count the answer for the worker of its tokens; for this one where there are none."""
         if entry.is_complete:
             self._num_answers[entry.last_worker or worker.name] += 1
             del self._open[request_id]
@@ -297,7 +289,6 @@ class ClusterBackend:
         self._fail(message.request_id, kind(message.reason, retry_after_s=message.retry_after_s))
 
     def _take_failure(self, message: RequestFailed) -> None:
-        """Fail a request that the cluster gives up. Its client is not told all of it, so the log is."""
         if message.request_id in self._open:
             num_tokens = self._open[message.request_id].num_tokens
             words = (message.request_id, message.kind.value, num_tokens, message.reason)
@@ -324,7 +315,6 @@ class ClusterBackend:
         return config.token_timeout_s * (_PAUSED if is_served else 1.0)
 
     async def _watch_deadlines(self) -> None:
-        """Abort and fail requests that are silent past their deadline."""
         first_s, next_s = self._config.first_token_timeout_s, self._config.token_timeout_s
         pause_s = min(_MAX_CHECK_PAUSE_S, first_s / 4, next_s / 4)
         loop = asyncio.get_running_loop()
@@ -347,7 +337,6 @@ class ClusterBackend:
                     entry.stream.fail(error)
 
     def _log_silence(self, entry: OpenRequest, now: float) -> None:
-        """Log what tells one cause of a silence from another: waiting behind others, or nothing computed at all."""
         logger.warning(
             "request %s, %s, is given up: silent for %.1f s after %d tokens, the last from %s; anything was last "
             "computed %.1f s ago, %d requests are open, the router %s connected",

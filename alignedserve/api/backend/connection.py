@@ -145,11 +145,9 @@ class ClusterConnection:
                 self._questions.told_standings(message)
 
     def _ask_router(self, message: Message) -> bool:
-        """Send to the first router that is connected; False: none is."""
         return any(self._manager.send(router, message) for router in self._handlers)
 
     def _ask_routers(self, message: Message) -> int:
-        """Send to every router that is connected; return how many there are."""
         return sum(self._manager.send(router, message) for router in self._handlers)
 
     def _find(self, message: Message) -> DeploymentHandler | None:

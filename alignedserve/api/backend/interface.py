@@ -66,20 +66,17 @@ class RequestStream:
         logprobs: tuple[TokenLogprob, ...] = (),
         finish_reason: FinishReason | None = None,
     ) -> None:
-        """Add tokens, in order."""
         self._pending.token_ids += token_ids
         self._pending.logprobs += logprobs
         self._pending.finish_reason = finish_reason
         self._wake_reader()
 
     def push_prompt_logprobs(self, entries: tuple[TokenLogprob, ...]) -> None:
-        """Add log-probabilities of prompt tokens, in order."""
         self._pending.prompt_logprobs += entries
         self._num_prompt_logprobs_missing -= len(entries)
         self._wake_reader()
 
     def fail(self, error: GenerationError) -> None:
-        """End the stream; tokens pushed before are still read."""
         self._error = error
         self._wake_reader()
 

@@ -24,7 +24,6 @@ class NextTurn:
         self._due[function] = None
 
     def _call_all(self) -> None:
-        """Call what is due now; what is asked for meanwhile is due in the turn after, as is what is behind an error."""
         due, self._due = iter(self._due), {}
         try:
             for function in due:

@@ -35,29 +35,24 @@ class OpenRequest:
 
     @property
     def is_best_effort(self) -> bool:
-        """True if no person waits for it."""
         return not self.request.is_real_time
 
     @property
     def num_tokens(self) -> int:
-        """Tokens delivered to the stream."""
         return len(self._token_ids)
 
     @property
     def num_bytes(self) -> int:
-        """What it takes to be sent again, as bytes that are copied."""
         request, sampling = self.request, self.request.sampling
         num_token_ids = request.prompt_len + self.num_tokens + len(sampling.allowed_token_ids)
         return _TOKEN_BYTES * num_token_ids + len(sampling.grammar) + sum(len(one.content) for one in request.pictures)
 
     @property
     def is_complete(self) -> bool:
-        """True once the last token and all prompt log-probabilities are here."""
         return self._has_last and self.stream.has_prompt_logprobs
 
     @property
     def has_gap(self) -> bool:
-        """True while tokens are missing before others that are here."""
         return bool(self._out_of_order)
 
     def lose_worker(self) -> None:
@@ -96,7 +91,6 @@ class OpenRequest:
         return tuple(self._token_ids) if self.stream.has_prompt_logprobs else ()
 
     def accept(self, delta: TokenDelta, now: float) -> None:
-        """Accept a delta, whether early, in order or repeated."""
         if delta.first_index > self.num_tokens:
             if delta.first_index <= self.request.sampling.max_tokens:
                 self._out_of_order[delta.first_index], self._last_early_s = delta, now
@@ -106,7 +100,6 @@ class OpenRequest:
             self._deliver(self._out_of_order.pop(min(self._out_of_order)), now)
 
     def accept_prompt_logprobs(self, message: PromptScored, now: float) -> None:
-        """Accept prompt log-probabilities; the first entry belongs to position 1."""
         self._out_of_order_logprobs[message.first_position - 1] = message.entries
         while self._out_of_order_logprobs:
             first = min(self._out_of_order_logprobs)

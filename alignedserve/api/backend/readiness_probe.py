@@ -49,7 +49,6 @@ class ReadinessProbe:
         return self._num_failures >= _MOST_FAILURES
 
     async def run(self, pause_s: float = _PAUSE_S) -> None:
-        """Generate a token whenever the system is not known to be ready."""
         while True:
             if self._missing_peer() is not None:
                 self._problem = "no canary token has come through since the cluster changed"
@@ -62,7 +61,6 @@ class ReadinessProbe:
         return missing_peer(self._backend.status())
 
     async def _probe(self) -> tuple[str | None, bool]:
-        """Return why no token came, if none did, and whether the model itself has failed."""
         request = Request(
             request_id=RequestId(f"canary-{secrets.token_hex(8)}"),
             prompt_token_ids=(self._token_id,),

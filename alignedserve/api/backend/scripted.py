@@ -63,7 +63,6 @@ class ScriptedBackend:
         return {"scripted": len(self.submitted) - len(self._running) - len(self.aborted)}
 
     def set_status(self, status: ClusterStatus | None) -> None:
-        """Set the status that `status` returns."""
         self._status = status
 
     async def _play(self, request: Request, script: Script, stream: RequestStream) -> None:
@@ -98,7 +97,6 @@ def made_up_embedding(prompt_token_ids: Sequence[int]) -> bytes:
 
 
 def made_up_logprob(token_id: int, num_top: int) -> TokenLogprob:
-    """Return the token at -0.5 and its successors at -1, -2 and so on."""
     top = tuple((token_id + place, -0.5 if place == 0 else -float(place)) for place in range(num_top))
     return TokenLogprob(token_id, -0.5, top, 1)
 

@@ -109,7 +109,6 @@ def check_dimensions(dimensions: int | None, encoder: EncoderConfig | None) -> N
 
 
 def _embedding_of(services: PromptServices) -> EmbeddingConfig | None:
-    """Return how the model makes vectors of texts; None: as decoders do. Raises InvalidRequest if it makes none."""
     encoder = services.model.encoder
     if encoder is None:
         return None

@@ -51,7 +51,6 @@ def computed_scores(embeddings: Sequence[bytes]) -> list[float]:
 
 
 def encoded_vector(vector: Vectors, encoding_format: str) -> Any:
-    """Return one vector as a list of numbers, or as base64 of its float32 bytes."""
     return base64.b64encode(vector.astype("<f4").tobytes()).decode() if encoding_format == "base64" else vector.tolist()
 
 
@@ -59,13 +58,11 @@ class EmbeddingFormatter:
     """Formats the body of /v1/embeddings."""
 
     def __init__(self, generation: Generation, encoding_format: str, dimensions: int | None = None) -> None:
-        """`dimensions`: of the vectors' beginnings, which are returned instead; None: the whole."""
         self._generation = generation
         self._encoding_format = encoding_format
         self._dimensions = dimensions
 
     def body(self, choices: Sequence[Sequence[ChoiceDelta]]) -> bytes:
-        """Return the whole response; see BodyFormatter."""
         vectors = unit_vectors(self._generation.embeddings, self._dimensions)
         data = encoded(
             {"object": "embedding", "index": index, "embedding": encoded_vector(vector, self._encoding_format)}
@@ -84,7 +81,6 @@ class ScoreFormatter:
         self._read_scores = read_scores
 
     def body(self, choices: Sequence[Sequence[ChoiceDelta]]) -> bytes:
-        """Return the whole response; see BodyFormatter."""
         scores = self._read_scores(self._generation.embeddings)
         data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
         request = self._generation.request
@@ -102,7 +98,6 @@ class RerankFormatter:
         self._asked = asked
 
     def body(self, choices: Sequence[Sequence[ChoiceDelta]]) -> bytes:
-        """Return the whole response; see BodyFormatter."""
         scores = self._read_scores(self._generation.embeddings)
         ranking = sorted(range(len(scores)), key=lambda index: (-scores[index], index))
         results = [self._result(index, scores[index]) for index in ranking[: self._asked.top_n]]

@@ -17,7 +17,6 @@ _DOCUMENT_FORMS = f'{_TEXT_FORMS}; in the place of a string may stand {{"text": 
 
 
 def _checked_texts(value: Any) -> list[str]:
-    """Return one text or several as a list. Checked by hand, as `checked_prompt`. Raises ValueError."""
     texts = [value] if isinstance(value, str) else value
     if isinstance(texts, list) and texts and all(type(text) is str for text in texts):
         return texts
@@ -25,7 +24,6 @@ def _checked_texts(value: Any) -> list[str]:
 
 
 def _checked_documents(value: Any) -> list[str]:
-    """Return the texts of documents, each a string or, as Jina and Cohere have it, an object. Raises ValueError."""
     if isinstance(value, list):
         value = [one["text"] if isinstance(one, dict) and one.keys() == {"text"} else one for one in value]
     try:

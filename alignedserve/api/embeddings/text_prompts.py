@@ -66,7 +66,6 @@ async def encode_pairs(
 
 
 def check_not_empty(texts: PromptForms | Sequence[str], param: str) -> None:
-    """Raise InvalidRequest naming `param`, and the place in it, for an empty text."""
     if texts == "" or (not isinstance(texts, str) and "" in texts):
         named = param_at(param, [*texts].index(""), of=len(texts)) if texts else param
         raise InvalidRequest(f"{named} must not be an empty text.", param=named)
@@ -88,7 +87,6 @@ def prompt_named(embedding: EmbeddingConfig | None, name: str | None) -> str:
 
 
 def first_prompt(embedding: EmbeddingConfig | None, names: Sequence[str]) -> str:
-    """Return the first of these prompts that the model has, or else its default one."""
     prompts = dict(embedding.prompts) if embedding is not None else {}
     found = next((name for name in names if name in prompts), None)
     return prompt_named(embedding, found)

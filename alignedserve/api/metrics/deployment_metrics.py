@@ -111,14 +111,12 @@ class _GrowingTotals:
         self._num_restarts: dict[str, int] = {}
 
     def of(self, name: str, value: float) -> float:
-        """Return the total, which never shrinks. Mutates."""
         shrunk_by = self._last.get(name, value) - value
         self._last[name] = value
         self._gone[name] = self._gone.get(name, 0.0) + max(shrunk_by, 0.0)
         return value + self._gone[name]
 
     def restarts_of(self, worker: str, num_tokens: int) -> int:
-        """Return how often a worker has counted its tokens anew while its deployment stayed. Mutates."""
         has_restarted = num_tokens < self._last.get(worker, 0)
         self._last[worker] = num_tokens
         self._num_restarts[worker] = self._num_restarts.get(worker, 0) + has_restarted
@@ -147,7 +145,6 @@ class _Deployment:
         return found
 
     def metrics(self) -> Iterator[Metric]:
-        """Yield its metrics, without its labels; while no router is connected only what is counted here."""
         answers = CounterMetricFamily("alignedserve_answers", "Requests answered, by worker.", labels=["worker"])
         for worker, num_answers in sorted(self.backend.num_answers().items()):
             answers.add_metric([worker], num_answers)
@@ -173,14 +170,12 @@ class DeploymentCollector(Collector):
     def add(
         self, model_name: str, backend: CompletionBackend, deployment_id: str, default_slo: Callable[[], Slo] = Slo
     ) -> None:
-        """Collect from one more deployment; from this one instead, if there was one of its id."""
         known = self._deployments.get(deployment_id)
         number = known.number if known is not None else self._free_number() if deployment_id else None
         totals = known.totals if known is not None else _GrowingTotals()
         self._deployments[deployment_id] = _Deployment(backend, default_slo, model_name, number, totals)
 
     def remove(self, deployment_id: str) -> None:
-        """Collect no more from this deployment."""
         self._deployments.pop(deployment_id, None)
 
     def describe(self) -> Iterator[Metric]:
@@ -189,7 +184,6 @@ class DeploymentCollector(Collector):
 
     @override
     def collect(self) -> Iterator[Metric]:
-        """Yield every metric once, with the samples of all deployments."""
         families: dict[str, Metric] = {}
         for deployment in self._deployments.values():
             for metric in deployment.metrics():
@@ -227,7 +221,6 @@ def _reported(status: ClusterStatus, totals: _GrowingTotals) -> Iterator[Metric]
 
 
 def iteration_log_metrics(totals: IterationLogTotals) -> Iterator[Metric]:
-    """Yield every metric of the iteration logs, summed over all decode workers."""
     waiting_s = totals.nothing_to_do_s + totals.waiting_for_prefill_s + totals.prefetch_not_ready_s
     parts = {
         "waiting": waiting_s,
@@ -298,7 +291,6 @@ _STAGES: tuple[tuple[str, Callable[[TierLoad], float]], ...] = (
 
 
 def worker_metrics(status: ClusterStatus) -> Iterator[Metric]:
-    """Yield the metrics of every worker, the number of workers by role, and the requests by class and stage."""
     for name, help_text, value in _OF_WORKERS:
         family = GaugeMetricFamily(name, help_text, labels=["worker"])
         for one in status.workers:
@@ -317,7 +309,6 @@ def worker_metrics(status: ClusterStatus) -> Iterator[Metric]:
 
 
 def request_times(status: ClusterStatus) -> Iterator[Metric]:
-    """Yield vLLM's histograms of where the time of requests goes."""
     times = status.times
     yield _histogram("vllm:request_queue_time_seconds", "Arrival until a worker has the prompt.", times.queue)
     yield _histogram("vllm:request_prefill_time_seconds", "From there to the first token.", times.prefill)
@@ -338,7 +329,6 @@ def _tiers(status: ClusterStatus) -> Iterator[Metric]:
 
 
 def _cache_config(status: ClusterStatus) -> Metric:
-    """Return the sizes of caches as vLLM tells them, in labels: what balances load over servers reads them there."""
     family = GaugeMetricFamily(
         "vllm:cache_config_info", "Caches of all workers.", labels=["block_size", "num_gpu_blocks"]
     )

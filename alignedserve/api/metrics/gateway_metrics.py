@@ -240,7 +240,6 @@ class CollectedMetrics(Collector):
 
     @override
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics."""
         yield from self._metrics
 
     def render(self, own_labels: Mapping[str, str] | None = None) -> bytes:
@@ -259,7 +258,6 @@ class TraceCollector(Collector):
 
     @override
     def collect(self) -> Iterator[Metric]:
-        """Yield the counts."""
         spans = CounterMetricFamily(
             "alignedserve_trace_spans",
             "Spans of traces: sent, or dropped as the collector was not fast enough.",

@@ -30,12 +30,10 @@ class TokenGaps:
         self.sum_s = 0.0
 
     def observe(self, gap_s: float) -> None:
-        """Count a gap."""
         self._counts[bisect_left(EDGES_S, gap_s)] += 1
         self.sum_s += gap_s
 
     def counts(self) -> list[int]:
-        """Return how many there were up to each edge, and in all."""
         return list(accumulate(self._counts))
 
 
@@ -46,12 +44,10 @@ class TokenGapsCollector(Collector):
         self._models: dict[str, TokenGaps] = {}
 
     def labels(self, model_name: str) -> TokenGaps:
-        """Return the gaps of this model."""
         return self._models.setdefault(model_name, TokenGaps())
 
     @override
     def collect(self) -> Iterator[CounterMetricFamily | HistogramMetricFamily]:
-        """Yield the count of tokens and the histogram of gaps."""
         tokens = CounterMetricFamily("vllm:generation_tokens", "Generated tokens.", labels=["model_name"])
         for model_name, gaps in self._models.items():
             tokens.add_metric([model_name], gaps.num_tokens)

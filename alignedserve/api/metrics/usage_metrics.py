@@ -17,7 +17,6 @@ class UsageCollector(Collector):
 
     @override
     def collect(self) -> Iterator[Metric]:
-        """Yield the totals since this process started."""
         labels = ["key", "model_name", "class"]
         tokens = CounterMetricFamily(
             "alignedserve_key_tokens",

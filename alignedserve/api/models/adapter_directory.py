@@ -91,14 +91,12 @@ class AdapterDirectory:
         logger.info("unloaded adapter %r", name)
 
     def _check_owner(self, name: str, key: KeyEntry) -> None:
-        """Raise Forbidden where another client's key has loaded the adapter of this name."""
         if name in self._loaded and not key.may_change(self._changes[name].owner):
             message = "Another key has loaded the adapter of this name."
             raise Forbidden(message, param="lora_name", code="adapter_not_allowed")
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Change what was loaded, one process at a time."""
         with changing_loaded(self._path), self._lock:
             self._refresh()
             yield
@@ -107,7 +105,6 @@ class AdapterDirectory:
             self._file.has_changed()  # as this process knows
 
     def _refresh(self) -> None:
-        """Read the file if it has changed."""
         with self._lock:
             if not self._file.has_changed():
                 return

@@ -131,7 +131,6 @@ class ModelRegistry:
         return self.find(name)
 
     def _sleep_of(self, name: str) -> str | None:
-        """Return why a model that sleeps cannot be loaded, empty: it can; None: it does not sleep."""
         found = self._models.get(name)
         is_asleep = found is not None and found.services is None and (found.is_asleep or name in self._expected)
         return (found.problem if found is not None and found.is_asleep else "") if is_asleep else None
@@ -158,7 +157,6 @@ class ModelRegistry:
         return found
 
     def _adapted(self, name: str) -> RegisteredModel | None:
-        """Return the adapter of this name, of the first model that has one."""
         adapted = (model.with_adapter(name) for model in self.all)
         return next((one for one in adapted if one is not None), None)
 

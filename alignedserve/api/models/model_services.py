@@ -60,7 +60,6 @@ class GrammarChecker:
             raise
 
     def close(self) -> None:
-        """End the process. May be repeated."""
         with self._lock:
             self._is_closed = True
             if self._trials is not None:
@@ -90,7 +89,6 @@ class RequestLimiter:
 
     @property
     def num_open(self) -> int:
-        """Number of open requests of both classes."""
         return sum(self._open.values())
 
     def acquire(self, request_class: RequestClass, count: int) -> None:
@@ -103,7 +101,6 @@ class RequestLimiter:
         self._open[request_class] += count
 
     def release(self, request_class: RequestClass, count: int) -> None:
-        """Close requests."""
         self._open[request_class] -= count
         assert self._open[request_class] >= 0, "more requests closed than opened"
 

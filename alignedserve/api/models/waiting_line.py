@@ -19,7 +19,6 @@ class WaitingLine:
     """
 
     def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """`most`: requests of each class that may wait at a time."""
         self._most = most
         self._clock = clock
         self._num_waiting = Counter[RequestClass]()
@@ -32,7 +31,6 @@ class WaitingLine:
         return self._clock() - min(since) if since else None
 
     def changed(self) -> None:
-        """Let those who wait look again."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 

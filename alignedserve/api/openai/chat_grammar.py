@@ -52,7 +52,6 @@ async def chat_grammar(
 
 
 def _written(chat: ChatCompletionRequest, form: OutputFormat, model: ChatModel, part: GrammarPart | None) -> str:
-    """Return the grammar of an answer that is more than a constraint. Raises InvalidRequest."""
     as_literal = partial(_literal, model)
     if form.is_harmony:
         skeleton = _harmony_rules(chat, form, as_literal, model, has_part=part is not None)
@@ -97,7 +96,6 @@ def _harmony_rules(
 def _answer(
     chat: ChatCompletionRequest, tools: ToolFormat | None, part: GrammarPart | None, as_literal: Literal
 ) -> tuple[str, bool]:
-    """Return what follows a thought, and whether that may be any text."""
     if tools is None:
         return ("TEXT", True) if part is None else ("@content", False)
     calls = f"{as_literal(tools.begin)} calls"
@@ -115,7 +113,6 @@ def _answer(
 
 
 def _callable_tools(chat: ChatCompletionRequest, form: ToolFormat) -> list[CallableTool]:
-    """Return the tools that may be called."""
     names = chat.tool_choice.names
     return [
         CallableTool(
@@ -138,7 +135,6 @@ def _parameters_path(chat: ChatCompletionRequest, place: int) -> str:
 
 
 def _arguments_schema(param: str, tool: Tool, form: ToolFormat) -> dict[str, Any]:
-    """Return the normalized schema of the arguments. Raises InvalidRequest."""
     try:
         schema = normalize_schema(_object_schema(tool.function.parameters or {}))
         if isinstance(form.call, ParameterCall):
@@ -149,7 +145,6 @@ def _arguments_schema(param: str, tool: Tool, form: ToolFormat) -> dict[str, Any
 
 
 def _object_schema(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of an object that has only the listed parameters, unless it says otherwise."""
     if parameters.get("type", "object") != "object":
         raise InvalidRequest("the type must be 'object'", code="invalid_json_schema")
     has_others = any(name in parameters for name in _OPEN)

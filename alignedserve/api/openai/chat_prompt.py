@@ -77,7 +77,6 @@ def answer_forms(model: PromptModel) -> tuple[ToolFormat | None, ReasoningFormat
 
 
 def chat_output_format(chat: ChatCompletionRequest, prompt: Sequence[int], model: PromptModel) -> OutputFormat:
-    """Return what the answer to this prompt may hold beside content."""
     tools, reasoning = answer_forms(model)
     if not chat.tools or chat.tool_choice.mode == "none":
         tools = None
@@ -103,7 +102,6 @@ def _source(model: PromptModel) -> str:
 
 
 def _variables(fields: ConversationFields, template: ChatTemplate, *, is_harmony: bool) -> dict[str, Any]:
-    """Return the template's further variables: those of `reasoning_effort`, and over them the client's own."""
     if any(name in template.reserved for name in fields.chat_template_kwargs):
         raise InvalidRequest(
             "chat_template_kwargs may not replace the messages, the tools or what belongs to the model.",
@@ -166,13 +164,11 @@ def _with_ids(message: dict[str, Any], shown_id: Callable[[str], str]) -> dict[s
 
 
 def _numbered_ids(messages: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """Return the ids by which Kimi's template shows calls: the function's name and the call's number so far."""
     calls = [call for message in messages for call in message.get("tool_calls", ())]
     return {call["id"]: f"functions.{call['function']['name']}:{place}" for place, call in enumerate(calls)}
 
 
 def _short_id(call_id: str) -> str:
-    """Return the id, or a digest of one that the template would refuse: clients may have it from another model."""
     if len(call_id) == _SHORT_ID_LEN and call_id.isascii() and call_id.isalnum():
         return call_id
     return hashlib.blake2b(call_id.encode(), digest_size=8).hexdigest()[:_SHORT_ID_LEN]

@@ -33,11 +33,9 @@ class HeldLogprobs:
         self._is_in_content = True
 
     def hold(self, logprob: TokenLogprob) -> None:
-        """Add the next token, before its text is known."""
         self._undivided.append(OffsetLogprob(logprob, self._num_decoded))
 
     def decoded(self, length: int) -> None:
-        """Count the characters of a token."""
         self._num_decoded += length
 
     def add_text(self, length: int, content_length: int) -> None:
@@ -58,7 +56,6 @@ class HeldLogprobs:
         self._num_content += content_length
 
     def _first_end(self) -> int:
-        """Return where the first token that is not divided ends in the whole answer."""
         return self._undivided[1].text_offset if len(self._undivided) > 1 else self._num_decoded
 
     def release(self, num_visible: int, *, is_all: bool) -> tuple[OffsetLogprob, ...]:
@@ -81,7 +78,6 @@ class EveryLogprob(HeldLogprobs):
 
     @override
     def release(self, num_visible: int, *, is_all: bool) -> tuple[OffsetLogprob, ...]:
-        """Return all that have come, with offsets in the whole answer."""
         released = tuple(self._undivided)
         self._undivided.clear()
         return released
@@ -106,7 +102,6 @@ class ChoiceDelta(NamedTuple):
 
     @property
     def in_order(self) -> tuple["ChoiceDelta", ...]:
-        """Return what is visible in the order in which it came."""
         return self.pieces or (self,)
 
 
@@ -209,7 +204,6 @@ class ChoiceDecoder:
         return runs
 
     def _visible(self, runs: Sequence[OutputRun]) -> list[OutputRun]:
-        """Return the runs with the content that may be shown now."""
         shown = [piece for run in runs for piece in unmarked(run, shows_names=self._shows_special_tokens)]
         return [run._replace(content=self._filter_stops(run)) for run in shown]
 

@@ -37,7 +37,6 @@ def check_messages(messages: Sequence[ChatMessage]) -> None:
 
 
 def refuse(path: str, problem: str) -> NoReturn:
-    """Raise for the value of a field."""
     raise InvalidRequest(f"Invalid value for {path}: {problem}.", param=path, code="invalid_value")
 
 
@@ -71,7 +70,6 @@ def _template_message(message: ChatMessage, names: Mapping[str, str]) -> dict[st
 
 
 def _shown_parts(message: ChatMessage) -> list[dict[str, str]]:
-    """Return the parts of a message with pictures, as templates of models that see want them."""
     parts = message.content if isinstance(message.content, list) else []
     return [{"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": "image"} for part in parts]
 
@@ -105,7 +103,6 @@ def _call_ids(message: ChatMessage, path: str) -> set[str]:
 
 
 def _arguments_of(call: ToolCall) -> dict[str, Any] | None:
-    """Return the arguments of the call; none at all count as an empty object. None: they are not an object."""
     try:
         arguments = orjson.loads(call.function.arguments or "{}")
     except orjson.JSONDecodeError:
@@ -143,7 +140,6 @@ def checked_conversation(fields: FieldsT) -> FieldsT:
 
 
 def function_param(param: str) -> str:
-    """Return the path of a function for that of a tool, in errors."""
     return param.replace("tools[", "functions[").replace(".function.", ".").replace("tool_choice", "function_call")
 
 
@@ -162,7 +158,6 @@ def _tools_of(fields: ConversationFields) -> dict[str, object]:
 
 
 def _tool_messages(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """Return the messages with calls of functions as those of tools, each result with the id of the call before it."""
     shown: list[ChatMessage] = []
     for place, message in enumerate(messages):
         path = f"messages[{place}]"

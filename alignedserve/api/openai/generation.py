@@ -85,7 +85,6 @@ class Generation:
             self._services.metrics.count_refused(request)
 
     def _count_usage(self) -> None:
-        """Count what the answer told, or what there was of it; lines are counted from their batch's log."""
         num_generated, arrival = self.num_generated_tokens, self.request.arrival
         if arrival.is_line or not (self.is_complete or num_generated):
             return
@@ -96,11 +95,9 @@ class Generation:
 
     @property
     def _request_class(self) -> RequestClass:
-        """Return the class of its requests, which all have the same."""
         return self.request.requests[0].request_class
 
     def _end_timeline(self, error: BaseException | None) -> None:
-        """Note the end of what has not ended by itself, and that of the call."""
         if self._timeline is not None:
             now, cause = time.monotonic(), cause_of(error)
             for choice in self._open or self._choices:
@@ -178,7 +175,6 @@ class Generation:
 
     @property
     def _written_len(self) -> int:
-        """Return about how long writing the whole answer takes, as characters that are read."""
         request, sampling = self.request, self.request.requests[0].sampling
         per_token = 1 + _scores_len(sampling.num_logprobs)
         per_prompt_token = _scores_len(sampling.num_prompt_logprobs) + (request.echoes or request.has_token_ids)
@@ -219,7 +215,6 @@ class Generation:
         return delta
 
     def _count_cached(self, choice: "_Choice") -> None:
-        """Count what the prefix cache had of a choice's prompt, which comes with its first tokens."""
         num_per_prompt = len(self.request.requests) // len(self.request.prompts)
         first = choice.index - choice.index % num_per_prompt
         of_prompt = self._choices[first : first + num_per_prompt]
@@ -239,8 +234,6 @@ class Generation:
 
 
 class _Choice:
-    """One request in the cluster, with its times."""
-
     def __init__(
         self, index: int, request: Request, stream: RequestStream, of: GenerationRequest, services: ModelServices
     ) -> None:
@@ -264,23 +257,19 @@ class _Choice:
 
     @property
     def ttft_s(self) -> float:
-        """Time from arrival to first token."""
         return (self._last_s if self._first_s is None else self._first_s) - self.request.arrival_s
 
     @property
     def end_to_end_s(self) -> float:
-        """Time from arrival to last token."""
         return self._last_s - self.request.arrival_s
 
     @property
     def tpot_s(self) -> float:
-        """Mean gap between tokens; 0 for a single one."""
         if self._first_s is None or self._num_tokens < 2:
             return 0.0
         return (self._last_s - self._first_s) / (self._num_tokens - 1)
 
     def measure(self, num_new: int, now: float) -> bool:
-        """Record the metrics of tokens that came together now; return whether the first is among them."""
         is_first = bool(num_new) and self._first_s is None
         if is_first:
             self._first_s = now
@@ -294,7 +283,6 @@ class _Choice:
         return is_first
 
     def count_finished(self, reason: str) -> None:
-        """Record the metrics of a complete choice."""
         metrics = self._metrics
         metrics.count_finished(reason)
         metrics.e2e_s.observe(self.end_to_end_s)
@@ -305,7 +293,6 @@ class _Choice:
         metrics.count_objectives(self.request, self.ttft_s, self.tpot_s, self.end_to_end_s)
 
     def count_unfinished(self, error: BaseException | None) -> None:
-        """Record the metrics of a choice that failed, or whose client left or read no more."""
         if cause_of(error) is not Cause.CLIENT_GONE:
             self._metrics.count_refused(self.request)
             return
@@ -317,7 +304,6 @@ class _Choice:
 
 
 def _scores_len(num_top: int | None) -> int:
-    """Return what the log-probabilities of a token and of the likeliest ones take to write; None: there are none."""
     return 0 if num_top is None else NODE_LEN * (1 + num_top)
 
 
@@ -326,7 +312,6 @@ def _nobody() -> None:
 
 
 def _submit(request: Request, services: ModelServices) -> RequestStream:
-    """Submit the request, unless it asks for nothing but its own prompt."""
     sampling = request.sampling
     is_about_prompt = sampling.wants_embedding or (sampling.num_prompt_logprobs is not None and request.prompt_len > 1)
     if sampling.max_tokens > 0 or is_about_prompt:
@@ -345,7 +330,6 @@ def _verdict(measured_s: float, target_s: float) -> dict[str, Any]:
 
 
 def call_facts(request: GenerationRequest, services: ModelServices) -> CallFacts:
-    """Return the facts of a call that is submitted now, and decide whether it is traced."""
     arrival = request.arrival
     return CallFacts(
         response_id=request.response_id,
@@ -362,7 +346,6 @@ def call_facts(request: GenerationRequest, services: ModelServices) -> CallFacts
 
 
 def cause_of(error: BaseException | None) -> Cause:
-    """Return why choices have ended that had not finished."""
     if isinstance(error, Overloaded):
         return Cause.REJECTED
     is_failure = isinstance(error, Exception) and not isinstance(error, ClientDisconnected)

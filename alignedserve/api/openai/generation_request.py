@@ -208,7 +208,6 @@ def trial_turn(fields: TermFields, arrival: Arrival) -> TrialTurn:
 
 
 def _tier_of(asked: str, arrival: Arrival) -> ServiceTier:
-    """Return the tier: a line's was allowed when its batch was created. Raises Forbidden."""
     return SERVICE_TIERS[asked] if arrival.is_line else _allowed_tier(asked, arrival.key)
 
 
@@ -222,7 +221,6 @@ def _allowed_tier(asked: str, key: KeyEntry) -> ServiceTier:
 
 
 def _priority_of(asked: int | None, tier: ServiceTier, key: KeyEntry) -> int:
-    """Return the priority; a tier that is allowed brings its own. Raises Forbidden."""
     if asked is None:
         return tier.priority
     check_priority(asked, key)
@@ -238,7 +236,6 @@ def check_priority(asked: int, key: KeyEntry) -> None:
 
 
 def _check_objectives(slo: Slo, key: KeyEntry) -> None:
-    """Raise Forbidden for objectives of somebody who waits, where the key has best effort alone."""
     if key.is_real_time:
         return
     for header, objective_s in ((TTFT_HEADER, slo.ttft_s), (TPOT_HEADER, slo.tpot_s)):

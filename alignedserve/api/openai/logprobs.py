@@ -28,7 +28,6 @@ class TokenIdNames:
         self.token_bytes = tokenizer.token_bytes
 
     def token_text(self, token_id: int) -> str:
-        """Return `token_id:N`, as vLLM writes it."""
         return f"token_id:{token_id}"
 
 
@@ -37,14 +36,12 @@ _LOWEST = -9999.0
 
 
 def chat_logprobs(logprobs: Sequence[OffsetLogprob], names: TokenNames) -> dict[str, Any]:
-    """Return `logprobs` of a chat choice or chunk."""
     return {"content": encoded(_chat_entry(one.logprob, names) for one in logprobs), "refusal": None}
 
 
 def completion_logprobs(
     logprobs: Sequence[OffsetLogprob], names: TokenNames, *, first_offset: int = 0
 ) -> dict[str, list[Any]]:
-    """Return `logprobs` of a completion choice or chunk."""
     return {
         "tokens": [names.token_text(one.logprob.token_id) for one in logprobs],
         "token_logprobs": [_finite(one.logprob.logprob) for one in logprobs],
@@ -56,7 +53,6 @@ def completion_logprobs(
 def echoed_logprobs(
     prompt: Prompt, logprobs: Sequence[TokenLogprob], tokenizer: Tokenizer, names: TokenNames
 ) -> dict[str, list[Any]]:
-    """Return `logprobs` of an echoed prompt, whose first token has none."""
     return {
         "tokens": [names.token_text(token_id) for token_id in prompt.token_ids],
         "token_logprobs": [None, *(_finite(one.logprob) for one in logprobs)],
@@ -81,7 +77,6 @@ def encoded(entries: Iterable[Any]) -> list[orjson.Fragment]:
 
 
 def concatenate(first: dict[str, list[Any]], second: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """Concatenate the `logprobs` of two completions."""
     return {name: first[name] + second[name] for name in first}
 
 
@@ -114,7 +109,6 @@ def _token_fields(token_id: int, logprob: float, names: TokenNames) -> dict[str,
 
 
 def _top_by_text(entry: TokenLogprob, names: TokenNames) -> dict[str, float]:
-    """Return the likeliest tokens and the chosen one. Of two tokens with the same text the likelier is kept."""
     by_text: dict[str, float] = {}
     for token_id, logprob in (*entry.top, (entry.token_id, entry.logprob)):
         by_text.setdefault(names.token_text(token_id), _finite(logprob))

@@ -88,21 +88,17 @@ class MarkParser:
 
     @property
     def is_reasoning(self) -> bool:
-        """Return whether the answer is in its thought."""
         return self._reasoning is not None and self._reasoning.is_thinking
 
     @property
     def has_calls(self) -> bool:
-        """Return whether the answer has called a tool."""
         return self._tools is not None and self._tools.has_calls
 
     def push(self, text: str) -> list[OutputRun]:
-        """Return the runs that this text completes."""
         runs = [Run(Part.ANSWER, text)] if self._reasoning is None else self._reasoning.push(text)
         return [parsed for run in runs for parsed in self._parse(run)]
 
     def end(self) -> list[OutputRun]:
-        """Return the runs of what was held back."""
         # The beginning of a mark is no content where nothing else may stand.
         is_mark = self._must_call or (self._must_think and self._reasoning is not None and self._reasoning.is_undecided)
         runs = [] if self._reasoning is None else self._reasoning.end()
@@ -143,7 +139,6 @@ def _plain(text: str, *, shows_names: bool) -> str:
 
 
 def _pieces(text: str, *, shows_names: bool) -> Iterator[tuple[int, str]]:
-    """Yield the length of each piece of a text, plain or marked, and what is shown of it."""
     for place, piece in enumerate(split_marked(text)):
         if place % 2 == 0:
             yield len(piece), piece

@@ -165,13 +165,11 @@ def without_fields_of_chat(body: dict[str, Any], schema: type[Schema]) -> dict[s
 
 
 def _refuse_unsupported(path: str, known_value: str | None = None) -> NoReturn:
-    """Raise for a field. Only values of OpenAI's own lists are repeated; others could be a client's content."""
     what = f"{path} {known_value!r}" if known_value is not None else path
     raise InvalidRequest(f"{what} is not supported.", param=path, code="unsupported_parameter")
 
 
 def _refuse(error: ValidationError, parent: str) -> NoReturn:
-    """Raise for the first problem; its message shows the field's name, never its value."""
     problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
     path = parent + _path_of(problem["loc"])
     if problem["type"] == "extra_forbidden":  # in a constraint, which must not be misread
@@ -184,7 +182,6 @@ def _refuse(error: ValidationError, parent: str) -> NoReturn:
 
 
 def _path_of(location: tuple[int | str, ...]) -> str:
-    """Return a path such as `messages[0].content`, without the names of union members that pydantic inserts."""
     path = ""
     for step in location:
         if isinstance(step, int):
@@ -215,7 +212,6 @@ def check_cost(raw: bytes, config: GatewayConfig) -> None:
 
 
 def _end_of_string(raw: bytes, start: int) -> int:
-    """Return the place behind the quote that ends the string which begins here."""
     while (close := raw.find(b'"', start)) >= 0:
         before = raw[start:close]
         if (len(before) - len(before.rstrip(b"\\"))) % 2 == 0:

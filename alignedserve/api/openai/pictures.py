@@ -88,7 +88,6 @@ def _image_parts(messages: Sequence[ChatMessage]) -> Iterator[tuple[str, ImagePa
 
 
 async def _contents(urls: Sequence[str], places: Sequence[str], services: PromptServices) -> list[bytes]:
-    """Return the pictures of these URLs, all fetched at once that are elsewhere."""
     config = services.config
 
     async def content(url: str, at: str) -> bytes:
@@ -105,7 +104,6 @@ async def _contents(urls: Sequence[str], places: Sequence[str], services: Prompt
 
 
 def _content_of(url: str, path: str, config: GatewayConfig) -> bytes:
-    """Return what a data URL carries. Raises InvalidRequest, which shows nothing of the URL."""
     found = _DATA_URL.match(url[:64])
     if found is None:
         problem = "it must be a data URL such as data:image/png;base64,..."

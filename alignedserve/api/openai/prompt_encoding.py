@@ -59,7 +59,6 @@ async def chat_prompts(chat: ChatCompletionRequest, services: PromptServices) ->
 
 
 async def completion_prompts(completion: CompletionRequest, services: PromptServices) -> Prompts:
-    """Return the prompts of a completion. Raises InvalidRequest."""
     services.model.require_generation("prompt")
     prompts = await encode_prompts(
         completion.prompt,

@@ -39,8 +39,6 @@ _DEFAULT_COMPLETION_TOKENS = 16
 
 
 class _Answer(NamedTuple):
-    """What the endpoints name or default differently."""
-
     id_prefix: str
     prompt_param: str  # the field that the prompt is in
     max_tokens: int | None
@@ -165,7 +163,6 @@ async def _build(
 
 
 def _truncated(prompt: Prompt, num_tokens: int, max_tokens: int | None, services: ModelServices) -> Prompt:
-    """Return the last tokens of the prompt: `truncate_prompt_tokens` of them; -1: as many as fit before the answer."""
     if num_tokens == -1:
         num_tokens = max(services.model.max_context_len - (max_tokens or 1), 1)
     if num_tokens == 0:

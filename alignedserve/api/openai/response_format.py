@@ -30,7 +30,6 @@ DONE = b"data: [DONE]\n\n"
 
 
 def event(payload: bytes) -> bytes:
-    """Return one server-sent event."""
     return b"data: " + payload + b"\n\n"
 
 
@@ -107,7 +106,6 @@ class ResponseFormatter(ABC):
         self._around_text = [(self._head + before % place, after + self._plain_tail) for place in places]
 
     def _is_plain_text(self, index: int, delta: ChoiceDelta) -> bool:
-        """Return whether all that there is to show is text of a choice that has begun, as of nearly every token."""
         if not (self._is_plain and self._has_begun[index] and delta.text) or delta.finish_reason is not None:
             return False
         return not (delta.reasoning or delta.tool_calls)
@@ -127,34 +125,28 @@ class ResponseFormatter(ABC):
         return event(orjson.dumps(chunk | self._extension())) + DONE
 
     def failure_events(self, error: Exception) -> bytes:
-        """Return the last events of a stream that fails."""
         return event(error_body(error))
 
     def body(self, choices: Sequence[Sequence[ChoiceDelta]]) -> bytes:
-        """Return the whole response."""
         whole_choices = encoded(self._whole_choice(index, deltas) for index, deltas in enumerate(choices))
         whole = self._envelope(self.kind, whole_choices) | {"usage": self._generation.usage()}
         return orjson.dumps(whole | self._whole_extension(choices))
 
     def _whole_extension(self, choices: Sequence[Sequence[ChoiceDelta]]) -> dict[str, Any]:
-        """Return the keys of a whole response that only some requests ask for."""
         return self._extension()
 
     def _token_ids(self, deltas: Sequence[ChoiceDelta]) -> dict[str, Any]:
-        """Return the ids of a choice's new tokens, visible or not, where asked for."""
         if not self._request.has_token_ids:
             return {}
         return {"token_ids": [token_id for delta in deltas for token_id in delta.token_ids]}
 
     def _prompt_logprobs(self, deltas: Sequence[ChoiceDelta]) -> dict[str, Any]:
-        """Return the log-probabilities of the prompt of a choice, where asked for apart from an echo."""
         num_top = self._request.num_prompt_logprobs
         if num_top is None:
             return {}
         return {"prompt_logprobs": prompt_logprobs(_prompt_scores(deltas), num_top, self._tokenizer)}
 
     def _prompt_token_ids(self, index: int) -> dict[str, Any]:
-        """Return the ids of a choice's prompt, where asked for."""
         return {"prompt_token_ids": self._prompt(index).token_ids} if self._request.has_token_ids else {}
 
     def _prompt(self, index: int) -> Prompt:
@@ -175,7 +167,6 @@ class ResponseFormatter(ABC):
         return extension_of(self._generation)
 
     def _last_chunk_extension(self) -> dict[str, Any]:
-        """Return the extension for the last choice's last event, where no usage chunk follows it."""
         if self._request.includes_usage or not self._generation.is_complete:
             return {}
         return self._extension()
@@ -223,7 +214,6 @@ class ChatFormatter(ResponseFormatter):
         } | self._token_ids(deltas)
 
     def _call_chunks(self, index: int, deltas: Sequence[ToolCallDelta]) -> bytes:
-        """Return the chunk of new calls, or one for each delta of a function's call."""
         if not self._request.calls_functions:
             calls = b'{"tool_calls":' + orjson.dumps([tool_call_chunk(delta) for delta in deltas]) + b"}"
             return self._chunk(index, calls, b"null", b"null")
@@ -271,7 +261,6 @@ class CompletionFormatter(ResponseFormatter):
 
     @override
     def events(self, index: int, delta: ChoiceDelta) -> bytes:
-        """Return one event per delta."""
         if self._is_plain_text(index, delta):
             before, after = self._around_text[index]
             return before + orjson.dumps(delta.text) + after
@@ -318,7 +307,6 @@ class CompletionFormatter(ResponseFormatter):
 
 
 def _message(deltas: Sequence[ChoiceDelta], *, calls_functions: bool) -> dict[str, Any]:
-    """Return a whole chat message. Text and calls that there are none of are left out, the content is null then."""
     text, calls = _text_of(deltas), whole_tool_calls(call for delta in deltas for call in delta.tool_calls)
     thought = "".join([delta.reasoning for delta in deltas])
     message: dict[str, Any] = {"role": "assistant", "content": text or None if calls else text, "refusal": None}

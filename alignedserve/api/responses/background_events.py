@@ -40,14 +40,12 @@ class BackgroundFormatter(ResponsesFormatter):
 
     @override
     def events(self, index: int, delta: ChoiceDelta) -> bytes:
-        """Return the events for what became visible."""
         is_first = self._num_events == len(_FIRST_EVENTS)
         begin = self._numbered([self._response_event("in_progress")]) if is_first else b""
         return begin + super().events(index, delta)
 
     @override
     def closing_events(self) -> bytes:
-        """Return the events that end the last item."""
         events = self._numbered(self._output.end(is_complete=not self._is_cut))
         self._end()
         return events
@@ -96,18 +94,15 @@ class _ChunkWriter:
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        """Stop; what is pending is lost unless it has ended."""
         self._writing.cancel()
         await asyncio.wait([self._writing])
 
     def add(self, events: bytes) -> None:
-        """Let events be written soon."""
         if events and not self._has_stopped:
             self._pending += events
             self._has_pending.set()
 
     async def end(self, events: bytes) -> None:
-        """Write the last events, and return when all are written."""
         self.add(events)
         self._has_ended.set()
         self._has_pending.set()

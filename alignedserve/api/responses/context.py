@@ -117,7 +117,6 @@ async def resolve_references(find: Find | None, items: Sequence[Item], response_
 
 
 def _resolved(item: Item, turns: Mapping[str, StoredResponse], response_id: str, index: int) -> Item:
-    """Return the item that is meant, by an id of its own here: it may be meant twice."""
     place = place_of(item["id"])
     if place is not None and place.response_id in turns:
         turn = turns[place.response_id]

@@ -52,7 +52,6 @@ class OutputBuilder:
         self._logprobs: list[dict[str, Any]] = []
 
     def add(self, delta: ChoiceDelta) -> Iterator[Event]:
-        """Add what became visible, and yield its events."""
         for piece in delta.in_order:
             yield from self._add(piece)
 
@@ -129,7 +128,6 @@ class OutputBuilder:
         return piece
 
     def _part(self) -> dict[str, Any]:
-        """Return the open item's part as it is now."""
         assert self._open is not None, "a part of no item"
         part = {"type": _PART_KINDS[self._open], "text": "".join(self._pieces)}
         return part | ({"annotations": [], "logprobs": self._logprobs} if self._open == "message" else {})
@@ -260,7 +258,6 @@ class ResponsesFormatter:
         return {"type": f"response.{name}", "response": self.response}
 
     def _numbered(self, events: Iterable[Event]) -> bytes:
-        """Number the events, and encode each before the next one changes an item."""
         return b"".join(self._encoded(event) for event in events)
 
     def _encoded(self, event: Event) -> bytes:
@@ -269,13 +266,11 @@ class ResponsesFormatter:
 
 
 def encoded_event(event: Event, number: int) -> bytes:
-    """Return an event as it is sent."""
     payload = orjson.dumps(event | {"sequence_number": number})
     return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), payload)
 
 
 def _usage(usage: dict[str, Any]) -> dict[str, Any]:
-    """Return chat's usage under the names of the Responses API."""
     reasoning = usage.get("completion_tokens_details", {}).get("reasoning_tokens", 0)
     return {
         "input_tokens": usage["prompt_tokens"],

@@ -128,13 +128,10 @@ def content_of(content: str | Sequence[dict[str, Any]]) -> str | list[dict[str, 
 
 
 class _ItemParser:
-    """Checks items one by one."""
-
     def __init__(self, ignored: IgnoredFields | None) -> None:
         self._ignored = ignored
 
     def parse(self, given: dict[str, Any], path: str) -> Item:
-        """Return an item in its one form, without an id. Raises InvalidRequest."""
         kind = given.get("type") or ("message" if "role" in given else "item_reference")
         item = parse(_schema_of(kind, _SCHEMAS, path), given, self._ignored, parent=f"{path}.")
         members = known_fields(item) | {"id": "", "type": kind, "status": "completed"}
@@ -177,7 +174,6 @@ class _ItemParser:
 
 
 def _schema_of(kind: Any, schemas: Mapping[str, type[Schema]], path: str) -> type[Schema]:
-    """Return the schema of a type. Raises InvalidRequest naming the type only if it is one of OpenAI's."""
     if kind in _UNSUPPORTED:
         message = f"{path}.type {kind!r} is not supported."
         raise InvalidRequest(message, param=f"{path}.type", code="unsupported_parameter")
@@ -188,5 +184,4 @@ def _schema_of(kind: Any, schemas: Mapping[str, type[Schema]], path: str) -> typ
 
 
 def _text_part(kind: str, text: str) -> dict[str, Any]:
-    """Return a part; annotations and log-probabilities of an answer that was sent back are not kept."""
     return {"type": kind, "text": text} | ({"annotations": []} if kind == "output_text" else {})

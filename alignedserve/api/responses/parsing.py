@@ -79,7 +79,6 @@ def parse_tools(given: Any, ignored: IgnoredFields | None, path: str = "tools") 
 
 
 def offered_functions(tools: Sequence[Tool]) -> Iterator[OfferedFunction]:
-    """Yield all functions, those of namespaces too."""
     for place, tool in enumerate(tools):
         if isinstance(tool, FunctionTool):
             yield OfferedFunction(tool.name, {"name": tool.name}, tool, f"tools[{place}]")
@@ -90,12 +89,10 @@ def offered_functions(tools: Sequence[Tool]) -> Iterator[OfferedFunction]:
 
 
 def chat_name(name: str, namespace: str | None = None) -> str:
-    """Return a function's name in the prompt."""
     return name if namespace is None else f"{namespace}__{name}"
 
 
 def tool_view(tool: Tool) -> dict[str, Any]:
-    """Return a tool as a response repeats it."""
     view = known_fields(tool)
     return view | {"tools": [known_fields(one) for one in tool.tools]} if isinstance(tool, NamespaceTool) else view
 

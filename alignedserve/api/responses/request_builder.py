@@ -96,8 +96,6 @@ async def _translated(asked: PromptFields, items: Sequence[Item], services: Prom
 
 @contextmanager
 def _named_as_asked(asked: PromptFields) -> Iterator[None]:
-    """Name fields in errors of the chat completion as the client knows them."""
-
     def named(text: str) -> str:
         # A chat's tools are all functions, those of namespaces among them.
         paths = dict(enumerate(one.path for one in offered_functions(asked.tools)))
@@ -150,7 +148,6 @@ def chat_body(asked: PromptFields, items: Sequence[Item]) -> dict[str, Any]:
 
 
 def messages_of(items: Sequence[Item], instructions: str | None) -> list[Message]:
-    """Return items as messages of a chat. References must have been resolved."""
     num_system = num_system_items(items)
     system = [instructions] if instructions is not None else []
     system += [text_of(item["content"]) for item in items[:num_system]]
@@ -159,7 +156,6 @@ def messages_of(items: Sequence[Item], instructions: str | None) -> list[Message
 
 
 def num_system_items(items: Sequence[Item]) -> int:
-    """Return how many items at the beginning are system messages."""
     return next((place for place, item in enumerate(items) if item.get("role") not in _SYSTEM_ROLES), len(items))
 
 
@@ -227,7 +223,6 @@ def _function_tool(offered: OfferedFunction) -> dict[str, Any]:
 
 
 def _tool_choice(choice: str | dict[str, Any]) -> Any:
-    """Return a choice in chat's form, where what is chosen stands one level deeper."""
     if isinstance(choice, str):
         return choice
     rest = {name: choice[name] for name in ("name", "mode", "tools") if name in choice}
@@ -265,7 +260,6 @@ def _output_fields(asked: CreateResponseRequest) -> dict[str, Any]:
 
 
 def name_as_asked(text: str) -> str:
-    """Return a text about fields of chat completions with the names that the Responses API has for them."""
     for pattern, name in _NAMES:
         text = pattern.sub(name, text)
     return text

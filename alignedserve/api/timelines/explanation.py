@@ -133,7 +133,6 @@ def _choice_view(index: int, choice: ChoiceTimeline, gateway: str, now: float) -
 
 
 def _predicted(notes: Sequence[SourcedNote]) -> float | None:
-    """Return the length predicted last; the one that it was dispatched with counts as well."""
     predicted = [one.note.predicted_len for one in notes if one.note.predicted_len is not None]
     of_predictor = [one.note.predicted_len for one in notes if one.note.step is Step.PREDICTED]
     chosen = of_predictor or predicted
@@ -180,7 +179,6 @@ def _ms(at_s: float | None, since_s: float) -> float | None:
 
 
 def step_text(one: SourcedNote) -> str:
-    """Return a step in words."""
     note = one.note
     predicted_len = "an unknown number" if note.predicted_len is None else f"{note.predicted_len:.0f}"
     return _STEPS[note.step].format(
@@ -194,7 +192,6 @@ def step_text(one: SourcedNote) -> str:
 
 
 def cause_text(cause: Cause) -> str:
-    """Return a cause in words."""
     return _CAUSES[cause]
 
 

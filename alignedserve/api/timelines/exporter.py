@@ -34,7 +34,6 @@ class TraceExporter:
         self.num_dropped = 0
 
     def add(self, timeline: Timeline) -> None:
-        """Send a call's spans some time; never waits."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
             self._thread.start()
@@ -44,7 +43,6 @@ class TraceExporter:
             self.num_dropped += num_spans(timeline)
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Send what waits, for so long at most. May be repeated."""
         self._closing.set()
         thread, self._thread = self._thread, None
         if thread is not None:
@@ -65,7 +63,6 @@ class TraceExporter:
         sender.close()
 
     def _gather(self) -> list[Timeline]:
-        """Return the calls that ended before the last notes' time; none when there are none."""
         timelines: list[Timeline] = []
         self._closing.wait(_GATHER_S)
         until_s = math.inf if self._closing.is_set() else time.monotonic() - LAST_NOTES_S

@@ -94,7 +94,6 @@ def phases_of(choice: ChoiceTimeline, now: float) -> list[Phase]:
 
 
 def _known_parts(phase: Phase, choice: ChoiceTimeline) -> Iterator[Phase]:
-    """Yield a phase; where later steps of it were not kept, what follows them apart."""
     missing_s = choice.missing_since_s
     if missing_s is None or not phase.start_s <= missing_s < phase.end_s:
         yield phase
@@ -135,14 +134,12 @@ def _begun_by(one: SourcedNote, phase: Phase | None, *, is_move: bool) -> tuple[
 
 
 def _place(one: SourcedNote) -> str:
-    """Return the process at which a phase is that begins with this note."""
     if one.note.step is Step.MOVED and one.note.peer:
         return one.note.peer
     return GATEWAY if one.note.step is Step.FINISHED else one.source
 
 
 def end_of(timeline: Timeline) -> float:
-    """Return the time at which a call ended; it must have."""
     assert timeline.ended_s is not None, "a call that goes on"
     return timeline.ended_s
 

@@ -19,15 +19,12 @@ _MAX_OPEN = 64  # questions at a time; others wait
 
 
 class _Question:
-    """A question that other gateways answer."""
-
     def __init__(self) -> None:
         self.num_asked: int | None = None  # None: the router has not said yet
         self.num_answers = 0
         self.found: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
     def told(self, message: TimelineTold) -> None:
-        """Take an answer, the router's own included."""
         if message.num_asked is not None:
             self.num_asked = message.num_asked
         else:
@@ -82,17 +79,14 @@ class TimelineQuestions:
             return await self._ask(wanted, owner, self._ask_router)
 
     def answer(self, message: AskTimeline) -> TimelineTold:
-        """Return the answer to another gateway's question."""
         return TimelineTold(message.number, message.asker, self._own(message.wanted, message.owner) or b"")
 
     def told(self, message: TimelineTold) -> None:
-        """Take an answer; it may be late."""
         question = self._open.get(message.number)
         if question is not None:
             question.told(message)
 
     def told_standings(self, message: StandingsTold) -> None:
-        """Take a router's answer; it may be late."""
         self._standings.told(message)
 
     def _own(self, wanted: str, owner: str) -> bytes | None:

@@ -61,7 +61,6 @@ class SpanSender:
         return len(spans), self._exporter.export(spans) is SpanExportResult.SUCCESS
 
     def close(self) -> None:
-        """Close the connection."""
         self._session.close()
 
     def _resource(self, source: str) -> Resource:
@@ -69,8 +68,6 @@ class SpanSender:
 
 
 class _OnceInAWhile(logging.Filter):
-    """Lets a warning about the collector through once a minute, with its address."""
-
     def __init__(self, endpoint: str) -> None:
         super().__init__()
         parts = urlsplit(endpoint)
@@ -87,7 +84,6 @@ class _OnceInAWhile(logging.Filter):
 
 
 def _refuse_redirect(response: requests.Response, *_: object, **__: object) -> None:
-    """Raise for an answer that the SDK would take for a success."""
     if 300 <= response.status_code < 400:
         response.close()  # the connection is not given back by itself, as nothing reads the answer
         raise requests.TooManyRedirects("the collector redirects")
@@ -110,8 +106,6 @@ def spans_of(timeline: Timeline, resource_of: Callable[[str], Resource]) -> Iter
 
 
 class _SpanMaker:
-    """Makes the spans of one call. Times are Unix time by the arrival of the call, whatever the clock did since."""
-
     def __init__(self, timeline: Timeline, resource_of: Callable[[str], Resource]) -> None:
         trace = timeline.facts.trace
         assert trace is not None, "spans of a call that is not traced"
@@ -123,7 +117,6 @@ class _SpanMaker:
         self._caller = self._context(trace.parent_id, is_remote=True) if trace.parent_id else None
 
     def call_span(self) -> ReadableSpan:
-        """Return the span of the whole call."""
         timeline, facts = self._timeline, self._timeline.facts
         operation = _OPERATIONS.get(facts.response_id.partition("-")[0], "chat")
         attributes = _call_attributes(timeline, operation)
@@ -136,7 +129,6 @@ class _SpanMaker:
         return self.span(name, GATEWAY, period, attributes, self._caller, context=self.call, **more)
 
     def phase_span(self, phase: Phase, parent: SpanContext | None) -> ReadableSpan:
-        """Return the span of a phase, whose further notes are its events."""
         attributes = _counts(phase.notes[0].note)
         if phase.causes:
             attributes["alignedserve.reasons"] = [cause.value for cause in phase.causes]
@@ -156,7 +148,6 @@ class _SpanMaker:
         context: SpanContext | None = None,
         **more: Any,
     ) -> ReadableSpan:
-        """Return a span of the call, at the process `source`. `context`: None: it gets an id here."""
         return ReadableSpan(
             name=name,
             context=context or self._context(secrets.token_bytes(8)),

@@ -38,15 +38,12 @@ class StandingQuestions:
         return question.known
 
     def told(self, message: StandingsTold) -> None:
-        """Take an answer; it may be late."""
         question = self._open.get(message.number)
         if question is not None:
             question.told(message)
 
 
 class _Question:
-    """A question that routers answer: until all have, or all is known."""
-
     def __init__(self, num_wanted: int) -> None:
         self.known: dict[RequestId, Standing] = {}
         self.is_answered = asyncio.Event()
@@ -82,7 +79,6 @@ def add_standings(document: Mapping[str, Any], known: Mapping[RequestId, Standin
 
 
 def standing_view(standing: Standing | None) -> dict[str, Any]:
-    """Return a standing for clients. None: nothing is known."""
     if standing is None:
         return {"stage": None, "where": None, "position": None, "start_in_ms": None, "text": _UNKNOWN}
     num_before = standing.num_before
@@ -98,7 +94,6 @@ def standing_view(standing: Standing | None) -> dict[str, Any]:
 
 
 def standing_text(standing: Standing) -> str:
-    """Return a standing in words."""
     where, others = standing.where or "another process", standing.num_others
     match standing.stage:
         case Stage.QUEUED if standing.num_before is None:

@@ -77,7 +77,6 @@ class ChoiceTimeline:
     cause: Cause | None = None  # of its end
 
     def add(self, source: str, note: RequestNote) -> bool:
-        """Add a note; return whether it was kept."""
         if len(self.notes) >= _MAX_NOTES and note.step not in _LAST_STEPS:
             self.num_left_out += 1
             self.left_out_s = note.at_s if self.left_out_s is None else min(self.left_out_s, note.at_s)
@@ -94,7 +93,6 @@ class ChoiceTimeline:
         return max(self.left_out_s, max(kept, default=0.0))
 
     def objectives(self, now: float) -> list[Objective]:
-        """Return its objectives, and what is known of them by now."""
         return [self._objective(name, target_s, now) for name, target_s in self.targets]
 
     def _objective(self, name: str, target_s: float, now: float) -> Objective:
@@ -106,7 +104,6 @@ class ChoiceTimeline:
 
     @property
     def _has_failed(self) -> bool:
-        """Return whether it ended without an answer, and not because its client left."""
         return self.ended_s is not None and not self.finish_reason and self.cause is not Cause.CLIENT_GONE
 
     def _waited_s(self, now: float) -> float:
@@ -128,7 +125,6 @@ class Timeline:
     """The course of one call. The generation tells it what the gateway sees; the rest comes from the rooms."""
 
     def __init__(self, facts: CallFacts, requests: Iterable[Request]) -> None:
-        """`requests`: one per choice."""
         self.facts = facts
         self.choices = [_choice_of(request, facts.received_s) for request in requests]
         self.num_bytes = _FACTS_BYTES + len(self.choices) * _CHOICE_BYTES
@@ -136,33 +132,27 @@ class Timeline:
 
     @property
     def ids(self) -> set[str]:
-        """The ids by which a client may ask for it."""
         ids = {self.facts.response_id, self.facts.http_id, self.facts.client_id or self.facts.http_id}
         return ids | {choice.request_id for choice in self.choices}
 
     def is_complete(self, now: float) -> bool:
-        """Return whether it has ended, and every process has had the time to tell its part."""
         return self.ended_s is not None and now - self.ended_s >= LAST_NOTES_S
 
     def add(self, choice: ChoiceTimeline, source: str, note: RequestNote) -> int:
-        """Add another process's note to one of its choices; return the bytes that it takes."""
         num_bytes = _NOTE_BYTES if choice.add(source, note) else 0
         self.num_bytes += num_bytes
         return num_bytes
 
     def mark(self, index: int, step: Step, now: float, *, cause: Cause | None = None, num_tokens: int = 0) -> None:
-        """Note a step that the gateway sees."""
         choice = self.choices[index]
         choice.add(GATEWAY, RequestNote(choice.request_id, step, now, cause=cause, num_tokens=num_tokens))
 
     def received(self, submitted_s: float) -> None:
-        """Note that all choices were received and have been tokenised."""
         for index in range(len(self.choices)):
             self.mark(index, Step.RECEIVED, self.facts.received_s)
             self.mark(index, Step.SUBMITTED, submitted_s)
 
     def first_token(self, index: int, now: float, num_cached_tokens: int) -> None:
-        """Note the first token of a choice."""
         choice = self.choices[index]
         choice.first_token_s, choice.num_cached_tokens = now, num_cached_tokens
         self.mark(index, Step.FIRST_TOKEN, now)
@@ -216,7 +206,6 @@ class Timelines:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all that is kept, as estimated."""
         return self._num_bytes
 
     def trace_of(self, headers: Mapping[str, str]) -> TraceContext | None:
@@ -249,16 +238,13 @@ class Timelines:
         self._make_room(now)
 
     def take(self, source: str, message: RequestsNoted) -> None:
-        """Take what another process noted; what is about unknown requests is dropped."""
         for note in message.notes:
             self._add(source, note)
 
     def note(self, request_id: RequestId, step: Step) -> None:
-        """Note a step of this gateway's."""
         self._add(GATEWAY, RequestNote(request_id, step, time.monotonic()))
 
     def find(self, wanted: str, owner: str) -> Timeline | None:
-        """Return the call of this id, if it is this owner's."""
         timeline = self._by_id.get((owner, wanted)) if self._config.enabled else None
         return None if timeline is None or self._is_old(timeline, time.monotonic()) else timeline
 
@@ -279,7 +265,6 @@ class Timelines:
         return len(self) > self._config.max_requests or self._num_bytes > self._config.max_bytes
 
     def _first(self) -> Timeline:
-        """Return the timeline to drop first: an ended one if there is any."""
         return next(iter((self._ended or self._open).values()))
 
     def _drop(self, timeline: Timeline | None) -> None:

@@ -41,14 +41,12 @@ def call_rules(form: ToolFormat, tools: Sequence[CallableTool], literal: Literal
 
 
 def _before(form: ToolFormat, name: str, literal: Literal) -> str:
-    """Return the symbols of a call of this function up to its arguments."""
     if isinstance(form.call, HeaderCall) and form.call.is_numbered:
         return f"{quoted(name + ':')} CALL_NUMBER {literal(form.call.between)}"
     return literal(form.call.before_arguments(name))
 
 
 def _arguments_rules(form: ToolFormat, tool: CallableTool, place: int, literal: Literal) -> list[str]:
-    """Return the rules of `arguments_PLACE`."""
     if not isinstance(form.call, ParameterCall):
         return [f"arguments_{place}: {json_value(tool.arguments)}"]
     tags, required = form.call.tags, tool.arguments.get("required", ())
@@ -66,7 +64,6 @@ def _arguments_rules(form: ToolFormat, tool: CallableTool, place: int, literal: 
 
 
 def _value(tool: CallableTool, name: str, schema: Any) -> str:
-    """Return the symbol of a value that is one of some texts, or JSON."""
     texts = tool.texts.get(name)
     if texts:
         return " | ".join(quoted(text) for text in texts)

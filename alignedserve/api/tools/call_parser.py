@@ -33,14 +33,12 @@ class HeaderReader:
         self._finder = MarkerFinder((between if is_opened else opening,))
 
     def push(self, text: str) -> list[ToolCallDelta]:
-        """Return what the text adds to the calls."""
         deltas: list[ToolCallDelta] = []
         while text:
             text = self._read_arguments(text, deltas) if self._call is not None else self._find(text)
         return deltas
 
     def _find(self, text: str) -> str:
-        """Go on to the next mark; return the text after it."""
         before, marker, after = self._finder.push(text)
         if self._is_in_name:
             self._name += before
@@ -62,7 +60,6 @@ class HeaderReader:
         self._scanner = JsonValueScanner()
 
     def _read_arguments(self, text: str, deltas: list[ToolCallDelta]) -> str:
-        """Read to the end of the arguments, or of the text; return the text after them."""
         assert self._call is not None, "arguments of no call"
         taken = 0
         while taken < len(text) and not self._scanner.is_complete and self._scanner.takes(text[taken]):
@@ -111,7 +108,6 @@ class ToolCallParser:
         self._has_content = False
 
     def push(self, text: str) -> list[CallRun]:
-        """Return the runs that this text completes."""
         if self._is_reading:
             return [self._read(text)]
         if self._is_bare and not self._has_content:
@@ -119,12 +115,10 @@ class ToolCallParser:
         return self._push_marked(text)
 
     def end(self) -> list[CallRun]:
-        """Return the run of what was held back."""
         held = self._leading + self._begin.flush()
         return [CallRun(len(held), held)] if held else []
 
     def _push_bare(self, text: str) -> list[CallRun]:
-        """Tell by the first character whether the answer is calls."""
         stripped = (self._leading + text).lstrip()
         if not stripped.startswith(self._first_character):
             return self._push_marked(text)

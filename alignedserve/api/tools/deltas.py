@@ -23,7 +23,6 @@ class OutputRun(NamedTuple):
 
 
 def tool_call_chunk(delta: ToolCallDelta) -> dict[str, Any]:
-    """Return an entry of `tool_calls` in a chunk."""
     if delta.call_id is None:
         return {"index": delta.call_index, "function": {"arguments": delta.arguments}}
     return {
@@ -35,13 +34,11 @@ def tool_call_chunk(delta: ToolCallDelta) -> dict[str, Any]:
 
 
 def function_call_chunk(delta: ToolCallDelta) -> dict[str, Any]:
-    """Return `function_call` in a chunk, for clients that sent functions."""
     name = {"name": delta.name} if delta.name is not None else {}
     return {**name, "arguments": delta.arguments}
 
 
 def whole_tool_calls(deltas: Iterable[ToolCallDelta]) -> list[dict[str, Any]]:
-    """Return `tool_calls` of a whole message."""
     calls: list[dict[str, Any]] = []
     for delta in deltas:
         if delta.call_id is not None:

@@ -35,12 +35,10 @@ class ObjectCall:
     arguments_key: str = "arguments"
 
     def before_arguments(self, name: str, place: int = 0) -> str:
-        """Return the text of a call of this function up to its arguments."""
         return f'{{"name": "{name}", "{self.arguments_key}": '
 
     @property
     def after_arguments(self) -> str:
-        """Return the text that ends a call."""
         return "}"
 
 
@@ -57,7 +55,6 @@ class HeaderCall:
     is_numbered: bool = False
 
     def before_arguments(self, name: str, place: int = 0) -> str:
-        """Return the text of a call of this function, the `place`-th of an answer, up to its arguments."""
         return name + (f":{place}" if self.is_numbered else "") + self.between
 
 
@@ -69,12 +66,10 @@ class ParameterCall:
     is_opened: bool = False
 
     def before_arguments(self, name: str, place: int = 0) -> str:
-        """Return the text of a call of this function up to its arguments."""
         return ("" if self.is_opened else self.tags.function) + name + self.tags.function_name_end
 
     @property
     def after_arguments(self) -> str:
-        """Return the text that ends a call."""
         return "" if self.is_opened else self.tags.function_end
 
 
@@ -94,7 +89,6 @@ class ToolFormat:
     is_harmony: bool = False  # answers are messages in channels: `gateway.harmony` reads and holds them
 
     def text_of(self, calls: Sequence[tuple[str, str]]) -> str:
-        """Return an answer that makes these calls, each a name and the text of its arguments."""
         written = [
             self.call.before_arguments(name, place) + self._arguments_text(arguments) + self.call.after_arguments
             for place, (name, arguments) in enumerate(calls)
@@ -107,7 +101,6 @@ class ToolFormat:
         return parameters_text(json.loads(arguments), self.call.tags)
 
     def texts(self) -> str:
-        """Return all texts that may hold control tokens."""
         between = self.call.between if isinstance(self.call, HeaderCall) else ""
         if isinstance(self.call, ParameterCall):
             between = self.call.tags.parameter + self.call.tags.parameter_name_end + self.call.tags.value_end
@@ -115,7 +108,6 @@ class ToolFormat:
 
     @property
     def first_character(self) -> str:
-        """Return the character that tells calls without `begin` from content."""
         return (self.prefix or "{")[0]
 
 
@@ -244,7 +236,6 @@ Message = Mapping[str, Any]
 
 
 def prompted_messages(messages: Sequence[Message], tools: Sequence[Message], form: ToolFormat) -> list[dict[str, Any]]:
-    """Return the messages with the tools in the system message, calls as their text and results as the user's."""
     plain: list[dict[str, Any]] = []
     for message in messages:
         shown = _plain_message(message, form)

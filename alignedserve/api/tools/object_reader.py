@@ -23,7 +23,6 @@ class JsonValueScanner:
         self._is_scalar = False  # a number or a word, which only the next character ends
 
     def takes(self, character: str) -> bool:
-        """Return whether the next character belongs to the value."""
         if self._is_in_string:
             self._continue_string(character)
         elif self._is_scalar and self._depth == 0:
@@ -68,11 +67,9 @@ class OpenCall:
         self._arguments: list[str] = []
 
     def append(self, text: str) -> None:
-        """Add text to the arguments."""
         self._arguments.append(text)
 
     def take(self) -> list[ToolCallDelta]:
-        """Return what has not been given yet, as at most one delta."""
         arguments, is_first = "".join(self._arguments), not self._is_announced
         if self.name is None or not (arguments or is_first):
             return []
@@ -97,7 +94,6 @@ class ObjectReader:
         self._step: Callable[[str], None] = self._seek_object
 
     def push(self, text: str) -> list[ToolCallDelta]:
-        """Return what the text adds to the calls."""
         deltas: list[ToolCallDelta] = []
         for character in text:
             call = self._call
@@ -147,7 +143,6 @@ class ObjectReader:
                 self._step(character)
 
     def _stream(self, character: str) -> None:
-        """Give arguments on as they come, unless they are a string that holds the object's text."""
         if self._call is not None and self._is_arguments and self._value[0] != '"':
             self._call.append(character)
 

@@ -46,7 +46,6 @@ class ParameterReader:
             self._seek((tags.function,), self._in_between)
 
     def push(self, text: str) -> list[ToolCallDelta]:
-        """Return what the text adds to the calls."""
         deltas: list[ToolCallDelta] = []
         while text:
             self._ended = None
@@ -116,7 +115,6 @@ class ParameterReader:
 
 
 def _as_json(value: str) -> str:
-    """Return a value that is JSON, or the text that it is otherwise."""
     try:
         orjson.loads(value)  # which takes no NaN, as clients do not
     except ValueError:

@@ -60,7 +60,6 @@ def text_parameters(schema: Mapping[str, Any]) -> dict[str, tuple[str, ...] | No
 
 
 def check_parameters(schema: Mapping[str, Any]) -> None:
-    """Raise InvalidRequest for a normalized schema of arguments that parameters between tags cannot be held to."""
     properties = schema.get("properties", {})
     unknown = [name for name in schema if name not in _OF_FUNCTIONS]
     unknown += [name for name in schema.get("required", ()) if name not in properties]
@@ -72,7 +71,6 @@ def check_parameters(schema: Mapping[str, Any]) -> None:
 
 
 def parameters_text(arguments: Mapping[str, Any], tags: ParameterTags) -> str:
-    """Return these arguments as the parameters of a call, all as JSON."""
     written = [json.dumps(value, ensure_ascii=False) for value in arguments.values()]
     pairs = zip(arguments, written, strict=True)
     return "".join(f"{tags.parameter}{name}{tags.parameter_name_end}{value}{tags.value_end}" for name, value in pairs)

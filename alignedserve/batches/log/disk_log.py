@@ -69,7 +69,6 @@ class OffsetIndex:
             return entries[index - 1] if index else _IndexEntry(0, 0)
 
     def add(self, view: LogView, entry: _IndexEntry) -> None:
-        """Add an entry, unless there is one near it."""
         with self._lock:
             entries = self._entries.setdefault(view, [])
             self._entries.move_to_end(view)
@@ -139,7 +138,6 @@ class DiskLogs:
             return _open(self._path(batch_id), batch_id, num_lines)
 
     async def open_in_thread(self, batch_id: BatchKey, num_lines: int) -> "tuple[DiskLog, RecoveredLog]":
-        """Call `open` off the event loop. When cancelled, it closes the log as soon as the thread has opened it."""
         opening = asyncio.ensure_future(asyncio.to_thread(self.open, batch_id, num_lines))
         try:
             return await asyncio.shield(opening)
@@ -162,13 +160,12 @@ class DiskLogs:
     async def chunks(
         self, batch_id: BatchKey, kind: ResultKind, log_bytes: int, start: int = 0
     ) -> AsyncIterator[bytes]:
-        """See ResultLogs. Each chunk is read in a thread: finding one may take a read of the whole log."""
+        """Each chunk is read in a thread: finding one may take a read of the whole log."""
         lines = self.lines(batch_id, kind, log_bytes, start)
         while chunk := await asyncio.to_thread(next, lines, b""):
             yield chunk
 
     async def remove(self, batch_id: BatchKey) -> None:
-        """See ResultLogs."""
         with disk_errors("a result log"):
             self._path(batch_id).unlink(missing_ok=True)
 
@@ -205,13 +202,11 @@ class DiskLog:
             self.num_bytes += len(content)
 
     def _cut(self, file_descriptor: int) -> None:
-        """Cut off what a failed write has left. Where that fails as well, the next write begins with it."""
         os.ftruncate(file_descriptor, self.num_bytes)
         os.lseek(file_descriptor, self.num_bytes, os.SEEK_SET)
         self._has_rest = False
 
     def close(self) -> None:
-        """Free the lock, after a write in progress. May be repeated."""
         with self._lock:
             file_descriptor, self._file = self._file, None
             if file_descriptor is not None:
@@ -253,7 +248,6 @@ def _locked(path: Path) -> int:
 
 
 def _recover(path: Path, batch_id: BatchKey, num_lines: int) -> tuple[RecoveredLog, int]:
-    """Read the log; return its content and the end of its last valid record."""
     recovered, offset, num_bad, end = RecoveredLog(), 0, 0, 0
     is_settled = bytearray(num_lines)
     with path.open("rb") as file:
@@ -288,7 +282,6 @@ def _belongs(record: ResultRecord, batch_id: BatchKey, is_settled: bytearray) ->
 
 
 def _rewritten(path: Path, batch_id: BatchKey, num_lines: int) -> int:
-    """Replace the log by a copy without damaged records; return the copy, locked."""
     partial = path.with_name(path.name + ".partial")
     partial.unlink(missing_ok=True)
     file_descriptor = _locked(partial)

@@ -34,12 +34,10 @@ class LineOutcome(enum.Enum):
 
     @property
     def is_terminal(self) -> bool:
-        """Return True if the line is done."""
         return self not in (LineOutcome.RETRY, LineOutcome.HEAD)
 
     @property
     def kind(self) -> ResultKind | None:
-        """Return the result file that shows the record, if any."""
         if not self.is_terminal:
             return None
         return ResultKind.OUTPUT if self is LineOutcome.COMPLETED else ResultKind.ERROR
@@ -61,7 +59,6 @@ _OUTCOMES = {outcome.value.encode(): outcome for outcome in LineOutcome}
 
 
 def encode_record(record: ResultRecord) -> bytes:
-    """Encode a record as a line of the log."""
     assert b"\n" not in record.payload, "a payload of two lines"
     rest = b"%d %b %d%b %d%b %b" % (
         record.line,
@@ -96,13 +93,11 @@ def decode_record(raw: bytes) -> ResultRecord | None:
 
 
 def head_record(batch_id: BatchKey, num_lines: int) -> ResultRecord:
-    """Build the first record of a batch's log."""
     payload = orjson.dumps({"version": VERSION, "batch_id": batch_id, "num_lines": num_lines})
     return ResultRecord(_HEAD_LINE, LineOutcome.HEAD, payload)
 
 
 def version_of(head: ResultRecord) -> int:
-    """Return the version of what follows a head."""
     return int(orjson.loads(head.payload)["version"])
 
 
@@ -118,7 +113,6 @@ class LogTotals:
         self.compute_us = 0
 
     def add(self, record: ResultRecord) -> None:
-        """Add a record; failed attempts count nothing."""
         kind = record.outcome.kind
         if kind is None:
             return
@@ -130,7 +124,6 @@ class LogTotals:
         self.compute_us += record.compute_us
 
     def counts(self, total: int) -> Counts:
-        """Return the numbers of lines by outcome."""
         return Counts(
             total=total,
             completed=self.outcomes[LineOutcome.COMPLETED],
@@ -140,7 +133,6 @@ class LogTotals:
         )
 
     def usage(self) -> Usage:
-        """Return what lines have used that have a response."""
         return Usage(
             input_tokens=self.input_tokens,
             output_tokens=self.output_tokens,

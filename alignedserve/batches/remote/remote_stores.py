@@ -40,8 +40,6 @@ _CONTENT_S = 30.0  # for a call that waits for a disk, and for its turn
 
 
 class _Turns:
-    """Calls about one thing, some at a time: the others wait for their turn, so that the server refuses none."""
-
     def __init__(self, client: StateClient, most: int, timeout_s: float, turn_s: float) -> None:
         self._client = client
         self._free = asyncio.Semaphore(most)
@@ -49,7 +47,6 @@ class _Turns:
         self._turn_s = turn_s
 
     async def call(self, call: Call, kind: type[AnswerT]) -> AnswerT:
-        """Return the answer to a call. Raises like the client, and StoreUnavailable where its turn does not come."""
         try:
             async with asyncio.timeout(self._turn_s):
                 await self._free.acquire()
@@ -68,16 +65,13 @@ class RemoteRecords:
         self._turns = _Turns(client, _MAX_OF_RECORDS, _RECORDS_S, _RECORDS_TURN_S)
 
     async def read(self, keys: Sequence[str]) -> list[bytes | None]:
-        """See RecordStore."""
         return list((await self._turns.call(ReadValues(tuple(keys)), Values)).values) if keys else []
 
     async def commit(self, changes: Sequence[Change], *, unchanged: Mapping[str, bytes | None]) -> bool:
-        """See RecordStore."""
         call = CommitChanges(tuple(changes), tuple(unchanged.items()))
         return (await self._turns.call(call, Done)).is_done
 
     async def page(self, index: str, *, after: str | None, limit: int, newest_first: bool) -> Page | None:
-        """See RecordStore."""
         found = await self._turns.call(ReadPage(index, after, limit, newest_first), PageRead)
         return None if found.members is None else Page(found.members, found.has_more)
 
@@ -93,12 +87,10 @@ class RemoteBlobs:
         self._uploads = _Turns(client, _MAX_UPLOADS, _CONTENT_S, _CONTENT_S)
 
     async def begin(self, file_id: FileId) -> BlobWriter:
-        """See ContentStore."""
         await self._uploads.call(BeginUpload(file_id), Done)
         return _RemoteWriter(self._uploads, file_id)
 
     async def chunks(self, file_id: FileId, start: int = 0) -> AsyncIterator[bytes]:
-        """See ContentStore."""
         under_way: deque[asyncio.Task[bytes]] = deque()
         offset = start  # of the part that is next
         try:
@@ -120,7 +112,6 @@ class RemoteBlobs:
         return (await self._downloads.call(ReadContent(file_id, offset, _PART_BYTES), ChunkRead)).chunk
 
     async def remove(self, file_id: FileId) -> None:
-        """See ContentStore."""
         await self._uploads.call(RemoveContent(file_id), Done)
 
 
@@ -133,7 +124,6 @@ class RemoteLogs:
     async def chunks(
         self, batch_id: BatchKey, kind: ResultKind, log_bytes: int, start: int = 0
     ) -> AsyncIterator[bytes]:
-        """See ResultLogs."""
         offset, is_output = start, kind is ResultKind.OUTPUT
         while True:
             call = ReadResults(batch_id, is_output, log_bytes, offset)
@@ -144,7 +134,6 @@ class RemoteLogs:
             offset += len(chunk)
 
     async def remove(self, batch_id: BatchKey) -> None:
-        """See ResultLogs."""
         await self._turns.call(RemoveResults(batch_id), Done)
 
 
@@ -156,19 +145,16 @@ class _RemoteWriter:
         self._is_over = False
 
     async def write(self, chunk: bytes) -> None:
-        """See BlobWriter."""
         self._pending += chunk
         if len(self._pending) >= _PART_BYTES:
             await self._flush()
 
     async def commit(self) -> None:
-        """See BlobWriter."""
         await self._flush()
         await self._turns.call(FinishUpload(self._file_id, is_committed=True), Done)
         self._is_over = True
 
     async def discard(self) -> None:
-        """See BlobWriter."""
         if self._is_over:
             return
         self._is_over = True
@@ -185,7 +171,6 @@ class _RemoteWriter:
 
 
 async def _drop(reads: deque[asyncio.Task[bytes]]) -> None:
-    """Cancel reads that are no longer needed, and ignore their results and errors."""
     for read in reads:
         read.cancel()
     await asyncio.gather(*reads, return_exceptions=True)

@@ -75,14 +75,11 @@ class SharedLimits:
 
 @dataclass(slots=True)
 class _Linked:
-    """A gateway while one link to it lasts."""
-
     gateway: str
     calls: set["asyncio.Task[None]"] = field(default_factory=set)  # under way
     uploads: dict[FileId, BlobWriter] = field(default_factory=dict)
 
     def upload(self, file_id: str) -> BlobWriter:
-        """Return an upload that was begun. Raises StoreUnavailable."""
         upload = self.uploads.get(_file_id(file_id))
         if upload is None:
             raise StoreUnavailable("The upload is not known any more; send the file again.")
@@ -237,7 +234,6 @@ class StateServer:
         return KeysRead(version, len(content), chunk)
 
     def _counted(self, gateway: str, call: Call) -> Answer | None:
-        """Return the answer to a call that counts something; None: it does not."""
         if not isinstance(call, UseQuota | StateOpen):
             return None
         if self._limits is None:
@@ -259,7 +255,6 @@ def _charged(quotas: QuotaPool, gateway: str, call: UseQuota, now: float) -> Quo
 
 
 async def _forget(linked: _Linked) -> None:
-    """Drop a gateway's uploads, after the calls that use them."""
     await asyncio.gather(*linked.calls, return_exceptions=True)
     for file_id, upload in linked.uploads.items():
         try:

@@ -37,22 +37,18 @@ class BoundedRecords:
         self._num_untrimmed: dict[str, int] = {}  # bytes by owner, since the last trim
 
     def key(self, record_id: str) -> str:
-        """Return the key of a record."""
         return f"{self._kind}/{record_id}"
 
     def kept(self, entry: Entry, *, written_s: float, lifetime_s: float) -> list[Change]:
-        """Return the changes that keep a record."""
         return [
             SetValue(self.key(entry.record_id), entry.raw, max(0.001, lifetime_s)),
             AddToIndex(self._index(entry.owner), _member(entry), written_s),
         ]
 
     def unlisted(self, entry: Entry) -> Change:
-        """Return the change that takes a record from its owner's list."""
         return RemoveFromIndex(self._index(entry.owner), _member(entry))
 
     async def remove(self, owner: str, record_id: str) -> None:
-        """Delete a record; may be repeated."""
         raw = (await self._store.read([self.key(record_id)]))[0]
         if raw is not None:
             changes = [DeleteValue(self.key(record_id)), self.unlisted(Entry(owner, record_id, raw))]
@@ -67,7 +63,6 @@ class BoundedRecords:
         await self._trim(owner, max_bytes)
 
     async def _trim(self, owner: str, max_bytes: int) -> None:
-        """Remove the oldest records of an owner beyond its bytes. Expired ones are the oldest."""
         num_bytes, after, index = 0, None, self._index(owner)
         while page := await self._store.page(index, after=after, limit=_PAGE, newest_first=True):
             surplus: list[Change] = []

@@ -124,7 +124,6 @@ class EventWriter:
         return is_written
 
     def _make_room(self, first: int) -> list[Change]:
-        """Return the changes that let the oldest chunks go, from this one on."""
         changes: list[Change] = []
         while self._num_bytes > self.limits.per_response and len(self._sizes) > 1:
             num_bytes = self._sizes.popleft()

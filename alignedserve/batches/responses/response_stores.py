@@ -17,5 +17,4 @@ class ResponseStores(NamedTuple):
 
 
 def response_stores(records: RecordStore) -> ResponseStores:
-    """Return the repositories over these records."""
     return ResponseStores(ResponseRepository(records), ConversationRepository(records), EventLog(records))

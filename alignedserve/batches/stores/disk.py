@@ -11,7 +11,6 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 @contextlib.contextmanager
 def disk_errors(subject: str) -> Iterator[None]:
-    """Turn OSError into StorageFull or StorageError."""
     try:
         yield
     except OSError as error:

@@ -27,11 +27,9 @@ class DiskBlobs:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     async def begin(self, file_id: FileId) -> BlobWriter:
-        """See BlobStore."""
         return _DiskWriter(self._path(file_id))
 
     async def chunks(self, file_id: FileId, start: int = 0) -> AsyncIterator[bytes]:
-        """See BlobStore."""
         reader = await self.open(file_id)
         try:
             offset = start
@@ -42,22 +40,18 @@ class DiskBlobs:
             reader.close()
 
     async def open(self, file_id: FileId) -> BlobReader:
-        """See BlobStore."""
         return _DiskReader(self._path(file_id))
 
     async def remove(self, file_id: FileId) -> None:
-        """See BlobStore."""
         with disk_errors("a file"):
             self._path(file_id).unlink(missing_ok=True)
 
     async def committed_before(self, age_s: float) -> list[FileId]:
-        """See BlobStore."""
         with disk_errors("files"):
             old = await asyncio.to_thread(self._older_than, age_s)
         return sorted(file_id for name in old if (file_id := parsed_file_id(name)) is not None)
 
     async def remove_abandoned(self, age_s: float) -> int:
-        """See BlobStore."""
         with disk_errors("abandoned uploads"):
             old = [name for name in await asyncio.to_thread(self._older_than, age_s) if name.endswith(_PARTIAL)]
             for name in old:
@@ -65,7 +59,6 @@ class DiskBlobs:
             return len(old)
 
     def _older_than(self, age_s: float) -> list[str]:
-        """Return the names of files that are at least this old. Blocks while it reads the folder: use a thread."""
         before_s, old = time.time() - age_s, []
         for entry in os.scandir(self._folder):
             with contextlib.suppress(FileNotFoundError):  # removed by another process meanwhile
@@ -88,18 +81,15 @@ class _DiskWriter:
             self._file: int | None = os.open(self._partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
     async def write(self, chunk: bytes) -> None:
-        """See BlobWriter."""
         assert self._file is not None, "a write after the end"
         with disk_errors("an upload"):
             await asyncio.to_thread(self._append, chunk)
 
     async def commit(self) -> None:
-        """See BlobWriter."""
         with disk_errors("an upload"):
             await asyncio.to_thread(self._commit)
 
     async def discard(self) -> None:
-        """See BlobWriter."""
         if self._file is not None:
             await asyncio.to_thread(self._discard)
 
@@ -137,10 +127,8 @@ class _DiskReader:
             raise
 
     def read_at(self, offset: int, length: int) -> bytes:
-        """See BlobReader."""
         with disk_errors("a file"):
             return os.pread(self._file, length, offset)
 
     def close(self) -> None:
-        """See BlobReader."""
         os.close(self._file)

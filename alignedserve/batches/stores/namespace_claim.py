@@ -34,7 +34,6 @@ def folder_id(folder: Path) -> str:
 
 
 def is_of_other(claim: bytes | None, own: str) -> bool:
-    """Return whether a claim is there, and for another folder than this one."""
     return claim is not None and claim.partition(b" ")[0] != own.encode()
 
 

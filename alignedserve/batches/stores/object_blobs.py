@@ -47,11 +47,9 @@ class ObjectBlobs:
             self._store = _opened(location)
 
     async def begin(self, file_id: FileId) -> BlobWriter:
-        """See BlobStore."""
         return _ObjectWriter(self._store, _path(file_id))
 
     async def chunks(self, file_id: FileId, start: int = 0) -> AsyncIterator[bytes]:
-        """See BlobStore."""
         # A request for each part: one for the whole object would have to end, however slow the client, within _TIMEOUT.
         path, offset = _path(file_id), start
         with _object_errors():
@@ -64,7 +62,7 @@ class ObjectBlobs:
             offset = end
 
     async def open(self, file_id: FileId) -> BlobReader:
-        """See BlobStore. The object is copied into a file without a name."""
+        """The object is copied into a file without a name."""
         with disk_errors("a copy of an object"):
             copy = tempfile.TemporaryFile()  # noqa: SIM115  (closed by the reader)
         try:
@@ -77,12 +75,10 @@ class ObjectBlobs:
         return _CopyReader(copy)
 
     async def remove(self, file_id: FileId) -> None:
-        """See BlobStore."""
         with _object_errors(), contextlib.suppress(NotFoundError, FileNotFoundError):
             await obstore.delete_async(self._store, _path(file_id))
 
     async def committed_before(self, age_s: float) -> list[FileId]:
-        """See BlobStore."""
         before = datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=age_s)
         found: list[FileId] = []
         with _object_errors():
@@ -109,29 +105,24 @@ class _ObjectWriter:
             self._file = tempfile.TemporaryFile()  # noqa: SIM115  (closed by `discard`)
 
     async def write(self, chunk: bytes) -> None:
-        """See BlobWriter."""
         with disk_errors("an upload"):
             await asyncio.to_thread(_write_through, self._file, chunk)
 
     async def commit(self) -> None:
-        """See BlobWriter."""
         self._file.seek(0)
         with _object_errors():
             await obstore.put_async(self._store, self._path, self._file)
 
     async def discard(self) -> None:
-        """See BlobWriter."""
         await asyncio.to_thread(_close, self._file)
 
 
 def _write_through(file: IO[bytes], chunk: bytes) -> None:
-    """Write to a file that is closed meanwhile where who waits was cancelled: another may have its number then."""
     file.write(chunk)
     file.flush()
 
 
 def _close(file: IO[bytes]) -> None:
-    """Close a file of which no more is wanted, after a write in progress."""
     with contextlib.suppress(OSError):  # a full disk, once more
         file.close()
 
@@ -141,12 +132,10 @@ class _CopyReader:
         self._copy = copy
 
     def read_at(self, offset: int, length: int) -> bytes:
-        """See BlobReader."""
         with disk_errors("a copy of an object"):
             return os.pread(self._copy.fileno(), length, offset)
 
     def close(self) -> None:
-        """See BlobReader."""
         self._copy.close()
 
 
@@ -173,7 +162,6 @@ def _object_errors() -> Iterator[None]:
 
 
 def _opened(location: ObjectStoreLocation) -> S3Store:
-    """Return a client. It connects when it is used."""
     bucket, _, prefix = location.url.removeprefix(_SCHEME).partition("/")
     settings = {name.lower(): value for name, value in location.settings.items()}
     endpoint = {"aws_endpoint_url": location.endpoint} if location.endpoint else {}

@@ -39,19 +39,16 @@ class RedisRecords:
         self._client: Any = redis.Redis.from_url(location.url, retry=_RETRY, **location.options())
 
     async def read(self, keys: Sequence[str]) -> list[bytes | None]:
-        """See RecordStore."""
         if not keys:
             return []
         found: list[bytes | None] = await self._send(self._client.mget([self._key(key) for key in keys]))
         return found
 
     async def commit(self, changes: Sequence[Change], *, unchanged: Mapping[str, bytes | None]) -> bool:
-        """See RecordStore."""
         done: bool = await self._send(self._commit(changes, unchanged))
         return done
 
     async def page(self, index: str, *, after: str | None, limit: int, newest_first: bool) -> Page | None:
-        """See RecordStore."""
         key = self._key(index)
         first = 0
         if after is not None:
@@ -63,7 +60,6 @@ class RedisRecords:
         return Page(tuple(member.decode() for member in members[:limit]), len(members) > limit)
 
     async def close(self) -> None:
-        """See RecordStore."""
         await self._client.aclose()
 
     def _key(self, key: str) -> str:
@@ -151,5 +147,4 @@ def is_claimed_by_other(location: RedisLocation, namespace: str, own: str) -> bo
 
 
 def _blocking(location: RedisLocation) -> Any:
-    """Return a client for one check at a start; as a context it is closed."""
     return blocking_redis.Redis.from_url(location.url, **location.options())

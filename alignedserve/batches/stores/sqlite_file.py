@@ -65,7 +65,6 @@ class StoreClock:
 
 
 def _steady_s() -> float:
-    """Return a clock that is never set, and on Linux also counts while the machine sleeps."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
@@ -142,7 +141,6 @@ def check_file(path: Path) -> None:
 
 
 def _connected_soon(path: Path) -> sqlite3.Connection:
-    """Open the file, when a process of a cluster that was killed has ended. Raises as `connect`."""
     until_s = time.monotonic() + _BUSY_S
     while True:
         try:

@@ -36,21 +36,16 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(frozen=True, slots=True)
 class _Commit:
-    """Changes that are made together, or not at all."""
-
     changes: tuple[Change, ...]
     unchanged: Mapping[str, bytes | None]
 
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A read or a commit, and where its result goes."""
-
     work: _Commit | Callable[[sqlite3.Connection], Any]
     answered: "asyncio.Future[Any]"
 
     def answer(self, result: object) -> None:
-        """Pass a result, or an error, on to who waits. Called by the store's thread."""
         with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits
             self.answered.get_loop().call_soon_threadsafe(self._set, result)
 
@@ -75,21 +70,19 @@ class SqliteRecords:
         self._swept_s = float("-inf")
 
     async def read(self, keys: Sequence[str]) -> list[bytes | None]:
-        """See RecordStore."""
         return await self._ask(lambda connection: self._read(connection, keys)) if keys else []
 
     async def commit(self, changes: Sequence[Change], *, unchanged: Mapping[str, bytes | None]) -> bool:
-        """See RecordStore. Raises StoreFull when the disk is: then nothing was applied."""
+        """Raises StoreFull when the disk is: then nothing was applied."""
         done: bool = await self._ask(_Commit(tuple(changes), dict(unchanged)))
         return done
 
     async def page(self, index: str, *, after: str | None, limit: int, newest_first: bool) -> Page | None:
-        """See RecordStore."""
         found: Page | None = await self._ask(lambda connection: _page(connection, index, after, limit, newest_first))
         return found
 
     async def close(self) -> None:
-        """See RecordStore. Waits for what is under way."""
+        """Waits for what is under way."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._queue.put(None)
@@ -107,7 +100,6 @@ class SqliteRecords:
         return await asked.answered
 
     def _serve(self) -> None:
-        """Do what is asked until the end."""
         is_open = True
         while is_open:
             group = [self._queue.get()]
@@ -153,7 +145,6 @@ class SqliteRecords:
     # --- commits
 
     def _commit_all(self, group: list[_Asked]) -> None:
-        """Make the commits of a group in one transaction; where that fails each in one of its own."""
         if not group:
             return
         results = self._tried(lambda connection: self._transact(connection, [one.work for one in group]))
@@ -208,7 +199,6 @@ class SqliteRecords:
                 connection.execute("DELETE FROM members WHERE list = ? AND member = ?", (index, member))
 
     def _sweep(self, connection: sqlite3.Connection) -> None:
-        """Remove what has expired, and keep the time, once a minute at most."""
         now = self._clock.now()
         if now < self._swept_s + _SWEEP_S:
             return
@@ -251,7 +241,6 @@ def _page(connection: sqlite3.Connection, index: str, after: str | None, limit: 
 
 
 def _refusal(path: Path, error: sqlite3.Error) -> StoreUnavailable:
-    """Return what a client is told."""
     code = _code_of(error)
     if code == sqlite3.SQLITE_FULL:
         return StoreFull(f"no space left on the disk for {path.name}, which keeps files and batches")
@@ -261,5 +250,4 @@ def _refusal(path: Path, error: sqlite3.Error) -> StoreUnavailable:
 
 
 def _code_of(error: sqlite3.Error) -> int:
-    """Return SQLite's primary code of an error."""
     return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF

@@ -17,11 +17,11 @@ import msgspec
 
 from alignedserve.cli.batch.input_check import DEFAULT_LIMITS, FileLimits
 from alignedserve.cli.batch.upload_form import upload_form
+from alignedserve.client.sse import error_message, is_key_wanted
+from alignedserve.client.trust import trust_for, untrusted
+from alignedserve.client.unreachable import closed_in_clear, unreachable
 from alignedserve.config.environment import CLIENT_KEY_VARIABLE
 from alignedserve.core.errors import ConfigError, PeerError, PeerLost, ProtocolError
-from alignedserve.loadgen.sse import error_message, is_key_wanted
-from alignedserve.loadgen.trust import trust_for, untrusted
-from alignedserve.loadgen.unreachable import closed_in_clear, unreachable
 
 PATIENCE_S = 600.0  # how long a server that responded before may be down
 _CONNECT_S, _SILENCE_S = 10.0, 90.0
@@ -76,7 +76,6 @@ class BatchClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        """Open the connection pool."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=_SILENCE_S)
         connector = aiohttp.TCPConnector(ssl=trust_for(self.url) or True)
         self._session = aiohttp.ClientSession(
@@ -87,14 +86,12 @@ class BatchClient:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close all connections."""
         if self._session is not None:
             await self._session.close()
 
     # --- reading
 
     async def models(self) -> tuple[str, ...]:
-        """Return the names of the served models."""
         listed = await self._json("GET", "/v1/models")
         try:
             return tuple(str(model["id"]) for model in listed["data"])
@@ -115,15 +112,12 @@ class BatchClient:
             raise ProtocolError(f"{self.url}/v1/batches/limits does not list limits") from error
 
     async def batch(self, batch_id: str) -> dict[str, Any]:
-        """Return a batch as it is now."""
         return await self._json("GET", f"/v1/batches/{batch_id}")
 
     async def usage(self, query: str) -> dict[str, Any]:
-        """Return a page of what keys used."""
         return await self._json("GET", f"/v1/usage?{query}")
 
     async def batches(self, limit: int) -> list[dict[str, Any]]:
-        """Return the newest batches."""
         found: list[dict[str, Any]] = []
         while True:
             after = f"&after={found[-1]['id']}" if found else ""
@@ -161,19 +155,15 @@ class BatchClient:
         return await self._with_retries(attempt, is_retried=True)
 
     async def create(self, body: dict[str, Any], idempotency_key: str) -> dict[str, Any]:
-        """Create a batch. The same key never creates a second one."""
         return await self._json("POST", "/v1/batches", body, {"Idempotency-Key": idempotency_key})
 
     async def cancel(self, batch_id: str) -> dict[str, Any]:
-        """Request the cancellation of a batch."""
         return await self._json("POST", f"/v1/batches/{batch_id}/cancel")
 
     async def pause(self, batch_id: str, *, is_paused: bool) -> dict[str, Any]:
-        """Let no more lines start, or let them again."""
         return await self._json("POST", f"/v1/batches/{batch_id}/{'pause' if is_paused else 'resume'}")
 
     async def delete_file(self, file_id: str) -> None:
-        """Delete a file."""
         await self._json("DELETE", f"/v1/files/{file_id}")
 
     # --- one request
@@ -200,7 +190,6 @@ class BatchClient:
         return answer
 
     async def _check(self, response: aiohttp.ClientResponse) -> None:
-        """Raise Away or Refused for anything but a success."""
         if response.status in (200, 206):
             return
         body = await response.content.read(_MAX_ERROR_BYTES)
@@ -219,7 +208,6 @@ class BatchClient:
     async def _with_retries(
         self, attempt: Callable[[], Awaitable[T]], *, is_retried: bool, place: Callable[[], int] = lambda: 0
     ) -> T:
-        """Repeat an attempt until it succeeds. `is_retried`: also after a 429 response. `place`: how far it is."""
         lost_s, pause_s = None, _FIRST_PAUSE_S
         while True:
             began = place()

@@ -58,8 +58,6 @@ def submit(options: SubmitOptions) -> int:
 
 
 def status(url: str, batch_id: str, json_output: bool) -> int:
-    """Show a batch as it is now."""
-
     async def act(client: BatchClient, console: Console) -> int:
         batch = await client.batch(checked_id(batch_id))
         _print_batch(batch, json_output)
@@ -69,8 +67,6 @@ def status(url: str, batch_id: str, json_output: bool) -> int:
 
 
 def watch(url: str, batch_id: str, json_output: bool) -> int:
-    """Show a batch until it is over."""
-
     async def act(client: BatchClient, console: Console) -> int:
         return await _watch(client, checked_id(batch_id), console, json_output)
 
@@ -78,8 +74,6 @@ def watch(url: str, batch_id: str, json_output: bool) -> int:
 
 
 def cancel(url: str, batch_id: str, json_output: bool) -> int:
-    """Cancel a batch; may be repeated."""
-
     async def act(client: BatchClient, console: Console) -> int:
         try:
             batch = await client.cancel(checked_id(batch_id))
@@ -106,8 +100,6 @@ def pause(url: str, batch_id: str, json_output: bool, *, is_paused: bool) -> int
 
 
 def show_list(url: str, limit: int, json_output: bool) -> int:
-    """Show the newest batches."""
-
     async def act(client: BatchClient, console: Console) -> int:
         batches = await client.batches(limit)
         if json_output:
@@ -123,12 +115,10 @@ def show_list(url: str, limit: int, json_output: bool) -> int:
 
 
 def _time(given: str | None) -> float | str | None:
-    """Return Unix seconds as a number, anything else as it is given."""
     return float(given) if given is not None and re.fullmatch(r"\d{1,12}(\.\d{1,6})?", given, re.ASCII) else given
 
 
 def _body(options: SubmitOptions) -> dict[str, Any]:
-    """Build the request that creates the batch, checked as the gateway checks it. Raises ConfigError."""
     body: dict[str, Any] = {"endpoint": _endpoint(options).value, "completion_window": options.window}
     given = {"not_before": _time(options.not_before), "hours": options.hours, "priority": options.priority}
     body |= {name: value for name, value in given.items() if value is not None}
@@ -146,7 +136,6 @@ def _body(options: SubmitOptions) -> dict[str, Any]:
 
 
 def _of_option(error: InvalidRequest) -> str:
-    """Return what is wrong, with the option in place of the field that it sets."""
     field = error.param or ""
     option = "--window" if field == "completion_window" else f"--{field.replace('_', '-')}"
     text = str(error)
@@ -171,7 +160,6 @@ def _pair(text: str) -> tuple[str, str]:
 
 
 async def _is_valid(client: BatchClient, path: Path, endpoint: Endpoint, console: Console) -> bool:
-    """Return True if the server would accept the file; print its problems otherwise."""
     models, limits = await client.models(), await client.limits()
     checked = await asyncio.to_thread(_checked, path, endpoint, models, limits, console)
     for problem in checked.problems[:_MAX_SHOWN_PROBLEMS]:
@@ -191,7 +179,6 @@ def _checked(path: Path, endpoint: Endpoint, models: tuple[str, ...], limits: Fi
 
 
 async def _delete_second_copy(client: BatchClient, batch: dict[str, Any], file_id: str, console: Console) -> None:
-    """Delete the upload if the idempotency key was used before: the batch of then has its own copy of the file."""
     if batch["input_file_id"] != file_id:
         console.print(f"{batch['id']} was created with this idempotency key before", markup=False)
         await client.delete_file(file_id)

@@ -24,26 +24,22 @@ class Rate:
         self._observations: deque[tuple[float, int]] = deque()
 
     def add(self, now: float, num_ended: int) -> None:
-        """Add an observation: the lines that have ended by now."""
         self._observations.append((now, num_ended))
         while len(self._observations) > 2 and now - self._observations[0][0] > _RATE_WINDOW_S:
             self._observations.popleft()
 
     @property
     def per_s(self) -> float | None:
-        """Return the rate; None before two observations differ."""
         (first_s, first), (last_s, last) = self._observations[0], self._observations[-1]
         return (last - first) / (last_s - first_s) if last_s > first_s and last > first else None
 
 
 def num_ended(batch: dict[str, Any]) -> int:
-    """Return the number of lines that have ended."""
     counts = batch.get("request_counts") or {}
     return int(counts.get("completed", 0)) + int(counts.get("failed", 0))
 
 
 def num_lines(batch: dict[str, Any]) -> int:
-    """Return the number of lines of the file; 0 until it was read."""
     return int((batch.get("request_counts") or {}).get("total", 0))
 
 
@@ -64,7 +60,6 @@ def outlook(batch: dict[str, Any], now: float) -> str:
 
 
 def progress_text(batch: dict[str, Any], rate: Rate, now: float) -> str:
-    """Format lines read, failures, rate and outlook, for beside the bar."""
     parts = []
     if batch["status"] == "validating":
         parts.append(f"{(batch.get('alignedserve') or {}).get('lines_validated', 0)} lines read")
@@ -76,7 +71,6 @@ def progress_text(batch: dict[str, Any], rate: Rate, now: float) -> str:
 
 
 def summary(batch: dict[str, Any], now: float) -> Table:
-    """Build a table of two columns from a batch."""
     table = Table.grid(padding=(0, 2))
     counts = batch.get("request_counts") or {}
     rows = [("batch", batch["id"]), ("status", batch["status"])]
@@ -110,7 +104,6 @@ def summary(batch: dict[str, Any], now: float) -> Table:
 
 
 def batches_table(batches: list[dict[str, Any]], now: float) -> Table:
-    """Build the table of `alignedserve batch list`."""
     table = Table(header_style="bold")
     for heading in ("batch", "status", "lines", "failed", "created", "window", "outlook"):
         table.add_column(heading, justify="right" if heading in ("lines", "failed") else "left", no_wrap=True)
@@ -129,13 +122,11 @@ def batches_table(batches: list[dict[str, Any]], now: float) -> Table:
 
 
 def problem_text(problem: dict[str, Any]) -> str:
-    """Format a problem of the input file: line, message, code."""
     place = f"line {problem['line']}: " if problem.get("line") is not None else ""
     return printable(f"{place}{problem.get('message')} ({problem.get('code')})")
 
 
 def clock(unix_s: float) -> str:
-    """Format a local time, with its day unless that is today."""
     then, today = time.localtime(unix_s), time.localtime()
     shape = "%H:%M:%S" if then[:3] == today[:3] else "%Y-%m-%d %H:%M"
     return time.strftime(shape, then)
@@ -149,7 +140,6 @@ def _as_clock(found: re.Match[str]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format a duration in at most two units."""
     total = max(0, round(seconds))
     days, hours, minutes = total // 86_400, total // 3600 % 24, total // 60 % 60
     if days:

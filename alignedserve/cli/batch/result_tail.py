@@ -46,7 +46,6 @@ class ResultTail:
         self._is_joined = not last_line
 
     def offset(self) -> int:
-        """Return the byte at which the next download begins."""
         return self.num_bytes - len(self._last_line)
 
     def begin(self) -> None:
@@ -72,7 +71,6 @@ class ResultTail:
         self._last_line = whole[whole.rfind(b"\n", 0, end - 1) + 1 :]
 
     def _join(self) -> bool:
-        """Skip the line that was written already; return True once it has arrived."""
         known = self._last_line
         if not known.startswith(self._rest[: len(known)]):
             raise ResultsChanged("the results do not continue where those that are here end")
@@ -101,7 +99,6 @@ def open_tail(path: Path) -> tuple[ResultTail, BinaryIO]:
 
 
 def _last_whole_line(file: BinaryIO) -> tuple[int, bytes]:
-    """Return the end of the last whole line, and its bytes."""
     start, tail = file.seek(0, os.SEEK_END), b""
     while start:
         length = min(_BLOCK_BYTES, start)

@@ -98,8 +98,6 @@ def _tail(output: Path | None) -> Iterator[ResultTail]:
 
 
 def show_errors(url: str, batch_id: str, *, json_output: bool) -> int:
-    """Print the problems of the input file, or the errors of its lines."""
-
     async def act(client: BatchClient, console: Console) -> int:
         batch = await client.batch(checked_id(batch_id))
         problems = (batch.get("errors") or {}).get("data") or []
@@ -118,29 +116,23 @@ def show_errors(url: str, batch_id: str, *, json_output: bool) -> int:
 
 
 class _LinePrinter:
-    """Prints each line of an error file as it arrives: a sink for a ResultTail."""
-
     def __init__(self, json_output: bool) -> None:
         self._json_output = json_output
         self.tail = ResultTail(self)
 
     def write(self, whole_lines: bytes, /) -> int:
-        """Print whole lines."""
         for line in whole_lines.splitlines():
             _print(line.decode() if self._json_output else _error_text(line))
         return len(whole_lines)
 
     def flush(self) -> None:
-        """Flush stdout."""
         sys.stdout.flush()
 
     def truncate(self) -> int:
-        """Do nothing: output cannot be taken back."""
         return 0
 
 
 def _error_text(line: bytes) -> str:
-    """Format an error line: custom id, status, code, message."""
     try:
         result = msgspec.json.decode(line)
         response = result.get("response")

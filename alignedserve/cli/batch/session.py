@@ -23,7 +23,6 @@ _SHORT_PATIENCE_S = 30.0  # of commands that take one request
 def run_with_client(
     url: str, act: Callable[[BatchClient, Console], Awaitable[int]], patience_s: float = _SHORT_PATIENCE_S
 ) -> int:
-    """Run a command with a client; return its exit code."""
     console = notes()
 
     def say(text: str) -> None:
@@ -44,11 +43,9 @@ def checked_id(text: str) -> str:
 
 
 def exit_code_of(batch: dict[str, Any]) -> int:
-    """Return 1 for a batch that ended otherwise than completed, else 0."""
     return FAILURE if batch["status"] in OVER and batch["status"] != "completed" else 0
 
 
 def print_json(answer: object) -> None:
-    """Print a response for scripts."""
     sys.stdout.write(msgspec.json.format(msgspec.json.encode(answer)).decode() + "\n")
     sys.stdout.flush()

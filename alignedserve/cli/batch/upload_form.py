@@ -38,6 +38,5 @@ async def _chunks(
 
 
 def _quoted(name: str) -> str:
-    """Quote a file name as browsers do (HTML living standard, multipart/form-data)."""
     plain = name.encode("utf-8", "replace").decode()
     return plain.replace('"', "%22").replace("\r", "%0D").replace("\n", "%0A")

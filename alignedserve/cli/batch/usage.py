@@ -38,7 +38,6 @@ class UsageQuestion(NamedTuple):
 
 
 def show_usage(url: str, asked: UsageQuestion) -> int:
-    """Print usage from `since` to `until`, by the columns asked for."""
     columns = _columns(asked.by)
     now = time.time()
     start_s = int(now - _DEFAULT_DAYS * 86_400) if asked.since is None else _unix_s("--since", asked.since)
@@ -118,7 +117,6 @@ def _columns(by: str) -> list[str]:
 
 
 def _unix_s(option: str, text: str) -> int:
-    """Parse a day or a time; without a zone it is UTC."""
     try:
         moment = datetime.fromisoformat(text)
     except ValueError:

@@ -17,7 +17,6 @@ _LINE_EVERY_S = 10.0  # without a terminal, unless the status changes
 
 
 async def watch_until_over(client: BatchClient, batch_id: str, console: Console) -> dict[str, Any]:
-    """Show the batch until it is over; return it as it is then. Ctrl-C ends the watching alone, and that is said."""
     try:
         return await _watched(client, batch_id, console)
     except asyncio.CancelledError:
@@ -39,7 +38,6 @@ async def _watched(client: BatchClient, batch_id: str, console: Console) -> dict
 
 @contextmanager
 def _bar(console: Console) -> Iterator[Callable[[dict[str, Any], str], None]]:
-    """Yield a function that shows a batch in a progress bar."""
     columns = (
         TextColumn("[bold]{task.description}[/]"),
         BarColumn(bar_width=30),
@@ -59,7 +57,6 @@ def _bar(console: Console) -> Iterator[Callable[[dict[str, Any], str], None]]:
 
 @contextmanager
 def _lines(console: Console) -> Iterator[Callable[[dict[str, Any], str], None]]:
-    """Yield a function that prints a line for every change of the status, and one now and then."""
     last: tuple[str, int] | None = None
     printed_s = 0.0
 

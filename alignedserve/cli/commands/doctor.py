@@ -49,7 +49,6 @@ class Finding:
 
 
 def doctor(json_output: bool) -> bool:
-    """Print the report. Returns whether everything needed is there."""
     findings = [*_machine(), *_engine(), *_cluster()]
     if json_output:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
@@ -109,7 +108,6 @@ def _device() -> str:
 
 
 def _gpu() -> list[Finding]:
-    """Report how attention would be computed on a GPU; tried where there is one."""
     flash = _installed(FLASH_4) or "not installed"
     if cuda_obstacle() is not None:
         return [Finding("flash-attn", f"{flash} (not needed on a CPU)")]
@@ -123,7 +121,6 @@ def _gpu() -> list[Finding]:
 
 
 def _requests_at_a_time() -> str:
-    """Say how many requests a worker with a common model would run at a time on the GPUs of this machine."""
     shape, machine = replace(model_shape(_EXAMPLE), dtype="bfloat16"), this_machine(CUDA)
     cache_bytes = int(min(machine.gpu_bytes) * GPU_SHARE) - shape.weight_bytes
     if cache_bytes <= 0:

@@ -16,9 +16,9 @@ from alignedserve.cli.commands.explained_request import (
     ExplainedRequest,
 )
 from alignedserve.cli.console import print_json, printable, results
+from alignedserve.client.openai_client import OpenAiClient
 from alignedserve.config.environment import client_api_key
 from alignedserve.core.errors import ConfigError, ProtocolError
-from alignedserve.loadgen.client import OpenAiClient
 
 _BAR_WIDTH = 24
 
@@ -44,7 +44,6 @@ async def _fetch(request_id: str, url: str) -> bytes:
 
 
 def show(request: ExplainedRequest, console: Console) -> None:
-    """Print the facts of a call, then of each choice its phases and its steps."""
     lines = [
         f"{request.id}  {request.model}  {request.state}  ({request.gateway})",
         f"{request.prompt_tokens} prompt tokens, service tier {request.service_tier}",
@@ -80,9 +79,8 @@ def _outcome(choice: ExplainedChoice) -> str:
 
 
 def _objectives(choice: ExplainedChoice) -> list[str]:
-    """Return a line for each objective; of a request that has ended none is open any more."""
     undecided = "open" if choice.output_tokens is None else "not known"
-    return [_objective(one, undecided) for one in choice.objectives]
+    return [_objective(objective, undecided) for objective in choice.objectives]
 
 
 def _objective(objective: ExplainedObjective, undecided: str) -> str:
@@ -126,7 +124,6 @@ def _time(milliseconds: float | None) -> str:
 
 
 def _cell(text: str) -> Text:
-    """Return text of a cell as it is: without control characters, and no markup."""
     return Text(printable(text))
 
 

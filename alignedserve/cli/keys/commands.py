@@ -29,7 +29,6 @@ _LIMITS = {
 
 
 def add(path: Path, name: str, fields: Mapping[str, Any], expires: str | None, has_no_secret: bool) -> None:
-    """Add a key. Raises ConfigError."""
     if has_no_secret and expires is not None:
         raise ConfigError("--expires is of a secret; with --no-secret there is none")
     now, secret = _now(), new_secret()
@@ -46,7 +45,6 @@ def add(path: Path, name: str, fields: Mapping[str, Any], expires: str | None, h
 
 
 def rotate(path: Path, name: str, overlap: str, expires: str | None) -> None:
-    """Give a key another secret. Raises ConfigError."""
     _require(path)
     now, secret = _now(), new_secret()
     row = secret_row(secret, now, _end(expires, now))
@@ -57,14 +55,12 @@ def rotate(path: Path, name: str, overlap: str, expires: str | None) -> None:
 
 
 def revoke(path: Path, name: str) -> None:
-    """Take away a key's secrets. Raises ConfigError."""
     _require(path)
     change_keys(path, partial(revoked, name=name))
     notes().print(f"Key {name} is revoked. Gateways refuse it within a second; batches that it has created go on.")
 
 
 def show_list(path: Path, json_output: bool) -> None:
-    """Print the keys. Raises ConfigError."""
     _require(path)
     rows, now = read_keys(path), _now()
     if json_output:
@@ -101,7 +97,7 @@ def _view(row: KeyRow, now: datetime) -> dict[str, Any]:
 def _secrets(row: KeyRow, now: datetime) -> str:
     if row.revoked:
         return "revoked"
-    valid = [one for one in row.secrets if one.expires is None or one.expires > now]
+    valid = [secret for secret in row.secrets if secret.expires is None or secret.expires > now]
     ends = [min(one.expires, _LATEST) for one in valid if one.expires is not None]
     if not valid:
         return "expired" if row.secrets else "none"
@@ -110,7 +106,6 @@ def _secrets(row: KeyRow, now: datetime) -> str:
 
 
 def _show(secret: str, remark: str) -> None:
-    """Print the secret alone on stdout, so that a script can take it."""
     results().print(secret, soft_wrap=True, markup=False)
     notes().print(f"{remark} The secret above is shown this once: only its digest is kept.", soft_wrap=True)
 

@@ -13,7 +13,6 @@ _COMMIT_LEN = 10  # of forty characters; as much as tells revisions apart
 
 
 def show_list(json_output: bool) -> None:
-    """Print every revision of every model."""
     models = list_models()
     if json_output:
         print_json([{**asdict(model), "path": str(model.path)} for model in models])

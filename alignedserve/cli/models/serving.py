@@ -24,16 +24,21 @@ from alignedserve.core.errors import ConfigError
 
 
 def status(cluster: str | None, *, json_output: bool) -> None:
-    """Print every deployment. Raises ResourceError or PeerLost."""
     with found_cluster(cluster) as ask:
         models = show(ask)
     if json_output:
         print_json(msgspec.to_builtins(models))
         return
     table = Table("model", "state", "open requests", "workers", "path", title=models.url, title_justify="left")
-    for one in models.deployments:
-        num_open = "-" if one.num_open is None else str(one.num_open)
-        table.add_row(printable(one.name), _state(one), num_open, ", ".join(one.workers), printable(one.path))
+    for deployment in models.deployments:
+        num_open = "-" if deployment.num_open is None else str(deployment.num_open)
+        table.add_row(
+            printable(deployment.name),
+            _state(deployment),
+            num_open,
+            ", ".join(deployment.workers),
+            printable(deployment.path),
+        )
     print_table(table)
 
 
@@ -56,12 +61,10 @@ def adding(model: str, name: str | None, settings: tuple[str, ...]) -> AddModel:
 
 
 def replace(name: str, model: str, settings: tuple[str, ...], within_s: float | None, cluster: str | None) -> None:
-    """Replace a model. Raises as `add`."""
     _give(ReplaceModel(name, _seen_from_anywhere(model), settings, within_s), cluster)
 
 
 def remove(name: str, within_s: float | None, cluster: str | None) -> None:
-    """Remove a model. Raises as `add`."""
     _give(RemoveModel(name, within_s), cluster)
 
 
@@ -89,6 +92,5 @@ def _give(order: ModelOrder | RestartWorkers, cluster: str | None) -> None:
 
 
 def _seen_from_anywhere(model: str) -> str:
-    """Return a path that the cluster finds from its own folder; other names stay unchanged."""
     path = Path(model).expanduser()
     return str(path.absolute()) if path.exists() else model

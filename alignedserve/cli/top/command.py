@@ -16,11 +16,11 @@ from rich.text import Text
 from alignedserve.cli.console import DEFAULT_URL, print_table, printable, results
 from alignedserve.cli.top.document import LiveDocument, Reading
 from alignedserve.cli.top.tables import drawn
+from alignedserve.client.trust import trust_for
+from alignedserve.client.unreachable import unreachable
 from alignedserve.cluster.deployments.client import find_cluster, has_cluster, show_status
 from alignedserve.config.environment import client_api_key
 from alignedserve.core.errors import AlignedServeError, ConfigError, PeerError, PeerLost, ProtocolError
-from alignedserve.loadgen.trust import trust_for
-from alignedserve.loadgen.unreachable import unreachable
 
 _PATH = "/v1/alignedserve/live"
 _PATIENCE_S = 10.0
@@ -58,7 +58,6 @@ def _go_on(url: str, first: LiveDocument, console: Console, every_s: float) -> N
 
 
 def _look_again(url: str, documents: deque[LiveDocument]) -> str | None:
-    """Add the current document and drop those too old for rates; return why there is none."""
     try:
         documents.append(_look(url))
     except AlignedServeError as error:
@@ -76,7 +75,6 @@ def _heading(url: str, problem: str | None) -> Text:
 
 
 def _address(url: str | None) -> str:
-    """Return where to ask: as given, else the one cluster on this host. Raises ConfigError."""
     if url is None:
         url = show_status(find_cluster(None, option="--url")).url if has_cluster() else DEFAULT_URL
     parts = urlsplit(url)
@@ -86,7 +84,6 @@ def _address(url: str | None) -> str:
 
 
 def _look(url: str) -> LiveDocument:
-    """Return the current document. Raises PeerLost without an answer, PeerError for a refusal, ProtocolError."""
     try:
         status, body = _get(url)
     except (HTTPException, OSError) as error:
@@ -100,7 +97,6 @@ def _look(url: str) -> LiveDocument:
 
 
 def _get(url: str) -> tuple[int, bytes]:
-    """Return status and body. Redirects are not followed: they would take the key elsewhere."""
     parts, key = urlsplit(url), client_api_key()
     trust, host = trust_for(url), parts.netloc
     opened = (

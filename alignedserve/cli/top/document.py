@@ -138,7 +138,6 @@ class Reading:
         return None if now is None or before is None or now < before else now - before
 
     def rate(self, model: str, counter: Callable[[Load], float | None]) -> float | None:
-        """Return by how much per second."""
         gained = self.gained(model, counter)
         if gained is None or self._earlier is None or self.latest.time_s <= self._earlier.time_s:
             return None
@@ -146,8 +145,7 @@ class Reading:
 
 
 def of_worker(name: str, counter: Callable[[Worker], float]) -> Callable[[Load], float | None]:
-    """Return the reader of one worker's counter."""
-    return lambda load: next((counter(one) for one in load.workers if one.worker == name), None)
+    return lambda load: next((counter(worker) for worker in load.workers if worker.worker == name), None)
 
 
 def _read(document: LiveDocument, model: str, counter: Callable[[Load], float | None]) -> float | None:

@@ -26,7 +26,6 @@ _WRAPPED = "objectives held"  # the column that gives way in a narrow terminal; 
 
 
 def drawn(reading: Reading) -> RenderableType:
-    """Draw everything: each model, then the batches of all."""
     parts: list[RenderableType] = []
     for model in reading.latest.models:
         parts += [*_model(model, reading), Text()]
@@ -82,9 +81,10 @@ def _tiers(model: Model) -> Table:
 
 def _held(model: Model, tier: str) -> str:
     held = [
-        f"{_OBJECTIVES.get(one.objective, printable(one.objective))} {_share(one.held, one.held + one.missed)}"
-        for one in model.objectives
-        if one.tier == tier
+        f"{_OBJECTIVES.get(objective.objective, printable(objective.objective))} "
+        f"{_share(objective.held, objective.held + objective.missed)}"
+        for objective in model.objectives
+        if objective.tier == tier
     ]
     return escape(", ".join(held)) or "-"
 
@@ -103,22 +103,22 @@ def _workers(name: str, load: Load, reading: Reading) -> Table:
         "prompt/s",
         "busy",
     )
-    has_nodes = any(one.node for one in load.workers)
+    has_nodes = any(worker.node for worker in load.workers)
     table = _table(*(column for column in columns if has_nodes or column != "node"))
-    for one in load.workers:
-        wall = reading.gained(name, of_worker(one.worker, lambda found: found.wall_s))
-        compute = reading.gained(name, of_worker(one.worker, lambda found: found.compute_s))
+    for worker in load.workers:
+        wall = reading.gained(name, of_worker(worker.worker, lambda found: found.wall_s))
+        compute = reading.gained(name, of_worker(worker.worker, lambda found: found.compute_s))
         cells = [
-            printable(one.worker),
-            *([printable(one.node) or "-"] if has_nodes else []),
-            _role(one),
-            f"{one.num_running}/{one.num_places}",
-            str(one.num_waiting),
-            f"{one.num_blocks_used}/{one.num_blocks}",
-            in_percent(one.lean, 0) if one.is_elastic else "-",
-            f"{one.batch.shortest}-{one.batch.longest}" if one.batch.num_requests else "-",
-            _number(reading.rate(name, of_worker(one.worker, lambda found: found.num_tokens))),
-            _number(reading.rate(name, of_worker(one.worker, lambda found: found.num_prompt_tokens))),
+            printable(worker.worker),
+            *([printable(worker.node) or "-"] if has_nodes else []),
+            _role(worker),
+            f"{worker.num_running}/{worker.num_places}",
+            str(worker.num_waiting),
+            f"{worker.num_blocks_used}/{worker.num_blocks}",
+            in_percent(worker.lean, 0) if worker.is_elastic else "-",
+            f"{worker.batch.shortest}-{worker.batch.longest}" if worker.batch.num_requests else "-",
+            _number(reading.rate(name, of_worker(worker.worker, lambda found: found.num_tokens))),
+            _number(reading.rate(name, of_worker(worker.worker, lambda found: found.num_prompt_tokens))),
             in_percent(compute / wall, 0) if wall and compute is not None else "-",
         ]
         table.add_row(*(escape(cell) for cell in cells))
@@ -132,7 +132,6 @@ def _role(worker: Worker) -> str:
 
 
 def _ledger(name: str, reading: Reading) -> Iterator[Text]:
-    """Draw where the decode workers' time went since the earlier document; nothing when they did not iterate."""
     parts = [(label, _seconds(name, reading, keys), style) for label, keys, style in _PARTS]
     total = sum(seconds for _, seconds, _ in parts)
     if not total:
@@ -160,8 +159,6 @@ def _batches(batches: Batches) -> Text:
 
 
 class _FittingTable(Table):
-    """A table whose columns stand closer where it is wider than the terminal."""
-
     @override
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         wide = options.update(max_width=WIDEST)

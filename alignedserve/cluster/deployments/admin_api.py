@@ -37,7 +37,6 @@ class AdminApi:
     """Takes orders to a cluster from the processes of its user, until it is closed."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises OSError where the folder holds no sockets."""
         self.path = folder / SOCKET_NAME
         self.path.unlink(missing_ok=True)
         self._taken: queue.SimpleQueue[tuple[str, AdminRequest]] = queue.SimpleQueue()
@@ -52,7 +51,6 @@ class AdminApi:
         self._thread.start()
 
     def take(self) -> list[tuple[str, AdminRequest]]:
-        """Return the requests that have come, each with an id to answer it by."""
         taken = []
         with contextlib.suppress(queue.Empty):
             while True:
@@ -71,7 +69,6 @@ class AdminApi:
                 _put_last(answers, answer)
 
     def close(self) -> None:
-        """Close the door and every connection. May be repeated."""
         with self._lock:
             self._is_closed = True
             waiting = list(self._answers.values())
@@ -86,7 +83,6 @@ class AdminApi:
     # --- on the threads of connections
 
     def serve(self, connection: socket.socket) -> None:
-        """Serve one connection."""
         connection.settimeout(_REQUEST_S)
         with connection.makefile("rb") as reading, contextlib.suppress(OSError):
             if _user_of(connection) != os.getuid():
@@ -127,18 +123,15 @@ class _Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
 
     @override
     def finish_request(self, request: socket.socket | tuple[bytes, socket.socket], client_address: object) -> None:
-        """Serve a connection in place of a handler class."""
         assert isinstance(request, socket.socket), "a stream server without a stream"
         self._door.serve(request)
 
     @override
     def handle_error(self, request: object, client_address: object) -> None:
-        """Log instead of writing to stderr."""
         logger.warning("a connection to the admin API has failed", exc_info=True)
 
 
 def _put_last(answers: "queue.Queue[Answer | None]", answer: Answer | None) -> None:
-    """Put the answer that ends a connection, in place of the oldest ones where too many are unread."""
     while True:
         try:
             answers.put_nowait(answer)
@@ -150,7 +143,6 @@ def _put_last(answers: "queue.Queue[Answer | None]", answer: Answer | None) -> N
 
 
 def _user_of(connection: socket.socket) -> int:
-    """Return the user whose process has connected."""
     if hasattr(socket, "SO_PEERCRED"):
         packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
         return int(_PEER.unpack(packed)[1])

@@ -58,10 +58,11 @@ class DeploymentsLogic:
     """The deployments of one cluster."""
 
     def __init__(self, first: Iterable[LeftDeployment], num_named: int) -> None:
-        """`first`: the present deployments, with the number of ids given so far."""
         self._deployments = {
-            one.deployment_id: _Deployment(one.name, one.phase, one.order_id, drains_within_s=one.drains_within_s)
-            for one in first
+            deployment.deployment_id: _Deployment(
+                deployment.name, deployment.phase, deployment.order_id, drains_within_s=deployment.drains_within_s
+            )
+            for deployment in first
         }
         self.num_named = num_named
         self.may_be_empty = False  # the last model may be removed, as others can be loaded
@@ -70,7 +71,6 @@ class DeploymentsLogic:
 
     @property
     def standings(self) -> tuple[Standing, ...]:
-        """Return all deployments, in the order in which clients see their models."""
         return tuple(Standing(one, it.name, it.phase, it.num_open) for one, it in self._deployments.items())
 
     @classmethod
@@ -80,16 +80,14 @@ class DeploymentsLogic:
 
     @property
     def left(self) -> tuple[LeftDeployment, ...]:
-        """Return all deployments for the next driver, which calls `resume`."""
         return tuple(
             LeftDeployment(one, it.name, it.phase, it.order_id, it.drains_within_s)
             for one, it in self._deployments.items()
         )
 
     def knows(self, order_id: str) -> bool:
-        """Return whether an order waits or is being carried out."""
         is_waiting = any(one.order_id == order_id for one in self._waiting)
-        return is_waiting or any(one.order_id == order_id for one in self._deployments.values())
+        return is_waiting or any(deployment.order_id == order_id for deployment in self._deployments.values())
 
     def resume(self, now: float) -> list[Command]:
         """Go on in another process, for which `now` may be of another clock.
@@ -111,7 +109,6 @@ class DeploymentsLogic:
         return [Announce(), *commands]
 
     def on_event(self, event: Event, now: float) -> list[Command]:
-        """Change the deployments by an event and return what is to be done."""
         match event:
             case Ordered():
                 commands = self._take(event)
@@ -159,7 +156,9 @@ class DeploymentsLogic:
             is_full = len(self._deployments) >= MAX_MODELS
             return f"a cluster serves {MAX_MODELS} models at most" if is_full else self._taken(order.name)
         if target is None:
-            served = ", ".join(one.name for one in self._deployments.values() if one.phase is Phase.SERVING)
+            served = ", ".join(
+                deployment.name for deployment in self._deployments.values() if deployment.phase is Phase.SERVING
+            )
             return f"no model is served as {order.name}; there are {served}"
         if isinstance(order, RemoveModel) and self._num_serving == 1 and not self.may_be_empty:
             return f"{order.name} is the only model; stop the cluster instead"
@@ -171,13 +170,12 @@ class DeploymentsLogic:
         return f"a model is served as {name} already; replace it, or give another name"
 
     def _serving(self, name: str) -> str | None:
-        """Return the deployment that serves this name."""
         found = (one for one, it in self._deployments.items() if it.phase is Phase.SERVING and it.name == name)
         return next(found, None)
 
     @property
     def _num_serving(self) -> int:
-        return sum(one.phase is Phase.SERVING for one in self._deployments.values())
+        return sum(deployment.phase is Phase.SERVING for deployment in self._deployments.values())
 
     def _on_prepared(self, prepared: Prepared, now: float) -> list[Command]:
         deployment_id, name = prepared.deployment_id, prepared.name
@@ -192,7 +190,6 @@ class DeploymentsLogic:
         return [*remarks, *self._enter(deployment_id, Phase.STARTING, now), Start(deployment_id)]
 
     def _enter(self, deployment_id: str, phase: Phase, now: float) -> list[Command]:
-        """Begin a phase of a deployment that does not serve yet."""
         new = self._deployments[deployment_id]
         new.phase, new.since_s = phase, now
         assert new.order_id is not None, "a start without an order"
@@ -200,7 +197,6 @@ class DeploymentsLogic:
         return [Say(new.order_id, said), *([Announce()] if phase is Phase.PROVING else [])]
 
     def _give_up(self, deployment_id: str, problem: str, *, is_full: bool = False) -> list[Command]:
-        """End a deployment that is not to serve; its order is refused."""
         new = self._deployments[deployment_id]
         commands: list[Command] = []
         if new.order_id is not None:
@@ -252,7 +248,6 @@ class DeploymentsLogic:
     def _drain(
         self, deployment_id: str, order_id: str, within_s: float | None, now: float, *, successor: str | None = None
     ) -> list[Command]:
-        """Let a deployment finish its requests. A successor takes its place in the list of models."""
         old = self._deployments[deployment_id]
         old.phase, old.order_id, old.drains_within_s, old.since_s = Phase.DRAINING, order_id, within_s, now
         said = f"{old.name} takes no new requests"

@@ -32,12 +32,10 @@ class Use:
 
     @property
     def is_idle(self) -> bool:
-        """Return whether nothing runs on it, and nothing is to."""
         return self.num_open == 0 and not self.is_promised
 
     @property
     def has_documents_alone(self) -> bool:
-        """Return whether only lines of batches use it."""
         return self.num_open == self.num_documents
 
 
@@ -50,12 +48,10 @@ class Demand:
 
     @property
     def rank(self) -> tuple[bool, float]:
-        """Return what sorts the most urgent first."""
         return self.real_time_s is None, -(self.real_time_s or self.documents_s or 0.0)
 
     @property
     def waited_s(self) -> float:
-        """Return how long the most urgent one has waited."""
         return -self.rank[1]
 
 
@@ -137,7 +133,6 @@ class OnDemandLogic:
         return ()
 
     def _victim(self, demand: Demand, awake: Mapping[str, tuple[Use, float]], now: float) -> str | None:
-        """Return the model that makes room: one that nobody uses, or else one whose turn is over; None: none yet."""
         able = [name for name, (use, _) in awake.items() if use.is_idle]
         if not able:
             able = [name for name, (use, _) in awake.items() if self._is_turn_over(name, use, demand, now)]

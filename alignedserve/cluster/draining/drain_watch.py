@@ -28,13 +28,14 @@ class DrainWatch:
         self._told: dict[str, tuple[str, ...]] = {}  # what each router and gateway has answered to
 
     def look(self, actors: Mapping[str, Any]) -> list[str]:
-        """Take the answers that have come, ask anew, and return the names of the drains that are over."""
         now = time.monotonic()
         for name in list(self._asked):
             self._take(name)
         over = self._drains.finished(now, self._left)
         workers, moved, draining = self._drains.workers, self._drains.due_to_move(now), self._drains.gateways
-        routers = dict.fromkeys((*(router_of(one) for one in workers), *(one for one in self._told if is_router(one))))
+        routers = dict.fromkeys(
+            (*(router_of(worker) for worker in workers), *(one for one in self._told if is_router(one)))
+        )
         for router in routers:
             own, gone = (tuple(one for one in names if router_of(one) == router) for names in (workers, moved))
             self._ask(actors, router, own, own, gone)
@@ -95,7 +96,6 @@ class LastAnswers:
             self._asked[name] = (actor.pause if name == BATCHES else actor.close_intake).remote()
 
     def _take(self, name: str) -> bool:
-        """Return whether a process has answered; one that died has nothing open any more."""
         if not has_ended(self._asked[name]):
             return False
         try:

@@ -22,12 +22,10 @@ class Draining:
 
     @property
     def ends_s(self) -> float:
-        """Return when it ends at the latest."""
         return self.moves_s + MOVING_S
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return all processes."""
         return (*self.workers, *self.gateways)
 
 
@@ -35,25 +33,21 @@ class Drains:
     """The drains that go on, by the name of their node or worker."""
 
     def __init__(self, going_on: Mapping[str, Draining] = MappingProxyType({}), seen_s: float = 0.0) -> None:
-        """`going_on`, `seen_s`: of a former driver; see `resume`."""
         self._going_on = dict(going_on)
         self._seen_s = seen_s  # when it was last asked what is over
 
     @property
     def going_on(self) -> Mapping[str, Draining]:
-        """Return what drains."""
         return self._going_on
 
     @property
     def seen_s(self) -> float:
-        """Return when it was last asked what is over; 0 while nothing drains."""
         return self._seen_s if self._going_on else 0.0
 
     def __contains__(self, name: str) -> bool:
         return name in self._going_on
 
     def is_given_back(self, name: str) -> bool:
-        """Return whether this node drains because the load does not need it."""
         return name in self._going_on and self._going_on[name].is_given_back
 
     def resume(self, now: float) -> None:
@@ -62,7 +56,6 @@ class Drains:
         self._going_on = {name: replace(one, moves_s=one.moves_s - lost_s) for name, one in self._going_on.items()}
 
     def begin(self, name: str, draining: Draining) -> None:
-        """Begin a drain, or give one another time."""
         self._going_on[name] = draining
 
     def end(self, name: str) -> None:
@@ -71,16 +64,13 @@ class Drains:
 
     @property
     def workers(self) -> tuple[str, ...]:
-        """Workers and pools that get nothing new."""
         return tuple(name for one in self._going_on.values() for name in one.workers)
 
     @property
     def gateways(self) -> tuple[str, ...]:
-        """Gateways that send requests elsewhere."""
         return tuple(name for one in self._going_on.values() for name in one.gateways)
 
     def due_to_move(self, now: float) -> tuple[str, ...]:
-        """Return the workers and pools whose requests are to go elsewhere now."""
         return tuple(name for one in self._going_on.values() if now >= one.moves_s for name in one.workers)
 
     def finished(self, now: float, left: Mapping[str, int]) -> list[str]:

@@ -115,7 +115,6 @@ class RollingRestart:
         return None
 
     def _is_through(self, drained: Collection[str], now: float) -> bool:
-        """Return whether the current worker serves again."""
         registration = self._workers.registration(self._current)
         if self._step is Step.DRAINING:
             self._former = registration or self._former
@@ -173,7 +172,9 @@ class WorkerRestarts:
         """Begin to carry out an order, unless that was begun; refuse it while another one is."""
         if self._restart is not None and order_id == self._order_id:
             return
-        names = [name for one in deployments if order.model in (None, one.name) for name in one.workers]
+        names = [
+            name for deployment in deployments if order.model in (None, deployment.name) for name in deployment.workers
+        ]
         able = [name for name in names if name not in self._drains.workers]
         problem = self._problem_of(order, able)
         if problem is not None:
@@ -192,7 +193,6 @@ class WorkerRestarts:
 
     @property
     def goes_on(self) -> bool:
-        """Return whether workers are being restarted."""
         return self._restart is not None
 
     def takes(self, name: str) -> bool:
@@ -213,33 +213,26 @@ class WorkerRestarts:
     # --- as Workers
 
     def begin_drain(self, name: str, within_s: float) -> None:
-        """See Workers."""
         self._drains.begin(name, Draining((name,), (), time.monotonic() + within_s))
 
     def is_draining(self, name: str) -> bool:
-        """See Workers."""
         return name in self._drains.workers
 
     def has_model(self, name: str) -> bool:
-        """See Workers."""
         return router_of(name) in self._actors()
 
     def end_drain(self, name: str) -> None:
-        """See Workers."""
         self._drains.end(name)
 
     def restart(self, name: str) -> None:
-        """See Workers."""
         self.end_drain(name)
         with contextlib.suppress(RayError, ValueError, KeyError):  # its node is lost: it will not return
             ray.kill(self._actors()[name], no_restart=False)
 
     def registration(self, name: str) -> str | None:
-        """See Workers."""
         return self._registrations.look(self._actors(), name)
 
 
 def _time_for(name: str, *, names: Collection[str], within_s: float) -> float:
-    """Return the time in which requests of a worker may finish there; none where new ones would wait for it."""
     kinds = [(one.partition("-")[0], deployment_of(one)) for one in names]
     return within_s if kinds.count((name.partition("-")[0], deployment_of(name))) > 1 else 0.0

@@ -59,7 +59,6 @@ class Admission:
         kill_actors(self._surveyors.values())
 
     def ask_report(self, node: RayNode, device: str, models: Sequence[Path]) -> Any:
-        """Ask a node for its NodeReport; return Ray's reference to it."""
         return self._surveyors[node].report.remote(device, tuple(models))
 
     def reports(self, device: str, models: Sequence[Path]) -> dict[RayNode, NodeReport]:
@@ -172,7 +171,6 @@ def require(node: RayNode, failure: AlignedServeError | None) -> None:
 
 
 def differences(reports: Mapping[RayNode, NodeReport], head: NodeReport) -> dict[RayNode, str]:
-    """Return, for each node that cannot work with the head, why."""
     found = {}
     for node, report in reports.items():
         missing = missing_copies(report, head.digests)
@@ -224,13 +222,11 @@ def create_agent(node: RayNode, folder_name: str) -> Any:
 
 
 def agent_of(node: RayNode, actor: Any, folder: Path, cluster_id: str, links: LinksConfig) -> Agent:
-    """Return a agent that is up and has made this folder."""
     book = AddressBook(folder, node.node_id, node.address, RayDirectory(cluster_id), has_tls=links.tls)
     return Agent(actor, book)
 
 
 def agent_name(folder_name: str) -> str:
-    """Return the name of the agent of this folder, among Ray's named actors."""
     return f"agent-{folder_name}"
 
 
@@ -238,7 +234,6 @@ class OwnHost:
     """What Admission is for the nodes of a cluster of hosts. Raises what it finds, without a node's name."""
 
     def __init__(self, claims: GpuClaims) -> None:
-        """`claims`: the GPUs of this host that are the cluster's."""
         self.node = RayNode("", "", socket.gethostname(), is_head=True, num_gpus=len(claims.gpus))
         self._claims = claims
         self._surveyor = Surveyor()
@@ -300,7 +295,6 @@ class JoiningDevice:
 
     @property
     def asked(self) -> str:
-        """Return the engine.device that a node's report is about."""
         return AUTO if self.is_checked else self.device
 
     def refusal(self, report: NodeReport) -> str | None:

@@ -82,7 +82,6 @@ class DriverLog:
         self._package.setLevel(logging.INFO)
 
     def close(self) -> None:
-        """Write no more. May be repeated."""
         self._package.removeHandler(self._handler)
         self._handler.close()
 
@@ -167,7 +166,6 @@ class ClusterOnHosts(ServingCluster):
 
     @override
     def check_start(self) -> None:
-        """See RunningCluster."""
         now = time.monotonic()
         if now - self._asked_s < _STOP_LOOK_S:
             return
@@ -222,7 +220,7 @@ class ClusterOnHosts(ServingCluster):
             version=own_versions(),
             model=", ".join(plan.served.name for plan in self.plans),
             topology=self.config.chosen_topology.value,
-            models=tuple(msgspec.structs.replace(one, num_open=None) for one in self._reports()),
+            models=tuple(msgspec.structs.replace(report, num_open=None) for report in self._reports()),
             started=self._succession.started,
             is_ready=self._ready_s is not None,
             nodes=(*used, *(node.record for node in self._joining.drained.values()), *refused),
@@ -254,7 +252,6 @@ class ClusterOnHosts(ServingCluster):
         self._succession.hand_over(*known, has_changed=has_changed)
 
     def _left_out(self) -> dict[str, str]:
-        """Return the nodes that are not used, and why."""
         released = [node_id for node_id in self._membership.released if node_id not in self._members]
         return {**self._membership.refused, **dict.fromkeys(released, "given back, as the load does not need it")}
 
@@ -342,7 +339,6 @@ class ClusterOnHosts(ServingCluster):
             self._decide(NodeJoined(node.node_id))
 
     def _admit(self, member: Member) -> None:
-        """Create the actors of a node. Raises PeerLost while Ray still has actors of these names."""
         for deployment_id in member.models.keys() - self._joining.lasting_models().keys():
             member.remove_model(deployment_id)  # it has ended since, or is about to: nothing would end what is created
         self._members[member.ray_node.node_id] = member

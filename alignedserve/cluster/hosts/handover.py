@@ -48,8 +48,7 @@ class ClusterState:
     number: int = 0  # counts what was handed over; beside the record
 
 
-class _Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A part of the record."""
+class _Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True): ...
 
 
 _Places = tuple[int, ...]  # of a ClusterConfig's sections among those of the record: most nodes share most of them
@@ -116,7 +115,7 @@ def encode(state: ClusterState) -> bytes:
     first, sections = joining.plan.deployment_id, _Sections()
     plans = {one: _plan_record(model.plan, sections) for one, model in joining.models.items() if one != first}
     first_plan = _plan_record(joining.plan, sections)
-    members = tuple(_member_record(one, sections) for one in state.members)
+    members = tuple(_member_record(member, sections) for member in state.members)
     return _plain(
         _Handover(
             version=_VERSION,
@@ -180,24 +179,20 @@ def _state_of(record: _Handover) -> ClusterState:
         started=record.started,
         secrets=ClusterSecrets(record.secret, authority),
         joining=joining,
-        members=tuple(_member_of(one, joining, record.sections) for one in record.members),
+        members=tuple(_member_of(member, joining, record.sections) for member in record.members),
     )
 
 
 class _Sections:
-    """The sections of all configurations of a state, each once."""
-
     def __init__(self) -> None:
         self._places: dict[bytes, int] = {}
         self._known: dict[int, int] = {}  # by the ids of sections, which the state holds
 
     @property
     def records(self) -> tuple[msgspec.Raw, ...]:
-        """Return them all."""
         return tuple(msgspec.Raw(one) for one in self._places)
 
     def places_of(self, config: ClusterConfig) -> _Places:
-        """Return the places of a configuration's sections."""
         return tuple(self._place_of(getattr(config, name)) for name in config.__struct_fields__)
 
     def _place_of(self, section: object) -> int:
@@ -235,8 +230,8 @@ def _plan_of(record: _Plan, sections: Sequence[msgspec.Raw]) -> ClusterPlan:
 
 def _member_record(member: Member, sections: _Sections) -> _Member:
     parts = tuple(
-        _Part(one.share, one.capacity, sections.places_of(one.config), one.num_far_decode, one.joins_others)
-        for one in member.parts
+        _Part(part.share, part.capacity, sections.places_of(part.config), part.num_far_decode, part.joins_others)
+        for part in member.parts
     )
     return _Member(member.ray_node, str(member.prepared.folder), parts, dict(member.placed))
 
@@ -260,7 +255,6 @@ def _member_of(record: _Member, joining: Joining, sections: Sequence[msgspec.Raw
 
 
 def _served_of(record: msgspec.Raw, kind: type) -> ServedModel:
-    """Return a model with a config of this kind: msgspec reads no union of two dataclasses."""
     given = msgspec.msgpack.decode(record, type=dict[str, Any])
     types = {**get_type_hints(ServedModel), "config": kind}
     return ServedModel(**{name: msgspec.convert(value, types[name], dec_hook=_path) for name, value in given.items()})
@@ -271,7 +265,6 @@ def _plain(value: object) -> bytes:
 
 
 def _hook(value: object) -> str | None:
-    """Return what stands for a value that msgspec does not know: a path, or a size that is unset."""
     if isinstance(value, Path):
         return str(value)
     assert isinstance(value, DefaultSize), f"{type(value)} in the record of a cluster"

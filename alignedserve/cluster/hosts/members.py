@@ -50,48 +50,39 @@ class Member:
 
     @property
     def name(self) -> str:
-        """Return its name in the cluster."""
         return self.prepared.share.node
 
     @property
     def parts(self) -> tuple[PreparedNode, ...]:
-        """Return its parts of all deployments, that with the gateways first."""
         return (self.prepared, *self.others.values())
 
     @property
     def models(self) -> dict[str, PreparedNode]:
-        """Return its parts of the deployments that there are, by id."""
-        return {one.share.deployment_id: one for one in self.parts if one.share.has_model}
+        return {part.share.deployment_id: part for part in self.parts if part.share.has_model}
 
     @property
     def shares(self) -> tuple[NodeShare, ...]:
-        """Return its shares of all deployments, that with the gateways first."""
         return tuple(part.share for part in self.parts)
 
     @property
     def workers(self) -> tuple[str, ...]:
-        """Return the names of all its workers."""
-        return tuple(name for one in self.parts for name in one.share.workers)
+        return tuple(name for part in self.parts for name in part.share.workers)
 
     def part_of(self, process: str) -> PreparedNode:
-        """Return the part that a process of this node belongs to."""
         return self.others.get(deployment_of(process), self.prepared)
 
     def set_part(self, prepared: PreparedNode) -> None:
-        """Replace its part of a deployment, or add one."""
         if prepared.share.deployment_id == self.prepared.share.deployment_id:
             self.prepared = prepared
         else:
             self.others[prepared.share.deployment_id] = prepared
 
     def remove_model(self, deployment_id: str) -> None:
-        """Forget its part of a deployment that has ended. May be repeated."""
         self.others.pop(deployment_id, None)
         if deployment_id == self.prepared.share.deployment_id:
             self.prepared = replace(self.prepared, share=self.prepared.share.without_model())
 
     def use(self, group: NodeGroup) -> None:
-        """Place its processes in this group."""
         self.placed = group.shares
         for part in self.parts:
             self.set_part(replace(part, options_of=group.options_of))
@@ -105,7 +96,6 @@ class DrainedNode(NamedTuple):
 
     @property
     def record(self) -> NodeRecord:
-        """Return what the record of the cluster says of it."""
         node = self.ray_node
         return NodeRecord(self.name, node.node_id, node.address, node.hostname, drain=DRAINED)
 
@@ -139,7 +129,6 @@ def reserve_for(members: Sequence[Member]) -> None:
 
 
 def expect_handoffs(members: Sequence[Member]) -> None:
-    """Tell each node's prefill workers how many decode workers the others have, to lend each as much memory."""
     num_decode = Counter[str]()
     for member in members:
         for deployment_id, part in member.models.items():
@@ -150,7 +139,6 @@ def expect_handoffs(members: Sequence[Member]) -> None:
 
 
 def resources_of(name: str, node: RayNode, report: NodeReport) -> NodeResources:
-    """Return what this node, by its report, has for a share of this name."""
     assert report.machine is not None, "a node without a report of its memory"
     gpus = report.gpus[: int(node.num_gpus)]  # the others are not Ray's to give
     return NodeResources(NodeCapacity(name, node.address, report.machine.num_cores, gpus), report.machine)
@@ -203,17 +191,14 @@ class HostedModel:
 
     @property
     def served(self) -> ServedModel:
-        """Return the model, with the context that fits every node."""
         return self.plan.served
 
     @property
     def folder(self) -> Path:
-        """Return the folder or file of the model, the same on every node."""
         return self.plan.served.folder
 
 
 def holdings_of(members: Iterable[Member], models: Mapping[str, HostedModel]) -> dict[str, list[Holding]]:
-    """Return what the workers of each node have reserved, by the node's name."""
     return {
         member.name: [
             holding_of(part.share.config_of(part.config), models[deployment_id].served, part.capacity.gpus)

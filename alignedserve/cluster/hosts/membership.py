@@ -125,7 +125,6 @@ class Membership:
     """The state machine over the nodes of one cluster."""
 
     def __init__(self, members: Mapping[str, Host]) -> None:
-        """`members`: with which it was started."""
         self._members = dict.fromkeys(members)
         self._preparing: dict[str, None] = {}
         self._postponed: dict[str, _Postponed] = {}  # also while it is prepared anew
@@ -137,39 +136,31 @@ class Membership:
 
     @property
     def draining(self) -> tuple[str, ...]:
-        """Members that drain."""
         return tuple(self._draining)
 
     @property
     def drained(self) -> tuple[str, ...]:
-        """Nodes that stay out, perhaps not alive, by the ids that they had as members."""
         return tuple(self._drained)
 
     @property
     def members(self) -> tuple[str, ...]:
-        """Nodes that have their actors, in the order in which they came."""
         return tuple(self._members)
 
     @property
     def refused(self) -> Mapping[str, str]:
-        """Nodes that are not used, and why."""
         return self._refused
 
     @property
     def released(self) -> tuple[str, ...]:
-        """Nodes that were given back and are still there; those that drain come last."""
         return (*self._given_back, *(node_id for node_id, is_given_back in self._draining.items() if is_given_back))
 
     def refuse(self, node_id: str, problem: str) -> None:
-        """Note a node that was refused before the cluster was started."""
         self._refused[node_id] = problem
 
     def keep_out(self, node_id: str, host: Host) -> None:
-        """Note a node that had drained before this driver was started."""
         self._drained[node_id] = _Drained(host, node_id)
 
     def on_event(self, event: MembershipEvent, now: float) -> list[MembershipCommand]:
-        """Return the commands that follow. Touches nothing outside self."""
         match event:
             case NodesSeen(hosts):
                 commands = self._forget_missing(hosts)
@@ -209,7 +200,6 @@ class Membership:
                 return []
 
     def _keep_out(self, hosts: Mapping[str, Host]) -> None:
-        """Let a host that has drained, and came back under another id, stay out under that one."""
         for drained in self._drained.values():
             if drained.node_id in hosts:
                 continue

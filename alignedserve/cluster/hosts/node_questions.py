@@ -31,7 +31,6 @@ class AdapterExchange:
         self._looked_s = float("-inf")
 
     def look(self, members: Iterable[Member], models: Mapping[str, HostedModel]) -> None:
-        """Take the answers that have come, and ask the answering nodes anew."""
         for answer in answers_so_far(list(self._asked)).items():
             self._take(*answer)
         now = time.monotonic()
@@ -62,7 +61,6 @@ class LoadingOfNodes:
         self._known: dict[str, list[Progress | None]] = {}
 
     def look(self, members: Iterable[Member]) -> list[Progress | None]:
-        """Return the progress of every worker of these nodes, and ask anew."""
         answered = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=0)[0] if self._asked else []
         for reference in answered:
             name = self._asked.pop(reference)

@@ -40,7 +40,6 @@ def has_driver(record: ClusterRecord) -> bool:
 
 
 def kept_by(agents: Sequence[str]) -> list[KeptState]:
-    """Return the answering agents' copies of the last driver's state."""
     asked: list[Any] = []
     for name in agents:
         try:

@@ -48,12 +48,10 @@ class ClusterPlan:
 
     @property
     def deployment_id(self) -> str:
-        """Return the id of the deployment."""
         return self.placement.deployment_id
 
     @property
     def gateways(self) -> tuple[str, ...]:
-        """Return the names of all gateways at the start."""
         return tuple(name for share in self.shares for name, _ in share.gateways)
 
     @property
@@ -62,12 +60,10 @@ class ClusterPlan:
         return bytes_beside_blocks(self.served, self.config.scheduling, self.config.engine.block_size)
 
     def part(self, index: int, address: str) -> "NodePart":
-        """Return what the node at this place and address has of it."""
         share = self.shares[index]
         return NodePart(share, self.capacities[index], self.config_of(share, address))
 
     def config_of(self, share: NodeShare, address: str) -> ClusterConfig:
-        """Return the configuration of a node at this address."""
         choice = self.choices.get(share.node)
         return node_config(choice.config if choice is not None else share.config_of(self.config), share, address)
 
@@ -79,7 +75,7 @@ def plan_cluster(config: ClusterConfig, served: ServedModel, nodes: Sequence[Nod
     """
     placement = Placement(config)
     return sized_plan(
-        ClusterPlan(config, served, placement, (), {}), placement.place([one.capacity for one in nodes]), nodes
+        ClusterPlan(config, served, placement, (), {}), placement.place([node.capacity for node in nodes]), nodes
     )
 
 
@@ -125,7 +121,6 @@ def plan_joining(plan: ClusterPlan, share: NodeShare, machine: Machine) -> Clust
 
 
 def node_config(config: ClusterConfig, share: NodeShare, address: str) -> ClusterConfig:
-    """Return a node's configuration with the addresses of its own gateways, and nothing left to choose."""
     gateway = config.gateway
     if gateway.host == NODE_ADDRESS:
         gateway = msgspec.structs.replace(gateway, host=address)

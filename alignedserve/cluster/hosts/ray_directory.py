@@ -21,11 +21,9 @@ class RayDirectory:
     cluster_id: str
 
     def publish(self, name: str, entry: str) -> None:
-        """See Directory."""
         put(self._key(name), entry.encode())
 
     def look_up(self, name: str) -> str | None:
-        """See Directory."""
         entry = get(self._key(name))
         return entry.decode() if entry is not None else None
 

@@ -74,8 +74,6 @@ class ClusterRecord(msgspec.Struct, frozen=True):
 
 
 class _Identity(msgspec.Struct, frozen=True):
-    """The part of a record that every version has."""
-
     cluster_id: str
     driver: str = ""
     drain_s: float = 0.0

@@ -77,7 +77,6 @@ class Recordings:
     """The recorded parts of one cluster's nodes."""
 
     def __init__(self, folder: str | None) -> None:
-        """`folder`: of the run, on this host; None: nothing is recorded."""
         self._folder = Path(folder) if folder is not None else None
         self._nodes: dict[str, RecordedNode] = {}  # by the names of the nodes
         self._unfollowed: dict[str, Member] = {}  # nodes that did not answer; asked again every second
@@ -93,37 +92,34 @@ class Recordings:
         if self._folder is None or member.prepared.share.is_head:
             return
         try:
-            found = _recorded_node(self._folder, member)
+            node = _recorded_node(self._folder, member)
         except (RayError, TimeoutError, OSError) as error:
             logger.warning("what %s records cannot be copied now: %s", member.ray_node, error)
             with self._changing:
                 self._unfollowed = {**self._unfollowed, member.name: member}
             return
         with self._changing:
-            self._nodes = {**self._nodes, member.name: found}
+            self._nodes = {**self._nodes, member.name: node}
 
     def _follow_again(self, folder: Path) -> None:
-        """Ask those anew that did not answer."""
         for name, member in self._unfollowed.items():
             try:
-                found = _recorded_node(folder, member)
+                node = _recorded_node(folder, member)
             except (RayError, TimeoutError, OSError):
                 continue
             with self._changing:
                 if self._unfollowed.get(name) is not member:
                     continue  # lost meanwhile
                 self._unfollowed = {other: one for other, one in self._unfollowed.items() if other != name}
-                self._nodes = {**self._nodes, name: found}
+                self._nodes = {**self._nodes, name: node}
             logger.info("what %s records is copied", member.ray_node)
 
     def forget(self, node: str) -> None:
-        """Note that a node is lost; what has been copied stays."""
         with self._changing:
             self._nodes = {name: one for name, one in self._nodes.items() if name != node}
             self._unfollowed = {name: one for name, one in self._unfollowed.items() if name != node}
 
     def finish(self, node: str) -> None:
-        """Copy the rest of what a node has recorded, whose processes have ended or are about to."""
         self._finish(node, time.monotonic() + _FINISH_S)
 
     def close(self, *, is_end: bool) -> None:
@@ -164,8 +160,6 @@ class Recordings:
 
 
 def _recorded_node(folder: Path, member: Member) -> RecordedNode:
-    """Ask a node's agent for its clock, and begin the node's part of the run. Raises as `RecordedNode`."""
-
     def ask(method: str, *arguments: object) -> Any:
         return ray.get(getattr(member.agent.actor, method).remote(*arguments), timeout=_ANSWER_S)
 
@@ -181,7 +175,6 @@ def _recorded_node(folder: Path, member: Member) -> RecordedNode:
 
 
 def clock_ahead_s(ask: Callable[[], float]) -> float:
-    """Return by how much this host's clock is ahead of the other host's."""
     found = []
     for _ in range(_NUM_ASKED):
         asked_s = time.monotonic()

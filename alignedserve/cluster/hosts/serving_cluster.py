@@ -57,11 +57,9 @@ class StatusQuestion:
         self._ends_s = now + _PATIENCE_S
 
     def is_over(self, now: float) -> bool:
-        """Return whether all have answered, or their time is over."""
         return have_all_ended([self._loads, *self._memory.values()]) or now >= self._ends_s
 
     def report(self, url: str, healths: Mapping[str, Health], reports: tuple[DeploymentReport, ...]) -> StatusReport:
-        """Return what is known. `reports`: of the deployments."""
         memory = psutil.virtual_memory()
         return StatusReport(
             url=url,
@@ -126,7 +124,6 @@ class ServingCluster(RunningCluster):
 
     @override
     def create(self, others: tuple[PreparedNode, ...] = ()) -> None:
-        """See RunningCluster."""
         super().create(others)
         if len(self._joining.models) > 1 or self.on_demand:
             self._models.announce()
@@ -198,16 +195,13 @@ class ServingCluster(RunningCluster):
         return self._models.phases != before
 
     def _reports(self) -> tuple[DeploymentReport, ...]:
-        """Return how each deployment stands."""
         ended = {name: STARTS_AGAIN for name, one in self.healths().items() if one.state is ProcessState.ENDED}
         return tuple(self._models.reports({**ended, **self._failed.problems}))
 
     def _watched_healths(self) -> dict[str, Health]:
-        """Return the healths of all processes; a process that Ray is starting again counts as starting."""
         return {name: Health() if one.state is ProcessState.ENDED else one for name, one in self.healths().items()}
 
     def _start_again(self, name: str) -> None:
-        """Start a process again whose start has failed, as when shared memory was full."""
         member = next(one for one in self._members.values() if name in self._actors[one.name])
         self.start_again(member.part_of(name), name)
 

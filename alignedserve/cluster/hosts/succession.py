@@ -54,14 +54,11 @@ def digest_of(*configs: ClusterConfig) -> str:
 
 
 def _typed(value: object) -> str:
-    """Encode a value that is not plain with its type, so that a default differs from the same text as a setting."""
     return f"{type(value).__name__} {value}"
 
 
 @dataclass(slots=True)
 class _Given:
-    """Actors that a agent was given, and its answer to the latest word that the driver lives."""
-
     agent: Any
     number: int
     actors: list[Any]
@@ -72,7 +69,6 @@ class Succession:
     """Hands the state of a cluster over to its agents, and says again and again that its driver lives."""
 
     def __init__(self, asked: str, former: ClusterState | None = None) -> None:
-        """`former`: left by the driver before this one, which has its cluster; None: this one starts its own."""
         self.is_adopted = former is not None
         self.started = former.started if former is not None else time.time()
         self._asked = asked
@@ -109,7 +105,6 @@ class Succession:
                 self._tell(member, list(actors.get(member.name, {}).values()))
 
     def _forget_lacking(self, names: set[str]) -> None:
-        """Forget copies of agents that are gone or lack them, and the answers of the others."""
         self._given = {name: given for name, given in self._given.items() if name in names}
         asked = {given.answer: name for name, given in self._given.items() if given.answer is not None}
         for answer, has_copy in answers_so_far(list(asked)).items():
@@ -127,7 +122,6 @@ class Succession:
 
 
 def head_patience_s() -> float:
-    """Return for how long a driver waits for Ray's head."""
     return float(HEAD_RETURNS_S) if redis_url() is not None else _HEAD_SILENT_S
 
 

@@ -96,7 +96,6 @@ def end_supervisor(*, leaves_s: float = 0.0, drain_s: float = 0.0, patience_s: f
 
 
 def _kill(pid: int) -> None:
-    """Kill a supervisor, so that it starts no driver any more, and all that its driver has started."""
     with contextlib.suppress(psutil.NoSuchProcess):
         supervisor = psutil.Process(pid)
         supervisor.suspend()
@@ -130,7 +129,6 @@ class Supervisor:
         self._driver: subprocess.Popen[bytes] | None = None
 
     def run(self) -> int:
-        """Return the driver's last exit code."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stop)
         pause_s, num_failed = _FIRST_PAUSE_S, 0
@@ -198,7 +196,6 @@ def _is_of_head(command_line: Sequence[str], port: str) -> bool:
 
 
 def main(command: Sequence[str]) -> int:
-    """Supervise the command, unless another supervisor runs."""
     with (run_root() / _LOCK_NAME).open("a+", encoding="ascii") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

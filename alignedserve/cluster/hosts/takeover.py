@@ -69,7 +69,6 @@ def _adopt(state: ClusterState, actor_classes: ActorClasses, driving: Driving) -
 
 
 def _settled_nodes() -> list[RayNode]:
-    """Return the nodes as soon as one alone is the head: Ray takes a moment to miss the former. Raises PeerLost."""
     ends_s = time.monotonic() + _SETTLED_S
     while sum(node.is_head for node in alive_nodes()) > 1:
         if time.monotonic() > ends_s:
@@ -79,7 +78,6 @@ def _settled_nodes() -> list[RayNode]:
 
 
 def _found_again(member: Member) -> Member:
-    """Return a member with its agent and its placement group, which Ray finds by their names. Raises PeerLost."""
     folder_name = member.prepared.folder.name
     try:
         agent = ray.get_actor(agent_name(folder_name), NAMESPACE)
@@ -91,7 +89,6 @@ def _found_again(member: Member) -> Member:
 
 
 def _prepared_head(joining: Joining, node: RayNode) -> Member:
-    """Prepare the host of the head, which has come back, as a node of the cluster that has gone on without it."""
     preparation = joining.begin(node)
     while (member := preparation.advance()) is None:
         time.sleep(_STEP_S)

@@ -30,7 +30,6 @@ class NodeProcesses:
 
     @classmethod
     def of(cls, node: Any) -> "NodeProcesses":
-        """Return the processes that Ray's own record of a node names, which has started them."""
         client, node_id = node.get_gcs_client(), ray.NodeID.from_hex(node.node_id)
 
         def ask() -> bool | None:
@@ -44,7 +43,6 @@ class NodeProcesses:
 
     @property
     def raylet_pid(self) -> int:
-        """Return the id of the node process, whose children the actors are."""
         return [*self.by_name.values()][-1].pid
 
     def ended(self) -> str | None:
@@ -75,7 +73,6 @@ def orphans_of(folder: Path) -> list[psutil.Process]:
 
 
 def kill_all(processes: Iterable[psutil.Process]) -> None:
-    """Kill these processes and all that they have started, and wait until they are gone."""
     found = dict.fromkeys(processes)
     for process in tuple(found):
         with contextlib.suppress(psutil.NoSuchProcess):

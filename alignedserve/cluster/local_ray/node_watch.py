@@ -40,21 +40,17 @@ class NodeWatch:
 
     @property
     def children(self) -> set[psutil.Process]:
-        """Return what the node process has started, also after its end."""
         return self._children.known
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the thread. May be repeated; may be called by `on_unheeded`."""
         self._is_stopping.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
 
     def look(self) -> str | None:
-        """Look once; return the problem."""
         self._children.note()
         self._problem = self._processes.ended() or self._silence()
         return self._problem

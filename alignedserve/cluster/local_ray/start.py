@@ -33,12 +33,10 @@ _FORK_WORKER = Path(__file__).with_name("fork_worker.py")
 _logger = logging.getLogger(f"{__name__}.said")  # of its own: it goes nowhere else
 
 
-class _MessageFile(LossyFileHandler, RotatingFileHandler):
-    """A file of messages that begins anew when it is large."""
+class _MessageFile(LossyFileHandler, RotatingFileHandler): ...
 
 
 def keep_messages(path: Path) -> None:
-    """Write all that Ray says from now on to this file. May be repeated, with another file."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     handler = _MessageFile(path, maxBytes=_MAX_BYTES, backupCount=1, delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
@@ -52,7 +50,6 @@ def keep_messages(path: Path) -> None:
 
 
 def _log(data: Mapping[str, Any], ignore_prefix: bool) -> None:
-    """Stand in for Ray's function that prints what one of its processes says."""
     for text in data.get("lines", ()):
         _logger.info("%s: %s", data.get("pid", "ray"), text)
 
@@ -114,7 +111,6 @@ def start_ray(folder: Path, namespace: str, template: WorkerTemplate | None = No
 
 
 def _question(error: Exception) -> str:
-    """Return what to ask: Ray raises a plain Exception, or one of several kinds, if one of its processes is late."""
     says_why = isinstance(error, OSError | ValueError) and not isinstance(error, TimeoutError)  # a full disk, say
     return "" if says_why else "; is this machine overloaded?"
 
@@ -127,7 +123,6 @@ def _restrained(folder: Path, orders: Path | None = None) -> Iterator[None]:
     """
 
     def socket_path(node: Node, path: str | None, default_prefix: str) -> str:
-        """Name a socket: Ray's own names would be too long for the system in many folders."""
         return str(folder / f"{default_prefix}.sock")
 
     replaced: list[tuple[Any, str, Any]] = [
@@ -150,7 +145,6 @@ def _restrained(folder: Path, orders: Path | None = None) -> Iterator[None]:
 
 
 def _idle_agent(component: str, session_dir: str, unbuffered: bool = True) -> list[str]:
-    """Stand in for the beginning of an agent's command: see idle_agent.py. Ray appends the agent's own arguments."""
     return [sys.executable, "-I", "-S", str(Path(__file__).with_name("idle_agent.py")), component]
 
 

@@ -140,7 +140,6 @@ def _load_ray() -> None:
 
 
 def _run(control: socket.socket, loads: TemplateLoads) -> NoReturn:
-    """Load the modules and fork workers, until the other end of `control` is closed."""
     code = os.EX_SOFTWARE
     try:
         signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGINT})  # as Ray's processes have it
@@ -165,13 +164,10 @@ def _run(control: socket.socket, loads: TemplateLoads) -> NoReturn:
         os._exit(code)  # whatever has failed: Ray's own way of starting workers tells
 
 
-class _Ended(Exception):
-    """Raised when the process that has forked the template is gone."""
+class _Ended(Exception): ...
 
 
 class _Orders:
-    """Orders of workers, and whether the cluster still wants any."""
-
     def __init__(self, control: socket.socket) -> None:
         self._control = control
         self._listening: socket.socket | None = None
@@ -202,7 +198,6 @@ class _Orders:
         self._listening = socket.socket(fileno=files[0])
 
     def _take_one(self, listening: socket.socket) -> None:
-        """Fork one worker, unless the order is none: whoever asks then starts it as Ray does."""
         connection, _ = listening.accept()
         self._num_taken += 1
         files: list[int] = []
@@ -235,7 +230,6 @@ def _read_all(connection: socket.socket) -> bytes:
 
 
 def _become_worker(order: WorkerOrder, files: Sequence[int]) -> NoReturn:
-    """Run Ray's worker in this process, as if it had been started by its command."""
     code: object = os.EX_SOFTWARE
     try:
         _settle_in(order, files)

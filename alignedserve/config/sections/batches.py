@@ -49,5 +49,4 @@ class BatchesConfig(Section, frozen=True):
 
     @property
     def is_in_bucket(self) -> bool:
-        """Return whether contents of files are objects in a bucket."""
         return self.folder is not None and self.folder.startswith("s3://")

@@ -80,12 +80,10 @@ class GatewayConfig(Section, frozen=True):
 
     @property
     def scheme(self) -> str:
-        """Return how its addresses begin: http or https."""
         return "https" if self.tls_certificate else "http"
 
     @property
     def keys_path(self) -> Path | None:
-        """Return the file of keys; None: there is none."""
         return None if self.keys_file is None else Path(self.keys_file).expanduser().absolute()
 
     @property

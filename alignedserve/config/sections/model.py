@@ -48,12 +48,10 @@ class LoraConfig(Section, frozen=True):
 
     @property
     def is_enabled(self) -> bool:
-        """Return whether requests may name adapters at all."""
         return bool(self.adapters) or self.allowed_folder is not None
 
     @property
     def worker_bytes(self) -> int:
-        """Return the memory that each worker needs for adapters."""
         return self.memory_bytes if self.is_enabled else 0
 
     @property

@@ -46,7 +46,6 @@ class Observing:
 
     @property
     def is_on(self) -> bool:
-        """True if anybody wants to know the course of requests."""
         return self.explain.enabled or self.tracing.endpoint is not None
 
 

@@ -49,7 +49,6 @@ class DecodeWorkerConfig(Section, frozen=True):
 
     @property
     def has_int8_swaps(self) -> bool:
-        """Return whether caches in host memory are rounded to 8 bits."""
         return self.swap_format == "int8"
 
 

@@ -23,7 +23,6 @@ class ArrivingBodies:
         self._num_bytes = Counter[str]()
 
     def begin(self, owner: str) -> None:
-        """Count one more. Raises QuotaExceeded."""
         if self._num[owner] >= self.most:
             message = f"Too many bodies of this key arrive at a time: Limit {self.most}."
             raise QuotaExceeded(message, retry_after_s=_RETRY_S)
@@ -37,7 +36,6 @@ class ArrivingBodies:
         self._num_bytes[owner] += num_bytes
 
     def end(self, owner: str, num_bytes: int) -> None:
-        """Count one less, and the bytes that it held."""
         for counts, num in ((self._num, 1), (self._num_bytes, num_bytes)):
             counts[owner] -= num
             if not counts[owner]:
@@ -48,7 +46,6 @@ class CountedBody:
     """The body of one request, which counts from when it is first awaited until it is whole, or `close`."""
 
     def __init__(self, bodies: ArrivingBodies, owner: str, receive: Receive, state: MutableMapping[str, Any]) -> None:
-        """`state`: of its request, which gets `closes_connection` where it is refused."""
         self._state = state
         self._bodies = bodies
         self._owner = owner
@@ -70,7 +67,6 @@ class CountedBody:
         return message
 
     def hold(self, num_bytes: int) -> None:
-        """Count bytes that its reader keeps in memory until it is whole. Raises QuotaExceeded."""
         if self._counts:
             self._state["closes_connection"] = True
             self._bodies.hold(self._owner, num_bytes)
@@ -78,7 +74,6 @@ class CountedBody:
             self._num_bytes += num_bytes
 
     def close(self) -> None:
-        """Count it no more. May be repeated."""
         if self._counts:
             self._counts = False
             self._bodies.end(self._owner, self._num_bytes)

@@ -69,7 +69,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     @override
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """See asyncio.Protocol."""
         super().connection_made(transport)
         address = self.client[0] if self.client else ""
         self._place = self._limits.admit(address)
@@ -82,7 +81,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     @override
     def connection_lost(self, exc: Exception | None) -> None:
-        """See asyncio.Protocol."""
         self._set_timer(None)
         if self._place is not None:
             self._place.leave()
@@ -95,7 +93,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     @override
     def data_received(self, data: bytes) -> None:
-        """See asyncio.Protocol."""
         if self._place is None or self.transport.is_closing():
             return
         before, was_in_body = self._num_body_bytes, self._is_in_body
@@ -147,7 +144,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     @override
     def on_message_begin(self) -> None:
-        """See HttpToolsProtocol."""
         if self._is_in_body:  # of our own head
             return
         super().on_message_begin()
@@ -158,13 +154,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     @override
     def on_header(self, name: bytes, value: bytes) -> None:
-        """See HttpToolsProtocol. Trailers, which come behind a body, are left out."""
         if self._is_in_head:
             super().on_header(name, value)
 
     @override
     def on_headers_complete(self) -> None:
-        """See HttpToolsProtocol."""
         if self._is_in_body:  # of our own head
             return
         self._set_timer(None)
@@ -186,14 +180,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     @override
     def on_body(self, body: bytes) -> None:
-        """See HttpToolsProtocol."""
         self._num_body_bytes += len(body)
         if not self.transport.is_closing():
             super().on_body(body)
 
     @override
     def on_message_complete(self) -> None:
-        """See HttpToolsProtocol."""
         if self.parser.should_upgrade() and self._framing():  # its body is yet to be read
             return
         self._is_in_body = False
@@ -205,7 +197,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     @override
     def on_response_complete(self) -> None:
-        """See HttpToolsProtocol."""
         self._answered = self.pipeline[-1][0] if self.pipeline else None
         super().on_response_complete()
         if self._has_eof and self._is_idle():
@@ -216,7 +207,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     # --- bounds
 
     def _is_idle(self) -> bool:
-        """Return whether no request is answered."""
         return (self.cycle is None or self.cycle.response_complete) and not self.pipeline
 
     def _await_head(self) -> None:
@@ -229,7 +219,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _check_head(self) -> bool:
-        """Refuse a head that is too large; return whether it is not."""
         limit = self._limits.max_header_bytes
         if self._num_head_bytes <= limit:
             return True
@@ -242,7 +231,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._refuse(400, "The body is not valid.", "invalid_body")
 
     def _check_rate(self) -> None:
-        """Refuse a body that has grown too little since the last check, unless nobody reads it."""
         came, self._num_checked_bytes = self._num_body_bytes - self._num_checked_bytes, self._num_body_bytes
         is_awaited = not self.flow.read_paused and not self.cycle.waiting_for_100_continue
         if is_awaited and came < self._limits.min_body_bytes_per_s * _BODY_CHECK_S:
@@ -251,7 +239,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._set_timer(self.loop.call_later(_BODY_CHECK_S, self._check_rate))
 
     def _probe(self, pause_s: float) -> None:
-        """Write to a client that sends no more: one that has closed the connection answers with a reset."""
         answered = self._answered
         if self.transport.is_closing() or answered is None:
             return
@@ -260,7 +247,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._set_timer(self.loop.call_later(pause_s, self._probe, min(2 * pause_s, _MAX_PROBE_S)))
 
     def _refuse(self, status: int, message: str, code: str, headers: bytes = b"") -> None:
-        """Answer, unless an answer has begun or others are due before, and close the connection."""
         self._set_timer(None)
         kind = "server_error" if status >= 500 else "invalid_request_error"
         body = error_json(message, kind, code=code)
@@ -278,6 +264,5 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     @override
     def send_400_response(self, msg: str) -> None:
-        """See HttpToolsProtocol: what is not HTTP."""
         if not self.transport.is_closing():
             self._refuse(400, msg, "invalid_http")

@@ -18,8 +18,6 @@ _KEPT_SHARE = 1 / 4  # of the places, from best effort
 
 @dataclass(slots=True)
 class _Counts:
-    """Open connections, and those of them that are of best effort."""
-
     num_open: int = 0
     num_best_effort: int = 0
 
@@ -58,7 +56,6 @@ class ConnectionLimits:
         return ConnectionPlace(self, address)
 
     def leave(self, address: str) -> None:
-        """Count one connection less."""
         own = self.of_address[address]
         for counts in (self.all, own):
             counts.num_open -= 1
@@ -72,7 +69,6 @@ class ConnectionLimits:
         return self.all.num_best_effort < most and own.num_best_effort < most_of_address
 
     def add_best_effort(self, address: str, count: int) -> None:
-        """Count so many connections of this address more as best effort; -1: one less."""
         for counts in (self.all, self.of_address[address]):
             counts.num_best_effort += count
 
@@ -92,13 +88,11 @@ class ConnectionPlace:
         return self._is_best_effort
 
     def take_real_time(self) -> None:
-        """Hold a place of best effort no more."""
         if self._is_best_effort:
             self._is_best_effort = False
             self._limits.add_best_effort(self._address, -1)
 
     def leave(self) -> None:
-        """Give the place up; called once."""
         self.take_real_time()
         self._limits.leave(self._address)
 
@@ -108,7 +102,6 @@ def _best_effort_of(limit: int) -> int:
 
 
 def most_connections() -> int:
-    """Return how many connections the process has file descriptors for."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _connections_within(soft)
 
@@ -133,6 +126,5 @@ def _connections_within(num_files: int) -> int:
 
 
 def raise_file_limit() -> None:
-    """Let the process have as many files open as the system allows it, for connections."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -20,7 +20,6 @@ class ArrivingUploads:
 
     @contextmanager
     def counted(self, owner: str, room: int) -> Iterator[Callable[[int], None]]:
-        """Yield what counts more bytes of one upload, until that ends; it raises QuotaExceeded above `room`."""
         num_bytes = 0
 
         def take(more: int) -> None:

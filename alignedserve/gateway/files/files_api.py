@@ -88,14 +88,12 @@ class FilesApi:
 
     @property
     def repository(self) -> BatchRepository:
-        """Return the repository of files and batches."""
         return self.stores.repository
 
     # --- files
 
     @contextlib.asynccontextmanager
     async def arriving(self, owner: str) -> AsyncIterator[Callable[[int], None]]:
-        """Yield what counts the bytes of an upload before they are written; it raises QuotaExceeded, as this does."""
         stored = await self.repository.stored_by(owner)
         if stored.num_files >= self.config.max_files:
             raise too_many_files()
@@ -134,7 +132,6 @@ class FilesApi:
         return usage.num_files <= self.config.max_files and usage.num_bytes <= self.config.max_files_bytes
 
     async def file(self, owner: str, text: str) -> FileRecord:
-        """Return a file. Raises NotFound."""
         record = await self._find_file(owner, text)
         if record is None:
             raise NotFound("No such file.", param="id")
@@ -201,7 +198,6 @@ class FilesApi:
     async def _check_same_request(
         self, made: BatchSnapshot, asked: CreateBatchRequest, fingerprint: str
     ) -> BatchSnapshot:
-        """Return the batch if the request repeats the one that created it, perhaps with a second upload of its file."""
         if made.record.fingerprint == fingerprint:
             if made.record.input_file_id == asked.input_file_id:
                 return made
@@ -236,7 +232,6 @@ class FilesApi:
             raise ResourceUnavailable(message, retry_after_s=_QUOTA_RETRY_S)
 
     async def batch(self, owner: str, text: str) -> BatchSnapshot:
-        """Return a batch. Raises NotFound."""
         batch_id = parsed_batch_key(text)
         snapshot = await self.repository.batch(batch_id) if batch_id is not None else None
         if snapshot is None or snapshot.record.owner != owner:
@@ -245,10 +240,10 @@ class FilesApi:
 
     async def batches(self, owner: str, *, after: str | None, limit: int) -> tuple[list[BatchSnapshot], bool]:
         """Return a page of batches, newest first, and whether there are more. Raises InvalidRequest."""
-        found = await list_batches(self.repository, owner, after=after, limit=limit, newest_first=True)
-        if found is None:
+        response = await list_batches(self.repository, owner, after=after, limit=limit, newest_first=True)
+        if response is None:
             raise InvalidRequest("after is not the id of a batch in this list.", param="after")
-        return found
+        return response
 
     async def cancel(self, owner: str, text: str) -> BatchSnapshot:
         """Request the cancellation of a batch; may be repeated. Raises NotFound, or Conflict if the batch is over."""
@@ -274,7 +269,6 @@ class FilesApi:
 
 
 def _batches_key(keys: CurrentKeys, owner: str, asked: CreateBatchRequest) -> KeyEntry:
-    """Return the entry of the client of a new batch. Raises Forbidden if it may not have any, or not this one."""
     key = keys.ring.owned_by(client_of(owner))
     if FLEX not in key.tiers:
         message = f"The key {key.name} may not use service_tier flex, at which batches run."
@@ -287,12 +281,11 @@ def _batches_key(keys: CurrentKeys, owner: str, asked: CreateBatchRequest) -> Ke
 def _check_tokens(
     key: KeyEntry, record: BatchRecord, active: Sequence[BatchSnapshot], throughputs: Throughputs
 ) -> None:
-    """Raise QuotaExceeded if the client's batches that are not over would have too many tokens, as far as is known."""
     limit = key.enqueued_batch_tokens
     if limit is None:
         return
-    own = [one for one in active if client_of(one.record.owner) == key.owner]
-    before = sum(remaining_work(one.record, one.progress, throughputs).num_tokens for one in own)
+    own = [snapshot for snapshot in active if client_of(snapshot.record.owner) == key.owner]
+    before = sum(remaining_work(snapshot.record, snapshot.progress, throughputs).num_tokens for snapshot in own)
     more = remaining_work(record, Progress(), throughputs).num_tokens
     if before + more > limit:
         message = (
@@ -303,13 +296,11 @@ def _check_tokens(
 
 
 def _eta(record: BatchRecord, active: Sequence[BatchSnapshot], throughputs: Throughputs) -> Eta:
-    """Estimate the end of a new batch from the size of its file."""
     others = [remaining_work(snapshot.record, snapshot.progress, throughputs) for snapshot in active]
     return estimate_eta(remaining_work(record, Progress(), throughputs), others, throughputs, record.created_s)
 
 
 def new_file_id() -> FileId:
-    """Make a random file id that cannot be guessed."""
     return file_id_of(secrets.token_bytes(NUM_ID_BYTES))
 
 
@@ -350,7 +341,6 @@ def _fingerprint(asked: CreateBatchRequest) -> str:
 
 
 def input_line(custom_id: str, endpoint: Endpoint, body: dict[str, Any]) -> bytes:
-    """Return a line of a batch's input file."""
     line = {"custom_id": custom_id, "method": "POST", "url": endpoint.value, "body": body}
     return orjson.dumps(line) + b"\n"
 
@@ -383,14 +373,14 @@ async def submit_lines(
         record = await files_api.add_file(owner, file_id, upload)
     finally:
         await blob.discard()
-    asked = CreateBatchRequest(
+    create_batch_request = CreateBatchRequest(
         input_file_id=record.file_id,
         endpoint=endpoint.value,
         completion_window=WINDOW,
         output_expires_after=results_expire,
     )
     try:
-        return await files_api.create(owner, asked, None)
+        return await files_api.create(owner, create_batch_request, None)
     except BaseException:
         # Where the store went away it may have the batch: then the file is in use, and stays.
         with contextlib.suppress(Conflict, NotFound, StorageError):

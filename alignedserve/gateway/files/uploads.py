@@ -85,8 +85,6 @@ async def _read(http: Request, form: "_Form") -> None:
 
 
 class _Form:
-    """State of one form. The parser calls back for each piece of a part; file bytes are written once per chunk."""
-
     def __init__(self, boundary: bytes, upload: Upload, max_file_bytes: int, take: Callable[[int], None]) -> None:
         self.upload = upload
         self._take = take
@@ -117,7 +115,6 @@ class _Form:
         self._digest = hashlib.blake2b(digest_size=16)
 
     async def push(self, chunk: bytes) -> None:
-        """Parse a chunk of the body and write its file bytes."""
         self._parser.write(chunk)
         content = b"".join(self._file_pieces)
         self._file_pieces.clear()
@@ -136,7 +133,6 @@ class _Form:
         await self.upload.blob.write(content)
 
     def finish(self) -> Upload:
-        """Return the upload after the last chunk. Raises InvalidRequest for an incomplete form."""
         if not self._is_whole:
             raise InvalidRequest("The body ends in the middle.", code="invalid_multipart")
         if not self._has_file:

@@ -14,7 +14,6 @@ _TIMES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancel
 
 
 def file_view(record: FileRecord, num_bytes: int) -> dict[str, Any]:
-    """Build a File object."""
     view: dict[str, Any] = {
         "id": record.file_id,
         "object": "file",
@@ -30,7 +29,6 @@ def file_view(record: FileRecord, num_bytes: int) -> dict[str, Any]:
 
 
 def batch_view(snapshot: BatchSnapshot) -> dict[str, Any]:
-    """Build a Batch object."""
     record, progress = snapshot.record, snapshot.progress
     view: dict[str, Any] = {
         "id": record.batch_id,
@@ -59,7 +57,6 @@ def batch_view(snapshot: BatchSnapshot) -> dict[str, Any]:
 
 
 def list_view(items: Sequence[dict[str, Any]], *, has_more: bool) -> dict[str, Any]:
-    """Build a page of objects."""
     view: dict[str, Any] = {"object": "list", "data": list(items), "has_more": has_more}
     if items:
         view |= {"first_id": items[0]["id"], "last_id": items[-1]["id"]}
@@ -67,7 +64,6 @@ def list_view(items: Sequence[dict[str, Any]], *, has_more: bool) -> dict[str, A
 
 
 def limits_view(config: BatchesConfig) -> dict[str, Any]:
-    """Build the limits of this gateway, an object of our own."""
     return {
         "object": "batch.limits",
         "max_file_bytes": config.max_file_bytes,
@@ -102,7 +98,6 @@ def _problem(problem: LineProblem) -> dict[str, Any]:
 
 
 def _extension(record: BatchRecord, progress: Progress, now: float) -> dict[str, Any]:
-    """Build our own extension, which strict clients ignore."""
     counts = progress.counts
     waiting = None if record.is_ending else reason_to_wait(record, now)
     return {
@@ -116,7 +111,6 @@ def _extension(record: BatchRecord, progress: Progress, now: float) -> dict[str,
 
 
 def _schedule(record: BatchRecord) -> dict[str, Any]:
-    """Return what its owner set of when its lines start."""
     fields = {
         "not_before": None if record.not_before_s is None else int(record.not_before_s),
         "hours": record.hours,
@@ -139,7 +133,6 @@ def _eta(record: BatchRecord, eta: Eta) -> dict[str, Any]:
 
 
 def _fitting_window(record: BatchRecord, eta: Eta) -> str | None:
-    """Return the nearest completion window that would fit; None: this one does, or none of a week would."""
     if eta.fitting_s is None or eta.fitting_s - record.created_s > MAX_WINDOW_S:
         return None
     return window_text(eta.fitting_s - record.created_s)

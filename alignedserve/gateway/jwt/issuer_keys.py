@@ -105,13 +105,11 @@ class IssuerKeys:
         return found
 
     async def run(self) -> None:
-        """Fetch the keys from time to time, until cancelled."""
         while True:
             await self.refresh(0.0)
             await asyncio.sleep(AGAIN_S if self._problem else self._issuer.refresh_s)
 
     async def refresh(self, age_s: float) -> None:
-        """Fetch the keys if they are older than this; of those who ask at once, one does."""
         if self._fetching is None and self._clock() - self._fetched_s >= age_s:
             self._fetched_s = self._clock()
             self._fetching = asyncio.create_task(self._refresh())
@@ -119,7 +117,6 @@ class IssuerKeys:
             await asyncio.shield(self._fetching)
 
     def stop(self) -> None:
-        """End a fetch that runs. May be repeated."""
         if self._fetching is not None:
             self._fetching.cancel()
 

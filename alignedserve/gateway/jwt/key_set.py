@@ -39,7 +39,6 @@ class _Document(msgspec.Struct):
 
 
 def parse_key_set(raw: bytes, algorithms: Sequence[str]) -> KeySet:
-    """Return the keys that these algorithms can use; others are passed over. Raises ConfigError if there are none."""
     try:
         listed = msgspec.json.decode(raw, type=_Document).keys
     except (msgspec.DecodeError, RecursionError) as error:

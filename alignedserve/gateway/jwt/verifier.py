@@ -41,7 +41,6 @@ class _Verified(NamedTuple):
     version: int
 
     def holds(self, now: float) -> bool:
-        """Return whether it has not expired, by the keys of now."""
         return now < self.until_s and self.version == self.keys.version
 
 
@@ -55,7 +54,7 @@ class TokenVerifier:
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`clock`: Unix time, of how long tokens are remembered."""
-        self._issuers = {one.issuer: (one, make_keys(one)) for one in issuers}
+        self._issuers = {issuer.issuer: (issuer, make_keys(issuer)) for issuer in issuers}
         self._clock = clock
         self._verified: dict[bytes, _Verified] = {}  # by digest, the oldest first
         self._running: list[asyncio.Task[None]] = []
@@ -117,7 +116,6 @@ def _digest_of(token: str) -> bytes:
 
 
 def _read(token: str) -> tuple[dict[str, Any], Any]:
-    """Return the header and the issuer of a token, neither of which is proven. Raises Unauthorized."""
     try:
         read = _READING.decode_complete(token, options={"verify_signature": False})
     except (jwt.PyJWTError, ValueError) as error:
@@ -130,7 +128,6 @@ def _read(token: str) -> tuple[dict[str, Any], Any]:
 
 
 def _is_signed(token: str, algorithm: str, key: jwt.PyJWK) -> bool:
-    """Return whether this key has signed the token, whatever it claims."""
     try:
         _SIGNATURES.decode_complete(token, key, algorithms=[algorithm])
     except (jwt.PyJWTError, ValueError, TypeError):
@@ -139,7 +136,6 @@ def _is_signed(token: str, algorithm: str, key: jwt.PyJWK) -> bool:
 
 
 def _checked(token: str, issuer: JwtIssuer, algorithm: str, key: jwt.PyJWK) -> dict[str, Any]:
-    """Return the claims of a token whose signature and claims hold. Raises Unauthorized."""
     try:
         claims: dict[str, Any] = jwt.decode(
             token,
@@ -159,11 +155,10 @@ def _checked(token: str, issuer: JwtIssuer, algorithm: str, key: jwt.PyJWK) -> d
 
 
 def _name_of(claims: dict[str, Any], issuer: JwtIssuer) -> str:
-    """Return the name of a key that the claim names. Raises Unauthorized."""
     value = claims.get(issuer.claim)
     values = value if isinstance(value, list) else [value]
     words = [one for one in values if isinstance(one, str)]
-    names = set(words if issuer.keys is None else [issuer.keys[one] for one in words if one in issuer.keys])
+    names = set(words if issuer.keys is None else [issuer.keys[word] for word in words if word in issuer.keys])
     if len(names) != 1:
         raise _refused(f"names {'no key' if not names else 'several keys'} in the claim {issuer.claim}")
     return names.pop()

@@ -38,7 +38,6 @@ def live_view(services: Services, totals: BatchTotals | None, now: float) -> dic
 
 
 def plain(value: Any) -> Any:
-    """Return a struct as values of JSON, with the names of its fields."""
     if isinstance(value, msgspec.Struct):
         return {name: plain(getattr(value, name)) for name in value.__struct_fields__}
     if isinstance(value, tuple | list):
@@ -59,7 +58,6 @@ def _model(registered: RegisteredModel) -> dict[str, Any]:
 
 
 def _of_gateway(services: ModelServices) -> dict[str, Any]:
-    """Describe what this gateway alone knows: the answers that go through it."""
     metrics = services.metrics
     return {
         "num_open": services.uses.num_open,
@@ -78,7 +76,6 @@ def _objectives(metrics: ModelMetrics) -> list[dict[str, Any]]:
 
 
 def _histogram(histogram: Histogram) -> dict[str, Any]:
-    """Return its upper edges but the last, which is infinite, and what is counted up to each and the last."""
     (metric,) = histogram.collect()
     buckets = [sample for sample in metric.samples if sample.name.endswith("_bucket")]
     edges = [float(sample.labels["le"]) for sample in buckets[:-1]]

@@ -33,12 +33,10 @@ class EncodedPrompt(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, prompt: Prompt, *, keeps_text: bool) -> "EncodedPrompt":
-        """Pack a prompt; `keeps_text`: it will be repeated."""
         text = prompt.text if keeps_text else ""
         return cls(array("I", prompt.token_ids).tobytes(), text, prompt.second_text_at, prompt.pictures)
 
     def unpacked(self) -> Prompt:
-        """Return the prompt."""
         return Prompt(tuple(array("I", self.token_ids)), self.text, self.second_text_at, self.pictures)
 
 
@@ -50,7 +48,6 @@ class ReadBody(msgspec.Struct, frozen=True, tag=True):
     ignored: tuple[str, ...]  # names of ignored fields
 
     def unpacked(self) -> Prompts:
-        """Return the prompts."""
         return tuple(prompt.unpacked() for prompt in self.prompts)
 
 
@@ -73,12 +70,10 @@ class Refusal(msgspec.Struct, frozen=True, tag=True):
 
     @classmethod
     def of(cls, error: InvalidRequest, ignored: tuple[str, ...]) -> "Refusal":
-        """Return what tells this error."""
         num_tokens = error.num_tokens if isinstance(error, ContextTooLong) else None
         return cls(str(error), error.param, error.code, isinstance(error, ContextTooLong), num_tokens, ignored)
 
     def error(self) -> InvalidRequest:
-        """Return the error."""
         if self.is_too_long:
             return ContextTooLong(self.message, param=self.param, code=self.code, num_tokens=self.num_tokens)
         return InvalidRequest(self.message, param=self.param, code=self.code)
@@ -93,17 +88,14 @@ _OUTCOMES: msgspec.msgpack.Decoder[Outcome] = msgspec.msgpack.Decoder(Outcome)
 
 
 def encode(message: Order | Outcome) -> bytes:
-    """Return the message as bytes."""
     return msgspec.msgpack.encode(message, enc_hook=str)  # paths are the only ones it does not know
 
 
 def decode_order(raw: bytes) -> Order:
-    """Return the order. Raises msgspec.DecodeError."""
     return msgspec.msgpack.decode(raw, type=Order, dec_hook=_path)
 
 
 def decode_outcome(raw: bytes) -> Outcome:
-    """Return the outcome. Raises msgspec.DecodeError."""
     return _OUTCOMES.decode(raw)
 
 

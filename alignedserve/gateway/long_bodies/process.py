@@ -64,7 +64,6 @@ class BodyReading:
         self._ignored = None if config.strict else IgnoredFields()
 
     async def read(self, raw: bytes) -> Outcome:
-        """Return what becomes of the body."""
         try:
             return await self._read(parse_json(raw, self._config))
         except InvalidRequest as error:
@@ -98,7 +97,6 @@ class BodyReading:
 
 
 def main() -> None:
-    """Read bodies until the input ends."""
     os.nice(_NICENESS)
     source, target = sys.stdin.buffer, sys.stdout.buffer
     models = _Models()
@@ -109,8 +107,8 @@ def main() -> None:
 
 async def _outcome(order: Order, raw: bytes, models: "_Models") -> Outcome:
     def find(name: str | None) -> LoadedModel | None:
-        place = order.first if name is None else order.names.get(name)
-        return None if place is None else models.get(order.cards[place], order.config)
+        first = order.first if name is None else order.names.get(name)
+        return None if first is None else models.get(order.cards[first], order.config)
 
     try:
         return await BodyReading(order.path, order.config, find).read(raw)
@@ -120,15 +118,12 @@ async def _outcome(order: Order, raw: bytes, models: "_Models") -> Outcome:
 
 
 class _Models:
-    """The tokenizers that were used last."""
-
     def __init__(self) -> None:
         self._tokenizers: dict[tuple[Path, int | None, str | None], Tokenizer] = {}
         self._lanes = WorkLanes()
         self._pictures = PictureReader(fetches=False)
 
     def get(self, card: ModelCard, config: GatewayConfig) -> LoadedModel | None:
-        """Return the model of a card; None: its tokenizer cannot be loaded."""
         key = (card.folder, card.vocab_size, card.chat_template)
         tokenizer = self._tokenizers.pop(key, None)
         try:

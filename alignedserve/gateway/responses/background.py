@@ -71,7 +71,6 @@ class BackgroundJobs:
         return snapshot.record.batch_id
 
     async def settled(self, record: StoredResponse, batch_id: BatchKey) -> StoredResponse:
-        """Return the response as it is now, without its batch once that is over."""
         try:
             snapshot = await self.files_api.batch(self._owner, batch_id)
         except NotFound:
@@ -81,15 +80,13 @@ class BackgroundJobs:
         return _changed(record, await self._outcome(snapshot, record.response_id), None)
 
     async def cancel(self, batch_id: BatchKey) -> bool:
-        """Cancel a batch; False: it is over."""
         try:
-            found = (await self.files_api.cancel(self._owner, batch_id)).record.status
+            status = (await self.files_api.cancel(self._owner, batch_id)).record.status
         except (Conflict, NotFound):
             return False
-        return found in (BatchStatus.CANCELLING, BatchStatus.CANCELLED)  # else it ended meanwhile
+        return status in (BatchStatus.CANCELLING, BatchStatus.CANCELLED)  # else it ended meanwhile
 
     async def clean_up(self, batch_id: BatchKey) -> None:
-        """Delete the files of a batch that is over. What is left behind expires."""
         with contextlib.suppress(NotFound):
             record = (await self.files_api.batch(self._owner, batch_id)).record
             for file_id in (record.input_file_id, record.output_file_id, record.error_file_id):
@@ -105,7 +102,6 @@ class BackgroundJobs:
         return ExpiresAfter(anchor="created_at", seconds=seconds)
 
     async def _outcome(self, snapshot: BatchSnapshot, response_id: str) -> dict[str, Any]:
-        """Return what a batch that is over changes in its response."""
         match snapshot.record.status:
             case BatchStatus.CANCELLED:
                 return {"status": "cancelled"}
@@ -115,7 +111,6 @@ class BackgroundJobs:
         return _failure(_reason(snapshot.record))
 
     async def _result(self, snapshot: BatchSnapshot) -> dict[str, Any] | None:
-        """Return the record of the one line; None: its file is gone, as when another process has read it."""
         progress = snapshot.progress
         kind = ResultKind.OUTPUT if progress.counts.completed else ResultKind.ERROR
         chunks = self.files_api.stores.logs.chunks(snapshot.record.batch_id, kind, progress.log_bytes)
@@ -124,14 +119,12 @@ class BackgroundJobs:
 
 
 def _line(asked: CreateResponseRequest, items: list[Item], response: dict[str, Any]) -> bytes:
-    """Return the line of the batch. It holds all turns, so that it depends on no stored response."""
     body = asked.model_dump(exclude=_LEFT_OUT, exclude_none=True, exclude_unset=True, by_alias=True) | {"input": items}
     body |= {STREAMED_RESPONSE: response} if asked.stream else {}
     return input_line(response["id"], Endpoint.RESPONSES, body)
 
 
 def _generated(result: dict[str, Any], response_id: str) -> dict[str, Any]:
-    """Return what a line's result changes in its response, whose items it names by another id."""
     answer = result["response"]
     if answer is None:
         return _failure(result["error"]["message"])
@@ -161,15 +154,12 @@ def _changed(record: StoredResponse, changes: dict[str, Any], batch_id: BatchKey
 
 
 def cancelled(record: StoredResponse) -> StoredResponse:
-    """Return the response as cancelled."""
     return _changed(record, {"status": "cancelled", "completed_at": None}, None)
 
 
 def too_large(record: StoredResponse) -> StoredResponse:
-    """Return the response as one that has failed, as it cannot be kept."""
     return _changed(record, _failure("The response is too large to be kept.") | {"output": []}, None)
 
 
 def without_room(record: StoredResponse) -> StoredResponse:
-    """Return the response as failed, with its output, since its conversation could not take it."""
     return _changed(record, _failure("The conversation has no room for this response."), None)

@@ -43,7 +43,6 @@ class Conversations:
     async def create(
         self, items: Sequence[dict[str, Any]], metadata: dict[str, str], ignored: IgnoredFields | None
     ) -> StoredConversation:
-        """Create a conversation of these items. Raises InvalidRequest."""
         now = time.time()
         record = StoredConversation(
             conversation_id=f"conv_{secrets.token_hex(16)}",
@@ -57,18 +56,15 @@ class Conversations:
         return record
 
     async def find(self, text: str, *, param: str = "conversation_id") -> StoredConversation:
-        """Return a conversation. Raises NotFound."""
         record = await self.repository.find(self.owner, text) if is_conversation_id(text) else None
         if record is None:
             raise _not_found(param)
         return record
 
     async def set_metadata(self, text: str, metadata: dict[str, str]) -> StoredConversation:
-        """Replace the metadata. Raises NotFound."""
         return await self._change(text, lambda record: msgspec.structs.replace(record, metadata=metadata))
 
     async def delete(self, text: str) -> None:
-        """Delete a conversation and its items; responses that belong to it stay. Raises NotFound."""
         await self.repository.remove(await self.find(text))
 
     async def add_items(self, text: str, items: Sequence[dict[str, Any]], ignored: IgnoredFields | None) -> list[Item]:
@@ -78,7 +74,6 @@ class Conversations:
         return added
 
     async def remove_item(self, text: str, item_id: str) -> StoredConversation:
-        """Delete an item. Raises NotFound."""
         return await self._change(text, partial(_without_item, item_id=item_id))
 
     async def append(self, conversation_id: str, items: Sequence[Item]) -> None:
@@ -134,13 +129,11 @@ class Conversations:
 
 
 def conversation_items(record: StoredConversation) -> list[Item]:
-    """Return the items, the first one first."""
     items: list[Item] = orjson.loads(bytes(record.items))
     return items
 
 
 def conversation_view(record: StoredConversation) -> dict[str, Any]:
-    """Return a conversation as clients see it."""
     return {
         "id": record.conversation_id,
         "object": "conversation",
@@ -150,7 +143,6 @@ def conversation_view(record: StoredConversation) -> dict[str, Any]:
 
 
 def find_item(record: StoredConversation, item_id: str) -> Item:
-    """Return an item by its id. Raises NotFound."""
     found = next((item for item in conversation_items(record) if item["id"] == item_id), None)
     if found is None:
         raise NotFound("No such item in this conversation.", param="item_id", code="item_not_found")
@@ -158,21 +150,18 @@ def find_item(record: StoredConversation, item_id: str) -> Item:
 
 
 def check_unlocked(record: StoredConversation) -> None:
-    """Raise Conflict while items of a response are still to come."""
     if record.pending:
         message = "A response of this conversation is still generated in the background."
         raise Conflict(message, param="conversation", code="conversation_locked")
 
 
 def check_has_room(record: StoredConversation, num_bytes: int, *, param: str) -> None:
-    """Raise InvalidRequest if this many more bytes of items exceed the limit."""
     if len(bytes(record.items)) + num_bytes > _MAX_BYTES:
         message = f"A conversation may have {_MAX_BYTES} bytes of items."
         raise InvalidRequest(message, param=param, code="context_length_exceeded")
 
 
 def _new_items(given: Sequence[dict[str, Any]], ignored: IgnoredFields | None) -> list[Item]:
-    """Return a client's items with ids of their own. Raises InvalidRequest."""
     items = parse_items(given, secrets.token_hex(16), ignored, param="items")
     for place, item in enumerate(items):
         if item["type"] == "item_reference":
@@ -182,7 +171,6 @@ def _new_items(given: Sequence[dict[str, Any]], ignored: IgnoredFields | None) -
 
 
 def _extended(record: StoredConversation, items: Sequence[Item]) -> StoredConversation:
-    """Return the conversation with a client's items at its end. Raises InvalidRequest where there is no room."""
     check_has_room(record, len(orjson.dumps(items)), param="items")
     if len(conversation_items(record)) + len(items) > _MAX_ITEMS:
         raise InvalidRequest(f"A conversation may have {_MAX_ITEMS} items.", param="items")
@@ -190,7 +178,6 @@ def _extended(record: StoredConversation, items: Sequence[Item]) -> StoredConver
 
 
 def _with_response(record: StoredConversation, items: Sequence[Item]) -> StoredConversation:
-    """Return the conversation with a response's items at its end. Raises InvalidRequest where there is no room."""
     added = {item["id"] for item in items}
     if any(item["id"] in added for item in conversation_items(record)):  # their ids are new in every response
         return record
@@ -207,7 +194,6 @@ def _joined(record: StoredConversation, items: Sequence[Item]) -> StoredConversa
 
 
 def _without_logprobs(item: Item) -> Item:
-    """Return an item as conversations keep it: log-probabilities are a response's alone."""
     if item["type"] != "message":
         return item
     return item | {"content": [part | ({"logprobs": []} if "logprobs" in part else {}) for part in item["content"]]}

@@ -54,7 +54,6 @@ class Turn:
 
     @property
     def all_items(self) -> list[Item]:
-        """Return the items of all turns, the first one first."""
         return [*self.context.items, *self.items]
 
 
@@ -69,7 +68,6 @@ class ResponsesApi:
 
     @classmethod
     def of(cls, services: Services, owner: str) -> "ResponsesApi":
-        """Return the API for one client."""
         files_api, config = services.files_api, services.config
         if files_api is None:
             return cls(None, None, None, services.lanes)
@@ -153,7 +151,6 @@ class ResponsesApi:
 
     @property
     def event_log(self) -> EventLog:
-        """Return the log of events of responses in the background."""
         assert self.jobs is not None, "a background without a store"
         return self.jobs.files_api.stores.responses.events
 
@@ -162,7 +159,6 @@ class ResponsesApi:
         return await self._find(text, "response_id")
 
     async def cancel(self, text: str) -> StoredResponse:
-        """Cancel a response in the background; one that is over is left as it is. Raises NotFound, InvalidRequest."""
         record = await self.retrieve(text)
         if not orjson.loads(bytes(record.response))["background"]:
             raise InvalidRequest("Only responses in the background can be cancelled.", param="response_id")
@@ -186,14 +182,12 @@ class ResponsesApi:
         return items_of(await self._stored("response_id").find(text))
 
     async def _find(self, text: str, param: str) -> StoredResponse:
-        """Return a response as it is now. Raises NotFound."""
         record = await self._stored(param).find(text, param=param)
         if record.batch_id is None or self.jobs is None:
             return record
         return await self._note(record.batch_id, await self.jobs.settled(record, record.batch_id))
 
     async def _note(self, batch_id: BatchKey, record: StoredResponse) -> StoredResponse:
-        """Keep what became of a response whose batch is over, and delete the batch's files."""
         if record.batch_id is None and self.jobs is not None:
             record = record if fits(record) else too_large(record)
             if not await self._settle(record):
@@ -205,7 +199,6 @@ class ResponsesApi:
         return record
 
     async def _settle(self, record: StoredResponse) -> bool:
-        """Add a response that was generated in the background to its conversation; False: it has no room."""
         if record.conversation_id is None or self.conversations is None:
             return True
         is_generated = orjson.loads(bytes(record.response))["status"] in ("completed", "incomplete")
@@ -224,7 +217,6 @@ class ResponsesApi:
         return await conversations.find(text, param=param) if record.pending else record
 
     async def _open_conversation(self, text: str) -> StoredConversation:
-        """Return a conversation that may be continued. Raises NotFound, Conflict."""
         record = await self.conversation(text, param="conversation")
         check_unlocked(record)
         return record
@@ -241,7 +233,6 @@ class ResponsesApi:
         return asked.store is not False and self.state is not None
 
     def _stored(self, param: str) -> ResponseState:
-        """Return the stored responses. Raises InvalidRequest where there are none."""
         if self.state is None:
             message = "Responses are not stored here (batches.enabled is false)."
             raise InvalidRequest(message, param=param, code="responses_not_stored")

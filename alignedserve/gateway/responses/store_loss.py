@@ -22,7 +22,6 @@ class StoreLoss:
         self._since_s: float | None = None  # None: it is there
 
     def is_over(self) -> None:
-        """Note that the store has answered."""
         self._since_s = None
 
     async def wait(self, error: StoreUnavailable) -> None:

@@ -65,7 +65,6 @@ class ResponseEvents(EventStreamResponse):
 
 
 def _closing(formatter: ResponsesFormatter) -> tuple[bytes, bytes]:
-    """Return the last events, and the response that is kept."""
     return formatter.closing_events(), orjson.dumps(formatter.response)
 
 
@@ -125,7 +124,6 @@ class StoredEvents:
                         yield block + b"\n\n"
 
     def _is_new(self, number: int) -> bool:
-        """Note an event; return whether the client lacks it. Raises NotFound if it lacks others before it."""
         if self._has_gap and number > max(self.last, self.starting_after) + 1:
             raise _not_kept()
         self._has_gap = False
@@ -148,14 +146,12 @@ class StoredEventsResponse(Response):
 
     @override
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send events as they come."""
         scope["state"]["failure_events"] = self._stored.failure_events
         release_early(scope["state"])  # the next server has the rest of its events, after the last one that it knows
         sender = EventSender(send, scope["state"])
         await while_connected(receive, self._send_all(sender), sender.check)
 
     async def _send_all(self, sender: EventSender) -> None:
-        """Start with the first event, or once none is known to be missing: an error before is one of HTTP."""
         async with aclosing(self._stored.events()) as events:
             async for event in events:
                 await sender.start()

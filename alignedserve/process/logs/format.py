@@ -23,7 +23,6 @@ class TextFormatter(logging.Formatter):
 
     @override
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """See logging.Formatter."""
         line, request_id = super().formatMessage(record), current_request.get()
         return f"{line} [{request_id}]" if request_id and request_id not in line else line
 
@@ -37,7 +36,6 @@ class JsonFormatter(logging.Formatter):
 
     @override
     def format(self, record: logging.LogRecord) -> str:
-        """See logging.Formatter. What cannot be written in JSON is written as a text."""
         line: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -67,5 +65,4 @@ def require_format(name: str) -> str:
 
 
 def formatter(name: str, process: str) -> logging.Formatter:
-    """Return a format by its name. Raises ConfigError."""
     return _FORMATTERS[require_format(name)](process)

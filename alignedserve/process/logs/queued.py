@@ -24,7 +24,6 @@ class QueuedLogHandler(QueueHandler):
     """
 
     def __init__(self, path: Path, log_format: str = TEXT, max_lines: int = _MAX_LINES) -> None:
-        """`log_format`: see log_format."""
         self._lines: queue.Queue[logging.LogRecord] = queue.Queue(max_lines)
         super().__init__(self._lines)
         self.setFormatter(formatter(log_format, path.stem))
@@ -36,7 +35,6 @@ class QueuedLogHandler(QueueHandler):
 
     @override
     def enqueue(self, record: logging.LogRecord) -> None:
-        """See QueueHandler. Called by one thread at a time."""
         if self._lines.qsize() <= self._lines.maxsize // 2:
             self._tell_loss()
         if self._num_lost or self._lines.full():
@@ -53,7 +51,6 @@ class QueuedLogHandler(QueueHandler):
 
     @override
     def flush(self) -> None:
-        """Wait until all lines are written, for a second at most."""
         with self._lines.all_tasks_done:
             self._lines.all_tasks_done.wait_for(self._is_written, _FLUSH_S)
 
@@ -84,15 +81,12 @@ class _LineFile(logging.Handler):
 
     @override
     def createLock(self) -> None:
-        """See logging.Handler: one thread writes."""
         self.lock = None
 
     @override
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a line, or lose what the disk cannot take."""
         with suppress(OSError):
             self._file.write(record.getMessage().encode(errors="backslashreplace") + b"\n")
 
     def close_file(self) -> None:
-        """Write no more."""
         self._file.close()

@@ -28,16 +28,13 @@ class StepOfKinds:
         """See StepAttention: nothing to bind."""
 
     def set_last_blocks(self, blocks: IntArray) -> None:
-        """See StepAttention."""
         raise AssertionError("these planners do not plan ahead")
 
     def decode(self, queries: Tensor, out: Tensor, layer: int, is_windowed: bool) -> None:
-        """See StepAttention."""
         kind, place = self._places[layer]
         self.steps[kind].decode(queries, out, place, is_windowed)
 
     def chunks(self, queries: Tensor, new: tuple[Tensor, Tensor], out: Tensor, layer: int, is_windowed: bool) -> None:
-        """See StepAttention."""
         kind, place = self._places[layer]
         self.steps[kind].chunks(queries, new, out, place, is_windowed)
 
@@ -59,7 +56,6 @@ class DeviceStepOfKinds(StepOfKinds):
 
     @override
     def bind(self, tensors: Sequence[Tensor]) -> None:
-        """See StepAttention."""
         tables, first = tensors[sum(self._num_own) :], 0
         for index, (step, count) in enumerate(zip(self.steps, self._num_own, strict=True)):
             has_tables = self._shares_tables or not index
@@ -68,7 +64,6 @@ class DeviceStepOfKinds(StepOfKinds):
 
     @override
     def set_last_blocks(self, blocks: IntArray) -> None:
-        """See StepAttention."""
         self.steps[0].set_last_blocks(blocks)
 
 
@@ -94,7 +89,6 @@ class PlannerOfKinds:
     def plan(
         self, decode_rows: IntArray, chunk_rows: IntArray, chunk_counts: IntArray, num_padding: int = 0
     ) -> StepOfKinds:
-        """See AttentionPlanner."""
         own = (decode_rows, chunk_rows, chunk_counts, num_padding)
         steps = [planner.plan(*own) for planner in self._planners]
         if not self.plans_ahead:
@@ -111,10 +105,8 @@ class PagedPlannerOfKinds(PlannerOfKinds):
         self._paged = planners
 
     def keep_tables(self) -> None:
-        """See TableKeeper."""
         for planner in self._paged:
             planner.keep_tables()
 
     def plan_runs(self, rows: IntArray, counts: IntArray) -> StepOfKinds:
-        """See RunPlanner."""
         return StepOfKinds([planner.plan_runs(rows, counts) for planner in self._paged], self._places)

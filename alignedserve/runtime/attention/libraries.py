@@ -99,8 +99,6 @@ def _scale(queries: Tensor) -> float:
 
 
 def _flash_4(varlen: Callable[..., Any], _block_size: int) -> AttentionLibrary:
-    """Return flash-attn-4, which takes pages of any size and returns sums of weights beside its output."""
-
     def common(queries: Tensor, window: int | None) -> dict[str, Any]:
         left = None if window is None else window - 1
         return {
@@ -129,8 +127,6 @@ def _flash_4(varlen: Callable[..., Any], _block_size: int) -> AttentionLibrary:
 
 
 def _pytorch(varlen: Callable[..., Any], block_size: int) -> AttentionLibrary:
-    """Return PyTorch's, which reads pages of 256 tokens, or a multiple, in place; others are gathered."""
-
     def common(queries: Tensor, window: int | None) -> dict[str, Any]:
         left = -1 if window is None else window - 1
         return {"scale": _scale(queries), "window_size": (left, 0), "enable_gqa": True}

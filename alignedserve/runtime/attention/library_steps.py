@@ -33,18 +33,14 @@ class Chunks(Protocol):
 
     host_arrays: list[Array]
 
-    def bind(self, tensors: Sequence[Tensor]) -> None:
-        """See StepAttention."""
+    def bind(self, tensors: Sequence[Tensor]) -> None: ...
 
     def run(self, queries: Tensor, new: tuple[Tensor, Tensor], out: Tensor, layer: int, is_windowed: bool) -> None:
         """Fill `out`, as StepAttention.chunks does."""
 
 
 class _LibraryStep:
-    """What prompts and chunks have in common."""
-
     def __init__(self, library: AttentionLibrary, window: int | None, own: Chunks, on_failure: OnFailure) -> None:
-        """`own`: the same by our kernel; `on_failure`: told when the library cannot compute it."""
         self._library = library
         self._window = window
         self._own = own
@@ -52,7 +48,6 @@ class _LibraryStep:
         self._has_failed = False
 
     def run(self, queries: Tensor, new: tuple[Tensor, Tensor], out: Tensor, layer: int, is_windowed: bool) -> None:
-        """See Chunks. An error of the device itself is raised: no kernel computes anything behind one."""
         if not self._has_failed:
             try:
                 tokens, kv_heads, group, head_dim = queries.shape
@@ -84,7 +79,6 @@ class LibraryPrompts(_LibraryStep):
         self._starts: Tensor | None = None
 
     def bind(self, tensors: Sequence[Tensor]) -> None:
-        """See StepAttention."""
         (self._starts,) = tensors
 
     @override
@@ -106,11 +100,9 @@ class ContextChunks:
 
     @property
     def num_slots(self) -> int:
-        """Return the slots of all their blocks."""
         return int(self._widths.sum()) * self._block_size
 
     def arrays(self) -> list[Array]:
-        """Return starts, lengths, table, blocks and firsts of Pages."""
         is_own = np.arange(self._tables.shape[1]) < self._widths[:, None]
         table = np.where(is_own, self._tables, 0).astype(np.int32)
         blocks = self._tables[is_own].astype(np.int64)
@@ -120,7 +112,6 @@ class ContextChunks:
         return _starts(self._widths * self._block_size)
 
     def tails(self) -> list[Array]:
-        """Return blocks and slots [slots] int64 behind the contexts' ends, within their last blocks."""
         last = self._tables[np.arange(len(self.lengths)), self._widths - 1]
         first = self.lengths - (self._widths - 1) * self._block_size
         is_tail = np.arange(self._block_size) >= first[:, None]
@@ -151,7 +142,6 @@ class LibraryChunks(_LibraryStep):
         self._tails: list[Tensor] = []
 
     def bind(self, tensors: Sequence[Tensor]) -> None:
-        """See StepAttention."""
         starts, lengths, table, blocks, firsts, *self._tails = tensors
         self._pages = Pages(starts, lengths, table, *self._longest, blocks, firsts)
 

@@ -88,7 +88,6 @@ class TrialChunks:
         self._queries = torch.empty(sizes, dtype=dtype, device=storage.device).normal_(generator=random)
 
     def write(self) -> None:
-        """Write the contexts' keys and values into their slots."""
         storage, layer = self._storage, self._layer
         for slots, own in zip((storage.key_slots(layer), storage.value_slots(layer)), self._cached, strict=True):
             slots[self._slots] = own
@@ -99,16 +98,13 @@ class TrialChunks:
         self._inputs.seal()
 
     def fill_inputs(self, value: float) -> None:
-        """Fill queries, new keys and new values."""
         self._inputs.fill(value)
 
     def sums(self) -> Tensor:
-        """Return a sum of the bytes of each block, in groups of 8."""
         blocks = self._storage.bytes[-self.num_blocks :].view(torch.int64)
         return torch.stack([block.sum() for block in blocks])
 
     def zero_tails(self) -> None:
-        """Zero the unused slots of the contexts' last blocks."""
         size = self._setup.layout.block_size
         lengths = self._table.num_tokens[self._rows]
         for row, length in zip(self._rows.tolist(), lengths.tolist(), strict=True):
@@ -116,7 +112,6 @@ class TrialChunks:
                 self._storage.zero_tail(BlockId(int(self._table.block_tables[row, length // size])), length % size)
 
     def are_intact(self) -> bool:
-        """Return whether queries, new keys and new values, and the memory beside them, are what was written."""
         return self._inputs.are_intact()
 
     def work(self, library: AttentionLibrary | None = None) -> Work:
@@ -157,14 +152,12 @@ class Trial:
         self._storage = BlockStorage(setup.layout, self.num_blocks, self._device)
 
     def result(self) -> TrialResult:
-        """Compare and measure both kinds of chunks."""
         shapes = self._setup.shapes
         whole, whole_reason, _ = self._try(shapes.odd_whole, shapes.whole)
         paged, paged_reason, clears_tails = self._try(shapes.odd_chunks, shapes.chunks)
         return TrialResult(self.num_blocks, whole, paged, whole_reason, paged_reason, clears_tails)
 
     def _try(self, odd: ChunkShape, measured: ChunkShape) -> tuple[Measured | None, str, bool]:
-        """Return seconds, or why there are none; and whether unused slots must hold numbers."""
         clears_tails = False
         reason = self._obstacle(odd)
         if reason == _NO_RESULT and not odd.is_whole:
@@ -214,14 +207,11 @@ class Trial:
         return None if is_intact and self._are_all(others, elsewhere) else _WRITES
 
     def _are_all(self, blocks: Tensor, value: int) -> bool:
-        """Return whether blocks consist of this number of 8 bytes."""
         rows = max(1, _SCANNED_BYTES // self._setup.layout.block_bytes)
         return all(bool((part == value).all()) for part in torch.split(blocks.view(torch.int64), rows))
 
 
 class _Inputs:
-    """Queries, new keys and new values between guards, each of which tells whether it was written."""
-
     def __init__(self, sizes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> None:
         lengths = [math.prod(size) for size in sizes]
         self._buffers = [torch.empty(length + 2 * _GUARD, dtype=dtype, device=device) for length in lengths]
@@ -236,7 +226,6 @@ class _Inputs:
             buffer.fill_(value)
 
     def seal(self) -> None:
-        """Remember what they hold."""
         self._sealed = [buffer.clone() for buffer in self._buffers]
 
     def are_intact(self) -> bool:
@@ -256,7 +245,6 @@ def differing(work: Work, expected: Sequence[Tensor]) -> str | None:
 
 
 def _failure(work: Work) -> str | None:
-    """Return why a library does not compute at all; None: it does."""
     try:
         work()
     except Exception as error:  # noqa: BLE001  (as above)
@@ -282,7 +270,6 @@ def fitting(shape: ChunkShape, block_size: int, num_blocks: int) -> ChunkShape:
 
 
 def _num_blocks(setup: PromptSetup, device: torch.device) -> int:
-    """Return how many blocks a trial has: the engine's, but no more than show every overflow, or fit now."""
     block_bytes = setup.layout.block_bytes
     num_blocks = min(setup.num_blocks, -(-FAR_BYTES // block_bytes))
     if device.type == CUDA:
@@ -293,7 +280,6 @@ def _num_blocks(setup: PromptSetup, device: torch.device) -> int:
 
 
 def _table_of(shape: ChunkShape, block_size: int, num_blocks: int) -> tuple[SequenceTable, int]:
-    """Return sequences of these lengths, in rows from 0 on, in the highest blocks in random order; and how many."""
     widths = [blocks_for(length, block_size) for length in shape.lengths]
     table = SequenceTable(max_sequences=len(widths), max_context_len=max(shape.lengths), block_size=block_size)
     free = (num_blocks - 1 - np.random.default_rng(0).permutation(sum(widths))).tolist()
@@ -306,7 +292,6 @@ def _table_of(shape: ChunkShape, block_size: int, num_blocks: int) -> tuple[Sequ
 
 @torch.inference_mode()
 def try_library(request: TrialRequest) -> TrialResult:
-    """Perform a trial in this process."""
     setup = request.setup
     library = library_named(request.library, setup.layout.block_size)
     assert library is not None, f"{request.library} cannot be imported"
@@ -315,7 +300,6 @@ def try_library(request: TrialRequest) -> TrialResult:
 
 
 def main() -> None:
-    """Perform the trial that the argument describes."""
     request = TrialRequest.from_json(sys.argv[1])
     use_device(device_of(request.setup))
     print(json.dumps(asdict(try_library(request))), flush=True)

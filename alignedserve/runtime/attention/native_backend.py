@@ -43,17 +43,14 @@ class PagedStep:
         """See StepAttention: nothing to bind."""
 
     def set_last_blocks(self, blocks: IntArray) -> None:
-        """See StepAttention."""
         raise AssertionError("this planner does not plan ahead")
 
     def decode(self, queries: Tensor, out: Tensor, layer: int, is_windowed: bool) -> None:
-        """See StepAttention."""
         if self._decodes is not None:
             count = len(self.decode_rows)
             self._paged.run(self._decodes, queries[:count], out[:count], layer, is_windowed)
 
     def chunks(self, queries: Tensor, new: tuple[Tensor, Tensor], out: Tensor, layer: int, is_windowed: bool) -> None:
-        """See StepAttention."""
         plan = self._chunks if is_windowed else self._full_chunks
         if plan is not None:
             first = len(self.decode_rows)
@@ -88,11 +85,10 @@ class PagedPlanner:
         self._keeps_tables = False
 
     def keep_tables(self) -> None:
-        """See TableKeeper."""
         self._keeps_tables = True
 
     def plan_runs(self, rows: IntArray, counts: IntArray) -> PagedStep:
-        """See RunPlanner. A token reads those before it: all keys and values of a layer are written first."""
+        """A token reads those before it: all keys and values of a layer are written first."""
         table = self._table
         token_rows, positions = tokens_of(rows, table.num_computed[rows], counts)
         args = (table.block_tables, token_rows, positions + 1, self._window, torch.get_num_threads())
@@ -103,7 +99,6 @@ class PagedPlanner:
     def plan(
         self, decode_rows: IntArray, chunk_rows: IntArray, chunk_counts: IntArray, num_padding: int = 0
     ) -> PagedStep:
-        """See AttentionPlanner."""
         assert not num_padding, "only the GPU kernels read padding"
         table, num_threads = self._table, torch.get_num_threads()
         decodes = chunks = full_chunks = None

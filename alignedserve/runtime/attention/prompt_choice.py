@@ -38,7 +38,6 @@ class ChunkShape(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Return whether nothing is cached."""
         return self.lengths == self.counts
 
     @override
@@ -69,7 +68,6 @@ class PromptSetup:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of its blocks."""
         return self.num_blocks * self.layout.block_bytes
 
 
@@ -86,7 +84,6 @@ class TrialRequest:
 
     @classmethod
     def from_json(cls, text: str) -> "TrialRequest":
-        """Read what `to_json` wrote."""
         said = json.loads(text)
         shapes = (ChunkShape(tuple(lengths), tuple(counts)) for lengths, counts in said["setup"]["shapes"])
         own = {"layout": BlockLayout(**said["setup"]["layout"]), "shapes": TrialShapes(*shapes)}
@@ -142,12 +139,10 @@ class PromptChoice:
 
     @property
     def for_whole(self) -> str:
-        """Return the name of the kernel for whole prompts."""
         return _fastest(self.whole)
 
     @property
     def for_paged(self) -> str:
-        """Return the name of the kernel for chunks."""
         return _fastest(self.paged)
 
     @property
@@ -182,7 +177,6 @@ def choose_prompts(setup: PromptSetup, libraries: Sequence[str]) -> PromptChoice
 
 
 def _suspect(name: str, setup: PromptSetup) -> None:
-    """Have the next process do without a library if the device fails in this one: it would fail there again."""
     path = _path_of(TrialRequest(name, setup))
     reason = f"the GPU failed while it was in use; to try it again, delete {path}"
     num_blocks = max(setup.num_blocks, -(-FAR_BYTES // setup.layout.block_bytes))
@@ -208,7 +202,6 @@ def _combined(setup: PromptSetup, results: Mapping[str, TrialResult | None]) -> 
 
 
 def _seconds(measured: Mapping[str, Measured]) -> dict[str, float]:
-    """Return seconds by name, ours first; those of a library by their ratio to ours beside it."""
     if not measured:
         return {}
     own_s = next(iter(measured.values())).own_s
@@ -216,7 +209,6 @@ def _seconds(measured: Mapping[str, Measured]) -> dict[str, float]:
 
 
 def _result_of(request: TrialRequest) -> TrialResult | None:
-    """Return what a trial found, now or before; None: nothing, which the log says."""
     setup, path = request.setup, _path_of(request)
     kept = _decoded(read_kept(path))
     if kept is not None and _reaches(kept, setup):
@@ -245,7 +237,6 @@ def _decoded(said: object) -> TrialResult | None:
 
 
 def _reaches(result: TrialResult, setup: PromptSetup) -> bool:
-    """Return whether the trial's storage had every offset that overflows somewhere."""
     tried_bytes = result.num_blocks * setup.layout.block_bytes
     return tried_bytes >= min(FAR_BYTES, setup.num_bytes) or setup.num_bytes <= NEAR_BYTES
 
@@ -266,5 +257,4 @@ def _described(shape: ChunkShape, seconds: Mapping[str, float]) -> str:
 
 
 def device_of(setup: PromptSetup) -> torch.device:
-    """Return the device that it names."""
     return torch.device(setup.device)

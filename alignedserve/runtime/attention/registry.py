@@ -70,8 +70,6 @@ def attention_planner(
 
 
 class _Part(NamedTuple):
-    """Layers that are alike, and have their keys and values in the same blocks."""
-
     contexts: Contexts
     layers: CachedLayers
     scores: ScoreForm
@@ -80,7 +78,6 @@ class _Part(NamedTuple):
 def _parts(
     table: Contexts, storage: BlockStorage, config: ModelConfig, scores: ScoreForm, rings: RingTables | None
 ) -> list[_Part]:
-    """Return the layers by their kinds, or by where they have keys and values, in the order of the whole cache."""
     if rings is None:
         assert scores.sinks is None or len(storage.kinds) == 1, "sinks of several kinds of layers"
         return [_Part(table, kind, scores) for kind in (storage.kinds if storage.layout.unlike else (storage,))]
@@ -91,7 +88,6 @@ def _parts(
 
 
 def _sinks_of_parts(config: ModelConfig, layout: BlockLayout, scores: ScoreForm) -> Sequence[Tensor | None]:
-    """Return the sinks of layers whose keys and values are in the blocks of tokens, then of those of each ring."""
     num_parts = 1 + layout.num_rings
     if scores.sinks is None:
         return [None] * num_parts
@@ -110,7 +106,6 @@ def _cpu_planner(
     dtype: torch.dtype,
     runs: Mapping[int, Runs] | None,
 ) -> PagedPlanner | GatheredPlanner:
-    """Return the planner of the native kernels, or of plain PyTorch, over layers that are alike."""
     is_chunked, window = config.has_chunked_windows, config.sliding_window
     in_windows = config.extras is not None and config.extras.pictures_in_windows
     if level in (TORCH, TRITON):
@@ -136,7 +131,6 @@ def try_libraries(choice: str, layout: BlockLayout, num_blocks: int, config: Mod
 
 
 def _is_plain(config: ModelConfig) -> bool:
-    """Return whether libraries compute the attention of this model: keys, values and windows, and no more."""
     has_scores = config.has_sinks or config.score_cap is not None
     return config.latent is None and not has_scores and not config.has_chunked_windows
 
@@ -144,7 +138,6 @@ def _is_plain(config: ModelConfig) -> bool:
 def _gpu_planner(
     table: Contexts, storage: BlockStorage, config: ModelConfig, scores: ScoreForm, rings: RingTables | None
 ) -> AttentionPlanner | None:
-    """Return the planner of the GPU kernels; None where they do not run."""
     gpu_attention = importlib.import_module("alignedserve.runtime.attention.triton_backend")  # loads Triton
     rank = None if config.latent is None else config.latent.rank
     kinds: Sequence[CachedLayers] = storage.kinds if storage.layout.unlike else (storage,)
@@ -189,7 +182,6 @@ def _gpu_planner_of_rings(
     rings: RingTables,
     more: Mapping[str, Any],
 ) -> AttentionPlanner:
-    """Return the planner of the GPU kernels, where layers with a window have rings."""
     gpu_attention = importlib.import_module("alignedserve.runtime.attention.triton_backend")
     ring_attention = importlib.import_module("alignedserve.runtime.attention.triton_rings")
     group, layout, window = config.group_size, storage.layout, config.sliding_window

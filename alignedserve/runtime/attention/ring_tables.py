@@ -221,7 +221,6 @@ class RingTables:
         return np.ascontiguousarray(self.tables[:, token_rows, columns] * slot_stride + offsets)
 
     def _enter(self, rows: IntArray) -> IntArray:
-        """Take over rows that others have now; return the blocks of those that have computed nothing."""
         if not len(rows):
             return _NONE
         table = self._table
@@ -234,12 +233,10 @@ class RingTables:
         return rings[:, table.num_computed[rows] == 0].reshape(-1)
 
     def _rings(self, rows: IntArray) -> IntArray:
-        """Return the blocks of the rings of these rows [rings, rows, blocks]."""
         blocks = self._table.state_tables[rows, 1:].reshape(len(rows), self._layout.num_rings, -1)
         return blocks.swapaxes(0, 1)
 
     def _own_blocks(self, row: int, columns: slice | IntArray) -> IntArray:
-        """Return the blocks that a row's rings have for these columns of its tables [rings, columns]."""
         return self._rings(np.array([row]))[:, 0, self._in_ring[columns]]
 
     def _take_back(self, rows: IntArray) -> None:
@@ -250,7 +247,6 @@ class RingTables:
                 self.changes += 1
 
     def _lend(self, rows: IntArray, before: IntArray, after: IntArray) -> IntArray:
-        """Let scratch blocks take the place of those that chunks begin; return the copies of what stays."""
         size, used, copies = self._layout.block_size, 0, [self._no_copies]
         for row, first_token, end in zip(rows.tolist(), before.tolist(), after.tolist(), strict=True):
             first, last = -(-first_token // size), -(-end // size)
@@ -265,7 +261,6 @@ class RingTables:
         return np.concatenate(copies, axis=2)
 
     def _kept(self, rows: IntArray, before: IntArray, after: IntArray) -> KeptRings:
-        """Return the copies of what the tokens behind edges will read, of edges that these rows pass."""
         if not self._table.kept_states:
             return self._none_kept
         edges, missed = self._edges(rows, before, after)
@@ -303,12 +298,10 @@ class RingContexts:
 
     @property
     def version(self) -> int:
-        """See Contexts."""
         return self._contexts.version + self._rings.changes
 
     @property
     def num_computed(self) -> IntArray:
-        """See Contexts."""
         return self._contexts.num_computed
 
 

@@ -47,8 +47,6 @@ class StateEdge(NamedTuple):
 
 
 class _KnownIds(NamedTuple):
-    """The requests of the rows that were asked for last."""
-
     version: int  # of the table
     rows: IntArray
     ids: list[RequestId]

@@ -38,11 +38,9 @@ class GatheredStep(NamedTuple):
         """See StepAttention: nothing to bind."""
 
     def set_last_blocks(self, blocks: IntArray) -> None:
-        """See StepAttention."""
         raise AssertionError("this planner does not plan ahead")
 
     def decode(self, queries: Tensor, out: Tensor, layer: int, is_windowed: bool) -> None:
-        """See StepAttention."""
         runs, scores = (self.storage.key_runs(layer), self.storage.value_runs(layer)), self.scores.of_layer(layer)
         for bucket in self.buckets:
             mask = bucket.mask if bucket.window_mask is None or not is_windowed else bucket.window_mask
@@ -50,7 +48,6 @@ class GatheredStep(NamedTuple):
             out[rows] = attend_decode(queries[rows], *runs, bucket.runs, mask, self.buffers, scores)
 
     def chunks(self, queries: Tensor, new: tuple[Tensor, Tensor], out: Tensor, layer: int, is_windowed: bool) -> None:
-        """See StepAttention."""
         for chunk in self.chunk_plans:
             rows = slice(chunk.first, chunk.last)
             keys, values = self._context(chunk, new, layer)
@@ -87,7 +84,6 @@ class GatheredPlanner:
         whole_runs: Mapping[int, Runs] | None = None,
         whole_in_windows: bool = False,
     ) -> None:
-        """`dtype`: of queries. `is_chunked`, `whole_runs`, `whole_in_windows`: see PagedPlanner."""
         self._whole_runs = whole_runs if whole_runs is not None else {}
         self._whole_in_windows = whole_in_windows
         self._dtype = dtype
@@ -101,7 +97,6 @@ class GatheredPlanner:
     def plan(
         self, decode_rows: IntArray, chunk_rows: IntArray, chunk_counts: IntArray, num_padding: int = 0
     ) -> GatheredStep:
-        """See AttentionPlanner."""
         assert not num_padding, "only the GPU kernels read padding"
         step = self.plan_chunks(chunk_rows, chunk_counts, len(decode_rows))
         plan = self._decode_plan(decode_rows)
@@ -110,7 +105,6 @@ class GatheredPlanner:
         return step._replace(decode_rows=plan.rows, padded_share=plan.padded_share, buckets=plan.buckets)
 
     def plan_chunks(self, rows: IntArray, counts: IntArray, first: int) -> GatheredStep:
-        """Plan a step of chunks alone, whose token rows start at `first`."""
         plans = []
         for place, (row, count) in enumerate(zip(rows.tolist(), counts.tolist(), strict=True)):
             own = slice(place, place + 1)

@@ -24,7 +24,7 @@ _BUCKET_BYTES = 2 << 20
 # ... but fewer sequences than this leave cores idle.
 _MIN_BUCKET_SEQUENCES = 4
 # The fixed cost of one attention call, as bytes that it could read in that time: 24 us, at 0.76 us for 16 KiB (two
-# cores, Zen 4; benchmarks.engine.iteration_log compares predictions from it with measurements).
+# cores, Zen 4; an earlier benchmark compared predictions from it with measurements).
 CALL_BYTES = 512 << 10
 # Tokens that each bucket can grow before the plan is rebuilt.
 _SPARE_TOKENS = 8
@@ -188,7 +188,6 @@ class DecodePlan:
         )
 
     def _reversed_runs(self, first: int, last: int, width: int) -> Tensor | None:
-        """Return the places of reversed sequences' blocks among the `width` of each row of a bucket."""
         is_reversed = self._table.is_reversed[self.rows[first:last]]
         if not is_reversed.any():
             return None
@@ -271,7 +270,6 @@ def _chunk_mask(
     device: torch.device,
     ends: IntArray | None = None,
 ) -> Tensor:
-    """Build a mask [num_tokens, before + num_tokens]: 0 where new token i reads slot j, else -inf."""
     own = torch.arange(before, before + num_tokens, device=device)[:, None]
     others = torch.arange(before + num_tokens, device=device)
     is_hidden = others > own if ends is None else others >= torch.from_numpy(ends).to(device)[:, None]

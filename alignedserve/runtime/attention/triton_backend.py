@@ -118,7 +118,6 @@ class GpuPlanner:
             self._paged, self._clears_tails = library, clears_tails
 
     def _side_by_side(self) -> int:
-        """Return the programs of a decode that walk over the same tokens."""
         kv_heads, group, _ = self.heads
         if self.latent_rank is None:
             return kv_heads
@@ -138,7 +137,6 @@ class GpuPlanner:
         return decode_tiling(self.heads[2], blocks.dtype, program_shared_bytes(blocks.device)).keys
 
     def _drop(self, library: AttentionLibrary, error: Exception) -> None:
-        """Compute by our own kernel what this library has computed."""
         if library in (self._whole, self._paged):
             reason = f"{type(error).__name__}: {error}"
             logger.warning("%s failed, our own kernel goes on in its place: %s", library.name, reason[:_LONGEST_REASON])
@@ -148,7 +146,7 @@ class GpuPlanner:
     def plan(
         self, decode_rows: IntArray, chunk_rows: IntArray, chunk_counts: IntArray, num_padding: int = 0
     ) -> GpuStep:
-        """See AttentionPlanner. Padding reads one slot of the storage's scratch block."""
+        """Padding reads one slot of the storage's scratch block."""
         decodes = Decodes(self, decode_rows, num_padding) if len(decode_rows) + num_padding else None
         return GpuStep(decode_rows, decodes, self._chunks(chunk_rows, chunk_counts) if len(chunk_rows) else None)
 
@@ -244,8 +242,6 @@ def prompt_choice(
 
 
 class _OneStep:
-    """A step over its own storage of zeros: a token of one sequence and the prompt of another."""
-
     def __init__(self, layout: BlockLayout, group: int, device: torch.device, latent_rank: int | None) -> None:
         prompt_len = 2
         width = blocks_for(prompt_len, layout.block_size)
@@ -269,7 +265,6 @@ class _OneStep:
         self._step.chunks(self.queries, (out, out), out, 0, False)
 
     def decode_kernel(self) -> CompiledKernel | None:
-        """Return the compiled kernel of decodes."""
         decodes = self._step.decodes
         assert decodes is not None, "a step without decodes"
         return decodes.run(self.queries[:1], torch.empty_like(self.queries[:1]), 0, False)
@@ -285,7 +280,6 @@ def _trial_launch(layout: BlockLayout, group: int, device: torch.device, latent_
 
 
 def _scratch_block(storage: CachedLayers) -> int:
-    """Return the storage's scratch block; -1: there is none."""
     return storage.scratch_block if isinstance(storage, BlockStorage) and storage.has_scratch else -1
 
 

@@ -38,7 +38,6 @@ class GpuStep:
         self.host_arrays = [array for part in self._parts for array in part.host_arrays]
 
     def bind(self, tensors: Sequence[Tensor]) -> None:
-        """See StepAttention."""
         first = 0
         for part in self._parts:
             last = first + len(part.host_arrays)
@@ -46,18 +45,15 @@ class GpuStep:
             first = last
 
     def set_last_blocks(self, blocks: IntArray) -> None:
-        """See StepAttention."""
         assert self.decodes is not None, "nothing decodes in this step"
         self.decodes.set_last_blocks(blocks)
 
     def decode(self, queries: Tensor, out: Tensor, layer: int, is_windowed: bool) -> None:
-        """See StepAttention."""
         if self.decodes is not None:
             rows = slice(None, self.decodes.num_rows)
             self.decodes.run(queries[rows], out[rows], layer, is_windowed)
 
     def chunks(self, queries: Tensor, new: tuple[Tensor, Tensor], out: Tensor, layer: int, is_windowed: bool) -> None:
-        """See StepAttention."""
         if self.prompts is not None:
             rows = slice(0 if self.decodes is None else self.decodes.num_rows, None)
             self.prompts.run(queries[rows], (new[0][rows], new[1][rows]), out[rows], layer, is_windowed)
@@ -95,13 +91,11 @@ class Decodes:
         self._batches: list[dict[int | None, DecodeBatch]] = []  # of each table, by windows
 
     def set_last_blocks(self, blocks: IntArray) -> None:
-        """See GpuStep."""
         lengths, starts, _, entries = self.host_arrays[-4:]
         last_columns = (lengths[: self._num_own] - 1) // self._planner.table.block_size
         entries[starts[: self._num_own] + last_columns] = blocks
 
     def bind(self, tensors: Sequence[Tensor]) -> None:
-        """See GpuStep."""
         *arrays, lengths, starts, is_reversed, entries = tensors
         planner, width = self._planner, len(WorkPartition._fields)
         partitions = [arrays[first : first + width] for first in range(0, len(arrays), width)]
@@ -116,7 +110,6 @@ class Decodes:
         self._batches = [batches, *more]
 
     def run(self, queries: Tensor, out: Tensor, layer: int, is_windowed: bool) -> CompiledKernel | None:
-        """Compute one layer; return the kernel that did. See GpuStep."""
         planner = self._planner
         window = planner.window if is_windowed else None
         table, place = planner.place_of(layer)
@@ -131,7 +124,6 @@ class PagedChunks:
     """Several tokens of each sequence, over contexts in blocks."""
 
     def __init__(self, planner: "GpuPlanner", rows: IntArray, counts: IntArray, ends: IntArray | None) -> None:
-        """`ends`: see `ends_of`."""
         lengths = planner.table.num_computed[rows] + counts
         of_program = planner.chunk_rows()
         tiles = chunk_tiles(lengths, counts, group=of_program.heads, query_rows=of_program.query_rows)
@@ -142,14 +134,12 @@ class PagedChunks:
         self._batches: list[ChunkBatch] = []  # of each table
 
     def bind(self, tensors: Sequence[Tensor]) -> None:
-        """See GpuStep."""
         *tiles, starts, is_reversed, entries = tensors
         ends = tiles.pop() if self._has_ends else None
         tables = self._planner.tables(entries, starts, is_reversed)
         self._batches = [ChunkBatch(own, tiles, ends) for own in tables]
 
     def run(self, queries: Tensor, new: tuple[Tensor, Tensor], out: Tensor, layer: int, is_windowed: bool) -> None:
-        """Compute one layer. See GpuStep."""
         assert self._batches, "a layer is computed before its arrays are bound"
         planner = self._planner
         window = planner.window if is_windowed else None

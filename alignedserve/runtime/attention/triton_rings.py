@@ -43,7 +43,7 @@ class GpuRingPlanner(GpuPlanner):
         whole_runs: Mapping[int, Runs] | None = None,
         whole_in_windows: bool = False,
     ) -> None:
-        """See GpuPlanner. `scores`: of the rings' layers, those of the first ring first."""
+        """`scores`: of the rings' layers, those of the first ring first."""
         super().__init__(
             table,
             storage,
@@ -61,12 +61,10 @@ class GpuRingPlanner(GpuPlanner):
 
     @override
     def place_of(self, layer: int) -> tuple[int, int]:
-        """See GpuPlanner."""
         return divmod(layer, self.storage.layout.num_layers)
 
     @override
     def decoded_arrays(self, rows: IntArray, lengths: IntArray) -> BlockArrays:
-        """See GpuPlanner. A context begins in its array so far before its start as nothing of it is there."""
         num_rows = len(lengths)
         earliest = first_read(lengths, self._window, is_chunked=self.is_chunked)
         first = earliest // self.tile * self.tile // self.table.block_size  # as tiles are read from their start
@@ -81,13 +79,11 @@ class GpuRingPlanner(GpuPlanner):
 
     @override
     def block_arrays(self, rows: IntArray, lengths: IntArray) -> BlockArrays:
-        """See GpuPlanner."""
         of_rings = [block_arrays(self._arrays._replace(block_tables=own), rows, lengths) for own in self._rings.tables]
         padding = (0, -len(of_rings[0].entries) % _ALIGNMENT)
         return of_rings[0]._replace(entries=np.concatenate([np.pad(own.entries, padding) for own in of_rings]))
 
     @override
     def tables(self, entries: Tensor, starts: Tensor, is_reversed: Tensor) -> Sequence[BlockTables]:
-        """See GpuPlanner: those of each ring."""
         of_rings = entries.view(len(self._rings.tables), -1)
         return [BlockTables(own, starts, is_reversed) for own in of_rings]

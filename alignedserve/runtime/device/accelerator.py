@@ -77,23 +77,18 @@ class CudaAccelerator:
         self.driver: MemoryDriver = CudaDriver(self._index)
 
     def use(self) -> None:
-        """See Accelerator."""
         use_device(self.device)
 
     def streams(self) -> CudaStreams:
-        """See Accelerator."""
         return CudaStreams(self.device, has_sleeping_waits=True)
 
     def empty(self, num_rows: int, row_bytes: int) -> Tensor:
-        """See Accelerator."""
         return torch.empty((num_rows, row_bytes), dtype=torch.uint8, device=self.device)
 
     def pinned(self, num_rows: int, row_bytes: int) -> Tensor:
-        """See Accelerator."""
         return torch.empty((num_rows, row_bytes), dtype=torch.uint8, pin_memory=True)
 
     def lendable(self, num_rows: int, row_bytes: int) -> Tensor:
-        """See Accelerator."""
         needed = f"{num_rows} blocks of {row_bytes} bytes need {num_rows * row_bytes} bytes on {self.device}"
         try:
             with _whole_segments():
@@ -104,7 +99,6 @@ class CudaAccelerator:
         return rows
 
     def exported(self, rows: Tensor) -> SharedRows:
-        """See Accelerator."""
         storage: Any = rows.untyped_storage()
         _, handle, size, offset, counter, counter_offset, event, is_awaited = storage._share_cuda_()
         uuid = str(_CUDA.get_device_properties(self.device).uuid)
@@ -113,7 +107,7 @@ class CudaAccelerator:
         return shared
 
     def mapped(self, handle: SharedRows, num_rows: int, row_bytes: int) -> Tensor:
-        """See Accelerator. The rows seem to be on this device: it reads them over its link to where they are.
+        """The rows seem to be on this device: it reads them over its link to where they are.
 
         So no memory is taken on the other device, which mapping there would cost for a context of this process.
         """
@@ -166,7 +160,6 @@ def _key(handle: SharedRows) -> tuple[bytes, int]:
 
 @contextlib.contextmanager
 def _whole_segments() -> Iterator[None]:
-    """Allocate whole segments in the body: other processes may map expandable ones only with the right to trace."""
     settings_of = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
     settings = settings_of() if settings_of is not None else ""
     if _EXPANDABLE not in settings:

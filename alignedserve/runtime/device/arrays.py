@@ -36,7 +36,6 @@ class Packing:
         self.num_bytes = int(ends[-1])
 
     def views(self, packed: Tensor) -> list[Tensor]:
-        """Return the arrays, flat, as views of uint8 [num_bytes]."""
         return [
             packed[first : first + width].view(dtype)
             for (first, width), dtype in zip(self._places, self._dtypes, strict=True)

@@ -31,8 +31,6 @@ _Address = ctypes.c_void_p
 
 
 class _Attributes(ctypes.Structure):
-    """CUmemcpyAttributes; the places are hints for memory that moves by itself."""
-
     _fields_ = (
         ("source_order", ctypes.c_int),
         ("source_place", ctypes.c_int * 2),

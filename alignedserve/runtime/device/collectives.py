@@ -48,7 +48,6 @@ class SharedMemoryCollectives:
         self._exchange = exchange
 
     def all_reduce_(self, x: Tensor) -> Tensor:
-        """See Collectives."""
         if self._exchange.sums(x.dtype):
             return self._exchange.all_reduce_(x)
         parts = self._exchange.all_gather(x)
@@ -56,11 +55,9 @@ class SharedMemoryCollectives:
         return x.copy_(_sum_in_order(parts))
 
     def gather(self, x: Tensor) -> Tensor | None:
-        """See Collectives."""
         return self._exchange.all_gather(x, is_wanted=self.rank == 0)
 
     def break_off(self) -> None:
-        """See Collectives."""
         self._exchange.break_off()
 
 
@@ -89,7 +86,7 @@ class ProcessGroupCollectives:
             raise ExchangeBroken(f"the ranks of this worker do not meet: {str(error)[:200]}") from error
 
     def all_reduce_(self, x: Tensor) -> Tensor:
-        """See Collectives. Gloo's own sum would depend on a number's place in the tensor."""
+        """Gloo's own sum would depend on a number's place in the tensor."""
         if not self._is_nccl:
             return x.copy_(_sum_in_order(self._all_gather(x)))
         try:
@@ -99,12 +96,11 @@ class ProcessGroupCollectives:
         return x
 
     def gather(self, x: Tensor) -> Tensor | None:
-        """See Collectives."""
         parts = self._all_gather(x)
         return parts if self.rank == 0 else None
 
     def break_off(self) -> None:
-        """See Collectives. Gloo notices a process that has ended by itself; NCCL's operations are aborted."""
+        """Gloo notices a process that has ended by itself; NCCL's operations are aborted."""
         if self._is_nccl:
             self._group.abort()
 
@@ -138,7 +134,6 @@ def _nccl_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
 
 
 def _sum_in_order(parts: Tensor) -> Tensor:
-    """Add parts [size, ...] from the first to the last, in float32, rounded once."""
     total = parts[0].float()
     for part in parts[1:]:
         total = total + part.float()

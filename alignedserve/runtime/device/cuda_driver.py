@@ -39,7 +39,6 @@ class CudaDriver:
         self._library = library
 
     def register(self, address: int, size: int) -> str | None:
-        """See MemoryDriver."""
         try:
             self._call("cuMemHostRegister_v2", address, size, _PORTABLE)
         except (CudaError, OSError, AttributeError) as error:  # the latter: there is no such library, or function
@@ -47,14 +46,12 @@ class CudaDriver:
         return None
 
     def unregister(self, address: int) -> None:
-        """See MemoryDriver."""
         try:
             self._call("cuMemHostUnregister", address)
         except CudaError as error:
             logger.error("memory stays registered: %s", error)
 
     def _call(self, name: str, *arguments: int) -> None:
-        """Call within the GPU's context: a thread that has used no GPU yet has none. Raises CudaError."""
         library = self._library or libcuda()
         handle, context = ctypes.c_int(), _Address()
         _check(library, library.cuDeviceGet(ctypes.byref(handle), self._device))

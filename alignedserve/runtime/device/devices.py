@@ -24,7 +24,6 @@ def torch_cuda() -> Any:
 
 
 def _version_of_cuda() -> str | None:
-    """Return the version of CUDA that PyTorch is built for, without importing it."""
     if "torch" in sys.modules:
         version: str | None = sys.modules["torch"].version.cuda
         return version

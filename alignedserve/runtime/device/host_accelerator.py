@@ -10,13 +10,9 @@ from alignedserve.runtime.device.streams import DeviceStreams, HostStreams
 
 
 class _NoDriver:
-    """A MemoryDriver that takes all memory."""
+    def register(self, address: int, size: int) -> None: ...
 
-    def register(self, address: int, size: int) -> None:
-        """See MemoryDriver."""
-
-    def unregister(self, address: int) -> None:
-        """See MemoryDriver."""
+    def unregister(self, address: int) -> None: ...
 
 
 class HostAccelerator:
@@ -28,32 +24,26 @@ class HostAccelerator:
         self.driver: MemoryDriver = _NoDriver()
         self._lent: list[Tensor] = []
 
-    def use(self) -> None:
-        """See Accelerator."""
+    def use(self) -> None: ...
 
     def streams(self) -> DeviceStreams:
-        """See Accelerator."""
         return HostStreams()
 
     def empty(self, num_rows: int, row_bytes: int) -> Tensor:
-        """See Accelerator."""
         return torch.empty((num_rows, row_bytes), dtype=torch.uint8)
 
     def pinned(self, num_rows: int, row_bytes: int) -> Tensor:
-        """See Accelerator."""
         return torch.empty((num_rows, row_bytes), dtype=torch.uint8)
 
     def lendable(self, num_rows: int, row_bytes: int) -> Tensor:
-        """See Accelerator."""
         return torch.zeros((num_rows, row_bytes), dtype=torch.uint8)
 
     def exported(self, rows: Tensor) -> SharedRows:
-        """See Accelerator. Meant for this very process."""
+        """Meant for this very process."""
         self._lent.append(rows)
         return SharedRows("cpu", str(len(self._lent) - 1).encode(), rows.nbytes, 0, b"", 0, b"", False)
 
     def mapped(self, handle: SharedRows, num_rows: int, row_bytes: int) -> Tensor:
-        """See Accelerator."""
         if int(handle.handle) >= len(self._lent):
             raise HandoffRejected("the blocks are not in a device's memory")
         if handle.storage_bytes < num_rows * row_bytes:

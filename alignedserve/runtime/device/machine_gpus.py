@@ -12,7 +12,6 @@ _LIBRARIES = ("triton", "flash-attn-4", "flash-attn", "transformers", "alignedse
 
 
 def remarks(gpus: Sequence[Any]) -> list[str]:
-    """Return what does not go well with these GPUs, as PyTorch describes them: slices, and kinds that differ."""
     found = []
     slices = [index for index, gpu in enumerate(gpus) if _is_slice(gpu)]
     if slices:

@@ -59,7 +59,6 @@ class DeviceBoard:
             self._slots["until_s"][self._own] = until_s
 
     def is_posted(self, now: float) -> bool:
-        """Return whether another worker asks this one to give way."""
         slots = self._slots
         is_like = slots["deployment"] == self._deployment
         if ((slots["until_s"] > now) & ~is_like).any():
@@ -72,7 +71,6 @@ class DeviceBoard:
         return bool((asking & is_like).any())
 
     def close(self) -> None:
-        """Give the slot back."""
         own, self._own = self._own, None
         if own is not None:
             self._slots[own] = (0.0, 0.0, self._deployment, 0)
@@ -169,7 +167,6 @@ class SharedDevice:
             self._computes_since_s = now if is_best_effort else None
 
     def end(self, *, is_real_time: bool) -> None:
-        """End an iteration."""
         now = time.monotonic()
         if is_real_time:
             self._board.post(now + _BETWEEN_S)
@@ -180,7 +177,6 @@ class SharedDevice:
         self._board.close()
 
     def _earn(self, now: float) -> None:
-        """Stop counting what is computed for documents alone, if it is, and earn credit for it."""
         if self._computes_since_s is not None:
             earned_s = self._patience * (now - self._computes_since_s)
             self._credit_s = min(self._credit_s + earned_s, _MAX_WAIT_S)

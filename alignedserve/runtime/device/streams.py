@@ -81,23 +81,19 @@ class StreamDefaults:
 
     @property
     def copies_runs_at_once(self) -> bool:
-        """See Stream."""
         return False
 
     def copy_out_runs(self: Stream, rows: Tensor, pinned: Tensor, runs: RowRuns) -> None:
-        """See Stream."""
         for own, there in runs.slices():
             self.copy_out(rows[own], pinned[there])
 
     def copy_in_runs(self: Stream, pinned: Tensor, rows: Tensor, runs: RowRuns) -> None:
-        """See Stream."""
         for own, there in runs.slices():
             self.copy_in(pinned[there], rows[own])
 
     def run_peer(
         self: Stream, operation: Callable[[], object], source: Tensor, target: Tensor, *, num_rows: int
     ) -> None:
-        """See Stream."""
         self.run(operation)
 
 
@@ -115,11 +111,9 @@ class HostEvent:
     """An event on a HostStream: always reached."""
 
     def is_done(self) -> bool:
-        """See Event."""
         return True
 
-    def synchronize(self) -> None:
-        """See Event."""
+    def synchronize(self) -> None: ...
 
 
 class HostStream(StreamDefaults):
@@ -128,23 +122,21 @@ class HostStream(StreamDefaults):
     _EVENT = HostEvent()
 
     def run(self, operation: Callable[[], object]) -> None:
-        """See Stream."""
         operation()
 
     def record(self) -> HostEvent:
-        """See Stream."""
         return self._EVENT
 
     def wait(self, event: Event) -> None:
-        """See Stream. The event may be of another process."""
+        """The event may be of another process."""
         event.synchronize()
 
     def copy_out(self, rows: Tensor, pinned: Tensor) -> None:
-        """See Stream. Need not be page-locked."""
+        """Need not be page-locked."""
         pinned.copy_(rows)
 
     def copy_in(self, pinned: Tensor, rows: Tensor) -> None:
-        """See Stream. Need not be page-locked."""
+        """Need not be page-locked."""
         rows.copy_(pinned)
 
 
@@ -155,7 +147,6 @@ class HostStreams:
         self._stream = HostStream()
 
     def stream(self, name: str) -> HostStream:
-        """See DeviceStreams."""
         return self._stream
 
 
@@ -170,15 +161,12 @@ class CudaEvent:
         self._event.record(stream)
 
     def is_done(self) -> bool:
-        """See Event."""
         return bool(self._event.query())
 
     def synchronize(self) -> None:
-        """See Event. Other threads of the process continue meanwhile."""
         self._event.synchronize()
 
     def block(self, stream: Any) -> None:
-        """Make later work on the stream wait for this event."""
         stream.wait_event(self._event)
 
 
@@ -194,11 +182,10 @@ class CudaStream(StreamDefaults):
     @property
     @override
     def copies_runs_at_once(self) -> bool:
-        """See Stream."""
         return batched_copies() is not None
 
     def run(self, operation: Callable[[], object]) -> None:
-        """See Stream. Called at once; device memory that it allocates belongs to this stream.
+        """Called at once; device memory that it allocates belongs to this stream.
 
         Comes after earlier work of this thread on the device's current stream, such as copies of the operation's
         inputs. PyTorch gives a tensor's memory to the next one of the stream that made it as soon as nothing holds it,
@@ -212,36 +199,29 @@ class CudaStream(StreamDefaults):
             self._hold(operation)
 
     def record(self) -> CudaEvent:
-        """See Stream."""
         return CudaEvent(self._stream, has_sleeping_wait=self._has_sleeping_waits)
 
     def wait(self, event: Event) -> None:
-        """See Stream."""
         assert isinstance(event, CudaEvent), "an event of other streams"
         event.block(self._stream)
 
     def copy_out(self, rows: Tensor, pinned: Tensor) -> None:
-        """See Stream."""
         self._copy(rows, pinned, rows=rows, pinned=pinned)
 
     def copy_in(self, pinned: Tensor, rows: Tensor) -> None:
-        """See Stream."""
         self._copy(pinned, rows, rows=rows, pinned=pinned)
 
     @override
     def copy_out_runs(self, rows: Tensor, pinned: Tensor, runs: RowRuns) -> None:
-        """See Stream."""
         if not self._copy_at_once(rows, pinned, runs, is_out=True):
             super().copy_out_runs(rows, pinned, runs)
 
     @override
     def copy_in_runs(self, pinned: Tensor, rows: Tensor, runs: RowRuns) -> None:
-        """See Stream."""
         if not self._copy_at_once(rows, pinned, runs, is_out=False):
             super().copy_in_runs(pinned, rows, runs)
 
     def _copy_at_once(self, rows: Tensor, pinned: Tensor, runs: RowRuns, *, is_out: bool) -> bool:
-        """Have the driver copy all runs by one call; return False where it knows none for that, or refuses."""
         batch = batched_copies()
         if batch is None or not len(runs.counts):
             return False
@@ -263,13 +243,11 @@ class CudaStream(StreamDefaults):
         self._hold((rows, pinned))
 
     def _join(self) -> None:
-        """Put later work here behind what this thread has enqueued on the device's current stream."""
         current = _CUDA.current_stream(self._stream.device)
         if not current.query():
             self._stream.wait_stream(current)
 
     def _hold(self, used: object) -> None:
-        """Keep alive what the work enqueued last uses, until it is done."""
         while self._held and self._held[0][0].is_done():
             self._held.popleft()
         self._held.append((self.record(), used))
@@ -284,7 +262,6 @@ class CudaStreams:
         self._streams: dict[str, CudaStream] = {}
 
     def stream(self, name: str) -> CudaStream:
-        """See DeviceStreams."""
         if name not in self._streams:
             self._streams[name] = CudaStream(self._device, has_sleeping_waits=self._has_sleeping_waits)
         return self._streams[name]

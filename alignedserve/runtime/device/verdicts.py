@@ -102,7 +102,6 @@ def identity_of(device: str) -> list[str]:
 
 
 def code_digest() -> str:
-    """Return a digest of the code that computes on a GPU."""
     digest = hashlib.sha256()
     for path in code_files():
         digest.update(path.name.encode() + hashlib.sha256(path.read_bytes()).digest())
@@ -110,7 +109,6 @@ def code_digest() -> str:
 
 
 def code_files() -> list[Path]:
-    """Return the files of the code that computes on a GPU, in one order."""
     files: list[Path] = []
     for name in _KERNELS:
         files += sorted((Path(kernels.__path__[0]).parent / name).glob("*.py"))

@@ -27,17 +27,14 @@ class DrawnWeights:
         self._quantization = config.stored_quantization
 
     def has(self, name: str) -> bool:
-        """See TensorSource."""
         return _source_of(name).has(name)
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """See TensorSource."""
         weight = self._narrow(name, shape)
         tensor = _source_of(name).tensor(name, shape) if weight is None else weight.unpacked(torch.float32)
         return tensor.to(self._device, self.dtype)
 
     def packed(self, name: str, shape: tuple[int, ...]) -> Rows | None:
-        """See PackedSource."""
         weight = self._narrow(name, shape)
         return None if weight is None else GroupedRows(weight).moved(self._device)
 
@@ -52,7 +49,6 @@ def _source_of(name: str) -> RandomSource:
 
 
 def _narrow_weight(quantization: CheckpointQuantization, name: str, rows: int, width: int) -> GroupedWeight:
-    """Draw a weight whose products are about as large as inputs."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     draw = partial(torch.randint, dtype=torch.uint8, generator=generator)
     if quantization.method is QuantMethod.BLOCKS:

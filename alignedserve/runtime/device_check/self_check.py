@@ -113,7 +113,6 @@ def _difference(
 
 
 def _pairs(one: SampledToken, other: SampledToken) -> Iterator[tuple[float, float]]:
-    """Yield log-probabilities that must agree: of the fixed token, and the highest in order."""
     if one.logprob is None or other.logprob is None:
         return
     yield one.logprob.logprob, other.logprob.logprob
@@ -121,7 +120,6 @@ def _pairs(one: SampledToken, other: SampledToken) -> Iterator[tuple[float, floa
 
 
 def _compute(computer: Computer, dtype: torch.dtype, plan: CheckPlan, config: ModelConfig) -> list[SampledToken]:
-    """Return the tokens of all steps, those of a step by request."""
     source, is_packed = DrawnWeights(config, dtype, computer.device), computer.attention != TORCH
     model = Decoder(config, assemble_weights(config, source, packed=source if is_packed else None))
     layout = config.block_layout(_BLOCK_SIZE, dtype_name(dtype))
@@ -154,7 +152,6 @@ def _compute(computer: Computer, dtype: torch.dtype, plan: CheckPlan, config: Mo
 
 
 def _sequences(plan: CheckPlan, layout: BlockLayout, num_blocks: int) -> Iterator[NewSequence]:
-    """Yield sequences whose tokens are fixed, so that devices compute the same, and a last one that draws its own."""
     random = torch.Generator().manual_seed(_SEED)
     order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(_SEED)).tolist()
     for index, length in enumerate(plan.prompts):
@@ -167,13 +164,11 @@ def _sequences(plan: CheckPlan, layout: BlockLayout, num_blocks: int) -> Iterato
 
 
 def _nothing_recorded(work: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """Return what would be recorded, which is then launched anew each time."""
     work()
     return work
 
 
 def main() -> None:
-    """Check what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("device")
     parser.add_argument("--eager", action="store_true", help="nothing is recorded as a graph")

@@ -36,7 +36,6 @@ class TextHead:
         self._layers = tuple(layers)
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Compute hidden [tokens, hidden_size] of one prompt -> float32 [vector_width]."""
         vector = _POOLINGS[self._pooling](hidden).float()
         for layer in self._layers:
             vector = _ACTIVATIONS[layer.activation](layer.product(vector[None])[0])
@@ -79,7 +78,6 @@ class Encoder:
 
     @torch.inference_mode()
     def hidden_states(self, batch: PromptBatch) -> Tensor:
-        """Compute the last hidden states [tokens, hidden_size]."""
         attention = self._attention.plan(batch)
         self.attention_s = 0.0
         hidden = self._embed(batch)

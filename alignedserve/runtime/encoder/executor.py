@@ -154,7 +154,6 @@ class EncoderExecutor:
         return IterationCompleted(tuple(sampled), failed=tuple(failed), times=times)
 
     def _change_prompts(self, command: RunIteration) -> None:
-        """Apply the command's changes except swaps and copies, as nothing reads those blocks again."""
         for replacement in command.replacements:
             self._prompts[replacement.request_id].block_ids[replacement.place] = replacement.block_id
         for request_id in command.removals:
@@ -166,7 +165,6 @@ class EncoderExecutor:
             self._prompts[request_id].block_ids.extend(block_ids)
 
     def _advance(self, request_id: RequestId, count: int) -> Iterator[EncoderPrompt]:
-        """Count tokens of a prompt as computed; give the prompt if these were its last."""
         self._num_computed[request_id] += count
         prompt = self._prompts[request_id]
         if self._num_computed[request_id] >= prompt.length:

@@ -41,8 +41,6 @@ def prompt_attention(choice: str, config: EncoderConfig, storage: BlockStorage, 
 
 
 class _NativeAttention:
-    """Attention that reads keys and values from the prompts' blocks, in one order of sums."""
-
     def __init__(self, config: EncoderConfig, storage: BlockStorage, level: str) -> None:
         self._shape = (config.num_heads, 1, config.head_dim)
         self._paged = PagedAttention(storage.blocks, group=1, level=level)
@@ -51,7 +49,6 @@ class _NativeAttention:
         self._cached = (storage.key_slots(0), storage.value_slots(0))
 
     def plan(self, batch: PromptBatch) -> PassAttention:
-        """See PromptAttention."""
         rows, num_threads = np.arange(len(batch.lengths)), torch.get_num_threads()
         own = (batch.block_tables, rows, batch.lengths, batch.lengths, None, num_threads)
         plan = self._paged.plan_chunks(*own, is_bidirectional=True)
@@ -73,7 +70,6 @@ class _TorchAttention:
         self._heads = (3, config.num_heads, config.head_dim)
 
     def plan(self, batch: PromptBatch) -> PassAttention:
-        """See PromptAttention."""
         lengths = batch.lengths.tolist()
 
         def attend(fused: Tensor) -> Tensor:

@@ -22,7 +22,6 @@ class EncoderPrompt(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Return the number of its tokens."""
         return len(self.token_ids)
 
 

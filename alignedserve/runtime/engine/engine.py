@@ -267,7 +267,6 @@ class Engine:
     # --- the parts of a step
 
     def _compute_before(self, request_id: RequestId, count: int) -> None:
-        """Compute tokens of a sequence, not its last, in a step of its own before that which was asked for."""
         self._launch(self._builder.build([request_id], [count]), [(request_id, count)], {}, first_place=0)
 
     def _build(self, slices: Slices, forced: Forced) -> StepBatch:
@@ -277,7 +276,6 @@ class Engine:
         return self._builder.build_slices(slices, forced)
 
     def _launch(self, step: StepBatch, slices: Slices, forced: Forced, *, first_place: int) -> StepLaunch:
-        """Enqueue the step on the compute stream and update the table to the state after it, except for the tokens."""
         rows = step.sampled_rows
         num_tokens = self._table.num_tokens[rows]
         launch = StepLaunch(step, num_tokens, first_place=first_place)
@@ -298,7 +296,6 @@ class Engine:
         self._table.num_tokens[launch.rows] = launch.num_tokens + 1
 
     def _start(self, launch: StepLaunch) -> None:
-        """Enqueue a step, and the copy of its tokens to the host; the table stays as it is."""
         step = launch.step
         if not self.storage.pending_copies.is_idle:
             self.storage.pending_copies.wait(self._compute, partial(self._table.blocks_of, step.rows))
@@ -310,7 +307,6 @@ class Engine:
         launch.computed = self._compute.record()
 
     def _go_on(self, launches: list[StepLaunch], *, may_launch: bool) -> None:
-        """Launch the next step behind the one that was launched, or plan it."""
         self._next.forget()
         ahead = self._next.after(launches) if may_launch else None
         if ahead is None:
@@ -346,7 +342,6 @@ class Engine:
             launch.embeddings = self._prompts.embeddings(step, hidden)
 
     def _takes_highest(self, launch: StepLaunch) -> bool:
-        """Return whether the step's sequences take their highest logits, and the pass may find these alone."""
         step = launch.step
         if not self.model.has_native_head or not step.is_decode or step.needs_hidden:
             return False
@@ -383,7 +378,6 @@ class Engine:
 
 
 def _check_fit(model: Decoder, layout: BlockLayout, options: EngineOptions) -> None:
-    """Assert that model, blocks and options go together."""
     config = model.config
     assert config.rope or options.max_context_len <= config.max_position_embeddings, "more context than positions"
     dtype = layout.dtype if layout.has_scales else model.dtype_name

@@ -147,5 +147,4 @@ def bytes_beside_blocks(served: ServedModel, scheduling: SchedulingConfig, block
 
 
 def threads_per_rank(sizes: EngineSizes, tensor_parallel: int) -> int:
-    """Return the CPU threads of each of a worker's ranks, which share its cores."""
     return max((sizes.num_threads or num_cores()) // tensor_parallel, 1)

@@ -196,7 +196,6 @@ class ModelExecutor:
                 group.close()
 
     def _see(self, served: ServedModel, device: torch.device) -> Pictures:
-        """Load what the model sees with."""
         tower = load_tower(served, device)
         if tower is None:
             return NoPictures()
@@ -272,7 +271,6 @@ class ModelExecutor:
         return IterationCompleted(sampled, scores, failed, reasons, forced, times, command.is_urgent)
 
     def _change_sequences(self, command: RunIteration) -> None:
-        """Apply the command's changes to the engine's sequences."""
         copied = self._engine.read_blocks([copy.source for copy in command.copies]) if command.copies else None
         if command.swaps is not None:
             self._swap_space.perform(command.swaps)

@@ -61,7 +61,6 @@ def load_vocabulary(served: ServedModel) -> LLTokenizer:
 
 
 def model_spec_of(served: ServedModel) -> ModelSpec:
-    """Return the weights of a served model."""
     folder = None if served.has_random_weights else served.folder
     return ModelSpec(served.decoder.for_context(served.max_context_len), folder, served.dtype, served.quantization)
 
@@ -92,7 +91,6 @@ def load_alone(served: ServedModel, device: torch.device, progress: Path | None)
 
 
 def _check_kinds(served: ServedModel, device: torch.device) -> None:
-    """Check the kinds of layers of a model on a GPU. Raises ConfigError."""
     if device.type == CUDA:
         kinds = kinds_of(served.decoder, has_rings=served.has_rings, is_gguf=is_gguf(served.folder))
         require_kinds(str(device), kinds, cache_folder())
@@ -191,7 +189,6 @@ def load_stages(
 
 @contextmanager
 def _noted(served: ServedModel, progress_path: Path | None) -> Iterator[LoadingProgress]:
-    """Give the progress of a model that is loaded within."""
     config, began_s = served.decoder, time.monotonic()
     progress = LoadingProgress(progress_path, config.weight_bytes(served.dtype), config.num_layers)
     yield progress

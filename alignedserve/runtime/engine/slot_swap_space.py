@@ -31,8 +31,6 @@ def make_swap_space(
 
 
 class _Part(NamedTuple):
-    """Consecutive tokens of one cache on the host."""
-
     first_token: int
     pieces: list[Tensor]  # of rows, one for a token, in order
     taken: IntArray | None  # of the HostRows; None: memory of its own
@@ -44,8 +42,6 @@ class _Part(NamedTuple):
 
 
 class _Places(NamedTuple):
-    """The slots of some tokens."""
-
     block_ids: IntArray  # [tokens]
     slots: IntArray  # [tokens]
 
@@ -101,20 +97,17 @@ class SlotSwapSpace(HostCaches):
         self._storage.pending_copies.record(self._prefetch, places.block_ids)
 
     def _places(self, swap: Swap, first_column: int) -> _Places:
-        """Return the slots of the swap's tokens; its blocks begin with this column of the block table."""
         size = self._storage.layout.block_size
         columns, offsets = np.divmod(np.arange(swap.first_token, swap.first_token + swap.num_tokens), size)
         block_ids = np.array(swap.block_ids, np.int64)[columns - first_column]
         return _Places(block_ids, size - 1 - offsets if swap.is_reversed else offsets)
 
     def _staging(self, pieces: list[Tensor]) -> Tensor:
-        """Return where the slots of these rows are gathered: on the device, or where they stay."""
         if self._accelerator is None:
             return pieces[0]
         return self._accelerator.empty(sum(map(len, pieces)), self._row_bytes)
 
     def _copied(self, staging: Tensor, pieces: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield what is copied between device and host, as rows there and here."""
         if self._accelerator is None:
             return
         first = 0
@@ -123,7 +116,6 @@ class SlotSwapSpace(HostCaches):
             first += len(rows)
 
     def _elements(self, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the slots of each kind of layers, and what rows have of them [tokens, runs, elements of a slot]."""
         numbers, first = rows.view(self._slots[0].dtype), 0
         for slots in self._slots:
             _, num_runs, _, width = slots.shape

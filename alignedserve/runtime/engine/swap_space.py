@@ -60,7 +60,6 @@ class HostCaches(ABC):
         return clock() - started_s
 
     def _rows_for(self, count: int) -> tuple[list[Tensor], IntArray | None]:
-        """Return host memory for `count` rows, and which registered rows it is; None: memory of its own."""
         taken = None if self._host_rows is None else self._host_rows.take(count, self._offload)
         if self._host_rows is not None and taken is not None:
             return self._host_rows.pieces(taken), taken
@@ -69,7 +68,6 @@ class HostCaches(ABC):
         return [torch.empty((count, self._row_bytes), dtype=torch.uint8)], None
 
     def _give_back(self, taken: IntArray | None, stream: Stream) -> None:
-        """Give registered rows back, which earlier work on the stream used last."""
         if self._host_rows is not None and taken is not None:
             self._host_rows.give_back(taken, stream)
 
@@ -87,8 +85,6 @@ class HostCaches(ABC):
 
 
 class _Copy(NamedTuple):
-    """A cache on the host."""
-
     pieces: list[Tensor]  # rows, of its blocks in order
     taken: IntArray | None  # of the HostRows; None: memory of its own
     copied_out: Event
@@ -148,7 +144,6 @@ class SwapSpace(HostCaches):
 
 
 def _parts(block_ids: IntArray, pieces: list[Tensor]) -> Iterator[tuple[IntArray, Tensor]]:
-    """Yield the blocks of each piece, and the piece."""
     first = 0
     for rows in pieces:
         yield block_ids[first : first + len(rows)], rows

@@ -66,7 +66,6 @@ class UrgentIterations:
         self._perform(0.0)
 
     def _perform(self, answer_s: float) -> None:
-        """Perform those that wait, and those that come for so long behind each."""
         self._is_performing = True
         try:
             while self._waiting:

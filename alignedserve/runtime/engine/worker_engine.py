@@ -59,12 +59,10 @@ class EngineBlocks(NamedTuple):
 
     @property
     def num_kept(self) -> int:
-        """Return the blocks that keep caches: all but scratch ones."""
         return self.num_blocks + self.num_lent
 
     @property
     def own(self) -> OwnBlocks:
-        """Return the engine's own blocks."""
         first_scratch = self.num_kept
         return OwnBlocks(
             lent=[BlockId(self.num_blocks + index) for index in range(self.num_lent)],
@@ -120,7 +118,6 @@ def make_engine(
     streams: DeviceStreams,
     masks: TokenMasks,
 ) -> Engine:
-    """Make the engine over what this process computes."""
     options = EngineOptions(
         max_sequences=sizes.max_sequences,
         max_context_len=served.max_context_len,

@@ -21,18 +21,15 @@ _RANK_TIMEOUT_S = 60.0
 
 
 def rank_spec_of(served: ServedModel, sizes: EngineSizes, num_blocks: int) -> RankEngineSpec:
-    """Return the engine of each rank, whose blocks are that part of the worker's blocks that its heads are in."""
     devices = rank_devices(sizes.device, served.tensor_parallel)
     return RankEngineSpec(devices=devices, timeout_s=_RANK_TIMEOUT_S, **_part_of(served, sizes, num_blocks))
 
 
 def stage_spec_of(served: ServedModel, sizes: EngineSizes, num_blocks: int) -> StageSpec:
-    """Return the engine of each stage, whose blocks are that part of the worker's blocks that its layers are in."""
     return StageSpec(**_part_of(served, sizes, num_blocks))
 
 
 def expert_spec_of(served: ServedModel, sizes: EngineSizes) -> ExpertSpec:
-    """Return what each of the processes makes that share the worker's experts."""
     threads = threads_per_rank(sizes, served.processes_per_host)
     return ExpertSpec(model_spec_of(served), served.expert_parallel, threads, _RANK_TIMEOUT_S)
 
@@ -45,7 +42,6 @@ def share_of_first(served: ServedModel) -> TensorShard | LayerStage | None:
 
 
 def described(served: ServedModel, sizes: EngineSizes) -> tuple[str, ...]:
-    """Return what the length of an iteration depends on, beside the machine and its processor."""
     stored = "" if served.stored is None else served.stored.description
     model = (repr(served.config), served.dtype, f"{served.quantization} {stored}", str(served.cache_dtype))
     threads = threads_per_rank(sizes, served.processes_per_host)
@@ -59,7 +55,6 @@ def described(served: ServedModel, sizes: EngineSizes) -> tuple[str, ...]:
 
 
 def _part_of(served: ServedModel, sizes: EngineSizes, num_blocks: int) -> dict[str, Any]:
-    """Return the fields that both kinds have."""
     size = served.num_processes
     return asdict(
         PartSpec(

@@ -41,13 +41,11 @@ class BlankRun:
     """The blanks at the end of one answer. Tokens are noted at once, and read when the run is asked for."""
 
     def __init__(self, token_ids: Sequence[int]) -> None:
-        """`token_ids`: the answer so far."""
         self._unread = list(token_ids)
         self._decoder = _UTF8(errors="replace")
         self._length = 0
 
     def append(self, token_ids: Sequence[int]) -> None:
-        """Note the next tokens of the answer."""
         self._unread += token_ids
 
     def is_full(self, tokens: BlankTokens) -> bool:
@@ -61,7 +59,6 @@ class BlankRun:
 
 
 def _is_blank(text: bytes) -> bool:
-    """Return whether a token is blanks alone, or the beginning of one after them."""
     for length in range(3):
         head, tail = (text[: len(text) - length], text[len(text) - length :]) if length else (text, b"")
         if tail and tail not in _BEGINNINGS:

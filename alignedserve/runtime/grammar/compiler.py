@@ -141,7 +141,6 @@ def compile_now(vocabulary: LLTokenizer, grammar: str) -> LLMatcher:
 
 
 def unsupported_model(error: ModelError) -> GrammarError:
-    """Return the error of all grammars for a model without a vocabulary."""
     return GrammarError(f"answers of this model cannot follow a grammar: {error}")
 
 
@@ -153,7 +152,6 @@ def failure_of(matcher: LLMatcher) -> str:
 
 
 def is_outgrown(matcher: LLMatcher) -> bool:
-    """Return whether a matcher failed as all copies of one together have visited as much of a pattern as it takes."""
     return matcher.is_error() and "too many states" in matcher.get_error()
 
 

@@ -58,7 +58,6 @@ class StructuredOutputs:
         return self._given()[0]
 
     def _given(self) -> list[str]:
-        """Return the names of the kinds that are set; false is a JSON schema too."""
         return [name for name in _KINDS if getattr(self, name) is not (False if name == "json_object" else None)]
 
 
@@ -89,7 +88,6 @@ def _regex_part(outputs: StructuredOutputs) -> GrammarPart:
 
 
 def _combines_classes(regex: str) -> bool:
-    """Return whether a class is made of others, as Rust reads it, where Python and JavaScript read plain characters."""
     bodies = (match[1] or "" for match in _CLASS.finditer(regex))
     return any(re.search(r"\[|&&|--|~~", re.sub(rf"\\.|{_NAMED}", "_", body, flags=re.DOTALL)) for body in bodies)
 
@@ -117,7 +115,6 @@ def _structural_tag_part(outputs: StructuredOutputs) -> GrammarPart:
 
 
 def _parsed(value: Any) -> Any:
-    """Return the value of JSON text, and any other as it is."""
     if not isinstance(value, str):
         return value
     try:

@@ -21,7 +21,6 @@ def are_exclusive(options: Sequence[Any], targets: Mapping[str, Any]) -> bool:
 
 
 def _conjuncts(schema: Any, targets: Mapping[str, Any], seen: set[str]) -> Iterator[dict[str, Any]]:
-    """Yield schemas that a value of this one matches as well: itself, its references, all of its `allOf`."""
     if not isinstance(schema, dict):
         return
     yield schema
@@ -62,7 +61,6 @@ def _property_values(name: str, schemas: list[dict[str, Any]], targets: Mapping[
 
 
 def _types(schemas: list[dict[str, Any]]) -> frozenset[str] | None:
-    """Return the types that values may have; None: any."""
     for schema in schemas:
         if "type" in schema:
             names = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
@@ -71,7 +69,6 @@ def _types(schemas: list[dict[str, Any]]) -> frozenset[str] | None:
 
 
 def _values(schemas: list[dict[str, Any]]) -> frozenset[bytes] | None:
-    """Return the values that `const` or `enum` allow, each as bytes that equal values share; None: any."""
     for schema in schemas:
         if "const" in schema:
             return frozenset({_key(schema["const"])})
@@ -85,7 +82,6 @@ def _key(value: Any) -> bytes:
 
 
 def _with_floats(value: Any) -> Any:
-    """Return the value with its numbers as floats: 1 and 1.0 are equal in JSON."""
     if isinstance(value, dict):
         return {name: _with_floats(member) for name, member in value.items()}
     if isinstance(value, list):

@@ -63,8 +63,6 @@ def normalize_schema(schema: Any, *, whitespace_pattern: str | None = FLEXIBLE_W
 
 
 class _Reader:
-    """Reads one document; counts over all of its schemas."""
-
     def __init__(self) -> None:
         self._paths: set[Path] = set()
         self._references: set[str] = set()
@@ -75,7 +73,6 @@ class _Reader:
         self.one_ofs: list[dict[str, Any]] = []
 
     def schema(self, schema: Any, path: Path) -> Any:
-        """Return the schema at this path, checked and rewritten. Raises InvalidRequest."""
         self._paths.add(path)
         if isinstance(schema, bool):
             return schema
@@ -95,18 +92,15 @@ class _Reader:
         return _rewritten(read)
 
     def reference(self, pointer: str) -> str:
-        """Note a reference to another place of the document."""
         self._references.add(pointer)
         return pointer
 
     def property_names(self, names: list[str]) -> None:
-        """Count properties. Raises InvalidRequest."""
         self._num_properties += len(names)
         if self._num_properties > MAX_PROPERTIES:
             raise unsupported_keyword("properties", f"names more than {MAX_PROPERTIES} properties in all")
 
     def targets(self, root: Any) -> dict[str, Any]:
-        """Return the schema that each reference points to. Raises InvalidRequest if to none that was read."""
         try:
             return {pointer: self._target(root, _steps(pointer)) for pointer in sorted(self._references)}
         except LookupError as error:
@@ -120,7 +114,6 @@ class _Reader:
         return node
 
     def check_conjunctions(self) -> None:
-        """Raise InvalidRequest for many patterns that may have to hold at once: their states multiply."""
         if self._has_conjunction and self._num_patterns > MAX_PATTERNS_AT_ONCE:
             raise unsupported_keyword(
                 "pattern", f"stands more than {MAX_PATTERNS_AT_ONCE} times beside 'allOf' or '$ref'"
@@ -167,7 +160,6 @@ def _rewritten(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _bound_integers(schema: dict[str, Any]) -> None:
-    """Bound integers without bounds to the range that every reader of JSON knows exactly, so that their digits end."""
     types = schema.get("type", ())
     if types != "integer" and not ("integer" in types and "number" not in types):
         return
@@ -205,7 +197,6 @@ def _check_property_counts(schema: dict[str, Any]) -> None:
 
 
 def _with_any_of(holder: dict[str, Any]) -> None:
-    """Write `anyOf` where `oneOf` stands in this schema."""
     keywords = list(holder.items())
     holder.clear()
     for keyword, value in keywords:

@@ -39,7 +39,6 @@ def literal(pieces: Sequence[tuple[str, int | None]]) -> str:
 
 
 def special_token(token_ids: Sequence[int]) -> str:
-    """Return the symbol for one of these tokens, which matches no other way to write it."""
     return f"<[{','.join(map(str, token_ids))}]>"
 
 

@@ -83,7 +83,6 @@ class SchemaReader(Protocol):
 
 
 def unsupported_keyword(keyword: str, why: str = "is not supported") -> InvalidRequest:
-    """Return the refusal of a keyword of a schema."""
     shown = f"'{keyword}'" if re.fullmatch(r"[$\w.-]{1,64}", keyword, re.ASCII) else "(not an identifier)"
     return InvalidRequest(f"the JSON Schema keyword {shown} {why}", code="invalid_json_schema")
 
@@ -188,7 +187,6 @@ def _pattern(reader: SchemaReader, keyword: str, value: Any, path: Path) -> str:
 
 
 def _has_class_operation(pattern: str) -> bool:
-    """Return whether a class holds what is another class, or an operation of classes, to llguidance alone."""
     bodies = [match[1] for match in _CLASS.finditer(pattern) if match[1] is not None]
     plain = (re.sub(r"\\.", "", body, flags=re.DOTALL) for body in bodies)
     return "" in bodies or "^" in bodies or any(re.search(r"\[|&&|--|~~", body) for body in plain)
@@ -202,13 +200,11 @@ def _format(reader: SchemaReader, keyword: str, value: Any, path: Path) -> str:
 
 
 def check_dialect(value: Any) -> None:
-    """Raise InvalidRequest for a schema of a dialect that is not read."""
     known = isinstance(value, str) and _DIALECTS.fullmatch(value) is not None
     _expect(known, "$schema", "must name draft 2020-12, 2019-09, 07 or 06")
 
 
 def _scalars(value: Any) -> Iterator[Any]:
-    """Yield the scalars of a value, names of members included."""
     if isinstance(value, dict):
         yield from value
         value = list(value.values())

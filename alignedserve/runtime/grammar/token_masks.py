@@ -39,12 +39,10 @@ class AnswerMatcher:
 
     @property
     def is_compiled(self) -> bool:
-        """Return whether `current` would not wait."""
         return self._matcher is not None or self.compiled.done()
 
     @property
     def forced(self) -> Sequence[int]:
-        """Return the next tokens that the grammar forces, as far as `foresee` has matched them."""
         return self._forced
 
     @property
@@ -54,11 +52,9 @@ class AnswerMatcher:
 
     @property
     def is_behind(self) -> bool:
-        """Return whether tokens were noted that are not matched yet."""
         return bool(self._unmatched)
 
     def append(self, token_ids: Sequence[int]) -> None:
-        """Note the next tokens of the answer."""
         self._token_ids += token_ids
         num_forced = min(len(token_ids), len(self._forced))
         assert list(token_ids[:num_forced]) == self._forced[:num_forced], "another token than the forced one"
@@ -67,7 +63,6 @@ class AnswerMatcher:
             self._unmatched += token_ids[num_forced:]
 
     def restart(self, compiled: "Future[LLMatcher]") -> None:
-        """Match the whole answer again, by a copy of this matcher."""
         self.compiled, self._matcher = compiled, None
         self._unmatched, self._forced, self._num_matched = list(self._token_ids), [], 0
 
@@ -114,7 +109,6 @@ class LastResorts:
     __slots__ = ("_masks", "_words")
 
     def __init__(self, token_ids: tuple[int, ...]) -> None:
-        """`token_ids`: at least one, each with a bit in every mask."""
         masks: dict[int, int] = {}
         for token_id in token_ids:
             masks[token_id >> 5] = masks.get(token_id >> 5, 0) | 1 << (token_id & 31)
@@ -142,8 +136,6 @@ class StepMasks(NamedTuple):
 
 @dataclass(slots=True)
 class _Constrained:
-    """One row with a grammar."""
-
     row: int
     grammar: str
     matcher: AnswerMatcher
@@ -158,11 +150,9 @@ class _Constrained:
 
     @property
     def has_mask(self) -> bool:
-        """Return whether the row's bits are those of its next token."""
         return not self.matcher.is_behind and self.matcher.place == self.masked_at
 
     def append(self, token_ids: Sequence[int]) -> None:
-        """Note the next tokens of the answer."""
         self.matcher.append(token_ids)
         if self.blanks is not None:
             self.blanks.append(token_ids)
@@ -277,7 +267,6 @@ class TokenMasks:
         self._thread.shutdown()
 
     def _settle(self) -> None:
-        """Wait until the thread has done what is begun."""
         if self._ahead is not None:
             self._ahead.result()
             self._ahead = None
@@ -306,7 +295,6 @@ class TokenMasks:
         return StepMasks(np.array([at for at, _ in own], np.int64), bits)
 
     def _remove_blanks(self, own: list[tuple[int, _Constrained]], bits: Bits) -> None:
-        """Let rows that have too many blanks in a row have no more of them, unless nothing else may follow."""
         tokens = self._compiler.blank_tokens
         resorts = self._last_resorts(tokens.token_ids) if tokens is not None else None
         if tokens is None or resorts is None:
@@ -320,7 +308,6 @@ class TokenMasks:
             resorts.remove_from(bits, np.array(places, np.int64))
 
     def _fill(self, own: list[_Constrained]) -> None:
-        """Write the bits of all rows that lack them, all at once; those whose grammars fail have the reason noted."""
         self._make_room(own)
         lacking = [one for one in own if not one.has_mask and one.failure is None]
         while lacking:
@@ -331,7 +318,6 @@ class TokenMasks:
                 one.matcher.restart(compile_again(one.grammar, one.matcher.compiled))
 
     def _write_bits(self, lacking: list[_Constrained]) -> list[_Constrained]:
-        """Write the bits of rows; return those whose matchers failed by what other answers did with them."""
         matchers: list[tuple[LLMatcher, int]] = []
         masked: list[_Constrained] = []
         for one in lacking:
@@ -354,7 +340,6 @@ class TokenMasks:
         return failed_by_others
 
     def _make_room(self, own: list[_Constrained]) -> None:
-        """Have bits for these rows; what others have stays."""
         num_rows = max((one.row + 1 for one in own), default=0)
         if num_rows > len(self._bits):
             more = np.zeros((max(num_rows, 2 * len(self._bits)) - len(self._bits), self._bits.shape[1]), np.int32)
@@ -362,7 +347,6 @@ class TokenMasks:
 
 
 def _may_jump(sampling: SamplingParams) -> bool:
-    """Return whether a forced token may skip its step: the request wants no log-probabilities, and bars no token."""
     return sampling.num_logprobs is None and not (sampling.allowed_token_ids or sampling.bad_words)
 
 
@@ -374,5 +358,4 @@ def _foresee(jumping: list[_Constrained]) -> None:
 
 
 def _allow_only(token_id: int, bits: Bits) -> None:
-    """Set the only bit of a mask [words] of zeros."""
     bits.view(np.uint32)[token_id >> 5] = 1 << (token_id & 31)

@@ -29,7 +29,6 @@ class Setup(msgspec.Struct, frozen=True):
 
 
 def main() -> None:
-    """Compile grammars until the input ends."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
     source, target = sys.stdin.buffer, sys.stdout.buffer
@@ -51,7 +50,6 @@ def _load(table: TokenTable) -> LLTokenizer | GrammarError:
 
 
 def _refusal(vocabulary: LLTokenizer | GrammarError, grammar: str) -> str:
-    """Return why a grammar is refused; empty: it is not."""
     try:
         if isinstance(vocabulary, GrammarError):
             raise vocabulary

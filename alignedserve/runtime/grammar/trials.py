@@ -67,7 +67,6 @@ class TrialLane:
         tried.add_done_callback(lambda ended: ended.cancelled() and trial.result.cancel())
 
     def close(self) -> None:
-        """End the process at once; trials that wait are cancelled."""
         self._thread.close(waits=False)
         self.process.kill()
         self._thread.close()
@@ -140,7 +139,6 @@ def _attempt(load_table: Callable[[], TokenTable], max_cpu_s: float, grammar: st
 
 
 def _tells_nothing(result: "Future[None]") -> bool:
-    """Return whether a grammar was not tried after all, as where no process could be started."""
     return result.cancelled() or (result.done() and not isinstance(result.exception(), GrammarError | None))
 
 
@@ -184,7 +182,6 @@ def _small(value: Any, depth: int) -> bool:
 
 
 def _own_guidance(value: Any, depth: int) -> bool:
-    """Return whether these are the default options of schemas, so that no client has chosen its whitespace."""
     return isinstance(value, dict) and value.get("whitespace_pattern", FLEXIBLE_WHITESPACE) == FLEXIBLE_WHITESPACE
 
 

@@ -57,8 +57,6 @@ def grammar_vocabulary(tokenizer: Tokenizer, *, vocab_size: int, eos_token_ids: 
 
 
 class _Words:
-    """The tokens in the form that llguidance reads."""
-
     def __init__(self, table: TokenTable, encode: Encode | None) -> None:
         self._encode = encode
         self.eos_token_id = table.eos_token_ids[0]
@@ -70,7 +68,6 @@ class _Words:
         self._max_bytes = max(map(len, self._id_of), default=0)
 
     def __call__(self, text: str) -> list[int]:
-        """Return the token ids of text that a grammar forces: the model's own tokens, if they spell it."""
         raw = text.encode()
         token_ids = [] if self._encode is None else self._encode(text)
         if b"".join([self.tokens[token_id] for token_id in token_ids]) == raw:
@@ -78,7 +75,6 @@ class _Words:
         return self._longest_first(raw)
 
     def _longest_first(self, raw: bytes) -> list[int]:
-        """Return tokens of these bytes, the longest that fits first, as far as there are any."""
         token_ids = []
         while raw:
             prefixes = (raw[:length] for length in range(min(len(raw), self._max_bytes), 0, -1))

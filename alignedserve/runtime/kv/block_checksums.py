@@ -39,17 +39,14 @@ class RunChecksums:
         self._digests: list[Digests] = []
 
     def add(self, digests: Digests) -> None:
-        """Add the digests of the next blocks."""
         self._digests.append(digests)
 
     @property
     def values(self) -> list[int]:
-        """One unsigned checksum per run, once all blocks were added."""
         return run_checksums(np.concatenate([np.empty(0, np.uint64), *self._digests]), self._runs)
 
 
 def run_checksums(digests: Digests, runs: PlacedRuns) -> list[int]:
-    """Compute the checksums of consecutive runs from the digests of all their blocks, in order."""
     if not len(runs.counts):
         return []
     starts = np.cumsum(runs.counts) - runs.counts
@@ -105,7 +102,6 @@ def runs_of(copy: BlockCopy) -> BlockRuns:
 
 
 def runs_with_checksums(runs: BlockRuns, checksums: Sequence[int]) -> tuple[BlockRun, ...]:
-    """Combine runs of neighbouring blocks with their checksums."""
     assert len(runs.firsts) == len(checksums), "a checksum for every run"
     return tuple(map(BlockRun, runs.firsts.tolist(), runs.counts.tolist(), checksums))
 

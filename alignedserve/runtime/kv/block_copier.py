@@ -105,8 +105,6 @@ class BlockCopier:
             self._release(peer)
 
     def _submit(self, peer: str, work: Callable[[], T], on_done: Callable[[T], None]) -> None:
-        """Do work on the peer's thread. A device that fails is the worker's end: `DeviceLost` on the loop."""
-
         def working_on_device() -> T:
             with working(self._storage.device):
                 return work()
@@ -115,7 +113,6 @@ class BlockCopier:
         self._threads.submit(_thread_of(peer), working_on_device, on_done)
 
     def _end_thread(self, peer: str, num_submitted: int) -> None:
-        """End the peer's thread, if nothing was submitted since that many."""
         if self._num_submitted.get(peer) == num_submitted:
             del self._num_submitted[peer]
             self._threads.end(_thread_of(peer))
@@ -169,7 +166,6 @@ class BlockCopier:
         return BlocksRelayed(command, runs)
 
     def _transfer(self, peer: str) -> KVTransfer | None:
-        """Return the transfer to the peer's blocks, opened on first use; None: none can be opened."""
         known, entry = self._transfers.get(peer), self._offers.get(peer)
         if known is not None or entry is None:
             return known
@@ -185,7 +181,6 @@ class BlockCopier:
         return opened
 
     def _opened(self, peer: str, offer: PartsOffer) -> KVTransfer:
-        """Open a transfer, by all ranks. Raises TransportUnavailable or PeerLost."""
         own = open_transfer(
             offer.offered, self._storage, identity=offer.identity, stamps=offer.stamps, transport=offer.transport
         )
@@ -200,7 +195,6 @@ class BlockCopier:
         return opened
 
     def _open(self, peer: str) -> None:
-        """Open the transfer now, so that the first copy need not wait for it and the log names the transport."""
         self._release(peer)
         self._transfer(peer)
 
@@ -215,7 +209,6 @@ class BlockCopier:
             transfer.close()
 
     def _replace(self, peer: str, memory: LocalMemory, offered: ArenaOffered) -> bool:
-        """Use a buffer; False: a rank cannot, which is logged."""
         self._release(peer)
         if self._ranks is not None:
             return self._share(peer, offered, self._ranks)

@@ -21,7 +21,6 @@ class PlacedRuns(NamedTuple):
     counts: Ints
 
     def pairs(self) -> list[tuple[int, int]]:
-        """Return both of each run."""
         return list(zip(self.num_before.tolist(), self.counts.tolist(), strict=True))
 
 
@@ -59,11 +58,9 @@ class BlockRuns:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of all runs."""
         return int(self.counts.sum())
 
     def pairs(self) -> tuple[tuple[int, int], ...]:
-        """Return every run as (first block, blocks)."""
         return tuple(zip(self.firsts.tolist(), self.counts.tolist(), strict=True))
 
     def block_ids(self) -> Ints:
@@ -91,7 +88,6 @@ def place_runs(counts: Ints | Sequence[int], num_before: int = 0) -> PlacedRuns:
 
 
 def join_placed(requests: Iterable[PlacedRuns]) -> PlacedRuns:
-    """Return the runs of several requests as one list."""
     nothing = np.empty(0, np.int64)
     num_before, counts = zip((nothing, nothing), *requests, strict=True)
     return PlacedRuns(np.concatenate(num_before), np.concatenate(counts))

@@ -22,7 +22,6 @@ class DevicePieces:
     """Walks through blocks of a device in pieces of page-locked memory. From any thread."""
 
     def __init__(self, blocks: Tensor, lanes: CopyLanes) -> None:
-        """`blocks`: uint8 [num_blocks, block_bytes], on the device of the lanes."""
         self._accelerator = lanes.accelerator
         make = partial(_new_copies, blocks, lanes.accelerator)
         self._reading, self._writing = Lanes(make), Lanes(make)

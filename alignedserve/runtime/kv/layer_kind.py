@@ -54,21 +54,17 @@ class LayerKind:
 
     @property
     def blocks(self) -> Tensor:
-        """See CachedLayers."""
         layout = self.layout
         slot = (layout.slot_width,) if layout.has_scales else (layout.num_kv_heads, layout.head_dim)
         return self._elements.view(len(self._elements), layout.num_layers, layout.num_parts, layout.block_size, *slot)
 
     def key_runs(self, layer: int) -> Tensor:
-        """See CachedLayers."""
         return self.slots[:, layer * self.layout.num_parts].flatten(1)
 
     def value_runs(self, layer: int) -> Tensor:
-        """See CachedLayers."""
         return self.slots[:, (layer + 1) * self.layout.num_parts - 1].flatten(1)
 
     def rows(self, numbers: Tensor) -> Tensor:
-        """Return what `write` takes, of slots by their numbers [slots] int64."""
         if not self._rows:
             return numbers
         size = self.layout.block_size

@@ -146,7 +146,6 @@ class Arena:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks in the arena."""
         return int(self.blocks.shape[0])
 
     def stamp(self, block_ids: BlockIds, generation: int) -> None:
@@ -213,7 +212,6 @@ def _identify(file_descriptor: int) -> str:
 
 
 def _boot_id() -> str:
-    """Return what no other machine has, and this one until it is started anew."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:  # not Linux
@@ -244,7 +242,6 @@ def _header_problem(header: bytes, size: int, layout: BlockLayout) -> str | None
 
 
 def _check_room(path: Path, size: int) -> None:
-    """Raise OSError if there is too little memory, before taking any."""
     if size > _free_bytes(path):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -52,7 +52,6 @@ class AdapterCache:
         max_bytes: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`load` raises AdapterError."""
         self._load = load
         self._max_adapters = max_adapters
         self._max_bytes = max_bytes
@@ -69,7 +68,6 @@ class AdapterCache:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of their matrices."""
         return sum(own.matrices.num_bytes for own in self._loaded.values())
 
     def prepare(
@@ -102,7 +100,6 @@ class AdapterCache:
         return wish.done
 
     def withdraw(self, request_id: RequestId, attempt: int | None) -> None:
-        """Forget what a request waits for that has ended; with an attempt, only of that one and earlier ones."""
         with self._lock:
             ended: list[Wish] = []
             for wishes in (*self._waiting.values(), *(loading.wishes for loading in self._loading.values())):
@@ -137,7 +134,6 @@ class AdapterCache:
         return used
 
     def release(self, adapter: LoraAdapter, *, is_real_time: bool) -> None:
-        """End a use."""
         with self._lock:
             use = self._loaded[adapter.digest].use(is_real_time=is_real_time)
             use.num_users -= 1
@@ -156,7 +152,6 @@ class AdapterCache:
         _complete(served)
 
     def close(self) -> None:
-        """End the threads."""
         with self._lock:
             self._is_closed = True
             if self._timer is not None:
@@ -172,7 +167,6 @@ class AdapterCache:
         return bool(own) and now - own[0].since_s > PATIENCE_S and not self._has_to_end(own[0], now)
 
     def _has_to_end(self, wish: Wish, now: float) -> bool:
-        """Return whether it is the adapter that real-time requests give up, so that best effort has one at last."""
         if not wish.is_real_time or not self._lacks_one_too_long(now):
             return False
         held = (digest for digest, own in self._loaded.items() if own.real_time.holds(now))
@@ -184,7 +178,6 @@ class AdapterCache:
         return is_overdue and not self._holding(now, is_real_time=False)
 
     def _is_ready(self, wish: Wish, now: float) -> bool:
-        """Return whether a request can have its adapter now."""
         own = self._loaded.get(wish.adapter.digest)
         if own is None or self._has_to_end(wish, now):
             return False
@@ -210,7 +203,6 @@ class AdapterCache:
         return [own for own in self._loaded.values() if own.use(is_real_time=is_real_time).holds(now)]
 
     def _may_hold_more(self, now: float, *, is_real_time: bool) -> bool:
-        """Return whether a class may hold one more adapter beside those that it holds, or that are loaded for it."""
         held = self._holding(now, is_real_time=is_real_time)
         num_loading = sum(loading.is_for(is_real_time=is_real_time) for loading in self._loading.values())
         count = len(held) + num_loading
@@ -222,7 +214,6 @@ class AdapterCache:
         return has_bytes and count < max(int(_MOST_OF_BEST_EFFORT * self._max_adapters), 1)
 
     def _serve_waiting(self) -> list[Wish]:
-        """Start to load adapters for waiting requests, by class and arrival; return requests that need not wait."""
         served: list[Wish] = []
         now = self._clock()
         if self._is_closed:
@@ -253,7 +244,6 @@ class AdapterCache:
         return served
 
     def _waits_for_none(self, now: float) -> bool:
-        """Return whether nothing will be computed, and no adapter given back, unless another request begins."""
         uses = (use for own in self._loaded.values() for use in (own.best_effort, own.real_time))
         return self._rests and not self._loading and not any(use.is_wanted(now) for use in uses)
 
@@ -264,7 +254,6 @@ class AdapterCache:
         _complete(served)
 
     def _may_load(self, wish: Wish, now: float) -> bool:
-        """Return whether an adapter may be loaded for a request, or is being loaded and may be kept for it."""
         loading = self._loading.get(wish.adapter.digest)
         if loading is not None and loading.is_for(is_real_time=wish.is_real_time):
             return True
@@ -291,7 +280,6 @@ class AdapterCache:
         self._largest_bytes = max(self._largest_bytes or 0, matrices.num_bytes)
 
     def _join_loading(self, wish: Wish) -> None:
-        """Load an adapter, unless that is under way; a request waits for it."""
         loading = self._loading.get(wish.adapter.digest)
         if loading is None:
             work = self._thread.submit(partial(self._load_in_thread, wish.adapter), is_real_time=wish.is_real_time)
@@ -338,6 +326,5 @@ class AdapterCache:
 
 
 def _complete(wishes: list[Wish]) -> None:
-    """Call back outside of the lock."""
     for wish in wishes:
         wish.done.set_result(None)

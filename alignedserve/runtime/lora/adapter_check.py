@@ -81,7 +81,6 @@ def _module_and_part(name: str, modules: Mapping[str, AdaptableModule], where: s
 def _check_completeness(
     parts: Mapping[str, object], modules: Mapping[str, AdaptableModule], adapter: AdapterConfig, where: str
 ) -> None:
-    """Check that matrices are there for just the modules that the config names."""
     prefixes = {_prefix_of(name, modules[name]) for name in parts}
     if len(prefixes) > 1:
         raise AdapterError(f"{where} names modules in more than one way.")
@@ -94,7 +93,6 @@ def _check_completeness(
 
 
 def _prefix_of(name: str, module: AdaptableModule) -> str:
-    """Return what stands before the layer's number."""
     return name[: name.index(f".{module.layer}.")]
 
 

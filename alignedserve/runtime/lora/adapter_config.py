@@ -55,15 +55,12 @@ class AdapterConfig:
     layers: frozenset[int] | None  # the layers that are changed; None: all of them
 
     def changes(self, module: str, layer: int) -> bool:
-        """Return whether the adapter changes this module of this layer."""
         return self.is_target(module) and (self.layers is None or layer in self.layers)
 
     def rank_of(self, module: str) -> int:
-        """Return the rank of a module's matrices."""
         return next((rank for matches, rank in self.ranks if matches(module)), self.rank)
 
     def scale_of(self, module: str) -> float:
-        """Return what B (A x) is multiplied by."""
         alpha = next((alpha for matches, alpha in self.alphas if matches(module)), self.alpha)
         rank = self.rank_of(module)
         return alpha / (math.sqrt(rank) if self.uses_rslora else rank)
@@ -153,7 +150,6 @@ def _targets(raw: Mapping[str, Any], where: str) -> NamePredicate:
 
 
 def _selected(value: object, field: str, where: str) -> NamePredicate | None:
-    """Return the predicate of a list of names or an expression; None: there is none."""
     if value is None or value == []:
         return None
     if value == ALL_LINEAR:
@@ -184,7 +180,6 @@ def _layers(fields: JsonFields, raw: Mapping[str, Any]) -> frozenset[int] | None
 
 
 def ends_with_any(ends: tuple[str, ...]) -> NamePredicate:
-    """Match names that are one of these or end with one behind a dot."""
     dotted = tuple(f".{end}" for end in ends)
     return lambda name: name in ends or name.endswith(dotted)
 

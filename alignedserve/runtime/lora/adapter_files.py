@@ -22,7 +22,6 @@ class AdapterFiles(NamedTuple):
 
     @property
     def digest(self) -> bytes:
-        """Return the digest of both, by which an adapter is known."""
         digest = hashlib.blake2b(digest_size=ADAPTER_DIGEST_BYTES, person=b"lora adapter")
         for content in (self.config, self.weights):
             digest.update(len(content).to_bytes(8, "little"))

@@ -20,7 +20,6 @@ class Wish:
     done: "Future[None]" = field(default_factory=Future)
 
     def is_of(self, request_id: RequestId, attempt: int | None) -> bool:
-        """Return whether it is of one of the attempts of a request until this one; None: until any."""
         is_until = attempt is None or (self.attempt is not None and self.attempt <= attempt)
         return self.request_id == request_id and self.attempt is not None and is_until
 
@@ -33,13 +32,11 @@ class Use:
     wishes: dict[RequestId, tuple[Wish, float]] = field(default_factory=dict)  # before they enter it; until when
 
     def is_wanted(self, now: float) -> bool:
-        """Return whether any request is about to enter the engine."""
         for request_id in [request_id for request_id, (_, until_s) in self.wishes.items() if until_s <= now]:
             del self.wishes[request_id]
         return bool(self.wishes)
 
     def holds(self, now: float) -> bool:
-        """Return whether the class wants or uses the adapter."""
         return self.is_wanted(now) or self.num_users > 0
 
 
@@ -54,21 +51,17 @@ class Loaded:
 
     @property
     def is_used(self) -> bool:
-        """Return whether sequences in the engine have it."""
         return self.best_effort.num_users > 0 or self.real_time.num_users > 0
 
     def use(self, *, is_real_time: bool) -> Use:
-        """Return how a class holds it."""
         return self.real_time if is_real_time else self.best_effort
 
     def withdraw(self, request_id: RequestId, attempt: int | None) -> None:
-        """Forget that a request is about to use it."""
         for use in (self.best_effort, self.real_time):
             if request_id in use.wishes and use.wishes[request_id][0].is_of(request_id, attempt):
                 del use.wishes[request_id]
 
     def is_held(self, now: float) -> bool:
-        """Return whether any class holds it."""
         return self.best_effort.holds(now) or self.real_time.holds(now)
 
 
@@ -81,5 +74,4 @@ class Loading:
     done: "Future[None]" = field(default_factory=Future)
 
     def is_for(self, *, is_real_time: bool) -> bool:
-        """Return whether requests of a class wait for it."""
         return any(wish.is_real_time is is_real_time for wish in self.wishes)

@@ -24,8 +24,6 @@ from kernels.cpu.lora import LoraModule
 
 
 class _Matrices(NamedTuple):
-    """A [rank, in_width] and scale * B [rows, rank] of one module, float32."""
-
     a: Tensor
     b: Tensor
 
@@ -67,7 +65,6 @@ def load_adapter(
 
 
 def _regions(config: ModelConfig, shard: TensorShard) -> dict[str, Region]:
-    """Return the regions of weights under every prefix that files of this family use."""
     names, found = FAMILIES[config.family].names, dict[str, Region]()
     for prefix in names.prefixes:
         embedding = f"{prefix}{names.embedding}.weight"
@@ -76,13 +73,11 @@ def _regions(config: ModelConfig, shard: TensorShard) -> dict[str, Region]:
 
 
 def _part(own: _Matrices, region: Region) -> _Matrices:
-    """Return what one rank adds: of its rows, or of its inputs, whose results the ranks add up."""
     a = own.a if region.columns is None else own.a[:, region.columns.start : region.columns.stop].contiguous()
     return _Matrices(a, chosen_rows(own.b, region).contiguous())
 
 
 def _placed(module: AdaptableModule, own: _Matrices, config: ModelConfig) -> list[LoraModule]:
-    """Return the module's matrices where its results lie in a row of addends."""
     a, b = own
     if module.splits:
         half = module.num_rows // 2
@@ -95,7 +90,6 @@ def _placed(module: AdaptableModule, own: _Matrices, config: ModelConfig) -> lis
 
 
 def _filled(modules: list[LoraModule], shape: ProductShape) -> list[LoraModule]:
-    """Return the modules in the order of their columns, with those between and behind them that add nothing."""
     filled: list[LoraModule] = []
     column = 0
     for module in sorted(modules, key=lambda one: one.first_column):

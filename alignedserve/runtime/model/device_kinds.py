@@ -37,7 +37,6 @@ class DeviceKind(NamedTuple):
 
 
 def _with_narrow_experts(is_of: Callable[[CheckpointQuantization], bool], quantization: dict[str, Any]) -> DeviceKind:
-    """Return a kind of weights, by a small model whose experts have them."""
     fields = {
         **_SIZES,
         "model_type": "qwen3_moe",
@@ -57,7 +56,6 @@ def _with_narrow_experts(is_of: Callable[[CheckpointQuantization], bool], quanti
 
 
 def _with_floats_of_4_bits(format_name: str, group_size: int) -> DeviceKind:
-    """Return the kind of weights of 4-bit floats, of which so many share a scale."""
     numbers = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": group_size}
     groups = {"group_0": {"targets": ["Linear"], "weights": numbers}}
     quantization = {"quant_method": "compressed-tensors", "format": format_name, "config_groups": groups}

@@ -39,12 +39,10 @@ def read_model_config(folder: Path) -> ModelConfig:
 
 
 def _short_names(folder: Path) -> str:
-    """Return the short names that a word may have meant; nothing of a path."""
     return f" Short names: {', '.join(near_names(str(folder)))}." if folder.name == str(folder) else ""
 
 
 def _end_tokens(config: ModelConfig, folder: Path) -> tuple[int, ...]:
-    """Return the tokens that end an answer: the generation config's or else the config's, and the tokenizer's own."""
     found, path = config.eos_token_ids, folder / "generation_config.json"
     if path.exists():
         generation = JsonFields(read_json_object(path, MAX_CONFIG_BYTES), str(path))

@@ -42,7 +42,6 @@ class Sizes(TypedDict):
 
 
 def read_sizes(fields: JsonFields, family: str) -> Sizes:
-    """Return the sizes that every family has."""
     vocab_size = fields.integer("vocab_size", 1, MAX_VOCABULARY)
     return {
         "family": family,
@@ -57,14 +56,12 @@ def read_sizes(fields: JsonFields, family: str) -> Sizes:
 
 
 def default_head_dim(fields: JsonFields, sizes: Sizes) -> int:
-    """Return the hidden size divided among the heads."""
     if sizes["hidden_size"] % sizes["num_heads"]:
         raise fields.error("num_attention_heads", "must divide hidden_size")
     return sizes["hidden_size"] // sizes["num_heads"]
 
 
 def read_num_kv_heads(fields: JsonFields, num_heads: int, default: int) -> int:
-    """Return `num_key_value_heads`, which divides the number of heads."""
     num_kv_heads = fields.integer("num_key_value_heads", 1, num_heads, default)
     if num_heads % num_kv_heads:
         raise fields.error("num_key_value_heads", "must divide num_attention_heads")
@@ -72,7 +69,6 @@ def read_num_kv_heads(fields: JsonFields, num_heads: int, default: int) -> int:
 
 
 def read_activation(fields: JsonFields, name: str, default: str) -> Activation:
-    """Return the nonlinearity that field `name` gives."""
     value = fields.text(name, default)
     if value not in ACTIVATIONS:
         raise UnsupportedModel(f"Activation {value!r} ({name}) is not one of {', '.join(ACTIVATIONS)}.")
@@ -80,7 +76,6 @@ def read_activation(fields: JsonFields, name: str, default: str) -> Activation:
 
 
 def read_dtype(fields: JsonFields, default: str = "float32") -> str:
-    """Return the dtype of the files, a key of DTYPE_BYTES."""
     name = fields.text("dtype", fields.text("torch_dtype", default)).removeprefix("torch.")
     if name not in DTYPE_BYTES:
         raise UnsupportedModel(f"dtype {name!r} is not one of {', '.join(DTYPE_BYTES)}.")

@@ -24,7 +24,6 @@ def read_config(path: Path) -> ModelConfig:
 
 
 def read_served_config(path: Path) -> ModelConfig | EncoderConfig:
-    """Read the config of the decoder or encoder at `path`, as `read_config` does."""
     if is_gguf(path):
         return gguf_config(GgufFile(path))
     _require_folder(path)

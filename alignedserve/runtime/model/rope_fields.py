@@ -147,7 +147,6 @@ def _yarn(fields: JsonFields, section: JsonFields, rope: RopeConfig) -> RopeConf
 
 
 def _yarn_angle_factor(section: JsonFields, factor: float) -> float:
-    """Return 0.1 ln(factor) + 1, or the quotient of two such terms where the config weighs them."""
     above = section.number("mscale", 0.0, _MAX_FACTOR, 0.0)
     below = section.number("mscale_all_dim", 0.0, _MAX_FACTOR, 0.0)
     if above and below:
@@ -182,7 +181,6 @@ def _factor(fields: JsonFields, section: JsonFields, original_len: int) -> float
 
 
 def _original_context_len(fields: JsonFields, section: JsonFields) -> int:
-    """Return the context of training; a field outside the section comes first, as in transformers."""
     own_len = fields.integer("max_position_embeddings", 1, MAX_CONTEXT)
     return fields.integer(_ORIGINAL_LEN, 1, MAX_CONTEXT, section.integer(_ORIGINAL_LEN, 1, MAX_CONTEXT, own_len))
 

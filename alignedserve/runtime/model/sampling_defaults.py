@@ -55,8 +55,6 @@ class SamplingDefaults:
 
 
 class _Family(NamedTuple):
-    """Makers who name values on the page of their model, and not in its files."""
-
     mark: str  # a text in the chat template that no other family has
     values: Mapping[str, float]
     source: str
@@ -105,7 +103,6 @@ def _of_files(files: Path | GgufFile) -> SamplingDefaults | None:
 
 
 def _checked(given: Mapping[str, Any], source: str) -> SamplingDefaults | None:
-    """Return the values that can be meant; others are left out with a warning."""
     values: dict[str, Any] = {}
     for name in SAMPLING_FIELDS:
         value = given.get(name)
@@ -134,7 +131,6 @@ def _template_of(files: Path | GgufFile) -> str | None:
 
 
 def _plain(values: Mapping[str, float]) -> dict[str, Any]:
-    """Return the values by name, with numbers of single precision rounded and no limit of top_k as 0."""
     rounded: dict[str, Any] = {name: round(float(value), 6) for name, value in values.items()}
     if "top_k" in rounded:
         rounded["top_k"] = max(int(rounded["top_k"]), 0)

@@ -196,7 +196,6 @@ def resolve_model(
 
 
 def _has_large_states(config: ModelConfig | EncoderConfig, dtype: str) -> bool:
-    """Return whether states would take most of an ordinary block."""
     if isinstance(config, EncoderConfig):
         return False
     layout = config.block_layout(_BLOCK_SIZE, dtype)
@@ -206,14 +205,12 @@ def _has_large_states(config: ModelConfig | EncoderConfig, dtype: str) -> bool:
 def _sampling(
     section: ModelSectionConfig, config: ModelConfig | EncoderConfig, files: Path | GgufFile, template: str | None
 ) -> SamplingDefaults:
-    """Return how a decoder's answers are sampled by default; an encoder has none."""
     if isinstance(config, EncoderConfig):
         return SamplingDefaults()
     return sampling_defaults(section.sampling, files, template)
 
 
 def _vision(config: ModelConfig | EncoderConfig, folder: Path | None, num_ranks: int) -> SeeingConfig | None:
-    """Return how a decoder in a folder sees; None: it does not, or its ranks would not. Raises ModelError."""
     if folder is None or num_ranks > 1 or isinstance(config, EncoderConfig):
         return None
     vision = read_vision(folder, config.family)
@@ -223,14 +220,12 @@ def _vision(config: ModelConfig | EncoderConfig, folder: Path | None, num_ranks:
 
 
 def _check_encoder(section: ModelSectionConfig) -> None:
-    """Refuse settings of a model that encoders have no use for. Raises ConfigError."""
     for name in ("chat_template", "tool_format", "reasoning_format", "sampling"):
         if getattr(section, name) not in (None, "auto"):
             raise ConfigError(f"model.{name} has no effect on an encoder, which writes nothing; leave it out")
 
 
 def _check_engine(config: ModelConfig | EncoderConfig, engine: EngineConfig) -> None:
-    """Refuse processes that cannot share this model, and settings without effect on it. Raises ConfigError."""
     if isinstance(config, ModelConfig):
         check_tensor_parallel(config, engine.tensor_parallel)
         check_pipeline_parallel(config, engine.pipeline_parallel, engine.tensor_parallel, engine.device)

@@ -60,7 +60,6 @@ def _files_of(path: Path) -> list[Path]:
 
 
 def _samples_of(path: Path, num_samples: int) -> Iterator[bytes]:
-    """Yield the size of a file, its beginning, and samples up to its end."""
     with path.open("rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         yield size.to_bytes(8, "little")

@@ -78,7 +78,6 @@ class WeightIndex:
 
 
 def _read_header(path: Path) -> dict[str, Any]:
-    """Read a header that safetensors has checked against its file, and note where the tensors begin."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(min(length, _MAX_HEADER_BYTES)))
@@ -101,7 +100,6 @@ def listed_shards(folder: Path) -> list[Path]:
 
 
 def _weight_map(folder: Path) -> dict[str, Path]:
-    """Return the index's mapping of tensor names to files; empty without an index."""
     path = folder / INDEX_NAME
     if not path.exists():
         return {}
@@ -112,7 +110,6 @@ def _weight_map(folder: Path) -> dict[str, Path]:
 
 
 def _shard_name(index: Path, shard: object) -> str:
-    """Check for a plain file name: an index must not refer outside its folder."""
     if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
         raise ModelError(f"{index}: {shard!r} is not the name of a safetensors file.")
     return shard

@@ -102,7 +102,6 @@ def layer_prefixes(config: ModelConfig, names: ParameterNames, layer: int) -> tu
 
 
 def find_prefix(names: ParameterNames, has: Callable[[str], bool]) -> str:
-    """Return the prefix under which the embedding is found; otherwise the first."""
     return next((prefix for prefix in names.prefixes if has(f"{prefix}{names.embedding}.weight")), names.prefixes[0])
 
 
@@ -114,7 +113,6 @@ def find_head(names: ParameterNames, has: Callable[[str], bool]) -> str:
 def linear_modules(
     config: ModelConfig, names: ParameterNames, prefix: str, has: Callable[[str], bool]
 ) -> Iterator[LinearModule]:
-    """Yield every module that multiplies, an untied head included."""
     for layer in range(config.num_layers):
         in_layer, in_second = (prefix + part for part in layer_prefixes(config, names, layer))
         if layer in config.attention_layers:
@@ -196,7 +194,6 @@ def _latent_modules(
 
 
 def query_modules(names: ParameterNames, latent: LatentConfig) -> tuple[str, ...]:
-    """Return the modules that make queries, one after another."""
     return names.query[:1] if latent.query_rank is None else names.query[1:]
 
 

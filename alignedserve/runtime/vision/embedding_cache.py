@@ -24,7 +24,6 @@ class EmbeddingCache:
             return found
 
     def put(self, key: bytes, embeddings: Tensor) -> None:
-        """Keep the embeddings of a picture, unless they alone are too large."""
         with self._lock:
             if key in self._embeddings or embeddings.nbytes > self._max_bytes:
                 return

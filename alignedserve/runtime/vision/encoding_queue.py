@@ -76,7 +76,6 @@ class EncodingQueue:
         self._thread = ThreadPoolExecutor(1, "pictures")
 
     def add(self, key: bytes, picture: Picture, *, is_real_time: bool) -> "Future[Tensor]":
-        """Return the embeddings to come of a picture, which are those of every picture with this key."""
         with self._lock:
             job = self._jobs.get(key)
             if job is None:
@@ -89,7 +88,6 @@ class EncodingQueue:
         return job.result
 
     def close(self) -> None:
-        """Encode nothing more."""
         self._is_closed = True
         self._came.set()
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -97,7 +95,6 @@ class EncodingQueue:
     # --- on the thread
 
     def _work(self) -> None:
-        """Do what there is; of several calls, one does all."""
         while not self._is_closed:
             with self._lock:
                 self._came.clear()
@@ -115,7 +112,6 @@ class EncodingQueue:
                 job.result.set_result(job.run.result)
 
     def _advance(self, job: _Job) -> bool:
-        """Decode, or take a turn; return whether the picture is encoded."""
         if job.run is None:
             job.run = EncodingRun(self._passes(job.picture))
             return False

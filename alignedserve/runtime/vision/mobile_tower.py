@@ -78,27 +78,21 @@ class MobileTower:
 
 
 class _Parts:
-    """Makes the passes of blocks of tensors by their names."""
-
     def __init__(self, tensors: Mapping[str, Tensor], eps: float) -> None:
         self._tensors, self._eps = tensors, eps
 
     def norm(self, name: str) -> RmsNorm:
-        """Return the norm of channels."""
         weight = self._tensors[f"{name}.weight"]
         return RmsNorm(weight, self._eps, weight.dtype)
 
     def product(self, name: str) -> Linear:
-        """Return the product of single places."""
         return Linear(self._tensors[f"{name}.weight"].flatten(1))
 
     def convolved(self, name: str, *, stride: int, is_active: bool) -> BlockPass:
-        """Return a convolution and its norm."""
         kernel, bias = self._tensors[f"{name}.conv.weight"], self._tensors.get(f"{name}.conv.bias")
         return _convolution(kernel, bias, stride, self.norm(f"{name}.bn"), is_active=is_active)
 
     def block(self, placed: PlacedBlock) -> BlockPass:
-        """Return a block's pass."""
         prefix, block, in_width, _ = placed
         is_kept = block.stride == 1 and in_width == block.width
         if isinstance(block, EdgeBlock):
@@ -172,7 +166,6 @@ class _Parts:
         return run
 
     def _keys(self, name: str, block: QueryBlock) -> BlockPass:
-        """Return what makes keys, or values, of a normalised map."""
         product, fewer = self.product(f"{name}.proj"), None
         if block.key_stride > 1:
             kernel = self._tensors[f"{name}.down_conv.weight"]
@@ -186,7 +179,6 @@ class _Parts:
 
 
 def _by_places(hidden: Tensor, function: Places, num_products: int) -> MapSteps:
-    """Compute a function of places [places, channels], some at a time. `num_products`: of numbers, for each."""
     rows, columns, channels = hidden.shape
     places, results, at_once = hidden.reshape(-1, channels), [], _places_at_once(num_products)
     for first in range(0, len(places), at_once):
@@ -236,7 +228,6 @@ def _active(places: Tensor) -> Tensor:
 
 
 def _as_batch(hidden: Tensor) -> Tensor:
-    """View a map as [1, channels, rows, columns], channels still side by side."""
     return hidden.permute(2, 0, 1)[None]
 
 

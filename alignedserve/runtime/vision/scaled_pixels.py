@@ -8,7 +8,6 @@ from alignedserve.pictures.form_parts import Scaling
 
 
 def scaled_pixels(pixels: Pixels, scaling: Scaling) -> Tensor:
-    """Scale pixels [channels, height, width] of 0 to 255, on the CPU."""
     if scaling.is_short:
         values = torch.from_numpy(pixels.copy()).to(torch.bfloat16) * scaling.rescale
     else:  # float64 once, then float32

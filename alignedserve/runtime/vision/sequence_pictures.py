@@ -56,17 +56,13 @@ class Pictures(Protocol):
 
 
 class _FailedSequences:
-    """The sequences that lack their pictures, and why."""
-
     def __init__(self) -> None:
         self._failures: dict[RequestId, str] = {}
 
     def remove(self, request_id: RequestId) -> None:
-        """See Pictures."""
         self._failures.pop(request_id, None)
 
     def failures(self, request_ids: Iterable[RequestId]) -> dict[RequestId, str]:
-        """See Pictures."""
         if not self._failures:
             return {}
         return {request_id: self._failures[request_id] for request_id in request_ids if request_id in self._failures}
@@ -76,17 +72,14 @@ class NoPictures(_FailedSequences):
     """Of a model that does not see. A request with pictures fails: the gateway has let none pass."""
 
     def prepare(self, message: Message) -> "Sequence[Future[Any]]":
-        """See Pictures."""
         return ()
 
     def add(self, request: Request, num_cached: int) -> SequenceEmbeddings | None:
-        """See Pictures."""
         if request.pictures:
             self._failures[request.request_id] = "this worker's model does not see pictures"
         return None
 
-    def close(self) -> None:
-        """See Pictures."""
+    def close(self) -> None: ...
 
 
 class SequencePictures(_FailedSequences):
@@ -108,14 +101,13 @@ class SequencePictures(_FailedSequences):
         self._queue = EncodingQueue(self._passes, take_turn, has_real_time)
 
     def prepare(self, message: Message) -> "Sequence[Future[Any]]":
-        """See Pictures. Of requests whose prompts others have computed nothing is begun."""
+        """Of requests whose prompts others have computed nothing is begun."""
         if not isinstance(message, PrefillRequest):
             return ()
         begun = [self._begin(message.request, picture) for picture in message.request.pictures]
         return [one for one in begun if one is not None]
 
     def add(self, request: Request, num_cached: int) -> SequenceEmbeddings | None:
-        """See Pictures."""
         parts: list[Tensor] = []
         places: list[IntArray] = []
         for picture in request.pictures:
@@ -135,7 +127,6 @@ class SequencePictures(_FailedSequences):
         return SequenceEmbeddings(np.concatenate(places), torch.cat(parts)) if parts else None
 
     def close(self) -> None:
-        """See Pictures."""
         self._queue.close()
         self._decoder.close()
 
@@ -155,7 +146,6 @@ class SequencePictures(_FailedSequences):
             logger.warning("a picture was not encoded ahead: %s", error)
 
     def _embeddings(self, picture: Picture, key: bytes) -> Tensor:
-        """Return the embeddings, computed at once if need be. Raises InvalidRequest."""
         found = self._cache.get(key)
         if found is not None:
             return found
@@ -170,5 +160,4 @@ class SequencePictures(_FailedSequences):
 
 
 def _key_of(request: Request, picture: Picture) -> bytes:
-    """Return the key of embeddings: shared as blocks of the prefix cache are, lest others can probe for pictures."""
     return (request.prefix_root or request.tenant.encode("utf-8", "surrogatepass")) + picture.digest

@@ -53,7 +53,6 @@ class VisionTower:
         return torch.cat((tokens, *deep), 1) if deep else tokens
 
     def _connected(self, hidden: Tensor, rows: int, columns: int, connector: Connector, *, joins: bool) -> Tensor:
-        """Make prompt tokens [tokens, out_width] of patches [patches, hidden_size]. `joins`: before its norm."""
         config = self.config
         if connector.norm is not None and not joins:
             hidden = connector.norm(hidden)
@@ -73,7 +72,6 @@ class VisionTower:
         return hidden
 
     def _patches(self, pixels: Pixels) -> tuple[Tensor, int, int]:
-        """Return the patches [patches, pixels of one], row by row, and the numbers of rows and columns."""
         edge = self.config.patch_size
         values = scaled_pixels(pixels, self.config.form.scaling).to(self._device, self._dtype)
         channels, height, width = values.shape
@@ -82,7 +80,6 @@ class VisionTower:
         return values.permute(1, 3, 0, 2, 4).reshape(rows * columns, -1), rows, columns
 
     def _positions(self, table: Tensor, rows: int, columns: int) -> Tensor:
-        """Return what patches get of the table of positions [patches, hidden_size]."""
         kind, sides = self.config.positions, self.config.num_sides
         assert sides is not None, "a tower without a table of positions"
         if kind is PositionKind.EACH:
@@ -101,7 +98,6 @@ class VisionTower:
         return (of_patches * own_weights).sum(1).to(table.dtype)
 
     def _places(self, rows: int, columns: int) -> Tensor:
-        """Return the rows of the table of positions [patches], by the patches' places as fractions of the part."""
         sides = self.config.num_sides
         assert sides is not None, "a tower without a table of positions"
         boundaries = torch.arange(1 / sides, 1.0, 1 / sides)
@@ -109,7 +105,6 @@ class VisionTower:
         return (down[:, None] * sides + across[None, :]).reshape(-1).to(self._device)
 
     def _rotation(self, rows: int, columns: int) -> Rotation | None:
-        """Return cosines and sines [patches, head_dim / 2]: of pairs in turn by a patch's row and by its column."""
         theta, width = self.config.rope_theta, self.config.head_dim
         if theta is None:
             return None
@@ -125,7 +120,6 @@ class VisionTower:
         return angles.cos().to(self._device, self._dtype), angles.sin().to(self._device, self._dtype)
 
     def _windows(self, rows: int, columns: int) -> list[Tensor] | None:
-        """Return the patches of each window, which attend to one another alone; None: all attend to all."""
         edge = self.config.window_edge
         if edge is None:
             return None
@@ -136,7 +130,6 @@ class VisionTower:
     def _run_layer(
         self, hidden: Tensor, layer: VisionLayer, rotation: Rotation | None, windows: list[Tensor] | None
     ) -> Generator[None, None, None]:
-        """Run one layer of [patches, hidden_size], in place. `windows`: None: all patches attend to all."""
         normed, heads = layer.attention_norm(hidden), self.config.num_heads
         fused = []
         for first in range(0, len(hidden), _STEP_ROWS):
@@ -165,7 +158,6 @@ class VisionTower:
             yield
 
     def _attended(self, layer: VisionLayer, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Return what attention adds to patches [patches, hidden_size]; all: [1, heads, patches, head_dim]."""
         scale = self.config.score_scale
         attended = functional.scaled_dot_product_attention(queries, keys, values, scale=scale)
         added = layer.output(attended[0].transpose(0, 1).reshape(-1, self.config.hidden_size))
@@ -178,7 +170,6 @@ def _buckets(count: int, boundaries: Tensor) -> Tensor:
 
 
 def _between(count: int, sides: int) -> tuple[Tensor, Tensor]:
-    """Return the two neighbours [count, 2], and their weights, of so many places spread over an edge of the table."""
     places = torch.arange(count, dtype=torch.float32) * (sides - 1) / max(count - 1, 1)
     below = torch.floor(places)
     weight = places - below
@@ -187,20 +178,17 @@ def _between(count: int, sides: int) -> tuple[Tensor, Tensor]:
 
 
 def _rotated(heads: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate heads [heads, patches, head_dim]: of each, elements half a head apart."""
     cosines, sines = rotation
     first, second = heads.chunk(2, -1)
     return torch.cat((first * cosines - second * sines, second * cosines + first * sines), -1)
 
 
 def _pooled(hidden: Tensor, rows: int, columns: int, edge: int) -> Tensor:
-    """Put the means of squares of patches in their place: [patches, width] -> [patches / edge ** 2, width]."""
     grid = hidden.view(rows, columns, -1).permute(2, 0, 1)
     return functional.avg_pool2d(grid[None], edge)[0].flatten(1).t().contiguous()
 
 
 def _joined(hidden: Tensor, rows: int, columns: int, edge: int, *, by_channel: bool) -> Tensor:
-    """Put squares of patches side by side: [patches, width] -> [patches / edge ** 2, width * edge ** 2]."""
     grid = hidden.view(rows // edge, edge, columns // edge, edge, -1)
     order = (0, 2, 4, 1, 3) if by_channel else (0, 2, 1, 3, 4)
     return grid.permute(order).reshape(rows * columns // edge**2, -1)

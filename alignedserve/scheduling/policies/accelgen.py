@@ -19,7 +19,6 @@ class Accelgen:
         self._chunk_len = 1.0
 
     def plan(self, view: WorkerView) -> IterationPlan:
-        """See IterationPolicy."""
         if self._costs is not view.costs:
             self._costs, self._pivot = view.costs, find_pivot(view.costs, self._config)
             self._chunk_len = float(self._pivot.num_tokens)
@@ -37,8 +36,6 @@ class Accelgen:
 
 
 class _Batch:
-    """One iteration in construction (section 4.4)."""
-
     def __init__(self, view: WorkerView, config: AccelgenConfig, pivot: Pivot, urgency: Urgency) -> None:
         self._view = view
         self._config = config
@@ -52,7 +49,6 @@ class _Batch:
         self._has_victims = view.can_evict
 
     def fill(self, is_urgent: Bools) -> IterationPlan:
-        """Run algorithm 1: urgent requests and decodes, then the others; if none fits, the earliest."""
         table = self._view.table
         decodes = table.is_decoding & (table.num_swapped == 0)
         self._least_slo_s = float(self._slo_s[decodes].min(initial=np.inf))
@@ -68,14 +64,12 @@ class _Batch:
         return self._packer.plan()
 
     def _ordered(self, rows: Ints) -> Ints:
-        """Sort by remaining time."""
         table = self._view.table
         keys = (table.order[rows], table.arrival_s[rows], table.priority[rows], self._remaining_s[rows])
         ordered: Ints = rows[np.lexsort(keys)]
         return ordered
 
     def _most_pressing(self, rows: Ints) -> Ints:
-        """Return as many as there are places (and ties), in any order, so that the others need not be sorted."""
         places = self._view.limits.max_running_requests
         if len(rows) <= places:
             return rows
@@ -86,7 +80,6 @@ class _Batch:
     # --- the token budget
 
     def _token_budget(self, slo_s: float = np.inf) -> int:
-        """Return the tokens left with a request of this SLO in the batch (equation 6); at least one if it is empty."""
         left = self._packer.num_tokens_left
         if not self._config.dynamic_chunking:
             return min(max(self._pivot.num_tokens - self._num_tokens, 0), left)
@@ -94,7 +87,6 @@ class _Batch:
         return int(min(budget - self._num_tokens, left)) if budget > self._num_tokens else 0
 
     def _demand(self, row: int, slo_s: float, kept: int = 0) -> int:
-        """Return the tokens of a prompt for this iteration, `kept` of the budget being for others; 0: none."""
         remaining, budget = self._packer.remaining(row), self._token_budget(slo_s) - kept
         if self._config.dynamic_chunking:
             return max(min(remaining, budget), 0)
@@ -102,7 +94,6 @@ class _Batch:
         return chunk if chunk <= budget or not self._has_prompt else 0
 
     def _try(self, row: int, num_tokens: int) -> bool:
-        """Add as many of these tokens as there are blocks for (static chunks: all or none)."""
         packer = self._packer
         if not packer.add(row, num_tokens):
             num_tokens = min(packer.chunk(row), num_tokens) if self._config.dynamic_chunking else 0
@@ -119,7 +110,6 @@ class _Batch:
     # --- urgent requests and decodes
 
     def _add_pressing(self, rows: Ints) -> None:
-        """Add rows by remaining time; a prompt leaves each later decode a token, and a block if it needs one."""
         table, packer, size = self._view.table, self._packer, self._view.memory.block_size
         beside = self._view.memory.state_blocks
         is_decoding = table.num_remaining[rows] == 1
@@ -169,7 +159,6 @@ class _Batch:
         return True
 
     def _victims(self, row: int) -> list[int]:
-        """Return requests that can wait longer and were not evicted too often; the last one can wait longest."""
         table, packer = self._view.table, self._packer
         may_leave = (table.num_blocks > 0) & (table.num_preemptions < self._config.max_preemptions)
         ordered = self._ordered(np.union1d(np.flatnonzero(may_leave), [row])).tolist()
@@ -180,14 +169,12 @@ class _Batch:
     # --- requests that can wait
 
     def _free_blocks(self) -> int:
-        """Return the free blocks for prompts that can wait: without the watermark, unless the memory is empty."""
         memory, num_free = self._view.memory, self._packer.num_free
         if num_free == memory.num_blocks:
             return num_free
         return max(num_free - int(self._config.watermark * memory.num_blocks), 0)
 
     def _may_start(self, rows: Ints) -> Bools:
-        """Return which rows may start: while a long prompt is being served, no other one begins (section 4.2)."""
         table = self._view.table
         is_long, has_begun = self._is_long(), table.num_blocks > 0
         is_served = is_long & has_begun & (table.num_remaining > 1) & ~self._is_evicted
@@ -196,7 +183,6 @@ class _Batch:
         return ~is_long[rows] | has_begun[rows]
 
     def _is_long(self) -> Bools:
-        """Return which prompts are long, by the paper's length or because no iteration could take them whole."""
         budget = self._pivot.rate * np.minimum(self._least_slo_s, self._slo_s)
         longest = np.minimum(np.minimum(budget, self._view.limits.max_tokens), self._config.long_prompt_len - 1)
         is_long: Bools = self._view.table.context_len > longest
@@ -213,7 +199,6 @@ class _Batch:
         return rows, (self._is_long() | (self._view.table.num_blocks > 0))[rows]
 
     def _select(self, waiting: Ints) -> None:
-        """Run algorithm 2: of the about equally urgent requests, repeatedly add the one that leaves least unused."""
         rows, can_cut = self._head_of(waiting)
         if len(rows) and not self._packer.rows:
             self._least_slo_s = float(self._slo_s[rows[0]])
@@ -235,7 +220,6 @@ class _Batch:
             rows, can_cut = rows[is_next], can_cut[is_next]
 
     def _demands(self, rows: Ints, can_cut: Bools) -> tuple[Ints, Ints, Bools]:
-        """Return D_c in tokens and D_m in blocks of these requests, and which of them fit."""
         table, size, beside = self._view.table, self._view.memory.block_size, self._view.memory.state_blocks
         held, cached, remaining = table.num_blocks[rows], table.num_cached[rows], table.num_remaining[rows]
         whole, num_free = -(-table.context_len[rows] // size) + beside, self._free_blocks()
@@ -260,7 +244,6 @@ class _Batch:
         return demands, blocks, (demands > 0) & (demands <= budget) & (demands <= slots)
 
     def _add_in_order(self, waiting: Ints) -> None:
-        """Add prompts in order until compute or memory ends (without multi-resource batching)."""
         packer = self._packer
         for row in self._ordered(self._most_pressing(waiting[self._may_start(waiting)])).tolist():
             watermark = packer.num_free - self._free_blocks()
@@ -273,7 +256,6 @@ class _Batch:
 
 
 def _packer_of(view: WorkerView, config: AccelgenConfig) -> Packer:
-    """Return the packer: with `reserve_prompts` one that keeps the blocks for the rest of prompts that have begun."""
     table = view.table
     if not config.reserve_prompts:
         return Packer(view)

@@ -43,7 +43,6 @@ class Pivot(NamedTuple):
 
     @property
     def rate(self) -> float:
-        """Tokens per second."""
         return self.num_tokens / self.duration_s
 
 
@@ -106,7 +105,6 @@ def urgency_of(view: WorkerView, config: AccelgenConfig, *, chunk_len: float, lo
 
 
 def _preemption_s(view: WorkerView) -> float:
-    """Return P_max * P: the mean time that preemptions add to a token, judged by the present requests' preemptions."""
     table = view.table
     num_preemptions, num_tokens = int(table.num_preemptions.sum()), int(table.num_generated.sum())
     is_out = (table.num_preemptions > 0) & (table.num_blocks == 0)

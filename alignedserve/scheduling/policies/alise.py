@@ -40,7 +40,6 @@ class Alise:
         self._runtime = RefreshedEstimate(fit_request_runtime, config.runtime)
 
     def plan(self, view: WorkerView) -> IterationPlan:
-        """See IterationPolicy."""
         config, table = self._config, view.table
         runtime = self._runtime.of(view.costs)
         num_left, num_overruns = remaining_output_len(table)
@@ -52,12 +51,10 @@ class Alise:
         return PriorityPacking(view, level, wait_s, preemption=config.preemption, watermark=config.watermark).plan()
 
     def _base_level(self, by_first: Floats, num_overruns: Ints) -> Ints:
-        """Return the level: n for 2^(n-1) to 2^n times the first level's remaining time, or after n overruns."""
         by_time = np.frexp(by_first)[1].astype(np.int64)
         return np.clip(np.maximum(by_time, num_overruns), 0, self._config.num_levels - 1)
 
     def _estimated_wait_s(self, level: Ints, remaining_s: Floats, waited_s: Floats) -> Floats:
-        """Return the wait until all better levels are done, or ageing has raised it to level 0 (equation 7)."""
         by_level = np.bincount(level, weights=remaining_s, minlength=self._config.num_levels)
         better_s = np.cumsum(by_level) - by_level
         threshold_s = self._config.age_threshold_s

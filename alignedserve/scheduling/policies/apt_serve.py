@@ -32,7 +32,6 @@ class AptServeConfig:
     watermark: float = 0.01  # share of the blocks that new caches leave free (vLLM)
 
     def __post_init__(self) -> None:
-        """Raise ConfigError naming the parameter that is out of range."""
         for name, holds in (
             ("max_hidden_tokens", self.max_hidden_tokens >= 0),
             ("hidden_token_s", self.hidden_token_s is None or self.hidden_token_s >= 0),
@@ -50,7 +49,6 @@ class AptServe:
         self._config = config
 
     def plan(self, view: WorkerView) -> IterationPlan:
-        """See IterationPolicy."""
         step = _Step(view, self._config)
         returning = step.returns_to_kv()
         if returning.scheduled:
@@ -68,7 +66,6 @@ class AptServeChunked:
         self._config = config
 
     def plan(self, view: WorkerView) -> IterationPlan:
-        """See IterationPolicy."""
         step = _Step(view, self._config, splits_prompts=True)
         returning, decodes = step.returns_to_kv(), step.decodes()
         # A request just preempted is not overtaken by a new one in the same iteration.
@@ -80,7 +77,6 @@ class AptServeChunked:
 
 
 def _earliest(view: WorkerView) -> IterationPlan:
-    """Resolve a deadlock: requests share blocks, and none of them alone frees enough for another."""
     packer = Packer(view)
     if view.held_blocks:
         add_earliest(packer, view, view.limits.max_tokens)
@@ -88,8 +84,6 @@ def _earliest(view: WorkerView) -> IterationPlan:
 
 
 class _Step:
-    """One decision, with the blocks and tokens left while its parts are put together."""
-
     def __init__(self, view: WorkerView, config: AptServeConfig, *, splits_prompts: bool = False) -> None:
         self._view = view
         self._config = config
@@ -110,12 +104,10 @@ class _Step:
         self._num_tokens_left = view.limits.max_tokens
 
     def decodes_are_more_urgent(self) -> bool:
-        """Return whether running requests have a longer total pending time than waiting ones (section 5)."""
         running_s = float(self._pending_s[self._running].sum())
         return running_s > float(self._pending_s.sum()) - running_s
 
     def returns_to_kv(self) -> IterationPlan:
-        """Plan to recompute costly hidden caches as keys and values while blocks are free (section 5)."""
         table = self._view.table
         rows = table.by_arrival(self._running[self._is_costly(self._running)])
         more = self._blocks(rows, is_hidden=False) - table.num_blocks[rows]
@@ -129,7 +121,6 @@ class _Step:
         return IterationPlan(scheduled, tuple(PlannedEviction(row, EvictionMode.DROP) for row in rows.tolist()))
 
     def decodes(self) -> IterationPlan:
-        """Plan a token of each running request; if their caches no longer fit, keep the most valuable per block."""
         rows, max_running_requests = self._rows_to_decode(), self._view.limits.max_running_requests
         more = int(self._more_blocks(rows).sum())
         if more <= self._num_free and len(rows) <= min(self._num_tokens_left, max_running_requests):
@@ -151,7 +142,6 @@ class _Step:
         return IterationPlan(self._schedule(rows[chosen], np.ones_like(chosen), more), evictions)
 
     def prompts(self, *, takes_new: bool = True) -> IterationPlan:
-        """Plan prompts that have begun, then the waiting ones that the selection takes, with its kinds of cache."""
         begun = self._continue_prompts()
         table = self._view.table
         num_free, num_hidden = self._num_free - self._watermark(), int(self._context_len[table.is_hidden].sum())
@@ -183,7 +173,6 @@ class _Step:
         return awake if len(awake) else rows
 
     def _is_costly(self, rows: Ints) -> Bools:
-        """Return rows whose hidden cache gains less per block than keys and values would, as the selection decides."""
         is_costly = self._view.table.is_hidden[rows]
         if is_costly.any():
             pending_s = self._pending_s[rows]
@@ -210,7 +199,6 @@ class _Step:
         return KnapsackItems(value, num_blocks, num_tokens, self._penalty(rows), self._blocks(rows, is_hidden=True))
 
     def _evict(self, rows: Ints, num_blocks: int) -> tuple[PlannedEviction, ...]:
-        """Drop caches in this order until this many blocks are free; the remaining requests only pause."""
         held = self._view.own_blocks(rows)
         count = int((np.cumsum(held) - held + self._num_free < num_blocks).sum())
         self._num_free += int(held[:count].sum())
@@ -224,20 +212,17 @@ class _Step:
     # --- figures
 
     def _value(self, rows: Ints) -> Floats:
-        """Return the pending time; past the SLO it is near zero, or a part of itself (sections 4.2 and 6.6)."""
         pending_s, decay = self._pending_s[rows], self._config.expired_decay
         expired = np.full_like(pending_s, _NEAR_ZERO_S) if decay is None else decay * pending_s
         return np.where(pending_s > self._slo_s[rows], expired, pending_s)
 
     def _penalty(self, rows: Ints) -> Floats:
-        """Return the time that a hidden cache costs all requests in one iteration (equations 5 and 6)."""
         token_s = self._config.hidden_token_s
         if token_s is None:
             token_s = hidden_token_s(self._view.costs)
         return self._context_len[rows].astype(np.float64) * (token_s * len(self._view.table))
 
     def _blocks(self, rows: Ints, *, is_hidden: bool | None = None) -> Ints:
-        """Return the blocks of the whole context. `is_hidden`: the kind of cache; None: the one that each row has."""
         table = self._view.table
         kinds = table.is_hidden[rows] if is_hidden is None else np.full(len(rows), is_hidden)
         return self._view.memory.blocks_for_each(self._context_len[rows], is_hidden=kinds)
@@ -246,7 +231,6 @@ class _Step:
         return self._blocks(rows) - self._view.table.num_blocks[rows]
 
     def _watermark(self) -> int:
-        """Return the blocks that new caches leave free; 0 on an empty device."""
         memory = self._view.memory
         return 0 if memory.num_free == memory.num_blocks else int(self._config.watermark * memory.num_blocks)
 

@@ -36,7 +36,6 @@ class SelectionBudget(NamedTuple):
 
     @property
     def is_left(self) -> bool:
-        """True if blocks, tokens and places are left."""
         return min(self.num_blocks, self.num_tokens, self.num_places) > 0
 
 
@@ -114,7 +113,6 @@ def _offered(candidates: KnapsackItems, budget: SelectionBudget) -> Bools:
 
 
 def _items(candidates: KnapsackItems, is_hidden: Bools, budget: SelectionBudget) -> _Items:
-    """Build the items, first caches and then steps; leave out items that do not fit even alone."""
     fits = candidates.num_blocks <= budget.num_blocks
     first, second = np.flatnonzero(fits | is_hidden), np.flatnonzero(fits & is_hidden)
     num_blocks = np.where(is_hidden, candidates.hidden_blocks, candidates.num_blocks)
@@ -129,14 +127,12 @@ def _items(candidates: KnapsackItems, is_hidden: Bools, budget: SelectionBudget)
 
 
 def _value_alone(candidates: KnapsackItems, is_hidden: Bools, budget: SelectionBudget) -> Floats:
-    """Return the value of each candidate by itself; -inf where it does not fit."""
     value = np.where(is_hidden, candidates.value - candidates.penalty, -np.inf)
     value = np.where(candidates.num_blocks <= budget.num_blocks, candidates.value, value)
     return np.where((candidates.num_tokens <= budget.num_tokens) | budget.splits_last, value, -np.inf)
 
 
 def _take(items: _Items, budget: SelectionBudget) -> Bools:
-    """Take items in this order, skipping any that no longer fit; return which were taken."""
     taken = np.zeros(len(items.owner), np.bool_)
     is_passed = np.zeros(int(items.owner.max(initial=-1)) + 1, np.bool_)  # by owner
     left, waiting = budget, np.arange(len(items.owner))
@@ -156,7 +152,6 @@ def _take(items: _Items, budget: SelectionBudget) -> Bools:
 
 
 def _num_fitting(items: _Items, waiting: Ints, left: SelectionBudget) -> int:
-    """Count how many of these, from the front, fit together."""
     num_tokens = items.num_tokens[waiting]
     tokens = np.cumsum(num_tokens)
     fits = tokens <= left.num_tokens

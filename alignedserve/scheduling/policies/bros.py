@@ -55,7 +55,6 @@ class Bros:
         self._stood_back = False  # decodes, in the latest iteration, for a prompt that is too long to fit beside them
 
     def plan(self, view: WorkerView) -> IterationPlan:
-        """See IterationPolicy."""
         stand_back = not (self._stood_back or self._config.long_prompts_wait)
         packing = _Packing(view, self._batch_size, stand_back=stand_back)
         is_in_time = packing.pack_real_time()
@@ -69,7 +68,6 @@ class Bros:
         return packing.packer.plan()
 
     def _next_batch_size(self, max_running_requests: int) -> int:
-        """Return the grown batch size, bounded so that it falls back without delay."""
         return min(
             self._batch_size * self._config.batch_growth, max(max_running_requests, self._config.base_batch_size)
         )
@@ -89,8 +87,6 @@ def residual_s(view: WorkerView) -> Floats:
 
 
 class _Outcome(enum.Enum):
-    """Outcome of an attempt to pack a request."""
-
     JOINED = enum.auto()
     NO_PLACE = enum.auto()  # or no tokens
     NO_BLOCKS = enum.auto()
@@ -98,10 +94,7 @@ class _Outcome(enum.Enum):
 
 
 class _Packing:
-    """One decision in construction."""
-
     def __init__(self, view: WorkerView, batch_size: int, *, stand_back: bool) -> None:
-        """`stand_back`: decodes may, for a prompt too long to fit beside them; not twice in succession."""
         self._view = view
         self.packer = SharingPacker(view)
         self.packer.num_places_left = min(self.packer.num_places_left, batch_size)
@@ -119,7 +112,6 @@ class _Packing:
 
     @property
     def has_stood_back(self) -> bool:
-        """Return whether real-time decodes are left out for a prompt that is too long to fit beside them."""
         return not all(row in self.packer for row in self._beside)
 
     # --- the orders
@@ -174,7 +166,6 @@ class _Packing:
         return [prompt, *self._beside, *prompts.tolist()], budget_s
 
     def _alone_s(self, row: int | None) -> float:
-        """Return the seconds of an iteration of this row alone; None: of the shortest possible one."""
         work = IterationWork()
         if row is None:
             work.add_decode(1)
@@ -183,7 +174,6 @@ class _Packing:
         return self._view.costs.iteration_s(work)
 
     def _by_swap_cost(self) -> list[int]:
-        """Return the best-effort rows; among equals decodes before prompts, then by priority and arrival."""
         table = self._view.table
         rows = np.flatnonzero(~table.is_real_time)
         keys = (table.order, table.arrival_s, table.priority, ~table.is_decoding, table.num_swapped)
@@ -193,7 +183,6 @@ class _Packing:
     # --- packing
 
     def pack_real_time(self) -> bool:
-        """Pack real-time requests (lines 5 to 14); return False if time ran out before places, tokens and blocks."""
         for row in self._candidates(self._real_time):
             outcome = self._join(row, self._budget_s)
             if outcome in (_Outcome.NO_PLACE, _Outcome.NO_TIME):
@@ -204,7 +193,6 @@ class _Packing:
         return True
 
     def pack_best_effort(self) -> None:
-        """Pack best-effort requests (lines 15 to 33) up to the first that neither fits nor can replace another."""
         self._is_short = False
         for row in self._candidates(self._best_effort):
             outcome = self._join(row, self._budget_s)
@@ -212,7 +200,6 @@ class _Packing:
                 return
 
     def pack_earliest(self) -> None:
-        """Resolve a deadlock: the earliest real-time or else best-effort request takes blocks from all others."""
         table = self._view.table
         self._is_short = False
         for row in np.lexsort((table.order, table.arrival_s, ~table.is_real_time))[:1].tolist():
@@ -224,7 +211,6 @@ class _Packing:
                 yield row
 
     def _replace(self, row: int) -> bool:
-        """Pack it instead of the least urgent real-time request, if that can wait for an iteration (equation 6)."""
         if not self._replaceable:
             return False
         other = self._replaceable[-1]
@@ -237,23 +223,22 @@ class _Packing:
         return False
 
     def _join(self, row: int, budget_s: float) -> _Outcome:
-        """Pack this request, if the iteration then still keeps within the budget."""
         packer = self.packer
         num_tokens = packer.unchunked(row)
         if packer.num_places_left < 1 or not 0 < num_tokens <= packer.num_tokens_left:
             return _Outcome.NO_PLACE
-        found = self._find_blocks(row, num_tokens)
-        if found is None:
+        blocks = self._find_blocks(row, num_tokens)
+        if blocks is None:
             return _Outcome.NO_BLOCKS
-        if found.evictions and self._time_with(row, num_tokens, found.evictions) > budget_s:
+        if blocks.evictions and self._time_with(row, num_tokens, blocks.evictions) > budget_s:
             return _Outcome.NO_TIME  # before any eviction, as evictions are not undone
-        for part in found.evictions:
+        for part in blocks.evictions:
             packer.evict(*part)
             self._evicted.add(part.row)
-        partner = found.partner
+        partner = blocks.partner
         is_added = packer.add(row, num_tokens) if partner is None else packer.join(row, num_tokens, partner)
         assert is_added, "packs what does not fit"
-        if not found.evictions and packer.predicted_s() > budget_s:
+        if not blocks.evictions and packer.predicted_s() > budget_s:
             packer.withdraw(row)
             return _Outcome.NO_TIME
         return _Outcome.JOINED
@@ -267,7 +252,6 @@ class _Packing:
     # --- blocks: FindPreemptBlock and FindBlock (section 5.2)
 
     def _find_blocks(self, row: int, num_tokens: int) -> FoundBlocks | None:
-        """Return how this request comes to the blocks that it needs; None: there are none."""
         search = BlockSearch(self._view, self.packer)
         found = search.find(row, num_tokens, partial(self._victims, row), may_take=not self._is_short)
         self._is_short |= found is None

@@ -50,7 +50,6 @@ class BlockSearch:
         return None
 
     def _take_all(self, missing: int, victims: Callable[[], Iterable[int]], shared: int | None) -> bool:
-        """Let victims leave until no block is missing; return False if there are too few."""
         if missing > 0:
             num_freed = 0
             for victim in victims():
@@ -63,7 +62,6 @@ class BlockSearch:
         return True
 
     def _take(self, victim: int, missing: int) -> int:
-        """Let a victim leave blocks, at most as many as are missing where it can keep others; return how many."""
         packer, partner = self._packer, self._partner(victim)
         if self._is_real_time[victim]:
             if partner is not None:  # it leaves the block as well, which would not be free otherwise
@@ -74,15 +72,14 @@ class BlockSearch:
             num_own = self._num_blocks(victim) - is_sharing
             num_blocks = min(num_own, missing) if self._is_lazy else num_own
             if 0 < num_blocks < num_own:
-                kept = self._tokens_in(num_own - num_blocks)
-                self._leaving[victim] = packer.num_on_device(victim) - kept
+                tokens = self._tokens_in(num_own - num_blocks)
+                self._leaving[victim] = packer.num_on_device(victim) - tokens
                 return num_blocks
         if num_blocks:
             self._leaving[victim] = packer.num_on_device(victim)
         return num_blocks
 
     def _evictions(self) -> tuple[PlannedEviction, ...]:
-        """Return what leaves as evictions; without free host memory a cache is dropped."""
         evictions, room = [], self._packer.num_free_host
         for row, num_tokens in self._leaving.items():
             if num_tokens > room:
@@ -102,7 +99,6 @@ class BlockSearch:
         return num_blocks * self._block_size
 
     def _partner(self, row: int) -> int | None:
-        """Return the row that shares this one's last block, if both keep it."""
         other = self._packer.partner(row)
         if other is None or self._leaves_block(row) or self._leaves_block(other):
             return None

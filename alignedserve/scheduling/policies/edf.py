@@ -30,7 +30,6 @@ class Edf:
         self._config = config
 
     def plan(self, view: WorkerView) -> IterationPlan:
-        """See IterationPolicy."""
         due_s, level = due_times_s(view.table), class_of(view)
         order = order_of(view, due_s, group=np.where(np.isfinite(due_s), 0, 1 + level), level=level)
         budget, watermark = self._config.token_budget, self._config.watermark

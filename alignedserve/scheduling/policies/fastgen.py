@@ -27,7 +27,6 @@ class Fastgen:
         self._config = config
 
     def plan(self, view: WorkerView) -> IterationPlan:
-        """See IterationPolicy."""
         table = view.table
         packer = Packer(view)
         packer.num_tokens_left = min(packer.num_tokens_left, self._config.token_budget)
@@ -41,7 +40,6 @@ class Fastgen:
         return packer.plan()
 
     def _add_prompts(self, packer: Packer, view: WorkerView) -> None:
-        """Add prompts up to the first that does not fit, in order; prompts that have begun come first."""
         table = view.table
         prompts = np.flatnonzero(~table.is_decoding)
         has_begun = table.num_blocks[prompts] > 0
@@ -53,7 +51,6 @@ class Fastgen:
                 return
 
     def _begin_anew(self, packer: Packer, view: WorkerView) -> None:
-        """Evict all but the earliest request: none fits, as each holds blocks and waits for more."""
         holders = by_arrival(view, np.flatnonzero(view.table.num_blocks > 0))
         for row in holders[1:]:
             packer.evict(row, EvictionMode.DROP)

@@ -35,7 +35,6 @@ class FastServe:
         self._runtime = RefreshedEstimate(fit_request_runtime, config.runtime)
 
     def plan(self, view: WorkerView) -> IterationPlan:
-        """See IterationPolicy."""
         config, table = self._config, view.table
         runtime = self._runtime.of(view.costs)
         quantum_s = runtime.decode_s if config.first_quantum_s is None else config.first_quantum_s
@@ -51,7 +50,6 @@ class FastServe:
         return PriorityPacking(view, queue, wait_s, preemption=config.preemption, watermark=config.watermark).plan()
 
     def _estimated_wait_s(self, queue: Ints, quantum_s: float, waited_s: Floats) -> Floats:
-        """Return the wait until all requests in better queues have had a quantum, or until the next promotion."""
         per_queue = np.bincount(queue, minlength=self._config.num_queues) * np.exp2(np.arange(self._config.num_queues))
         better_s = (np.cumsum(per_queue) - per_queue) * quantum_s
         starvation_s = self._config.starvation_s

@@ -22,8 +22,6 @@ class FcfsConfig:
 
 
 class _Marks(NamedTuple):
-    """Rows of the table, as a plan begins."""
-
     able: Bools  # whose prompts may be computed
     is_decoding: Bools
     is_swapped: Bools
@@ -44,7 +42,6 @@ class Fcfs:
         self._is_classed = is_classed
 
     def plan(self, view: WorkerView) -> IterationPlan:
-        """See IterationPolicy."""
         packer, marks = Packer(view), self._marks(view)
         prompts = self._prompts(view, marks)
         if prompts:
@@ -57,14 +54,12 @@ class Fcfs:
         return _Marks(self._first_class(view), view.table.is_decoding, view.table.num_swapped > 0)
 
     def _first_class(self, view: WorkerView) -> Bools:
-        """Return the rows whose prompts may be computed: of real-time requests where there are any."""
         table = view.table
         able = (table.num_blocks > 0) | (table.context_len <= view.memory.slots_in(view.memory.num_blocks))
         real_time: Bools = able & table.is_real_time
         return real_time if self._is_classed and real_time.any() else able
 
     def _in_order(self, view: WorkerView, rows: Ints, at_most: int | None = None) -> Ints:
-        """Return these rows, or the first `at_most`, by class where that counts, then by arrival."""
         table = view.table
         if not self._is_classed:
             return table.by_arrival(rows, at_most)
@@ -73,7 +68,6 @@ class Fcfs:
         return np.concatenate([table.by_arrival(one, at_most) for one in classes])[:at_most]
 
     def _add_prompts(self, packer: Packer, view: WorkerView, marks: _Marks, prompts: list[int]) -> None:
-        """Add prompts up to the first that does not fit; the first one is chunked if it is longer than an iteration."""
         num_decodes = int(np.count_nonzero(marks.able & marks.is_decoding & ~marks.is_swapped))
         num_places = packer.num_places_left - num_decodes
         for row in prompts:
@@ -101,13 +95,11 @@ class Fcfs:
         return admitted + new
 
     def _is_admitted(self, packer: Packer, view: WorkerView, row: int) -> bool:
-        """Return whether the whole prompt fits and leaves the watermark free; alone it may take all memory."""
         if view.table.num_blocks[row]:
             return True
         return self._has_room(packer, view, row, packer.remaining(row))
 
     def _has_room(self, packer: Packer, view: WorkerView, row: int, num_tokens: int) -> bool:
-        """Return whether these tokens fit beside the watermark; classed, best effort is preempted for real time."""
         watermark = int(self._config.watermark * view.memory.num_blocks)
         missing = packer.blocks_needed(row, num_tokens) + watermark - packer.num_free
         if missing <= 0:
@@ -118,7 +110,6 @@ class Fcfs:
         return displace(packer, worse, missing, partial(self._preempt, packer, view))
 
     def _worse(self, packer: Packer, view: WorkerView, row: int) -> list[int]:
-        """Return the requests that this one may preempt before it is in, the last to arrive at the end."""
         table = view.table
         if not (self._is_classed and table.is_real_time[row] and view.can_evict):
             return []
@@ -126,11 +117,9 @@ class Fcfs:
         return [other for other in holders if not packer.is_evicted(other)]
 
     def _preempt(self, packer: Packer, view: WorkerView, row: int) -> None:
-        """Evict a decode as it is configured; a prompt in parts is dropped."""
         packer.evict(row, self._config.preemption if view.table.is_decoding[row] else EvictionMode.DROP)
 
     def _add_decodes(self, packer: Packer, view: WorkerView, marks: _Marks) -> None:
-        """Add one token of each request on the device, then swap others in if that preempted none."""
         ordered = self._in_order(view, np.flatnonzero(marks.is_decoding & ~marks.is_swapped))
         running: deque[int] = deque(ordered[packer.add_decodes(ordered) :].tolist())  # but those that fit, at once
         holders = self._in_order(view, np.flatnonzero(view.table.num_blocks > 0)).tolist() if running else []

@@ -36,7 +36,6 @@ class Oracle:
         self._prompt_s = self._decode_s = np.zeros(len(_SIZES))
 
     def plan(self, view: WorkerView) -> IterationPlan:
-        """See IterationPolicy. Predicted lengths must be exact."""
         if not len(view.table):
             return IterationPlan()
         if self._costs is not view.costs:
@@ -46,7 +45,6 @@ class Oracle:
         return _Iteration(view, self._forecast(view)).fill()
 
     def _forecast(self, view: WorkerView) -> "_OracleForecast":
-        """Build the forecast of each request, as if it were served alone from now on."""
         table = view.table
         tokens_left = np.maximum(table.predicted_len - table.num_generated, 1.0)
         decode_s = np.interp(table.context_len + tokens_left / 2, _SIZES, self._decode_s)
@@ -65,8 +63,6 @@ class Oracle:
 
 @dataclass(frozen=True, slots=True)
 class _OracleForecast:
-    """Forecast of each request, by row."""
-
     tokens_left: Floats
     next_s: Floats  # to its next token
     due_s: Floats  # latest time of that token for all its SLOs to hold if it runs alone
@@ -75,8 +71,6 @@ class _OracleForecast:
 
 
 class _Iteration:
-    """One iteration in construction."""
-
     def __init__(self, view: WorkerView, forecast: _OracleForecast) -> None:
         self._view = view
         self._forecast = forecast
@@ -88,7 +82,6 @@ class _Iteration:
         self._has_memory: list[int] = np.flatnonzero(table.num_blocks > 0).tolist()
 
     def fill(self) -> IterationPlan:
-        """Add decodes and prompts that can be in time, then late ones."""
         late = self._forecast.is_late
         self._add_decodes(np.flatnonzero(self._is_decode & ~late))
         prompts = np.flatnonzero(~self._is_decode & ~late)
@@ -104,7 +97,6 @@ class _Iteration:
         return self._packer.plan()
 
     def _add_decodes(self, rows: Ints) -> None:
-        """Add decodes with the least slack first, up to the first that those before leave no time for."""
         order = self._view.table.order
         for row in rows[np.lexsort((order[rows], self._slack_s(rows)))].tolist():
             if self._packer.is_evicted(row):
@@ -123,7 +115,6 @@ class _Iteration:
         return self._view.now + self._view.costs.iteration_s(work)
 
     def _limit_s(self, joining: int | None = None) -> float:
-        """Return the latest end of this iteration that keeps decodes in time, at the speed of decodes alone."""
         decoding = self._decoding
         rows = [row for row in self._packer.rows if self._is_decode[row] and not self._forecast.is_late[row]]
         if joining is not None:
@@ -161,7 +152,6 @@ class _Iteration:
         return [row for row in ordered if row not in postponed], [row for row in ordered if row in postponed]
 
     def _prompt_share(self) -> float:
-        """Return the share of the coming time that decodes leave to prompts."""
         rows = [row for row in self._packer.rows if self._is_decode[row]]
         if not rows:
             return 1.0
@@ -170,7 +160,6 @@ class _Iteration:
         return float(max(1.0 - step_s / max(float(paces_s.min()), step_s), 0.05))
 
     def _add_prompts(self, rows: list[int], *, is_late: bool) -> None:
-        """Add prompts in this order, up to the first without time, or the first late one without memory."""
         for row in rows:
             if self._packer.num_places_left < 1 or self._packer.num_tokens_left < 1:
                 return
@@ -184,7 +173,6 @@ class _Iteration:
                 return
 
     def _add_prompt(self, row: int, due_s: float) -> bool:
-        """Add as many of its tokens as the time of those in the iteration allows."""
         table, packer = self._view.table, self._packer
         num_tokens = chunk_within(
             self._view.costs,
@@ -203,7 +191,6 @@ class _Iteration:
         return True
 
     def _fits_to_its_end(self, row: int, is_late: bool) -> bool:
-        """Return whether memory suffices until all holders and this request have ended, evicting late ones first."""
         table = self._view.table
         holders = [other for other in self._has_memory if not self._packer.is_evicted(other)]
         if not is_late and self._view.can_evict:
@@ -215,7 +202,6 @@ class _Iteration:
         return not holders or holders == [row] or self._never_exceeds([*holders, row])
 
     def _never_exceeds(self, rows: list[int]) -> bool:
-        """Return whether they fit until their ends with a token each per iteration: checked before each end."""
         table, memory = self._view.table, self._view.memory
         chosen = np.unique(rows)
         tokens_left = self._forecast.tokens_left[chosen]

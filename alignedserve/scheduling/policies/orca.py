@@ -27,7 +27,6 @@ class Orca:
         self._config = config
 
     def plan(self, view: WorkerView) -> IterationPlan:
-        """See IterationPolicy."""
         table = view.table
         has_begun = table.num_blocks > 0
         packer = ReservingPacker(view, total_len=self._reservations(view), has_begun=has_begun)
@@ -42,7 +41,6 @@ class Orca:
         return packer.plan()
 
     def _admit(self, packer: ReservingPacker, waiting: list[int]) -> None:
-        """Admit prompts up to the first that does not fit; one longer than an iteration goes in alone, in parts."""
         for row in waiting:
             num_tokens = packer.remaining(row)
             if not packer.rows:
@@ -51,7 +49,6 @@ class Orca:
                 return
 
     def _reservations(self, view: WorkerView) -> Ints:
-        """Return the reserved tokens by row, at most the whole memory."""
         longest = np.maximum(view.table.prompt_len + view.table.max_tokens, self._config.reserved_len)
         capped: Ints = np.minimum(longest, view.memory.slots_in(view.memory.num_blocks))
         return capped

@@ -48,7 +48,6 @@ class Standing(NamedTuple):
 
     @classmethod
     def of(cls, table: RequestTable) -> "Standing":
-        """Work it out."""
         num_remaining = table.num_remaining
         return cls(num_remaining, (table.num_generated > 0) & (num_remaining == 1), table.next_token_due_s)
 
@@ -73,7 +72,6 @@ class QoServe:
         self._prompts = RefreshedEstimate(measure_prefill_times)
 
     def plan(self, view: WorkerView) -> IterationPlan:
-        """See IterationPolicy."""
         table, config = view.table, self._config
         standing = Standing.of(table)
         is_decoding, needs = standing.is_decoding, self._needs(view, standing)
@@ -92,7 +90,6 @@ class QoServe:
         return ChunkedPacking(view, order, token_budget=budget, chunk_rule=rule, watermark=watermark).plan()
 
     def _needs(self, view: WorkerView, standing: Standing) -> Needs:
-        """Return the needs by the worker's costs: of a TTFT to the next token, of a deadline to the last one."""
         table, runtime, prompts = view.table, self._runtime.of(view.costs), self._prompts.of(view.costs)
         num_remaining, is_decoding, next_s = standing
         to_prefill = np.where(is_decoding, 0, num_remaining)
@@ -109,7 +106,6 @@ class QoServe:
         )
 
     def _relegated(self, view: WorkerView, is_decoding: Bools, needs: Needs, key: Floats) -> Bools:
-        """Return the prompts that cannot be in time alone, and those that more important ones are in time without."""
         table = view.table
         is_prompt = ~is_decoding & np.isfinite(needs.due_s)
         relegated: Bools = is_prompt & (view.now + needs.needed_s > needs.due_s)
@@ -123,7 +119,6 @@ class QoServe:
         return relegated
 
     def _within_slack(self, view: WorkerView, standing: Standing) -> ChunkRule:
-        """Return the rule of chunks: the time until the first of the decodes is due."""
         table = view.table
         is_ready = standing.is_decoding & (table.num_blocks > 0) & (table.num_swapped == 0)
         due_s = float(standing.next_s[is_ready].min(initial=np.inf))
@@ -152,8 +147,6 @@ def yielding(rows: Ints, now: float, needs: Needs, importance: Ints) -> list[int
 
 
 class _SlackRule:
-    """A rule of chunks (ChunkRule): as many tokens as the iteration has time for, and no fewer than the least."""
-
     def __init__(self, view: WorkerView, slack_s: float, least_tokens: int) -> None:
         self._view = view
         self._slack_s = slack_s

@@ -32,7 +32,6 @@ class RoundRobin:
         self._is_real_time_next = True
 
     def plan(self, view: WorkerView) -> IterationPlan:
-        """See IterationPolicy."""
         for is_real_time in (self._is_real_time_next, not self._is_real_time_next):
             packer = self._turn(view, is_real_time)
             if packer.rows:
@@ -41,7 +40,6 @@ class RoundRobin:
         return self._earliest(view)
 
     def _turn(self, view: WorkerView, is_real_time: bool) -> Packer:
-        """Pack one class: decodes, then whole prompts in order."""
         table, packer = view.table, Packer(view)
         packer.num_places_left = min(packer.num_places_left, self._config.batch_size)
         is_mine = table.is_real_time == is_real_time
@@ -55,14 +53,12 @@ class RoundRobin:
 
     @staticmethod
     def _add_decodes(packer: Packer, view: WorkerView, running: list[int]) -> None:
-        """Add decodes; one that lacks a block takes it from the latest of its class, or pauses if it is the latest."""
         while running and packer.num_places_left and packer.num_tokens_left:
             row = running.pop(0)
             add_evicting(packer, row, 1, running if view.can_evict else [])
 
     @staticmethod
     def _earliest(view: WorkerView) -> IterationPlan:
-        """Resolve a deadlock of both classes: the earliest request takes blocks from the latest."""
         packer = Packer(view)
         rows = by_arrival(view, np.arange(len(view.table)))
         holders = [row for row in rows[1:] if view.table.num_blocks[row] and view.can_evict]

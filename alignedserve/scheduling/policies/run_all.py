@@ -42,7 +42,6 @@ class RunAllRequests:
         """Ignore the configuration, which does not concern an iteration."""
 
     def plan(self, view: WorkerView) -> IterationPlan:
-        """See IterationPolicy."""
         assert not view.can_evict, "for prefill and decode workers only"
         packer = Packer(view)
         packer.add_decodes(np.flatnonzero(view.table.num_remaining == 1))

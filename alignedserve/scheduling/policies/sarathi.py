@@ -31,7 +31,6 @@ class Sarathi:
         self._is_classed = is_classed
 
     def plan(self, view: WorkerView) -> IterationPlan:
-        """See IterationPolicy."""
         num_rows = len(view.table)
         level = class_of(view) if self._is_classed else np.zeros(num_rows, np.int64)
         is_new = np.where(view.table.num_blocks > 0, 0.0, 1.0)

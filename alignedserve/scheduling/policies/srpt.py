@@ -39,7 +39,6 @@ class Srpt:
         self._runtime = RefreshedEstimate(fit_request_runtime, config.runtime)
 
     def plan(self, view: WorkerView) -> IterationPlan:
-        """See IterationPolicy."""
         num_left, _ = remaining_output_len(view.table)
         remaining_s = self._runtime.of(view.costs).remaining_s(view.table, num_left)
         level = class_of(view)

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from alignedserve.core.block_layout import FP8
-from alignedserve.profiling.shapes import LLAMA_3_8B, TOY
 from alignedserve.runtime.model.decoder.decoder_parts import ExpertConfig, HeadNormKind
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.decoder.rope_config import RopeConfig
 from alignedserve.runtime.model.families.table import FAMILIES
 from alignedserve.runtime.model.weights.packed_products import Float8Rows, GroupedRows, Rows
 from kernels.narrow.grouped_linear import GROUPS, GroupedWeight, Numbers
+from lab.profiling.shapes import LLAMA_3_8B, TOY
 
 GPU = torch.device("cuda:0")
 
@@ -128,16 +128,13 @@ class EmptySource:
         self._pack = form.weights.pack
 
     def has(self, name: str) -> bool:
-        """See TensorSource."""
         return not name.startswith("decoder.")
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """See TensorSource."""
         del name
         return _empty(shape, self.dtype)
 
     def packed(self, name: str, shape: tuple[int, ...]) -> Rows | None:
-        """See PackedSource."""
         is_outer = "lm_head" in name or "embed" in name or ".gate." in name
         return None if self._pack is None or is_outer else self._pack(shape)
 

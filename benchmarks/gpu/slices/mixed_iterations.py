@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from alignedserve.costmodel.iteration_points import Chunk, Point
-from alignedserve.profiling.model_loading import load_decoder
 from alignedserve.runtime.engine.calibration.iteration_timing import IterationTimer
 from alignedserve.runtime.engine.engine import Engine
 from alignedserve.runtime.engine.engine_options import EngineOptions
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from benchmarks.gpu.slices.step_profile import profiled
 from benchmarks.gpu.timed_iterations import MIXED_CACHED, MIXED_CONTEXTS
+from lab.profiling.model_loading import load_decoder
 
 _BLOCK_SIZE, _SPARE = 16, 16
 _TOY_DECODES, _TOY_CACHED = (24,) * 3, 8

@@ -12,7 +12,6 @@ import torch
 from alignedserve.core.block_layout import FP8
 from alignedserve.core.errors import AlignedServeError
 from alignedserve.costmodel.iteration_points import Chunk, Point
-from alignedserve.profiling.shapes import SHAPES
 from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.engine.calibration.iteration_timing import IterationTimer
 from alignedserve.runtime.engine.engine import Engine
@@ -26,6 +25,7 @@ from alignedserve.runtime.model.weights.random_weights import RandomSource
 from alignedserve.runtime.model.weights.weight_loader import assemble_weights
 from kernels.narrow.grouped_linear import Numbers
 from kernels.narrow.random_weight import random_weight
+from lab.profiling.shapes import SHAPES
 
 TARGET = 0.65  # of the iteration in the model's dtype
 FLOAT8, BLOCKS, INT4 = "FP8 by row", "FP8 in blocks", "4 bits in groups"

@@ -13,13 +13,13 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from alignedserve.costmodel.iteration_points import Chunk, Point
-from alignedserve.profiling.model_loading import load_decoder
 from alignedserve.runtime.device.devices import CUDA
 from alignedserve.runtime.device.timing import synchronize
 from alignedserve.runtime.engine.calibration.iteration_timing import IterationTimer
 from alignedserve.runtime.engine.engine import Engine
 from alignedserve.runtime.engine.engine_options import EngineOptions
 from alignedserve.runtime.kv.block_storage import BlockStorage
+from lab.profiling.model_loading import load_decoder
 
 _NUM_ROUNDS, _BLOCK_SIZE, _SPARE, _KEPT = 4, 16, 16, 25  # rounds of three steps
 _PROMPT, _TOY_PROMPT = 64, 8  # tokens: an H100 would compute them in the 6 ms that reading the weights takes
@@ -54,7 +54,6 @@ def profile_steps(
 
 
 def host_calls(timer: IterationTimer, num_tokens: int) -> dict[str, Any]:
-    """Return a prompt's milliseconds, and the functions in which the host spends most under Python's profiler."""
     point = Point("prefill", (Chunk(num_tokens, 0, is_last=True),))
     timer.measure(point)
     prompt_s = min(timer.measure(point) for _ in range(_NUM_ROUNDS))
@@ -75,7 +74,6 @@ def host_calls(timer: IterationTimer, num_tokens: int) -> dict[str, Any]:
 
 
 def profiled(timer: IterationTimer, point: Point, device: torch.device) -> dict[str, Any]:
-    """Return a point's milliseconds, its heaviest kernels, and the share of time in which none ran."""
     timer.measure(point)
     is_gpu = device.type == CUDA
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_gpu else [])]

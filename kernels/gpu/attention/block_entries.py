@@ -41,7 +41,6 @@ def block_arrays(table: TableArrays, rows: Int64Array, lengths: Int64Array) -> B
 
 
 def plain_block_arrays(table: TableArrays, rows: Int64Array, lengths: Int64Array) -> BlockArrays:
-    """Return the same, without the native kernel."""
     widths: Int64Array = -(-lengths // table.block_size)
     own, num_padding = widths[: len(rows)], len(lengths) - len(rows)
     longest = int(own.max(initial=0))

@@ -60,7 +60,6 @@ def latent_tiling(dtype: torch.dtype, device: torch.device) -> LatentTiling:
 
 
 def tiling_of(view: BlockView) -> LatentTiling:
-    """Return the tiling for these blocks on their GPU."""
     return latent_tiling(view.blocks.dtype, view.blocks.device)
 
 
@@ -156,7 +155,6 @@ def latent_prefill(
 
 
 def _sizes(view: BlockView, width: int, rank: int, dtype: torch.dtype) -> dict[str, int | bool]:
-    """Return what both kernels are compiled for, by the names of their parameters."""
     return {
         "WIDTH": width,
         "RANK": rank,
@@ -181,7 +179,6 @@ def _query(
     PADDED_RANK: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Return the two parts of queries that begin `at` [rows]: what is rotated, and what meets the latents."""
     turned, dims = tl.arange(0, PADDED_ROPE), tl.arange(0, PADDED_RANK)
     rope: tl.constexpr = WIDTH - RANK
     own = queries + at[:, None]

@@ -35,7 +35,6 @@ class WorkPartition(NamedTuple):
 
     @property
     def num_parts(self) -> int:
-        """Return the number of parts."""
         return int(self.row_parts[-1])
 
 
@@ -60,7 +59,6 @@ def partition(
 def plain_partition(
     lengths: Int64Array, *, tile: int, num_programs: int, window: int | None = None, is_chunked: bool = False
 ) -> WorkPartition:
-    """Return the same, without the native kernel."""
     num_rows = len(lengths)
     assert lengths.min() >= 1, "an empty context"
     tiles = -(-lengths // tile)

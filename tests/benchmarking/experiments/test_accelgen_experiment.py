@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from alignedserve.sim.simulation import Simulation
-from alignedserve.workload.requests import Workload
 from experiments.accelgen import ABLATIONS, OPT_13B, accelgen_case, cases_of, figures
+from lab.sim.simulation import Simulation
+from lab.workload.requests import Workload
 
 
 @pytest.mark.slow

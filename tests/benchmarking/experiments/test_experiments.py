@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from alignedserve.costmodel.choice import WorkerSpec
 from experiments import common
 from experiments.common import (
     ColocatedWorkerSpec,
@@ -21,6 +20,7 @@ from experiments.common import (
     source_or,
     with_recorded,
 )
+from lab.costmodel.choice import WorkerSpec
 
 WORKER = ColocatedWorkerSpec(WorkerSpec("opt-13b", "a100-80g"), max_running_requests=64)
 

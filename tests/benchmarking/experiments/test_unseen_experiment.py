@@ -2,9 +2,9 @@
 
 import pytest
 
-from alignedserve.sim.sweep import WorkloadLine
 from experiments import unseen
 from experiments.common import run
+from lab.sim.sweep import WorkloadLine
 
 
 def _row(policy: str, held: float, gap_s: float) -> dict[str, str | float]:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from alignedserve.client.openai_client import CompletionApi, CompletionCall, CompletionOutcome, OpenAiClient
 from alignedserve.cluster.ray_node import RAY_ENVIRONMENT
-from alignedserve.loadgen.client import CompletionApi, CompletionCall, CompletionOutcome, OpenAiClient
 from tests.harnesses.hosts.namespace_hosts import BRIDGE, NamespaceHosts, call, obstacle
 from tests.harnesses.hosts.rehearsal import PORT, SETTINGS, Rehearsal
 

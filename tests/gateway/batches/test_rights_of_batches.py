@@ -14,13 +14,13 @@ from typing_extensions import override
 from alignedserve.batches.interfaces import Page
 from alignedserve.batches.repository import MAX_ACTIVE
 from alignedserve.cli.batch.client import BatchClient, RequestRefused
+from alignedserve.client.openai_client import OpenAiClient
 from alignedserve.config.sections import BatchesConfig
 from alignedserve.core.errors import ConfigError, PeerError
 from alignedserve.gateway.app import build_app
 from alignedserve.gateway.files.files_api import FilesApi
 from alignedserve.keys.file import KeyRow, SecretRow, ring_of
 from alignedserve.keys.ring import digest_of
-from alignedserve.loadgen.client import OpenAiClient
 from tests.gateway.batches.batch_server import listening
 from tests.gateway.batches.batch_support import BatchGateway, batch_gateway
 from tests.gateway.support import error_of

@@ -16,11 +16,11 @@ import yaml
 from alignedserve.api.backend.scripted import ScriptedBackend
 from alignedserve.cli.batch.client import BatchClient
 from alignedserve.cli.top.command import _get
+from alignedserve.client.openai_client import OpenAiClient
+from alignedserve.client.trust import trust_for
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import ConfigError, PeerError, PeerLost
 from alignedserve.gateway.server import HttpServer, bind
-from alignedserve.loadgen.client import OpenAiClient
-from alignedserve.loadgen.trust import trust_for
 from alignedserve.process.server_certificate import ServerCertificate
 from tests.gateway.support import saying, services_for
 from tests.support.marks import each

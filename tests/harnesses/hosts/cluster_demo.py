@@ -16,14 +16,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from alignedserve.client.openai_client import CompletionApi, CompletionCall, CompletionOutcome, OpenAiClient
 from alignedserve.core.errors import AlignedServeError, ResourceError
-from alignedserve.evaluation.checked_trace import plan_checked_trace
-from alignedserve.evaluation.pocket_calls import pocket_tokenizer, task_call
-from alignedserve.loadgen.client import CompletionApi, CompletionCall, CompletionOutcome, OpenAiClient
-from alignedserve.loadgen.load_generator import LoadGenerator
-from alignedserve.loadgen.load_plan import LoadRequest
 from alignedserve.pocket.tasks import is_correct
-from alignedserve.workload.traces import shipped_trace
+from lab.evaluation.checked_trace import plan_checked_trace
+from lab.evaluation.pocket_calls import pocket_tokenizer, task_call
+from lab.loadgen.load_generator import LoadGenerator
+from lab.loadgen.load_plan import LoadRequest
+from lab.workload.traces import shipped_trace
 from tests.harnesses.hosts.namespace_hosts import NamespaceHosts
 from tests.harnesses.hosts.network_faults import FAULTS, HostFault
 from tests.harnesses.hosts.rehearsal import SETTINGS, Rehearsal

@@ -16,8 +16,8 @@ from typing import Any
 
 import yaml
 
+from alignedserve.client.openai_client import OpenAiClient
 from alignedserve.core.errors import ResourceError
-from alignedserve.loadgen.client import OpenAiClient
 from tests.harnesses.hosts.namespace_hosts import NamespaceHost, NamespaceHosts
 
 PORT = 8000

@@ -11,12 +11,12 @@ import pytest
 from alignedserve.config.sections import Topology
 from alignedserve.scheduling.policies import POLICIES
 from alignedserve.scheduling.policy import Mechanism
-from alignedserve.sim.config import SimConfig, SimMechanisms
-from alignedserve.sim.policies import with_policy
-from alignedserve.sim.simulation import Simulation
-from alignedserve.workload.build import build_workload
-from alignedserve.workload.catalogue import Library
-from alignedserve.workload.requests import RequestSource, TimedRequest, Workload
+from lab.sim.config import SimConfig, SimMechanisms
+from lab.sim.policies import with_policy
+from lab.sim.simulation import Simulation
+from lab.workload.build import build_workload
+from lab.workload.catalogue import Library
+from lab.workload.requests import RequestSource, TimedRequest, Workload
 from tests.harnesses.simulation import BLOCK_BYTES, colocated, disaggregated
 
 LINE = (

@@ -1,8 +1,8 @@
 """Small evidence that tests change in one place."""
 
-from alignedserve.certification.protocol import Lengths, Phase, Protocol, Speed
-from alignedserve.certification.records import BatchRecord, Evidence, PhaseRecord, StreamRecord
 from alignedserve.core.request import Slo
+from lab.certification.protocol import Lengths, Phase, Protocol, Speed
+from lab.certification.records import BatchRecord, Evidence, PhaseRecord, StreamRecord
 
 SLO = Slo(ttft_s=1.0, tpot_s=0.1)
 PROTOCOL = Protocol(

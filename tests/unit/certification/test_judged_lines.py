@@ -3,9 +3,9 @@
 import json
 from dataclasses import replace
 
-from alignedserve.certification.judged_lines import LineAnswer, LineJudge, read_answer
-from alignedserve.certification.protocol import Phase
-from alignedserve.certification.records import BatchRecord
+from lab.certification.judged_lines import LineAnswer, LineJudge, read_answer
+from lab.certification.protocol import Phase
+from lab.certification.records import BatchRecord
 from tests.unit.certification.samples import PROTOCOL
 
 BATCH = PROTOCOL.batches(Phase.BESIDE)[0]

@@ -4,12 +4,12 @@ import json
 import re
 from xml.etree import ElementTree
 
-from alignedserve.certification.certificate import Certificate, certificate_of
-from alignedserve.certification.page import certificate_page
-from alignedserve.certification.protocol import Phase
-from alignedserve.certification.records import Evidence
-from alignedserve.certification.verdict import Bounds, Check
-from alignedserve.certification.words import measured_of
+from lab.certification.certificate import Certificate, certificate_of
+from lab.certification.page import certificate_page
+from lab.certification.protocol import Phase
+from lab.certification.records import Evidence
+from lab.certification.verdict import Bounds, Check
+from lab.certification.words import measured_of
 from tests.unit.certification.samples import PROTOCOL, SPEED, batch, chat, evidence, phase
 
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from alignedserve.certification.protocol import Fitting, Lengths, Phase, Speed, Wanted, default_slo, lengthened, scaled
 from alignedserve.core.errors import ConfigError
+from lab.certification.protocol import Fitting, Lengths, Phase, Speed, Wanted, default_slo, lengthened, scaled
 from tests.unit.certification.samples import PROTOCOL, SPEED
 
 _FULL = Wanted(burst_s=90.0, idle_s=90.0, num_bursts=4, chat=Lengths(64, 32), documents=Lengths(256, 128))

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from alignedserve.certification.protocol import Phase
-from alignedserve.certification.records import Evidence
-from alignedserve.certification.statistics import figures_of, wilson
-from alignedserve.certification.verdict import Bounds, checks_of
+from lab.certification.protocol import Phase
+from lab.certification.records import Evidence
+from lab.certification.statistics import figures_of, wilson
+from lab.certification.verdict import Bounds, checks_of
 from tests.unit.certification.samples import SLO, batch, chat, evidence, phase
 
 

@@ -15,8 +15,8 @@ from alignedserve.cli.commands.chat.chat import ChatSession, Conversation
 from alignedserve.cli.commands.chat.chat import chat as run_chat
 from alignedserve.cli.commands.chat.sampling import ChatSampling
 from alignedserve.cli.commands.options import ChatOptions
+from alignedserve.client.openai_client import ListedModel
 from alignedserve.core.errors import ConfigError
-from alignedserve.loadgen.client import ListedModel
 from tests.support.servers.fake_server import FakeServer, Script, running
 
 # A terminal's Ctrl-C is never ignored, as it is for whatever a shell has started in the background.

@@ -7,20 +7,20 @@ from typing import Any
 
 import pytest
 
-from alignedserve.cli.commands import demo as demo_module
-from alignedserve.cli.commands.demo import demo
-from alignedserve.cli.commands.options import DemoOptions
-from alignedserve.evaluation.checked_trace import (
+from alignedserve.pocket.tasks import PocketTask, Skill
+from lab.commands import demo as demo_module
+from lab.commands.demo import demo
+from lab.commands.options import DemoOptions
+from lab.evaluation.checked_trace import (
     LONGEST_READING,
     WrongAnswer,
     WrongAnswerCause,
     parse_metrics,
     plan_checked_trace,
 )
-from alignedserve.evaluation.fault_injector import plan_faults
-from alignedserve.evaluation.pocket_calls import MAX_PROMPT_LEN, MIN_PROMPT_LEN, pocket_tokenizer
-from alignedserve.pocket.tasks import PocketTask, Skill
-from alignedserve.workload.traces import shipped_trace
+from lab.evaluation.fault_injector import plan_faults
+from lab.evaluation.pocket_calls import MAX_PROMPT_LEN, MIN_PROMPT_LEN, pocket_tokenizer
+from lab.workload.traces import shipped_trace
 from tests.support.marks import each
 from tests.support.servers.fake_server import FakeServer, Script, running
 

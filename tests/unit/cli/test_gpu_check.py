@@ -7,9 +7,9 @@ from typer.testing import CliRunner
 
 from alignedserve.cli.main import app
 from alignedserve.core.errors import ConfigError
-from alignedserve.gpu_check.check import NO_GPU
-from alignedserve.gpu_check.part_list import PARTS
 from alignedserve.runtime.device.devices import cuda_obstacle
+from lab.gpu_check.check import NO_GPU
+from lab.gpu_check.part_list import PARTS
 
 
 @pytest.mark.skipif(cuda_obstacle() is None, reason="there is a GPU")

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from alignedserve.gpu_check import check
-from alignedserve.gpu_check.check import RIGHT, WRONG, CheckSpec, run_check
-from alignedserve.gpu_check.part_list import PARTS, CheckPart
+from lab.gpu_check import check
+from lab.gpu_check.check import RIGHT, WRONG, CheckSpec, run_check
+from lab.gpu_check.part_list import PARTS, CheckPart
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

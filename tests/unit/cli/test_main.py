@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from alignedserve.cli.bench.app import bench_app
 from alignedserve.cli.commands.options import ServeOptions
 from alignedserve.cli.console import chat_command
 from alignedserve.cli.main import main
 from alignedserve.config.loading import load_config
 from alignedserve.core.errors import ConfigError, ModelNotFound, NodeLost
+from lab.commands.bench.app import bench_app
 from tests.support.servers.fake_server import MODEL, FakeServer, Script, running
 
 # What takes its time to load.
@@ -229,7 +229,7 @@ def test_interrupted_command_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> 
     def interrupt(options: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("alignedserve.cli.bench.serve.bench_serve", interrupt)
+    monkeypatch.setattr("lab.commands.bench.serve.bench_serve", interrupt)
     assert run_command(monkeypatch, "bench", "serve", "--synthetic", "rate=1,prompt=1,output=1") == 130
 
 
@@ -274,7 +274,7 @@ def test_bench_serve_writes_its_report(monkeypatch: pytest.MonkeyPatch, tmp_path
 def test_bench_serve_prints_what_it_measured_where_its_file_cannot_be_written(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("alignedserve.cli.bench.serve.require_writable", lambda path, option: None)  # it was, before
+    monkeypatch.setattr("lab.commands.bench.serve.require_writable", lambda path, option: None)  # it was, before
     load = "rate=200, prompt=5, output=3"
     with running(FakeServer()) as server:
         arguments = ["--url", server.url, "--synthetic", load, "--num-requests", "2", "--json", str(tmp_path)]
@@ -308,7 +308,7 @@ def test_batch_submit_names_the_option_that_is_wrong(
 
 
 def test_bench_serve_prints_json_only(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    trace = str(Path(__file__).parents[3] / "alignedserve/workload/shipped/azure_conv_slice.csv")
+    trace = str(Path(__file__).parents[3] / "lab/workload/shipped/azure_conv_slice.csv")
     arguments = ["--trace", trace, "--rate", "200", "--num-requests", "9", "--max-prompt", "50", "--json", "-"]
     with running(FakeServer()) as server:
         assert run_command(monkeypatch, "bench", "serve", "--url", server.url, *arguments) == 0

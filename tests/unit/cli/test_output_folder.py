@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from alignedserve.cli.commands.output_folder import command_line, make_folder, write_file
 from alignedserve.cli.console import require_writable
 from alignedserve.core.errors import ConfigError
+from lab.commands.output_folder import command_line, make_folder, write_file
 
 
 def test_what_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from alignedserve.config.sections import Topology
 from alignedserve.costmodel.linear import LinearCoefficients
 from alignedserve.costmodel.links import LinkModel
 from alignedserve.costmodel.model_shapes import ModelShape
-from alignedserve.costmodel.profile_file import MachineProfile
+from lab.costmodel.profile_file import MachineProfile
 from tests.harnesses.simulation import colocated, mixed_workload
 from tests.replay.recorded import recorded_run_folder
 
@@ -249,7 +249,7 @@ def test_a_plan_from_a_recorded_run(
 def test_probes_of_a_recorded_run_are_load_without_objectives(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("alignedserve.replay.simulated._PROBE", "r0")  # so that the run has nothing else
+    monkeypatch.setattr("lab.replay.simulated._PROBE", "r0")  # so that the run has nothing else
     run = recorded_run_folder(tmp_path / "run", colocated(2, learns_costs=True), mixed_workload(40, 4.0, 1))
     assert run_command(monkeypatch, "--from", str(run), "--ttft", "9", "--output", str(tmp_path / "plan")) == 2
     assert "no request of the workload has an objective" in capsys.readouterr().err

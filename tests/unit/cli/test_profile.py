@@ -11,10 +11,10 @@ import torch
 
 from alignedserve.cli.main import main
 from alignedserve.core.errors import ConfigError
-from alignedserve.costmodel.choice import make_cost_model
 from alignedserve.costmodel.iteration_points import Chunk, Point, feasible_points
-from alignedserve.profiling.points import CPU_SIZES, GPU_SIZES, PointSizes, fitted_points, held_out_points
-from alignedserve.profiling.profile import ProfileResult, ProfileSpec, run_profile, sizes_on
+from lab.costmodel.choice import make_cost_model
+from lab.profiling.points import CPU_SIZES, GPU_SIZES, PointSizes, fitted_points, held_out_points
+from lab.profiling.profile import ProfileResult, ProfileSpec, run_profile, sizes_on
 from tests.support.costs import decodes, prefill
 from tests.support.marks import each
 from tests.support.models.tiny_models import make_tiny_model
@@ -111,7 +111,7 @@ def test_results_are_printed_even_if_the_file_cannot_be_written(
         target.mkdir()
         return run_profile(replace(spec, duration_s=0.1, cache_bytes=4 << 20), note)
 
-    monkeypatch.setattr("alignedserve.cli.commands.profile.run_profile", run_and_put_a_folder_there)
+    monkeypatch.setattr("lab.commands.profile.run_profile", run_and_put_a_folder_there)
     assert run_command(monkeypatch, str(tmp_path / "tiny"), "--threads", "1", "--output", str(target)) == 2
     captured = capsys.readouterr()
     assert "microseconds for each" in captured.out

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from alignedserve.cli.commands.simulation import simulate as simulate_command
-from alignedserve.cli.commands.simulation.options import SimulateOptions
-from alignedserve.cli.commands.simulation.simulate_cases import plan_cases
 from alignedserve.cli.main import main
 from alignedserve.config.sections import Topology
-from alignedserve.sim.sweep import WorkloadLine
-from alignedserve.workload.requests import Workload
+from lab.commands.simulation import simulate as simulate_command
+from lab.commands.simulation.options import SimulateOptions
+from lab.commands.simulation.simulate_cases import plan_cases
+from lab.sim.sweep import WorkloadLine
+from lab.workload.requests import Workload
 
 LINE = "rt: prompt=200, output=8, rate=6, ttft=1, tpot=0.1; be: prompt=100, output=4, rate=2, deadline=9"
 SMALL = ("simulate", "--workload", LINE, "--duration", "3", "--processes", "1")

@@ -3,13 +3,13 @@
 import pytest
 
 from alignedserve.costmodel.calibration import CALIBRATIONS, PLAIN, Calibration
-from alignedserve.costmodel.choice import WorkerSpec, make_cost_model
 from alignedserve.costmodel.hardware import hardware
 from alignedserve.costmodel.model_shapes import model_shape
-from alignedserve.costmodel.published.files import rows_of
 from alignedserve.costmodel.roofline import RooflineModel
 from alignedserve.costmodel.work import IterationWork
 from benchmarks.simulation.calibration import chunk_ratios, error_of, overheads
+from lab.costmodel.choice import WorkerSpec, make_cost_model
+from lab.costmodel.published.files import rows_of
 from tests.support.costs import decodes, prefill
 from tests.support.marks import each
 

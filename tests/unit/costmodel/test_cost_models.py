@@ -9,7 +9,6 @@ import pytest
 
 from alignedserve.core.block_layout import LayerHeads
 from alignedserve.core.errors import ConfigError
-from alignedserve.costmodel.choice import COST_MODELS, WorkerSpec, make_cost_model
 from alignedserve.costmodel.hardware import hardware
 from alignedserve.costmodel.linear import (
     LinearCoefficients,
@@ -21,11 +20,12 @@ from alignedserve.costmodel.linear import (
 from alignedserve.costmodel.links import LinkModel
 from alignedserve.costmodel.model import AttentionKernel
 from alignedserve.costmodel.model_shapes import model_shape
-from alignedserve.costmodel.profile_file import MachineProfile, read_profile
-from alignedserve.costmodel.published.llama_layers import MeasuredLayersModel, collective_curve
-from alignedserve.costmodel.published.prompt_tables import table_samples
 from alignedserve.costmodel.roofline import RooflineModel
 from alignedserve.costmodel.work import IterationWork
+from lab.costmodel.choice import COST_MODELS, WorkerSpec, make_cost_model
+from lab.costmodel.profile_file import MachineProfile, read_profile
+from lab.costmodel.published.llama_layers import MeasuredLayersModel, collective_curve
+from lab.costmodel.published.prompt_tables import table_samples
 from tests.support.costs import decodes, prefill, random_work
 from tests.support.marks import each
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from alignedserve.costmodel.choice import WorkerSpec, make_cost_model
 from alignedserve.costmodel.iteration_points import SWAPPED, Point, calibrate, calibration_points
 from alignedserve.costmodel.linear import LinearCoefficients, LinearIterationModel, Sample
 from alignedserve.costmodel.model import CostModel
 from alignedserve.costmodel.online import learned_from
+from lab.costmodel.choice import WorkerSpec, make_cost_model
 from tests.support.costs import decodes, prefill
 from tests.support.marks import each
 

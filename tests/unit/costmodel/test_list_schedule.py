@@ -5,8 +5,11 @@ from itertools import product
 
 import pytest
 
-from alignedserve.costmodel.choice import WorkerSpec, make_cost_model
-from alignedserve.costmodel.list_schedule import (
+from alignedserve.costmodel.model import AttentionKernel
+from alignedserve.costmodel.model_shapes import model_shape
+from alignedserve.costmodel.work import IterationWork
+from lab.costmodel.choice import WorkerSpec, make_cost_model
+from lab.costmodel.list_schedule import (
     DIVISIONS,
     Accelerator,
     accelerator_of,
@@ -14,9 +17,6 @@ from alignedserve.costmodel.list_schedule import (
     list_schedule,
     straggler_share,
 )
-from alignedserve.costmodel.model import AttentionKernel
-from alignedserve.costmodel.model_shapes import model_shape
-from alignedserve.costmodel.work import IterationWork
 from tests.support.costs import decodes
 from tests.support.marks import each
 

@@ -8,8 +8,8 @@ from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.linear import LinearCoefficients, LinearIterationModel
 from alignedserve.costmodel.links import LinkModel
 from alignedserve.costmodel.model_shapes import ModelShape
-from alignedserve.costmodel.shared_experts import ExpertSharing
 from alignedserve.costmodel.work import IterationWork
+from lab.costmodel.shared_experts import ExpertSharing
 
 SHAPE = ModelShape(
     "mixture", 4, 64, 4, 4, 16, 0, 512, is_gated=True, ties_embeddings=True, dtype="float32",

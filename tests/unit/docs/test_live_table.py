@@ -1,7 +1,7 @@
 """The table of simulated against live runs is that of the records."""
 
-from alignedserve.planning.confidence import THROUGHPUT_RATIOS, TPOT_RATIOS, TTFT_RATIOS
 from benchmarks.simulation.live_table import PAGE, SHAPES, range_of, table, with_table
+from lab.planning.confidence import THROUGHPUT_RATIOS, TPOT_RATIOS, TTFT_RATIOS
 
 
 def test_the_table_is_that_of_the_records() -> None:

@@ -2,13 +2,13 @@
 
 import ast
 
-from alignedserve.costmodel.choice import WorkerSpec
 from benchmarks.measuring.intervals import interval
 from experiments.common import ColocatedWorkerSpec, colocated_case, line
 from experiments.steady import is_served
 from experiments.validity.decision_code import DecisionCode, digest_of, digests
 from experiments.validity.rows import State, num_bursts, state_of
 from experiments.validity.samples import is_same, sample
+from lab.costmodel.choice import WorkerSpec
 from tests.support.marks import each
 
 WORKER = ColocatedWorkerSpec(WorkerSpec("opt-13b", "a100-80g"))
@@ -50,8 +50,8 @@ def test_a_rule_changes_the_digest(old: str, new: str) -> None:
 
 POLICIES = "alignedserve/scheduling/policies"
 FILES = {
-    "alignedserve/sim/simulation.py": "from router import logic\nfrom alignedserve.messages import events\n",
-    "alignedserve/sim/policies.py": "import alignedserve.scheduling.policies\n",
+    "lab/sim/simulation.py": "from router import logic\nfrom alignedserve.messages import events\n",
+    "lab/sim/policies.py": "import alignedserve.scheduling.policies\n",
     "router/logic.py": "x = 1\n",
     "router/actor.py": "y = 1\n",
     "alignedserve/messages/events.py": "z = 1\n",
@@ -73,7 +73,7 @@ def test_what_a_simulation_imports_is_in_the_digest_and_nothing_else() -> None:
     assert before["bros"] != before["fcfs"]
     for path in ("router/actor.py", "alignedserve/messages/events.py", f"{POLICIES}/__init__.py"):
         assert changed(path) == before
-    for path in ("router/logic.py", "alignedserve/sim/simulation.py"):
+    for path in ("router/logic.py", "lab/sim/simulation.py"):
         now = changed(path)
         assert now["bros"] != before["bros"]
         assert now["fcfs"] != before["fcfs"]
@@ -85,7 +85,7 @@ def test_a_policy_s_own_rules_are_in_no_other_s_digest() -> None:
     assert now["fcfs"] == before["fcfs"]
 
 
-USED = "alignedserve/sim/simulation.py"
+USED = "lab/sim/simulation.py"
 
 
 def of_files(files: dict[str, str]) -> str:

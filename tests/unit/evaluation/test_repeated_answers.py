@@ -1,7 +1,7 @@
-from alignedserve.evaluation.repeated_answers import MAX_REPEATED, compare_answers, most_disturbed
-from alignedserve.loadgen.client import ClientFailure, ClientFailureKind, CompletionOutcome
-from alignedserve.loadgen.load_generator import SentRequest
-from alignedserve.loadgen.load_plan import LoadRequest
+from alignedserve.client.openai_client import ClientFailure, ClientFailureKind, CompletionOutcome
+from lab.evaluation.repeated_answers import MAX_REPEATED, compare_answers, most_disturbed
+from lab.loadgen.load_generator import SentRequest
+from lab.loadgen.load_plan import LoadRequest
 
 
 def outcome(text: str, logprobs: tuple[str, ...], *token_times_s: float) -> CompletionOutcome:

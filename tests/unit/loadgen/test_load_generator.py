@@ -5,19 +5,19 @@ from typing import Any
 
 import pytest
 
-from alignedserve.core.errors import PeerError, PeerLost
-from alignedserve.core.request import Slo
-from alignedserve.loadgen.client import (
+from alignedserve.client.openai_client import (
     ClientFailureKind,
     CompletionApi,
     CompletionCall,
     CompletionOutcome,
     OpenAiClient,
 )
-from alignedserve.loadgen.load_generator import LoadGenerator, LoadRun
-from alignedserve.loadgen.load_plan import LoadPlan, LoadRequest, TrafficClass, plan_synthetic
-from alignedserve.loadgen.prompts import CallMaker, exact_prompt
-from alignedserve.workload.lengths import LengthLimits
+from alignedserve.core.errors import PeerError, PeerLost
+from alignedserve.core.request import Slo
+from lab.loadgen.load_generator import LoadGenerator, LoadRun
+from lab.loadgen.load_plan import LoadPlan, LoadRequest, TrafficClass, plan_synthetic
+from lab.loadgen.prompts import CallMaker, exact_prompt
+from lab.workload.lengths import LengthLimits
 from tests.support.servers.fake_server import MODEL, FakeServer, Script
 
 pytestmark = pytest.mark.slow

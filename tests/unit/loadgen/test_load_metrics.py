@@ -5,13 +5,13 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from alignedserve.client.openai_client import ClientFailure, ClientFailureKind, CompletionOutcome
 from alignedserve.core import metrics
 from alignedserve.core.request import Slo
-from alignedserve.loadgen.client import ClientFailure, ClientFailureKind, CompletionOutcome
-from alignedserve.loadgen.load_generator import LoadRun, SentRequest
-from alignedserve.loadgen.load_plan import LoadRequest, TrafficClass
-from alignedserve.loadgen.report import print_counts
-from alignedserve.loadgen.summary import summarise
+from lab.loadgen.load_generator import LoadRun, SentRequest
+from lab.loadgen.load_plan import LoadRequest, TrafficClass
+from lab.loadgen.report import print_counts
+from lab.loadgen.summary import summarise
 from tests.support.marks import each
 
 

@@ -4,10 +4,10 @@ import pytest
 
 from alignedserve.core.errors import ConfigError
 from alignedserve.core.request import Slo
-from alignedserve.loadgen.load_plan import LoadPlan, TrafficClass, plan_synthetic, plan_trace
-from alignedserve.workload.build import DEFAULT_NUM_REQUESTS
-from alignedserve.workload.lengths import LengthLimits
-from alignedserve.workload.traces import Terms, TraceRow
+from lab.loadgen.load_plan import LoadPlan, TrafficClass, plan_synthetic, plan_trace
+from lab.workload.build import DEFAULT_NUM_REQUESTS
+from lab.workload.lengths import LengthLimits
+from lab.workload.traces import Terms, TraceRow
 
 
 def synthetic(specification: str, *, num_requests: int | None = None, duration_s: float | None = None) -> LoadPlan:

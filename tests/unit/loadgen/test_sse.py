@@ -1,8 +1,8 @@
 import pytest
 
+from alignedserve.client.openai_client import ClientFailureKind, CompletionOutcome, take_events
+from alignedserve.client.sse import SseEvent, SseParser, error_message, read_chunk
 from alignedserve.core.errors import ProtocolError
-from alignedserve.loadgen.client import ClientFailureKind, CompletionOutcome, take_events
-from alignedserve.loadgen.sse import SseEvent, SseParser, error_message, read_chunk
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 1000])
@@ -14,7 +14,7 @@ def test_events_may_be_cut_anywhere(size: int) -> None:
 
 
 def test_endless_line_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("alignedserve.loadgen.sse.MAX_EVENT_BYTES", 10)
+    monkeypatch.setattr("alignedserve.client.sse.MAX_EVENT_BYTES", 10)
     with pytest.raises(ProtocolError, match="larger than"):
         SseParser().feed(b"x" * 11)
 

@@ -6,9 +6,9 @@ import socket
 import aiohttp
 import pytest
 
+from alignedserve.client.openai_client import OpenAiClient
+from alignedserve.client.unreachable import unreachable
 from alignedserve.core.errors import PeerLost
-from alignedserve.loadgen.client import OpenAiClient
-from alignedserve.loadgen.unreachable import unreachable
 
 URL = "http://server:8000"
 

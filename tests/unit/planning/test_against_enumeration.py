@@ -8,13 +8,13 @@ from alignedserve.config.unset_sizes import with_fixed_sizes
 from alignedserve.costmodel.linear import LinearCoefficients
 from alignedserve.costmodel.links import LinkModel
 from alignedserve.costmodel.model_shapes import ModelShape
-from alignedserve.costmodel.profile_file import MachineProfile
-from alignedserve.planning.candidates import Choices, PolicyChoice, families_of
-from alignedserve.planning.hardware_list import Offer
-from alignedserve.planning.plan import PlanRequest, make_plan
-from alignedserve.planning.trials import Machines, Run, Traffic, case_of, goals_of, judged
-from alignedserve.planning.windows import WindowSizes
-from alignedserve.sim.sweep import CasePool, WorkloadLine, run_cases
+from lab.costmodel.profile_file import MachineProfile
+from lab.planning.candidates import Choices, PolicyChoice, families_of
+from lab.planning.hardware_list import Offer
+from lab.planning.plan import PlanRequest, make_plan
+from lab.planning.trials import Machines, Run, Traffic, case_of, goals_of, judged
+from lab.planning.windows import WindowSizes
+from lab.sim.sweep import CasePool, WorkloadLine, run_cases
 
 SHAPE = ModelShape("tiny", 2, 64, 4, 4, 16, 256, 512, is_gated=False, ties_embeddings=True, dtype="float32")
 COSTS = LinearCoefficients(base_s=0.04, prompt_token_s=2e-4, decode_s=2e-3)

@@ -4,8 +4,8 @@ import pytest
 
 from alignedserve.config.sections import Topology
 from alignedserve.core.errors import ConfigError
-from alignedserve.planning.candidates import Choices, PolicyChoice, families_of
-from alignedserve.planning.hardware_list import Offer, parse_hardware
+from lab.planning.candidates import Choices, PolicyChoice, families_of
+from lab.planning.hardware_list import Offer, parse_hardware
 from tests.support.marks import each
 
 UNION = PolicyChoice("aligned_slo", "aligned_slo", {})

@@ -4,9 +4,9 @@ import random
 from itertools import pairwise
 
 from alignedserve.config.sections import Topology
-from alignedserve.planning.candidates import Candidate, Family, PolicyChoice
-from alignedserve.planning.hardware_list import Offer
-from alignedserve.planning.search import PlanSearch, Trial, Verdict
+from lab.planning.candidates import Candidate, Family, PolicyChoice
+from lab.planning.hardware_list import Offer
+from lab.planning.search import PlanSearch, Trial, Verdict
 from tests.support.marks import each
 
 GOAL = 0.9

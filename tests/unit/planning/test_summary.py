@@ -3,10 +3,10 @@
 from types import SimpleNamespace
 from typing import cast
 
-from alignedserve.planning.confidence import Interval
-from alignedserve.planning.plan import Plan
-from alignedserve.planning.report import summary
-from alignedserve.planning.trials import Outcome
+from lab.planning.confidence import Interval
+from lab.planning.plan import Plan
+from lab.planning.report import summary
+from lab.planning.trials import Outcome
 
 
 def test_why_the_nearest_plan_failed_is_said() -> None:

@@ -6,14 +6,14 @@ from itertools import pairwise
 import pytest
 
 from alignedserve.core.request import Slo
-from alignedserve.planning.confidence import attained_interval
-from alignedserve.planning.loads import UnitCosts, unit_costs
-from alignedserve.planning.trials import Goals, goals_of
-from alignedserve.planning.windowed_trial import WindowedTrial
-from alignedserve.planning.windows import Group, WindowSizes, groups_of
-from alignedserve.sim.result import PartResult, SimulationResult
-from alignedserve.sim.simulation import Simulation
-from alignedserve.workload.requests import LEAD_IN, ClosedLoop, Window, window_of
+from lab.planning.confidence import attained_interval
+from lab.planning.loads import UnitCosts, unit_costs
+from lab.planning.trials import Goals, goals_of
+from lab.planning.windowed_trial import WindowedTrial
+from lab.planning.windows import Group, WindowSizes, groups_of
+from lab.sim.result import PartResult, SimulationResult
+from lab.sim.simulation import Simulation
+from lab.workload.requests import LEAD_IN, ClosedLoop, Window, window_of
 from tests.harnesses.simulation import colocated, timed, workload_of
 
 COSTS = UnitCosts(0.001, 0.01)

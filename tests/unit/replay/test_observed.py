@@ -13,11 +13,11 @@ from alignedserve.costmodel.work import IterationWork
 from alignedserve.messages.gateways import SubmitRequest
 from alignedserve.messages.iterations import IterationCompleted, IterationTimes, RunIteration
 from alignedserve.messages.workers import RequestFinished
-from alignedserve.replay.component_replay import Decided
-from alignedserve.replay.fitting import fit_machine, fit_unmeasured
-from alignedserve.replay.jitter import JitteryCosts, Ratio
-from alignedserve.replay.observed import ObservedIteration, ObservedRun
-from alignedserve.replay.simulated import requests_of, think_times_s, workload_of
+from lab.replay.component_replay import Decided
+from lab.replay.fitting import fit_machine, fit_unmeasured
+from lab.replay.jitter import JitteryCosts, Ratio
+from lab.replay.observed import ObservedIteration, ObservedRun
+from lab.replay.simulated import requests_of, think_times_s, workload_of
 from router.state import LengthPredicted
 from tests.support.costs import decodes, prefill
 

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from alignedserve.costmodel.choice import WorkerSpec, make_cost_model
 from alignedserve.costmodel.model import AttentionKernel, chunk_within
 from alignedserve.costmodel.work import IterationWork
 from alignedserve.scheduling.decode_costs import is_mixing_cheaper
 from alignedserve.scheduling.policy import DeviceMemory, IterationHistory
 from alignedserve.scheduling.runtime_estimate import RequestRuntimeModel, fit_request_runtime, remaining_output_len
 from alignedserve.scheduling.scheduler_state import Progress, SchedulerState
+from lab.costmodel.choice import WorkerSpec, make_cost_model
 from tests.harnesses.scheduling import EasyCosts, table_of
 from tests.support.marks import each
 from tests.support.samples import request

@@ -5,10 +5,10 @@ from alignedserve.core.request import Request
 from alignedserve.costmodel.linear import LinearCoefficients, LinearIterationModel
 from alignedserve.messages.iterations import Addition, RunIteration, Swap, Swaps
 from alignedserve.scheduling.policy import DeviceMemory
-from alignedserve.sim.config import Slowdowns
-from alignedserve.sim.engine import SimulatedAnswer, SimulatedEngine
-from alignedserve.sim.event_queue import EventQueue
-from alignedserve.sim.shared_cores import SharedCores
+from lab.sim.config import Slowdowns
+from lab.sim.engine import SimulatedAnswer, SimulatedEngine
+from lab.sim.event_queue import EventQueue
+from lab.sim.shared_cores import SharedCores
 from tests.harnesses.scheduling import EasyCosts, request_of
 
 ONE, OTHER = RequestId("one"), RequestId("other")

@@ -4,13 +4,13 @@ from array import array
 from dataclasses import replace
 
 from alignedserve.core.request import Slo
-from alignedserve.sim.config import SimConfig
-from alignedserve.sim.misses import MissWatch
-from alignedserve.sim.records import OpenRequest
-from alignedserve.sim.result import SimulationResult
-from alignedserve.sim.simulation import Simulation
-from alignedserve.sim.sweep import WorkloadLine
-from alignedserve.workload.requests import TimedRequest
+from lab.sim.config import SimConfig
+from lab.sim.misses import MissWatch
+from lab.sim.records import OpenRequest
+from lab.sim.result import SimulationResult
+from lab.sim.simulation import Simulation
+from lab.sim.sweep import WorkloadLine
+from lab.workload.requests import TimedRequest
 from tests.harnesses.simulation import colocated
 from tests.support.marks import each
 

@@ -4,13 +4,13 @@ import pytest
 
 from alignedserve.config.sections import ClusterConfig, RouterConfig, SchedulingConfig, Topology
 from alignedserve.core.errors import ConfigError
-from alignedserve.costmodel.choice import WorkerSpec
 from alignedserve.scheduling.policies import POLICIES
 from alignedserve.scheduling.policy import Mechanism
-from alignedserve.sim.cluster_hardware import ClusterHardware
-from alignedserve.sim.config import SimMechanisms
-from alignedserve.sim.policies import as_predicted_for, mechanisms_for, simulated_policy, with_policy
-from alignedserve.workload.requests import ClosedLoop
+from lab.costmodel.choice import WorkerSpec
+from lab.sim.cluster_hardware import ClusterHardware
+from lab.sim.config import SimMechanisms
+from lab.sim.policies import as_predicted_for, mechanisms_for, simulated_policy, with_policy
+from lab.workload.requests import ClosedLoop
 from tests.harnesses.simulation import timed, workload_of
 from tests.support.marks import each
 

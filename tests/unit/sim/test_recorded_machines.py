@@ -7,9 +7,9 @@ import pytest
 
 from alignedserve.costmodel.linear import LinearCoefficients, LinearIterationModel, Sample
 from alignedserve.messages.iterations import IterationCompleted
-from alignedserve.sim.config import SimConfig, Slowdowns
-from alignedserve.sim.simulation import Simulation
-from alignedserve.workload.requests import ClosedLoop, ClosedLoopRun
+from lab.sim.config import SimConfig, Slowdowns
+from lab.sim.simulation import Simulation
+from lab.workload.requests import ClosedLoop, ClosedLoopRun
 from tests.harnesses.simulation import LINKS, MESSAGE_S, colocated, timed, workload_of
 from tests.support.costs import decodes, prefill
 from tests.support.marks import each

@@ -7,14 +7,14 @@ from xml.etree import ElementTree
 import pytest
 from typing_extensions import override
 
-from alignedserve.sim.engine import IterationLine
-from alignedserve.sim.report.page import report_page
-from alignedserve.sim.report.runs import WINDOW_S, Report, ReportedRun, window_of
-from alignedserve.sim.report.svg import Scale, from_zero, logarithmic, shown
-from alignedserve.sim.report.tables import headlines, steadiness
-from alignedserve.sim.simulation import Simulation
-from alignedserve.workload.build import build_workload
-from alignedserve.workload.catalogue import Library
+from lab.sim.engine import IterationLine
+from lab.sim.report.page import report_page
+from lab.sim.report.runs import WINDOW_S, Report, ReportedRun, window_of
+from lab.sim.report.svg import Scale, from_zero, logarithmic, shown
+from lab.sim.report.tables import headlines, steadiness
+from lab.sim.simulation import Simulation
+from lab.workload.build import build_workload
+from lab.workload.catalogue import Library
 from tests.harnesses.simulation import colocated, disaggregated, mixed_workload, workload_of
 from tests.support.marks import each
 

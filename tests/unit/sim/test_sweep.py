@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import pytest
 from typing_extensions import override
 
-from alignedserve.sim.sweep import Case, CaseProgress, WorkloadLine, run_cases
-from alignedserve.workload.requests import Workload
+from lab.sim.sweep import Case, CaseProgress, WorkloadLine, run_cases
+from lab.workload.requests import Workload
 from tests.harnesses.simulation import colocated, disaggregated, mixed_workload, timed, workload_of
 from tests.support.marks import slow
 

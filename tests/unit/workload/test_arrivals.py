@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from alignedserve.core.errors import ConfigError
-from alignedserve.workload.arrivals import GapDistribution, RateProfile, Renewal, weibull_shape
-from alignedserve.workload.distributions import constant, parse_distribution
-from alignedserve.workload.rates import at_rate
+from lab.workload.arrivals import GapDistribution, RateProfile, Renewal, weibull_shape
+from lab.workload.distributions import constant, parse_distribution
+from lab.workload.rates import at_rate
 from tests.support.marks import each
 
 

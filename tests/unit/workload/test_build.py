@@ -8,12 +8,12 @@ import pytest
 
 from alignedserve.core.errors import ConfigError
 from alignedserve.core.request import RequestClass, Slo
-from alignedserve.workload.build import DEFAULT_NUM_REQUESTS, build_workload
-from alignedserve.workload.catalogue import Library
-from alignedserve.workload.distributions import parse_distribution
-from alignedserve.workload.feasibility import require_feasible
-from alignedserve.workload.requests import ClosedLoopRun, TimedRequest, Workload
 from experiments.ttft_objectives import with_ttft_from_prefill
+from lab.workload.build import DEFAULT_NUM_REQUESTS, build_workload
+from lab.workload.catalogue import Library
+from lab.workload.distributions import parse_distribution
+from lab.workload.feasibility import require_feasible
+from lab.workload.requests import ClosedLoopRun, TimedRequest, Workload
 from tests.support.marks import each
 
 pytestmark = pytest.mark.slow

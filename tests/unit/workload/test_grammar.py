@@ -2,9 +2,9 @@ import pytest
 
 from alignedserve.core.errors import ConfigError
 from alignedserve.core.request import RequestClass
-from alignedserve.workload.distributions import ValueDistribution, constant
-from alignedserve.workload.grammar import parse_classes
-from alignedserve.workload.predictions import PredictionKind, PredictionModel
+from lab.workload.distributions import ValueDistribution, constant
+from lab.workload.grammar import parse_classes
+from lab.workload.predictions import PredictionKind, PredictionModel
 from tests.support.marks import each
 
 

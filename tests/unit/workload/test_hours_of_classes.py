@@ -6,11 +6,11 @@ import pytest
 
 from alignedserve.core.errors import ConfigError
 from alignedserve.core.hours import parse_hours, parse_moment
-from alignedserve.sim.simulation import BEGIN_S, Simulation
-from alignedserve.workload.build import build_workload
-from alignedserve.workload.catalogue import Library
-from alignedserve.workload.grammar import parse_classes
-from alignedserve.workload.requests import ClosedLoopRun, Window, Workload, window_of
+from lab.sim.simulation import BEGIN_S, Simulation
+from lab.workload.build import build_workload
+from lab.workload.catalogue import Library
+from lab.workload.grammar import parse_classes
+from lab.workload.requests import ClosedLoopRun, Window, Workload, window_of
 from tests.harnesses.simulation import colocated
 from tests.support.marks import each
 

@@ -3,11 +3,11 @@
 import pytest
 
 from alignedserve.core.errors import ConfigError
-from alignedserve.loadgen.load_plan import plan_synthetic
-from alignedserve.workload.build import build_workload
-from alignedserve.workload.catalogue import Library
-from alignedserve.workload.lengths import LengthLimits
-from alignedserve.workload.requests import LEAD_IN, ClosedLoopRun, TextRun, Window, Workload, turns_of, window_of
+from lab.loadgen.load_plan import plan_synthetic
+from lab.workload.build import build_workload
+from lab.workload.catalogue import Library
+from lab.workload.lengths import LengthLimits
+from lab.workload.requests import LEAD_IN, ClosedLoopRun, TextRun, Window, Workload, turns_of, window_of
 from tests.support.marks import each
 
 LIBRARY = Library()

@@ -8,7 +8,7 @@ import pytest
 
 from alignedserve.config import environment
 from alignedserve.core.errors import ConfigError
-from alignedserve.workload.catalogue import (
+from lab.workload.catalogue import (
     DATA_VARIABLE,
     SHIPPED,
     SOURCES,
@@ -19,10 +19,10 @@ from alignedserve.workload.catalogue import (
     read_tasks,
     read_texts,
 )
-from alignedserve.workload.grammar import parse_classes
-from alignedserve.workload.lengths import Lengths
-from alignedserve.workload.recordings import ClientDaySource, Extract, TraceSource
-from alignedserve.workload.servegen import QUANTILES, WINDOW_S, read_clients
+from lab.workload.grammar import parse_classes
+from lab.workload.lengths import Lengths
+from lab.workload.recordings import ClientDaySource, Extract, TraceSource
+from lab.workload.servegen import QUANTILES, WINDOW_S, read_clients
 from tests.support.marks import each
 
 pytestmark = pytest.mark.slow

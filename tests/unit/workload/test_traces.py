@@ -5,8 +5,8 @@ import pytest
 
 from alignedserve.core.errors import ConfigError
 from alignedserve.core.request import RequestClass, Slo
-from alignedserve.workload.requests import TextRun
-from alignedserve.workload.traces import (
+from lab.workload.requests import TextRun
+from lab.workload.traces import (
     Terms,
     TraceRow,
     at_rate,

@@ -13,8 +13,6 @@ SchemaForms = dict[str, Any] | str | bool
 
 
 class _ConstraintSchema(Schema):
-    """Unknown fields are refused, never ignored: they would loosen or tighten the constraint."""
-
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
 
@@ -76,7 +74,6 @@ class Constraint(NamedTuple):
     param: str
 
     def refusal(self, error: InvalidRequest) -> InvalidRequest:
-        """Return the refusal with the client's name of the field."""
         return InvalidRequest(f"Invalid value for {self.param}: {error}.", param=self.param, code=error.code)
 
 

@@ -84,12 +84,10 @@ class ChatMessage(Schema):
 
     @property
     def has_pictures(self) -> bool:
-        """Return whether a picture is among the parts."""
         return isinstance(self.content, list) and any(isinstance(part, ImagePart) for part in self.content)
 
     @property
     def thought(self) -> str | None:
-        """Return the assistant's reasoning, by whichever name it came."""
         return self.reasoning_content if self.reasoning_content is not None else self.reasoning
 
     def fields_of_other_roles(self) -> list[str]:

@@ -111,12 +111,10 @@ class GenerationFields(ConstraintFields, Hints):
 
     @property
     def includes_usage(self) -> bool:
-        """True when the stream ends with a usage chunk."""
         return self.stream_options is not None and self.stream_options.include_usage is True
 
     @property
     def has_continuous_usage(self) -> bool:
-        """True when every chunk of the stream has the usage so far."""
         options = self.stream_options
         return self.includes_usage and options is not None and options.continuous_usage_stats is True
 

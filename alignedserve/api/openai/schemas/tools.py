@@ -36,7 +36,6 @@ class Tool(Schema):
     function: FunctionDefinition
 
     def as_template_tool(self) -> dict[str, Any]:
-        """Return the tool for chat templates."""
         function: dict[str, Any] = {"name": self.function.name}
         if self.function.description is not None:
             function["description"] = self.function.description
@@ -91,7 +90,6 @@ def _name(choice: Any) -> str:
 
 
 def _unknown_members(choice: dict[str, Any], **known: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
-    """Return the paths of the members of a choice, and of its one object, beside its type and those `known`."""
     ((inner, names),) = known.items()
     outside = [(name,) for name, value in choice.items() if name not in ("type", inner) and value is not None]
     inside = [(inner, name) for name, value in choice[inner].items() if name not in names and value is not None]

@@ -18,9 +18,7 @@ from alignedserve.cli.commands.chat.pictures import picture_part
 from alignedserve.cli.commands.chat.sampling import ChatSampling
 from alignedserve.cli.commands.options import EFFORTS, ChatOptions
 from alignedserve.cli.console import FAILURE, INTERRUPTED, notes, print_error, printable
-from alignedserve.config.environment import CLIENT_KEY_VARIABLE, client_api_key
-from alignedserve.core.errors import ConfigError, PeerError
-from alignedserve.loadgen.client import (
+from alignedserve.client.openai_client import (
     ClientFailure,
     ClientFailureKind,
     CompletionApi,
@@ -29,7 +27,9 @@ from alignedserve.loadgen.client import (
     ListedModel,
     OpenAiClient,
 )
-from alignedserve.loadgen.sse import is_key_wanted
+from alignedserve.client.sse import is_key_wanted
+from alignedserve.config.environment import CLIENT_KEY_VARIABLE, client_api_key
+from alignedserve.core.errors import ConfigError, PeerError
 
 with contextlib.suppress(ImportError):
     import readline  # noqa: F401 - gives input() line editing and a history
@@ -59,12 +59,10 @@ class Conversation:
     pictures: list[dict[str, object]] = field(default_factory=list)  # parts of the next question
 
     def messages(self) -> list[dict[str, object]]:
-        """Return the messages in the order and form of a chat request."""
         system: list[dict[str, object]] = [{"role": "system", "content": self.system}] if self.system else []
         return system + self.turns
 
     def ask(self, text: str) -> None:
-        """Add the user's next message, with the pictures that wait for it."""
         shown, self.pictures = self.pictures, []
         self.turns.append({"role": "user", "content": [*shown, {"type": "text", "text": text}] if shown else text})
 
@@ -83,13 +81,11 @@ class Conversation:
         return True
 
     def restart(self) -> None:
-        """Forget everything but the system message."""
         self.turns.clear()
         self.pictures.clear()
 
 
 def chat(options: ChatOptions) -> int:
-    """Run the command and return its exit code."""
     if options.reasoning_effort not in (None, *EFFORTS):
         raise ConfigError(f"--reasoning-effort: must be one of {', '.join(EFFORTS)}")
     model = _chosen_model(options)
@@ -137,7 +133,6 @@ class ChatSession:
         self._has_forgotten = False  # during the latest answer
 
     def answer_once(self, prompt: str) -> int:
-        """Answer one prompt on stdout, for scripts. Ctrl-C ends it with code 130."""
         self._thoughts.is_hidden = not notes().is_terminal  # a script reads the answer alone
         if not prompt.strip():
             raise ConfigError("there is no prompt: neither --once nor anything on stdin")
@@ -168,7 +163,6 @@ class ChatSession:
         return 0
 
     def converse(self) -> int:
-        """Read, answer, repeat."""
         console = notes()
         console.print(
             f"[dim]{escape(self._model.name)} at {escape(self._options.url)}. /help lists the commands.[/dim]"
@@ -193,7 +187,6 @@ class ChatSession:
                     console.print("[dim](the conversation outgrew the context: its oldest part is forgotten)[/dim]")
 
     def _obey(self, line: str) -> bool:
-        """Carry out a command; False to leave."""
         command, _, argument = line.partition(" ")
         match command:
             case "/quit" | "/exit":
@@ -222,7 +215,6 @@ class ChatSession:
         return True
 
     def _choose_model(self, name: str) -> None:
-        """Go on with this model; without a name list the models."""
         try:
             listed = asyncio.run(_served_models(self._options.url))
             self._model = find_model(listed, name) if name else self._model
@@ -262,7 +254,6 @@ class ChatSession:
         notes().print(f"[dim]Effort: {level}.[/dim]")
 
     def _answer(self, prompt: str) -> tuple[CompletionOutcome, bool]:
-        """Stream the answer to stdout; also returns whether the person stopped it."""
         self._conversation.ask(prompt)
         self._has_forgotten = False
         outcome, was_interrupted = CompletionOutcome(), False
@@ -280,7 +271,6 @@ class ChatSession:
         return outcome, was_interrupted
 
     async def _stream(self, outcome: CompletionOutcome) -> None:
-        """Ask, and ask again without the oldest messages while the server finds the conversation too long."""
         max_tokens = self._max_tokens()
         async with OpenAiClient(url=self._options.url, api_key=client_api_key()) as client:
             while True:
@@ -297,7 +287,6 @@ class ChatSession:
                 outcome.failure = None
 
     def _max_tokens(self) -> int | None:
-        """Return the room to leave for an answer; None: as the server does."""
         if self._options.max_tokens is not None or self._model.max_context_len is None:
             return self._options.max_tokens
         return max(1, min(MAX_ANSWER_LEN, self._model.max_context_len // 4))
@@ -320,27 +309,22 @@ class ChatSession:
 
 
 class _ThoughtPrinter:
-    """Shows thoughts dim, on stderr, with an empty line between them and the answer."""
-
     def __init__(self) -> None:
         self.is_hidden = False
         self._is_open = False
 
     def show(self, text: str) -> None:
-        """Show a piece of a thought."""
         if not self.is_hidden:
             self._is_open = True
             notes().print(printable(text), style="dim", end="", markup=False, soft_wrap=True)
 
     def end(self) -> None:
-        """End the thought, if one is open."""
         if self._is_open:
             self._is_open = False
             notes().print("\n")
 
 
 def _explain(failure: ClientFailure, url: str) -> str:
-    """Explain a failure in one line."""
     if failure.kind is ClientFailureKind.CONNECT:
         return f"nothing answers at {url}. Start a server there with: alignedserve serve"
     if is_key_wanted(failure.status, failure.code):

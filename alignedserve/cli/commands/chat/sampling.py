@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 
+from alignedserve.client.openai_client import ListedModel
 from alignedserve.config.sections import SAMPLING_FIELDS
 from alignedserve.core.errors import ConfigError, InvalidRequest
 from alignedserve.core.request import SamplingParams
-from alignedserve.loadgen.client import ListedModel
 
 # Of models whose makers name nothing. Small ones repeat themselves without end at the likeliest token.
 _OWN = {"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.1}
@@ -17,7 +17,6 @@ class ChatSampling:
     """What the person has set."""
 
     def __init__(self, temperature: float | None = None) -> None:
-        """`temperature`: None: as the model's."""
         self._set: dict[str, float] = {} if temperature is None else {"temperature": temperature}
 
     def fields(self, model: ListedModel) -> dict[str, float]:
@@ -27,7 +26,6 @@ class ChatSampling:
         return {**self._beside_server(model), **self._set}
 
     def in_words(self, model: ListedModel) -> str:
-        """Return what holds for this model, and who says so."""
         known = model.sampling if model.sampling_source else {}
         plain = {"temperature": 1.0, "top_p": 1.0, "top_k": 0.0, "min_p": 0.0, "repetition_penalty": 1.0}
         taken = {**plain, **known, **self.fields(model)}
@@ -55,7 +53,6 @@ class ChatSampling:
         self._set[name] = value
 
     def _beside_server(self, model: ListedModel) -> Mapping[str, float]:
-        """Return what to send of a model whose server names no makers' values."""
         if model.sampling_source:
             return {}
         is_extended = model.max_context_len is not None

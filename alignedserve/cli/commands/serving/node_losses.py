@@ -61,7 +61,6 @@ class NodeLosses:
 
 
 def _close_files_on_exec() -> None:
-    """Let the successor have the terminal alone: some of what Ray has opened would stay open."""
     for name in os.listdir(_OPEN_FILES) if _OPEN_FILES.exists() else ():
         if int(name) > 2:
             try:
@@ -71,7 +70,6 @@ def _close_files_on_exec() -> None:
 
 
 def _end(code: int) -> NoReturn:
-    """End without Ray's own end, which waits for a head that is gone."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

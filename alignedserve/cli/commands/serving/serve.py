@@ -101,7 +101,6 @@ def _serve(
 
 
 def _look_after(cluster: RunningCluster, ending: "_StopSignals") -> None:
-    """Look after the cluster until it is asked to end."""
     with contextlib.suppress(KeyboardInterrupt):
         while not ending.is_asked_for and cluster.check():
             if ending.takes_hangup():
@@ -111,7 +110,6 @@ def _look_after(cluster: RunningCluster, ending: "_StopSignals") -> None:
 
 
 def _drain(cluster: RunningCluster, ending: "_StopSignals") -> None:
-    """Let what is open be answered, for a time; one signal more ends the waiting."""
     drain_s, num_signals, is_said = cluster.config.gateway.drain_s, ending.num_signals, False
     ends_s, last_answers = time.monotonic() + drain_s, LastAnswers()
     with contextlib.suppress(KeyboardInterrupt):
@@ -147,11 +145,9 @@ class _StopSignals:
 
     @property
     def is_asked_for(self) -> bool:
-        """Return whether there was a signal."""
         return self.num_signals > 0
 
     def takes_hangup(self) -> bool:
-        """Return whether there was a SIGHUP since the last call."""
         was, self._has_hangup = self._has_hangup, False
         return was
 
@@ -187,7 +183,6 @@ def show_trial(url: str, served: ServedModel, config: GatewayConfig) -> None:
 
 
 def _trial(served: ServedModel) -> tuple[str, str]:
-    """Return the path and the body of a first request."""
     if served.encoder is None:
         question = "spell otter" if served.folder == pocket_folder() else "What is the capital of France?"
         return (
@@ -216,14 +211,16 @@ def _welcome(cluster: ServingCluster, seconds: float) -> Panel:
             (choice,) = plan.choices.values()
             table.add_row(f"[bold]{escape(plan.served.name)}[/]", _shape(choice.config))
         _describe(table, plan.served)
-    for one in cluster.on_demand:
-        table.add_row(f"[bold]{escape(one.order.subject)}[/]", f"asleep: loads on its first request{_leaves(one)}")
+    for demand in cluster.on_demand:
+        table.add_row(
+            f"[bold]{escape(demand.order.subject)}[/]", f"asleep: loads on its first request{_leaves(demand)}"
+        )
     describe_objectives(table, cluster.config.gateway, cluster.statuses())
     shortage = file_shortage(cluster.config.gateway)
     if shortage is not None:
         table.add_row("[yellow]warning[/]", escape(shortage))
     names = ", ".join(
-        [*(plan.served.name for plan in cluster.plans), *(one.order.subject for one in cluster.on_demand)]
+        [*(plan.served.name for plan in cluster.plans), *(demand.order.subject for demand in cluster.on_demand)]
     )
     table.add_row("Logs", str(cluster.folder / "logs"))
     table.add_row("Stop", "Ctrl-C")
@@ -237,7 +234,6 @@ def _leaves(model: ModelOnDemand) -> str:
 
 
 def describe_objectives(table: Table, config: GatewayConfig, statuses: Mapping[str, ClusterStatus]) -> None:
-    """Add the objectives of chat that names none, and warnings of those that this machine cannot hold."""
     for deployment, status in sorted(statuses.items()):
         slo = default_slo(config, status.speed)
         which = f"{deployment}: " if len(statuses) > 1 else ""
@@ -247,7 +243,6 @@ def describe_objectives(table: Table, config: GatewayConfig, statuses: Mapping[s
 
 
 def _describe(table: Table, served: ServedModel) -> None:
-    """Add how a model's answers are sampled, and what is unusual of its weights and caches."""
     if served.encoder is None:
         table.add_row("Sampling", escape(f"{served.sampling.in_words()}; a request's own fields win"))
     if served.stored is not None:

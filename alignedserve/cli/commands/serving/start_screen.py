@@ -52,20 +52,17 @@ class StartScreen:
         self._bar.update(self._task, description="Stopping …", done="")
 
     def device_chosen(self, choice: DeviceChoice) -> None:
-        """Print which GPUs engine.device=auto takes, or why none."""
         if choice.remark:
             self._console.print(
                 f"{'WARNING: ' if choice.is_warning else ''}{choice.remark}", markup=False, soft_wrap=True
             )
 
     def sizes_chosen(self, choice: SizeChoice, *, has_others: bool = False) -> None:
-        """Print the choice, and what it costs the user."""
         self._console.print(choice.line(names_model=has_others), markup=False, soft_wrap=True)
         for warning in choice.remarks(names_model=has_others):
             self._console.print(f"warning: {warning}", markup=False, soft_wrap=True)
 
     def model_loading(self, progress: loading_progress.Progress) -> None:
-        """Draw the part of the model that a worker has loaded, on average."""
         if not progress.total_bytes:
             return
         if self._began_s is None:

@@ -49,7 +49,6 @@ def up(options: ServeOptions) -> None:
 
 
 def urls_of(record: ClusterRecord) -> Table:
-    """Return the addresses at which a cluster answers."""
     num_serving = sum(bool(node.actors) for node in record.nodes)
     table = Table(title=f"AlignedServe serves {record.model} on {_counted(num_serving)}", title_justify="left")
     for heading in ("node", "host", "answers at"):
@@ -80,7 +79,6 @@ def driver_command(options: ServeOptions, settings: ModelSettings) -> list[str]:
 
 
 def _absolute_argument(model: str) -> str:
-    """Return an argument, MODEL or NAME=MODEL, that means the same in every folder."""
     name, separator, path = ("", "", model) if Path(model).exists() else model.rpartition("=")
     return f"{name}{separator}{_absolute(path) if _is_local(path) else path}"
 

@@ -48,8 +48,6 @@ def assign_models(models: Sequence[AssignableModel], nodes: Sequence[AssignableN
 
 
 class _Assigning:
-    """An assignment that is being made."""
-
     def __init__(self, models: Sequence[AssignableModel], nodes: Sequence[AssignableNode], fits: Fits) -> None:
         self._models = models
         self._nodes = nodes
@@ -58,14 +56,12 @@ class _Assigning:
         self._num_tries = 0
 
     def place_each(self) -> None:
-        """Give every model its first node; where no way was found in which all have one, as many as come first."""
         ordered = sorted(self._models, key=lambda model: -model.num_bytes)
         if not self._place_from(ordered):
             for model in ordered:
                 self._place(model.deployment_id)
 
     def _place_from(self, models: Sequence[AssignableModel]) -> bool:
-        """Give each of these a node; False, with none of them placed: there is no way, or it was not found in time."""
         if not models:
             return True
         wanted = models[0].deployment_id
@@ -82,7 +78,6 @@ class _Assigning:
         return False
 
     def fill(self) -> None:
-        """Give out what is left."""
         left = {model.deployment_id: model.most_nodes or len(self._nodes) for model in self._models}
         counts = {wanted: sum(wanted in found for found in self._placed.values()) for wanted in left}
         while left:
@@ -104,7 +99,6 @@ class _Assigning:
         return sorted(self._nodes, key=lambda node: (len(self._placed[node.name]), -node.weight))
 
     def found(self) -> Assignment:
-        """Return the nodes of each model."""
         return {
             model.deployment_id: tuple(
                 node.name for node in self._nodes if model.deployment_id in self._placed[node.name]

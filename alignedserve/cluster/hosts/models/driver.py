@@ -54,7 +54,6 @@ class Views:
     """The views of all who serve requests. One round of questions at a time; used on one thread."""
 
     def __init__(self, listeners: Callable[[], Iterable[Any]], clock: Callable[[], float]) -> None:
-        """`listeners`: returns the actors of gateways and batch worker."""
         self._listeners = listeners
         self._clock = clock
         self._announced: tuple[ServedDeployment, ...] = ()
@@ -85,11 +84,10 @@ class Views:
     def _ask(self) -> None:
         if self._round is None:
             listeners = list(self._listeners())
-            self._round = (self._announced, [one.serve_models.remote(self._announced) for one in listeners])
+            self._round = (self._announced, [listener.serve_models.remote(self._announced) for listener in listeners])
 
 
 def combined(deployment_ids: Iterable[str], answers: Sequence[_Heard]) -> dict[str, View]:
-    """Return the views of these deployments by their ids."""
     return {one: _view(one, answers) for one in deployment_ids}
 
 
@@ -156,18 +154,16 @@ class DeploymentsDriver:
 
     @property
     def listed(self) -> tuple[str, ...]:
-        """Return the deployments whose models are listed to clients, in that order."""
-        return tuple(one.deployment_id for one in self.logic.standings if one.phase is Phase.SERVING)
+        return tuple(standing.deployment_id for standing in self.logic.standings if standing.phase is Phase.SERVING)
 
     @property
     def announced(self) -> tuple[ServedDeployment, ...]:
-        """Return what gateways are told, in the order in which clients see the models."""
         there = (
             self._site.announced(
-                one.deployment_id, _ANNOUNCED[one.phase], is_failing=one.deployment_id in self._failing
+                standing.deployment_id, _ANNOUNCED[standing.phase], is_failing=standing.deployment_id in self._failing
             )
-            for one in self.logic.standings
-            if one.phase in _ANNOUNCED
+            for standing in self.logic.standings
+            if standing.phase in _ANNOUNCED
         )
         found = (*there, *self._on_demand.sleeping(self.logic.standings))
         return tuple(sorted(found, key=lambda one: self._place(one.served.name)))
@@ -177,46 +173,42 @@ class DeploymentsDriver:
 
     @property
     def phases(self) -> dict[str, Phase]:
-        """Return the phase of each deployment."""
-        return {one.deployment_id: one.phase for one in self.logic.standings}
+        return {standing.deployment_id: standing.phase for standing in self.logic.standings}
 
     @property
     def is_changing(self) -> bool:
-        """Return whether a deployment comes or goes."""
-        return any(one.phase is not Phase.SERVING for one in self.logic.standings)
+        return any(standing.phase is not Phase.SERVING for standing in self.logic.standings)
 
     def announce(self) -> None:
-        """Tell gateways and batch worker which deployments there are."""
         self._announced = self.announced
-        names = dict.fromkeys(one.served.name for one in self._announced)
+        names = dict.fromkeys(deployment.served.name for deployment in self._announced)
         self._places = {name: place for place, name in enumerate(names)}
         self._views.announce(self._announced)
 
     def are_all_ready(self) -> bool:
-        """Look whether a token has come through every deployment that was announced."""
         views = self._views.look(is_changing=True)
         return views is not None and all(view.missing is None for view in views.values())
 
     def reports(self, problems: Mapping[str, str] = MappingProxyType({})) -> Iterator[DeploymentReport]:
-        """Yield how each deployment stands. `problems`: of processes that do not serve."""
         yield from sorted(self._reports(problems), key=lambda one: self._place(one.name))
 
     def _reports(self, problems: Mapping[str, str]) -> Iterator[DeploymentReport]:
-        for one in self.logic.standings:
-            found = self._site.described(one.deployment_id) or Described("")
-            about = (one.deployment_id, one.name, found.path, one.phase.value, one.num_open)
-            leaves_in_s = self._on_demand.leaves_in_s(one.name) if one.phase is Phase.SERVING else None
-            failing = {name: problems[name] for name in found.processes if name in problems}
-            processes = (found.workers, found.processes, found.topology)
+        for standing in self.logic.standings:
+            described = self._site.described(standing.deployment_id) or Described("")
+            about = (standing.deployment_id, standing.name, described.path, standing.phase.value, standing.num_open)
+            leaves_in_s = self._on_demand.leaves_in_s(standing.name) if standing.phase is Phase.SERVING else None
+            failing = {name: problems[name] for name in described.processes if name in problems}
+            processes = (described.workers, described.processes, described.topology)
             yield DeploymentReport(*about, *processes, leaves_in_s=leaves_in_s, failing=failing)
         yield from self._on_demand.reports(self.logic.standings)
 
     def note_failing(self, failing: Collection[str], healths: Mapping[str, Health]) -> None:
         """Tell gateways of which deployments no worker is to be waited for. `failing`: processes that do not start."""
         found = frozenset(
-            one.deployment_id
-            for one in self.logic.standings
-            if one.phase in (Phase.SERVING, Phase.DRAINING) and self._are_failing(one.deployment_id, failing, healths)
+            standing.deployment_id
+            for standing in self.logic.standings
+            if standing.phase in (Phase.SERVING, Phase.DRAINING)
+            and self._are_failing(standing.deployment_id, failing, healths)
         )
         if found != self._failing:
             self._failing = found
@@ -230,7 +222,6 @@ class DeploymentsDriver:
         return not described.workers or (bool(missing) and all(name in failing for name in missing))
 
     def order(self, order_id: str, order: ModelOrder) -> None:
-        """Take an order, which is answered as it is carried out."""
         answer = self._answer_of_demand(order)
         if answer is not None:
             self._answer(order_id, answer)
@@ -238,13 +229,12 @@ class DeploymentsDriver:
         self._take(order_id, order)
 
     def _answer_of_demand(self, order: ModelOrder) -> Answer | None:
-        """Have a model on demand no more that is removed; return the answer to an order, None: it is to be taken."""
         name = order.name
         if name is None or name not in self._on_demand:
             return None
         if not isinstance(order, RemoveModel):
             return Refused(f"{name} is a model on demand; remove it first")
-        phases = {one.phase for one in self.logic.standings if one.name == name}
+        phases = {standing.phase for standing in self.logic.standings if standing.name == name}
         if phases & {Phase.PREPARING, Phase.STARTING, Phase.PROVING}:
             return Refused(f"{name} is being loaded; remove it once it serves")
         self._on_demand.forget(name)
@@ -259,7 +249,6 @@ class DeploymentsDriver:
         self._handle(Ordered(order_id, order))
 
     def look(self) -> None:
-        """Go on as far as things have come."""
         for event in [*self._events()]:
             self._handle(event)
 
@@ -269,7 +258,6 @@ class DeploymentsDriver:
             self._perform(command)
 
     def _events(self) -> Iterator[Event]:
-        """Yield what has happened since the last look."""
         for deployment_id in [one for one, future in self._preparations.items() if future.done()]:
             yield self._prepared(deployment_id, self._preparations.pop(deployment_id))
         failed, self._failed = self._failed, []
@@ -294,20 +282,21 @@ class DeploymentsDriver:
             yield Ended(deployment_id)
 
     def _look_at_demand(self, views: Mapping[str, View]) -> None:
-        for one in self.logic.standings:
-            if one.phase is Phase.SERVING and one.name not in self._on_demand:
-                self._note_on_demand(one.deployment_id)
+        for standing in self.logic.standings:
+            if standing.phase is Phase.SERVING and standing.name not in self._on_demand:
+                self._note_on_demand(standing.deployment_id)
         for order_id, order in [*self._on_demand.look(views, self.logic.standings)]:
-            for one in self.logic.standings:
-                if isinstance(order, RemoveModel) and (one.name, one.phase) == (order.name, Phase.SERVING):
-                    self._note_left(one.deployment_id)
+            for standing in self.logic.standings:
+                if isinstance(order, RemoveModel) and (standing.name, standing.phase) == (order.name, Phase.SERVING):
+                    self._note_left(standing.deployment_id)
             self._take(order_id, order)
         if self._announced != self.announced:  # one that sleeps cannot be loaded, or can again
             self.announce()
 
     def _note_left(self, deployment_id: str) -> None:
-        """Note what a model on demand leaves that is about to sleep."""
-        name = next((one.name for one in self.logic.standings if one.deployment_id == deployment_id), None)
+        name = next(
+            (standing.name for standing in self.logic.standings if standing.deployment_id == deployment_id), None
+        )
         if name is not None and name in self._on_demand:
             self._on_demand.note_left(name, deployment_id, self._site.loaded_adapters(deployment_id))
 

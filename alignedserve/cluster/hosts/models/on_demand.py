@@ -46,8 +46,6 @@ class ModelOnDemand(NamedTuple):
 
 
 class _Left(NamedTuple):
-    """Keeps what a model leaves as it falls asleep: its deployment, and the adapters that were loaded into it."""
-
     deployment_id: str
     adapters: tuple[LoraAdapter, ...]  # beside those of the configuration
 
@@ -56,7 +54,7 @@ class OnDemandModels:
     """The models on demand of one cluster, as its driver looks after them. All methods on one thread."""
 
     def __init__(self, models: Iterable[ModelOnDemand] = ()) -> None:
-        self._models = {one.order.subject: one for one in models}
+        self._models = {model.order.subject: model for model in models}
         self._logic = OnDemandLogic()
         self._since: dict[str, float] = {}  # when each that is awake was first seen so
         self._lines_since: dict[str, float] = {}  # when lines of batches were first seen to wait for one that sleeps
@@ -65,7 +63,6 @@ class OnDemandModels:
         self._left: dict[str, _Left] = {}
 
     def __contains__(self, name: str) -> bool:
-        """Return whether a model of this name is on demand."""
         return name in self._models
 
     @property
@@ -74,20 +71,16 @@ class OnDemandModels:
         return bool(self._models)
 
     def note(self, model: ModelOnDemand) -> None:
-        """Note a model on demand that was loaded by others, such as the cluster's first. May be repeated."""
         self._models.setdefault(model.order.subject, model)
 
     def forget(self, name: str) -> None:
-        """Forget a model that is removed for good."""
         self._models.pop(name, None)
         self._left.pop(name, None)
 
     def note_left(self, name: str, deployment_id: str, adapters: tuple[LoraAdapter, ...]) -> None:
-        """Note the deployment that a model leaves as it falls asleep. `adapters`: that were loaded meanwhile."""
         self._left[name] = _Left(deployment_id, adapters)
 
     def beside(self, order: ModelOrder, standings: Sequence[Standing]) -> Asleep:
-        """Return the models that sleep, as an order finds them."""
         serving = _serving(standings)
         own = next((name for name, one in self._models.items() if one.order == order), None)
         others = (name for name in self._models if name not in serving and name != own)
@@ -95,12 +88,10 @@ class OnDemandModels:
         return Asleep(tuple(self._served(name) for name in others), None if left is None else left.deployment_id)
 
     def _served(self, name: str) -> ServedModel:
-        """Return a model that sleeps, with the adapters that were loaded while it was awake."""
         served, left = self._models[name].deployed.served, self._left.get(name)
         return served if left is None else replace(served, adapters=(*served.adapters, *left.adapters))
 
     def sleeping(self, standings: Sequence[Standing]) -> tuple[ServedDeployment, ...]:
-        """Return those that requests may name and that do not serve, as gateways are told."""
         serving, now = _serving(standings), time.monotonic()
         return tuple(
             replace(one.deployed, served=self._served(name), problem=self._logic.problem(name, now) or "")
@@ -124,7 +115,7 @@ class OnDemandModels:
         demands = self._demands(
             {name: views.get(_SLEEPING + name) for name in self._models if name not in serving}, now
         )
-        is_changing = bool(self._ordered) or any(one.phase is not Phase.SERVING for one in standings)
+        is_changing = bool(self._ordered) or any(standing.phase is not Phase.SERVING for standing in standings)
         for command in self._logic.look(awake, demands, now, is_changing=is_changing):
             self._ordered.add(command.name)
             order = self._models[command.name].order if isinstance(command, Load) else RemoveModel(command.name)
@@ -137,7 +128,6 @@ class OnDemandModels:
         return {name: one for name, one in demands.items() if one != Demand()}
 
     def _documents_s(self, name: str, view: View, now: float) -> float | None:
-        """Return how long best effort has waited: lines of batches, or requests of their own."""
         waits_s = (view.documents_waited_s, now - self._lines_since[name] if name in self._lines_since else None)
         return max((wait_s for wait_s in waits_s if wait_s is not None), default=None)
 
@@ -152,7 +142,6 @@ class OnDemandModels:
         return True
 
     def is_own(self, order_id: str) -> bool:
-        """Return whether an order is one of its own."""
         return order_id.startswith(_OWN_ORDER)
 
     def leaves_in_s(self, name: str) -> float | None:
@@ -161,8 +150,7 @@ class OnDemandModels:
         return left_s if left_s is not None and left_s < float("inf") else None
 
     def reports(self, standings: Sequence[Standing]) -> Iterator[DeploymentReport]:
-        """Yield those that have no deployment."""
-        known = {one.name for one in standings}
+        known = {standing.name for standing in standings}
         for name, one in self._models.items():
             if name not in known:
                 problem = self._logic.problem(name, time.monotonic()) or ""
@@ -170,7 +158,7 @@ class OnDemandModels:
 
 
 def _serving(standings: Sequence[Standing]) -> dict[str, str]:
-    return {one.name: one.deployment_id for one in standings if one.phase is Phase.SERVING}
+    return {standing.name: standing.deployment_id for standing in standings if standing.phase is Phase.SERVING}
 
 
 def _use(view: View, awake_s: float) -> Use:
@@ -183,7 +171,6 @@ def _leaving_s(use: Use, keep_alive_s: float) -> float:
 
 
 def _settings(own: Mapping[str, Any]) -> Iterator[str]:
-    """Yield sections of settings as `section.field=value` each."""
     for section, fields in own.items():
         if not isinstance(fields, Mapping):
             yield written_override(section, fields)

@@ -46,12 +46,10 @@ class PlannedModel:
 
     @property
     def plan(self) -> ClusterPlan:
-        """Return its plan before anything is placed."""
         placement = Placement(self.config, self.deployment_id)
         return ClusterPlan(self.config, self.served, placement, (), {})
 
     def part_of_node(self, capacity: NodeCapacity, num_nodes: int) -> NodeShare:
-        """Return its share of a node, as one of `num_nodes`."""
         placement = Placement(_of_one_node(self.config, num_nodes), self.deployment_id)
         (share,) = placement.place([capacity])
         return share
@@ -91,7 +89,6 @@ def plan_models(models: Sequence[PlannedModel], nodes: Sequence[NodeResources]) 
 def _plans(
     models: Sequence[PlannedModel], nodes: Sequence[NodeResources], assigned: Mapping[str, tuple[str, ...]]
 ) -> dict[str, ClusterPlan]:
-    """Place every model on its nodes, and divide each node among its models."""
     by_node = {
         node.capacity.name: [one for one in models if node.capacity.name in assigned[one.deployment_id]]
         for node in nodes
@@ -125,7 +122,6 @@ def _plans(
 
 
 def divided(models: Sequence[PlannedModel], shares: Sequence[NodeShare], node: NodeResources) -> dict[str, Machine]:
-    """Return the part of a node that each of these models may use, which has this share of it."""
     taken = [model.beside_caches(share.num_workers) for model, share in zip(models, shares, strict=True)]
     parts = divide(node.machine, node.capacity.gpus, taken) if models else []
     return {model.deployment_id: part.machine for model, part in zip(models, parts, strict=True)}
@@ -146,18 +142,15 @@ def models_for_node(
 
 
 def devices_of(models: Sequence[PlannedModel], node: NodeResources) -> dict[str, tuple[str, ...]]:
-    """Return the GPUs of each of these models, which share a node."""
     devices = assigned_gpus(node.capacity.gpus, len(models))
     return {model.deployment_id: own for model, own in zip(models, devices, strict=True)}
 
 
 def planned_again(deployment_id: str, plan: ClusterPlan, nodes: Collection[str]) -> PlannedModel:
-    """Return a model that is served, with its context, for more nodes."""
     return PlannedModel(deployment_id, plan.config, plan.served, frozenset(nodes))
 
 
 def _problem(models: Sequence[PlannedModel], node: NodeResources, num_nodes: int, context_len: int) -> str | None:
-    """Return why a node cannot work for all these models with contexts of this length; None: it can."""
     if any(node.capacity.name not in model.nodes for model in models):
         return "it has no copy of the model at the same path"
     gpus = assigned_gpus(node.capacity.gpus, len(models))
@@ -173,11 +166,10 @@ def _problem(models: Sequence[PlannedModel], node: NodeResources, num_nodes: int
 
 
 def _require_fits(model: PlannedModel, share: NodeShare, part: Part, context_len: int) -> None:
-    """Check that there is room, with this context or that of the model. Raises NotEnoughMemory."""
     choice = choose_share(model.plan, share, part.machine)
     if choice.served.max_context_len < min(context_len, model.served.max_context_len):
-        found = choice.served.max_context_len
-        raise NotEnoughMemory(f"there is room for contexts of {found} tokens of {model.served.name}")
+        max_context_len = choice.served.max_context_len
+        raise NotEnoughMemory(f"there is room for contexts of {max_context_len} tokens of {model.served.name}")
     require_room(model.served.name, holding_of(choice.config, model.served, part.gpus), part)
 
 
@@ -187,7 +179,6 @@ def _nowhere(model: PlannedModel, nodes: Sequence[NodeResources]) -> str:
 
 
 def _of_one_node(config: ClusterConfig, num_nodes: int) -> ClusterConfig:
-    """Return the configuration of one of these nodes, with an even share of the counts that are set."""
     changed = {}
     for kind in ("prefill", "decode"):
         section = getattr(config, kind)

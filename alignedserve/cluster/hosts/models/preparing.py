@@ -85,7 +85,6 @@ class DeploymentSettings:
         return self._own[deployment_id]
 
     def forget(self, deployment_id: str) -> None:
-        """Forget a deployment that has ended. May be repeated."""
         self._own.pop(deployment_id, None)
 
     def carry_adapters(self, former: str, deployment_id: str, served: ServedModel) -> tuple[str, ...]:
@@ -93,7 +92,6 @@ class DeploymentSettings:
         return carry_over(self._loaded(former), self._loaded(deployment_id), served)
 
     def loaded_adapters(self, deployment_id: str) -> tuple[LoraAdapter, ...]:
-        """Return the adapters that were loaded while a deployment served."""
         try:
             return tuple(read_loaded(self._loaded(deployment_id)).values())
         except AdapterError:
@@ -107,13 +105,11 @@ class DeploymentSettings:
         return loaded_file(self._folder, deployment_id)
 
     def _beside(self, name: str, replaced: str | None) -> dict[str, ClusterConfig]:
-        """Return the other models that go on, by name; one of this name drains."""
         own = [settings for one, settings in self._own.items() if one != replaced and name_of(settings) != name]
         return {name_of(one): self._common.with_models([one]).configs[0] for one in own}
 
 
 def _names_of(served: ServedModel) -> list[str]:
-    """Return all names by which requests find a model or its adapters."""
     return [served.name, *served.aliases, *(adapter.name for adapter in served.adapters)]
 
 
@@ -221,7 +217,6 @@ class HostedPreparing:
 def _with_copies(
     found: Mapping[RayNode, NodeResources], reports: Mapping[RayNode, NodeReport], head: NodeReport
 ) -> frozenset[str]:
-    """Return the names of the nodes that have the head's copy of the model. Raises ResourceError for the head."""
     if head.problem is not None or head.digests[0] is None:
         raise ResourceError(str(head.problem or "the head has no copy of the model"))
     return frozenset(
@@ -232,7 +227,6 @@ def _with_copies(
 def _parts(
     plan: ClusterPlan, found: Mapping[RayNode, NodeResources], members: Mapping[RayNode, Member]
 ) -> dict[str, PreparedNode]:
-    """Return the parts of the nodes that have one: workers, or on the head the router."""
     parts = {}
     for index, node in enumerate(found):
         share, capacity, config = plan.part(index, node.address)

@@ -55,7 +55,6 @@ class Ending:
         self._gone_s = 0.0
 
     def look(self) -> bool:
-        """Return whether it is over."""
         if self._kills_s is not None:
             if not have_all_ended(self._stops) and time.monotonic() < self._kills_s:
                 return False
@@ -108,8 +107,8 @@ class HostedDeployments:
         self, deployment_id: str, order: AddModel | ReplaceModel, replaced: str | None, asleep: Asleep
     ) -> "Future[Any]":
         """Begin to plan one more deployment; the result is for `note_prepared`, or an error of the tree."""
-        members = [one for one in self._members.values() if one.name not in self._joining.drains]
-        able = tuple(replace(one, others=dict(one.others)) for one in members)  # for a thread, as they are now
+        members = [member for member in self._members.values() if member.name not in self._joining.drains]
+        able = tuple(replace(member, others=dict(member.others)) for member in members)  # for a thread, as they are now
         device = self._joining.plan.config.engine.device
         around = Surroundings(able, dict(self._joining.models), dict(self._joining.wholes), device, asleep)
         return in_background(
@@ -117,7 +116,6 @@ class HostedDeployments:
         )
 
     def note_prepared(self, deployment_id: str, prepared: HostedPlan) -> Prepared:
-        """Note what was planned."""
         self._planned[deployment_id] = prepared
         self._observer.sizes_chosen(next(iter(prepared.model.plan.choices.values())), has_others=True)
         nodes = ", ".join(name for name, part in prepared.parts.items() if part.share.num_workers)
@@ -137,7 +135,6 @@ class HostedDeployments:
         return Starting(made, Patience(self._cluster.progress, START_TIMEOUT_S, LoggingObserver()))
 
     def end_deployment(self, deployment_id: str) -> Ending:
-        """Stop its processes without restarting them; its record stays until `forget_deployment`."""
         model = self._joining.models[deployment_id]
         ended: dict[str, Any] = {}
         left: dict[str, tuple[Agent, tuple[str, ...]]] = {}
@@ -168,11 +165,9 @@ class HostedDeployments:
         return self._preparing.settings.settle_adapters(replaced, deployment_id)
 
     def loaded_adapters(self, deployment_id: str) -> tuple[LoraAdapter, ...]:
-        """Return the adapters that were loaded while a deployment served."""
         return self._preparing.settings.loaded_adapters(deployment_id)
 
     def announced(self, deployment_id: str, phase: DeploymentPhase, *, is_failing: bool) -> ServedDeployment:
-        """Return what gateways are told of a deployment, which is the same on every node."""
         plan = self._joining.models[deployment_id].plan
         config = next(iter(plan.choices.values())).config
         return ServedDeployment(
@@ -225,15 +220,11 @@ def _described(model: HostedModel, parts: Iterable[PreparedNode]) -> Described:
 
 
 class _Cleaning:
-    """Removes what ended processes leave, once these have been killed: on this host, or through the nodes' agents."""
-
     def __init__(self, left: Mapping[str, tuple[Agent, Sequence[str]]]) -> None:
-        """`left`: the names of processes, by node."""
         self._left = dict(left)
         self._asked: dict[Any, str] = {}  # nodes by the calls of their agents
 
     def is_over(self) -> bool:
-        """Return whether nobody knows of memory that is held any more; agents that are gone know of none."""
         for call, is_gone in answers_so_far(list(self._asked)).items():
             node = self._asked.pop(call)
             if is_gone is not False:

@@ -53,11 +53,9 @@ class NodeAgent:
         threading.Thread(target=self._watch, name="orphans", daemon=True).start()
 
     def failure(self) -> AlignedServeError | None:
-        """Return why this node cannot be used; None: it can."""
         return self._failure
 
     def folder(self) -> Path:
-        """Return the private folder of the cluster on this node."""
         return self._folder
 
     @property
@@ -65,27 +63,21 @@ class NodeAgent:
         return recorded_parts.parts_folder(self._folder)
 
     def read_log(self, name: str, offset: int) -> LogPart | None:
-        """See `log_files.read_log`."""
         return read_log(self._folder, name, offset)
 
     def recordings(self) -> dict[str, int]:
-        """Return the bytes of each recording of this node's processes."""
         return recorded_parts.sizes(self._recordings)
 
     def read_recording(self, name: str, offset: int) -> bytes:
-        """Return what a recording has from this byte on, a part of it at most."""
         return recorded_parts.read_part(self._recordings, name, offset)
 
     def remove_recordings(self) -> None:
-        """Remove all recordings, once the driver has copied them."""
         recorded_parts.remove(self._recordings)
 
     def clock_s(self) -> float:
-        """Return this host's clock, as recordings have it."""
         return time.monotonic()
 
     def available_bytes(self) -> int:
-        """Return the memory of this host that is free for more workers."""
         return int(psutil.virtual_memory().available)
 
     def remove_files(self, names: Sequence[str]) -> bool:
@@ -103,7 +95,6 @@ class NodeAgent:
         return found
 
     def progress(self) -> list[Progress | None]:
-        """Return how far the workers that load a model here have come."""
         return [read_progress(path) for path in sorted(self._folder.glob(f"*{PROGRESS_SUFFIX}"))]
 
     def keep(self, number: int, state: bytes, actors: list[Any], patience_s: float) -> None:
@@ -123,7 +114,6 @@ class NodeAgent:
         return self._kept is not None and self._kept.number == number
 
     def kept(self) -> KeptState | None:
-        """Return what the last driver handed over; None: none did."""
         age_s = time.monotonic() - self._heard_s
         return self._kept._replace(age_s=age_s) if self._kept is not None else None
 

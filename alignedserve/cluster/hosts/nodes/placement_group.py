@@ -127,7 +127,6 @@ def is_placed(made: NodeGroup) -> bool:
 
 
 def release(folder_name: str) -> None:
-    """Remove the group of the node that has this private folder, if it is there. What runs in it ends."""
     if not ray.is_initialized():
         return  # Ray would start one to ask it
     with contextlib.suppress(ValueError, RayError):

@@ -42,7 +42,6 @@ class RayNode(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Return the options of a task or actor that runs here and nowhere else."""
         return {"scheduling_strategy": NodeAffinitySchedulingStrategy(self.node_id, soft=False)}
 
     @override
@@ -74,7 +73,6 @@ def _ray_node(node: Mapping[str, Any], resources: Mapping[str, float]) -> RayNod
 def wait_for_nodes(
     num_nodes: int, timeout_s: float, look: Callable[[], Sequence[RayNode]] = alive_nodes
 ) -> Sequence[RayNode]:
-    """Return the nodes as soon as there are `num_nodes`, or the present ones after this time."""
     ends_s = time.monotonic() + timeout_s
     while len(nodes := look()) < num_nodes and time.monotonic() < ends_s:
         time.sleep(_POLL_S)

@@ -12,12 +12,10 @@ _NAME = re.compile(rf"[a-z]+(-\d+)?\.\d+{re.escape(SUFFIX)}")
 
 
 def is_name(name: str) -> bool:
-    """Return whether a recording may have this name, which is no path."""
     return _NAME.fullmatch(name) is not None
 
 
 def parts_folder(private: Path) -> Path:
-    """Return the folder of recordings in the private folder of a node."""
     return private / "recordings"
 
 
@@ -29,7 +27,6 @@ def sizes(folder: Path) -> dict[str, int]:
 
 
 def read_part(folder: Path, name: str, offset: int) -> bytes:
-    """Return what a recording has from this byte on, a part of it at most; nothing, where there is no such one."""
     if not is_name(name):
         return b""
     try:
@@ -41,5 +38,4 @@ def read_part(folder: Path, name: str, offset: int) -> bytes:
 
 
 def remove(folder: Path) -> None:
-    """Remove all recordings, once the driver has copied them."""
     shutil.rmtree(folder, ignore_errors=True)

@@ -107,11 +107,9 @@ class Surveyor:
         return port
 
     def unreached(self, places: Mapping[str, Place]) -> dict[str, str]:
-        """See `reachability.unreached`."""
         return unreached(places)
 
     def report(self, device: str, models: Sequence[Path]) -> NodeReport:
-        """Return what this node has; `device` as engine.device, `models` where the head has its own."""
         versions, digests = own_versions(), tuple(model_digest(model) for model in models)
         try:
             choice = choose_device(device)

@@ -85,7 +85,6 @@ class StoredOrders:
         return orders
 
     def answer(self, order_id: str, answer: Answer) -> None:
-        """See OrderChannel; as soon as Ray's head answers."""
         self._answers.append((order_id, answer))
         with contextlib.suppress(PeerLost):
             self._write()

@@ -41,7 +41,6 @@ class WorkerScaling:
     """The workers of one cluster, more and fewer."""
 
     def __init__(self, members: Mapping[str, Member], joining: Joining, workers: WorkerActors) -> None:
-        """`members`: by Ray's id, as they come and go."""
         self._members = members
         self._joining = joining
         self._drains = joining.drains
@@ -73,18 +72,16 @@ class WorkerScaling:
         return _said(started, leaving)
 
     def _deployment_of(self, model: str | None) -> str:
-        """Return the deployment that serves the model of this name. Raises ConfigError listing the models."""
-        standings = [one for one in self._joining.logic.standings if one.phase is Phase.SERVING]
-        found = [one for one in standings if model in (None, one.name)]
+        standings = [standing for standing in self._joining.logic.standings if standing.phase is Phase.SERVING]
+        found = [standing for standing in standings if model in (None, standing.name)]
         if len(found) == 1:
             return found[0].deployment_id
-        names = ", ".join(one.name for one in standings)
+        names = ", ".join(standing.name for standing in standings)
         if model is None:
             raise ConfigError(f"several models are served ({names}); say whose workers are meant with --model NAME")
         raise ConfigError(f"no model is served as {model}; there are {names}")
 
     def end(self, name: str) -> None:
-        """End a worker whose work is gone."""
         for member in self._members.values():
             if name not in member.workers:
                 continue
@@ -97,7 +94,6 @@ class WorkerScaling:
         return share.without([name for name in share.workers if name in self._drains])
 
     def _require_room(self, change: Resize, members: Mapping[str, Member], plan: ClusterPlan) -> None:
-        """Raise NotEnoughMemory when a node has not the memory for what is added there, or PeerLost."""
         needed: Counter[str] = Counter()
         for kind, node in change.added:
             config = members[node].models[plan.deployment_id].config
@@ -116,7 +112,6 @@ class WorkerScaling:
                 )
 
     def _choose_leaving(self, change: Resize, shares: Mapping[str, NodeShare], router: Any) -> list[str]:
-        """Return the workers with the least work where some are to go; of equals the last."""
         if not change.removed:
             return []
         able = {(kind, node): getattr(shares[node], kind) for kind, node in set(change.removed)}

@@ -105,7 +105,6 @@ def _file_of_autoscaler(gcs_address: str) -> Path | None:
 
 
 def _counted(resources: Mapping[str, Any]) -> dict[str, float]:
-    """Return the CPUs and GPUs among these resources. Raises ValueError for one that is no amount."""
     found = {kind: float(resources[kind]) for kind in ("CPU", "GPU") if resources.get(kind)}
     if not all(math.isfinite(amount) and amount > 0 for amount in found.values()):
         raise ValueError(f"{found} are no amounts")

@@ -74,7 +74,6 @@ class ScalingLogic:
     """The number of nodes of one cluster over time."""
 
     def __init__(self, config: ScalingConfig, max_nodes: int) -> None:
-        """`max_nodes`: of `config`, which is set where a cluster scales."""
         self._config = config
         self._max_nodes = max_nodes
         self._num_wanted: int | None = None  # with the head
@@ -127,7 +126,6 @@ class ScalingLogic:
         return Recommendation(*(self._bounded(bound) for bound in bounds))
 
     def recommend(self, status: ClusterStatus, num_serving: int) -> Recommendation:
-        """Return the bounds for this demand, which `num_serving` nodes carry now."""
         config, demand = self._config, status.demand
         places = demand.num_decode_places / num_serving  # of a node
         unfinished = status.num_queued + status.num_prefilling + status.num_pooled + status.num_decoding
@@ -142,7 +140,6 @@ class ScalingLogic:
         return Recommendation(self._bounded(at_least), self._bounded(at_most))
 
     def _keep_unasked(self, num_members: int, now: float) -> None:
-        """Count nodes that came without being asked for, such as those of the start, as wanted for now."""
         wanted = self._num_wanted
         if wanted is None or num_members > max(wanted, self._num_asked or 0):
             self._num_wanted = max(num_members, self._config.min_nodes)
@@ -180,7 +177,6 @@ class ScalingLogic:
 
 
 def _spare(members: Sequence[ScaledNode], num_nodes: int) -> list[ScaledNode]:
-    """Return nodes that may go, the last ones first: not the head, and no node that alone has some model."""
     left, spare = list(members), list[ScaledNode]()
     for node in reversed(members):
         others = {model for other in left if other is not node for model in other.models}
@@ -191,5 +187,4 @@ def _spare(members: Sequence[ScaledNode], num_nodes: int) -> list[ScaledNode]:
 
 
 def _ceil(amount: float, of_one: float) -> int:
-    """Return how many are needed for the amount, without rounding errors making one more; 0 of nothing known."""
     return math.ceil(amount / of_one - 1e-9) if of_one > 0 else 0

@@ -28,7 +28,6 @@ class NodeScaler:
     """Scales one cluster. `check` about once a second, on the driver's thread; it waits for nothing but Ray's head."""
 
     def __init__(self, config: ScalingConfig, autoscaler: Autoscaler) -> None:
-        """Raise ConfigError when Ray's autoscaler adds fewer nodes than `config` wants."""
         self._autoscaler = autoscaler
         self._logic = ScalingLogic(config, most_nodes(config, autoscaler))
         self._asked: Any = None  # the call of a gateway that has not answered

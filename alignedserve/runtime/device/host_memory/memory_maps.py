@@ -33,7 +33,6 @@ def map_memory(
 
 
 def unmap_memory(at: int, size: int) -> None:
-    """Unmap memory, which nothing uses any more."""
     _LIBC.munmap(at, size)
 
 

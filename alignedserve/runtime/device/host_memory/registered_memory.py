@@ -64,6 +64,5 @@ class RegisteredMemory:
 
 
 def _rows_per_chunk(row_bytes: int, chunk_bytes: int) -> int:
-    """Return how many rows a chunk has, with an end between two pages: no page is registered twice."""
     together = mmap.PAGESIZE // math.gcd(row_bytes, mmap.PAGESIZE)
     return max(1, chunk_bytes // row_bytes // together) * together

@@ -71,7 +71,6 @@ def _threads(size: int) -> int:
 
 
 def _collapsed(file_descriptor: int, at: int, size: int) -> int:
-    """Put as much of the file on huge pages as the kernel gives, and return the bytes."""
     end = size // HUGE_PAGE * HUGE_PAGE
     slices = [(first, min(_SLICE_BYTES, end - first)) for first in range(0, end, _SLICE_BYTES)]
 

@@ -65,7 +65,6 @@ class IterationTimer:
         return self._add(known, chunk.num_cached, 0 if chunk.is_last else 1), chunk.num_tokens
 
     def _add(self, context_len: int, num_cached: int, num_more: int, *, is_hidden: bool = False) -> RequestId:
-        """Add a sequence that will compute up to `context_len`, and knows `num_more` tokens beyond."""
         request_id = RequestId(f"profile-{self._num_made}")
         self._num_made += 1
         tokens = (1,) * (context_len + num_more)

@@ -32,7 +32,6 @@ class KeptCalibration:
     described: tuple[str, ...]  # the model and the engine, as far as an iteration's length depends on them
 
     def believed(self, points: Sequence[Point], measure: Callable[[Point], float]) -> tuple[Sample, ...]:
-        """Return what is kept of exactly these points if they take as long now; nothing: they are to be measured."""
         seconds = _checked(read_kept(self._path(points)), len(points))
         for point, kept in zip(points[:_TRIED_AGAIN], seconds, strict=False):
             if not _agrees(min(kept), partial(measure, point)):
@@ -40,7 +39,6 @@ class KeptCalibration:
         return tuple(Sample(point.work, one) for point, all_s in zip(points, seconds, strict=False) for one in all_s)
 
     def keep(self, points: Sequence[Point], samples: Sequence[Sample]) -> None:
-        """Keep the measurements of these points, as far as the folder can be written."""
         seconds = [[one.seconds for one in samples if one.work == point.work] for point in points]
         if seconds[0]:
             keep(self._path(points), seconds)
@@ -51,7 +49,6 @@ class KeptCalibration:
 
 
 def _agrees(kept_s: float, measure: Callable[[], float]) -> bool:
-    """Return whether what is measured again comes down to what was kept, and not much further."""
     for _ in range(_MOST_TRIES):
         again_s = measure()
         if again_s < kept_s * _MAX_RATIO:
@@ -60,7 +57,6 @@ def _agrees(kept_s: float, measure: Callable[[], float]) -> bool:
 
 
 def _checked(found: Any, num_points: int) -> list[list[float]]:
-    """Return the seconds of each point; nothing where the file has not just those."""
     if not isinstance(found, list) or len(found) != num_points:
         return []
     for seconds in found:

@@ -80,7 +80,6 @@ def _swap_s(
     blocks: np.typing.NDArray[np.int64],
     clock: Callable[[], float],
 ) -> float:
-    """Return the seconds to copy tokens of full width out and back, in proportion to the blocks that they stand for."""
     counted = block_size * swap_space.width  # full-width tokens that a block counts for
     chosen = blocks[: max(round(num_tokens / counted), 1)].tolist()
     seconds = swap_space.time_copies([BlockId(block) for block in chosen], clock)

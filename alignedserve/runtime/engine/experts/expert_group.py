@@ -66,11 +66,9 @@ class ElsewhereOfLayer:
         self.num_experts = link.num_experts
 
     def begin(self, rows: Tensor, counts: Sequence[int]) -> None:
-        """See ExpertsElsewhere. Raises ExchangeBroken."""
         self._link.request(self._layer, rows, counts)
 
     def results(self) -> Tensor:
-        """See ExpertsElsewhere. Raises ExchangeBroken."""
         return self._link.answer()
 
 
@@ -82,21 +80,17 @@ class ExpertGroup:
         self._processes = [_ExpertProcess(spec, index) for index in range(1, spec.size)]
 
     def wait(self) -> None:
-        """Wait until they have loaded their experts. Raises what one could not, ExchangeBroken if one has ended."""
         for process in self._processes:
             process.wait_started()
 
     def of_layer(self, layer: int) -> Sequence[ElsewhereOfLayer]:
-        """Return the experts of a layer that are elsewhere, in order."""
         return [ElsewhereOfLayer(process.link, layer) for process in self._processes]
 
     def kill(self) -> None:
-        """End them at once."""
         for process in self._processes:
             process.process.kill()
 
     def close(self) -> None:
-        """End them."""
         for process in self._processes:
             process.close()
 

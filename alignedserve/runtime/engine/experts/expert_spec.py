@@ -27,11 +27,9 @@ class ExpertSpec(msgspec.Struct, frozen=True):
     timeout_s: float  # for which an answer is waited for
 
     def share(self, index: int) -> ExpertShare:
-        """Return which experts one of them has."""
         return ExpertShare(index, self.size)
 
     def num_experts(self, index: int) -> int:
-        """Return how many of a layer's experts one of them has."""
         experts = self.model.config.experts
         assert experts is not None, "a model without experts"
         return len(self.share(index).experts(experts.num_experts))

@@ -212,7 +212,6 @@ class Decoder:
             self._ranks.wait_for_all()
 
     def _rotations(self, positions: Tensor) -> list[Rotation]:
-        """Return the rotation of each rope."""
         dtype = self._place.angle_dtype
         if positions.ndim == 2:  # along axes, of which each pair has one
             assert self._axes is not None, "a model whose positions have one axis"
@@ -220,7 +219,6 @@ class Decoder:
         return [rotary_angles(positions, frequencies, dtype, factor) for frequencies, factor in self._ropes]
 
     def _by_layer(self, rotations: Sequence[Rotation]) -> Sequence[Rotation | None]:
-        """Return the rotation of each layer; layers of one kind share theirs."""
         return [None if rope is None else rotations[rope] for rope in self._rope_of_layer]
 
     def _embed(self, batch: ForwardBatch) -> Tensor:
@@ -240,7 +238,6 @@ class Decoder:
         return hidden
 
     def _worded(self, batch: ForwardBatch) -> Tensor:
-        """Return the tokens whose layer embeddings the rows have."""
         if batch.pictures is None or self.config.extras is None:
             return batch.token_ids
         return batch.token_ids.index_fill(0, batch.pictures.rows, self.config.extras.picture_token)
@@ -279,7 +276,6 @@ class Decoder:
     def _run_streams(
         self, streams: Tensor, layer: int, weights: LayerWeights, mix: StreamMix, run: PassState
     ) -> Tensor:
-        """Run one layer of several residual streams [tokens, streams, hidden_size]."""
         predicted = mix.predicted(streams)
         first = predicted[:, 0].contiguous()
         normed = weights.attention_norm(first)
@@ -293,7 +289,6 @@ class Decoder:
         return corrected
 
     def _inputs(self, hidden: Tensor, pending: Tensor | None, weights: LayerWeights) -> Tensor:
-        """Return the inputs of a layer's attention; what is pending is added to the residual stream."""
         norm = weights.attention_norm
         if not self.config.is_norm_first:
             return hidden
@@ -304,7 +299,6 @@ class Decoder:
     def _mlp(
         self, x: Tensor, layer: int, weights: LayerWeights, run: PassState, residual: Tensor | None = None
     ) -> Tensor:
-        """Return what the feed-forward part adds; `residual`: the stream, which experts beside it read."""
         mlp, adapters = weights.mlp, run.kept_adapters()
         assert mlp is not None, f"layer {layer} has no feed-forward part"
         if adapters is not None and isinstance(mlp, FeedForwardPart):  # experts have no adapters
@@ -316,7 +310,6 @@ class Decoder:
         return self._addend(product, weights.mlp_post_norm)
 
     def _addend(self, product: Tensor, post_norm: Norm | None) -> Tensor:
-        """Return what a part of a layer adds to the residual stream."""
         if self._ranks is not None:
             product = self._ranks.add_up(product)
         if post_norm is not None:
@@ -325,7 +318,6 @@ class Decoder:
         return product if multiplier == 1.0 else product.mul_(multiplier)
 
     def _project(self, x: Tensor, layer: int, weights: LayerWeights, run: PassState) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values [tokens, width] of a layer's inputs, the latter two also in the cache."""
         config, batch, storage = self.config, run.batch, run.storage
         rotation, cache = run.rotations[layer], run.cache_of_layer[layer]
         fused = adapted_product(LayerProduct.QKV, layer, weights.qkv, x, batch.adapters)
@@ -352,7 +344,6 @@ class Decoder:
         return queries, fused[:, query_width : query_width + kv_width], fused[:, -kv_width:]  # latents are both
 
     def _fill_cache(self, x: Tensor, layer: int, weights: LayerWeights, run: PassState) -> None:
-        """Write what later tokens need of a layer's inputs, and no more."""
         attends = weights.mixer is None or weights.mixer_output is not None
         if attends:
             self._project(x, layer, weights, run)
@@ -361,7 +352,6 @@ class Decoder:
             self._mix(run.mixer_inputs if attends else weights.qkv(x), layer, weights, run)
 
     def _mix(self, projected: Tensor, layer: int, weights: LayerWeights, run: PassState) -> Tensor:
-        """Mix the tokens of a layer through its state [tokens, width], which stands behind them then."""
         states, rows = run.states, run.batch.states
         assert weights.mixer is not None, f"layer {layer} has no state"
         assert states is not None, "a batch without states"

@@ -15,7 +15,6 @@ class DecoderRanks:
     """One rank's end of a decoder whose heads, inner columns and vocabulary are divided among several."""
 
     def __init__(self, collectives: Collectives, config: ModelConfig) -> None:
-        """`config` of the whole model."""
         self.rank = collectives.rank
         self._collectives = collectives
         shards = [TensorShard(rank, collectives.size) for rank in range(collectives.size)]
@@ -27,7 +26,6 @@ class DecoderRanks:
 
     @property
     def num_own_tokens(self) -> int:
-        """Return the number of tokens whose embedding and logits this rank has."""
         return self._own.size
 
     @property
@@ -47,7 +45,6 @@ class DecoderRanks:
         return self._collectives.all_reduce_(part.contiguous())
 
     def wait_for_all(self) -> None:
-        """Wait until every rank is here."""
         self._collectives.gather(self._nothing)
 
     def gather_logits(self, logits: Tensor) -> Tensor:

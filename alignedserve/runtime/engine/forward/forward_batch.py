@@ -42,7 +42,6 @@ class LastTokens(NamedTuple):
     attention: StepAttention
 
     def to_rows(self) -> LastTokenRows:
-        """Return what the forward pass needs, on the CPU."""
         return LastTokenRows(torch.from_numpy(self.token_rows), self.attention)
 
 
@@ -58,7 +57,6 @@ class LastTokenContexts:
         self.num_computed = np.zeros_like(table.num_tokens)
 
     def update(self) -> None:
-        """Take over the table's present state."""
         self.version = self._table.version
         np.subtract(self._table.num_tokens, 1, out=self.num_computed)
 
@@ -67,7 +65,6 @@ class LastTokenPlanner:
     """Plans the attention of the last layer for tokens whose logits are needed."""
 
     def __init__(self, contexts: LastTokenContexts, planner: AttentionPlanner) -> None:
-        """`planner`: of these contexts."""
         self._contexts = contexts
         self._planner = planner
 
@@ -103,5 +100,4 @@ class ForwardBatch:
 
     @property
     def rotated_at(self) -> Tensor:
-        """Return what rotations count: positions [tokens], or places along axes [tokens, 3]."""
         return self.positions if self.places is None else self.places

@@ -38,7 +38,6 @@ class HiddenPass:
         place_heads: HeadPlacement,
         rotations: Sequence[Rotation | None],
     ) -> None:
-        """`rotations`: each layer's, of the positions of the tokens before."""
         self._rows = rows
         self._storage = storage
         self._place_heads = place_heads

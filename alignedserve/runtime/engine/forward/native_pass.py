@@ -44,8 +44,6 @@ _LEAST_S = 1e-6
 
 
 class _Stopped:
-    """Counts the time that a pass stood still."""
-
     def __init__(self, between_layers: Callable[[], object]) -> None:
         self._between_layers = between_layers
         self.seconds = 0.0
@@ -86,7 +84,6 @@ class NativePass:
         self._slots = CacheSlots(0, 0, 0, 0, False)
 
     def suits(self, batch: ForwardBatch) -> bool:
-        """Return whether `run` and `logits` take this batch."""
         if self._most_rows is not None and len(batch.token_ids) > self._most_rows:
             return False
         if batch.pictures is not None and not batch.pictures.are_inputs_alone(self._hidden_size):
@@ -98,7 +95,6 @@ class NativePass:
     def run(
         self, hidden: Tensor, batch: ForwardBatch, storage: BlockStorage, rotations: Sequence[Rotation]
     ) -> PassTimes:
-        """Run the residual stream [tokens, hidden_size], updated in place. `rotations` of every rope."""
         pending, times = self._run(hidden, batch, storage, rotations)
         hidden.add_(pending)
         return times
@@ -111,7 +107,6 @@ class NativePass:
         return logits, self._run(hidden, batch, storage, rotations, logits)[1]
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Return the logits [rows, the rank's tokens] of what `run` left [rows, hidden_size]."""
         logits, times = self._pass.logits(hidden.contiguous(), self._pause())
         self._head_s = times.head_s
         return logits
@@ -155,7 +150,6 @@ class NativePass:
         return result
 
     def _timed(self, run: Callable[..., tuple[Tensor, PassTimes]], *, has_head: bool) -> tuple[Tensor, PassTimes]:
-        """Run a pass, and note how long its parts take if others may come between them."""
         pause = self._pause()
         if pause is None:
             return run()
@@ -175,7 +169,6 @@ class NativePass:
         return Pause(self.between_layers, max(int(_PART_S / self._layer_s), 1), num_slices)
 
     def _slots_of(self, storage: BlockStorage) -> CacheSlots:
-        """Return where the storage's slots lie; an engine has one storage, so the latest is kept."""
         if self._storage is not storage:
             layers = range(storage.layout.num_layers)
             keys, values = [storage.key_slots(layer) for layer in layers], map(storage.value_slots, layers)
@@ -212,7 +205,6 @@ def native_pass(
 
 
 def _cache_parts(batch: ForwardBatch) -> list[CachePart]:
-    """Return the parts of the cache that a batch of decodes reads; none: it is none, or a chunk's ring is to settle."""
     if batch.rings is None:
         steps, slots = [batch.attention], [batch.slots]
     elif isinstance(batch.attention, StepOfKinds) and not batch.rings.has_chunks:

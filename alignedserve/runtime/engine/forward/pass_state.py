@@ -61,14 +61,12 @@ class PassState:
             self.batch.rings.begin(self.storage)
 
     def end(self) -> None:
-        """Note how far these are now."""
         if self.states is not None and self.batch.states is not None:
             self.states.end(self.batch.states)
         if self.batch.rings is not None:
             self.batch.rings.end(self.storage)
 
     def rows_of_kind(self, kind: int) -> Tensor:
-        """Return the slots of new tokens as one kind of layers has them, see LayerKind.write [tokens]."""
         if not self.storage.layout.unlike:
             return self.batch.slots
         if kind not in self.kind_rows:
@@ -76,7 +74,6 @@ class PassState:
         return self.kind_rows[kind]
 
     def cache_rows(self, cache: int) -> tuple[int, Tensor]:
-        """Return the place in a block, and the slots of new tokens, of the layer at this place of the whole cache."""
         part, place = divmod(cache, self.storage.layout.num_layers)
         if not part:
             return place, self.batch.slots
@@ -94,7 +91,6 @@ class PassState:
         return rows if self.last is None else rows.index_select(0, self.last.token_rows)
 
     def kept_adapters(self) -> AdapterRows | DeviceRows | None:
-        """Return the adapters of those rows."""
         adapters = self.batch.adapters
         if adapters is None or self.last is None:
             return adapters
@@ -124,7 +120,6 @@ class PassState:
 
 
 def temperatures(positions: Tensor, config: TemperatureConfig) -> Tensor:
-    """Return the factors of queries at these positions [tokens] -> [tokens, 1] float32."""
     steps = ((positions.float() + 1.0) / config.step).floor_()
     return steps.log1p_().mul_(config.scale).add_(1.0)[:, None]
 
@@ -136,5 +131,4 @@ def adapted_product(
     x: Tensor,
     adapters: AdapterRows | DeviceRows | None,
 ) -> Tensor:
-    """Multiply x [rows, in_width] with what the rows' adapters add."""
     return multiply(x) if adapters is None else LayerAdapters(adapters, layer).product(product, multiply, x)

@@ -10,7 +10,6 @@ from alignedserve.runtime.model.decoder.rope_config import RopeConfig, RopeScali
 
 
 def inverse_frequencies(rope: RopeConfig) -> Tensor:
-    """Return radians per position of each rotated pair: [rotary_dim / 2] float32."""
     exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim
     frequencies = 1.0 / (rope.theta**exponents)
     if rope.frequency_factors:
@@ -27,7 +26,6 @@ def _linear(frequencies: Tensor, rope: RopeConfig) -> Tensor:
 
 
 def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
-    """Keep short wavelengths, stretch long ones by `factor`, and interpolate between."""
     wavelengths = 2.0 * math.pi / frequencies
     turns = rope.original_context_len / wavelengths
     share_kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
@@ -50,7 +48,6 @@ def _yarn(frequencies: Tensor, rope: RopeConfig) -> Tensor:
 
 
 def _pair_of_turns(rope: RopeConfig, turns: float) -> float:
-    """Return the pair, as a fraction, that turns so often within the original context."""
     positions_per_radian = rope.original_context_len / (turns * 2.0 * math.pi)
     return rope.rotary_dim * math.log(positions_per_radian) / (2.0 * math.log(rope.theta))
 
@@ -60,7 +57,6 @@ def _long(frequencies: Tensor, rope: RopeConfig) -> Tensor:
 
 
 def _proportional(frequencies: Tensor, rope: RopeConfig) -> Tensor:
-    """Turn the first pairs alone."""
     turned = frequencies / rope.factor
     turned[rope.num_turned :] = 0.0
     return turned

@@ -33,24 +33,19 @@ class StateStorage:
             self._parts[layer] = _views(config.state, storage.layout.dtype, states[:, first : first + layer_bytes])
 
     def parts(self, layer: int) -> Sequence[Tensor]:
-        """Return the tensors of a layer's states, each [blocks, ..]."""
         return self._parts[layer]
 
     def column(self, layer: int) -> int:
-        """Return which of the blocks of a context's states has this layer's."""
         return self._columns[layer]
 
     def begin(self, rows: StateRows | DeviceStateRows) -> None:
-        """Mark the states that a pass is about to write."""
         self._num_tokens.index_fill_(0, torch.as_tensor(rows.targets), UNFINISHED)
 
     def end(self, rows: StateRows | DeviceStateRows) -> None:
-        """Note behind which tokens these states stand now."""
         self._num_tokens.index_copy_(0, torch.as_tensor(rows.targets), torch.as_tensor(rows.num_tokens))
 
 
 def _views(config: StateConfig, cache_dtype: str, layer: Tensor) -> list[Tensor]:
-    """Return the parts of a layer's states in bytes of all blocks [blocks, bytes]."""
     views, first = [], 0
     for part in config.parts:
         dtype, size = torch_dtype(part.dtype(cache_dtype)), part.num_bytes(cache_dtype)

@@ -43,13 +43,11 @@ class RankPeers:
         )
 
     def close(self, peer: str) -> None:
-        """Leave a peer's blocks."""
         transfer = self._transfers.pop(peer, None)
         if transfer is not None:
             leave(transfer)
 
     def close_all(self) -> None:
-        """Leave all peers, once nothing copies any more."""
         for peer in list(self._transfers):
             self.close(peer)
 
@@ -76,19 +74,16 @@ class FrameCount:
         self._changed = threading.Condition()
 
     def add(self) -> None:
-        """Note one more."""
         with self._changed:
             self._count += 1
             self._changed.notify_all()
 
     def end(self) -> None:
-        """End all waits: no more will be performed."""
         with self._changed:
             self._is_ended = True
             self._changed.notify_all()
 
     def wait(self, count: int) -> bool:
-        """Wait until this many copies were performed; False: they will not be."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_ended or self._count >= count)
             return self._count >= count
@@ -106,7 +101,6 @@ class FollowerCopies:
         self._answering = threading.Lock()
 
     def follow(self) -> None:
-        """Perform what comes, until the first rank closes the connection."""
         with self._connection, contextlib.suppress(OSError):
             while (payload := receive_frame(self._connection)) is not None:
                 ordered = decode(payload, OrderedCopy)

@@ -96,7 +96,6 @@ class FollowerEngine(Engine):
 
     @override
     def _compute_step(self, launch: StepLaunch) -> None:
-        """Make the passes that rank 0 makes: all ranks gather the same logits, in the same order."""
         if self._passes.highest(launch) is not None:
             return
         hidden, _ = self._passes.logits(launch.step)

@@ -48,11 +48,9 @@ class Started(msgspec.Struct, frozen=True):
 
     @classmethod
     def failed(cls, error: AlignedServeError) -> "Started":
-        """Return the answer that tells an error."""
         return cls(type(error).__name__, str(error))
 
     def raise_error(self) -> None:
-        """Raise the error that it tells, if any."""
         if self.error:
             known = next((each for each in _KNOWN if each.__name__ == self.error), AlignedServeError)
             raise known(self.message)
@@ -84,12 +82,10 @@ def wait_started(connection: socket.socket, message: str) -> None:
 
 
 def encode(content: object) -> bytes:
-    """Encode what a frame holds."""
     return msgspec.msgpack.encode(content, enc_hook=_to_plain)
 
 
 def decode(payload: bytes, kind: type[T]) -> T:
-    """Decode a frame that holds this. Raises ProtocolError."""
     try:
         content: T = _decoder(kind).decode(payload)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -125,7 +121,6 @@ def _from_plain(kind: type, value: Any) -> Any:
 
 
 def receive_bytes(connection: socket.socket, length: int) -> bytearray | None:
-    """Receive just so many bytes. None: the other end has closed."""
     content = bytearray(length)
     left = memoryview(content)
     while left:

@@ -41,26 +41,21 @@ class GroupCopies:
             threading.Thread(target=self._receive, args=(connection, awaited), name="rank copies", daemon=True).start()
 
     def open(self, peer: str, offer: PartsOffer) -> None:
-        """See RankCopies."""
         refusals = [done.refusal for done in _awaited(self._order(OpenBlocks(peer, offer)))]
         if any(refusals):
             raise TransportUnavailable(_reasons(refusals))
 
     def close(self, peer: str) -> None:
-        """See RankCopies."""
         with contextlib.suppress(ExchangeBroken):
             self._order(CloseBlocks(peer))
 
     def offload(self, peer: str, requests: Sequence[OffloadRequest]) -> Waited:
-        """See RankCopies."""
         return self._copied(OffloadParts(peer, tuple(requests)))
 
     def fetch(self, peer: str, requests: Sequence[FetchRequest]) -> Waited:
-        """See RankCopies."""
         return self._copied(FetchParts(peer, tuple(requests)))
 
     def end(self) -> None:
-        """Close the connections; what is waited for fails."""
         for connection in self._connections:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
@@ -104,7 +99,6 @@ class GroupCopies:
 
 
 def _awaited(answers: Sequence[_Answer]) -> list[CopyDone]:
-    """Wait for every rank. Raises PeerLost when one has lost the peer, ExchangeBroken when one has ended."""
     done = [answer.result() for answer in answers]
     if any(one.is_lost for one in done):
         raise PeerLost("the peer of a rank's copy is gone")
@@ -112,5 +106,4 @@ def _awaited(answers: Sequence[_Answer]) -> list[CopyDone]:
 
 
 def _reasons(refusals: Sequence[str]) -> str:
-    """Name the ranks that refuse, which are those beside the first."""
     return "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(refusals, 1) if reason)

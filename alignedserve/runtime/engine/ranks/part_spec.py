@@ -27,7 +27,6 @@ class PartSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def engine_options(self) -> EngineOptions:
-        """Return what the engine is set to."""
         return EngineOptions(
             max_sequences=self.max_sequences,
             max_context_len=self.max_context_len,

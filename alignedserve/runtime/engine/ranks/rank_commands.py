@@ -33,7 +33,6 @@ class AddSequence(RankCommand, frozen=True):
     adapter: LoraAdapter | None  # that it is computed with
 
     def sequence(self, adapter: AdapterMatrices | None = None) -> NewSequence:
-        """Return what an engine adds. `adapter`: this process's part of it."""
         return NewSequence(
             self.request_id,
             self.token_ids,

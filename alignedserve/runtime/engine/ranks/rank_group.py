@@ -60,44 +60,34 @@ class ToldRanks(ABC):
         self._encoder = msgspec.msgpack.Encoder()
 
     def add_sequence(self, sequence: NewSequence) -> None:
-        """See RankMirror."""
         self._told.append(addition_of(sequence))
 
     def append_blocks(self, request_id: RequestId, block_ids: Sequence[BlockId]) -> None:
-        """See RankMirror."""
         self._told.append(AppendBlocks(request_id, tuple(block_ids)))
 
     def copy_blocks(self, sources: Sequence[BlockId]) -> None:
-        """See RankMirror."""
         self._told.append(CopyBlocks(tuple(sources)))
 
     def write_copies(self, targets: Sequence[BlockId]) -> None:
-        """See RankMirror."""
         self._told.append(WriteCopies(tuple(targets)))
 
     def replace_block(self, request_id: RequestId, place: int, block_id: BlockId) -> None:
-        """See RankMirror."""
         self._told.append(ReplaceBlock(request_id, place, block_id))
 
     def remove_sequence(self, request_id: RequestId) -> None:
-        """See RankMirror."""
         self._told.append(RemoveSequence(request_id))
 
     def perform_swaps(self, swaps: Swaps) -> None:
-        """Move the ranks' own parts between blocks and host memory."""
         self._told.append(PerformSwaps(swaps))
 
     def run_step(self, slices: Slices, forced: Forced, *, takes_highest: bool) -> None:
-        """See RankMirror."""
         parts = tuple((part[0], part[1]) for part in slices)
         self._told.append(RunStep(parts, tuple(forced.items()), takes_highest))
 
     def set_tokens(self, token_ids: IntArray) -> None:
-        """See RankMirror."""
         self._told.append(SetTokens(tuple(token_ids.tolist())))
 
     def flush(self) -> None:
-        """See RankMirror."""
         payload = self._encoder.encode(self._told)
         self._told.clear()
         self._send(payload)
@@ -108,7 +98,7 @@ class ToldRanks(ABC):
 
 
 class RankGroup(ToldRanks):
-    """See RankMirror. A rank that ends, or waits for others in vain, breaks the exchange: every later step fails.
+    """A rank that ends, or waits for others in vain, breaks the exchange: every later step fails.
 
     The processes of ranks end with this one, however it ends.
     """
@@ -162,7 +152,7 @@ class RankGroup(ToldRanks):
             follower.process.kill()
 
     def wait_for(self, event: Event) -> None:
-        """See RankMirror. A sum within a replayed graph raises nothing itself, and never ends without all ranks."""
+        """A sum within a replayed graph raises nothing itself, and never ends without all ranks."""
         began_s = time.monotonic()
         while not event.is_done():
             waited_s = time.monotonic() - began_s
@@ -210,8 +200,6 @@ class RankGroup(ToldRanks):
 
 
 class _Follower:
-    """The process of one other rank."""
-
     def __init__(self, spec: RankEngineSpec, rank: int, meeting: Meeting) -> None:
         self.rank = rank
         self._connection, theirs = socket.socketpair()
@@ -220,18 +208,15 @@ class _Follower:
         self.send(encode(Start(rank, spec, meeting)))
 
     def send(self, payload: bytes) -> None:
-        """Send a frame. Raises ExchangeBroken when the process has ended."""
         try:
             send_frame(self._connection, payload)
         except OSError as error:
             raise ExchangeBroken(f"rank {self.rank} of this worker has ended") from error
 
     def wait_started(self) -> None:
-        """Wait until it has loaded its share. Raises what it could not, or ExchangeBroken."""
         wait_started(self._connection, f"rank {self.rank} of this worker has ended while it was loading")
 
     def end(self) -> None:
-        """End the process and wait for it."""
         self._connection.close()
         self.copies.close()
         self.process.end()

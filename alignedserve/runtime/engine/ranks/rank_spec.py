@@ -99,6 +99,5 @@ def whole_storage(spec: RankEngineSpec, layout: BlockLayout, meeting: Meeting) -
 
 
 def make_adapters(spec: RankEngineSpec, rank: int) -> SequenceAdapters:
-    """Return what loads a rank's parts of adapters."""
     model = spec.model
     return SequenceAdapters(spec.lora, model.config, torch_dtype(model.dtype), spec.device(rank), spec.shards[rank])

@@ -25,7 +25,6 @@ class BadWords:
     __slots__ = ("_endings", "_last", "_lengths")
 
     def __init__(self, words: Iterable[Sequence[int]], generated: Sequence[int]) -> None:
-        """`generated`: the answer so far."""
         self._endings: dict[tuple[int, ...], list[int]] = {}  # last tokens by those before them
         for word in words:
             self._endings.setdefault(tuple(word[:-1]), []).append(word[-1])
@@ -33,12 +32,10 @@ class BadWords:
         self._last = list(generated)[-self._lengths[-1] :] if self._lengths[-1] else []
 
     def record(self, token_id: int) -> None:
-        """Add the next token of the answer."""
         if self._lengths[-1]:
             self._last = [*self._last, token_id][-self._lengths[-1] :]
 
     def endings(self) -> list[int]:
-        """Return the tokens that would complete a word."""
         num_last = len(self._last)
         beginnings = (tuple(self._last[num_last - length :]) for length in self._lengths if length <= num_last)
         return [token_id for beginning in beginnings for token_id in self._endings.get(beginning, ())]
@@ -48,7 +45,6 @@ class LogitsChanges:
     """What a step changes in the logits of its rows, on the host."""
 
     def __init__(self, arrays: list[Array], seen: SeenPlan | None) -> None:
-        """`arrays`: penalties, biases and masks; `seen`: None: no row has penalties."""
         self._arrays = arrays
         self._seen = seen
 
@@ -78,7 +74,6 @@ class LogitsProcessor:
     def __init__(
         self, *, max_sequences: int, vocab_size: int, eos_token_ids: tuple[int, ...], on_device: bool = False
     ) -> None:
-        """`on_device`: see SeenRows."""
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._is_changed = np.zeros(max_sequences, np.bool_)  # at every step
@@ -92,7 +87,6 @@ class LogitsProcessor:
         self._stops: dict[int, IntArray] = {}
 
     def add(self, row: int, sequence: NewSequence) -> None:
-        """Add the sequence's parameters and the tokens that it already has."""
         params = sequence.sampling
         self._is_changed[row] = params.changes_logits
         if params.changes_logits or params.min_tokens:
@@ -114,7 +108,6 @@ class LogitsProcessor:
             self._stops[row] = self._in_vocabulary(stops)
 
     def remove(self, row: int) -> None:
-        """Remove the row."""
         self._may_change.discard(row)
         self._seen.remove(row)
         for of_rows in (self._biases, self._allowed, self._bad_words, self._stops):
@@ -131,15 +124,12 @@ class LogitsProcessor:
                 self._bad_words[row].record(token_id)
 
     def needs_tokens(self, rows: IntArray) -> bool:
-        """Return whether what is planned for any of these rows depends on its last token."""
         return bool(self._bad_words) and any(row in self._bad_words for row in rows.tolist())
 
     def counts_tokens(self, rows: IntArray) -> bool:
-        """Return whether the tokens of any of these rows are counted, for penalties."""
         return bool(self._seen) and any(row in self._seen for row in rows.tolist())
 
     def changes(self, rows: IntArray, num_tokens: IntArray) -> bool:
-        """Return whether there is anything to change in the logits of any of these rows."""
         if not self._may_change:
             return False
         return bool((self.is_early(rows, num_tokens) | self._is_changed[rows]).any())
@@ -165,7 +155,6 @@ class LogitsProcessor:
         return LogitsChanges(arrays, self._seen.plan(own))
 
     def _forbidden(self, rows: IntArray, num_tokens: IntArray) -> list[tuple[int, IntArray]]:
-        """Return the tokens that rows must not choose now, by the place of each row."""
         is_early = self.is_early(rows, num_tokens)
         own = rows.tolist()
         stops = [(at, self._stops[row]) for at, row in enumerate(own) if is_early[at] and row in self._stops]
@@ -185,13 +174,11 @@ class LogitsProcessor:
         return np.packbits(is_among, bitorder="little").view("<i4")
 
     def is_early(self, rows: IntArray, num_tokens: IntArray) -> npt.NDArray[np.bool_]:
-        """Return which of these rows must not stop yet."""
         is_early: npt.NDArray[np.bool_] = num_tokens < self._min_lens[rows]
         return is_early
 
 
 def _mask_(logits: Tensor, rows: Tensor, allowed: Tensor, forbidden_at: Tensor, forbidden: Tensor) -> None:
-    """Leave only allowed tokens, as bits, to these rows, and take forbidden ones (row `forbidden_at`) from theirs."""
     if len(rows):
         mask_tokens_(logits, rows, allowed)
     if len(forbidden):
@@ -199,6 +186,5 @@ def _mask_(logits: Tensor, rows: Tensor, allowed: Tensor, forbidden_at: Tensor, 
 
 
 def _joined(parts: list[tuple[int, IntArray]]) -> tuple[IntArray, IntArray]:
-    """Concatenate token ids of several rows; return the row index of each, and the token ids."""
     places = [np.full(len(token_ids), place) for place, token_ids in parts]
     return np.concatenate([_NOTHING, *places]), np.concatenate([_NOTHING, *(token_ids for _, token_ids in parts)])

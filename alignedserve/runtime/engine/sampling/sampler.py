@@ -46,8 +46,6 @@ class Draw(NamedTuple):
 
 
 class _KnownParameters(NamedTuple):
-    """The parameters of the rows that were sampled last, on the device."""
-
     version: int  # of the sampler's rows
     rows: IntArray
     is_random: bool  # of any row; else draws are not looked at
@@ -107,7 +105,6 @@ class Sampler:
             self._masks.add(row, params, sequence.token_ids[sequence.prompt_len :])
 
     def remove(self, row: int) -> None:
-        """Remove the row."""
         self._sequences[row] = None
         self._wanting.discard(row)
         self._logits_processor.remove(row)
@@ -221,7 +218,6 @@ class Sampler:
         self._logits_processor.record(np.full(len(token_ids), row), np.array(token_ids, np.int64))
 
     def _masked(self, rows: IntArray, logits: Tensor, adjusted: Tensor, masks: StepMasks) -> Tensor:
-        """Mask the adjusted logits, which may be the model's own: these are copied if log-probabilities need them."""
         if adjusted is logits and self._wants_logprobs[rows].any():
             adjusted = logits.clone()
         mask_tokens_(adjusted, *to_device([masks.at, masks.bits], adjusted.device))
@@ -280,7 +276,6 @@ def logprob_entries(logits: Tensor, token_ids: Tensor, counts: list[int]) -> lis
 
 
 def _counts(is_counted: Tensor) -> list[int]:
-    """Return how many of each row's values are true. On CPUs by numpy, which takes a tenth of torch's time."""
     if is_counted.is_cpu:
         return [int(np.count_nonzero(row)) for row in is_counted.numpy()]
     counts: list[int] = is_counted.sum(-1).tolist()

@@ -22,8 +22,6 @@ _FIRST_WIDTH = 64  # tokens of a sequence that there is room for at first
 
 
 class _Counts(NamedTuple):
-    """Distinct tokens of one sequence."""
-
     token_ids: IntArray
     counts: npt.NDArray[np.int32]
 
@@ -34,7 +32,6 @@ class TokenCounts:
     __slots__ = ("_changed", "_counts", "_place_of", "_token_ids")
 
     def __init__(self, token_ids: Sequence[int], prompt_len: int) -> None:
-        """`token_ids`: prompt and answer so far."""
         # In a few calls: token by token a long prompt would hold up the step that it joins for tens of milliseconds.
         self._place_of = {token_id: place for place, token_id in enumerate(dict.fromkeys(token_ids))}
         width = max(len(self._place_of), _FIRST_WIDTH)
@@ -48,7 +45,6 @@ class TokenCounts:
         return len(self._place_of)
 
     def record(self, token_id: int) -> None:
-        """Count one more generated token."""
         place = self._place_of.setdefault(token_id, len(self._place_of))
         if place == len(self._token_ids):
             self._token_ids = np.concatenate([self._token_ids, np.zeros_like(self._token_ids)])
@@ -59,11 +55,9 @@ class TokenCounts:
 
     @property
     def all(self) -> _Counts:
-        """Return all of them, by place."""
         return _Counts(self._token_ids[: len(self)], self._counts[: len(self)])
 
     def take_changed(self) -> tuple[IntArray, _Counts]:
-        """Return the places that have changed since the last call, and what is there."""
         places = np.array(list(self._changed), np.int64)
         self._changed.clear()
         return places, _Counts(self._token_ids[places], self._counts[places])
@@ -94,16 +88,13 @@ class SeenRows:
         return bool(self._counts)
 
     def add(self, row: int, sequence: NewSequence) -> None:
-        """Add a row with penalties."""
         self._counts[row] = TokenCounts(sequence.token_ids, sequence.prompt_len)
 
     def remove(self, row: int) -> None:
-        """Remove the row, if it has penalties."""
         if self._counts.pop(row, None) is not None and self._copy is not None:
             self._copy.remove(row)
 
     def record(self, row: int, token_id: int) -> None:
-        """Count a generated token of a row with penalties."""
         self._counts[row].record(token_id)
 
     def plan(self, rows: Sequence[int]) -> SeenPlan | None:
@@ -117,8 +108,6 @@ class SeenRows:
 
 
 class _WholePlan:
-    """All that the rows have seen."""
-
     def __init__(self, seen: list[tuple[int, _Counts]]) -> None:
         self.rows = np.array([place for place, _ in seen], np.int64)
         lengths = [len(counts.token_ids) for _, counts in seen]
@@ -130,13 +119,10 @@ class _WholePlan:
         )
 
     def bound(self, rows: Tensor, tensors: Sequence[Tensor]) -> SeenTokens:
-        """See SeenPlan."""
         return SeenTokens(*tensors)
 
 
 class _DeviceCopy:
-    """Counts on a device: a line of places for each row that has penalties now, as wide as the longest needs."""
-
     def __init__(self) -> None:
         self._line_of: dict[int, int] = {}
         self._free: list[int] = []
@@ -164,7 +150,6 @@ class _DeviceCopy:
         return _ChangedPlan(self, whose, np.array(lines, np.int64), np.array(lengths, np.int64), changes)
 
     def lines_for(self, num_lines: int, num_places: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return token ids and counts with at least this much room; for the compute stream."""
         if self._token_ids is None or self._counts is None:
             shape = (_power_of_two(num_lines), _power_of_two(max(num_places, _FIRST_WIDTH)))
             self._token_ids = torch.zeros(shape, dtype=torch.int64, device=device)
@@ -188,12 +173,9 @@ class _DeviceCopy:
 
 
 class _ChangedPlan:
-    """What has changed since the device's copy was brought up to date."""
-
     def __init__(
         self, copy: _DeviceCopy, rows: IntArray, lines: IntArray, lengths: IntArray, changes: tuple[Array, ...]
     ) -> None:
-        """`changes`: lines, places, token ids and counts."""
         self.rows = rows
         self.arrays = (lines, lengths, *changes)
         self._copy = copy
@@ -201,7 +183,6 @@ class _ChangedPlan:
         self._num_tokens = int(lengths.sum())
 
     def bound(self, rows: Tensor, tensors: Sequence[Tensor]) -> SeenTokens:
-        """See SeenPlan."""
         lines, lengths, changed_lines, places, changed_ids, changed_counts = tensors
         token_ids, counts = self._copy.lines_for(*self._needed, rows.device)
         token_ids[changed_lines, places] = changed_ids

@@ -38,7 +38,6 @@ class BlockLender:
         self._free = list(blocks)
 
     def lend(self, rows: IntArray) -> tuple[IntArray, list[Loan]]:
-        """Give blocks to those of these rows that lack one for their next token; return the rows that have one now."""
         table = self._table
         lacks = table.num_computed[rows] >= table.num_blocks[rows] * table.block_size
         if not lacks.any():

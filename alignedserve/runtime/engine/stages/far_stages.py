@@ -24,17 +24,15 @@ _PAUSE_S = 0.5
 
 
 class FarStage:
-    """See StageLink. What it computes with ends with the connections; its process goes on."""
+    """What it computes with ends with the connections; its process goes on."""
 
     def __init__(self, commands: socket.socket, results: socket.socket) -> None:
         self.commands, self.results = StageWire(commands), StageWire(results)
 
     def kill(self) -> None:
-        """See StageLink."""
         self.close()
 
     def close(self) -> None:
-        """See StageLink."""
         self.commands.close()
         self.results.close()
 
@@ -45,7 +43,6 @@ def far_stages(process_spec: ProcessSpec, served: ServedModel) -> Callable[[Stag
 
 
 def _connect(process_spec: ProcessSpec, spec: StageSpec) -> Sequence[StageLink]:
-    """Connect to all stages behind the first and tell them what to load. Raises PeerLost."""
     links: list[FarStage] = []
     try:
         for index in range(1, spec.size):

@@ -14,8 +14,6 @@ _SKIPPED = 2  # steps after a change, which still see the other way
 
 @dataclass(slots=True)
 class _Size:
-    """What is known of steps of about one size."""
-
     is_grouped: bool = True  # now
     is_trial: bool = True
     num_left: int = _TRIAL_STEPS + _SKIPPED  # steps until the next decision
@@ -32,7 +30,6 @@ class GroupChoice:
         self._latest: tuple[int, bool] | None = None  # size and way of the step before
 
     def is_grouped(self, num_sequences: int) -> bool:
-        """Return whether a step that decodes so many is to be cut into groups."""
         return num_sequences > 1 and self._of(num_sequences).is_grouped
 
     def note(self, num_sequences: int, seconds: float) -> None:
@@ -58,7 +55,6 @@ class GroupChoice:
         return self._sizes.setdefault(num_sequences.bit_length(), _Size())
 
     def _decide(self, size: _Size) -> None:
-        """Try the other way, or keep what was quicker; begin anew after a while."""
         if not size.is_trial:
             size.seconds = {True: [], False: []}
             size.is_trial, size.num_left = True, _TRIAL_STEPS + _SKIPPED

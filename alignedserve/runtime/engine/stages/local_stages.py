@@ -12,10 +12,9 @@ _MODULE = "alignedserve.runtime.engine.stages.stage_process"
 
 
 class LocalStage:
-    """See StageLink. The process ends with this one, however that ends."""
+    """The process ends with this one, however that ends."""
 
     def __init__(self, spec: StageSpec, index: int, blocks: int | None) -> None:
-        """`blocks`: descriptor of the memory of all blocks."""
         pairs = [socket.socketpair() for _ in range(2)]
         self.commands, self.results = (StageWire(ours) for ours, _ in pairs)
         passed = () if blocks is None else (blocks,)
@@ -23,11 +22,9 @@ class LocalStage:
         self.commands.send(FrameKind.SPECIFICATION, encode(StageStart(index, spec, blocks)))
 
     def kill(self) -> None:
-        """See StageLink."""
         self.process.kill()
 
     def close(self) -> None:
-        """See StageLink."""
         self.commands.close()
         self.results.close()
         self.process.end()

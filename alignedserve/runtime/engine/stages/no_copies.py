@@ -13,20 +13,15 @@ class NoCopies:
     """Implements RankCopies: refuses by name."""
 
     def __init__(self, size: int) -> None:
-        """`size`: stages of the worker."""
         self.size = size
 
     def open(self, peer: str, offer: PartsOffer) -> None:
-        """See RankCopies."""
         raise TransportUnavailable(_REASON)
 
-    def close(self, peer: str) -> None:
-        """See RankCopies."""
+    def close(self, peer: str) -> None: ...
 
     def offload(self, peer: str, requests: Sequence[OffloadRequest]) -> Waited:
-        """See RankCopies."""
         raise AssertionError("a transfer that was not opened")
 
     def fetch(self, peer: str, requests: Sequence[FetchRequest]) -> Waited:
-        """See RankCopies."""
         raise AssertionError("a transfer that was not opened")

@@ -48,8 +48,6 @@ class StageLink(Protocol):
 
 
 class _Received:
-    """The rows that the last stage has sent, by the number of their part."""
-
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._rows: dict[int, bytearray] = {}
@@ -58,36 +56,30 @@ class _Received:
 
     @property
     def count(self) -> int:
-        """Return how many parts have come."""
         return self._count
 
     @property
     def is_broken(self) -> bool:
-        """Return whether no more will come."""
         return self._is_broken
 
     def add(self, rows: bytearray) -> None:
-        """Take the rows of the next part."""
         with self._changed:
             self._count += 1
             self._rows[self._count] = rows
             self._changed.notify_all()
 
     def break_off(self) -> None:
-        """End all waits."""
         with self._changed:
             self._is_broken = True
             self._changed.notify_all()
 
     def wait(self, number: int, timeout_s: float) -> None:
-        """Wait until so many parts have come. Raises ExchangeBroken."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_broken or self._count >= number, timeout_s)
             if self._count < number:
                 raise ExchangeBroken(_LOST)
 
     def take(self, number: int) -> bytearray:
-        """Return the rows of a part that has come; those of the parts before are of no use any more."""
         with self._changed:
             for older in [one for one in self._rows if one < number]:
                 del self._rows[older]
@@ -101,16 +93,14 @@ class PartEvent:
         self._received, self._number = received, number
 
     def is_done(self) -> bool:
-        """See Event."""
         return self._received.count >= self._number
 
     def synchronize(self) -> None:
-        """See Event. Raises ExchangeBroken."""
         self._received.wait(self._number, _TIMEOUT_S)
 
 
 class StageGroup(ToldRanks):
-    """See RankMirror. A stage that ends breaks it: every later step fails, and the worker with it."""
+    """A stage that ends breaks it: every later step fails, and the worker with it."""
 
     def __init__(self, spec: StageSpec, links: Sequence[StageLink]) -> None:
         """`links` to the stages behind the first, in order, whose loading goes on: see `wait`."""
@@ -132,7 +122,6 @@ class StageGroup(ToldRanks):
             thread.start()
 
     def wait(self) -> None:
-        """Wait until every stage has loaded its layers. Raises what one could not do, ExchangeBroken if one ended."""
         with self._heard:
             self._heard.wait_for(lambda: self._received.is_broken or len(self._started) == len(self._links))
             answers: Mapping[int, Started] = dict(self._started)
@@ -144,7 +133,6 @@ class StageGroup(ToldRanks):
     # --- for the compute thread
 
     def run_part(self, slices: Sequence[PartSlice], *, wants_all: bool) -> None:
-        """Tell all stages of a pass, whose rows follow."""
         self._told.append(RunPart(tuple(slices), wants_all))
 
     def lend_blocks(self, loans: Sequence[tuple[RequestId, int, BlockId]]) -> None:
@@ -172,7 +160,6 @@ class StageGroup(ToldRanks):
         return torch.frombuffer(content, dtype=self._dtype).view(-1, self._width)
 
     def event_of(self, number: int) -> PartEvent:
-        """Return the end of a part on all stages. From any thread."""
         return PartEvent(self._received, number)
 
     def settle(self) -> None:
@@ -180,12 +167,10 @@ class StageGroup(ToldRanks):
         self._received.wait(self._num_sent, _TIMEOUT_S)
 
     def wait_for(self, event: Event) -> None:
-        """See RankMirror."""
         event.synchronize()
 
     @override
     def run_step(self, slices: Slices, forced: Forced, *, takes_highest: bool) -> None:
-        """Stages run parts."""
         raise AssertionError("a step that is not in parts")
 
     @override
@@ -194,7 +179,6 @@ class StageGroup(ToldRanks):
 
     @override
     def flush(self) -> None:
-        """See RankMirror."""
         if self._told:
             super().flush()
 
@@ -206,13 +190,11 @@ class StageGroup(ToldRanks):
     # --- the end
 
     def kill(self) -> None:
-        """End the other stages at once: one that hangs does not hear that the others have."""
         self._received.break_off()
         for link in self._links:
             link.kill()
 
     def close(self) -> None:
-        """End the other stages."""
         self._is_closed = True
         for link in self._links:
             link.close()
@@ -228,7 +210,6 @@ class StageGroup(ToldRanks):
             raise ExchangeBroken(f"stage {place + 1} of this worker has ended") from error
 
     def _receive(self, place: int) -> None:
-        """Take what one stage sends."""
         wire, is_last = self._links[place].results, place == len(self._links) - 1
         try:
             while (frame := wire.receive()) is not None:

@@ -43,14 +43,12 @@ class Inputs:
         self._rows: deque[bytearray] = deque()
 
     def commands(self) -> list[StageCommand] | None:
-        """Wait for the next commands; None: the first stage has ended."""
         while not self._commands:
             if not self._take():
                 return None
         return self._commands.popleft()
 
     def rows(self) -> bytearray | None:
-        """Wait for the next rows; None: the first stage has ended."""
         while not self._rows:
             if not self._take():
                 return None
@@ -110,7 +108,6 @@ def _follow(inputs: Inputs, results: StageWire, engine: StageEngine, perform: Ca
 
 
 def bytes_of(rows: Tensor) -> memoryview:
-    """Return hidden vectors [rows, width] as they lie in memory."""
     if not rows.numel():
         return memoryview(b"")
     return rows.contiguous().view(torch.uint8).numpy().data.cast("B")

@@ -38,7 +38,6 @@ class StageService:
         self._is_closed = False
 
     async def start(self) -> None:
-        """Begin to listen, and publish where."""
         threading.Thread(target=self._serve, name="stage", daemon=True).start()
         while True:
             try:
@@ -50,7 +49,6 @@ class StageService:
                 return
 
     async def close(self) -> None:
-        """Listen no more; the process ends with what it computes."""
         self._is_closed = True
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -83,7 +81,6 @@ class StageService:
                 results.close()
 
     def _accepted(self, timeout_s: float | None) -> socket.socket:
-        """Wait for a connection of the worker. Raises TimeoutError, or OSError once the listener is closed."""
         while True:
             self._listener.settimeout(timeout_s)
             connection, _ = self._listener.accept()
@@ -104,7 +101,6 @@ class StageService:
 
 
 async def start_stage(process_spec: ProcessSpec) -> StageService:
-    """Start a stage."""
     service = StageService(process_spec)
     await service.start()
     return service

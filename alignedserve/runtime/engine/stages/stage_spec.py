@@ -26,11 +26,9 @@ class StageSpec(PartSpec, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def stages(self) -> tuple[LayerStage, ...]:
-        """Return the layers of each stage."""
         return layer_stages(self.model.config, self.size)
 
     def layout(self, index: int) -> BlockLayout:
-        """Return the layout of a stage's part of a block."""
         return self.stages[index].local(self.model.config).block_layout(self.block_size, self.cache_dtype)
 
     @property
@@ -40,7 +38,6 @@ class StageSpec(PartSpec, frozen=True, kw_only=True, dict=True):
 
     @property
     def memory_bytes(self) -> int:
-        """Return the bytes of all blocks."""
         return self.num_blocks * self.whole_layout.block_bytes
 
 
@@ -53,7 +50,6 @@ class StageStart(msgspec.Struct, frozen=True):
 
 
 def load_stage(spec: StageSpec, index: int, observer: LoadingObserver | None = None) -> Decoder:
-    """Load one stage's layers, and what the first has beside them. Raises ModelError."""
     stage, model = spec.stages[index], spec.model
     weights = load_or_draw(model, _CPU, observer=observer, stage=stage)
     local = stage.local(model.config)
@@ -63,7 +59,6 @@ def load_stage(spec: StageSpec, index: int, observer: LoadingObserver | None = N
 
 
 def make_adapters(spec: StageSpec, index: int) -> SequenceAdapters:
-    """Return what loads adapters of one stage's layers."""
     model = spec.model
     return SequenceAdapters(spec.lora, model.config, torch_dtype(model.dtype), _CPU, spec.stages[index])
 
@@ -77,12 +72,10 @@ def make_stage_storage(spec: StageSpec, index: int, blocks: int | None) -> Block
 
 
 def make_whole_storage(spec: StageSpec, blocks: int) -> BlockStorage:
-    """Return the storage of all stages' parts."""
     return BlockStorage(spec.whole_layout, spec.num_blocks, stripe=_stripe(spec, blocks, 0))
 
 
 def close_blocks(blocks: int | None) -> None:
-    """Close the descriptor, once the storages are made."""
     if blocks is not None:
         os.close(blocks)
 

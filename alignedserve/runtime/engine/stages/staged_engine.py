@@ -102,14 +102,12 @@ class StagedEngine(Engine):
 
     @override
     def add_sequence(self, sequence: NewSequence) -> None:
-        """See Engine."""
         super().add_sequence(sequence)
         row = self._table.row(sequence.request_id)
         self._may_go_ahead[row] = not (sequence.sampling.grammar or sequence.sampling.wants_embedding)
 
     @override
     def settle(self) -> None:
-        """See Engine."""
         for part in self._ahead:
             self._lender.take_back(part.borrowed, _NO_ROWS)
         self._ahead.clear()
@@ -118,7 +116,6 @@ class StagedEngine(Engine):
     @in_inference_mode
     @override
     def execute(self, slices: Slices, *, may_go_on: bool = True) -> StepOutput:
-        """See Engine. The stages may be computing when this returns."""
         started = time.perf_counter()
         slices = slices if self._late is None else self._late.caught_up(slices)
         is_decode = all(part[1] == 1 for part in slices)
@@ -147,7 +144,6 @@ class StagedEngine(Engine):
     # --- the parts of a step
 
     def _begin_slices(self, slices: Sequence[Slice]) -> Part:
-        """Begin a part that was asked for; the table is as after it, except for the tokens."""
         step = self._builder.build_slices(slices)
         part = self._begin(step, slices)
         part.masks = self._sampler.start_masks(part.rows, part.num_tokens)
@@ -155,7 +151,6 @@ class StagedEngine(Engine):
         return part
 
     def _begin(self, step: StepBatch, slices: Sequence[Slice]) -> Part:
-        """Send a part on its way; the table stays as it is."""
         table = self._table
         part = Part(step, table.num_tokens[step.sampled_rows], wants_all=step.needs_hidden and step.last is None)
         rows = table.rows([request_id for request_id, _ in slices])
@@ -198,7 +193,6 @@ class StagedEngine(Engine):
     # --- the next step's parts, before it
 
     def _go_ahead(self, rows: IntArray, at_most: int) -> None:
-        """Begin the next tokens of some of these rows, whose last ones are known."""
         table = self._table
         if self._num_paused or table.num_reversed or len(self._ahead) >= self._num_stages - 1:
             return
@@ -217,7 +211,6 @@ class StagedEngine(Engine):
         self._pending.record(cast(Stream, _Stream(self._stages, part.number)), step.slots // self.storage.slot_stride)
 
     def _take_ahead(self, slices: Slices) -> tuple[list[Part], list[Slice]]:
-        """Return the parts that are on their way and what of the slices is left; the table is as after the parts."""
         ahead, self._ahead = self._ahead, []
         self._num_paused = max(self._num_paused - 1, 0)
         if not ahead:
@@ -234,7 +227,6 @@ class StagedEngine(Engine):
         return taken, [(part[0], count) for part, count in zip(slices, counts, strict=True) if count]
 
     def _take(self, part: Part, asked: IntArray) -> bool:
-        """Take what is asked for of a part that is ahead: of sequences that are as they were. False: nothing."""
         table, step = self._table, part.step
         rows, known = step.rows, part.num_tokens
         is_taken = (asked[rows] > 0) & (part.entries == table.entries[rows]) & (known == table.num_tokens[rows])
@@ -252,7 +244,6 @@ class StagedEngine(Engine):
         return True
 
     def _note_time(self, num_decodes: int) -> None:
-        """Note the end of a step; 0: it did not only decode."""
         before_s, self._ended_s = self._ended_s, time.perf_counter()
         if num_decodes:
             self._choice.note(num_decodes, self._ended_s - before_s)
@@ -264,7 +255,6 @@ class StagedEngine(Engine):
 
 
 def _times(parts: Sequence[Part], started: float, *, is_ahead: bool) -> StepTimes:
-    """Return the times of a step, whose parts overlap."""
     return StepTimes(
         prepare_s=0.0,
         forward_s=time.perf_counter() - started,
@@ -278,11 +268,8 @@ def _times(parts: Sequence[Part], started: float, *, is_ahead: bool) -> StepTime
 
 
 class _Stream:
-    """As much of a Stream as PendingCopies records: the end of a part on all stages."""
-
     def __init__(self, stages: StageGroup, number: int) -> None:
         self._event = stages.event_of(number)
 
     def record(self) -> Event:
-        """See Stream."""
         return self._event

@@ -19,7 +19,6 @@ _MOST_PARTS = 4  # for each stage
 
 
 def group_size(num_sequences: int, num_stages: int) -> int:
-    """Return how many of the sequences that decode make a group."""
     return max(-(-num_sequences // num_stages), 1)
 
 
@@ -42,7 +41,6 @@ def step_parts(
 
 
 def _groups(slices: Sequence[Slice], ahead_sizes: Sequence[int], num_stages: int) -> list[list[Slice]]:
-    """Divide sequences that decode: what a group ahead has lost is made up for first."""
     total = len(slices) + sum(ahead_sizes)
     least = total // num_stages
     lacking = sum(max(least - size, 0) for size in ahead_sizes)
@@ -58,7 +56,6 @@ def _groups(slices: Sequence[Slice], ahead_sizes: Sequence[int], num_stages: int
 def _pieces(
     slices: Sequence[Slice], num_tokens: int, num_stages: int, is_whole: Callable[[RequestId], bool]
 ) -> list[list[Slice]]:
-    """Cut slices into parts of about equally many tokens, those that decode first."""
     num_parts = min(max(num_tokens // LEAST_TOKENS, 1), _MOST_PARTS * num_stages)
     size = -(-num_tokens // num_parts)
     ordered = sorted(slices, key=lambda one: one[1] > 1)  # stable

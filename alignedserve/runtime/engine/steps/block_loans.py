@@ -41,7 +41,6 @@ class BlockLoans:
     """Lends the engine's own blocks to the sequences of one step at a time."""
 
     def __init__(self, table: SequenceTable, storage: BlockStorage, compute: Stream, blocks: Sequence[BlockId]) -> None:
-        """`blocks`: of the storage, that nothing else uses."""
         self._table = table
         self._storage = storage
         self._compute = compute

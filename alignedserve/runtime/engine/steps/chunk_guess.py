@@ -76,5 +76,4 @@ class ChunkGuess:
 
 
 def _is_near(asked: int, guessed: int) -> bool:
-    """Return whether the guess covers what was asked for, and little more."""
     return max(guessed - guessed // 4 - _SPARE_TOKENS, 1) <= asked <= guessed

@@ -46,7 +46,6 @@ class CudaCapture:
         self._stream: Any = None  # PyTorch's own would belong to the first GPU captured on in this process
 
     def __call__(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """See Capture."""
         for _ in range(_WARM_UPS):
             work()
         self._stream = self._stream or _CUDA.Stream()
@@ -90,8 +89,6 @@ def graph_sizes(max_sequences: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _RecordedStep:
-    """A graph and the memory that it uses by address, which must live as long: inputs and attention's scratch."""
-
     inputs: FixedArrays
     batch: ForwardBatch
     replay: Callable[[], Tensor]

@@ -35,7 +35,6 @@ class HiddenPlan:
     unclean_blocks: IntArray  # of it, to be zeroed before the pass
 
     def after(self, plain: SlicePlan) -> SlicePlan:
-        """Append these slices to those of sequences with keys and values."""
         own = self.slices
         return SlicePlan(
             MixedAttention(plain.attention, own.attention, len(plain.slots)),
@@ -54,8 +53,6 @@ class HiddenPlan:
 
 
 class _RecomputedContexts:
-    """Contexts of recomputed keys and values: sequence by sequence, from the first block on."""
-
     def __init__(self, table: SequenceTable) -> None:
         self.block_size = table.block_size
         self.version = 0
@@ -64,7 +61,6 @@ class _RecomputedContexts:
         self.is_reversed = np.zeros_like(table.is_reversed)
 
     def assign_blocks(self, rows: IntArray, lengths: IntArray) -> None:
-        """Assign blocks to every context."""
         self.version += 1
         first = 0
         for row, width in zip(rows.tolist(), (-(-lengths // self.block_size)).tolist(), strict=True):
@@ -72,7 +68,6 @@ class _RecomputedContexts:
             first += width
 
     def slots(self, rows: IntArray, positions: IntArray, stride: int) -> IntArray:
-        """Return the slot of each token."""
         columns, offsets = np.divmod(positions, self.block_size)
         return self.block_tables[rows, columns] * stride + offsets
 
@@ -94,7 +89,6 @@ class HiddenContexts:
         self._planner = make_planner(self._contexts, self.recomputed)
 
     def plan(self, rows: IntArray, counts: IntArray) -> HiddenPlan:
-        """Plan rows of the sequence table that compute `counts` tokens each."""
         table, contexts = self._table, self._contexts
         is_decode = counts == 1
         contexts.assign_blocks(rows, table.num_computed[rows] + counts)
@@ -131,7 +125,6 @@ class MixedAttention:
     """A StepAttention over sequences with keys and values, then those with a hidden cache."""
 
     def __init__(self, plain: StepAttention, hidden: StepAttention, first: int) -> None:
-        """`first`: the first token row with a hidden cache."""
         self._plain = plain
         self._hidden = hidden
         self._first = first
@@ -140,23 +133,19 @@ class MixedAttention:
         self.host_arrays = [*plain.host_arrays, *hidden.host_arrays]
 
     def bind(self, tensors: Sequence[Tensor]) -> None:
-        """See StepAttention."""
         num_plain = len(self._plain.host_arrays)
         self._plain.bind(tensors[:num_plain])
         self._hidden.bind(tensors[num_plain:])
 
     def set_last_blocks(self, blocks: IntArray) -> None:
-        """See StepAttention."""
         raise AssertionError("steps with hidden caches are not planned ahead")
 
     def decode(self, queries: Tensor, out: Tensor, layer: int, is_windowed: bool) -> None:
-        """See StepAttention."""
         own, others = slice(None, self._first), slice(self._first, None)
         self._plain.decode(queries[own], out[own], layer, is_windowed)
         self._hidden.decode(queries[others], out[others], 0, is_windowed)
 
     def chunks(self, queries: Tensor, new: tuple[Tensor, Tensor], out: Tensor, layer: int, is_windowed: bool) -> None:
-        """See StepAttention."""
         keys, values = new
         for attention, rows, of_layer in (
             (self._plain, slice(None, self._first), layer),

@@ -51,7 +51,6 @@ class JumpAhead:
         return token_ids
 
     def _space(self, row: int) -> int:
-        """Return how many tokens the sequence can take before the one that the step samples; 0: it does not decode."""
         table = self._table
         count, num_computed = int(table.num_tokens[row]), int(table.num_computed[row])
         if count - num_computed != 1 or table.is_hidden[row]:
@@ -62,12 +61,10 @@ class JumpAhead:
 
 
 def forced_counts(forced: Forced, failed: Collection[RequestId]) -> tuple[tuple[RequestId, int], ...]:
-    """Return how many tokens each sequence was forced to, except failed sequences."""
     return tuple([(request_id, len(token_ids)) for request_id, token_ids in forced.items() if request_id not in failed])
 
 
 def with_forced(forced: Forced, sampled: list[SampledToken]) -> list[SampledToken]:
-    """Put forced tokens before the one that was sampled after them."""
     if not forced:
         return sampled
     tokens: list[SampledToken] = []

@@ -19,7 +19,6 @@ class RingKeeper:
         self._rings, self._storage, self._compute = rings, storage, compute
 
     def leave(self, rows: IntArray) -> None:
-        """Leave copies of rings of these rows of the table, which have just computed a token each."""
         kept = self._rings.kept_by(rows, is_computed=True)
         blocks, pending = kept.written_blocks, self._storage.pending_copies
         if not len(blocks):

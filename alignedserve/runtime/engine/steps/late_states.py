@@ -20,7 +20,6 @@ class LateStates:
     """Looks at each sequence that comes with cached tokens before its first slice."""
 
     def __init__(self, table: SequenceTable, storage: BlockStorage) -> None:
-        """`storage`: of a model with states."""
         self._table, self._copies = table, storage.pending_copies
         self._behind = tokens_behind_states(storage)
         # Rings go on from earlier tokens, too, as far as those behind these are in blocks to spare: of a step that was
@@ -52,7 +51,6 @@ class LateStates:
         return longer
 
     def _num_lost(self, row: int) -> int:
-        """Return how many of the computed tokens lie behind the last state in the sequence's blocks."""
         table = self._table
         self._copies.synchronize(table.blocks_of(np.array([row])))  # the host reads what they bring
         if table.state_blocks:

@@ -67,11 +67,9 @@ class NextStep:
         self._ascending = np.arange(2 * len(table.sequences))  # a step may be divided into two launches
 
     def forget(self) -> None:
-        """Forget what was planned."""
         self._planned = None
 
     def drop(self) -> None:
-        """Drop the results of a step that was launched ahead."""
         self._launched = None
 
     def plan(self, launches: Sequence[StepLaunch]) -> None:
@@ -125,7 +123,6 @@ class NextStep:
         return StepLaunch(step, table.num_tokens[step.sampled_rows], inputs_at=inputs_at, loans=loans)
 
     def _places_in(self, launches: Sequence[StepLaunch], rows: IntArray) -> IntArray:
-        """Return the places of these rows' tokens among those that the launches choose."""
         first = launches[0]
         if len(launches) == 1 and are_same(rows, first.step.sampled_rows):  # as in most steps
             return self._ascending[first.first_place : first.end_place]
@@ -134,7 +131,6 @@ class NextStep:
         return self._place_of[rows]
 
     def keep(self, launched: StepLaunch) -> None:
-        """Keep a step that was launched ahead until somebody takes it."""
         self._launched = launched
         self._held.append(launched)
         rows = launched.step.rows
@@ -172,7 +168,6 @@ class NextStep:
         return launched, [(slices[at][0], int(counts[at] - taken[at])) for at in lacking.tolist()]
 
     def _asked_rows(self, slices: Slices) -> tuple[IntArray, IntArray]:
-        """Return the rows and counts of slices. A worker gives the same tuple as long as they are the same."""
         table = self._table
         is_known = isinstance(slices, tuple) and slices is self._asked and table.version == self._asked_version
         if not is_known:
@@ -182,7 +177,6 @@ class NextStep:
         return self._arrays
 
     def _is_as_asked(self, step: StepBatch, rows: IntArray, counts: IntArray) -> bool:
-        """Return whether the slices are those of the launched step, of the same sequences with the same tokens."""
         table = self._table
         if table.version != self._launched_version or not are_same(rows, step.rows):
             return False
@@ -202,7 +196,6 @@ class NextStep:
         return taken, np.where(is_sampled, self._places_of(rows, step.sampled_rows), _NOWHERE)
 
     def _places_of(self, rows: IntArray, others: IntArray) -> IntArray:
-        """Return the place of each row among others."""
         ascending, place_of = self._ascending[: len(others)], self._place_of
         if are_same(rows, others):  # as in most steps
             return ascending
@@ -211,19 +204,16 @@ class NextStep:
         return place_of[rows]
 
     def _can_choose(self, rows: IntArray, chunks: Chunks) -> bool:
-        """Return whether the tokens of all rows that the step would sample can be chosen ahead."""
         table, own = self._table, chunks.rows
         ending = own[table.num_computed[own] + chunks.counts == table.num_tokens[own]] if len(own) else own
         begins = not len(ending) or self._sampler.can_begin_ahead(ending)
         return begins and self._sampler.can_start_ahead(rows)
 
     def _going_on(self, rows: IntArray) -> IntArray:
-        """Return the rows that have not all their tokens."""
         has_more = self._table.num_tokens[rows] < self._table.end_lens[rows]
         return rows if has_more.all() else rows[has_more]
 
 
 def _all_decode(launch: StepLaunch) -> bool:
-    """Return whether every sequence of the launch can decode next."""
     step = launch.step
     return len(step.sampled_rows) == len(step.rows) and step.hidden is None

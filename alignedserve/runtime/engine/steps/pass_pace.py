@@ -17,7 +17,6 @@ class PassPace:
         self._is_kept = False
 
     def begin(self, num_tokens: int) -> None:
-        """Begin a pass of so many tokens."""
         self._is_kept = num_tokens >= _LEAST_TOKENS
         self._launched.clear()
 

@@ -51,23 +51,19 @@ class StepBatch(NamedTuple):
 
     @property
     def needs_hidden(self) -> bool:
-        """Return whether the step needs hidden vectors, and not logits alone."""
         return bool(self.wants_prompt_logprobs) or len(self.wants_embeddings) > 0
 
     @property
     def num_tokens(self) -> int:
-        """Return the number of token rows without padding."""
         return len(self.rows) if self.is_decode else int(self.counts.sum())
 
     def written_blocks(self, slot_stride: int) -> IntArray:
-        """Return the blocks that a step of decodes writes."""
         count = self.num_tokens
         blocks = self.slots[:count] // slot_stride
         return blocks if self.rings is None else np.concatenate((blocks, self.rings.written_by(count, slot_stride)))
 
     @property
     def host_arrays(self) -> tuple[Array, ...]:
-        """Return the arrays that the forward pass reads."""
         arrays = () if self.hidden is None else self.hidden.arrays
         adapters = () if self.adapters is None else self.adapters.host_arrays
         states = () if self.states is None else self.states.host_arrays
@@ -76,7 +72,6 @@ class StepBatch(NamedTuple):
         return (self.token_ids, self.positions, self.slots, *own, *self.attention.host_arrays)
 
     def to_forward_batch(self, tensors: Sequence[Tensor]) -> ForwardBatch:
-        """Build the forward batch. `tensors`: the host arrays on the device."""
         token_ids, positions, slots, *others = tensors
         hidden, adapters, states, rings = None, None, None, None
         if self.adapters is not None:

@@ -25,7 +25,6 @@ class PromptResults:
         self._model, self._table = model, table
 
     def embeddings(self, step: StepBatch, hidden: Tensor) -> dict[int, bytes]:
-        """Return the output vectors of prompts that want embeddings, by place among the sampled rows."""
         if not len(step.wants_embeddings):
             return {}
         places = step.wants_embeddings if step.last is not None else step.sampled_at[step.wants_embeddings]
@@ -34,17 +33,14 @@ class PromptResults:
         return {int(place): vector.tobytes() for place, vector in zip(step.wants_embeddings, vectors, strict=True)}
 
     def logprobs(self, step: StepBatch, hidden: Tensor) -> list[PromptLogprobs]:
-        """Return log-probabilities of prompt tokens, of every slice whose sequence asked for them."""
         return [self._logprobs(step, index, hidden) for index in step.wants_prompt_logprobs]
 
     def make_passes(self, step: StepBatch, hidden: Tensor) -> None:
-        """Compute the logits of `logprobs` alone, on a rank beside the one that needs them."""
         for index in step.wants_prompt_logprobs:
             for _ in self._logits(step, index, hidden):
                 pass
 
     def _logprobs(self, step: StepBatch, index: int, hidden: Tensor) -> PromptLogprobs:
-        """Return log-probabilities of the prompt tokens that follow the tokens of slice `index`."""
         row = int(step.rows[index])
         sequence = self._table.sequence(row)
         first, count = self._scored_tokens(step, index)
@@ -64,7 +60,6 @@ class PromptResults:
             yield self._model.logits(hidden[first_row + start : first_row + min(start + _ROWS, count)])
 
     def _scored_tokens(self, step: StepBatch, index: int) -> tuple[int, int]:
-        """Return the first prompt token that slice `index` gives log-probabilities of, and how many there are."""
         first = int(step.positions[int(step.first_rows[index])]) + 1
         last_computed = first + int(step.counts[index]) - 1
         return first, min(last_computed + 1, self._table.sequence(int(step.rows[index])).prompt_len) - first

@@ -23,7 +23,6 @@ class StatePlanner:
             raise ConfigError(f"{reason}; set engine.device=cpu")
 
     def plan(self, rows: IntArray, counts: IntArray, num_padding: int = 0) -> StateRows | DeviceStatePlan:
-        """Plan rows of the table that compute `counts` tokens each, and padding of a token each behind them."""
         planned = plan_states(self._table, rows, counts)
         if num_padding:
             planned = planned.padded(num_padding, self._storage.scratch_block)

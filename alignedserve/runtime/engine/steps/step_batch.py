@@ -28,8 +28,6 @@ _NO_ROWS = np.empty(0, np.int64)
 
 
 class _OfRows(NamedTuple):
-    """What a step of decodes has of its rows alone: the same as long as the same sequences decode."""
-
     version: int  # of the table
     rows: IntArray
     counts: IntArray
@@ -79,7 +77,6 @@ class BatchBuilder:
         )
 
     def build(self, request_ids: Sequence[RequestId], num_tokens: Sequence[int]) -> StepBatch:
-        """Build the batch that computes the next `num_tokens[i]` tokens of each request."""
         rows = self._table.rows(request_ids)
         counts = np.array(num_tokens, np.int64)
         self._check(rows, counts)
@@ -117,11 +114,9 @@ class BatchBuilder:
         return self._step(plan, _NO_ROWS, rings=rings)
 
     def build_decodes(self, rows: IntArray) -> StepBatch:
-        """Build the batch that computes the next token of each of these rows of the table, unchecked."""
         return self._decodes(rows, self._num_padding(len(rows)))
 
     def build_ahead(self, rows: IntArray, chunk_rows: IntArray, chunk_counts: IntArray) -> StepBatch:
-        """Build the batch that decodes these rows of the table and computes chunks of others, unchecked."""
         return self._build(rows, chunk_rows, chunk_counts) if len(chunk_rows) else self.build_decodes(rows)
 
     def build_padding(self, size: int, adapters: DevicePlan | None = None) -> StepBatch:
@@ -151,7 +146,6 @@ class BatchBuilder:
         assert (after <= table.num_blocks[rows] * table.block_tokens[rows]).all(), "too few blocks for the slice"
 
     def _unclean_tails(self, rows: IntArray) -> tuple[tuple[BlockId, int], ...]:
-        """Return, and mark as clean, the unused slots behind the cached tokens that sequences came with."""
         table = self._table
         rows = rows[table.has_unclean_tail[rows]]
         table.has_unclean_tail[rows] = False
@@ -167,7 +161,6 @@ class BatchBuilder:
         return self._decode_sizes[at] - num_decodes if at < len(self._decode_sizes) else 0
 
     def _decodes(self, rows: IntArray, num_padding: int) -> StepBatch:
-        """Build the batch that computes the next token of each of these rows, and padding behind them."""
         table, storage, reads_unused = self._table, self._storage, self._planner.reads_unused_slots
         rings = None if self._rings is None else self._rings.begin(rows, np.ones(len(rows), np.int64))
         attention = self._planner.plan(rows, _NO_ROWS, _NO_ROWS, num_padding)
@@ -210,7 +203,6 @@ class BatchBuilder:
         )
 
     def _of_rows(self, rows: IntArray) -> _OfRows:
-        """Return what a step of decodes has of its rows alone."""
         kept, table = self._kept, self._table
         if kept is None or kept.version != table.version or not are_same(rows, kept.rows):
             self._kept = kept = _OfRows(
@@ -233,7 +225,6 @@ class BatchBuilder:
         chunk_counts: IntArray,
         hidden: HiddenPlan | None = None,
     ) -> StepBatch:
-        """Build the batch of these rows of the table and, behind them, of sequences with a hidden cache."""
         rings = None
         if self._rings is not None:
             counts = np.concatenate((np.ones(len(decode_rows), np.int64), chunk_counts))
@@ -252,7 +243,6 @@ class BatchBuilder:
         hidden: HiddenPlan | None = None,
         rings: RingPlan | None = None,
     ) -> StepBatch:
-        """Build the batch of these slices and, behind them, of sequences with a hidden cache."""
         table = self._table
         slices = plain if hidden is None else hidden.after(plain)
         rows, counts = slices.rows, slices.counts
@@ -292,7 +282,6 @@ class BatchBuilder:
         )
 
     def _plan(self, decode_rows: IntArray, chunk_rows: IntArray, chunk_counts: IntArray) -> tuple[SlicePlan, IntArray]:
-        """Plan sequences with keys and values; return also the blocks to be zeroed before the pass."""
         table = self._table
         attention = self._planner.plan(decode_rows, chunk_rows, chunk_counts)
         rows = np.concatenate([attention.decode_rows, chunk_rows])
@@ -307,14 +296,12 @@ class BatchBuilder:
         return SlicePlan(attention, rows, counts, token_rows, positions, slots), fresh_blocks
 
     def _with_slots(self, plan: RingPlan, token_rows: IntArray, positions: IntArray, num_padding: int = 0) -> RingPlan:
-        """Add the slots of a step's tokens, and padding behind them."""
         assert self._rings is not None, "a plan without rings"
         stride = self._storage.slot_stride
         plan = plan._replace(slots=self._rings.slots(token_rows, positions, stride))
         return plan.padded(num_padding, self._storage.scratch_block, stride) if num_padding else plan
 
     def _adapter_rows(self, token_rows: IntArray, num_tokens: int) -> AdapterRows | None:
-        """Return the adapters of `num_tokens` token rows, padding included; None: no sequence has one."""
         table = self._table
         if not table.has_adapter[token_rows].any():
             self._adapters = None
@@ -336,7 +323,6 @@ class BatchBuilder:
         return self._adapters
 
     def _places(self, rows: IntArray, positions: IntArray, counts: IntArray, first_rows: IntArray) -> Tensor | None:
-        """Return the places of all token rows; None: no sequence has its own. `positions`: of all token rows."""
         table = self._table
         having = np.flatnonzero(table.has_places[rows]).tolist()
         own = [(int(first_rows[at]), int(counts[at]), table.sequence(int(rows[at])).places) for at in having]
@@ -345,7 +331,6 @@ class BatchBuilder:
     def _picture_rows(
         self, rows: IntArray, positions: IntArray, counts: IntArray, first_rows: IntArray
     ) -> PictureRows | None:
-        """Return the token rows whose inputs are embeddings; None: there are none. `positions`: of all token rows."""
         first = positions[first_rows]
         found = []
         for place in np.flatnonzero(self._table.pictures_end[rows] > first).tolist():

@@ -70,7 +70,6 @@ class StepLaunch:
     def sampled(
         self, request_ids: Sequence[RequestId], token_ids: IntArray, logprobs: Mapping[int, TokenLogprob]
     ) -> list[SampledToken]:
-        """Return the tokens of these requests, with what else was asked for, by their places."""
         tokens = sampled_tokens(request_ids, token_ids.tolist())
         for index in {*logprobs, *self.embeddings} if logprobs or self.embeddings else ():
             more = logprobs.get(index), self.embeddings.get(index, b"")
@@ -78,7 +77,6 @@ class StepLaunch:
         return tokens
 
     def times(self, model: Decoder, started: float, prepared: float, *, is_ahead: bool) -> StepTimes:
-        """Return the times of its step, whose tokens have just been collected."""
         now = time.perf_counter()
         forwarded = self.forwarded if model.device.type == "cpu" else now
         return StepTimes(
@@ -94,21 +92,17 @@ class StepLaunch:
 
     @property
     def rows(self) -> IntArray:
-        """Return the sampled rows that were asked for."""
         rows = self.step.sampled_rows
         return rows if self.kept is None else rows[self.kept]
 
     @property
     def places(self) -> slice:
-        """Return the places of its tokens."""
         return slice(self.first_place, self.end_place)
 
     @property
     def end_place(self) -> int:
-        """Return the place behind those of its tokens."""
         return self.first_place + len(self.step.sampled_rows)
 
     @property
     def num_tokens_before(self) -> IntArray:
-        """Return the tokens of each of `rows` before the step."""
         return self.num_tokens if self.kept is None else self.num_tokens[self.kept]

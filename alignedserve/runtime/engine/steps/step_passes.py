@@ -22,7 +22,6 @@ class StepPasses:
     """The passes of one model over one storage; for the compute stream."""
 
     def __init__(self, model: Decoder, storage: BlockStorage, graphs: DecodeGraphs | None) -> None:
-        """`graphs`: None: on this device there are none."""
         self.graphs = graphs
         self._model = model
         self._storage = storage
@@ -30,7 +29,6 @@ class StepPasses:
     def record_all(
         self, builder: BatchBuilder, compute: Stream, sampler: Sampler, *, has_adapters: bool = False
     ) -> None:
-        """Record every graph that there is to be, also of batches with adapters, and compile what samples."""
         assert self.graphs is not None, "a device without graphs"
         dtype, device = self._model.dtype, self._storage.device
         adapter_kernels = device_kernels(dtype, device) if has_adapters else None
@@ -42,7 +40,6 @@ class StepPasses:
         compute.run(partial(sampler.warm_up, logits))
 
     def may_record(self, step: StepBatch) -> bool:
-        """Return whether the pass of this step is recorded, or replayed, as a whole."""
         return self.graphs is not None and step.is_decode
 
     def logits(self, step: StepBatch, inputs: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -81,6 +78,5 @@ class StepPasses:
         return computed
 
     def _leave_kept(self, step: StepBatch) -> None:
-        """Leave the copies of rings that others begin with; no recorded pass does."""
         if step.rings is not None:
             step.rings.leave_kept(self._storage)

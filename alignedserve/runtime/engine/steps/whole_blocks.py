@@ -12,7 +12,6 @@ from alignedserve.runtime.kv.block_storage import BlockStorage
 
 
 def read_whole(storage: BlockStorage, compute: Stream, block_ids: Sequence[BlockId]) -> Tensor:
-    """Return the bytes of these blocks, as work enqueued so far leaves them."""
     numbers, read = np.array(block_ids, np.int64), []
     storage.pending_copies.wait(compute, numbers)
     (rows,) = to_device([numbers], storage.device)
@@ -22,7 +21,6 @@ def read_whole(storage: BlockStorage, compute: Stream, block_ids: Sequence[Block
 
 
 def write_whole(storage: BlockStorage, compute: Stream, block_ids: Sequence[BlockId], content: Tensor) -> None:
-    """Write these bytes into blocks."""
     numbers = np.array(block_ids, np.int64)
     storage.pending_copies.wait(compute, numbers)
     (rows,) = to_device([numbers], storage.device)

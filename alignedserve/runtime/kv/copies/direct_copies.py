@@ -157,7 +157,6 @@ class DirectCopies:
             self._stream.run(partial(_scatter, staged, blocks, block_ids[part]))
 
     def _pieces(self, blocks: Tensor, count: int) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the places of each piece of a list of blocks, and its staging memory."""
         row_bytes = blocks.shape[1]
         size = max(1, self._staged_bytes // row_bytes)
         if self._staging is None or self._staging.shape[1] != row_bytes:

@@ -10,7 +10,6 @@ from kernels.cpu.block_copies import BlockList, Digests, copy_blocks
 def copy_from_pieces(
     pieces: Iterable[BlockList], target: BlockList, *, num_threads: int = 1, is_streamed: bool | None = None
 ) -> Digests:
-    """Copy the blocks of all pieces onto as many targets, in order, and return their digests."""
     digests, first = np.empty(len(target), np.uint64), 0
     for piece in pieces:
         last = first + len(piece)
@@ -22,7 +21,6 @@ def copy_from_pieces(
 
 
 def copy_to_pieces(source: BlockList, pieces: Iterable[BlockList], *, num_threads: int = 1) -> Digests:
-    """Copy blocks onto those of all pieces, in order, and return their digests."""
     digests, first = np.empty(len(source), np.uint64), 0
     for piece in pieces:  # to its end and past it: the last piece is on its device only then
         last = first + len(piece)

@@ -61,7 +61,6 @@ class PendingCopies:
             copy.event.synchronize()
 
     def _forget_first(self) -> None:
-        """Forget the copies that are done, up to the first that is not: nobody may ask for any of them."""
         while self._pending:
             number, copy = next(iter(self._pending.items()))
             if not copy.event.is_done():
@@ -69,7 +68,6 @@ class PendingCopies:
             del self._pending[number]
 
     def _has_other(self, stream: Stream) -> bool:
-        """Return whether copies on other streams may be pending."""
         with self._lock:
             return any(copy.stream is not stream for copy in self._pending.values())
 

@@ -127,7 +127,6 @@ class StagedCopies:
         self._stream.record().synchronize()
 
     def _stages_for(self, pieces: list[IntArray]) -> list[Tensor]:
-        """Return host memory for the pieces that travel at once; one walk is under way at a time."""
         if not pieces:
             return []
         if not self._stages or len(self._stages[0]) < len(pieces[0]):

@@ -111,7 +111,6 @@ class CandidateMemory:
             self.close_for(peer)
 
     def _remove_former(self) -> None:
-        """Remove the buffers of a former process of this name that was killed: none that is made now replaces them."""
         with contextlib.suppress(NotEnoughMemory):  # no folder for arenas, which `open_for` logs
             path = arena_path(self._process_spec.cluster_id, f"{self._process_spec.name}-for-")
             remove_stale_arenas(path.parent, path.name.removesuffix(ARENA_SUFFIX))
@@ -121,7 +120,6 @@ class CandidateMemory:
         return self._process_spec.addresses.beyond_node()
 
     def _make(self, peer: str, num_blocks: int) -> LocalMemory:
-        """Raise NotEnoughMemory naming the setting."""
         if self._lender is None:
             name = f"{self._process_spec.name}-for-{peer}-{self._num_made}"
             path = arena_path(self._process_spec.cluster_id, name)
@@ -129,7 +127,6 @@ class CandidateMemory:
         return self._lender.lend(num_blocks)
 
     def _transports(self, *, is_far: bool) -> tuple[str, ...]:
-        """Return the transports by which the buffer is served, beside shared memory."""
         chosen = self._kv_transport
         if self._lanes is not None:
             if chosen != AUTO:
@@ -140,7 +137,6 @@ class CandidateMemory:
         return (chosen,)
 
     def _serve(self, memory: LocalMemory, transports: tuple[str, ...], *, is_far: bool) -> BlockServer:
-        """Serve a buffer: to another node at a port of this one."""
         return BlockServer(
             ArenaBuffer(memory) if isinstance(memory, Arena) else memory,
             self._new_address(is_far=is_far),
@@ -171,6 +167,5 @@ class CandidateMemory:
 
 
 def _remove(memory: LocalMemory) -> None:
-    """Remove the file of an arena; a buffer on a device is free once nothing refers to it."""
     if isinstance(memory, Arena):
         memory.path.unlink(missing_ok=True)

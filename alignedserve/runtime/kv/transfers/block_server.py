@@ -131,7 +131,6 @@ class BlockServer:
         oldest.disconnect()
 
     def _say_refused(self, problem: str) -> None:
-        """Log why a stranger was refused, at most once a minute: whoever reaches the port may come again at once."""
         now = time.monotonic()
         with self._lock:
             self._num_refused += 1
@@ -169,7 +168,6 @@ class BlockServer:
                 self._threads.discard(threading.current_thread())
 
     def _replace_older(self, control: ControlSocket, name: str, rank: int) -> None:
-        """Drop earlier connections of a rank that reconnects: they are lost, even if that has not been noticed."""
         with self._lock:
             older = [one for one, known in self._connections.items() if known == (name, rank)]
             self._connections[control] = name, rank
@@ -201,7 +199,6 @@ class BlockServer:
         return TransferSession(buffer, control, channel)
 
     def _served(self, request: OpenTransfer) -> ServedBuffer:
-        """Return what of the buffer is served to a client. Raises HandoffRejected."""
         if request.transport not in self._transports:
             raise HandoffRejected(
                 f"this buffer is served by {', '.join(self._transports)}, not by {request.transport!r}"

@@ -57,7 +57,6 @@ class ChannelTransfer(ServedTransfer):
 
     @override
     def close(self) -> None:
-        """See KVTransfer."""
         super().close()
         self._channel.close()
 

@@ -35,13 +35,12 @@ class DeviceBuffer:
         self.gather, self.scatter = on_host.gather, on_host.scatter
 
     def part_of(self, part: ArenaPart) -> "DeviceBuffer":
-        """See ServedBuffer. Its blocks are copied as a whole."""
+        """Its blocks are copied as a whole."""
         if part != WHOLE:
             raise HandoffRejected("its blocks are in a GPU's memory, which several ranks do not share")
         return self
 
     def begin_thread(self) -> None:
-        """See ServedBuffer."""
         self.lanes.accelerator.use()
 
     def stamp(self, block_ids: BlockIds, generation: int) -> None:
@@ -53,16 +52,14 @@ class DeviceBuffer:
         return generation != NO_LEASE and bool((self.generations[np.asarray(block_ids, np.int64)] == generation).all())
 
     def pieces_to_read(self, block_ids: BlockIds) -> Iterator[BlockList]:
-        """See BlockSource."""
         return self._pieces.pieces_to_read(block_ids)
 
     def pieces_to_write(self, block_ids: BlockIds) -> Iterator[BlockList]:
-        """See BlockSource."""
         return self._pieces.pieces_to_write(block_ids)
 
     def listed(self, block_ids: BlockIds) -> None:
         """Return None: the blocks are on a device."""
 
     def exported(self) -> DeviceMemoryHandle:
-        """See ServedBuffer. Each call is for one other process."""
+        """Each call is for one other process."""
         return DeviceMemoryHandle(*self.lanes.accelerator.exported(self.blocks))

@@ -33,24 +33,20 @@ class HostBlocks:
         self._blocks = blocks
 
     def checksums(self, runs: PlacedRuns) -> RunChecksums:
-        """Return checksums to be completed by gather or scatter, over all the blocks in order."""
         return RunChecksums(runs)
 
     def gather(self, block_ids: BlockIds, rows: Rows, *checksums: RunChecksums) -> None:
-        """Copy blocks into rows: uint8 [len(block_ids), block_bytes]."""
         pieces = self._blocks.pieces_to_read(block_ids)
         digests = copy_from_pieces(pieces, all_rows(np.asarray(rows)), is_streamed=False)
         for one in checksums:
             one.add(digests)
 
     def scatter(self, block_ids: BlockIds, rows: Rows, *checksums: RunChecksums) -> None:
-        """Copy rows into blocks."""
         digests = copy_to_pieces(all_rows(np.asarray(rows)), self._blocks.pieces_to_write(block_ids))
         for one in checksums:
             one.add(digests)
 
     def lists_to_send(self, block_ids: BlockIds, checksums: RunChecksums) -> Iterator[BlockList]:
-        """Iterate over the blocks, which are checksummed as they leave."""
         for piece in self._blocks.pieces_to_read(block_ids):
             for part in _parts(piece):
                 checksums.add(digest_blocks(part))
@@ -85,30 +81,23 @@ class ArenaBuffer:
         self.scatter = self._memory.scatter
 
     def part_of(self, part: ArenaPart) -> "ArenaBuffer":
-        """See ServedBuffer."""
         return ArenaBuffer(self._arena, writer_stamps=self.writer_stamps, part=part)
 
-    def begin_thread(self) -> None:
-        """See ServedBuffer."""
+    def begin_thread(self) -> None: ...
 
     def stamp(self, block_ids: BlockIds, generation: int) -> None:
-        """See Arena."""
         self._arena.stamp(block_ids, generation)
 
     def is_stamped(self, block_ids: BlockIds, generation: int) -> bool:
-        """See Arena."""
         return self._arena.is_stamped(block_ids, generation)
 
     def listed(self, block_ids: BlockIds) -> BlockList:
-        """See ServedBuffer."""
         return self._arena.listed(block_ids, self._part)
 
     def pieces_to_read(self, block_ids: BlockIds) -> Iterator[BlockList]:
-        """See BlockSource."""
         return iter((self.listed(block_ids),))
 
     def pieces_to_write(self, block_ids: BlockIds) -> Iterator[BlockList]:
-        """See BlockSource."""
         return iter((self.listed(block_ids),))
 
     def exported(self) -> None:

@@ -51,7 +51,7 @@ class IpcTransfer(ServedTransfer):
 
     @override
     def close(self) -> None:
-        """See KVTransfer. Unmaps the memory before the owner of it learns that it may be given away."""
+        """Unmaps the memory before the owner of it learns that it may be given away."""
         self._theirs = None
         super().close()
 
@@ -74,7 +74,6 @@ class IpcTransfer(ServedTransfer):
         return self._settled(planned, granted, run_checksums(digests, runs_in_order(granted)))
 
     def _own_blocks(self, planned: Sequence[PlannedRequest]) -> Ints:
-        """Return this end's blocks once earlier copies of them are done."""
         return self._storage.settled(np.array(blocks_in_order(planned), np.int64))
 
     def _their_side(self, planned: Sequence[PlannedRequest]) -> PeerSide:
@@ -84,7 +83,6 @@ class IpcTransfer(ServedTransfer):
 
 
 def _mapped(opened: TransferOpened, lanes: CopyLanes, block_bytes: int) -> Tensor:
-    """Map the owner's blocks, uint8 [num_blocks, block_bytes]. Raises HandoffRejected."""
     if opened.device_memory is None:
         raise HandoffRejected("the blocks are not in a device's memory")
     lanes.accelerator.use()

@@ -44,26 +44,21 @@ class LocalTransfer(abc.ABC):
     """
 
     def __init__(self, memory: LocalMemory, *, stamps: bool, num_threads: int = 1) -> None:
-        """`num_threads`: of each copy on the host, the calling one included."""
         self.memory = memory
         self.stamps = stamps
         self.num_threads = num_threads
 
     def offload(self, requests: Sequence[OffloadRequest]) -> list[tuple[BlockRun, ...] | None]:
-        """See KVTransfer."""
         return [self._offload_one(request) for request in requests]
 
     def fetch(self, requests: Sequence[FetchRequest]) -> list[bool]:
-        """See KVTransfer."""
         return verified(requests, self.fetch_unverified(requests))
 
     def fetch_unverified(self, requests: Sequence[FetchRequest]) -> list[list[int] | None]:
-        """See PartTransfer."""
         return [self._fetch_one(request) for request in requests]
 
     @abc.abstractmethod
-    def close(self) -> None:
-        """See KVTransfer."""
+    def close(self) -> None: ...
 
     @abc.abstractmethod
     def _copy_out(self, block_ids: BlockIds, target: Ints) -> Digests:
@@ -146,7 +141,6 @@ def relay_unverified(
 def verified_relay(
     relayed: Relayed, copy: BlockCopy, target: LocalTransfer, target_block_ids: Sequence[BlockId]
 ) -> tuple[BlockRun, ...] | None:
-    """Return the new runs of a copy whose blocks have these checksums, as `relay` does."""
     target_ids = as_ids(target_block_ids)
     try:
         verify_checksums(copy, relayed.read)
@@ -188,7 +182,6 @@ def _relay(
 def _copied(
     source: LocalMemory, source_ids: Ints, target: LocalTransfer, target_ids: Ints, part: ArenaPart | None
 ) -> Digests:
-    """Copy blocks by the device that has either end, or on the host, and return their digests."""
     memory = target.memory
     if isinstance(source, Arena):
         if isinstance(memory, Arena):

@@ -19,8 +19,7 @@ class OwnBufferTransfer(LocalTransfer):
         self._buffer = buffer
 
     @override
-    def close(self) -> None:
-        """See KVTransfer. The buffer's memory is its maker's."""
+    def close(self) -> None: ...
 
     @override
     def _copy_out(self, block_ids: BlockIds, target: Ints) -> Digests:

@@ -57,14 +57,11 @@ class RankedTransfer:
     """KVTransfer between ranks and a peer's blocks. A request is held if every rank's part of it is."""
 
     def __init__(self, own: PartTransfer, ranks: RankCopies, peer: str) -> None:
-        """`own`: of the first rank."""
         self.own = own
         self.peer = peer
         self._ranks = ranks
 
     def offload(self, requests: Sequence[OffloadRequest]) -> list[tuple[BlockRun, ...] | None]:
-        """See KVTransfer."""
-
         def own() -> list[Checksums]:
             sent = self.own.offload(requests)
             return [None if runs is None else [run.checksum for run in runs] for runs in sent]
@@ -76,19 +73,16 @@ class RankedTransfer:
         ]
 
     def fetch(self, requests: Sequence[FetchRequest]) -> list[bool]:
-        """See KVTransfer."""
         others = self._ranks.fetch(self.peer, requests)
         return verified(requests, _joined(_copied(lambda: self.own.fetch_unverified(requests), others)))
 
     def close(self) -> None:
-        """See KVTransfer."""
         self._ranks.close(self.peer)
         leave(self.own)
 
     def relay_to(
         self, target: "RankedTransfer", copy: BlockCopy, target_block_ids: Sequence[BlockId], generation: int
     ) -> tuple[BlockRun, ...] | None:
-        """Copy a request's blocks from this memory of the host to another one, all parts of them, as `relay` does."""
         source, there = self.own, target.own
         if not isinstance(source, LocalTransfer) or not isinstance(there, LocalTransfer):
             return None
@@ -110,7 +104,6 @@ def leave(transfer: PartTransfer) -> None:
 
 
 def _copied(own: Callable[[], list[Checksums]], others: Waited) -> list[Sequence[Checksums]]:
-    """Copy the first rank's parts while the others copy theirs; return the checksums of each."""
     try:
         copied = own()
     finally:

@@ -56,7 +56,6 @@ def available_transports(*, has_device: bool) -> tuple[str, ...]:
 
 
 def _obstacle(name: str, offered: ArenaOffered, storage: BlockStorage) -> str | None:
-    """Return why the transport cannot be used; None: it is worth trying."""
     if name not in offered.transports:
         return "the other end does not offer it"
     if name not in available_transports(has_device=storage.lanes is not None):

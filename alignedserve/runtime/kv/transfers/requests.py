@@ -36,7 +36,6 @@ class PlannedRequest:
 
     @property
     def runs(self) -> PlacedRuns:
-        """The runs of the owner's blocks, for their checksums."""
         return place_runs([count for _, count in self.named.runs], self.num_before)
 
 
@@ -51,7 +50,6 @@ class ServedTransfer(abc.ABC):
     _num_blocks: int  # of the server
 
     def offload(self, requests: Sequence[OffloadRequest]) -> list[tuple[BlockRun, ...] | None]:
-        """See KVTransfer."""
         planned = plan_offload(requests, self._num_blocks)
         done: list[tuple[BlockRun, ...] | None] = [None] * len(requests)
         if planned:
@@ -63,11 +61,9 @@ class ServedTransfer(abc.ABC):
         return done
 
     def fetch(self, requests: Sequence[FetchRequest]) -> list[bool]:
-        """See KVTransfer."""
         return verified(requests, self.fetch_unverified(requests))
 
     def fetch_unverified(self, requests: Sequence[FetchRequest]) -> list[list[int] | None]:
-        """See PartTransfer."""
         planned = plan_fetch(requests, self._storage.layout, self._num_blocks)
         done: list[list[int] | None] = [None] * len(requests)
         if planned:
@@ -80,7 +76,6 @@ class ServedTransfer(abc.ABC):
         return done
 
     def close(self) -> None:
-        """See KVTransfer."""
         self._control.close()
 
     @abc.abstractmethod
@@ -92,13 +87,11 @@ class ServedTransfer(abc.ABC):
         """Return the checksums of each request's received runs; None: the server no longer holds the blocks."""
 
     def _granted(self, planned: Sequence[PlannedRequest]) -> list[PlannedRequest]:
-        """Receive which of the requests the server accepts."""
         return [one for one, held in zip(planned, receive_answers(self._control, planned), strict=True) if held]
 
     def _settled(
         self, planned: Sequence[PlannedRequest], granted: Sequence[PlannedRequest], checksums: Sequence[int]
     ) -> list[list[int] | None]:
-        """Receive which requests are still held; return the checksums of their runs, given those of `granted`."""
         in_order = iter(checksums)
         by_index = {one.index: list(islice(in_order, len(one.named.runs))) for one in granted}
         is_held = receive_answers(self._control, planned)
@@ -119,7 +112,6 @@ def negotiate(control: ControlSocket, transport: str, storage: BlockStorage) -> 
 
 
 def plan_offload(requests: Sequence[OffloadRequest], num_blocks: int) -> list[PlannedRequest]:
-    """Return the requests whose blocks can be written, in order."""
     planned = []
     for index, one in enumerate(requests):
         try:
@@ -133,7 +125,6 @@ def plan_offload(requests: Sequence[OffloadRequest], num_blocks: int) -> list[Pl
 
 
 def plan_fetch(requests: Sequence[FetchRequest], layout: BlockLayout, num_blocks: int) -> list[PlannedRequest]:
-    """Return the requests whose copy is consistent, in order."""
     planned = []
     for index, one in enumerate(requests):
         copy, targets = one.copy, one.storage_block_ids
@@ -148,7 +139,6 @@ def plan_fetch(requests: Sequence[FetchRequest], layout: BlockLayout, num_blocks
 
 
 def receive_answers(control: ControlSocket, planned: Sequence[PlannedRequest]) -> tuple[bool, ...]:
-    """Receive the owner's answer about these requests: whether it holds each."""
     answer = control.receive()
     if not isinstance(answer, BlocksAnswered) or len(answer.is_held) != len(planned):
         raise ProtocolError(f"the owner of the blocks gave no answer about all {len(planned)} requests")

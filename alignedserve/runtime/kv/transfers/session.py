@@ -93,12 +93,10 @@ class TransferSession:
                 raise ProtocolError("the peer sent a message out of turn")
 
     def close(self) -> None:
-        """Close the channel, not during a transfer."""
         if self._channel is not None:
             self._channel.close()
 
     def _receive(self, channel: BlockChannel, requests: Sequence[NamedBlocks]) -> None:
-        """Receive all bytes, and write those of accepted requests."""
         targets = _joined(
             blocks if blocks is not None else np.full(sum(count for _, count in named.runs), _NOWHERE, np.int64)
             for named, (_, blocks) in zip(requests, self._current, strict=True)
@@ -119,7 +117,6 @@ class TransferSession:
         channel.receive(len(targets), take)
 
     def _lists_to_fill(self, targets: Ints) -> Iterator[BlockList]:
-        """Yield where blocks go: to their places, or all to one that is not read."""
         unwanted = np.empty((1, self._buffer.layout.block_bytes), np.uint8)
         changes = np.flatnonzero(np.diff(targets == _NOWHERE)) + 1
         for part in np.split(targets, changes):
@@ -144,7 +141,6 @@ class TransferSession:
         self._control.send(BlocksAnswered(tuple(blocks is not None for _, blocks in self._current)))
 
     def _answer_again(self) -> None:
-        """Answer with the generations checked again: one may have been replaced while its blocks were copied."""
         self._current = [
             (generation, blocks if blocks is not None and self._buffer.is_stamped(blocks, generation) else None)
             for generation, blocks in self._current
@@ -152,7 +148,6 @@ class TransferSession:
         self._answer()
 
     def _check_sizes(self, requests: Sequence[NamedBlocks]) -> None:
-        """Refuse oversized messages, which no correct peer sends and which would occupy this thread for long."""
         counts = [sum(count for _, count in named.runs) for named in requests]
         if any(count > self._buffer.num_blocks for count in counts):
             raise ProtocolError("the peer asks for more blocks than the buffer has")

@@ -42,7 +42,6 @@ class ShmTransfer(LocalTransfer):
 
     @override
     def close(self) -> None:
-        """See KVTransfer."""
         if not self._is_closed:
             self._is_closed = True
             self.arena.close()

@@ -20,16 +20,13 @@ class LatentConfig:
 
     @property
     def row_width(self) -> int:
-        """Return the elements that are cached of a token on one layer."""
         return self.rope_dim + self.rank
 
     @property
     def query_dim(self) -> int:
-        """Return the elements of a head's query."""
         return self.rope_dim + self.nope_dim
 
     def parameters(self, hidden_size: int, num_heads: int) -> int:
-        """Return the weights of one layer's attention."""
         queries = num_heads * self.query_dim
         made = hidden_size * queries
         if self.query_rank is not None:

@@ -44,15 +44,12 @@ class LayerExtras:
 
     @property
     def title(self) -> str:
-        """Return what it is called where it is refused."""
         return "layer embeddings, shared keys or several streams (Gemma 3n and 4)"
 
     def heads(self, *, is_windowed: bool) -> HeadSizes:
-        """Return the sizes of a layer."""
         return self.windowed_heads if is_windowed else self.full_heads
 
     def attention_parameters(self, width: int, num_heads: int, num_layers: int, windowed: Collection[int]) -> int:
-        """Return the weights of attention, all layers together."""
         total = 0
         for layer in range(num_layers):
             is_windowed = layer in windowed
@@ -64,7 +61,6 @@ class LayerExtras:
         return total
 
     def other_parameters(self, width: int, num_layers: int) -> int:
-        """Return the weights beside attention, feed-forward parts and their norms."""
         streams, short = self.num_streams, self.embedding_width
         total = self.looked_up_parameters(num_layers)
         if short:
@@ -75,5 +71,4 @@ class LayerExtras:
         return total
 
     def looked_up_parameters(self, num_layers: int) -> int:
-        """Return the size of the table of layer embeddings."""
         return self.embedding_vocab * num_layers * self.embedding_width

@@ -4,7 +4,6 @@ from alignedserve.runtime.model.decoder.model_config import ModelConfig
 
 
 def inner_size(config: ModelConfig, layer: int) -> int:
-    """Return the width of a layer's feed-forward part."""
     sizes = () if config.extras is None else config.extras.inner_sizes
     return sizes[layer] if sizes else config.intermediate_size
 

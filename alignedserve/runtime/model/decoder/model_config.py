@@ -160,7 +160,6 @@ class ModelConfig:
         return layers + self._state_parameters + self._extra_parameters + self._outer_parameters
 
     def weight_bytes(self, dtype: str) -> int:
-        """Return the bytes of all weights in `dtype`."""
         return self.num_parameters * DTYPE_BYTES[dtype]
 
     @property
@@ -273,7 +272,6 @@ class ModelConfig:
 
     @property
     def _unlike(self) -> tuple[LayerHeads, ...]:
-        """Return the cached layers whose heads have other sizes than those of the first, which are the model's."""
         kinds = [LayerHeads(len(layers), *own) for own, layers in self.cache_kinds.items()]
         return tuple(kinds[1:])
 
@@ -296,7 +294,6 @@ class ModelConfig:
 
     @property
     def _mean_attention_parameters(self) -> int:
-        """Return the weights of a layer's attention, or state, as cost models count them; 0: by heads."""
         if self.extras is not None:
             return self._extra_attention // self.num_layers + self._attention_parameters
         if self.state is None and self.latent is None:
@@ -305,7 +302,6 @@ class ModelConfig:
 
     @property
     def _state_parameters(self) -> int:
-        """Return how many weights more layers with a state have than if they attended."""
         if self.state is None:
             return 0
         replaced = 0 if self.mixes_beside else self._attention_parameters
@@ -313,7 +309,6 @@ class ModelConfig:
 
     @property
     def _extra_attention(self) -> int:
-        """Return how many weights more attention has than if all layers had the heads of the cache."""
         if self.extras is None:
             return 0
         sizes = (self.hidden_size, self.num_heads, self.num_layers)
@@ -340,7 +335,6 @@ class ModelConfig:
 
     @property
     def _num_layer_norms(self) -> int:
-        """Return the norms of a layer that have weights of their own."""
         inputs = (1 if self.has_one_input_norm else 2) if self.has_input_norms else 0
         return inputs + (2 if self.has_post_norms else 0)
 
@@ -364,7 +358,6 @@ class ModelConfig:
         return 0 if self.experts is None else self.experts.num_experts * self.hidden_size
 
     def _expert_parameters(self, count: int | None) -> int:
-        """Return the weights of the router and this many experts of a layer; None: all experts."""
         if self.experts is None:
             return 0
         count = self.experts.num_experts if count is None else count

@@ -22,7 +22,6 @@ class StatePart:
         return cache_dtype if cache_dtype in DTYPE_BYTES and not self.is_exact else "float32"
 
     def num_bytes(self, cache_dtype: str) -> int:
-        """Return its bytes, up to where the next part begins."""
         size = math.prod(self.shape) * DTYPE_BYTES[self.dtype(cache_dtype)]
         return -(-size // STATE_ALIGNMENT) * STATE_ALIGNMENT
 
@@ -78,12 +77,10 @@ class ShortConvConfig:
 
     @property
     def title(self) -> str:
-        """See StateConfig."""
         return "short convolutions"
 
     @property
     def has_product_bias(self) -> bool:
-        """See StateConfig."""
         return self.has_bias
 
     @property
@@ -93,16 +90,13 @@ class ShortConvConfig:
 
     @property
     def out_width(self) -> int:
-        """See StateConfig."""
         return self.width
 
     @property
     def parts(self) -> tuple[StatePart, ...]:
-        """See StateConfig."""
         return (StatePart((self.kernel_size - 1, self.width), is_exact=False),)
 
     def parameters(self, hidden_size: int) -> int:
-        """See StateConfig."""
         biases = (4 * self.width + hidden_size) * self.has_bias
         return hidden_size * 4 * self.width + self.kernel_size * self.width + biases
 
@@ -127,7 +121,6 @@ class SpaceConfig:
 
     @property
     def title(self) -> str:
-        """See StateConfig."""
         return "Mamba-2 layers"
 
     @property
@@ -142,17 +135,14 @@ class SpaceConfig:
 
     @property
     def out_width(self) -> int:
-        """See StateConfig."""
         return self.num_heads * self.head_dim
 
     @property
     def parts(self) -> tuple[StatePart, ...]:
-        """See StateConfig."""
         matrices = StatePart((self.num_heads, self.state_size, self.head_dim), is_exact=True)
         return StatePart((self.kernel_size - 1, self.convolved), is_exact=False), matrices
 
     def parameters(self, hidden_size: int) -> int:
-        """See StateConfig."""
         products = hidden_size * (sum(self.in_widths) + self.out_width)
         biases = (sum(self.in_widths) + hidden_size) * self.has_product_bias + self.convolved * self.has_conv_bias
         return (
@@ -176,12 +166,10 @@ class DeltaConfig:
 
     @property
     def title(self) -> str:
-        """See StateConfig."""
         return "the gated delta rule"
 
     @property
     def has_product_bias(self) -> bool:
-        """See StateConfig."""
         return False
 
     @property
@@ -198,16 +186,13 @@ class DeltaConfig:
 
     @property
     def out_width(self) -> int:
-        """See StateConfig."""
         return self.num_heads * self.value_dim
 
     @property
     def parts(self) -> tuple[StatePart, ...]:
-        """See StateConfig."""
         matrices = StatePart((self.num_heads, self.key_dim, self.value_dim), is_exact=True)
         return StatePart((self.kernel_size - 1, self.convolved), is_exact=False), matrices
 
     def parameters(self, hidden_size: int) -> int:
-        """See StateConfig."""
         products = hidden_size * (sum(self.in_widths) + self.out_width)
         return products + self.kernel_size * self.convolved + 2 * self.num_heads + self.value_dim

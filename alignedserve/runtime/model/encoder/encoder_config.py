@@ -114,11 +114,9 @@ class EncoderConfig:
         return looked_up + self.num_projected + self.num_layers * per_layer + 2 * self.hidden_size + self._head_weights
 
     def weight_bytes(self, dtype: str) -> int:
-        """Return the bytes of all weights in `dtype`."""
         return self.num_parameters * DTYPE_BYTES[dtype]
 
     def loaded_weight_bytes(self, dtype: str, quantization: str | None = None) -> int:
-        """Return the bytes of all weights in memory."""
         projected_bytes = 1 if quantization == "int8" else DTYPE_BYTES[dtype]
         return (self.num_parameters - self.num_projected) * DTYPE_BYTES[dtype] + self.num_projected * projected_bytes
 

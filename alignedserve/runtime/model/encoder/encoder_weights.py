@@ -142,7 +142,6 @@ class _Assembler:
         is_int8: bool,
         observer: LoadingObserver | None,
     ) -> None:
-        """`source_of`: the tensors of a folder inside the model's."""
         self._config, self._source_of, self._source = config, source_of, source_of("")
         self._is_int8, self._observer = is_int8, observer
         self._names = ENCODER_NAMES[config.family]
@@ -194,7 +193,6 @@ class _Assembler:
         return tuple(self._dense(self._source_of(one.folder), "linear", one) for one in self._config.embedding.dense)
 
     def _dense(self, source: TensorSource, name: str, dense: DenseConfig) -> DenseLayer:
-        """Return a layer of the head, in float32: it is small, and what it computes is the answer."""
         weight = source.tensor(f"{name}.weight", (dense.out_width, dense.in_width)).float()
         bias = source.tensor(f"{name}.bias", (dense.out_width,)).float() if dense.has_bias else None
         return DenseLayer(Linear(weight, bias), dense.activation)
@@ -202,7 +200,6 @@ class _Assembler:
     def _linear(
         self, modules: list[str], rows: int, in_width: int, activation: str | None = None
     ) -> AdaptableProjection:
-        """Stack the weights of modules that read the same input."""
         weight = torch.cat([self._tensor(f"{name}.weight", rows, in_width) for name in modules])
         bias = torch.cat([self._tensor(f"{name}.bias", rows) for name in modules])
         if not self._is_int8:

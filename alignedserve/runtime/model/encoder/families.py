@@ -55,8 +55,6 @@ _DEFAULT_LABELS = 2  # of transformers, where config.json names none
 
 
 class _Sizes(TypedDict):
-    """The sizes that families spell differently, as arguments of EncoderConfig."""
-
     hidden_size: int
     intermediate_size: int
     num_layers: int
@@ -68,7 +66,6 @@ class _Sizes(TypedDict):
 
 
 def is_encoder_type(fields: JsonFields) -> bool:
-    """Return whether config.json is of a family of encoders."""
     return fields.text("model_type", "") in ENCODER_TYPES
 
 
@@ -144,7 +141,6 @@ _READERS: dict[EncoderFamily, Callable[[JsonFields], _Sizes]] = {
 
 
 def _score(fields: JsonFields) -> HeadActivation | None:
-    """Return what a cross-encoder applies to its output; None: the model is no cross-encoder."""
     architectures = fields.texts("architectures", 8)
     if not any(name.endswith(_SCORING) for name in architectures):
         return None
@@ -255,7 +251,6 @@ def _read_dense(path: Path, folder: str, in_width: int) -> DenseConfig:
 
 
 def _read_prompts(folder: Path) -> tuple[tuple[tuple[str, str], ...], str | None]:
-    """Return the prompts by name, and the name of the default one."""
     path = folder / _SETTINGS
     if not path.exists():
         return (), None

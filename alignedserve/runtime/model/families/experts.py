@@ -10,7 +10,6 @@ from alignedserve.runtime.model.hf_fields import MAX_EXPERTS, MAX_LAYERS, MAX_WI
 
 
 def mixtral(fields: JsonFields, num_layers: int) -> ExpertConfig:
-    """Read Mixtral's."""
     num_experts = fields.integer("num_local_experts", 1, MAX_EXPERTS, 8)
     return ExpertConfig(
         num_experts=num_experts,
@@ -21,7 +20,6 @@ def mixtral(fields: JsonFields, num_layers: int) -> ExpertConfig:
 
 
 def granite(fields: JsonFields, num_layers: int) -> ExpertConfig:
-    """Read Granite's, beside which there may be one for all tokens."""
     return replace(mixtral(fields, num_layers), shared_size=fields.integer("shared_intermediate_size", 0, MAX_WIDTH, 0))
 
 
@@ -35,7 +33,6 @@ def gpt_oss(fields: JsonFields, num_layers: int) -> ExpertConfig:
 
 
 def llama4(fields: JsonFields, num_layers: int) -> ExpertConfig:
-    """Read Llama 4's, chosen by sigmoids, whose shares multiply what they read, beside one for all tokens."""
     step = fields.integer("interleave_moe_layer_step", 1, MAX_LAYERS, 1)
     mixed = set(range(step - 1, num_layers, step))
     if fields.has("moe_layers"):
@@ -52,7 +49,6 @@ def llama4(fields: JsonFields, num_layers: int) -> ExpertConfig:
 
 
 def minimax(fields: JsonFields, num_layers: int) -> ExpertConfig:
-    """Read MiniMax-M2's, chosen by sigmoids."""
     num_experts = fields.integer("num_local_experts", 1, MAX_EXPERTS, 256)
     return replace(
         mixtral(
@@ -63,17 +59,14 @@ def minimax(fields: JsonFields, num_layers: int) -> ExpertConfig:
 
 
 def qwen3(fields: JsonFields, num_layers: int) -> ExpertConfig:
-    """Read Qwen 3's, which some layers may be without."""
     return _qwen(fields, num_layers, num_experts=128, num_chosen=8, inner=768)
 
 
 def qwen3_vl(fields: JsonFields, num_layers: int) -> ExpertConfig:
-    """Read those of Qwen3-VL, whose shares always add up to 1."""
     return replace(_qwen(fields, num_layers, num_experts=60, num_chosen=4, inner=1408), normalises=True)
 
 
 def qwen2(fields: JsonFields, num_layers: int) -> ExpertConfig:
-    """Read Qwen 2's, which has an expert for all tokens, with a share of its own."""
     return replace(
         _qwen(fields, num_layers, num_experts=60, num_chosen=4, inner=1408),
         shared_size=fields.integer("shared_expert_intermediate_size", 1, MAX_WIDTH, 5632),
@@ -96,19 +89,16 @@ def _qwen(fields: JsonFields, num_layers: int, *, num_experts: int, num_chosen: 
 
 
 def glm4(fields: JsonFields, num_layers: int) -> ExpertConfig:
-    """Read GLM 4.5's, chosen as DeepSeek V3's are."""
     return _deepseek(fields.with_defaults(_GLM4), num_layers)
 
 
 def solar_open(fields: JsonFields, num_layers: int) -> ExpertConfig:
-    """Read those of Solar Open, likewise, on every layer."""
     return replace(
         _deepseek(fields.with_defaults({**_GLM4, "moe_intermediate_size": 1280}), num_layers), dense_layers=()
     )
 
 
 def glm4_lite(fields: JsonFields, num_layers: int) -> ExpertConfig:
-    """Read those of GLM 4.7 Flash, chosen likewise, on the layers that `mlp_layer_types` names."""
     kinds = fields.texts("mlp_layer_types", MAX_LAYERS) or ("dense", *["sparse"] * (num_layers - 1))
     if len(kinds) != num_layers or not set(kinds) <= {"dense", "sparse"}:
         raise UnsupportedModel("mlp_layer_types must name dense or sparse for every layer.")
@@ -118,12 +108,10 @@ def glm4_lite(fields: JsonFields, num_layers: int) -> ExpertConfig:
 
 
 def deepseek_v3(fields: JsonFields, num_layers: int) -> ExpertConfig:
-    """Read DeepSeek V3's."""
     return _deepseek(fields.with_defaults(_DEEPSEEK_V3), num_layers)
 
 
 def deepseek_v2(fields: JsonFields, num_layers: int) -> ExpertConfig:
-    """Read DeepSeek V2's, whose scores are a softmax, and whose groups are chosen by their best expert."""
     method = fields.text("topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):
         raise UnsupportedModel(f"topk_method {method!r} is not one of greedy, group_limited_greedy.")
@@ -134,7 +122,6 @@ def deepseek_v2(fields: JsonFields, num_layers: int) -> ExpertConfig:
 
 
 def dots1(fields: JsonFields, num_layers: int) -> ExpertConfig:
-    """Read those of dots.llm1, chosen likewise."""
     return _deepseek(fields, num_layers)
 
 
@@ -198,12 +185,10 @@ def _deepseek(fields: JsonFields, num_layers: int) -> ExpertConfig:
 
 
 def olmoe(fields: JsonFields, num_layers: int) -> ExpertConfig:
-    """Read OLMoE's, as wide as the feed-forward part of a dense model."""
     return _olmo(fields, num_experts=64, num_chosen=8)
 
 
 def flex_olmo(fields: JsonFields, num_layers: int) -> ExpertConfig:
-    """Read FlexOlmo's."""
     return _olmo(fields, num_experts=7, num_chosen=5)
 
 
@@ -223,7 +208,6 @@ def _num_experts(fields: JsonFields, default: int) -> int:
 
 
 def lfm2(fields: JsonFields, num_layers: int) -> ExpertConfig:
-    """Read LFM2's, chosen by sigmoids, behind a few dense layers."""
     if not fields.flag("use_expert_bias", True):
         raise UnsupportedModel("use_expert_bias=false of lfm2_moe is not supported.")
     num_experts = fields.integer("num_experts", 1, MAX_EXPERTS, 32)
@@ -239,14 +223,12 @@ def lfm2(fields: JsonFields, num_layers: int) -> ExpertConfig:
 
 
 def granite_hybrid(fields: JsonFields, num_layers: int) -> ExpertConfig | None:
-    """Read Granite 4's, which some models are without."""
     if fields.has("num_local_experts") and fields.integer("num_local_experts", 0, MAX_EXPERTS) == 0:
         return None
     return granite(fields.with_defaults({"shared_intermediate_size": 1024}), num_layers)
 
 
 def qwen3_next(fields: JsonFields, num_layers: int) -> ExpertConfig | None:
-    """Read Qwen3-Next's and Qwen3.5's, likewise."""
     if fields.has("num_experts") and fields.integer("num_experts", 0, MAX_EXPERTS) == 0:
         return None
     experts = _qwen(
@@ -257,7 +239,6 @@ def qwen3_next(fields: JsonFields, num_layers: int) -> ExpertConfig | None:
 
 
 def qwen3_5(fields: JsonFields, num_layers: int) -> ExpertConfig | None:
-    """Read those of Qwen3.5."""
     return qwen3_next(fields.with_defaults({"num_experts": 256, "num_experts_per_tok": 8}), num_layers)
 
 

@@ -21,7 +21,6 @@ class Flag(NamedTuple):
     default: bool = False
 
     def read(self, fields: JsonFields) -> bool:
-        """Return what the config says."""
         return fields.flag(self.name, self.default)
 
 
@@ -88,5 +87,4 @@ class FamilyForm:
 
 
 def holds(flag: Flag | bool, fields: JsonFields) -> bool:
-    """Return what the config says, or the family does."""
     return flag if isinstance(flag, bool) else flag.read(fields)

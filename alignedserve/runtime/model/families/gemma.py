@@ -95,13 +95,11 @@ def gemma4_experts(fields: JsonFields, num_layers: int) -> ExpertConfig | None:
 
 
 def _is_given(fields: JsonFields) -> bool:
-    """Return whether there are layer embeddings; null is none."""
     name = "hidden_size_per_layer_input"
     return fields.has(name) or not fields.is_present(name)
 
 
 def _scaled(config: ModelConfig, fields: JsonFields, cap: float | None) -> ModelConfig:
-    """Add what both scale: embeddings, logits by a cap."""
     name = "final_logit_softcapping"
     if fields.has(name):
         cap = fields.number(name, 1e-3, 1e6)
@@ -126,7 +124,6 @@ def _num_shared(config: ModelConfig, fields: JsonFields, default: int) -> int:
 
 
 def _full_heads(config: ModelConfig, fields: JsonFields, windowed: HeadSizes, *, repeats: bool) -> HeadSizes:
-    """Return the heads of layers without a window, in either spelling."""
     overrides = fields.section("per_layer_config")
     if overrides is None:
         kv_heads = windowed.num_kv_heads

@@ -84,7 +84,6 @@ def read_decoder(fields: JsonFields, model_type: str, form: FamilyForm) -> Model
 
 
 def _inner_size(fields: JsonFields, num_layers: int, form: FamilyForm) -> int:
-    """Return the width of feed-forward parts, the widest where layers differ."""
     if form.has_size_lists:
         return max(fields.integer_of_each(form.dense_size, num_layers, 1, MAX_WIDTH))
     return fields.integer(form.dense_size, 1, MAX_WIDTH)
@@ -123,7 +122,6 @@ def read_latent(fields: JsonFields) -> LatentConfig:
 
 
 def _latent_scale(fields: JsonFields, latent: LatentConfig, rope: RopeConfig) -> float:
-    """Return the scale of scores, by that of a cached row's width: of a head's query, and of YaRN if weighed."""
     if not fields.flag("rope_interleave", True):
         raise UnsupportedModel("rope_interleave=false is not supported.")
     section = fields.section("rope_parameters") or fields.section("rope_scaling")
@@ -135,7 +133,6 @@ def _latent_scale(fields: JsonFields, latent: LatentConfig, rope: RopeConfig) ->
 
 
 def _cap(fields: JsonFields, name: str, default: float) -> float | None:
-    """Return a cap; null is none."""
     if fields.is_present(name) and not fields.has(name):
         return None
     return fields.number(name, 1e-3, 1e6, default)

@@ -51,7 +51,6 @@ def checked(state: StateConfig, layers: tuple[int, ...], sizes: Sizes) -> StateL
 
 
 def _check_activation(fields: JsonFields, name: str = "hidden_act") -> None:
-    """Refuse another nonlinearity than SiLU, which convolutions and gates of states are computed with here."""
     if read_activation(fields, name, "silu") is not Activation.SILU:
         raise UnsupportedModel(f"{fields.where}: {name} other than silu is not supported beside layers with a state.")
 

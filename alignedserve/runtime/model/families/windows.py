@@ -13,7 +13,6 @@ Layers = tuple[int, ...]
 
 
 def every_layer(fields: JsonFields, num_layers: int) -> Layers:
-    """Return all layers."""
     return tuple(range(num_layers))
 
 
@@ -22,7 +21,6 @@ def _from_max_window_layer(default: int, fields: JsonFields, num_layers: int) ->
 
 
 def from_max_window_layer(default: int) -> Callable[[JsonFields, int], Layers]:
-    """Return the rule by which the layers from `max_window_layers` on have a window."""
     return partial(_from_max_window_layer, default)
 
 
@@ -41,12 +39,10 @@ def all_but_every(nth: int) -> Callable[[JsonFields, int], Layers]:
 
 
 def all_but_first_of_four(fields: JsonFields, num_layers: int) -> Layers:
-    """Return all layers but 0, 4, 8 …"""
     return tuple(layer for layer in range(num_layers) if layer % 4)
 
 
 def layers_without_rope(fields: JsonFields, num_layers: int, windowed: Layers = ()) -> Layers:
-    """Return the layers that `no_rope_layers` marks with 0, or every n-th by `no_rope_layer_interval`."""
     if fields.has("no_rope_layers"):
         marks = fields.numbers("no_rope_layers", num_layers, 0.0, 1.0)
         return tuple(layer for layer in range(num_layers) if not marks[layer])
@@ -55,12 +51,10 @@ def layers_without_rope(fields: JsonFields, num_layers: int, windowed: Layers = 
 
 
 def layers_without_window(fields: JsonFields, num_layers: int, windowed: Layers) -> Layers:
-    """Return the layers that read everything."""
     return tuple(layer for layer in range(num_layers) if layer not in windowed)
 
 
 def layers_beside_windows(fields: JsonFields, num_layers: int, windowed: Layers) -> Layers:
-    """Return the layers that read everything, of a model that has windows too."""
     return layers_without_window(fields, num_layers, windowed) if windowed else ()
 
 
@@ -75,7 +69,6 @@ class WindowRule:
     kind: str = "sliding_attention"  # among layer_types
 
     def read(self, fields: JsonFields, num_layers: int) -> tuple[int | None, Layers]:
-        """Return the size of the window and the layers that have it."""
         if self.layers is None or not fields.flag("use_sliding_window", self.is_on):
             return None, ()
         if not fields.has(self.name) and (self.default_size is None or fields.is_present(self.name)):
@@ -91,7 +84,6 @@ NO_WINDOW = WindowRule(None)
 
 
 def rotated_layers(fields: JsonFields, num_layers: int) -> Layers:
-    """Return the layers that are rotated, by Llama 4's rule."""
     unrotated = layers_without_rope(fields, num_layers)
     return tuple(layer for layer in range(num_layers) if layer not in unrotated)
 
@@ -107,5 +99,4 @@ def windowed_layers(fields: JsonFields, num_layers: int, kind: str = "sliding_at
 
 
 def layers_unless_rope(fields: JsonFields, num_layers: int, windowed: Layers) -> Layers:
-    """Return no layer where `position_embedding_type` is rope, else all."""
     return () if fields.text("position_embedding_type", "nope") == "rope" else tuple(range(num_layers))

@@ -26,8 +26,6 @@ _CONTROL = 3  # among tokenizer.ggml.token_type
 
 @dataclass(frozen=True, slots=True)
 class _Architecture:
-    """A value of general.architecture."""
-
     family: str
     expert_family: str | None = None  # of files with experts; None: there are none such
     has_qk_norm: bool = False
@@ -87,7 +85,6 @@ def _gemma3(config: ModelConfig, entries: JsonFields) -> ModelConfig:
 
 
 def _phi3(config: ModelConfig, entries: JsonFields) -> ModelConfig:
-    """Add the window, which llama.cpp leaves out and the model was trained with."""
     window = entries.integer("phi3.attention.sliding_window", 0, MAX_CONTEXT, 0)
     return replace(
         config,
@@ -165,7 +162,6 @@ class _Parser:
         return head_dim
 
     def _vocab_size(self, hidden_size: int) -> int:
-        """Return the rows of the embedding; a file may have fewer tokens than rows, never more."""
         embedding = self._file.tensors.get(EMBEDDING)
         if embedding is None:
             raise ModelError(f"{self._file.path} holds no tensor {EMBEDDING}.")
@@ -189,7 +185,6 @@ class _Parser:
         return rotary_dim
 
     def _experts(self) -> ExpertConfig | None:
-        """Return the experts: Mixtral's and Qwen's, whose chosen ones' shares add up to 1."""
         num_experts = self._whole("expert_count", 0, MAX_EXPERTS, 0)
         if not num_experts:
             return None
@@ -217,7 +212,6 @@ class _Parser:
         return self._architecture.expert_family
 
     def _dtype(self) -> str:
-        """Return the dtype that holds the values of most tensors: that of the files where they are not in blocks."""
         projection = self._file.tensors.get("blk.0.attn_output.weight")
         return FLOAT_TYPES.get(projection.type.name if projection else "", "bfloat16")
 

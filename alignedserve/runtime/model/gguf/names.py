@@ -48,7 +48,6 @@ def tensor_names(file: GgufFile) -> ParameterNames:
 
 
 def find_tensor(file: GgufFile, name: str) -> GgufTensor | None:
-    """Return a tensor, which may be that of one expert; None when the file does not hold it."""
     module, found, rest = name.partition(_EXPERTS)
     if not found:
         return file.tensors.get(name)
@@ -60,7 +59,6 @@ def find_tensor(file: GgufFile, name: str) -> GgufTensor | None:
 
 
 def check_names(file: GgufFile, config: ModelConfig) -> None:
-    """Raise UnsupportedModel for a tensor that the engine would leave unread."""
     unknown = set(file.tensors) - set(_expected(config, tensor_names(file)))
     if unknown:
         first = min(unknown)

@@ -28,7 +28,6 @@ class RopeReader:
         self._prefix = architecture + "."
 
     def rope(self, rotary_dim: int) -> RopeConfig:
-        """Return the embedding. Raises ModelError, UnsupportedModel."""
         rope = RopeConfig(
             theta=self._number("rope.freq_base", 1.0, 1e12, 10000.0),
             rotary_dim=rotary_dim,
@@ -51,7 +50,6 @@ class RopeReader:
         return replace(rope, scaling=RopeScaling.LINEAR, factor=factor)
 
     def context_len(self, rope: RopeConfig) -> int:
-        """Return the longest context: with YaRN, at least that to which it stretches the original one."""
         own_len = self._context_len()
         if rope.scaling is not RopeScaling.YARN or not self._entries.has(self._prefix + _ORIGINAL_LEN):
             return own_len

@@ -52,7 +52,6 @@ class GgufSource:
         )
 
     def has(self, name: str) -> bool:
-        """Return whether the file holds a tensor of this name."""
         return find_tensor(self._file, name) is not None
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -116,7 +115,6 @@ class GgufSource:
         return stored
 
     def _in_order(self, name: str, rows: Tensor) -> Tensor:
-        """Return the rows in the order that the engine rotates: the halves of a head, not its neighbours."""
         num_heads = self._heads_of(name)
         if num_heads is None:
             return rows

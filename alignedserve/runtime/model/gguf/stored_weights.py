@@ -53,7 +53,6 @@ def stored_weights(file: GgufFile, dtype: str, device: str, quantization: str | 
 
 
 def _row_bytes(file: GgufFile, *, is_on_gpu: bool, is_in_blocks: bool) -> Callable[[GgufTensor], int | None]:
-    """Return what tells the bytes of a packed matrix's row; of an unpacked one None."""
     if not is_on_gpu:
         return lambda tensor: packed_row_bytes(tensor.type.name, tensor.shape[-1]) if is_in_blocks else None
     # Experts are multiplied together, so that one unpacked unpacks all.
@@ -78,7 +77,6 @@ def _step_bytes(file: GgufFile, tensor: GgufTensor, loaded_bytes: int) -> int:
 
 
 def _looked_up_bytes(embedding: GgufTensor, dtype: str, *, is_in_blocks: bool) -> int:
-    """Return the bytes of the rows that are looked up, beside those of a product with the same matrix."""
     width = embedding.shape[-1]
     row_bytes = packed_row_bytes(embedding.type.name, width) if is_in_blocks else None
     return embedding.num_rows * (width * DTYPE_BYTES[dtype] if row_bytes is None else row_bytes)

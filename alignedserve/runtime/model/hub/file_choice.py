@@ -74,7 +74,6 @@ def _has_safetensors(listed: Collection[str]) -> bool:
 
 
 def _gguf_files(listed: Collection[str]) -> list[str]:
-    """Return GGUF files of weights; of a split one, which may lie in a folder of its own, only the first part."""
     files = [file for file in sorted(listed) if file.endswith(".gguf") and file.count("/") < 2]
     return [file for file in files if _is_first(file) and not _OTHER_GGUF.search(file)]
 

@@ -65,7 +65,6 @@ def remove_model(name: HubName, cache: Path | None = None) -> int:
 
 
 def _only(found: HFCacheInfo, repo_id: str) -> HFCacheInfo:
-    """Return the cache as if it had this model alone: a copy of a repository has the same commits."""
     return replace(
         found, repos=frozenset(repo for repo in found.repos if (repo.repo_type, repo.repo_id) == ("model", repo_id))
     )
@@ -85,7 +84,6 @@ def _describe(repo: CachedRepoInfo, revision: CachedRevisionInfo) -> CachedModel
 
 
 def _halves_alone(cache: Path, whole: set[str]) -> list[CachedModel]:
-    """Return models with nothing but unfinished files."""
     return [
         CachedModel(
             repo_id=folder.name.removeprefix(_FOLDER_PREFIX).replace("--", "/"),
@@ -119,7 +117,6 @@ def _describe_weights(snapshot: Path) -> str:
 
 
 def _is_first(path: Path) -> bool:
-    """Return whether a GGUF file is a whole model, or the first part that is here."""
     with contextlib.suppress(ModelError):
         return path.name == part_names(path.name)[0]
     return False

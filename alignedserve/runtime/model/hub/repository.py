@@ -76,7 +76,6 @@ class Hub:
             return self._complete(name, commit, _sizes_of_shards(folder, name, sizes), report)
 
     def _resolve(self, name: HubName) -> str:
-        """Return the commit; where the hub does not answer, the one that was known when it last did."""
         return self._api.resolve_revision(
             name.repo_id,
             revision=name.revision,
@@ -85,7 +84,6 @@ class Hub:
         ).resolved
 
     def _list(self, name: HubName, commit: str) -> dict[str, int]:
-        """Return the bytes of every file of the repository at this commit."""
         try:
             listed: list[Any] = huggingface_hub.get_cached_repo_tree(
                 name.repo_id, revision=commit, cache_dir=self._cache
@@ -97,14 +95,12 @@ class Hub:
         return {file.path: file.size for file in listed if isinstance(file, RepoFile)}
 
     def _list_folder(self, name: HubName, commit: str) -> dict[str, int]:
-        """Return the files that another program has downloaded, without a list of ours."""
         folder = self._folder(name, commit)
         if not folder.is_dir():
             raise ModelNotFound(f"{name} is not downloaded, or not completely, and HF_HUB_OFFLINE is set.")
         return {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
 
     def _complete(self, name: HubName, commit: str, sizes: dict[str, int], report: Report | None) -> Path:
-        """Download what is missing of these files and return the folder."""
         missing = [file for file in sizes if not (self._folder(name, commit) / file).exists()]
         if missing:
             if constants.is_offline_mode():
@@ -113,7 +109,6 @@ class Hub:
         return self._link(name, commit, list(sizes))
 
     def _link(self, name: HubName, commit: str, files: list[str]) -> Path:
-        """Give the folder these files: from blobs that are here, otherwise from the hub. Returns the folder."""
         folder = self._folder(name, commit)
         if all((folder / file).exists() for file in files):
             return folder
@@ -133,7 +128,6 @@ class Hub:
         return folder
 
     def _download(self, name: HubName, commit: str, sizes: dict[str, int], report: Report | None) -> None:
-        """Download files of weights into blobs, some at a time; the first failure stops them all."""
         blobs = self._folder(name, commit).parent.parent / "blobs"
         blobs.mkdir(parents=True, exist_ok=True)
         stop, counted = threading.Event(), _ByteCount(sum(sizes.values()), report)
@@ -161,8 +155,6 @@ class Hub:
 
 
 class _ByteCount:
-    """Adds up what several threads receive."""
-
     def __init__(self, total: int, report: Report | None) -> None:
         self._num_bytes, self._total, self._report = 0, total, report
         self._lock = threading.Lock()
@@ -175,14 +167,11 @@ class _ByteCount:
 
 
 class _NoBar(tqdm):
-    """Progress of huggingface_hub that shows nothing: small files come at once, large ones have our own bar."""
-
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options | {"disable": True})  # type: ignore[no-untyped-call]
 
 
 def _sizes_of_shards(folder: Path, name: HubName, sizes: dict[str, int]) -> dict[str, int]:
-    """Return the bytes of the files of weights: those of the index, or the only one."""
     files = [path.name for path in listed_shards(folder)] if INDEX_NAME in sizes else [SINGLE_NAME]
     missing = [file for file in files if file not in sizes]
     if missing:
@@ -202,7 +191,6 @@ def _check_space(name: HubName, files: list[RemoteFile], blobs: Path) -> None:
 
 @contextlib.contextmanager
 def explained(name: HubName, endpoint: str) -> Iterator[None]:
-    """Raise ModelError, ModelNotFound or StorageFull for whatever fails inside."""
     try:
         yield
     except AlignedServeError:

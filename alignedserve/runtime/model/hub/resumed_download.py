@@ -50,7 +50,6 @@ class RemoteFile:
             raise ModelError(f"{self.url}: the hub sent {self.etag[:200]!r} as its ETag, which is none.")
 
     def num_bytes_in(self, blobs: Path) -> int:
-        """Return how much of it is in this folder already."""
         for path in (blobs / self.etag, _part_of(self, blobs)):
             with contextlib.suppress(FileNotFoundError):
                 return min(path.stat().st_size, self.num_bytes)
@@ -118,13 +117,11 @@ class Download:
             self._pause(_POLL_S)
 
     def _is_current(self, part: BufferedRandom) -> bool:
-        """Return False when the process that had it has renamed or removed it meanwhile."""
         with contextlib.suppress(FileNotFoundError):
             return os.path.samestat(os.fstat(part.fileno()), self._part.stat())
         return False
 
     def _receive(self, part: BufferedRandom) -> None:
-        """Append what is missing, in as many requests as it takes."""
         num_failures = 0
         if _size_of(part) > self._file.num_bytes:
             self._start_over(part)
@@ -171,7 +168,6 @@ class Download:
         part.truncate(0)
 
     def _is_whole(self, part: BufferedRandom) -> bool:
-        """Compare digests; True where the ETag is none that can be checked, as that of some mirrors."""
         part.seek(0)
         match len(self._file.etag):
             case 64:
@@ -197,5 +193,4 @@ def _size_of(file: BufferedRandom) -> int:
 
 
 def _status_of(error: Exception) -> int:
-    """Return the status of an answer; where none came, that of a gateway whose server is silent."""
     return error.response.status_code if isinstance(error, HfHubHTTPError) else _GATEWAY_TIMEOUT

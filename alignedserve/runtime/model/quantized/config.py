@@ -87,7 +87,6 @@ def _read_group(group: JsonFields, default: str) -> WeightScheme:
 
 
 def _read_floats_of_4_bits(weights: JsonFields, form: str, *, is_float: bool) -> WeightScheme:
-    """Inputs of products are not rounded to 4 bits, whatever `input_activations` says."""
     expected = _FLOAT_GROUPS[form]
     size = weights.integer("group_size", 1, MAX_WIDTH, expected)
     if not is_float or size != expected:
@@ -160,7 +159,6 @@ _READERS: dict[QuantMethod, Callable[[JsonFields], CheckpointQuantization]] = {
 
 
 def _require(fields: JsonFields, name: str, allowed: tuple[str, ...], default: str | None = None) -> str:
-    """Return the text of a field, in small letters, that has to be one of `allowed`."""
     value = fields.text(name, default)
     if value.lower() not in allowed:
         raise UnsupportedModel(f"{fields.where}: {name} {value!r} is not one of {', '.join(allowed)}.")
@@ -175,7 +173,6 @@ def _require_bits(fields: JsonFields, allowed: tuple[int, ...], name: str = "num
 
 
 def _group(fields: JsonFields, name: str) -> int | None:
-    """Return the size of groups; -1 is a whole row."""
     size = fields.integer(name, -1, MAX_WIDTH)
     if size == 0:
         raise fields.error(name, "must not be 0")

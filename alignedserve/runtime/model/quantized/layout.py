@@ -75,7 +75,6 @@ class StoredMatrix:
 
     @property
     def num_groups(self) -> int:
-        """Return the number of scales along the inputs."""
         return -(-self.width // self.group_size)
 
 
@@ -87,7 +86,6 @@ class Headers(Protocol):
 
 
 def has_weight(headers: Headers, name: str) -> bool:
-    """Return whether there is a tensor of this name, or a packed one in its place."""
     module = name.removesuffix(_WEIGHT)
     names = [name] if module == name else [name, module + ".weight_packed", module + ".qweight"]
     return any(headers.header(each) is not None for each in names)
@@ -152,7 +150,6 @@ def _of_4_bits(headers: Headers, module: str) -> Packing:
 
 
 def nvfp4_names(matrix: StoredMatrix) -> tuple[str, str, bool]:
-    """Return the names of a matrix's numbers and of its float32, and whether values are divided by the latter."""
     return ("weight", "weight_scale_2", False) if matrix.is_modelopt else ("weight_packed", "weight_global_scale", True)
 
 
@@ -175,7 +172,6 @@ def _matrix(
 
 
 def _expected(matrix: StoredMatrix) -> list[_Expected]:
-    """Return the tensors that the matrix consists of."""
     assert matrix.packing is not Packing.MXFP4, "see _problem_of_stack"
     if matrix.packing is Packing.FLOAT8:
         return _expected_of_float8(matrix)
@@ -229,7 +225,6 @@ def _expected_of_float8(matrix: StoredMatrix) -> list[_Expected]:
 
 
 def _scale_shapes(matrix: StoredMatrix) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes that scales may have; one for the whole matrix has several."""
     shape = (matrix.rows, matrix.num_groups)
     return (shape, (matrix.rows,), (1,), (), (1, 1)) if matrix.scheme.group_size is None else (shape,)
 
@@ -261,12 +256,10 @@ def _problem_of_stack(headers: Headers, matrix: StoredMatrix) -> str | None:
 
 
 def block_type(width: int) -> str:
-    """Return the type of blocks of a matrix with so many inputs, which fill blocks of 32."""
     return "Q4_K" if width % _SUPERBLOCK == 0 else "Q4_1"
 
 
 def block_bytes(width: int) -> int:
-    """Return the bytes of a row of these."""
     return row_bytes(block_type(width), width)
 
 

@@ -23,8 +23,6 @@ _CHUNK_VALUES = 1 << 22  # unpacked at a time: intermediate results are several 
 
 
 class _Parts(NamedTuple):
-    """The tensors of a matrix."""
-
     words: Tensor  # uint8 [rows, width / 2]
     scales: Tensor  # FP8 [rows, width / 16]
     whole: Tensor  # float32, by which scales are multiplied

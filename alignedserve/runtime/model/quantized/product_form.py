@@ -50,7 +50,6 @@ class Computing:
 
     @property
     def is_gpu(self) -> bool:
-        """Return whether that is a GPU."""
         return self.device.startswith("cuda")
 
     @property
@@ -98,7 +97,6 @@ def _fills_blocks(matrix: StoredMatrix) -> bool:
 
 
 def _grouped_form(matrix: StoredMatrix) -> ProductForm:
-    """Return the form of products whose inputs are not rounded, which every GPU computes."""
     if matrix.packing in IN_BLOCKS:
         return ProductForm.GROUPS_OF_BLOCKS
     if matrix.packing is Packing.NVFP4:
@@ -111,7 +109,6 @@ def _grouped_form(matrix: StoredMatrix) -> ProductForm:
 
 
 def form_bytes(matrix: StoredMatrix, form: ProductForm, dtype: str) -> int:
-    """Return the bytes of the matrix in memory."""
     count = matrix.rows * matrix.width
     if form is ProductForm.UNPACKED:
         return count * DTYPE_BYTES[dtype]
@@ -142,5 +139,4 @@ def _type_of_blocks(matrix: StoredMatrix) -> str:
 
 
 def inputs_together(matrix: StoredMatrix) -> int:
-    """Return how many inputs share a scale everywhere: 128, 64 or 32."""
     return next(size for size in (128, 64, _BLOCK) if matrix.width % size == 0 == matrix.group_size % size)

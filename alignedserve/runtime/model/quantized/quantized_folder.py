@@ -104,7 +104,6 @@ def _modules(config: ModelConfig, source: SafetensorsSource) -> list[LinearModul
 def _tensors(
     source: SafetensorsSource, rounded: dict[str, LinearModule], round_: Round, note: Note
 ) -> Iterator[tuple[str, Tensor]]:
-    """Walk the tensors to write: those that stay, as they are, then those of each matrix."""
     replaced = {f"{stem}.weight" for name in rounded for stem in (name, member_of_stack(name)[0])}
     for name in source.index.file_of:
         if name not in replaced:
@@ -117,8 +116,6 @@ def _tensors(
 
 
 class _ShardWriter:
-    """Writes tensors to files of about two gigabytes, and their index where there are several."""
-
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._tensors: dict[str, Tensor] = {}
@@ -126,14 +123,12 @@ class _ShardWriter:
         self._num_bytes = self._held_bytes = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Take a tensor."""
         self._tensors[name] = tensor.contiguous()
         self._held_bytes += tensor.nbytes
         if self._held_bytes >= _SHARD_BYTES:
             self._write()
 
     def finish(self) -> int:
-        """Write what is left, and return the bytes of all tensors."""
         if self._tensors:
             self._write()
         count = len(self._shards)

@@ -63,7 +63,6 @@ def to_blocks(values: Tensor) -> dict[str, Tensor]:
 
 
 def _best_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a scale and a minimum, at most 0, of each block of 32."""
     weights = blocks.square().mean(-1, keepdim=True).sqrt_() + blocks.abs()
     low, high = blocks.amin(-1).clamp_(max=0.0), blocks.amax(-1).clamp_(min=0.0)
     span = (high - low).clamp_min_(_TINY)
@@ -81,7 +80,6 @@ def _best_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _fitted(blocks: Tensor, weights: Tensor, quants: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scales and minima by which quants are nearest to the blocks."""
     w, l, ll = weights.sum(-1), (weights * quants).sum(-1), (weights * quants.square()).sum(-1)  # noqa: E741
     x, lx = (weights * blocks).sum(-1), (weights * quants * blocks).sum(-1)
     determinant = (w * ll - l.square()).clamp_min_(_TINY)
@@ -125,5 +123,4 @@ def _q4_k(blocks: Tensor, scales: Tensor, minima: Tensor) -> Tensor:
 
 
 def _halves(quants: Tensor) -> Tensor:
-    """Put quants [.., 32] into bytes [.., 16]: the first 16 into the lower halves."""
     return quants[..., :16] | quants[..., 16:] << 4

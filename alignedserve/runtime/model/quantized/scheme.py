@@ -31,7 +31,6 @@ class WeightScheme:
 
     @property
     def label(self) -> str:
-        """Return the scheme in words."""
         bits = f"{'float' if self.is_float else 'int'}{self.num_bits}"
         if self.block is not None:
             return f"{bits} in blocks of {self.block[0]} x {self.block[1]}"

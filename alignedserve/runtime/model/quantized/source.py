@@ -62,7 +62,6 @@ def read_float8(matrix: StoredMatrix, read: Read) -> Float8Matrix:
 
 
 def unpacked_integers(matrix: IntegerMatrix, dtype: torch.dtype) -> Tensor:
-    """Return the values [rows, width], computed in float32."""
     values = torch.empty(matrix.numbers.shape, dtype=dtype)
     width, groups = values.shape[1], matrix.scales.shape[1]
     size = -(-width // groups)
@@ -82,7 +81,6 @@ def unpacked_integers(matrix: IntegerMatrix, dtype: torch.dtype) -> Tensor:
 
 
 def unpacked_float8(matrix: StoredMatrix, stored: Float8Matrix, dtype: torch.dtype) -> Tensor:
-    """Return the values [rows, width], computed in float32."""
     values = torch.empty(stored.values.shape, dtype=dtype)
     size, height = matrix.group_size, 1 if matrix.scheme.block is None else matrix.scheme.block[0]
     scales = stored.scales if stored.scales.ndim == 2 else stored.scales[:, None]
@@ -136,7 +134,6 @@ def _awq(matrix: StoredMatrix, read: Read, zero_offset: int) -> tuple[Tensor, Te
 
 
 def _outputs_in_order(words: Tensor) -> Tensor:
-    """Return the numbers of AWQ's words [n, outputs / 8]: uint8 [outputs, n]."""
     columns = words.T.contiguous()
     numbers = torch.empty((len(columns), 8, columns.shape[1]), dtype=torch.uint8)
     for output, place in enumerate(_AWQ_PLACES):
@@ -148,13 +145,11 @@ _READERS = {Packing.ROWS: _rows_of_words, Packing.INT8: _bytes, Packing.GPTQ: _g
 
 
 def _spread(words: Tensor, bits: int) -> Tensor:
-    """Return the numbers of `bits` in int32 words [rows, n], lowest first: uint8 [rows, 32 / bits * n]."""
     raw = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     return raw if bits == 8 else torch.stack((raw & 15, raw >> 4), dim=-1).flatten(1)
 
 
 def _by_row(stored: Tensor, matrix: StoredMatrix) -> Tensor:
-    """Return scales or zero points [rows, groups]; one of a whole matrix holds for every row."""
     stored = stored[:, None] if stored.ndim == 1 and len(stored) == matrix.rows else stored
     return stored.reshape(-1, matrix.num_groups).expand(matrix.rows, -1)
 
@@ -175,7 +170,6 @@ def _read_scales(matrix: StoredMatrix, read: Read) -> Tensor:
 
 
 def _groups(matrix: StoredMatrix, read: Read) -> Tensor:
-    """Return the group of each input."""
     in_runs = torch.arange(matrix.width) // matrix.group_size
     if matrix.order_name is None:
         return in_runs
@@ -199,7 +193,6 @@ class QuantizedSource:
         *,
         unpacks_all: bool = False,
     ) -> None:
-        """`unpacks_all`: no product is computed from packed weights, for comparison."""
         self.names = names
         self.dtype = plain.dtype
         self._plain = plain
@@ -209,7 +202,6 @@ class QuantizedSource:
         self._computing = Computing(plain.device.type, str(plain.dtype).removeprefix("torch."), has_float8)
 
     def has(self, name: str) -> bool:
-        """Return whether there is a tensor of this name, or one that is unpacked to it."""
         return has_weight(self._plain.index, name)
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -353,11 +345,9 @@ def _are_halves(scales: Tensor) -> bool:
 
 
 def _per_block(heads: Tensor, matrix: StoredMatrix, size: int = _BLOCK) -> Tensor:
-    """Return [rows, groups, ...] for every block of `size` inputs."""
     return heads.repeat_interleave(matrix.group_size // size, 1)[:, : matrix.width // size]
 
 
 def _rows_of(heads: Tensor, quants: Tensor, type_name: str, matrix: StoredMatrix) -> BlockRows:
-    """Put the scales [rows, blocks, n] before the quants [rows, blocks, bytes] of their blocks."""
     blocks = torch.cat((heads.contiguous().view(torch.uint8), quants), dim=2)
     return BlockRows(blocks.flatten(1), type_name, matrix.width)

@@ -26,7 +26,6 @@ def read_blocks(matrix: StoredMatrix, source: SafetensorsSource) -> BlockRows:
 
 
 def _mxfp4(matrix: StoredMatrix, source: SafetensorsSource) -> tuple[str, Tensor, Tensor]:
-    """Return the name of the scales, the blocks [rows, n, 16] and the scales [rows, n]."""
     if matrix.packing is Packing.MXFP4:
         stack, number = member_of_stack(matrix.module)
         name = f"{stack}_scales"

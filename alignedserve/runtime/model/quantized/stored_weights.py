@@ -76,7 +76,6 @@ def _matrices(folder: Path, config: ModelConfig, computing: Computing, stored: C
 
 
 def _as_computed_together(matrices: list[_Matrix], computing: Computing) -> list[_Matrix]:
-    """Return the forms for loading: where experts are one product, one unpacked expert unpacks the others."""
     forms = {matrix.form for matrix in matrices if matrix.is_expert}
     if not computing.is_gpu or ProductForm.UNPACKED not in forms:
         return matrices
@@ -84,7 +83,6 @@ def _as_computed_together(matrices: list[_Matrix], computing: Computing) -> list
 
 
 def _widest(matrices: list[_Matrix], vocab_size: int) -> int:
-    """Return the elements of the widest matrix that products of many rows unpack, which a head's do not; 0: none."""
     layers = [own for own in matrices if not own.is_expert and own.stored.rows != vocab_size]
     return max((_count(own) for own in layers if own.form in GROUPS_OF_GPUS), default=0)
 

@@ -74,7 +74,6 @@ def staged_layout(config: ModelConfig, size: int, block_size: int, dtype: str) -
 
 
 def check_pipeline_parallel(config: ModelConfig, size: int, tensor_parallel: int, device: str) -> None:
-    """Raise ConfigError unless so many stages can compute the model."""
     if size == 1:
         return
     if tensor_parallel > 1:
@@ -101,7 +100,6 @@ def check_pipeline_parallel(config: ModelConfig, size: int, tensor_parallel: int
 
 
 def _weights_of(config: ModelConfig, layer: int, head: int) -> int:
-    """Return the weights that a layer multiplies with."""
     return max(LayerStage(0, 1, layer, layer + 1).local(config).num_projected - head, 1)
 
 

@@ -43,7 +43,6 @@ def _grouped(weight: GroupedRows, region: Region) -> Rows | None:
 
 
 def tensor_region(tensor: Tensor, region: Region) -> Tensor:
-    """Return the part of a plain tensor, in memory of its own."""
     part = chosen_rows(tensor, region)
     if region.columns is not None:
         part = part[:, region.columns.start : region.columns.stop]

@@ -87,7 +87,6 @@ class _ModelRegions:
         yield from self._by_columns(down, width, inner)
 
     def _by_columns(self, module: str, width: int, columns: Span) -> Iterator[tuple[str, Region]]:
-        """Yield the weight of a product whose results the ranks add up, and the bias, which one of them has."""
         rows = self._config.hidden_size
         yield f"{module}.weight", Region(rows, width, (Span(0, rows),), columns)
         yield f"{module}.bias", Region(rows, None, (Span(0, rows),), is_held=self._shard.rank == 0)

@@ -50,11 +50,9 @@ class ShardedSource:
         self._regions = regions
 
     def has(self, name: str) -> bool:
-        """See TensorSource."""
         return self._source.has(name)
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """See TensorSource."""
         region = self._regions.get(name)
         if region is None:
             return self._source.tensor(name, shape)
@@ -66,12 +64,10 @@ class ShardedSource:
         return part
 
     def exact(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """See ExactSource; of tensors that every rank has whole."""
         assert name not in self._regions, f"{name} is divided"
         return exact_tensor(self._source, name, shape)
 
     def packed(self, name: str, shape: tuple[int, ...]) -> Rows | None:
-        """See PackedSource."""
         if self._packed is None:
             return None
         region = self._regions.get(name)
@@ -81,7 +77,6 @@ class ShardedSource:
         return None if whole is None else packed_region(whole, region)
 
     def file_rows(self, name: str, shape: tuple[int, int]) -> FileRows | None:
-        """See FileSource; of rows that lie in one place."""
         if self._files is None:
             return None
         region = self._regions.get(name)
@@ -113,7 +108,6 @@ def assemble_stage(
     observer: LoadingObserver | None,
     stage: StageReading,
 ) -> DecoderWeights:
-    """Assemble what one stage holds; otherwise as assemble_shard."""
     tensors, _, packed, files = source
     return assemble_weights(config, tensors, quantization, packed=packed, files=files, observer=observer, stage=stage)
 

@@ -26,11 +26,9 @@ class Span(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Return how many there are."""
         return self.stop - self.start
 
     def times(self, width: int) -> "Span":
-        """Return the elements of units that have `width` each."""
         return Span(self.start * width, self.stop * width)
 
 

@@ -94,7 +94,6 @@ def _idefics3(fields: JsonFields, images: JsonFields) -> VisionConfig:
 
 
 def _pixtral(fields: JsonFields, images: JsonFields) -> VisionConfig:
-    """Read Pixtral's tower, of its own model (`llava`) or of Mistral 3, which joins patches."""
     tower = section_of(fields, "vision_config")
     if tower.text("model_type", "pixtral") != "pixtral":
         raise UnsupportedModel(f"{tower.where}: a tower other than pixtral is not supported.")
@@ -139,7 +138,6 @@ def _pixtral(fields: JsonFields, images: JsonFields) -> VisionConfig:
 
 
 def _llama4(fields: JsonFields, images: JsonFields) -> VisionConfig | None:
-    """Read Llama 4's tower, with a class token; there are configs of the text part alone."""
     tower = fields.section("vision_config")
     if tower is None:
         return None
@@ -193,7 +191,6 @@ def _llama4(fields: JsonFields, images: JsonFields) -> VisionConfig | None:
 
 
 def _gemma3(fields: JsonFields, images: JsonFields) -> VisionConfig | None:
-    """Read Gemma 3's tower, which is SigLIP's; there are checkpoints of the text part alone."""
     tower = fields.section("vision_config")
     if tower is None:
         return None

@@ -129,7 +129,6 @@ class MobileConfig(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def needs_caches(self) -> bool:
-        """See VisionConfig."""
         return False
 
     def blocks(self, stage: int) -> Iterator[PlacedBlock]:
@@ -184,7 +183,6 @@ class MobileConfig(msgspec.Struct, frozen=True, tag=True):
         return sum(math.prod(shape) for shape in (self.tower_shapes() | self.connector_shapes()).values())
 
     def weight_bytes(self, dtype: str) -> int:
-        """Return the bytes of all weights in `dtype`."""
         return self.num_parameters * DTYPE_BYTES[dtype]
 
     def _placed(self) -> Iterator[PlacedBlock]:

@@ -22,7 +22,6 @@ from alignedserve.runtime.model.vision.vision_config import PositionKind, Vision
 
 
 def _cells(fields: JsonFields, images: JsonFields, tower: JsonFields, sizes: TowerSizes) -> CellsForm:
-    """Read how Qwen's models see pictures of a size, and check what their parts have to agree on."""
     if (sizes["hidden_size"] // sizes["num_heads"]) % 4:
         raise tower.error("num_heads", "must leave heads of whole fours")
     join, patch = tower.integer("spatial_merge_size", 1, 16, 2), sizes["patch_size"]
@@ -44,7 +43,6 @@ def _cells(fields: JsonFields, images: JsonFields, tower: JsonFields, sizes: Tow
 
 
 def _qwen(fields: JsonFields, images: JsonFields, defaults: tuple[int, int, int, int, int], act: str) -> VisionConfig:
-    """Read what the towers of Qwen's models have in common; `defaults`, `act`: as of tower_sizes."""
     tower = section_of(fields, "vision_config")
     sizes = tower_sizes(fields, tower, defaults, act)
     form = _cells(fields, images, tower, sizes)
@@ -72,7 +70,6 @@ def _qwen(fields: JsonFields, images: JsonFields, defaults: tuple[int, int, int,
 
 
 def read_qwen2_5(fields: JsonFields, images: JsonFields) -> VisionConfig:
-    """Read Qwen2.5-VL's tower, most of whose layers attend within windows."""
     config = _qwen(fields, images, (3584, 3420, 32, 16, 14), "silu")
     tower, cell = section_of(fields, "vision_config"), config.patch_size * config.join
     return msgspec.structs.replace(

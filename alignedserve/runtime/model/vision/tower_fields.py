@@ -44,7 +44,6 @@ class TowerSizes(TypedDict):
 def tower_sizes(
     fields: JsonFields, tower: JsonFields, defaults: tuple[int, int, int, int, int], activation: str
 ) -> TowerSizes:
-    """Return the sizes; `defaults`: of width, inner width, layers, heads and patches."""
     width = tower.integer("hidden_size", 1, MAX_WIDTH, defaults[0])
     heads, layers = ("num_heads", "depth") if tower.has("depth") else ("num_attention_heads", "num_hidden_layers")
     num_heads = tower.integer(heads, 1, MAX_HEADS, defaults[3])
@@ -65,7 +64,6 @@ def tower_sizes(
 
 
 def pixel_bounds(images: JsonFields, cell: int) -> tuple[int, int]:
-    """Return the least and the most pixels of a picture, by either generation of their names."""
     size = images.section("size") or JsonFields({}, images.where)
     least = images.integer("min_pixels", 1, 1 << 30, size.integer("shortest_edge", 1, 1 << 30, 56 * 56))
     most = images.integer("max_pixels", 1, 1 << 30, size.integer("longest_edge", 1, 1 << 30, 28 * 28 * 1280))
@@ -75,18 +73,15 @@ def pixel_bounds(images: JsonFields, cell: int) -> tuple[int, int]:
 
 
 def section_of(fields: JsonFields, name: str) -> JsonFields:
-    """Return a section, an empty one where there is none."""
     return fields.section(name) or JsonFields({}, f"{fields.where}, {name}")
 
 
 def longest_edge(images: JsonFields, name: str, default: int) -> int:
-    """Return the longest edge that a section names."""
     section = images.section(name)
     return default if section is None else section.integer("longest_edge", 1, MAX_EDGE)
 
 
 def read_scaling(images: JsonFields, defaults: tuple[Rgb, Rgb]) -> Scaling:
-    """Read what is made of pixels; `defaults`: mean and deviation."""
     mean, deviation = defaults
     rescale = images.number("rescale_factor", 0.0, 1e6, 1 / 255)
     return Scaling(rescale, _rgb(images, "image_mean", mean), _rgb(images, "image_std", deviation))
@@ -100,12 +95,10 @@ def _rgb(images: JsonFields, name: str, default: Rgb) -> Rgb:
 
 
 def image_token(fields: JsonFields) -> str:
-    """Return the field that names a picture's token, of either generation."""
     return "image_token_index" if fields.has("image_token_index") else "image_token_id"
 
 
 def check_square(images: JsonFields, edge: int) -> None:
-    """Check that the processor makes squares of pictures as large as the encoder's."""
     size = images.section("size") or JsonFields({}, images.where)
     for name in ("height", "width"):
         if size.integer(name, 1, MAX_EDGE, edge) != edge:

@@ -56,7 +56,6 @@ class VisionNames:
     standard: tuple[str, str] | None = None  # tensors of these names: what pooled patches lose, and are multiplied with
 
     def within(self, inside: str) -> "VisionNames":
-        """Return these names for a tower that lies `inside` another module, which its connector does not."""
         return replace(
             self,
             patches=inside + self.patches,
@@ -186,7 +185,6 @@ class VisionConfig(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def _layer_parameters(self) -> int:
-        """Return the weights of a layer, but for its norms."""
         width, inner, bias = self.hidden_size, self.intermediate_size, int(self.has_bias)
         ups = 2 if self.is_gated else 1
         return 4 * width * (width + bias) + ups * inner * (width + bias) + width * (inner + bias)
@@ -205,5 +203,4 @@ class VisionConfig(msgspec.Struct, frozen=True, tag=True):
         return products + merger + deep + (own_norm if self.names.connector_norm else 0)
 
     def weight_bytes(self, dtype: str) -> int:
-        """Return the bytes of all weights in `dtype`."""
         return self.num_parameters * DTYPE_BYTES[dtype]

@@ -151,7 +151,6 @@ class _Assembler:
         return self._tensor(lost, width), self._tensor(factor, width)
 
     def _turned(self, rows: Tensor) -> Tensor:
-        """Reorder rows of heads that are rotated, as the tower rotates them."""
         pairs = self._names.pairs
         if pairs is PairOrder.ROWS_FIRST:
             return rows
@@ -163,7 +162,6 @@ class _Assembler:
         return self._connector(names.deep_norm.format(level=level), products, joins=True)
 
     def _connector(self, norm_name: str, modules: Sequence[str], *, joins: bool) -> Connector:
-        """Load a connector whose norm is of joined patches (`joins`) or of each."""
         config, names = self._config, self._names
         norm = merger = None
         if norm_name:
@@ -205,7 +203,6 @@ class _Assembler:
         is_gated: bool = False,
         num_turned: int = 0,
     ) -> AdaptableProjection:
-        """Stack the weights of modules that read the same input; the first `num_turned` are of heads that rotate."""
         weights = [self._tensor(f"{name}.weight", rows, in_width) for name in modules]
         biases = [self._tensor(f"{name}.bias", rows) for name in modules] if self._config.has_bias else []
         if len(modules) > 1:  # one module of all rows has those of queries and keys as the tower has them

@@ -49,13 +49,11 @@ class ExtraReader:
         return self._read.linear(modules, rows, width, has_bias=False)
 
     def output(self, prefix: str, layer: int) -> AdaptableProjection:
-        """Return the product behind a layer's attention."""
         _, head_dim = self._config.heads_of(layer)
         width = self._config.hidden_size
         return self._read.linear([prefix + self._names.output], [width], self._config.num_heads * head_dim, False)
 
     def head_norms(self, prefix: str, layer: int) -> HeadNorms:
-        """Return the norms of a layer's queries, keys and values."""
         config, head_dim = self._config, self._config.heads_of(layer).head_dim
         ones = torch.ones(head_dim, dtype=self._read.dtype, device=self._read.device)
         queries = self._read.tensor(f"{prefix}{self._names.query_norm}.weight", head_dim)
@@ -76,13 +74,11 @@ class ExtraReader:
         return SparseFeedForward(gate_up, down, self._gated(), sparsity)
 
     def beside(self, prefix: str, experts: Projection) -> ExpertsBeside:
-        """Return what experts add to a layer's feed-forward part."""
         assert isinstance(experts, Experts | SortedExperts), "experts that are not routed by their own router"
         before, behind = (self._norm(prefix + name) for name in self._own.expert_norms)
         return ExpertsBeside(self._norm(prefix + self._own.dense_norm), experts, (before, behind))
 
     def parts(self, prefix: str) -> LayerParts:
-        """Return what a layer has beyond attention and feed-forward part."""
         extras, own, width = self._extras, self._own, self._config.hidden_size
         gate = None
         if extras.embedding_width:
@@ -113,7 +109,6 @@ class ExtraReader:
         )
 
     def layer_embeddings(self, prefix: str) -> LayerEmbeddings | None:
-        """Return what makes the embeddings of all layers; None: they have none."""
         extras, own, num_layers = self._extras, self._own, self._config.num_layers
         if not extras.embedding_width:
             return None

@@ -50,13 +50,11 @@ class FeedForwardReader:
     def __init__(
         self, config: ModelConfig, names: ParameterNames, read: ProductReader, sharing: ExpertReading | None = None
     ) -> None:
-        """`sharing`: None: all experts are this process's."""
         self._config, self._names, self._read = config, names, read
         self._sharing = sharing
         self.own: LayerExperts = {}  # where they are shared
 
     def dense(self, prefix: str, layer: int) -> FeedForwardPart:
-        """Return the two products of a layer."""
         names, factors = self._names, self._config.multipliers
         modules = [prefix + name for name in names.gate_up]
         if factors is not None:
@@ -75,7 +73,6 @@ class FeedForwardReader:
         )
 
     def mixed(self, prefix: str, experts: ExpertConfig, layer: int) -> Projection:
-        """Return the experts of a layer, one that every token passes included."""
         names, chosen = self._names, self._chosen_experts(prefix, experts, layer)
         if not experts.shared_size:
             return chosen
@@ -193,7 +190,6 @@ class FeedForwardReader:
         shapes: Sequence[tuple[int, int]],
         experts: ExpertConfig,
     ) -> SortedExperts | None:
-        """Return the experts with their weights as stored; None where these are plain, or differ in form."""
         if self._read.packed_rows(f"{modules[0][1]}.weight", *shapes[1]) is None:
             return None
         parts = [
@@ -210,7 +206,6 @@ class FeedForwardReader:
     def _expert_part(
         self, module: str, rows: int, width: int, experts: ExpertConfig, *, has_gates: bool = False
     ) -> ExpertPart:
-        """Return a module of an expert. `has_gates`: rows are gates and ups."""
         read = self._read.turned_rows if self._names.transposes_experts else self._read.rows
         weight = read(module, rows, width)
         bias = self._read.tensor(f"{module}.bias", rows) if experts.has_bias else None

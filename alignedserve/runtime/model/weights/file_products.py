@@ -25,7 +25,6 @@ class NotFiniteError(ValueError):
 
 
 def packs_files(dtype: torch.dtype, in_width: int, *, is_int8: bool) -> bool:
-    """Return whether the native kernels pack weights of this width for products in `dtype` here."""
     if is_int8:
         return dtype in (torch.float32, torch.bfloat16) and bool(packed_levels(INT8, _CPU))
     return fits(dtype, in_width) and bool(packed_levels(dtype, _CPU))

@@ -22,7 +22,6 @@ def pairs_apart(rows: Tensor, config: ModelConfig) -> Tensor:
 
 
 def gates_first(rows: Tensor) -> Tensor:
-    """Reorder rows of gates and ups in turn."""
     return torch.cat([rows[::2], rows[1::2]])
 
 
@@ -37,7 +36,6 @@ def rotated_first(rows: Tensor, rope_dim: int, num_heads: int, *, is_paired: boo
 
 
 def heads_to_qkv(rows: Tensor, config: ModelConfig) -> Tensor:
-    """Reorder rows [num_heads, 3, head_dim] to [3, num_heads, head_dim]."""
     shape = (config.num_heads, 3, config.head_dim, -1)
     return rows.view(shape).transpose(0, 1).reshape(rows.shape)
 

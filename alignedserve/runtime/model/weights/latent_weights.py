@@ -18,8 +18,6 @@ _EPS = 1e-6  # of the norms of short rows, whatever config.json has for the othe
 def latent_queries(
     read: ProductReader, config: ModelConfig, latent: LatentConfig, names: ParameterNames, prefix: str
 ) -> LatentQueries:
-    """Return the product of queries and cached rows of one layer."""
-
     def turned(rows: Rows, num_heads: int) -> Rows:
         return rows.changed(
             lambda part: rotated_first(part, latent.rope_dim, num_heads, is_paired=names.interleaves_pairs)
@@ -47,7 +45,6 @@ def latent_queries(
 def latent_output(
     read: ProductReader, config: ModelConfig, latent: LatentConfig, names: ParameterNames, prefix: str
 ) -> LatentOutput:
-    """Return the product behind one layer's attention."""
     _, values = _heads_of_latent(read, config, latent, prefix + names.heads_of_latent)
     width = config.num_heads * latent.value_dim
     output = read.linear([prefix + names.output], [config.hidden_size], width, has_bias=False)
@@ -57,7 +54,6 @@ def latent_output(
 def _heads_of_latent(
     read: ProductReader, config: ModelConfig, latent: LatentConfig, module: str
 ) -> tuple[Tensor, Tensor]:
-    """Return what makes keys [heads, nope_dim, rank] and values [heads, value_dim, rank] of latents, unpacked."""
     width = latent.nope_dim + latent.value_dim
     weight = read.tensor(f"{module}.weight", config.num_heads * width, latent.rank)
     heads = weight.view(config.num_heads, width, latent.rank)

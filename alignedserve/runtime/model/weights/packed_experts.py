@@ -51,13 +51,11 @@ def _products(experts: Sequence[Sequence[ExpertPart]], dtype: torch.dtype) -> li
 
 
 def _biases(parts: Sequence[ExpertPart], num_experts: int) -> Tensor | None:
-    """Return the biases of parts, expert by expert [experts, columns]; None: they have none."""
     biases = [part.bias for part in parts if part.bias is not None]
     return torch.cat(biases).view(num_experts, -1) if biases else None
 
 
 def _joined(parts: Sequence[GroupedRows | None]) -> GroupedRows | None:
-    """Return the parts of an expert as one; None: they differ."""
     grouped = [part for part in parts if part is not None]
     if len(grouped) < len(parts) or not are_alike(grouped):
         return None
@@ -77,7 +75,6 @@ def _product(experts: Sequence[GroupedRows | None], bias: Tensor | None, dtype: 
 
 
 def _grouped(rows: Rows) -> GroupedRows | None:
-    """Return a weight in groups; None: it cannot be."""
     if isinstance(rows, GroupedRows):
         return rows
     if not isinstance(rows, Float8Rows):

@@ -39,7 +39,6 @@ class Int8Rows(NamedTuple):
     scales: Tensor  # float32 [rows]
 
     def changed(self, change: RowChange) -> "Int8Rows":
-        """Return the weight with its rows in another order."""
         return Int8Rows(change(self.rows), change(self.scales))
 
 
@@ -91,7 +90,6 @@ class PlainRows(NamedTuple):
     rows: Tensor  # [rows, in_width]
 
     def changed(self, change: RowChange) -> "PlainRows":
-        """Return the weight with its rows in another order."""
         return PlainRows(change(self.rows))
 
 
@@ -99,8 +97,6 @@ Rows = BlockRows | Int8Rows | Float8Rows | GroupedRows | PlainRows
 
 
 class _Then(NamedTuple):
-    """The dtype of a product and the nonlinearity after it."""
-
     dtype: torch.dtype
     activation: str | None
     is_gated: bool
@@ -135,7 +131,6 @@ def packed_product(
 
 
 def are_alike(parts: Sequence[Rows]) -> bool:
-    """Return whether one product can compute all parts."""
     first = parts[0]
     if any(type(part) is not type(first) for part in parts):
         return False
@@ -209,8 +204,6 @@ def _single(part: Rows, bias: Tensor | None, then: _Then) -> AdaptableProjection
 
 
 class _ReorderedInputs:
-    """A product of the inputs in another order."""
-
     __slots__ = ("_order", "_product", "in_width", "out_width")
 
     def __init__(self, product: AdaptableProjection, order: Tensor) -> None:
@@ -218,13 +211,10 @@ class _ReorderedInputs:
         self.in_width, self.out_width = product.in_width, product.out_width
 
     def __call__(self, x: Tensor, addends: Addends | None = None) -> Tensor:
-        """Multiply x [rows, in_width] -> [rows, out_width]."""
         return self._product(x.index_select(1, self._order), addends)
 
 
 class _SideBySide:
-    """Products of the same inputs, of any kinds."""
-
     __slots__ = ("_products", "in_width", "out_width")
 
     def __init__(self, products: Sequence[AdaptableProjection]) -> None:
@@ -232,14 +222,11 @@ class _SideBySide:
         self.in_width, self.out_width = products[0].in_width, sum(product.out_width for product in products)
 
     def __call__(self, x: Tensor, addends: Addends | None = None) -> Tensor:
-        """Multiply x [rows, in_width] -> [rows, out_width]."""
         product = torch.cat([product(x) for product in self._products], dim=1)
         return product if addends is None else addends.added_to(product)
 
 
 class _GatedProduct:
-    """A product, then activation(gate) * up of its halves."""
-
     __slots__ = ("_gated", "_product", "in_width", "out_width")
 
     def __init__(self, product: AdaptableProjection, activation: str, dtype: torch.dtype, device: torch.device) -> None:
@@ -248,7 +235,6 @@ class _GatedProduct:
         self.in_width, self.out_width = product.in_width, product.out_width // 2
 
     def __call__(self, x: Tensor, addends: Addends | None = None) -> Tensor:
-        """Multiply x [rows, in_width] -> [rows, out_width]."""
         product = self._product(x)
         if addends is not None:
             product = addends.added_to(product, is_gated=True)

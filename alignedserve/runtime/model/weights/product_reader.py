@@ -86,7 +86,6 @@ class ProductReader:
         has_bias: bool,
         then: Nonlinearity = NONE,
     ) -> AdaptableProjection:
-        """Stack the weights of modules that read the same input."""
         bias = None
         if has_bias:
             bias = torch.cat([self.tensor(f"{name}.bias", n) for name, n in zip(modules, rows, strict=True)])
@@ -117,7 +116,6 @@ class ProductReader:
         return product
 
     def turned_rows(self, module: str, count: int, in_width: int) -> Rows:
-        """Return the weight [count, in_width] of a module that files of floats have as [in_width, count]."""
         packed = self.packed_rows(f"{module}.weight", count, in_width)
         return PlainRows(self.tensor(f"{module}.weight", in_width, count).T) if packed is None else packed
 
@@ -168,7 +166,6 @@ class ProductReader:
         return tensor
 
     def count(self, num_values: int, dtype: torch.dtype) -> None:
-        """Tell the observer of values that were read."""
         if self._observer is not None:
             self._observer.tensor_read(num_values * dtype.itemsize)
 

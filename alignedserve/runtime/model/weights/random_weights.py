@@ -24,11 +24,9 @@ class RandomSource:
         self._device = device
 
     def has(self, name: str) -> bool:
-        """See TensorSource."""
         return not name.startswith("decoder.")
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """See TensorSource."""
         if name.endswith(".bias"):
             return torch.zeros(shape, dtype=self._dtype, device=self._device)
         if len(shape) < 2:

@@ -43,7 +43,6 @@ class BlockLookup:
         self.device = rows.device
 
     def index_select(self, dim: int, index: Tensor, /) -> Tensor:
-        """See RowLookup."""
         assert dim == 0, "columns are not looked up"
         if not len(index):
             return torch.empty((0, self._width), dtype=self.dtype)

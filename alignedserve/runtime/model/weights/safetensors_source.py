@@ -44,7 +44,6 @@ class SafetensorsSource:
         self.index = WeightIndex(folder)
 
     def has(self, name: str) -> bool:
-        """Return whether a file holds a tensor of this name."""
         return name in self.index.file_of
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -67,7 +66,6 @@ class SafetensorsSource:
         return _read(name, location, _DTYPES[location.dtype])
 
     def stored_member(self, name: str, number: int) -> Tensor:
-        """Return one of the tensors that are stacked in one, as it is stored, on the CPU. Raises ModelError."""
         location = self._location(name)
         return _read(name, _member(location, number), _DTYPES[location.dtype])
 
@@ -80,7 +78,6 @@ class SafetensorsSource:
         return FileRows(location.path, location.offset, *shape, _DTYPES[location.dtype])
 
     def _matrix(self, name: str, shape: tuple[int, ...]) -> TensorLocation:
-        """Look up a tensor of plain floats and of this shape."""
         found = self._location(name)
         if found.shape != shape:
             raise ModelError(f"{found.path}: tensor {name} has shape {list(found.shape)}, expected {list(shape)}.")
@@ -120,7 +117,6 @@ class SafetensorsSource:
 
 
 def _read(name: str, location: TensorLocation, dtype: torch.dtype) -> Tensor:
-    """Read a tensor as `dtype`. Raises ModelError."""
     try:
         return _values(location, dtype)
     except (OSError, EOFError) as error:
@@ -128,7 +124,6 @@ def _read(name: str, location: TensorLocation, dtype: torch.dtype) -> Tensor:
 
 
 def _read_rows(name: str, whole: TensorLocation, rows: Span, columns: Span | None, dtype: torch.dtype) -> Tensor:
-    """Read some rows, and columns of these, as `dtype`; rows are read a few at a time. Raises ModelError."""
     if columns is None:
         return _read(name, _rows_of(whole, rows), dtype)
     part = _new_memory((rows.size, columns.size), dtype)
@@ -141,14 +136,12 @@ def _read_rows(name: str, whole: TensorLocation, rows: Span, columns: Span | Non
 
 
 def _rows_of(whole: TensorLocation, rows: Span) -> TensorLocation:
-    """Return where some rows of a tensor lie."""
     row_bytes = whole.num_bytes // whole.shape[0]
     shape = (rows.size, *whole.shape[1:])
     return whole._replace(offset=whole.offset + rows.start * row_bytes, num_bytes=rows.size * row_bytes, shape=shape)
 
 
 def _member(whole: TensorLocation, number: int) -> TensorLocation:
-    """Return where one of the tensors lies that are stacked in `whole`."""
     rows = _rows_of(whole, Span(number, number + 1))
     return rows._replace(shape=rows.shape[1:])
 
@@ -177,7 +170,6 @@ def _values(location: TensorLocation, dtype: torch.dtype) -> Tensor:
 
 
 def _new_memory(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return memory for a tensor, on huge pages where it is large."""
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes < _PIECE_BYTES:
         return torch.empty(shape, dtype=dtype)

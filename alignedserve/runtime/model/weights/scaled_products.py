@@ -19,7 +19,6 @@ class ScaledModule(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """Return the rows of its weight."""
         return sum(count for count, _ in self.factors)
 
 

@@ -27,8 +27,6 @@ _MIB = 1024 * 1024
 
 
 class _Index(msgspec.Struct):
-    """The places of the weights in a file, in a folder that no other user enters."""
-
     inode: int  # of that file
     num_bytes: int = 0
     offsets: dict[str, int] = {}  # by digest
@@ -53,7 +51,6 @@ def share_weights(path: Path, folder: Path) -> int:
 
 
 def _share(file: int, index: _Index, address: int, num_bytes: int) -> int:
-    """Map one weight from the file, which gets it first where it lacks it; return the bytes that are mapped."""
     weight = (ctypes.c_char * num_bytes).from_address(address)
     digest = hashlib.blake2b(weight, digest_size=32).hexdigest()
     offset = index.offsets.get(digest)
@@ -72,7 +69,6 @@ def _share(file: int, index: _Index, address: int, num_bytes: int) -> int:
 
 
 def _append(file: int, weight: "ctypes.Array[ctypes.c_char]", offset: int) -> bool:
-    """Write a weight behind all others; False: there is no room."""
     num_bytes = ctypes.sizeof(weight)
     try:
         take_space(file, offset, num_bytes)  # else a page that has no room is a signal, not an error

@@ -27,7 +27,6 @@ class StateReader:
         self._config, self._names, self._read = config, names, read
 
     def inputs(self, prefix: str) -> AdaptableProjection:
-        """Return the first product of a layer."""
         state, width = self._state, self._config.hidden_size
         modules = [prefix + name for name in self._names.mixer_inputs]
         if not isinstance(state, DeltaConfig) or not state.has_mixed_rows:
@@ -41,7 +40,6 @@ class StateReader:
         return self._read.product(modules, ordered, None)
 
     def output(self, prefix: str) -> AdaptableProjection:
-        """Return the last product of a layer."""
         state, module = self._state, prefix + self._names.mixer_output
         return self._read.linear([module], [self._config.hidden_size], state.out_width, state.has_product_bias)
 
@@ -62,12 +60,10 @@ class StateReader:
         return scaled_product(self._read, modules, config.hidden_size)
 
     def attended(self, prefix: str) -> AdaptableProjection:
-        """Return the product behind such a layer's attention."""
         assert self._config.multipliers is not None, "a model without multipliers"
         return self._scaled(prefix + self._names.output, self._config.query_width, self._config.multipliers.attended)
 
     def mixed(self, prefix: str) -> AdaptableProjection:
-        """Return the product behind such a layer's mixer."""
         assert self._config.multipliers is not None, "a model without multipliers"
         return self._scaled(prefix + self._names.mixer_output, self._state.out_width, self._config.multipliers.mixed)
 
@@ -75,17 +71,14 @@ class StateReader:
         return scaled_product(self._read, [ScaledModule(name, ((self._config.hidden_size, factor),))], in_width)
 
     def mixer(self, prefix: str) -> StateMixer:
-        """Return what lies between."""
         return _MIXERS[type(self._state)](self, prefix + self._names.mixer)
 
     def short_convolution(self, module: str) -> StateMixer:
-        """Return LFM2's."""
         state = self._state
         assert isinstance(state, ShortConvConfig), "another kind of state"
         return ShortConvolution(*self._convolution(f"{module}conv", state.width, state.kernel_size, state.has_bias))
 
     def state_space(self, module: str) -> StateMixer:
-        """Return Mamba-2's."""
         state = self._state
         assert isinstance(state, SpaceConfig), "another kind of state"
         heads = state.num_heads
@@ -105,7 +98,6 @@ class StateReader:
         )
 
     def delta_rule(self, module: str) -> StateMixer:
-        """Return that of the gated delta rule."""
         state = self._state
         assert isinstance(state, DeltaConfig), "another kind of state"
         convolution, _ = self._convolution(f"{module}conv1d", state.convolved, state.kernel_size, False)
@@ -124,12 +116,10 @@ class StateReader:
         return self._config.state
 
     def _convolution(self, module: str, width: int, size: int, has_bias: bool) -> tuple[Tensor, Tensor | None]:
-        """Return the weights [size, width] and biases of a convolution."""
         weight = self._exact(f"{module}.weight", width, 1, size)[:, 0].T.contiguous()
         return weight, self._exact(f"{module}.bias", width) if has_bias else None
 
     def _exact(self, name: str, *shape: int) -> Tensor:
-        """Return a tensor in float32."""
         tensor = exact_tensor(self._read.source, name, shape)
         self._read.count(tensor.numel(), self._read.dtype)
         return tensor.to(torch.float32)

@@ -78,7 +78,6 @@ def assemble_experts(
     packed: PackedSource | None = None,
     files: FileSource | None = None,
 ) -> LayerExperts:
-    """Assemble the experts alone that one process has; otherwise as assemble_weights."""
     names = packed.names if packed else FAMILIES[config.family].names
     read = ProductReader(source, Forms(packed, files), None, is_int8=quantization == "int8")
     return _WeightAssembler(config, names, read, None, sharing).experts(dtype, reads_all=sharing.reads_all)
@@ -100,7 +99,6 @@ class _WeightAssembler:
         self._prefix = find_prefix(names, read.source.has)
 
     def weights_of(self, reading: StageReading) -> DecoderWeights:
-        """Return what one stage computes with."""
         stage = reading.stage
         layers = range(stage.first, stage.end)
         if stage.is_first or reading.reads_all:
@@ -112,7 +110,6 @@ class _WeightAssembler:
         return _inner(tuple(map(self._packed_layer, layers)), self._config, self._read)
 
     def experts(self, dtype: torch.dtype, *, reads_all: bool) -> LayerExperts:
-        """Return the experts that one process has."""
         if reads_all:
             self._weights(range(self._config.num_layers), range(0))
             return self._feed_forward.own
@@ -129,7 +126,6 @@ class _WeightAssembler:
         return self._weights(layers, layers)
 
     def _weights(self, read: Iterable[int], kept: range) -> DecoderWeights:
-        """Read everything but layers, and these, of which some are kept."""
         config, names = self._config, self._names
         embedding = self._embedding(f"{self._prefix}{names.embedding}.weight", config.vocab_size, config.embedding_size)
         self._read.dtype, self._read.device = embedding.dtype, embedding.device
@@ -223,7 +219,6 @@ class _WeightAssembler:
         return self._read.product(modules, [weight], bias)
 
     def _paired_qkv(self, modules: Sequence[str], rows: Sequence[int]) -> AdaptableProjection:
-        """Put the rows of each rotated pair half a head apart, as the kernels have them."""
         config = self._config
         weights = [self._read.rows(name, count, config.hidden_size) for name, count in zip(modules, rows, strict=True)]
         weights[:2] = [weight.changed(lambda part: pairs_apart(part, config)) for weight in weights[:2]]
@@ -234,7 +229,6 @@ class _WeightAssembler:
         return self._read.product(modules, weights, bias)
 
     def _gated_qkv(self, modules: Sequence[str], rows: Sequence[int]) -> AdaptableProjection:
-        """Put the gates, each of which the files have behind its head's queries, behind keys and values."""
         config, read, (num_queries, num_keys, _) = self._config, self._read, rows
         both = read.rows(modules[0], 2 * num_queries, config.hidden_size)
         queries = both.changed(lambda part: halves_of_heads(part, config.head_dim)[0])
@@ -323,7 +317,6 @@ class _WeightAssembler:
 
 
 def _inner(layers: tuple[LayerWeights, ...], config: ModelConfig, read: ProductReader) -> DecoderWeights:
-    """Return the weights of a stage that neither looks tokens up nor computes logits."""
     nothing = torch.empty((1, config.embedding_size), dtype=read.dtype, device=read.device)
     return DecoderWeights(
         embedding=nothing,
@@ -337,8 +330,6 @@ def _inner(layers: tuple[LayerWeights, ...], config: ModelConfig, read: ProductR
 
 
 class _NoHead:
-    """See Projection: that of a stage whose rows go on to another."""
-
     in_width = out_width = 0
 
     def __call__(self, x: Tensor) -> Tensor:

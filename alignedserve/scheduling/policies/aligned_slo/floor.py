@@ -56,7 +56,6 @@ class Floor:
     def __init__(
         self, share: float, return_s: float, overdue_s: float, *, starvation_s: float, best_effort_floor: float
     ) -> None:
-        """`share`: of the memory. The others: as in AlignedSloConfig."""
         self._share, self._return_s, self._overdue_s = share, return_s, overdue_s
         self._longest_wait_s = LONGEST_WAIT * starvation_s
         self._tokens = ClassFloor(best_effort_floor)
@@ -65,7 +64,6 @@ class Floor:
         self._of_chat, self._of_documents = _ClassShare(share), _ClassShare(share)
 
     def apply(self, view: WorkerView, rows: RowForecasts) -> FlooredRows:
-        """Return the forecasts with the requests behind the floor in the ranks of their objectives."""
         self._next_tokens, self._keeper = 0, None
         if not (rows.num_ready[STARVING] or rows.num_waiting[STARVING]):
             self._of_chat.forget()
@@ -79,7 +77,6 @@ class Floor:
         return self._of_documents.apply(view, floored, starving[~is_chat])._replace(keeper=self._keeper)
 
     def note(self, table: RequestTable, plan: IterationPlan) -> None:
-        """Note what an iteration computes, while a document waits for the floor of its class."""
         if not self._next_tokens:
             return
         num_of_chat = num_of_documents = 0
@@ -92,7 +89,6 @@ class Floor:
         self._tokens.note_earlier(num_of_chat, self._next_tokens)
 
     def _documents_owed(self, view: WorkerView, rows: RowForecasts) -> RowForecasts:
-        """Return the forecasts with documents that have not begun behind the floor, but for one that is owed."""
         table = view.table
         starving = rows_where(rows.rank == STARVING)
         starving = starving[~table.is_real_time[starving]]
@@ -134,7 +130,6 @@ class Floor:
         return behind(rows, beyond, first=beyond[:0]) if len(beyond) else rows
 
     def _has_begun_overdue(self, table: RequestTable) -> Bools:
-        """Return which chats had their first token only once they were overdue to begin."""
         overdue_s = table.arrival_s + table.ttft_s + self._overdue_s
         begun: Bools = table.is_real_time & (table.first_token_s > overdue_s)
         return begun
@@ -159,19 +154,15 @@ class Floor:
 
 
 class _ClassShare:
-    """Knows since when the first starving request of a class has been first."""
-
     def __init__(self, share: float) -> None:
         self._share = share
         self._first: RequestId | None = None
         self._due_s = np.inf  # from then on it has the memory that it needs
 
     def forget(self) -> None:
-        """Note that none is starving."""
         self._first = None
 
     def apply(self, view: WorkerView, floored: FlooredRows, starving: Ints) -> FlooredRows:
-        """Return the forecasts with those of these starving rows that the share has no room for behind the floor."""
         if not len(starving):
             self.forget()
             return floored
@@ -192,33 +183,28 @@ class _ClassShare:
         return FlooredRows(rows, hold, floored.is_first_held and is_held)
 
     def _is_held(self, first: RequestId, left_s: float, shares: float, now: float) -> bool:
-        """Return whether the first one has its memory before all others. `shares`: that it needs of the memory's."""
         if first != self._first:
             self._first, self._due_s = first, now + left_s * max(shares - 1.0, 0.0)
         return shares <= 1.0 or now >= self._due_s
 
 
 def _blocks_for(view: WorkerView, rows: Ints) -> Ints:
-    """Return the blocks that each of these rows needs for its next token."""
     table = view.table
     context_len = table.prompt_len[rows] + table.num_generated[rows] + 1
     return view.memory.blocks_for_each(context_len, is_hidden=table.is_hidden[rows])
 
 
 def _first_of(starving: Ints, table: RequestTable) -> int:
-    """Return the first of these rows as `in_order` has it, without sorting a deep backlog."""
     priority = table.priority[starving]
     foremost = starving[priority == priority.min()]
     return int(foremost[np.argmin(table.order[foremost])])
 
 
 def _num_within(room: float, blocks: Ints) -> int:
-    """Return how many of these, from the first on, fit into so many blocks."""
     return int(np.searchsorted(np.cumsum(blocks), room, side="right"))
 
 
 def _with(hold: Ints, rows: Ints, claim: Ints) -> Ints:
-    """Return the ranks with these rows' claims in their places."""
     changed = hold.copy()
     changed[rows] = claim[rows]
     return changed

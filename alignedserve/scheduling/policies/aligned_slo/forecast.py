@@ -39,7 +39,6 @@ class Group(NamedTuple):
 
     @classmethod
     def of(cls, *ranks: int) -> "Group":
-        """Return the group of these ranks."""
         return cls(ranks, sum(1 << rank for rank in ranks))
 
 
@@ -92,19 +91,17 @@ class RealTimeWork(NamedTuple):
 
 
 def real_time_work(table: RequestTable) -> RealTimeWork:
-    """Add them up."""
     work = IterationWork()
     if table.has_kernels:
-        found = native.real_time_decodes(table.columns, len(table))
-        work.add_decodes(found.num, found.context_len, found.longest, found.hidden_len, found.num_constrained)
-        return RealTimeWork(work, found.least_ttft_s)
+        decodes = native.real_time_decodes(table.columns, len(table))
+        work.add_decodes(decodes.num, decodes.context_len, decodes.longest, decodes.hidden_len, decodes.num_constrained)
+        return RealTimeWork(work, decodes.least_ttft_s)
     is_ready = table.is_real_time & table.is_decoding & (table.num_swapped == 0)
     note_decodes(work, table, np.flatnonzero(is_ready))
     return RealTimeWork(work, float(np.min(table.ttft_s, where=table.is_real_time, initial=np.inf)))
 
 
 def forecast_rows(table: RequestTable, situation: Situation, prompts: PrefillTimes) -> RowForecasts:
-    """Forecast every row."""
     if table.has_kernels:
         return native.slo_forecast(table.columns, len(table), situation, PROMPT_LENGTHS, prompts.probed_s)
     return _plain_forecast(table, situation, prompts)
@@ -120,7 +117,6 @@ def is_any_silent(table: RequestTable, forecast: RowForecasts, since_s: float) -
 
 
 def num_of(group: Group, forecast: RowForecasts) -> int:
-    """Count the rows of this group."""
     return sum([forecast.num_ready[rank] + forecast.num_waiting[rank] for rank in group.ranks])
 
 
@@ -216,8 +212,6 @@ def _plain_forecast(table: RequestTable, situation: Situation, prompts: PrefillT
 
 
 class _Dues(NamedTuple):
-    """Due times of tokens, by row; inf without an objective."""
-
     has_begun: Bools
     first_s: Floats  # the first token
     schedule_s: Floats  # the next one, by the mean gap alone
@@ -236,7 +230,6 @@ def _dues_of(table: RequestTable, loan_s: float) -> _Dues:
 
 
 def _allowed_s(left_s: Floats, tpot_s: Floats, counts: Bools) -> float:
-    """Return the longest iteration that makes no next token late; one that is late may be late by one token's time."""
     allowed = np.where(left_s > 0, left_s, tpot_s)
     return _least(allowed, counts & ~np.isnan(allowed))
 
@@ -246,5 +239,4 @@ def _least(values: Floats, counts: Bools) -> float:
 
 
 def counts_of(rank: Ints) -> tuple[int, ...]:
-    """Count the rows of each rank."""
     return tuple(np.bincount(rank, minlength=_NUM_RANKS).tolist())

@@ -105,19 +105,16 @@ class Interference:
 
 
 def _has_newcomers(table: RequestTable) -> bool:
-    """Return whether a real-time request is here that has tokens, none of them from here."""
     return bool(np.any(table.is_real_time & (table.num_generated > 0) & (table.service_s == 0.0)))
 
 
 def _alone_s(work: IterationWork, view: WorkerView) -> float:
-    """Return the time of the real-time part, without the copies that make room for it."""
     alone = work.copy()
     alone.swap_out_tokens = 0.0
     return view.costs.iteration_s(alone)
 
 
 def _unit_s(work: IterationWork, view: WorkerView, rows: RowForecasts) -> float:
-    """Return the time of the iteration with the least that best effort can compute: 0 if it has nothing to."""
     table, trial = view.table, work.copy()
     ready = rows_of(DOCUMENTS, table, rows, is_ready=True, at_most=1)
     waiting = ready if len(ready) else rows_of(DOCUMENTS, table, rows, is_ready=False, at_most=1)

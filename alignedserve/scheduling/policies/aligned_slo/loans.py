@@ -26,7 +26,6 @@ class LoanCredit:
         self._earned_until_s = 0.0
 
     def earn(self, now: float) -> None:
-        """Add the share of the time since the last call."""
         self._left_s = min(self._left_s + self._share * (now - self._earned_until_s), self._most_s)
         self._earned_until_s = now
 
@@ -65,7 +64,6 @@ class Loans:
         return furthest_last
 
     def _num_lent_tokens(self) -> int:
-        """Return the tokens of chats on time which have begun, and whose memory others have."""
         rows = self._rows
         if not any(rows.num_waiting[URGENT : ON_TIME + 1]):
             return 0

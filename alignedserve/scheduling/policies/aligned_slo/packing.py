@@ -44,11 +44,9 @@ class SloPacking:
 
     @property
     def work(self) -> IterationWork:
-        """Return the work of the iteration as packed so far."""
         return self._packer.work
 
     def predicted_s(self) -> float:
-        """Return the predicted seconds of the iteration as packed so far."""
         return self._packer.predicted_s()
 
     def plan(self) -> IterationPlan:
@@ -123,7 +121,6 @@ class SloPacking:
         return rows if are_chats is None else rows[self._table.is_real_time[rows] == are_chats]
 
     def _is_extensible(self, row: int, budget_s: float) -> bool:
-        """Return whether a starving prompt, packed with its share, can get more time; it is withdrawn for that."""
         if self._packer.predicted_s() >= budget_s:
             return False
         self._packer.withdraw(row)
@@ -134,7 +131,6 @@ class SloPacking:
         """Note what depends on the blocks that are free before any of these prompts takes some."""
 
     def _wanted(self, row: int) -> int:
-        """Return the blocks that have to be free for this row to be computed."""
         packer, rank = self._packer, self._rows.rank[row]
         wanted = packer.blocks_needed(row, packer.remaining(row))
         if self._table.num_blocks[row]:
@@ -144,7 +140,6 @@ class SloPacking:
         return wanted + self._forecast.kept_blocks if rank >= LATE else wanted
 
     def _kept_from(self, row: int) -> int:
-        """Return the blocks that are kept for starving prompts from this row."""
         is_kept = self._kept and (self._forecast.is_floor_held or self._rows.claim[row] > ON_TIME)
         return self._kept if is_kept else 0
 
@@ -155,7 +150,6 @@ class SloPacking:
         return bool(self._rows.rank[row] == STARVING)
 
     def _blocks_to_gain(self, row: int) -> int:
-        """Return the most blocks that this newcomer could take from others."""
         if self._gain is None:
             rows = np.array([row for row in self._victims if row not in self._packer], np.int64)
             held = np.bincount(self._forecast.hold[rows], self._view.own_blocks(rows), BEST_EFFORT + 1)
@@ -164,14 +158,12 @@ class SloPacking:
         return self._gain[self._weakest(row)] + (self._lendable if self._rows.claim[row] == URGENT else 0)
 
     def _evict_until(self, row: int, num_blocks: int) -> bool:
-        """Evict others until this many blocks are free; return False if they do not suffice."""
         while num_blocks > self._packer.num_free:
             if not self._evict_for(row, is_growth=False):
                 return False
         return True
 
     def _add_prompt(self, row: int, budget_s: float) -> bool:
-        """Add a prompt or a chunk of it; return False if that uses up the time or the tokens."""
         packer, table = self._packer, self._table
         remaining = packer.remaining(row)
         at_most = min(remaining, packer.num_tokens_left)
@@ -225,7 +217,6 @@ class SloPacking:
 
     @cached_property
     def _reserved_blocks(self) -> int:
-        """Blocks for the growth of decodes: several tokens for those with objectives, one for the others."""
         table, ready = self._table, rows_where(self._rows.is_ready)
         if not len(ready) or not self._view.can_evict:
             return 0
@@ -237,7 +228,6 @@ class SloPacking:
 
     @cached_property
     def _victims(self) -> list[int]:
-        """Requests with blocks, the first to evict last: of the worst rank the one with most left to do."""
         table, forecast = self._table, self._rows
         holders = np.flatnonzero((table.num_blocks > 0) & self._view.can_evict)
         order = np.lexsort((table.order[holders], forecast.left_s[holders], self._forecast.hold[holders]))
@@ -286,7 +276,6 @@ class SloPacking:
         return False
 
     def _lend(self, row: int) -> bool:
-        """Let this request lend its memory, if its cache is kept elsewhere and the copies are not too dear."""
         if not (self._is_swapped(row) and self._loans.credit.spend(2 * self._copying_s(row))):
             return False
         self._packer.evict(row, EvictionMode.SWAP)
@@ -318,13 +307,11 @@ class SloPacking:
         return is_cheaper and has_room and self._can_copy(num_cached, self._forecast.copies_s)
 
     def _can_copy(self, num_tokens: int, budget_s: float) -> bool:
-        """Return whether the cache of `num_tokens` can be copied within the time, beside the iteration."""
         work = self._packer.work
         copied = work.swap_in_tokens + work.swap_out_tokens + self._view.memory.copy_tokens(num_tokens)
         return self._view.costs.swap_s(copied) <= budget_s
 
     def _copying_s(self, row: int) -> float:
-        """Return the time of a copy to the host, or back."""
         return self._view.costs.swap_s(self._view.memory.copy_tokens(int(self._table.num_cached[row])))
 
     def _recomputing_s(self, row: int) -> float:
@@ -334,14 +321,12 @@ class SloPacking:
 
     @cached_property
     def _longest(self) -> list[int]:
-        """Requests on the device that may be overtaken, the first one last."""
         table, forecast = self._table, self._rows
         rows = np.flatnonzero(forecast.is_overtakable)
         order = np.lexsort((table.order[rows], forecast.left_s[rows], table.priority[rows], forecast.rank[rows]))
         return [row for row in rows[order].tolist() if row not in self._evicted]
 
     def _overtake(self, row: int, missing: int, budget_s: float) -> None:
-        """Take missing blocks and a place for this newcomer from equals, if that suffices for it to run."""
         packer = self._packer
         if (missing <= 0 < packer.num_places_left) or not self._rows.is_free[row]:
             return
@@ -360,7 +345,6 @@ class SloPacking:
         return next((row for row in reversed(self._longest) if row in self._packer), None)
 
     def _overtaken(self, row: int, missing: int, budget_s: float) -> list[int] | None:
-        """Return victims with enough blocks, the last first, if their copies take no longer than the iteration may."""
         chosen, copying_s = [], 0.0
         for victim in reversed(self._longest if self._view.can_evict else []):
             copying_s += self._copying_s(victim)
@@ -373,7 +357,6 @@ class SloPacking:
         return None
 
     def _is_far_longer(self, victim: int, row: int) -> bool:
-        """Return whether the row gains twice what the victim loses by moving out and back: equals take no turns."""
         table, forecast = self._table, self._rows
         recovery_s = self._recomputing_s(victim)
         if table.num_cached[victim] <= self._packer.num_free_host:
@@ -392,7 +375,6 @@ class SloPacking:
         packer.add(row, packer.chunk(row))
 
     def _still_out(self, rows: Ints) -> Ints:
-        """Return rows neither in the plan nor evicted by it: of groups only starving ones are packed more than once."""
         packer, evicted = self._packer, self._evicted
         if not evicted and not (packer.num_scheduled and self._rows.num_ready[STARVING]):
             return rows

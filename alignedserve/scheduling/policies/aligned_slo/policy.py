@@ -129,7 +129,6 @@ class AlignedSlo:
         self._most_s = -np.inf  # when they did
 
     def plan(self, view: WorkerView) -> IterationPlan:
-        """See IterationPolicy."""
         plan = self._plan(view)
         self._floor.note(view.table, plan)
         return plan
@@ -300,19 +299,16 @@ class AlignedSlo:
         )
 
     def _stretch(self, view: WorkerView, longest_s: float) -> float:
-        """Return how many times as long as alone a prompt takes in iterations of this length, beside the decodes."""
         decodes_s = view.costs.iteration_s(real_time_work(view.table).decodes)
         beside = decodes_s / longest_s if math.isfinite(longest_s) else 0.0
         return min(1.0 / max(1.0 - beside, 1e-9), self._config.most_stretch)
 
     def _kept_blocks(self, held: int, now: float) -> int:
-        """Return by how many blocks requests on time recently held more than now: they may come to need these again."""
         if held >= self._most_blocks or now - self._most_s > self._config.memory_s:
             self._most_blocks, self._most_s = held, now
         return self._most_blocks - held
 
     def _slack_share(self, view: WorkerView) -> float:
-        """Return the share of slack that an iteration may take, by what iterations took of late beyond predictions."""
         config = self._config
         return config.slack_share * min(config.usual_stretch / view.history.stretch, 1.0)
 

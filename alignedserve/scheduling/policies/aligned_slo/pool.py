@@ -54,7 +54,6 @@ class PooledPacking(SloPacking):
 
     @override
     def plan(self) -> IterationPlan:
-        """Return the plan; it schedules nothing while all wait for copies."""
         self._leave_ahead()
         plan = super().plan()
         if plan.scheduled or not plan.evictions:
@@ -77,7 +76,6 @@ class PooledPacking(SloPacking):
 
     @override
     def _evict_until(self, row: int, num_blocks: int) -> bool:
-        """Evict others until this many blocks are free or on their way; return False if it has to wait for these."""
         self._waiter, does_suffice = row, True
         while does_suffice and num_blocks > self._packer.num_free + self._coming_to(row):
             does_suffice = self._evict_for(row, is_growth=False)
@@ -107,11 +105,9 @@ class PooledPacking(SloPacking):
         return True
 
     def _coming_to(self, row: int) -> int:
-        """Return the blocks on their way out that this newcomer can wait for."""
         return self._coming if self._late_s(row, 0) < inf else 0
 
     def _late_s(self, row: int, num_blocks: int) -> float:
-        """Return how much later than it could be a newcomer's next token is, if so many more blocks leave first."""
         if self._rows.claim[row] > ON_TIME:
             return 0.0
         has_begun = bool(self._table.num_generated[row])
@@ -126,7 +122,6 @@ class PooledPacking(SloPacking):
 
     @override
     def _evict_for(self, row: int, *, is_growth: bool) -> bool:
-        """Evict one victim for this row; one that grows pauses in this iteration if a block is on its way to it."""
         if not is_growth:
             return super()._evict_for(row, is_growth=False)
         self._waiter = row
@@ -158,14 +153,12 @@ class PooledPacking(SloPacking):
             super()._evict(row)
 
     def _does_leave(self, row: int, num_blocks: int) -> bool:
-        """Return whether this victim goes to the pool rather than to the host or nowhere."""
         waiter = self._waiter
         if waiter is None or not self._can_leave(row, num_blocks):
             return False
         return self._late_s(waiter, num_blocks) <= self._delay_s(row)
 
     def _delay_s(self, row: int) -> float:
-        """Return by how much swapping or dropping this victim would delay all that run, added up."""
         device_s = min(2 * self._copying_s(row), self._recomputing_s(row))
         return device_s * max(sum(self._rows.num_ready), 1)
 
@@ -177,7 +170,6 @@ class PooledPacking(SloPacking):
         return bool(is_whole and self._pool.has_room and num_blocks > 0 and self._is_worth_while(row, num_blocks))
 
     def _is_worth_while(self, row: int, num_blocks: int) -> bool:
-        """Return whether a copy takes less time than computing the cache again: else the link is too slow."""
         return max(num_blocks * self._pool.block_s, _LEAST_S) < self._recomputing_s(row)
 
     def _leave(self, row: int, num_blocks: int) -> None:
@@ -187,7 +179,6 @@ class PooledPacking(SloPacking):
         self._forget_victim(row)
 
     def _leave_ahead(self) -> None:
-        """Let decodes leave before the growth of the others takes their blocks."""
         running = np.flatnonzero(self._rows.is_ready)
         if not self._pool.has_room or len(running) < 2 or not self._view.can_evict:
             return
@@ -202,7 +193,6 @@ class PooledPacking(SloPacking):
                 return
 
     def _shortage(self, running: Ints, num_blocks: int) -> int:
-        """Return the blocks that will lack before `num_blocks`, the latest to leave, are free; 0 or less: none."""
         table, memory = self._table, self._view.memory
         leaving_s = self._pool.leaving_s(
             self._leaving - self._pool.num_coming + (num_blocks or _mean(table.num_blocks))
@@ -217,7 +207,6 @@ class PooledPacking(SloPacking):
         return growth - (self._packer.num_free + self._coming + ended)
 
     def _by_stall(self, rows: Ints) -> list[int]:
-        """Sort running requests: of the worst rank first, of those on time the furthest ahead of its schedule first."""
         hold, ahead_s = self._forecast.hold[rows], self._rows.eviction_slack_s[rows]
         least_first = np.where(hold <= ON_TIME, -ahead_s, -self._rows.left_s[rows])
         ordered: list[int] = rows[np.lexsort((self._table.order[rows], least_first, -hold))].tolist()

@@ -22,12 +22,10 @@ MOST_PROMPTS = 256  # that are looked at, the first ones due: later ones have ti
 
 
 def num_contending(rows: RowForecasts) -> int:
-    """Return how many requests on time wait, prompts or lost caches."""
     return sum(rows.num_waiting[URGENT : ON_TIME + 1])
 
 
 def relegated(table: RequestTable, rows: RowForecasts, stretch: float) -> RowForecasts:
-    """Return the forecasts with prompts that give way as late ones. `stretch`: as in giving_way."""
     own_stretch = stretch if rows.num_waiting[LATE] else 1.0
     is_waiting = (rows.rank >= URGENT) & (rows.rank <= ON_TIME) & ~rows.is_ready
     waiting = rows_where(is_waiting & (table.num_generated == 0) & np.isfinite(rows.slack_s))

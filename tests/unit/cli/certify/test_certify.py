@@ -12,16 +12,16 @@ from aiohttp import web
 from PIL import Image
 from typing_extensions import override
 
-from alignedserve.certification.certificate import Certificate, certificate_of
-from alignedserve.certification.page import certificate_page
-from alignedserve.certification.protocol import Phase
-from alignedserve.certification.verdict import Bounds
-from alignedserve.cli.certify.command import bounds_of, wanted_of
-from alignedserve.cli.certify.live import LiveOptions, LiveRun, Measured
-from alignedserve.cli.certify.options import CertifyOptions
 from alignedserve.cli.main import main
+from alignedserve.client.openai_client import CompletionApi
 from alignedserve.core.errors import ConfigError, PeerError
-from alignedserve.loadgen.client import CompletionApi
+from lab.certification.certificate import Certificate, certificate_of
+from lab.certification.page import certificate_page
+from lab.certification.protocol import Phase
+from lab.certification.verdict import Bounds
+from lab.commands.certify.command import bounds_of, wanted_of
+from lab.commands.certify.live import LiveOptions, LiveRun, Measured
+from lab.commands.certify.options import CertifyOptions
 from tests.support.servers.fake_batches import FakeBatches
 from tests.support.servers.fake_server import FakeServer, Script
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from alignedserve.cli.certify.command import certify
-from alignedserve.cli.certify.options import CertifyOptions
-from alignedserve.cli.certify.simulated import simulated_config
 from alignedserve.core.errors import ConfigError
+from lab.commands.certify.command import certify
+from lab.commands.certify.options import CertifyOptions
+from lab.commands.certify.simulated import simulated_config
 
 
 @pytest.mark.slow

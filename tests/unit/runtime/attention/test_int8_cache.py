@@ -11,7 +11,6 @@ from alignedserve.core.block_layout import INT8, BlockLayout
 from alignedserve.core.errors import ConfigError
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import SamplingParams
-from alignedserve.profiling.shapes import TOY
 from alignedserve.runtime.attention.backend import AUTO, TORCH
 from alignedserve.runtime.attention.registry import attention_planner
 from alignedserve.runtime.attention.sequence_table import NewSequence, SequenceTable
@@ -20,6 +19,7 @@ from alignedserve.runtime.kv.block_storage import BlockStorage
 from kernels.caches.int8_rows import dequantise_rows, quantise_rows
 from kernels.cpu.native import supported_levels
 from kernels.cpu.paged_attention import Int8Heads, Int64Array, PagedAttention
+from lab.profiling.shapes import TOY
 from tests.support.kernel_reference import attention, attention_of_chunk
 from tests.support.marks import slow
 

@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from alignedserve.core.errors import ModelError, UnsafeWeights
-from alignedserve.profiling.shapes import SHAPES
 from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.model.hf_config import read_model_config
 from alignedserve.runtime.model.weights.random_weights import random_weights
@@ -20,6 +19,7 @@ from alignedserve.runtime.model.weights.safetensors_source import SafetensorsSou
 from alignedserve.runtime.model.weights.weight_files import load_weights
 from alignedserve.runtime.model.weights.weight_loader import assemble_weights
 from kernels.sorted_experts import SortedExperts
+from lab.profiling.shapes import SHAPES
 from tests.support.models.tiny_engines import LogitsProbe, TinyEngine, random_tokens, reference_generation, tiny_decoder
 from tests.support.models.tiny_models import make_tiny_model
 

@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from alignedserve.costmodel.choice import WorkerSpec, make_cost_model
 from alignedserve.costmodel.work import IterationWork
 from alignedserve.scheduling.policies.aligned_slo.parts import in_parts_s
+from lab.costmodel.choice import WorkerSpec, make_cost_model
 
 
 @pytest.mark.parametrize("num_cached", [0, 4000])

@@ -28,6 +28,5 @@ class BlockChannel(Protocol):
 
 
 def cut(num_blocks: int, piece_blocks: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (slot, first block, blocks) of each piece; both ends cut alike."""
     for index, first in enumerate(range(0, num_blocks, piece_blocks)):
         yield index % NUM_PIECES, first, min(piece_blocks, num_blocks - first)

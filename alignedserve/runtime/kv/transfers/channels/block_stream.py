@@ -32,7 +32,6 @@ class BlockStream:
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="block stream")
 
     def send(self, num_blocks: int, fill: Fill) -> None:
-        """See BlockChannel."""
         filled: deque[tuple[Bytes, Future[None]]] = deque()
         with self._copying():
             for slot, first, count in cut(num_blocks, self._piece_blocks):
@@ -44,7 +43,6 @@ class BlockStream:
                 self._send_next(filled)
 
     def receive(self, num_blocks: int, take: Take) -> None:
-        """See BlockChannel."""
         taken: deque[Future[None]] = deque()
         with self._copying():
             for slot, first, count in cut(num_blocks, self._piece_blocks):
@@ -67,19 +65,16 @@ class BlockStream:
             self._control.receive_bytes(_bytes_of(rows))
 
     def _neighbours(self, lists: Iterable[BlockList]) -> Iterator[Bytes]:
-        """Yield the bytes of neighbouring blocks, no more than a piece at a time."""
         for listed in lists:
             for first, count in BlockRuns.of(listed.block_ids).pairs():
                 for start in range(first, first + count, self._piece_blocks):
                     yield listed.blocks[start : min(start + self._piece_blocks, first + count)]
 
     def close(self) -> None:
-        """End the second thread; nothing is being transferred."""
         self._copier.shutdown()
 
     @contextlib.contextmanager
     def _copying(self) -> Iterator[None]:
-        """Wait for the second thread, whatever happens: it must not touch blocks that are another request's by then."""
         try:
             yield
         finally:

@@ -19,6 +19,5 @@ class ChannelOpener(Protocol):
 def open_stream(
     control: ControlSocket, rank: int, *, transport: str, block_bytes: int, timeout_s: float
 ) -> BlockChannel:
-    """See ChannelOpener. Opens `tcp` alone, which needs no torch."""
     assert transport == "tcp", "another transport than a stream is served"
     return BlockStream(control, block_bytes)

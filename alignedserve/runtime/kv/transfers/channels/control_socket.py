@@ -183,7 +183,6 @@ class ControlSocket:
 
 
 def _host_of(connection: socket.socket) -> str:
-    """Return the address of the other end's host; empty for a Unix socket, or when it is gone already."""
     try:
         name = connection.getpeername()
     except OSError:

@@ -9,7 +9,6 @@ from alignedserve.runtime.kv.transfers.channels.process_pair import make_pair
 def open_channel(
     control: ControlSocket, rank: int, *, transport: str, block_bytes: int, timeout_s: float
 ) -> BlockChannel:
-    """See ChannelOpener."""
     if transport == "tcp":
         return open_stream(control, rank, transport=transport, block_bytes=block_bytes, timeout_s=timeout_s)
     return make_pair(control, rank, block_bytes=block_bytes, timeout_s=timeout_s)

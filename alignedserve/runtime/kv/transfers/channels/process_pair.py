@@ -44,7 +44,6 @@ class ProcessPair:
         self._pieces = torch.empty(shape, dtype=torch.uint8)
 
     def send(self, num_blocks: int, fill: Fill) -> None:
-        """See BlockChannel."""
         works: deque[Any] = deque()
         with _exchange("blocks could not be sent"):
             for slot, first, count in cut(num_blocks, self._piece_blocks):
@@ -57,7 +56,6 @@ class ProcessPair:
                 self._wait(work)
 
     def receive(self, num_blocks: int, take: Take) -> None:
-        """See BlockChannel."""
         works: deque[tuple[int, torch.Tensor, Any]] = deque()
         with _exchange("blocks did not arrive"):
             for slot, first, count in cut(num_blocks, self._piece_blocks):
@@ -77,13 +75,11 @@ class ProcessPair:
         take(first, rows)
 
     def _wait(self, work: Any) -> None:
-        """Wait until this piece has been transferred."""
         work.wait(timedelta(seconds=self._timeout_s))
 
 
 @contextlib.contextmanager
 def _exchange(problem: str) -> Iterator[None]:
-    """Raise PeerLost where the group fails in the body."""
     try:
         yield
     except RuntimeError as error:
@@ -100,18 +96,15 @@ class ControlStore(_Store):  # type: ignore[misc]
         self._is_open = True
 
     def seal(self) -> None:
-        """End the setup: from now on the socket carries requests and answers."""
         self._is_open = False
 
     def set(self, key: str, value: Any) -> None:
-        """Set the entry here and at the other end."""
         content = value.encode() if isinstance(value, str) else bytes(value)
         self._entries[key] = content
         if self._is_open:
             self._control.send(RendezvousValue(key, content))
 
     def get(self, key: str) -> bytes:
-        """Wait for the other end to set it."""
         self.wait([key])
         return self._entries[key]
 
@@ -126,11 +119,9 @@ class ControlStore(_Store):  # type: ignore[misc]
             self._entries[message.key] = message.value
 
     def check(self, keys: list[str]) -> bool:
-        """Return whether all of them are known here already."""
         return all(key in self._entries for key in keys)
 
     def clone(self) -> "ControlStore":
-        """Return the same store."""
         return self
 
 
@@ -148,7 +139,6 @@ def make_pair(control: ControlSocket, rank: int, *, block_bytes: int, timeout_s:
 
 
 def _exchange_one(pair: ProcessPair, rank: int) -> None:
-    """Exchange one block, so that a pair that was made works."""
     for sender in (OWNER_RANK, CLIENT_RANK):
         if rank == sender:
             pair.send(1, lambda _first, rows: None)

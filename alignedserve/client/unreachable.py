@@ -1,0 +1,51 @@
+"""Words for a server that could not be reached, for our own clients."""
+
+import errno
+import os
+import socket
+from collections.abc import Iterator
+
+from alignedserve.client.trust import untrusted
+
+_CLOSED = ("ServerDisconnectedError", "RemoteDisconnected")  # of aiohttp and of http.client: neither is loaded here
+
+
+def unreachable(url: str, error: BaseException) -> str:
+    """Return why nothing came from a server, and what to do about it."""
+    return untrusted(url, error) or next(
+        filter(None, (_words(url, cause) for cause in _causes(error))), _other(url, error)
+    )
+
+
+def _words(url: str, error: BaseException) -> str | None:
+    if isinstance(error, ValueError) and not isinstance(error, UnicodeError | OSError):
+        return f"{url} is no address of a server"
+    if isinstance(error, socket.gaierror):
+        return f"no host is known by the name in {url} ({error.strerror})"
+    if isinstance(error, TimeoutError):
+        return f"{url} does not answer in time"
+    if not isinstance(error, OSError) or error.errno is None or error.errno < 0:
+        return None
+    if error.errno == errno.ECONNREFUSED:
+        return f"nothing answers at {url}; `alignedserve serve` starts a server"
+    return f"nothing answers at {url} ({os.strerror(error.errno)})"
+
+
+def closed_in_clear(url: str, error: BaseException) -> str:
+    """Return the hint that a server which closes connections in clear may want TLS; empty: it is no such case."""
+    is_closed = url.startswith("http://") and type(error).__name__ in _CLOSED
+    return "; its address may begin with https://" if is_closed else ""
+
+
+def _other(url: str, error: BaseException) -> str:
+    if hint := closed_in_clear(url, error):
+        return f"{url} closes the connection without an answer{hint}"
+    return f"nothing answers at {url} ({type(error).__name__})"
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    chain: list[BaseException] = []
+    while error is not None and error not in chain:
+        chain.append(error)
+        error = error.__cause__ or error.__context__
+    yield from reversed(chain)

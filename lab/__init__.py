@@ -1,0 +1,1 @@
+"""The laboratory measures and predicts: simulator, replay, planning, certification, load generator, traces."""

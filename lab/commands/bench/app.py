@@ -1,0 +1,36 @@
+"""Commands of `alignedserve bench`: declared here; the module of each is imported when it runs, as in main.py."""
+
+import typer
+
+from alignedserve.cli.options import takes_options
+from lab.commands.bench.options import LoadOptions
+
+bench_app = typer.Typer(
+    help="Measure a running server. Parts alone are measured in a checkout: `python -m benchmarks.engine`, `.kernels`, "
+    "`.transfer`, `.scheduling.schedule`, `.scheduling.predictor`.",
+    no_args_is_help=True,
+)
+
+
+@bench_app.command("serve")
+@takes_options
+def bench_serve(options: LoadOptions) -> None:
+    """Put load on any OpenAI-compatible server, from a trace or made up, and report what its clients saw.
+
+    SPEC is one or more classes: "rt: rate=2, cv=1, prompt=lognormal(100,300), output=60, ttft=1, tpot=0.1;
+    be: outstanding=4, prompt=uniform(200,800), output=exponential(60), deadline=60, tier=flex".
+
+    rate opens the loop (requests per second, cv 1 is Poisson), outstanding closes it (requests in the air).
+    Lengths in tokens: a number, uniform(low,high), exponential(mean), choice(a,b,...), lognormal(median,p95),
+    skewed(mean,deviation), mix(weight: distribution, ...); or a name such as sharegpt in place of prompt and output.
+    docs/workloads.md lists all names and settings.
+    Objectives in seconds: ttft, tpot, deadline.
+    """
+    from lab.commands.bench.serve import bench_serve as run
+
+    raise typer.Exit(run(options))
+
+
+@bench_app.callback()
+def bench() -> None:
+    """Keep `serve` a command of its own: without a callback Typer would make the only command the group itself."""

@@ -1,0 +1,128 @@
+"""`alignedserve plan`: which workers, topology and policy hold the objectives of a workload at the least cost."""
+
+from collections.abc import Sequence
+from importlib.metadata import version
+
+from rich.box import SIMPLE_HEAD
+from rich.progress import Progress
+from rich.table import Table
+
+from alignedserve.cli.console import FAILURE, notes, print_table, printable, progress, results, to_json, write_json
+from alignedserve.core.errors import ConfigError, RecordingError
+from alignedserve.runtime.device.cores import num_cores
+from lab.commands.machine import describe_machine
+from lab.commands.output_folder import command_line, make_folder, write_file
+from lab.commands.simulation.options import PlanOptions
+from lab.commands.simulation.plan_request import Asked, asked_for
+from lab.planning.confidence import straggler_words
+from lab.planning.config_file import config_file
+from lab.planning.experts import EXPERTS
+from lab.planning.plan import Plan, make_plan
+from lab.planning.report import (
+    PlanReport,
+    candidates_table,
+    plan_page,
+    plan_values,
+    sorted_plans,
+    summary,
+)
+from lab.sim.sweep import CasePool, CaseProgress
+
+_RUNNING, _ATTENTION = "requests at a time", "attention"
+_MAX_ROWS = 12  # of the table on the terminal; the report has all
+
+
+def plan(options: PlanOptions) -> int:
+    """Run the command and return its exit code: 1 when no plan holds. Raises ConfigError for what cannot be planned."""
+    try:
+        asked = asked_for(options)
+    except RecordingError as error:  # an exit code of 1 would say that no plan holds
+        raise ConfigError(f"--from: {error}") from error
+    make_folder(options.output)
+    for warning in asked.warnings:
+        notes().print(warning, markup=False, soft_wrap=True)
+    report = _report(options, asked, _search(options, asked))
+    document = to_json({"machine": describe_machine(), **plan_values(report)})
+    write_file(options.output / "plan.json", document)
+    write_file(options.output / "report.html", plan_page(report).encode())
+    if report.config_file is not None:
+        write_file(options.output / "plan.yaml", report.config_file.encode())
+    if options.json_output:
+        write_json(document, "-")
+    else:
+        _print(report)
+    where = f"{options.output / 'report.html'} has the frontier and all figures"
+    start = f"; start it with: alignedserve serve --config {options.output / 'plan.yaml'}"
+    notes().print(where + (start if report.config_file is not None else ""), markup=False, soft_wrap=True)
+    return 0 if report.plan.is_held else FAILURE
+
+
+def _search(options: PlanOptions, asked: Asked) -> Plan:
+    with progress() as bar, CasePool(options.processes or num_cores()) as pool:
+        return make_plan(asked.request, pool, _Bar(bar).note)
+
+
+class _Bar:
+    def __init__(self, bar: Progress) -> None:
+        self._bar = bar
+        self._task = bar.add_task("searching", total=None, status="")
+        self._num_over = 0
+
+    def note(self, words: str, case: CaseProgress | None) -> None:
+        if case is not None and case.is_done:
+            self._num_over += 1
+        simulated = "" if case is None else f", {case.simulated_s:,.0f} s simulated"
+        self._bar.update(self._task, completed=self._num_over, status=words + simulated)
+
+
+def _report(options: PlanOptions, asked: Asked, found: Plan) -> PlanReport:
+    text = None
+    nearest = asked.request.machines.configured(found.nearest.candidate).cluster.decode
+    running = f"up to {nearest.max_running_requests} by each decode worker"
+    if found.chosen is not None:
+        candidate = found.chosen.candidate
+        remarks = [
+            f"Made by alignedserve plan ({version('alignedserve')}).",
+            *summary(found)[:1],
+            f"Workload: {asked.about['workload']}",
+        ]
+        text = config_file(candidate, asked.request.machines, remarks)
+    searched = f"{found.num_simulations} simulations, {len(found.tried)} plans"
+    about = {
+        **asked.about,
+        _RUNNING: running,
+        _ATTENTION: straggler_words(found.nearest.outcome, asked.request.machines),
+        "searched": searched,
+        "command": command_line(),
+        "version": version("alignedserve"),
+    }
+    return PlanReport(tuple(about.items()), found, text, asked.warnings)
+
+
+def _print(report: PlanReport) -> None:
+    whole = candidates_table(report.plan)
+    table = Table(header_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for place, heading in enumerate(whole.headings):
+        table.add_column(heading, justify="left" if place == 0 else "right")
+    for row in _shown_rows(report.plan):
+        table.add_row(*map(printable, row))
+    print_table(table)
+    for line in summary(report.plan):
+        results().print(line, markup=False, soft_wrap=True)
+    for name, words in report.about:
+        if name in (_RUNNING, _ATTENTION) or name.startswith(EXPERTS):
+            results().print(f"{name.capitalize()}: {words}.", markup=False, soft_wrap=True)
+    for variation in report.plan.variations:
+        verdict = "holds" if variation.holds else "does not hold"
+        results().print(f"  with {variation.words}: {verdict}", markup=False, soft_wrap=True)
+    for line in report.plan.cautions:
+        notes().print(line, markup=False, soft_wrap=True)
+
+
+def _shown_rows(found: Plan) -> list[Sequence[str]]:
+    cost = found.nearest.candidate.cost
+    plans = sorted_plans(found)
+    rows = list(zip(plans, candidates_table(found).rows, strict=True))
+    by_use = sorted(rows, key=lambda row: (not row[0].outcome.is_representative, abs(row[0].candidate.cost - cost)))
+    kept = {row[0].candidate.label for row in by_use[:_MAX_ROWS]}
+    return [cells for one, cells in rows if one.candidate.label in kept]

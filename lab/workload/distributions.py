@@ -1,0 +1,152 @@
+"""Distributions as a person writes them: `60`, `uniform(32,128)`, `lognormal(100,300)`, `mix(0.9: ..., 0.1: ...)`."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.random import Generator
+from numpy.typing import NDArray
+
+from alignedserve.core.errors import ConfigError
+
+FloatArray = NDArray[np.float64]
+_Z_95 = 1.6448536269514722  # the 95th percentile of the standard normal distribution
+
+
+@dataclass(frozen=True, slots=True)
+class ValueDistribution:
+    """A distribution of lengths in tokens or of objectives in seconds; `parse_distribution` makes one."""
+
+    kind: str
+    arguments: tuple[float, ...]
+    parts: tuple["ValueDistribution", ...] = ()  # of a mix, whose arguments are the weights
+
+    @property
+    def constant(self) -> float | None:
+        """Return the number that is always drawn, if there is one."""
+        return self.arguments[0] if self.kind == "constant" else None
+
+    def draw(self, rng: Generator, count: int) -> FloatArray:
+        """Draw `count` numbers; the caller rounds and clamps."""
+        if self.parts:
+            return self._draw_mix(rng, count)
+        return _KINDS[self.kind].draw(rng, count, self.arguments)
+
+    def _draw_mix(self, rng: Generator, count: int) -> FloatArray:
+        weights = np.array(self.arguments)
+        chosen = rng.choice(len(self.parts), size=count, p=weights / weights.sum())
+        drawn = np.stack([part.draw(rng, count) for part in self.parts])
+        return np.asarray(drawn[chosen, np.arange(count)])
+
+
+def _uniform(rng: Generator, count: int, arguments: tuple[float, ...]) -> FloatArray:
+    return rng.uniform(arguments[0], arguments[1], count)
+
+
+def _lognormal(rng: Generator, count: int, arguments: tuple[float, ...]) -> FloatArray:
+    median, p95 = arguments
+    return median * np.exp(rng.standard_normal(count) * (math.log(p95 / median) / _Z_95))
+
+
+def _skewed(rng: Generator, count: int, arguments: tuple[float, ...]) -> FloatArray:
+    mean, deviation = arguments
+    variance = math.log1p((deviation / mean) ** 2)
+    return mean * np.exp(rng.standard_normal(count) * math.sqrt(variance) - variance / 2)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    num_arguments: int | None  # None: one or more
+    draw: Callable[[Generator, int, tuple[float, ...]], FloatArray]
+    is_range: bool = False  # the first argument must not exceed the second
+
+
+_KINDS = {
+    "constant": _Kind(1, lambda rng, count, arguments: np.full(count, arguments[0])),
+    "uniform": _Kind(2, _uniform, is_range=True),
+    "exponential": _Kind(1, lambda rng, count, arguments: rng.exponential(arguments[0], count)),
+    "lognormal": _Kind(2, _lognormal, is_range=True),
+    "skewed": _Kind(2, _skewed),
+    "choice": _Kind(None, lambda rng, count, arguments: rng.choice(np.array(arguments), count)),
+}
+_NAMES = (*(name for name in _KINDS if name != "constant"), "mix")
+
+
+def constant(number: float) -> ValueDistribution:
+    return ValueDistribution("constant", (number,))
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def parse_distribution(text: str) -> ValueDistribution:
+    """Parse a number, or a distribution with its arguments in parentheses. Raises ConfigError.
+
+    `uniform(low,high)`, `exponential(mean)`, `choice(a,b,...)`, `lognormal(median,p95)`, `skewed(mean,deviation)` (the
+    log-normal with these two moments), `mix(weight: distribution, weight: distribution, ...)`.
+    """
+    text = text.strip()
+    name, parenthesis, rest = text.partition("(")
+    if not parenthesis:
+        return _sensible(text, constant(_finite(text)))
+    name = name.strip()
+    if name not in _NAMES or not rest.endswith(")"):
+        raise ConfigError(f"{text!r}: the distributions are {', '.join(_NAMES)}, each with (...) after it")
+    arguments = split_outside_parentheses(rest[:-1], ",")
+    if name == "mix":
+        return _parse_mix(text, arguments)
+    numbers = tuple(parse_number(name, argument) for argument in arguments)
+    if _KINDS[name].num_arguments not in (None, len(numbers)):
+        raise ConfigError(f"{text!r}: {name} takes {_KINDS[name].num_arguments} numbers")
+    return _sensible(text, ValueDistribution(name, numbers))
+
+
+def _parse_mix(text: str, arguments: list[str]) -> ValueDistribution:
+    weights, parts = [], []
+    for argument in arguments:
+        weight, colon, distribution = argument.partition(":")
+        if not colon:
+            raise ConfigError(f"{text!r}: a mix is written mix(weight: distribution, weight: distribution, ...)")
+        weights.append(parse_number("weight", weight))
+        parts.append(parse_distribution(distribution))
+    if min(weights) <= 0:
+        raise ConfigError(f"{text!r}: weights must be above 0")
+    return ValueDistribution("mix", tuple(weights), tuple(parts))
+
+
+def _sensible(text: str, distribution: ValueDistribution) -> ValueDistribution:
+    if min(distribution.arguments) <= 0:
+        raise ConfigError(f"{text!r}: numbers must be above 0")
+    if _KINDS[distribution.kind].is_range and distribution.arguments[0] > distribution.arguments[1]:
+        raise ConfigError(f"{text!r}: the first number must not exceed the second")
+    return distribution
+
+
+def parse_number(name: str, text: str) -> float:
+    """Parse a finite number. Raises ConfigError that begins with `name`."""
+    try:
+        return _finite(text)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
+
+
+def _finite(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        raise ConfigError(f"{text.strip()!r} is not a number") from None
+    if not math.isfinite(number):
+        raise ConfigError(f"{text.strip()!r} is not finite")
+    return number
+
+
+def split_outside_parentheses(text: str, separator: str) -> list[str]:
+    """Split the text at separators outside parentheses."""
+    pieces, depth, begin = [], 0, 0
+    for position, character in enumerate(text):
+        depth += (character == "(") - (character == ")")
+        if character == separator and depth == 0:
+            pieces.append(text[begin:position])
+            begin = position + 1
+    return [*pieces, text[begin:]]

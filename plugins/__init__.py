@@ -1,0 +1,1 @@
+"""Parts that some deployments need, each a folder with an entry point; the core looks them up by name."""

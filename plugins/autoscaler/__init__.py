@@ -1,0 +1,1 @@
+"""Workers and nodes added and removed by load."""

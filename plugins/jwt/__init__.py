@@ -1,0 +1,1 @@
+"""Tokens (JWT) of an issuer in place of keys. The extra `jwt`."""

@@ -1,0 +1,1 @@
+"""Pictures in prompts: models that see. The extra `vision`."""
