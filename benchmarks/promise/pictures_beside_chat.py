@@ -37,19 +37,19 @@ import numpy as np
 import torch
 from PIL import Image
 
-from alignedserve.pictures.decoding import decode
-from alignedserve.pictures.outcomes import Decoded, Task
 from alignedserve.runtime.device.cores import num_cores
-from alignedserve.runtime.model.vision.families import read_vision
-from alignedserve.runtime.model.vision.vision_config import VisionConfig
-from alignedserve.runtime.model.vision.vision_weights import load_vision_weights
-from alignedserve.runtime.vision.encoding_queue import EncodingRun
-from alignedserve.runtime.vision.tower import VisionTower
 from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.models import make_seeing
 from benchmarks.measuring.recording import read_figures, write_result
 from benchmarks.measuring.server import ALIGNEDSERVE, TOPOLOGIES, served, traffic_report
 from benchmarks.promise.certificates import row_of
+from plugins.vision.decoder import Decoded, Task
+from plugins.vision.decoding import decode
+from plugins.vision.encoding_queue import EncodingRun
+from plugins.vision.families import read_vision
+from plugins.vision.tower import VisionTower
+from plugins.vision.vision_config import VisionConfig
+from plugins.vision.vision_weights import load_vision_weights
 
 CHAT = "chat: prompt=uniform(60,200), output=60, rate=1, ttft=1, tpot=0.15"
 DOCUMENTS = "documents: prompt=uniform(512,1024), output=uniform(100,300), outstanding=16, tier=flex"

@@ -1,19 +1,20 @@
 """Tokenizes prompts and conversations; long ones beside the loop, so that streams continue meanwhile."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
 from alignedserve.api.models.model_card import PromptServices
 from alignedserve.api.openai.chat_prompt import chat_prompt
-from alignedserve.api.openai.pictures import placed, read_pictures
+from alignedserve.api.openai.schemas.messages import ChatMessage, ImagePart
 from alignedserve.api.openai.schemas.requests import (
     ChatCompletionRequest,
     CompletionRequest,
     ConversationFields,
     PromptForms,
 )
+from alignedserve.api.picture_reader import NamedPicture
 from alignedserve.api.work_lanes import rough_length
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.picture import Picture
@@ -41,16 +42,25 @@ async def encode_chat(fields: ConversationFields, services: PromptServices, *, i
     `is_bounded`: one that cannot fit the context is refused before it is tokenized, with ContextTooLong.
     """
     services.model.require_generation("messages")
-    form, pictures = services.model.picture_form, await read_pictures(fields.messages, services)
-    texts = [] if form is None else [form.text(picture.size) for picture in pictures]
+    named = list(_named_pictures(fields.messages))
+    form, config = services.model.picture_form, services.config
+    pictures = await services.pictures.read(named, form, config, services.lanes) if named else None
+    texts = () if pictures is None else pictures.texts
 
     def encode() -> Prompt:
         prompt, limit = chat_prompt(fields, services, texts), services.model.max_context_len if is_bounded else None
         # Templates show the date.
         token_ids = tuple(services.tokenizer.encode_chat(prompt, now=datetime.now(), max_tokens=limit))
-        return Prompt(token_ids, pictures=() if form is None or not pictures else placed(pictures, token_ids, form))
+        return Prompt(token_ids, pictures=() if pictures is None else pictures.placed(token_ids))
 
     return await services.lanes.run(rough_length((fields.messages, fields.tools)), encode)
+
+
+def _named_pictures(messages: Sequence[ChatMessage]) -> Iterator[NamedPicture]:
+    for place, message in enumerate(messages):
+        for number, part in enumerate(message.content if isinstance(message.content, list) else ()):
+            if isinstance(part, ImagePart):
+                yield NamedPicture(f"messages[{place}].content[{number}]", part.image_url.url)
 
 
 async def chat_prompts(chat: ChatCompletionRequest, services: PromptServices) -> Prompts:

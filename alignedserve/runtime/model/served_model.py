@@ -6,7 +6,9 @@ from pathlib import Path
 from alignedserve.config.sections import EngineConfig, LoraConfig, ModelSectionConfig
 from alignedserve.core.block_layout import LARGEST_BLOCK, BlockLayout
 from alignedserve.core.errors import ConfigError, ModelError
+from alignedserve.core.plugins import load_plugin
 from alignedserve.core.request import LoraAdapter
+from alignedserve.core.seeing import PictureEncoder
 from alignedserve.gguf.file import GgufFile, gguf_stem, is_gguf
 from alignedserve.runtime.model.built_in import BUILT_IN, POCKET, model_path
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
@@ -19,9 +21,6 @@ from alignedserve.runtime.model.sharding.expert_shares import check_expert_paral
 from alignedserve.runtime.model.sharding.layer_stages import check_pipeline_parallel, staged_layout
 from alignedserve.runtime.model.sharding.tensor_shard import TensorShard, check_tensor_parallel
 from alignedserve.runtime.model.stored_weights import StoredWeights
-from alignedserve.runtime.model.vision.families import read_vision
-from alignedserve.runtime.model.vision.mobile_config import SeeingConfig
-from alignedserve.runtime.model.vision.vision_config import CACHE_BYTES
 from alignedserve.runtime.model.weight_fingerprint import fingerprint_of
 from alignedserve.runtime.model.window_cache import WHOLE, has_rings
 from alignedserve.text.tokenizer import Tokenizer
@@ -56,7 +55,7 @@ class ServedModel:
     pipeline_parallel: int = 1  # stages of a worker, each with layers of its own
     expert_parallel: int = 1  # processes of a worker that share the experts
     num_hosts: int = 1  # that the stages of a worker are on, one each; 1: all on its own
-    vision: SeeingConfig | None = None  # by which it sees pictures; None: it does not
+    vision: PictureEncoder | None = None  # by which it sees pictures; None: it does not
     states_apart: bool = False  # large recurrent states have blocks of their own, not a part of each block of tokens
     has_rings: bool = False  # layers with a window keep no more than it
     weights: str = ""  # the fingerprint of those that every worker is to load; empty: it is not checked
@@ -82,7 +81,7 @@ class ServedModel:
     @property
     def vision_bytes(self) -> int:
         """Return the bytes of a worker for seeing: weights, and embeddings of pictures; 0: the model does not see."""
-        return 0 if self.vision is None else self.vision.weight_bytes(self.dtype) + CACHE_BYTES
+        return 0 if self.vision is None else self.vision.worker_bytes(self.dtype)
 
     @property
     def unpacking_bytes(self) -> int:
@@ -210,13 +209,15 @@ def _sampling(
     return sampling_defaults(section.sampling, files, template)
 
 
-def _vision(config: ModelConfig | EncoderConfig, folder: Path | None, num_ranks: int) -> SeeingConfig | None:
+def _vision(config: ModelConfig | EncoderConfig, folder: Path | None, num_ranks: int) -> PictureEncoder | None:
     if folder is None or num_ranks > 1 or isinstance(config, EncoderConfig):
         return None
-    vision = read_vision(folder, config.family)
-    if vision is None:
+    try:
+        plugin = load_plugin("vision")
+    except ConfigError:  # whoever sends a picture is told of it
         return None
-    return vision.with_work(config.shape("", config.dtype).token_parameters)
+    encoder: PictureEncoder | None = plugin.read_encoder(folder, config)
+    return encoder
 
 
 def _check_encoder(section: ModelSectionConfig) -> None:

@@ -27,8 +27,7 @@ from alignedserve.runtime.grammar.token_masks import TokenMasks
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.model_files import read_config
 from alignedserve.runtime.model.weights.weight_files import load_weights
-from alignedserve.runtime.vision.picture_rows import SequenceEmbeddings
-from alignedserve.runtime.vision.rope_places import RopePlaces
+from alignedserve.runtime.pictures import RopePlaces, SequenceEmbeddings
 from kernels.adapters.lora import AdapterMatrices
 
 # Tiny products gain nothing from a second thread, and wait for it where tests run side by side.

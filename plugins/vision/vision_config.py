@@ -6,10 +6,8 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from alignedserve.core.block_layout import DTYPE_BYTES
-from alignedserve.pictures.form import CellsForm, PictureForm
-from alignedserve.pictures.form_parts import CHANNELS, EncoderWork
-from alignedserve.pictures.tiled_forms import CanvasForm, TiledForm
 from alignedserve.runtime.model.decoder.decoder_parts import Activation, NormKind
+from plugins.vision.forms import CHANNELS, CanvasForm, CellsForm, EncoderWork, PictureForm, TiledForm
 
 CACHE_BYTES = 128 << 20  # of a worker, for embeddings of pictures
 
@@ -202,5 +200,5 @@ class VisionConfig(msgspec.Struct, frozen=True, tag=True):
         deep = len(self.deep_layers) * (products + weights * self.joined_width)
         return products + merger + deep + (own_norm if self.names.connector_norm else 0)
 
-    def weight_bytes(self, dtype: str) -> int:
-        return self.num_parameters * DTYPE_BYTES[dtype]
+    def worker_bytes(self, dtype: str) -> int:
+        return self.num_parameters * DTYPE_BYTES[dtype] + CACHE_BYTES

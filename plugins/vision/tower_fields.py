@@ -5,9 +5,9 @@ from typing import TypedDict
 
 from alignedserve.core.errors import UnsupportedModel
 from alignedserve.core.json_fields import JsonFields, read_json_object
-from alignedserve.pictures.form_parts import CHANNELS, Rgb, Scaling
 from alignedserve.runtime.model.decoder.decoder_parts import Activation
 from alignedserve.runtime.model.hf_fields import MAX_HEADS, MAX_LAYERS, MAX_WIDTH, read_activation
+from plugins.vision.forms import CHANNELS, Rgb, Scaling
 
 MAX_FILE_BYTES = 1 << 20
 MAX_EDGE = 1 << 13

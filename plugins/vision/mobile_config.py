@@ -7,9 +7,8 @@ from typing import NamedTuple
 import msgspec
 
 from alignedserve.core.block_layout import DTYPE_BYTES
-from alignedserve.pictures.form import FixedForm
-from alignedserve.pictures.form_parts import CHANNELS, EncoderWork
-from alignedserve.runtime.model.vision.vision_config import VisionConfig
+from plugins.vision.forms import CHANNELS, EncoderWork, FixedForm
+from plugins.vision.vision_config import CACHE_BYTES, VisionConfig
 
 STEM_KERNEL = 3
 FUSED_EXPANSION = 2  # of the block that makes one of the last two stages
@@ -182,8 +181,8 @@ class MobileConfig(msgspec.Struct, frozen=True, tag=True):
         """Return the number of weights."""
         return sum(math.prod(shape) for shape in (self.tower_shapes() | self.connector_shapes()).values())
 
-    def weight_bytes(self, dtype: str) -> int:
-        return self.num_parameters * DTYPE_BYTES[dtype]
+    def worker_bytes(self, dtype: str) -> int:
+        return self.num_parameters * DTYPE_BYTES[dtype] + CACHE_BYTES
 
     def _placed(self) -> Iterator[PlacedBlock]:
         for stage in range(len(self.stages)):

@@ -5,11 +5,11 @@ import math
 import msgspec
 
 from alignedserve.core.json_fields import JsonFields
-from alignedserve.pictures.form import CellsForm
 from alignedserve.runtime.model.decoder.decoder_parts import Activation, NormKind
 from alignedserve.runtime.model.hf_fields import MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH
-from alignedserve.runtime.model.vision import names
-from alignedserve.runtime.model.vision.tower_fields import (
+from plugins.vision import names
+from plugins.vision.forms import CellsForm
+from plugins.vision.tower_fields import (
     CLIP,
     MAX_EDGE,
     TowerSizes,
@@ -18,7 +18,7 @@ from alignedserve.runtime.model.vision.tower_fields import (
     section_of,
     tower_sizes,
 )
-from alignedserve.runtime.model.vision.vision_config import PositionKind, VisionConfig
+from plugins.vision.vision_config import PositionKind, VisionConfig
 
 
 def _cells(fields: JsonFields, images: JsonFields, tower: JsonFields, sizes: TowerSizes) -> CellsForm:

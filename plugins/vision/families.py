@@ -8,16 +8,14 @@ from types import MappingProxyType
 
 from alignedserve.core.errors import UnsupportedModel
 from alignedserve.core.json_fields import JsonFields, read_json_object
-from alignedserve.pictures.form import BudgetForm, RowsForm, SquareForm
-from alignedserve.pictures.form_parts import Scaling
-from alignedserve.pictures.tiled_forms import CanvasForm, TiledForm
 from alignedserve.runtime.model.decoder.decoder_parts import Activation, NormKind
 from alignedserve.runtime.model.hf_fields import MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH, read_activation
-from alignedserve.runtime.model.vision import names
-from alignedserve.runtime.model.vision.mobile_config import SeeingConfig
-from alignedserve.runtime.model.vision.mobile_fields import read_mobile
-from alignedserve.runtime.model.vision.qwen_fields import read_qwen2_5, read_qwen3
-from alignedserve.runtime.model.vision.tower_fields import (
+from plugins.vision import names
+from plugins.vision.forms import BudgetForm, CanvasForm, RowsForm, Scaling, SquareForm, TiledForm
+from plugins.vision.mobile_config import SeeingConfig
+from plugins.vision.mobile_fields import read_mobile
+from plugins.vision.qwen_fields import read_qwen2_5, read_qwen3
+from plugins.vision.tower_fields import (
     CLIP,
     HALVES,
     MAX_CELLS,
@@ -31,7 +29,7 @@ from alignedserve.runtime.model.vision.tower_fields import (
     section_of,
     tower_sizes,
 )
-from alignedserve.runtime.model.vision.vision_config import PositionKind, VisionConfig
+from plugins.vision.vision_config import PositionKind, VisionConfig
 
 _MAX_TILES = 256  # of one picture, however wide or high it is
 _ALWAYS = ("do_resize", "do_rescale", "do_normalize")

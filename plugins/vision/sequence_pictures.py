@@ -11,78 +11,61 @@ The life of a picture:
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, Protocol
+from threading import Lock
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from alignedserve.core.errors import InvalidRequest
-from alignedserve.core.ids import RequestId
 from alignedserve.core.picture import Picture
 from alignedserve.core.request import Request
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import PrefillRequest
-from alignedserve.pictures.decoder import PictureDecoder
-from alignedserve.runtime.vision.embedding_cache import EmbeddingCache
-from alignedserve.runtime.vision.encoding_queue import EncodingQueue, EncodingRun, TakeTurn
-from alignedserve.runtime.vision.mobile_tower import MobileTower
-from alignedserve.runtime.vision.picture_rows import IntArray, SequenceEmbeddings
-from alignedserve.runtime.vision.tower import Steps, VisionTower
+from alignedserve.runtime.pictures import FailedSequences, IntArray, SequenceEmbeddings, TakeTurn
+from plugins.vision.decoder import PictureDecoder
+from plugins.vision.encoding_queue import EncodingQueue, EncodingRun
+from plugins.vision.mobile_tower import MobileTower
+from plugins.vision.tower import Steps, VisionTower
+
+
+class EmbeddingCache:
+    """Safe to share between threads. What is in use stays with its users when it has left the cache."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._embeddings: OrderedDict[bytes, Tensor] = OrderedDict()
+        self._num_bytes = 0
+        self._lock = Lock()
+
+    def get(self, key: bytes) -> Tensor | None:
+        """Return the embeddings [tokens, width] of a picture; None: they are not there."""
+        with self._lock:
+            found = self._embeddings.get(key)
+            if found is not None:
+                self._embeddings.move_to_end(key)
+            return found
+
+    def put(self, key: bytes, embeddings: Tensor) -> None:
+        with self._lock:
+            if key in self._embeddings or embeddings.nbytes > self._max_bytes:
+                return
+            self._embeddings[key] = embeddings
+            self._num_bytes += embeddings.nbytes
+            while self._num_bytes > self._max_bytes:
+                _, gone = self._embeddings.popitem(last=False)
+                self._num_bytes -= gone.nbytes
+
 
 logger = logging.getLogger(__name__)
 
 
-class Pictures(Protocol):
-    """What an executor uses of SequencePictures, or of NoPictures."""
-
-    def prepare(self, message: Message) -> "Sequence[Future[Any]]":
-        """Begin to encode the pictures that a message brings; return what its requests wait for."""
-
-    def add(self, request: Request, num_cached: int) -> SequenceEmbeddings | None:
-        """Return the embeddings of a sequence that is added; None: it needs none from `num_cached` on, or fails."""
-
-    def remove(self, request_id: RequestId) -> None:
-        """Forget a sequence that is removed."""
-
-    def failures(self, request_ids: Iterable[RequestId]) -> dict[RequestId, str]:
-        """Return which of these sequences lack their pictures, and why."""
-
-    def close(self) -> None:
-        """End the process that decodes, and the thread that waits for it."""
-
-
-class _FailedSequences:
-    def __init__(self) -> None:
-        self._failures: dict[RequestId, str] = {}
-
-    def remove(self, request_id: RequestId) -> None:
-        self._failures.pop(request_id, None)
-
-    def failures(self, request_ids: Iterable[RequestId]) -> dict[RequestId, str]:
-        if not self._failures:
-            return {}
-        return {request_id: self._failures[request_id] for request_id in request_ids if request_id in self._failures}
-
-
-class NoPictures(_FailedSequences):
-    """Of a model that does not see. A request with pictures fails: the gateway has let none pass."""
-
-    def prepare(self, message: Message) -> "Sequence[Future[Any]]":
-        return ()
-
-    def add(self, request: Request, num_cached: int) -> SequenceEmbeddings | None:
-        if request.pictures:
-            self._failures[request.request_id] = "this worker's model does not see pictures"
-        return None
-
-    def close(self) -> None: ...
-
-
-class SequencePictures(_FailedSequences):
+class SequencePictures(FailedSequences):
     """Decodes, encodes and lends."""
 
     def __init__(

@@ -13,20 +13,16 @@ from PIL import Image
 from alignedserve.core.ids import RequestId
 from alignedserve.core.picture import Picture, PictureRun, picture_digest
 from alignedserve.core.request import SamplingParams
-from alignedserve.pictures.decoder import Pixels
-from alignedserve.pictures.decoding import decode
-from alignedserve.pictures.form import BudgetForm, CellsForm, PictureForm, RowsForm, SquareForm
-from alignedserve.pictures.form_parts import Size
-from alignedserve.pictures.outcomes import Decoded, Task
-from alignedserve.pictures.tiled_forms import CanvasForm, TiledForm
 from alignedserve.runtime.attention.backend import AUTO, TORCH
 from alignedserve.runtime.engine.engine import NewSequence
-from alignedserve.runtime.model.vision.families import VISION_FAMILIES, read_vision
-from alignedserve.runtime.model.vision.vision_config import VisionConfig
-from alignedserve.runtime.model.vision.vision_weights import load_vision_weights
-from alignedserve.runtime.vision.picture_rows import SequenceEmbeddings
-from alignedserve.runtime.vision.rope_places import RopePlaces, rope_places
-from alignedserve.runtime.vision.tower import VisionTower
+from alignedserve.runtime.pictures import RopePlaces, SequenceEmbeddings, rope_places
+from plugins.vision.decoder import Decoded, Pixels, Task
+from plugins.vision.decoding import decode
+from plugins.vision.families import VISION_FAMILIES, read_vision
+from plugins.vision.forms import BudgetForm, CanvasForm, CellsForm, PictureForm, RowsForm, Size, SquareForm, TiledForm
+from plugins.vision.tower import VisionTower
+from plugins.vision.vision_config import VisionConfig
+from plugins.vision.vision_weights import load_vision_weights
 from tests.support.models.tiny_engines import LogitsProbe, TinyEngine, random_tokens, tiny_decoder
 from tests.support.models.tiny_vision import IMAGE, TINY_SEEING, llama4_tiles, make_tiny_seeing, picture, processed
 

@@ -15,15 +15,14 @@ import torch
 from torch import Tensor
 
 from alignedserve.core.picture import Picture
-from alignedserve.runtime.vision.tower import Steps
+from alignedserve.runtime.pictures import TakeTurn
+from plugins.vision.tower import Steps
 
 _RESTS = 9  # after a step of a document's picture, of the step's time
 
 logger = logging.getLogger(__name__)
 
 Passes = Callable[[Picture], Sequence[Steps]]  # decodes a picture; raises PictureError
-Turn = Callable[[float], bool]  # takes steps for so many seconds; returns whether the picture is encoded
-TakeTurn = Callable[[Turn, bool], "Future[bool]"]  # True: somebody waits for the picture
 
 
 class EncodingRun:

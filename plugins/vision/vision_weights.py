@@ -7,9 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from alignedserve.pictures.form_parts import CHANNELS
 from alignedserve.runtime.model.decoder.decoder_parts import NormKind
-from alignedserve.runtime.model.vision.vision_config import PairOrder, PositionKind, VisionConfig
 from alignedserve.runtime.model.weights.head_order import pairs_of_rows_first
 from alignedserve.runtime.model.weights.product_reader import TensorSource
 from alignedserve.runtime.model.weights.random_weights import RandomSource
@@ -19,6 +17,8 @@ from kernels.clipped import ClippedProducts, Ranges
 from kernels.feed_forward import FeedForwardPart
 from kernels.linear import AdaptableProjection, Linear, Projection
 from kernels.norm import LayerNorm, Norm, RmsNorm
+from plugins.vision.forms import CHANNELS
+from plugins.vision.vision_config import PairOrder, PositionKind, VisionConfig
 
 _SEED = 1
 

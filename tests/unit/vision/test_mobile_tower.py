@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from alignedserve.core.errors import ModelError
-from alignedserve.pictures.form_parts import Size
-from alignedserve.runtime.model.vision.families import read_vision
-from alignedserve.runtime.model.vision.mobile_config import MobileConfig
-from alignedserve.runtime.model.vision.mobile_weights import MobileWeights, load_mobile_weights
-from alignedserve.runtime.vision.mobile_tower import MobileTower
-from alignedserve.runtime.vision.picture_rows import SequenceEmbeddings
-from alignedserve.runtime.vision.tower import Steps
+from alignedserve.runtime.pictures import SequenceEmbeddings
+from plugins.vision.families import read_vision
+from plugins.vision.forms import Size
+from plugins.vision.mobile_config import MobileConfig
+from plugins.vision.mobile_tower import MobileTower
+from plugins.vision.mobile_weights import MobileWeights, load_mobile_weights
+from plugins.vision.tower import Steps
 from tests.support.models.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
 from tests.support.models.tiny_mobile import (
     CONFIG,

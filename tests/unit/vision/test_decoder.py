@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from alignedserve.pictures.decoder import PictureDecoder, PictureError
-from alignedserve.pictures.decoding import decode
-from alignedserve.pictures.form import SquareForm
-from alignedserve.pictures.form_parts import Scaling
-from alignedserve.pictures.outcomes import Decoded, Task
+from plugins.vision.decoder import Decoded, PictureDecoder, PictureError, Task
+from plugins.vision.decoding import decode
+from plugins.vision.forms import Scaling, SquareForm
 from tests.support.models.tiny_vision import picture
 
 EDGE = 8

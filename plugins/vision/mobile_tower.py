@@ -11,19 +11,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from alignedserve.pictures.decoder import Pixels
-from alignedserve.runtime.model.vision.mobile_config import (
+from kernels.linear import Linear
+from kernels.norm import RmsNorm
+from plugins.vision.decoder import Pixels
+from plugins.vision.mobile_config import (
     EdgeBlock,
     InvertedBlock,
     MobileConfig,
     PlacedBlock,
     QueryBlock,
 )
-from alignedserve.runtime.model.vision.mobile_weights import MobileWeights
-from alignedserve.runtime.vision.scaled_pixels import scaled_pixels
-from alignedserve.runtime.vision.tower import Steps
-from kernels.linear import Linear
-from kernels.norm import RmsNorm
+from plugins.vision.mobile_weights import MobileWeights
+from plugins.vision.tower import Steps, scaled_pixels
 
 _STEP_PRODUCTS = 1 << 28  # of numbers, after which a pass may stand still
 _FEWEST_PLACES, _MOST_PLACES = 64, 2048  # of a step

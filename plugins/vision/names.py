@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from alignedserve.runtime.model.vision.vision_config import PairOrder, VisionNames
+from plugins.vision.vision_config import PairOrder, VisionNames
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 # SigLIP's, whose connectors differ.

@@ -2,11 +2,10 @@
 
 from alignedserve.core.errors import UnsupportedModel
 from alignedserve.core.json_fields import JsonFields
-from alignedserve.pictures.form import FixedForm
-from alignedserve.pictures.form_parts import Scaling
 from alignedserve.runtime.model.hf_fields import MAX_VOCABULARY, MAX_WIDTH
-from alignedserve.runtime.model.vision.mobile_config import Block, EdgeBlock, InvertedBlock, MobileConfig, QueryBlock
-from alignedserve.runtime.model.vision.tower_fields import HALVES, MAX_EDGE, check_square, read_scaling, section_of
+from plugins.vision.forms import FixedForm, Scaling
+from plugins.vision.mobile_config import Block, EdgeBlock, InvertedBlock, MobileConfig, QueryBlock
+from plugins.vision.tower_fields import HALVES, MAX_EDGE, check_square, read_scaling, section_of
 
 _MAP_EDGE = 16
 _SMALLEST_EDGE = 16 * _MAP_EDGE  # a place of the last stage but one is so many pixels of 16

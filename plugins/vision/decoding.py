@@ -1,20 +1,39 @@
-"""Decodes pictures and makes pixels of them, by Pillow; inside the process that may come to harm over it alone."""
+"""The process that decodes pictures and makes pixels of them, by Pillow: what harms a decoder harms it alone.
+
+Reads two frames for each picture, a Task and the file; writes one, the Outcome. The operating system bounds its memory
+and, for each picture, its time.
+"""
 
 import io
+import os
+import resource
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
+import msgspec
 import numpy as np
-import numpy.typing as npt
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from alignedserve.pictures.form import BudgetForm, CellsForm, FixedForm, PictureForm, RowsForm, SquareForm
-from alignedserve.pictures.form_parts import Size
-from alignedserve.pictures.outcomes import Decoded, Outcome, Refused, Task
-from alignedserve.pictures.tiled_forms import CanvasForm, TiledForm
+from alignedserve.process.child_process import bound_time
+from alignedserve.process.frames import read_frame, write_frame
+from plugins.vision.decoder import Decoded, Outcome, Pixels, Refused, Task
+from plugins.vision.forms import (
+    BudgetForm,
+    CanvasForm,
+    CellsForm,
+    FixedForm,
+    PictureForm,
+    RowsForm,
+    Size,
+    SquareForm,
+    TiledForm,
+)
 
+_MAX_MEMORY_BYTES = 3 << 30  # of addresses, most of which are other things than memory in use
+_MAX_CPU_S = 10.0  # of a core, for one picture
+_NICENESS = 5  # streams and passes go first where cores are few
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")  # no others are tried, whatever the file says
-Pixels = npt.NDArray[np.uint8]
 
 
 def decode(content: bytes, task: Task) -> Outcome:
@@ -90,3 +109,22 @@ _PARTS: dict[type[PictureForm], Callable[[Image.Image, Any], Iterator[Pixels]]] 
     CanvasForm: _canvas,
     BudgetForm: _whole,
 }
+
+
+def main() -> None:
+    os.nice(_NICENESS)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    source, target = sys.stdin.buffer, sys.stdout.buffer
+    tasks = msgspec.msgpack.Decoder(Task)
+    while (described := read_frame(source)) is not None and (content := read_frame(source)) is not None:
+        bound_time(_MAX_CPU_S)
+        write_frame(target, msgspec.msgpack.encode(_outcome(content, tasks.decode(described))))
+
+
+def _outcome(content: bytes, task: Task) -> Outcome:
+    try:
+        return decode(content, task)
+    except Exception:  # noqa: BLE001  (decoders raise anything over broken files, and none of it is for others' eyes)
+        return Refused("broken")

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from alignedserve.core.picture import Picture
-from alignedserve.pictures.decoder import PictureError
-from alignedserve.runtime.vision.encoding_queue import EncodingQueue, Turn
+from alignedserve.runtime.pictures import Turn
+from plugins.vision.decoder import PictureError
+from plugins.vision.encoding_queue import EncodingQueue
 
 
 def of(name: str) -> Picture:

@@ -3,6 +3,7 @@
 import logging
 import weakref
 from threading import Lock
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -10,10 +11,40 @@ import numpy.typing as npt
 
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.picture import MAX_PIXELS
-from alignedserve.pictures.form import PictureForm
-from alignedserve.pictures.form_parts import CHANNELS, Size
-from alignedserve.pictures.outcomes import Decoded, Refused, Task, decode_outcome
 from alignedserve.process.child_process import ChildProcess
+from plugins.vision.forms import CHANNELS, PictureForm, Size
+
+
+class Task(msgspec.Struct, frozen=True):
+    """What is to be done with the file that follows."""
+
+    max_pixels: int
+    form: PictureForm | None = None  # None: its size is asked for alone; it is decoded whole all the same
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """A file that is not decoded, and why."""
+
+    reason: Literal["unknown", "broken", "large"]
+
+
+class Decoded(msgspec.Struct, frozen=True, tag=True):
+    """A picture: its size as it is seen, and what an encoder gets, one part after another."""
+
+    width: int
+    height: int
+    shapes: tuple[tuple[int, int], ...] = ()  # height and width of each part
+    pixels: bytes = b""  # of all parts: channels, rows, columns, a byte each
+
+
+Outcome = Refused | Decoded
+_OUTCOMES: msgspec.msgpack.Decoder[Outcome] = msgspec.msgpack.Decoder(Outcome)
+
+
+def decode_outcome(raw: bytes) -> Outcome:
+    """Return the outcome that the process has written. Raises msgspec.MsgspecError."""
+    return _OUTCOMES.decode(raw)
+
 
 _MAX_WALL_S = 30.0
 logger = logging.getLogger(__name__)
@@ -41,7 +72,7 @@ class PictureDecoder:
     """Safe to share between threads, which take turns; blocks meanwhile."""
 
     def __init__(self) -> None:
-        self._process = ChildProcess("alignedserve.pictures.process", _MAX_WALL_S)
+        self._process = ChildProcess("plugins.vision.decoding", _MAX_WALL_S)
         self._lock = Lock()
         self._is_closed = False
         weakref.finalize(self, self._process.end)

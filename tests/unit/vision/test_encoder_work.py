@@ -1,6 +1,6 @@
 """What an encoder's pass is reckoned to cost, in prompt tokens."""
 
-from alignedserve.pictures.form_parts import EncoderWork
+from plugins.vision.forms import EncoderWork
 
 
 def test_patches_cost_alone_and_for_those_that_they_attend_to() -> None:

@@ -6,10 +6,22 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from alignedserve.pictures.decoder import Pixels
-from alignedserve.runtime.model.vision.vision_config import PositionKind, VisionConfig
-from alignedserve.runtime.model.vision.vision_weights import Connector, VisionLayer, VisionWeights
-from alignedserve.runtime.vision.scaled_pixels import scaled_pixels
+from plugins.vision.decoder import Pixels
+from plugins.vision.forms import Scaling
+from plugins.vision.vision_config import PositionKind, VisionConfig
+from plugins.vision.vision_weights import Connector, VisionLayer, VisionWeights
+
+
+def scaled_pixels(pixels: Pixels, scaling: Scaling) -> Tensor:
+    if scaling.is_short:
+        values = torch.from_numpy(pixels.copy()).to(torch.bfloat16) * scaling.rescale
+    else:  # float64 once, then float32
+        values = (torch.from_numpy(pixels.copy()).double() * scaling.rescale).float()
+    mean, deviation = (
+        torch.tensor(rgb, dtype=values.dtype)[:, None, None] for rgb in (scaling.mean, scaling.deviation)
+    )
+    return (values - mean) / deviation
+
 
 _STEP_ROWS = 256  # of a product, after which a pass may stand still
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from alignedserve.runtime.model.vision.mobile_config import MobileConfig
 from alignedserve.runtime.model.weights.product_reader import TensorSource
 from alignedserve.runtime.model.weights.random_weights import RandomSource
 from alignedserve.runtime.model.weights.safetensors_source import SafetensorsSource
+from plugins.vision.mobile_config import MobileConfig
 
 _SEED = 1
 _PREFIXES = ("model.", "")
