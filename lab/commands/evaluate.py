@@ -4,7 +4,7 @@ import asyncio
 
 from rich.table import Table
 
-from alignedserve.cli.commands.options import EvalOptions
+from lab.commands.options import EvalOptions
 from alignedserve.cli.console import FAILURE, INTERRUPTED, printable, progress, results, to_json, write_json
 from alignedserve.client.openai_client import CompletionOutcome, OpenAiClient
 from alignedserve.config.environment import client_api_key

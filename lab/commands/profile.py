@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from alignedserve.cli.commands.options import ProfileOptions
+from lab.commands.options import ProfileOptions
 from alignedserve.cli.console import notes, progress, results, to_json, write_json
 from alignedserve.core.percent import in_percent
 from alignedserve.costmodel.linear import LinearCoefficients

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from alignedserve.cli.commands.options import DemoOptions
+from lab.commands.options import DemoOptions
 from alignedserve.pocket.tasks import PocketTask, Skill
 from lab.commands import demo as demo_module
 from lab.commands.demo import demo

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from alignedserve.cli.commands.options import EvalOptions
+from lab.commands.options import EvalOptions
 from alignedserve.core.errors import ConfigError
 from alignedserve.pocket.tasks import OFFERED_SKILLS, Skill
 from lab.commands.evaluate import evaluate
