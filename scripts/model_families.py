@@ -5,7 +5,9 @@ from pathlib import Path
 
 from alignedserve.core.json_fields import JsonFields
 from alignedserve.runtime.model.decoder.decoder_parts import HeadNormKind, NormKind
-from alignedserve.runtime.model.families import gemma, readers, states
+from alignedserve.runtime.model.families import form as states
+from alignedserve.runtime.model.families import readers
+from alignedserve.runtime.model.families import readers as gemma
 from alignedserve.runtime.model.families.form import FamilyForm
 from alignedserve.runtime.model.families.table import FAMILIES
 from alignedserve.runtime.model.hf_fields import Sizes

@@ -24,7 +24,7 @@ from alignedserve.runtime.engine.engine_options import EngineOptions
 from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.hf_config import read_model_config
-from alignedserve.runtime.model.weights.random_weights import random_weights
+from alignedserve.runtime.model.weight_files import load_weights
 from benchmarks.measuring.recording import write_result
 
 PROMPT_LEN, NUM_STREAMS, NUM_STEPS, NUM_ROUNDS = 256, 16, 4, 8
@@ -84,7 +84,7 @@ class Own(Contender):
     def __init__(self, folder: Path, dtype: str) -> None:
         config = read_model_config(folder)
         self._engine = Engine(
-            model=Decoder(config, random_weights(config, 0, torch_dtype(dtype))),
+            model=Decoder(config, load_weights(None, config, torch_dtype(dtype))),
             storage=BlockStorage(config.block_layout(BLOCK_SIZE, dtype), NUM_STREAMS),
             options=EngineOptions(max_sequences=NUM_STREAMS, max_context_len=BLOCK_SIZE),
         )

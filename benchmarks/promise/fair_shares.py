@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from alignedserve.core.metrics import percentile
-from alignedserve.runtime.model.built_in import POCKET
+from alignedserve.runtime.model.named_models import POCKET
 from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.recording import read_figures, write_result
 from benchmarks.measuring.server import served

@@ -22,7 +22,7 @@ import psutil
 import uvloop
 
 from alignedserve.core.metrics import percentile
-from alignedserve.runtime.model.built_in import pocket_folder
+from alignedserve.runtime.model.named_models import pocket_folder
 from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.recording import write_result
 from benchmarks.measuring.server import served

@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from alignedserve.core.metrics import percentile
-from alignedserve.runtime.model.built_in import POCKET
+from alignedserve.runtime.model.named_models import POCKET
 from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.server import ALIGNEDSERVE, served
 from benchmarks.measuring.tenant_load import Tenant, write_keys

@@ -7,9 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from alignedserve.runtime.model.weights.product_reader import TensorSource
-from alignedserve.runtime.model.weights.random_weights import RandomSource
 from alignedserve.runtime.model.weights.safetensors_source import SafetensorsSource
+from alignedserve.runtime.model.weights.weight_source import RandomSource, WeightSource
 from plugins.vision.mobile_config import MobileConfig
 
 _SEED = 1
@@ -29,7 +28,7 @@ def load_mobile_weights(
     folder: Path | None, config: MobileConfig, dtype: torch.dtype, device: torch.device
 ) -> MobileWeights:
     """Load the weights in `folder` as `dtype`; None: random ones. Raises ModelError naming file or tensor."""
-    source: TensorSource
+    source: WeightSource
     source = RandomSource(_SEED, dtype, device) if folder is None else SafetensorsSource(folder, dtype, device)
     found = (prefix for prefix in _PREFIXES if source.has(f"{prefix}{_TOWER}conv_stem.conv.weight"))
     prefix = next(found, _PREFIXES[0])

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from alignedserve.runtime.model.decoder.decoder_parts import NormKind
 from alignedserve.runtime.model.weights.head_order import pairs_of_rows_first
-from alignedserve.runtime.model.weights.product_reader import TensorSource
-from alignedserve.runtime.model.weights.random_weights import RandomSource
 from alignedserve.runtime.model.weights.safetensors_source import SafetensorsSource
+from alignedserve.runtime.model.weights.weight_source import RandomSource, WeightSource
 from kernels.activation import Gated
 from kernels.clipped import ClippedProducts, Ranges
 from kernels.feed_forward import FeedForwardPart
@@ -65,13 +64,13 @@ def load_vision_weights(
     folder: Path | None, config: VisionConfig, dtype: torch.dtype, device: torch.device
 ) -> VisionWeights:
     """Load the weights in `folder` as `dtype`; None: random ones. Raises ModelError naming file or tensor."""
-    source: TensorSource
+    source: WeightSource
     source = RandomSource(_SEED, dtype, device) if folder is None else SafetensorsSource(folder, dtype, device)
     return _Assembler(config, source).weights()
 
 
 class _Assembler:
-    def __init__(self, config: VisionConfig, source: TensorSource) -> None:
+    def __init__(self, config: VisionConfig, source: WeightSource) -> None:
         self._config, self._source = config, source
         of_both = [(prefix, inside) for prefix in config.names.prefixes for inside in config.names.inside]
         found = (each for each in of_both if source.has(f"{each[0]}{each[1]}{config.names.patches}.weight"))

@@ -37,9 +37,9 @@ from alignedserve.runtime.grammar.vocabulary import grammar_vocabulary
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.device_kinds import kinds_of
 from alignedserve.runtime.model.served_model import ServedModel, load_tokenizer
+from alignedserve.runtime.model.weight_files import ModelSpec, load_or_draw
 from alignedserve.runtime.model.weights.decoder_weights import leave_rounded_rows_unwritten
 from alignedserve.runtime.model.weights.feed_forward_weights import ExpertReading
-from alignedserve.runtime.model.weights.model_spec import ModelSpec, load_or_draw
 
 logger = logging.getLogger(__name__)
 

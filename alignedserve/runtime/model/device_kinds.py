@@ -9,7 +9,12 @@ from typing import Any, NamedTuple
 
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.decoder.state_config import DeltaConfig, ShortConvConfig, SpaceConfig
-from alignedserve.runtime.model.quantized.scheme import MXFP4_GROUP, NVFP4_GROUP, CheckpointQuantization, QuantMethod
+from alignedserve.runtime.model.decoder.stored_quantization import (
+    MXFP4_GROUP,
+    NVFP4_GROUP,
+    CheckpointQuantization,
+    QuantMethod,
+)
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 1024,

@@ -12,10 +12,14 @@ from typing import Any
 from alignedserve.core.errors import ModelNotFound, UnsupportedModel
 from alignedserve.core.json_fields import JsonFields, read_json_object
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
-from alignedserve.runtime.model.encoder.encoder_config import EncoderConfig
-from alignedserve.runtime.model.encoder.families import ENCODER_TYPES, is_encoder_type, parse_encoder_config
+from alignedserve.runtime.model.encoder.encoder_config import (
+    ENCODER_TYPES,
+    EncoderConfig,
+    is_encoder_type,
+    parse_encoder_config,
+)
 from alignedserve.runtime.model.families.table import FAMILIES
-from alignedserve.runtime.model.hub.short_names import near_names
+from alignedserve.runtime.model.named_models import near_names
 from alignedserve.runtime.model.quantized.config import read_quantization
 from alignedserve.text.tokenizer_files import end_token_id
 

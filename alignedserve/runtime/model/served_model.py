@@ -1,27 +1,27 @@
 """The model that a cluster serves, resolved once at its start without loading weights (and without torch)."""
 
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from pathlib import Path
 
-from alignedserve.config.sections import EngineConfig, LoraConfig, ModelSectionConfig
+from alignedserve.config.sections import EngineConfig, LoraConfig, ModelSectionConfig, PrefixCacheConfig
 from alignedserve.core.block_layout import LARGEST_BLOCK, BlockLayout
 from alignedserve.core.errors import ConfigError, ModelError
 from alignedserve.core.plugins import load_plugin
 from alignedserve.core.request import LoraAdapter
 from alignedserve.core.seeing import PictureEncoder
 from alignedserve.gguf.file import GgufFile, gguf_stem, is_gguf
-from alignedserve.runtime.model.built_in import BUILT_IN, POCKET, model_path
+from alignedserve.process.addresses import ROUTER
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.encoder.encoder_config import EncoderConfig
 from alignedserve.runtime.model.gguf.config import gguf_config
-from alignedserve.runtime.model.model_files import read_served_config, weights_in_files
+from alignedserve.runtime.model.model_files import fingerprint_of, read_served_config, weights_in_files
+from alignedserve.runtime.model.named_models import BUILT_IN, POCKET, model_path
 from alignedserve.runtime.model.quantized.product_form import Computing
 from alignedserve.runtime.model.sampling_defaults import SamplingDefaults, sampling_defaults
-from alignedserve.runtime.model.sharding.expert_shares import check_expert_parallel
 from alignedserve.runtime.model.sharding.layer_stages import check_pipeline_parallel, staged_layout
-from alignedserve.runtime.model.sharding.tensor_shard import TensorShard, check_tensor_parallel
+from alignedserve.runtime.model.sharding.tensor_shard import TensorShard, check_expert_parallel, check_tensor_parallel
 from alignedserve.runtime.model.stored_weights import StoredWeights
-from alignedserve.runtime.model.weight_fingerprint import fingerprint_of
 from alignedserve.runtime.model.window_cache import WHOLE, has_rings
 from alignedserve.text.tokenizer import Tokenizer
 from alignedserve.text.tokenizer_files import read_template
@@ -266,3 +266,42 @@ def _default_dtype(device: str, *, has_bfloat16: bool) -> str:
     The pocket model stays in float32, in which its answers are the same on every machine.
     """
     return "bfloat16" if has_bfloat16 or device.startswith("cuda") else "float32"
+
+
+class DeploymentPhase(Enum):
+    """What a deployment may be asked for."""
+
+    PREPARING = "preparing"  # nothing yet: gateways connect to it, load its tokenizer and wait for a token
+    SERVING = "serving"  # requests that name its model; of one name at most one serves
+    DRAINING = "draining"  # no more requests; those that it has are finished
+    SLEEPING = "sleeping"  # it has no processes: requests that name its model wait until it is loaded
+
+
+@dataclass(frozen=True, slots=True)
+class ServedDeployment:
+    """One deployment. Plain values, so that every actor can receive it."""
+
+    served: ServedModel
+    block_size: int  # of its workers' blocks, which requests may share
+    prefix_cache: PrefixCacheConfig
+    deployment_id: str = ""  # as in the names of its processes; empty: the first of a cluster
+    router: str = ROUTER  # its router's name
+    phase: DeploymentPhase = DeploymentPhase.SERVING
+    problem: str = ""  # of one that sleeps: why it cannot be loaded at present
+    is_failing: bool = False  # those of its workers that do not serve have failed to start again and again
+
+
+@dataclass(frozen=True, slots=True)
+class DeploymentState:
+    """A deployment as one gateway, or the batch worker, sees it."""
+
+    deployment_id: str
+    missing: str | None  # why no request could be answered from here; None: a token has come through
+    num_open: int  # requests that hold it here, from when their model was looked up to their last token
+    num_documents: int = 0  # of them, lines of batches
+    has_lines: bool = False  # batches have lines for its model that wait
+    idle_s: float | None = None  # since its last request here; None: there was none
+    keep_alive_s: float | None = None  # that its last request asked for; None: it did not
+    waited_s: float | None = None  # how long a real-time request has waited for it here; None: none waits
+    documents_waited_s: float | None = None  # the same of best effort
+    is_hopeless: bool = False  # what is missing does not come by waiting

@@ -4,11 +4,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from alignedserve.runtime.model.decoder.decoder_parts import ExpertConfig
-from alignedserve.runtime.model.decoder.latent_config import LatentConfig
-from alignedserve.runtime.model.decoder.layer_extras import LayerExtras
-from alignedserve.runtime.model.decoder.layer_geometry import inner_size
-from alignedserve.runtime.model.decoder.model_config import ModelConfig
+from alignedserve.runtime.model.decoder.decoder_parts import ExpertConfig, LatentConfig, LayerExtras
+from alignedserve.runtime.model.decoder.model_config import ModelConfig, inner_size
 
 
 @dataclass(frozen=True, slots=True)

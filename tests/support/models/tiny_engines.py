@@ -26,7 +26,7 @@ from alignedserve.runtime.engine.steps.step_batch import BatchBuilder
 from alignedserve.runtime.grammar.token_masks import TokenMasks
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.model_files import read_config
-from alignedserve.runtime.model.weights.weight_files import load_weights
+from alignedserve.runtime.model.weight_files import load_weights
 from alignedserve.runtime.pictures import RopePlaces, SequenceEmbeddings
 from kernels.adapters.lora import AdapterMatrices
 

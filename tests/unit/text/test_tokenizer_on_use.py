@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from alignedserve.core.errors import ModelError
-from alignedserve.runtime.model.built_in import pocket_folder
+from alignedserve.runtime.model.named_models import pocket_folder
 from alignedserve.text.tokenizer import Tokenizer
 from alignedserve.text.tokenizer_on_use import TokenizerOnUse
 

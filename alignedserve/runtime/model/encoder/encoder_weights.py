@@ -10,9 +10,9 @@ from torch import Tensor
 
 from alignedserve.core.errors import ModelError
 from alignedserve.runtime.model.encoder.encoder_config import DenseConfig, EncoderConfig, EncoderFamily, HeadActivation
-from alignedserve.runtime.model.weights.product_reader import LoadingObserver, TensorSource
-from alignedserve.runtime.model.weights.random_weights import RandomSource
+from alignedserve.runtime.model.weights.product_reader import LoadingObserver
 from alignedserve.runtime.model.weights.safetensors_source import SafetensorsSource
+from alignedserve.runtime.model.weights.weight_source import RandomSource, WeightSource
 from kernels.cpu.int8_linear import Int8Linear, int8_obstacle
 from kernels.feed_forward import FeedForwardPart
 from kernels.linear import AdaptableProjection, Linear, Projection
@@ -125,7 +125,7 @@ def load_encoder_weights(
     Raises UnsafeWeights, ModelNotFound or ModelError naming the file or tensor, as `load_weights` does for decoders.
     """
 
-    def source_of(inner: str) -> TensorSource:
+    def source_of(inner: str) -> WeightSource:
         return (
             RandomSource(_SEED, dtype, device) if folder is None else SafetensorsSource(folder / inner, dtype, device)
         )
@@ -137,7 +137,7 @@ class _Assembler:
     def __init__(
         self,
         config: EncoderConfig,
-        source_of: Callable[[str], TensorSource],
+        source_of: Callable[[str], WeightSource],
         *,
         is_int8: bool,
         observer: LoadingObserver | None,
@@ -192,7 +192,7 @@ class _Assembler:
     def _dense_layers(self) -> tuple[DenseLayer, ...]:
         return tuple(self._dense(self._source_of(one.folder), "linear", one) for one in self._config.embedding.dense)
 
-    def _dense(self, source: TensorSource, name: str, dense: DenseConfig) -> DenseLayer:
+    def _dense(self, source: WeightSource, name: str, dense: DenseConfig) -> DenseLayer:
         weight = source.tensor(f"{name}.weight", (dense.out_width, dense.in_width)).float()
         bias = source.tensor(f"{name}.bias", (dense.out_width,)).float() if dense.has_bias else None
         return DenseLayer(Linear(weight, bias), dense.activation)

@@ -4,23 +4,11 @@ from dataclasses import replace
 
 from alignedserve.runtime.model.decoder.decoder_parts import HeadNormKind, NormKind
 from alignedserve.runtime.model.families import names
-from alignedserve.runtime.model.families.form import FamilyForm, Flag, Named
-from alignedserve.runtime.model.families.gemma import gemma3n, gemma4, gemma4_experts
-from alignedserve.runtime.model.families.readers import (
-    cohere,
-    gemma,
-    gemma3,
-    granite,
-    read_decoder,
-    read_idefics3,
-    read_latent,
-    read_opt,
-    read_pixtral,
-    read_qwen_vl,
-    read_with_images,
-)
-from alignedserve.runtime.model.families.windows import (
+from alignedserve.runtime.model.families.form import (
     NO_WINDOW,
+    FamilyForm,
+    Flag,
+    Named,
     WindowRule,
     all_but_every,
     all_but_first_of_four,
@@ -29,6 +17,22 @@ from alignedserve.runtime.model.families.windows import (
     layers_beside_windows,
     layers_without_rope,
     layers_without_window,
+)
+from alignedserve.runtime.model.families.readers import (
+    cohere,
+    gemma,
+    gemma3,
+    gemma3n,
+    gemma4,
+    gemma4_experts,
+    granite,
+    read_decoder,
+    read_idefics3,
+    read_latent,
+    read_opt,
+    read_pixtral,
+    read_qwen_vl,
+    read_with_images,
 )
 from alignedserve.runtime.model.hf_fields import DEFAULT_WINDOW
 

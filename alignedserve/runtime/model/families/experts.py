@@ -5,7 +5,7 @@ from dataclasses import replace
 from alignedserve.core.errors import UnsupportedModel
 from alignedserve.core.json_fields import JsonFields
 from alignedserve.runtime.model.decoder.decoder_parts import ExpertConfig, Scoring
-from alignedserve.runtime.model.families.states import nemotron_layers
+from alignedserve.runtime.model.families.form import nemotron_layers
 from alignedserve.runtime.model.hf_fields import MAX_EXPERTS, MAX_LAYERS, MAX_WIDTH
 
 

@@ -9,13 +9,23 @@ from alignedserve.core.errors import ModelError, UnsupportedModel
 from alignedserve.core.json_fields import JsonFields
 from alignedserve.gguf.file import GgufFile
 from alignedserve.gguf.tensor_types import FLOAT_TYPES
-from alignedserve.runtime.model.decoder.decoder_parts import Activation, ExpertConfig, HeadNormKind, NormKind
+from alignedserve.runtime.model.decoder.decoder_parts import (
+    Activation,
+    ExpertConfig,
+    HeadNormKind,
+    NormKind,
+    RopeConfig,
+)
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
-from alignedserve.runtime.model.decoder.rope_config import RopeConfig
-from alignedserve.runtime.model.gguf.names import check_names
-from alignedserve.runtime.model.gguf.rope import RopeReader
-from alignedserve.runtime.model.hf_fields import MAX_EXPERTS, MAX_HEADS, MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH
-from alignedserve.runtime.model.rope_fields import MAX_CONTEXT
+from alignedserve.runtime.model.gguf.names import RopeReader, check_names
+from alignedserve.runtime.model.hf_fields import (
+    MAX_CONTEXT,
+    MAX_EXPERTS,
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_VOCABULARY,
+    MAX_WIDTH,
+)
 
 EMBEDDING = "token_embd.weight"
 HEAD = "output.weight"

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from alignedserve.config.sections import ModelSectionConfig
-from alignedserve.runtime.model.hub.hub_name import names_hub_model, parse_hub_name
-from alignedserve.runtime.model.hub.short_names import full_name
+from alignedserve.runtime.model.hub.file_choice import names_hub_model, parse_hub_name
+from alignedserve.runtime.model.named_models import full_name
 
 if TYPE_CHECKING:
     from alignedserve.runtime.model.hub.repository import Hub, Report

@@ -11,7 +11,7 @@ from huggingface_hub.file_download import repo_folder_name
 
 from alignedserve.core.errors import ModelError, ModelNotFound, StorageError
 from alignedserve.gguf.file import SUFFIX, part_names
-from alignedserve.runtime.model.hub.hub_name import HubName
+from alignedserve.runtime.model.hub.file_choice import HubName
 from alignedserve.runtime.model.weight_index import INDEX_NAME, PICKLE_SUFFIXES, SINGLE_NAME, listed_shards
 
 _FOLDER_PREFIX = "models--"

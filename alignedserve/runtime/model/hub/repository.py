@@ -33,8 +33,12 @@ from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]  # document
 
 from alignedserve.core.errors import AlignedServeError, ModelError, ModelNotFound, StorageError, StorageFull
 from alignedserve.runtime.model.hf_config import read_any_config
-from alignedserve.runtime.model.hub.file_choice import choose_gguf, choose_text_files, wants_gguf
-from alignedserve.runtime.model.hub.hub_name import HubName
+from alignedserve.runtime.model.hub.file_choice import (
+    HubName,
+    choose_gguf,
+    choose_text_files,
+    wants_gguf,
+)
 from alignedserve.runtime.model.hub.resumed_download import Download, RemoteFile
 from alignedserve.runtime.model.weight_index import INDEX_NAME, SINGLE_NAME, listed_shards
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from alignedserve.core.errors import UnsupportedModel
 from alignedserve.core.json_fields import JsonFields
+from alignedserve.runtime.model.decoder.stored_quantization import CheckpointQuantization, QuantMethod, WeightScheme
 from alignedserve.runtime.model.hf_fields import MAX_WIDTH
-from alignedserve.runtime.model.quantized.scheme import CheckpointQuantization, QuantMethod, WeightScheme
 
 MAX_CONFIG_GROUPS = 64
 _MXFP4 = "mxfp4-pack-quantized"

@@ -24,7 +24,12 @@ from typing import NamedTuple, Protocol
 
 from alignedserve.core.errors import ModelError
 from alignedserve.gguf.tensor_types import row_bytes
-from alignedserve.runtime.model.quantized.scheme import NVFP4_GROUP, CheckpointQuantization, QuantMethod, WeightScheme
+from alignedserve.runtime.model.decoder.stored_quantization import (
+    NVFP4_GROUP,
+    CheckpointQuantization,
+    QuantMethod,
+    WeightScheme,
+)
 from alignedserve.runtime.model.weight_index import TensorHeader
 
 _FLOATS = ("F32", "F16", "BF16")

@@ -3,6 +3,9 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.sharding.tensor_shard import Span, TensorShard
 from alignedserve.runtime.model.weight_names import ParameterNames, find_head, find_prefix
@@ -31,6 +34,19 @@ def shard_regions(
     `config` of the whole model; `has`: whether there is a tensor of a name.
     """
     return dict(_ModelRegions(config, names, has, shard).regions())
+
+
+def tensor_region(tensor: Tensor, region: Region) -> Tensor:
+    part = chosen_rows(tensor, region)
+    if region.columns is not None:
+        part = part[:, region.columns.start : region.columns.stop]
+    return part.clone(memory_format=torch.contiguous_format) if region.is_held else torch.zeros_like(part)
+
+
+def chosen_rows(rows: Tensor, region: Region) -> Tensor:
+    """Return the region's rows of a tensor that has all; a view where they lie one after another."""
+    parts = [rows[span.start : span.stop] for span in region.rows]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class _ModelRegions:

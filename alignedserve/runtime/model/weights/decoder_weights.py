@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
-from alignedserve.runtime.model.weights.row_lookup import RowLookup
+from alignedserve.runtime.model.weights.weight_source import RowLookup
 from kernels.feed_forward import ExpertsBeside, FeedForwardPart
 from kernels.layer_embeddings import LayerEmbeddings, LayerEnd
 from kernels.linear import AdaptableProjection, Projection

@@ -6,9 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from alignedserve.runtime.model.decoder.layer_extras import LayerExtras
-from alignedserve.runtime.model.decoder.layer_geometry import inner_size
-from alignedserve.runtime.model.decoder.model_config import ModelConfig
+from alignedserve.runtime.model.decoder.decoder_parts import LayerExtras
+from alignedserve.runtime.model.decoder.model_config import ModelConfig, inner_size
 from alignedserve.runtime.model.weight_names import ParameterNames, own_products
 from alignedserve.runtime.model.weights.product_reader import ProductReader
 from kernels.activation import Gated

@@ -11,12 +11,14 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from alignedserve.core.errors import ModelError
 from alignedserve.runtime.device.host_memory.huge_pages import huge_pages
 from alignedserve.runtime.model.sharding.regions import Region
 from alignedserve.runtime.model.sharding.tensor_shard import Span
 from alignedserve.runtime.model.weight_index import TensorLocation, WeightIndex
+from alignedserve.runtime.model.weights.weight_source import WeightSource
 from kernels.cpu.packed_linear import FileRows
 
 _WEIGHT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -35,27 +37,27 @@ _DTYPES = {
 _PIECE_BYTES = 16 << 20  # that are read at a time
 
 
-class SafetensorsSource:
+class SafetensorsSource(WeightSource):
     """The tensors of `model.safetensors`, or of the shards that `model.safetensors.index.json` lists."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
-        self.dtype = dtype
-        self.device = device
+        super().__init__(dtype, device)
         self.index = WeightIndex(folder)
 
+    @override
     def has(self, name: str) -> bool:
         return name in self.index.file_of
 
+    @override
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return the tensor, converted and moved. Raises ModelError naming tensor and file."""
         return _read(name, self._matrix(name, shape), self.dtype).to(self.device)
 
+    @override
     def exact(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return the tensor in float32, moved. Raises ModelError naming tensor and file."""
         return _read(name, self._matrix(name, shape), torch.float32).to(self.device)
 
+    @override
     def region(self, name: str, region: Region) -> Tensor:
-        """Return a part of the tensor, converted and moved; no more of it is held. Raises ModelError likewise."""
         whole = self._matrix(name, region.shape)
         parts = [_read_rows(name, whole, rows, region.columns, self.dtype) for rows in region.rows]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(self.device)
@@ -69,9 +71,8 @@ class SafetensorsSource:
         location = self._location(name)
         return _read(name, _member(location, number), _DTYPES[location.dtype])
 
+    @override
     def file_rows(self, name: str, shape: tuple[int, int]) -> FileRows | None:
-        """Return where the matrix lies; None for another device than the CPU. Raises ModelError naming tensor and
-        file."""
         if self.device.type != "cpu":
             return None
         location = self._matrix(name, shape)

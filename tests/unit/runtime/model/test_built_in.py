@@ -7,7 +7,7 @@ import pytest
 
 from alignedserve.config.sections import ModelSectionConfig
 from alignedserve.core.errors import ModelNotFound
-from alignedserve.runtime.model import built_in
+from alignedserve.runtime.model import named_models as built_in
 from alignedserve.runtime.model.served_model import resolve_model
 from tests.support.models.tiny_gguf import write_tiny_gguf
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from alignedserve.core.errors import ModelError, ModelNotFound, UnsupportedModel
-from alignedserve.runtime.model.decoder.decoder_parts import Activation
-from alignedserve.runtime.model.decoder.rope_config import RopeScaling
+from alignedserve.runtime.model.decoder.decoder_parts import Activation, RopeScaling
 from alignedserve.runtime.model.hf_config import parse_model_config, read_model_config
 from tests.support.marks import each
 from tests.support.models.tiny_models import TINY_MODELS, make_tiny_model

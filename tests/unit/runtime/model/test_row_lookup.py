@@ -5,7 +5,7 @@ import torch
 from gguf import GGMLQuantizationType
 from gguf.quants import quantize
 
-from alignedserve.runtime.model.weights.row_lookup import BlockLookup
+from alignedserve.runtime.model.weights.weight_source import BlockLookup
 from kernels.weight_blocks.block_values import unpack_rows
 from tests.support.marks import each
 

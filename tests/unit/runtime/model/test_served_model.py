@@ -10,7 +10,7 @@ import pytest
 
 from alignedserve.config.sections import ModelSectionConfig
 from alignedserve.core.errors import ConfigError, ModelError
-from alignedserve.runtime.model.built_in import POCKET, pocket_folder
+from alignedserve.runtime.model.named_models import POCKET, pocket_folder
 from alignedserve.runtime.model.served_model import ServedModel, load_tokenizer, resolve_model
 from tests.support.models.tiny_llama import TINY_LLAMA
 

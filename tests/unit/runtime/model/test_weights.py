@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from typing_extensions import override
 
 from alignedserve.core.errors import ModelError, UnsafeWeights
 from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.model.hf_config import read_model_config
-from alignedserve.runtime.model.weights.random_weights import random_weights
+from alignedserve.runtime.model.weight_files import load_weights
 from alignedserve.runtime.model.weights.safetensors_source import SafetensorsSource
-from alignedserve.runtime.model.weights.weight_files import load_weights
 from alignedserve.runtime.model.weights.weight_loader import assemble_weights
+from alignedserve.runtime.model.weights.weight_source import WeightSource
 from kernels.sorted_experts import SortedExperts
 from lab.profiling.shapes import SHAPES
 from tests.support.models.tiny_engines import LogitsProbe, TinyEngine, random_tokens, reference_generation, tiny_decoder
@@ -72,12 +73,14 @@ def test_the_text_part_of_a_gemma3_with_images_loads(prefix: str, tmp_path: Path
     assert torch.equal(*logits)
 
 
-class _MetaSource:
+class _MetaSource(WeightSource):
     """Shapes alone, on another device than the CPU."""
 
+    @override
     def has(self, name: str) -> bool:
         return name.startswith("model.")
 
+    @override
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.bfloat16, device="meta")
 
@@ -86,7 +89,7 @@ class _MetaSource:
 def test_experts_lie_side_by_side_on_a_gpu(family: str, tmp_path: Path) -> None:
     make_tiny_model(tmp_path, family)
     config = read_model_config(tmp_path)
-    for layer, weights in enumerate(assemble_weights(config, _MetaSource()).layers):
+    for layer, weights in enumerate(assemble_weights(config, _MetaSource(torch.bfloat16, torch.device("meta"))).layers):
         assert isinstance(weights.mlp, SortedExperts) == (config.experts_of(layer) is not None)
         assert weights.mlp is not None
         assert weights.mlp(torch.empty(7, 64, dtype=torch.bfloat16, device="meta")).shape == (7, 64)
@@ -121,6 +124,12 @@ def test_a_wrong_shape_is_named(folder: Path) -> None:
         load(folder)
 
 
+class _ReadWhole(SafetensorsSource):
+    @override
+    def file_rows(self, name: str, shape: tuple[int, int]) -> None:
+        return None
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gpt_neox", "gemma3_text", "mixtral", "phi3", "opt"])
 @pytest.mark.parametrize("quantization", [None, "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -129,7 +138,7 @@ def test_weights_packed_from_files_are_those_of_the_tensors(
 ) -> None:
     make_tiny_model(tmp_path, family)
     config = read_model_config(tmp_path)
-    source = SafetensorsSource(tmp_path, dtype, torch.device("cpu"))
+    source = _ReadWhole(tmp_path, dtype, torch.device("cpu"))
     logits = []
     for weights in (
         load_weights(tmp_path, config, dtype, quantization=quantization),
@@ -151,7 +160,7 @@ def test_a_file_that_becomes_shorter_while_it_is_read_is_named(folder: Path) -> 
         assert source.tensor(NORM, (64,)).dtype == dtype
         path.write_bytes(content[: len(content) // 9])
         with pytest.raises(ModelError, match=r"model\.safetensors.* cannot be read"):
-            assemble_weights(config, source, files=source)
+            assemble_weights(config, source)
         path.write_bytes(content)
 
 
@@ -168,7 +177,7 @@ def test_a_header_that_changes_behind_the_check_is_an_error_at_worst(folder: Pat
             changed[generator.randrange(8 + length)] = generator.choice(b'0123456789,:[]{}"x\xff')
         path.write_bytes(changed)
         with contextlib.suppress(ModelError):
-            assemble_weights(config, source, files=source)
+            assemble_weights(config, source)
         path.write_bytes(content)
 
 
@@ -206,7 +215,7 @@ def test_random_weights_are_the_same_for_the_same_seed() -> None:
     small = replace(SHAPES["opt-125m"], num_layers=1, vocab_size=500)
     rows = torch.arange(500)
     first, second, other = (
-        random_weights(small, seed, torch.bfloat16).embedding.index_select(0, rows) for seed in (3, 3, 4)
+        load_weights(None, small, torch.bfloat16, seed=seed).embedding.index_select(0, rows) for seed in (3, 3, 4)
     )
     assert torch.equal(first, second)
     assert not torch.equal(first, other)

@@ -66,7 +66,7 @@ def unpacked_decoder(path: Path, *, in_groups: bool = False) -> Decoder:
     config = gguf_config(file)
     device = torch.device("cpu")
     source = GgufSource(file, config, torch.float32, device, unpacks_all=not in_groups, in_groups=in_groups)
-    return Decoder(config, assemble_weights(config, source, packed=source))
+    return Decoder(config, assemble_weights(config, source))
 
 
 def our_logits(path: Path, dtype: str = "float32", quantization: str | None = None) -> Tensor:

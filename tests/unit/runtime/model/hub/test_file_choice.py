@@ -3,8 +3,7 @@
 import pytest
 
 from alignedserve.core.errors import ModelError, ModelNotFound, UnsafeWeights, UnsupportedModel
-from alignedserve.runtime.model.hub.file_choice import choose_gguf, choose_text_files, wants_gguf
-from alignedserve.runtime.model.hub.hub_name import parse_hub_name
+from alignedserve.runtime.model.hub.file_choice import choose_gguf, choose_text_files, parse_hub_name, wants_gguf
 from tests.support.marks import each
 
 PLAIN = parse_hub_name("org/model")

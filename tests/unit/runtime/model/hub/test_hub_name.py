@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from alignedserve.core.errors import ConfigError
-from alignedserve.runtime.model.hub.hub_name import HubName, names_hub_model, parse_hub_name
+from alignedserve.runtime.model.hub.file_choice import HubName, names_hub_model, parse_hub_name
 from tests.support.marks import each
 
 

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from alignedserve.config.sections import ModelSectionConfig
-from alignedserve.runtime.model import built_in
-from alignedserve.runtime.model.hub.hub_name import parse_hub_name
+from alignedserve.runtime.model import named_models as built_in
+from alignedserve.runtime.model.hub.file_choice import parse_hub_name
 from alignedserve.runtime.model.hub.local_models import with_local_model
-from alignedserve.runtime.model.hub.short_names import SHORT_NAMES, full_name
+from alignedserve.runtime.model.named_models import SHORT_NAMES, full_name
 
 
 class _Hub:
@@ -42,5 +42,5 @@ def test_what_is_here_goes_before_the_hub(tmp_path: Path, monkeypatch: pytest.Mo
     assert full_name("a/b") == "a/b"
     monkeypatch.setattr(built_in, "_PACKAGE", "no_such_package_of_a_test")
     assert full_name("smollm2") == "HuggingFaceTB/SmolLM2-135M-Instruct"
-    monkeypatch.setattr("alignedserve.runtime.model.hub.short_names.smollm2_file", lambda: tmp_path)
+    monkeypatch.setattr("alignedserve.runtime.model.named_models.smollm2_file", lambda: tmp_path)
     assert full_name("smollm2") == "smollm2"

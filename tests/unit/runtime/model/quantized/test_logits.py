@@ -9,11 +9,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from alignedserve.runtime.engine.forward.decoder import Decoder
-from alignedserve.runtime.model.families.table import FAMILIES
 from alignedserve.runtime.model.model_files import read_config
 from alignedserve.runtime.model.quantized.product_form import Computing
 from alignedserve.runtime.model.quantized.source import QuantizedSource
-from alignedserve.runtime.model.quantized.stored_weights import quantized_weights
+from alignedserve.runtime.model.stored_weights import quantized_weights
 from alignedserve.runtime.model.weights import feed_forward_weights
 from alignedserve.runtime.model.weights.safetensors_source import SafetensorsSource
 from alignedserve.runtime.model.weights.weight_loader import assemble_weights
@@ -74,9 +73,8 @@ def unpacked(folder: Path) -> Decoder:
     config = read_config(folder)
     plain = SafetensorsSource(folder, torch.float32, torch.device("cpu"))
     assert config.stored_quantization is not None
-    names = FAMILIES[config.family].names
-    source = QuantizedSource(plain, config.stored_quantization, names, unpacks_all=True)
-    return Decoder(config, assemble_weights(config, source, packed=source))
+    source = QuantizedSource(plain, config.stored_quantization, unpacks_all=True)
+    return Decoder(config, assemble_weights(config, source))
 
 
 def error(result: Tensor, expected: Tensor) -> float:

@@ -14,12 +14,11 @@ from torch import Tensor
 from alignedserve.config.sections import EngineConfig, ModelSectionConfig
 from alignedserve.core.errors import ModelError
 from alignedserve.runtime.engine.forward.decoder import Decoder
-from alignedserve.runtime.model.families.table import FAMILIES
 from alignedserve.runtime.model.model_files import read_config
 from alignedserve.runtime.model.quantized.product_form import Computing
 from alignedserve.runtime.model.quantized.source import QuantizedSource
-from alignedserve.runtime.model.quantized.stored_weights import quantized_weights
 from alignedserve.runtime.model.served_model import resolve_model
+from alignedserve.runtime.model.stored_weights import quantized_weights
 from alignedserve.runtime.model.weights.safetensors_source import SafetensorsSource
 from alignedserve.runtime.model.weights.weight_loader import assemble_weights
 from kernels.sorted_experts import SortedExperts
@@ -83,9 +82,8 @@ def test_values_are_those_of_the_files(made: tuple[Path, Tensor]) -> None:
     folder, expected = made
     config, plain = read_config(folder), SafetensorsSource(folder, torch.float32, torch.device("cpu"))
     assert config.stored_quantization is not None
-    names = FAMILIES[config.family].names
-    source = QuantizedSource(plain, config.stored_quantization, names, unpacks_all=True)
-    unpacked = Decoder(config, assemble_weights(config, source, packed=source))
+    source = QuantizedSource(plain, config.stored_quantization, unpacks_all=True)
+    unpacked = Decoder(config, assemble_weights(config, source))
     torch.testing.assert_close(logits_of(unpacked), expected, rtol=0.0, atol=1e-5 * float(expected.abs().max()))
 
 

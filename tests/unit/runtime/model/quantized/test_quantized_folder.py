@@ -10,10 +10,9 @@ from safetensors.torch import load_file
 from alignedserve.config.sections import ModelSectionConfig
 from alignedserve.core.errors import ConfigError, UnsupportedModel
 from alignedserve.runtime.engine.forward.decoder import Decoder
-from alignedserve.runtime.model.families.table import FAMILIES
 from alignedserve.runtime.model.model_files import read_config
-from alignedserve.runtime.model.quantized.quantized_folder import FORMS, quantize_folder
 from alignedserve.runtime.model.quantized.source import QuantizedSource
+from alignedserve.runtime.model.quantizing import FORMS, quantize_folder
 from alignedserve.runtime.model.served_model import resolve_model
 from alignedserve.runtime.model.weights.safetensors_source import SafetensorsSource
 from alignedserve.runtime.model.weights.weight_loader import assemble_weights
@@ -39,8 +38,8 @@ def unpacked(folder: Path) -> tuple[Decoder, QuantizedSource]:
     config = read_config(folder)
     assert config.stored_quantization is not None
     plain = SafetensorsSource(folder, torch.float32, torch.device("cpu"))
-    source = QuantizedSource(plain, config.stored_quantization, FAMILIES[config.family].names, unpacks_all=True)
-    return Decoder(config, assemble_weights(config, source, packed=source)), source
+    source = QuantizedSource(plain, config.stored_quantization, unpacks_all=True)
+    return Decoder(config, assemble_weights(config, source)), source
 
 
 def logits_of(decoder: Decoder) -> torch.Tensor:
