@@ -20,8 +20,7 @@ import torch
 from alignedserve.config.sections import EngineConfig, ModelSectionConfig
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.hf_config import read_model_config
-from alignedserve.runtime.model.served_model import ServedModel, resolve_model
-from alignedserve.runtime.model.window_cache import RING, WHOLE
+from alignedserve.runtime.model.served_model import RING, WHOLE, ServedModel, resolve_model
 from benchmarks.measuring.recording import write_result
 from benchmarks.memory.states import Talk, Worker, talk_in_turns
 

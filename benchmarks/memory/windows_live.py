@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from alignedserve.runtime.model.window_cache import RING, WHOLE
+from alignedserve.runtime.model.served_model import RING, WHOLE
 from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.models import make_gemma3
 from benchmarks.measuring.recording import write_result

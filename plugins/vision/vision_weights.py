@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from alignedserve.runtime.model.decoder.decoder_parts import NormKind
-from alignedserve.runtime.model.weights.head_order import pairs_of_rows_first
+from alignedserve.runtime.model.weights.product_reader import pairs_of_rows_first
 from alignedserve.runtime.model.weights.safetensors_source import SafetensorsSource
 from alignedserve.runtime.model.weights.weight_source import RandomSource, WeightSource
 from kernels.activation import Gated

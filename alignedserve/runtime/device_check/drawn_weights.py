@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from alignedserve.runtime.model.decoder.model_config import ModelConfig
-from alignedserve.runtime.model.decoder.stored_quantization import (
+from alignedserve.runtime.model.decoder.decoder_parts import (
     MXFP4_GROUP,
     NVFP4_GROUP,
     CheckpointQuantization,
     QuantMethod,
 )
+from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.weights.packed_products import GroupedRows, Rows
 from alignedserve.runtime.model.weights.weight_source import RandomSource, WeightSource
 from kernels.narrow.grouped_linear import GroupedWeight, Numbers

@@ -7,14 +7,14 @@ nothing in them chooses between experts, where rounding alone would decide.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from alignedserve.runtime.model.decoder.model_config import ModelConfig
-from alignedserve.runtime.model.decoder.state_config import DeltaConfig, ShortConvConfig, SpaceConfig
-from alignedserve.runtime.model.decoder.stored_quantization import (
+from alignedserve.runtime.model.decoder.decoder_parts import (
     MXFP4_GROUP,
     NVFP4_GROUP,
     CheckpointQuantization,
     QuantMethod,
 )
+from alignedserve.runtime.model.decoder.model_config import ModelConfig
+from alignedserve.runtime.model.decoder.state_config import DeltaConfig, ShortConvConfig, SpaceConfig
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 1024,

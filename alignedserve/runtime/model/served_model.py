@@ -10,6 +10,7 @@ from alignedserve.core.errors import ConfigError, ModelError
 from alignedserve.core.plugins import load_plugin
 from alignedserve.core.request import LoraAdapter
 from alignedserve.core.seeing import PictureEncoder
+from alignedserve.costmodel.memory import rings_pay
 from alignedserve.gguf.file import GgufFile, gguf_stem, is_gguf
 from alignedserve.process.addresses import ROUTER
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
@@ -22,9 +23,47 @@ from alignedserve.runtime.model.sampling_defaults import SamplingDefaults, sampl
 from alignedserve.runtime.model.sharding.layer_stages import check_pipeline_parallel, staged_layout
 from alignedserve.runtime.model.sharding.tensor_shard import TensorShard, check_expert_parallel, check_tensor_parallel
 from alignedserve.runtime.model.stored_weights import StoredWeights
-from alignedserve.runtime.model.window_cache import WHOLE, has_rings
 from alignedserve.text.tokenizer import Tokenizer
 from alignedserve.text.tokenizer_files import read_template
+
+AUTO, WHOLE, RING = "auto", "whole", "ring"
+_CPU = "cpu"
+
+
+def has_rings(
+    choice: str,
+    config: ModelConfig | EncoderConfig,
+    cache_dtype: str,
+    max_context_len: int,
+    *,
+    device: str = _CPU,
+    num_processes: int = 1,
+) -> bool:
+    """Return whether layers with a window keep no more than it. `choice`: as in engine.window_cache.
+
+    Raises ConfigError where rings are asked for and cannot be.
+    """
+    obstacle = _obstacle(config, num_processes)
+    if choice == RING and obstacle is not None:
+        raise no_rings(obstacle)
+    if choice == WHOLE or obstacle is not None or isinstance(config, EncoderConfig):
+        return False
+    if choice == RING:
+        return True
+    whole, is_on_cpu = config.block_layout(_BLOCK_SIZE, cache_dtype), device.startswith(_CPU)  # see decision 81
+    return is_on_cpu and rings_pay(whole, config.layout_of_rings(whole), max_context_len)
+
+
+def no_rings(obstacle: str) -> ConfigError:
+    """Return the error of rings that are asked for and cannot be."""
+    return ConfigError(f"engine.window_cache=ring: {obstacle}; leave it at auto")
+
+
+def _obstacle(config: ModelConfig | EncoderConfig, num_processes: int) -> str | None:
+    if isinstance(config, EncoderConfig) or not config.may_have_rings:
+        return "this model has no layers with a window beside plain ones without, all with the same heads"
+    return "the ranks and stages of a worker have none" if num_processes > 1 else None
+
 
 _BLOCK_SIZE = 16  # tokens
 _ON_ONE_CPU = EngineConfig(device="cpu", window_cache=WHOLE)

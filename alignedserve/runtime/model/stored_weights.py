@@ -11,8 +11,8 @@ from alignedserve.core.block_layout import DTYPE_BYTES
 from alignedserve.core.errors import ModelError
 from alignedserve.gguf.file import GgufFile, GgufTensor
 from alignedserve.gguf.tensor_types import FLOAT_TYPES, grouped_row_bytes, packed_row_bytes
+from alignedserve.runtime.model.decoder.decoder_parts import CheckpointQuantization, QuantMethod
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
-from alignedserve.runtime.model.decoder.stored_quantization import CheckpointQuantization, QuantMethod
 from alignedserve.runtime.model.families.table import FAMILIES
 from alignedserve.runtime.model.gguf.config import EMBEDDING, HEAD
 from alignedserve.runtime.model.quantized.layout import StoredMatrix, has_weight, stored_matrix

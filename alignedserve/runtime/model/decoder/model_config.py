@@ -9,6 +9,7 @@ from alignedserve.core.block_layout import DTYPE_BYTES, BlockLayout, LayerHeads
 from alignedserve.costmodel.model_shapes import ModelShape
 from alignedserve.runtime.model.decoder.decoder_parts import (
     Activation,
+    CheckpointQuantization,
     ExpertConfig,
     HeadNormKind,
     HeadSizes,
@@ -21,7 +22,6 @@ from alignedserve.runtime.model.decoder.decoder_parts import (
     TemperatureConfig,
 )
 from alignedserve.runtime.model.decoder.state_config import HEADER_BYTES, StateConfig, state_bytes
-from alignedserve.runtime.model.decoder.stored_quantization import CheckpointQuantization
 
 
 @dataclass(frozen=True, slots=True)

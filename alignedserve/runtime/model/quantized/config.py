@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from alignedserve.core.errors import UnsupportedModel
 from alignedserve.core.json_fields import JsonFields
-from alignedserve.runtime.model.decoder.stored_quantization import CheckpointQuantization, QuantMethod, WeightScheme
+from alignedserve.runtime.model.decoder.decoder_parts import CheckpointQuantization, QuantMethod, WeightScheme
 from alignedserve.runtime.model.hf_fields import MAX_WIDTH
 
 MAX_CONFIG_GROUPS = 64

@@ -24,7 +24,7 @@ from typing import NamedTuple, Protocol
 
 from alignedserve.core.errors import ModelError
 from alignedserve.gguf.tensor_types import row_bytes
-from alignedserve.runtime.model.decoder.stored_quantization import (
+from alignedserve.runtime.model.decoder.decoder_parts import (
     NVFP4_GROUP,
     CheckpointQuantization,
     QuantMethod,

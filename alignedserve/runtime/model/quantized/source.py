@@ -8,7 +8,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from alignedserve.core.errors import ModelError
-from alignedserve.runtime.model.decoder.stored_quantization import NVFP4_GROUP, CheckpointQuantization, QuantMethod
+from alignedserve.runtime.model.decoder.decoder_parts import NVFP4_GROUP, CheckpointQuantization, QuantMethod
 from alignedserve.runtime.model.quantized.layout import (
     IN_BLOCKS,
     Packing,

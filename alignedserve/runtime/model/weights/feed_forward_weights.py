@@ -10,9 +10,14 @@ from alignedserve.runtime.model.decoder.decoder_parts import ExpertConfig, Produ
 from alignedserve.runtime.model.decoder.model_config import ModelConfig, inner_size
 from alignedserve.runtime.model.sharding.tensor_shard import ExpertShare
 from alignedserve.runtime.model.weight_names import ParameterNames
-from alignedserve.runtime.model.weights.head_order import gates_first
 from alignedserve.runtime.model.weights.packed_products import Float8Rows, GroupedRows, Rows, are_alike
-from alignedserve.runtime.model.weights.product_reader import Nonlinearity, ProductReader, ScaledModule, scaled_product
+from alignedserve.runtime.model.weights.product_reader import (
+    Nonlinearity,
+    ProductReader,
+    ScaledModule,
+    gates_first,
+    scaled_product,
+)
 from kernels.activation import Activated, Gated
 from kernels.feed_forward import (
     DividedExperts,

@@ -9,8 +9,12 @@ from torch import Tensor
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.decoder.state_config import DeltaConfig, ShortConvConfig, SpaceConfig, StateConfig
 from alignedserve.runtime.model.weight_names import ParameterNames
-from alignedserve.runtime.model.weights.head_order import parts_of_key_heads
-from alignedserve.runtime.model.weights.product_reader import ProductReader, ScaledModule, scaled_product
+from alignedserve.runtime.model.weights.product_reader import (
+    ProductReader,
+    ScaledModule,
+    parts_of_key_heads,
+    scaled_product,
+)
 from kernels.linear import AdaptableProjection
 from kernels.states.delta_rule import DeltaRule, DeltaSizes, DeltaWeights
 from kernels.states.short_convolution import ShortConvolution

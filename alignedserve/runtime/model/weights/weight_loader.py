@@ -21,9 +21,16 @@ from alignedserve.runtime.model.weight_names import (
 from alignedserve.runtime.model.weights.decoder_weights import DecoderWeights, LayerWeights, round_on_the_way
 from alignedserve.runtime.model.weights.extra_weights import ExtraReader
 from alignedserve.runtime.model.weights.feed_forward_weights import ExpertReading, FeedForwardReader, LayerExperts
-from alignedserve.runtime.model.weights.head_order import halves_of_heads, heads_to_qkv, pairs_apart, rotated_first
 from alignedserve.runtime.model.weights.packed_products import Rows
-from alignedserve.runtime.model.weights.product_reader import NONE, LoadingObserver, ProductReader
+from alignedserve.runtime.model.weights.product_reader import (
+    NONE,
+    LoadingObserver,
+    ProductReader,
+    halves_of_heads,
+    heads_to_qkv,
+    pairs_apart,
+    rotated_first,
+)
 from alignedserve.runtime.model.weights.state_weights import StateReader
 from alignedserve.runtime.model.weights.weight_source import RowLookup, WeightSource
 from kernels.feed_forward import ExpertsBeside, FeedForwardPart

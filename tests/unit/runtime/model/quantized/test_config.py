@@ -6,7 +6,7 @@ import pytest
 
 from alignedserve.core.errors import ModelError, UnsupportedModel
 from alignedserve.core.json_fields import JsonFields
-from alignedserve.runtime.model.decoder.stored_quantization import CheckpointQuantization, QuantMethod, WeightScheme
+from alignedserve.runtime.model.decoder.decoder_parts import CheckpointQuantization, QuantMethod, WeightScheme
 from alignedserve.runtime.model.quantized.config import read_quantization
 from tests.support.marks import each
 from tests.support.models.quantized_checkpoints import FORMATS
