@@ -14,13 +14,7 @@ from torch.nn import functional
 from kernels.linear import Linear
 from kernels.norm import RmsNorm
 from plugins.vision.decoder import Pixels
-from plugins.vision.mobile_config import (
-    EdgeBlock,
-    InvertedBlock,
-    MobileConfig,
-    PlacedBlock,
-    QueryBlock,
-)
+from plugins.vision.mobile_config import EdgeBlock, InvertedBlock, MobileConfig, PlacedBlock, QueryBlock
 from plugins.vision.mobile_weights import MobileWeights
 from plugins.vision.tower import Steps, scaled_pixels
 

@@ -44,9 +44,7 @@ PIXTRAL = VisionNames(
     connector=("multi_modal_projector.linear_1", "multi_modal_projector.linear_2"),
 )
 MISTRAL3 = replace(
-    PIXTRAL,
-    connector_norm="multi_modal_projector.norm",
-    merger="multi_modal_projector.patch_merger.merging_layer",
+    PIXTRAL, connector_norm="multi_modal_projector.norm", merger="multi_modal_projector.patch_merger.merging_layer"
 )
 QWEN = VisionNames(
     prefixes=("model.visual.", "visual."),

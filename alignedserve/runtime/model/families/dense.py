@@ -206,19 +206,12 @@ DENSE: dict[str, FamilyForm] = {
     "qwen2": _QWEN2,
     "qwen3": QWEN3,
     "phi3": replace(
-        LLAMA,
-        title="Phi-3, Phi-3.5, Phi-4, Phi-4-mini",
-        names=names.PHI3,
-        windows=WindowRule(every_layer),
+        LLAMA, title="Phi-3, Phi-3.5, Phi-4, Phi-4-mini", names=names.PHI3, windows=WindowRule(every_layer)
     ),
     "granite": replace(LLAMA, title="Granite 3", adapt=granite),
     "gemma": _GEMMA,
     "gemma3_text": _GEMMA3,
-    "gemma3": replace(
-        _GEMMA3,
-        title="Gemma 3, with pictures",
-        read=read_with_images,
-    ),
+    "gemma3": replace(_GEMMA3, title="Gemma 3, with pictures", read=read_with_images),
     "gemma3n_text": _GEMMA3N,
     "gemma3n": replace(_GEMMA3N, title="Gemma 3n, with pictures", read=read_with_images),
     "gemma4_text": _GEMMA4,

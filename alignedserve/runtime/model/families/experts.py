@@ -143,12 +143,7 @@ _GLM4_LITE = {
     "routed_scaling_factor": 1.8,
     "norm_topk_prob": True,
 }
-_NEMOTRON_H = {
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 7688,
-    "norm_topk_prob": True,
-}
+_NEMOTRON_H = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 7688, "norm_topk_prob": True}
 _DEEPSEEK_V3 = {
     "n_routed_experts": 256,
     "n_shared_experts": 1,

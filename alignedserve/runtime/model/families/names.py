@@ -132,9 +132,7 @@ QWEN_VL_MOE = replace(
     transposes_experts=True,
 )
 MISTRAL3 = replace(
-    LLAMA,
-    prefixes=("model.language_model.", "language_model.model."),
-    lm_heads=("lm_head", "language_model.lm_head"),
+    LLAMA, prefixes=("model.language_model.", "language_model.model."), lm_heads=("lm_head", "language_model.lm_head")
 )
 
 # Norms behind the parts of a layer alone.
@@ -146,10 +144,7 @@ OLMO2 = replace(
     mlp_post_norm="post_feedforward_layernorm",
 )
 FLEX_OLMO = replace(
-    OLMO2,
-    router=QWEN3_MOE.router,
-    expert_gate_up=QWEN3_MOE.expert_gate_up,
-    expert_down=QWEN3_MOE.expert_down,
+    OLMO2, router=QWEN3_MOE.router, expert_gate_up=QWEN3_MOE.expert_gate_up, expert_down=QWEN3_MOE.expert_down
 )
 
 HUNYUAN = replace(LLAMA, query_norm="self_attn.query_layernorm", key_norm="self_attn.key_layernorm")

@@ -244,9 +244,7 @@ def gemma3(config: ModelConfig, fields: JsonFields) -> ModelConfig:
     """Add Gemma 3's multipliers."""
     width = fields.number("query_pre_attn_scalar", 1e-3, 1e6, 256.0)
     return replace(
-        config,
-        embedding_multiplier=math.sqrt(config.hidden_size),
-        query_multiplier=math.sqrt(config.head_dim / width),
+        config, embedding_multiplier=math.sqrt(config.hidden_size), query_multiplier=math.sqrt(config.head_dim / width)
     )
 
 
@@ -424,11 +422,7 @@ def _scaled(config: ModelConfig, fields: JsonFields, cap: float | None) -> Model
         cap = fields.number(name, 1e-3, 1e6)
     elif fields.is_present(name):
         cap = None
-    return replace(
-        config,
-        embedding_multiplier=math.sqrt(config.hidden_size),
-        logits_cap=cap,
-    )
+    return replace(config, embedding_multiplier=math.sqrt(config.hidden_size), logits_cap=cap)
 
 
 def _num_shared(config: ModelConfig, fields: JsonFields, default: int) -> int:

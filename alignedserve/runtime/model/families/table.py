@@ -143,10 +143,7 @@ MIXTURES: dict[str, FamilyForm] = {
     "deepseek_v3": _DEEPSEEK_V3,
     "kimi_k2": replace(_DEEPSEEK_V3, title="Kimi K2"),
     "glm4_moe_lite": replace(
-        _DEEPSEEK_V3,
-        title="GLM-4.7-Flash",
-        experts=experts.glm4_lite,
-        norm_eps=Named("rms_norm_eps", 1e-5),
+        _DEEPSEEK_V3, title="GLM-4.7-Flash", experts=experts.glm4_lite, norm_eps=Named("rms_norm_eps", 1e-5)
     ),
     "olmoe": replace(
         LLAMA,
@@ -234,12 +231,7 @@ _QWEN3_NEXT = replace(
     norm=NormKind.RMS_PLUS_ONE,
 )
 _QWEN3_5 = replace(
-    _QWEN3_NEXT,
-    title="Qwen3.5",
-    names=names.QWEN3_5,
-    num_kv_heads=4,
-    states=states.delta_rule,
-    experts=None,
+    _QWEN3_NEXT, title="Qwen3.5", names=names.QWEN3_5, num_kv_heads=4, states=states.delta_rule, experts=None
 )
 _QWEN3_5_MOE = replace(
     _QWEN3_5,

@@ -97,9 +97,7 @@ def _gemma3(config: ModelConfig, entries: JsonFields) -> ModelConfig:
 def _phi3(config: ModelConfig, entries: JsonFields) -> ModelConfig:
     window = entries.integer("phi3.attention.sliding_window", 0, MAX_CONTEXT, 0)
     return replace(
-        config,
-        sliding_window=window or None,
-        windowed_layers=tuple(range(config.num_layers)) if window else (),
+        config, sliding_window=window or None, windowed_layers=tuple(range(config.num_layers)) if window else ()
     )
 
 

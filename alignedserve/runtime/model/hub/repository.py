@@ -33,12 +33,7 @@ from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]  # document
 
 from alignedserve.core.errors import AlignedServeError, ModelError, ModelNotFound, StorageError, StorageFull
 from alignedserve.runtime.model.hf_config import read_any_config
-from alignedserve.runtime.model.hub.file_choice import (
-    HubName,
-    choose_gguf,
-    choose_text_files,
-    wants_gguf,
-)
+from alignedserve.runtime.model.hub.file_choice import HubName, choose_gguf, choose_text_files, wants_gguf
 from alignedserve.runtime.model.hub.resumed_download import Download, RemoteFile
 from alignedserve.runtime.model.weight_index import INDEX_NAME, SINGLE_NAME, listed_shards
 
@@ -81,10 +76,7 @@ class Hub:
 
     def _resolve(self, name: HubName) -> str:
         return self._api.resolve_revision(
-            name.repo_id,
-            revision=name.revision,
-            cache_dir=self._cache,
-            local_files_only=constants.is_offline_mode(),
+            name.repo_id, revision=name.revision, cache_dir=self._cache, local_files_only=constants.is_offline_mode()
         ).resolved
 
     def _list(self, name: HubName, commit: str) -> dict[str, int]:

@@ -170,12 +170,7 @@ def _single(part: Rows, bias: Tensor | None, then: _Then) -> AdaptableProjection
         return Linear(part.rows, bias, activation=then.activation, is_gated=then.is_gated)
     if isinstance(part, Int8Rows):
         return Int8Linear(
-            part.rows,
-            bias,
-            activation=then.activation,
-            is_gated=then.is_gated,
-            scales=part.scales,
-            dtype=then.dtype,
+            part.rows, bias, activation=then.activation, is_gated=then.is_gated, scales=part.scales, dtype=then.dtype
         )
     if isinstance(part, Float8Rows):
         return Float8Linear(

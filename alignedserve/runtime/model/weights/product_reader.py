@@ -47,12 +47,7 @@ class ProductReader:
         self.dtype, self.device = torch.float32, torch.device("cpu")  # of the weights; known when the first is read
 
     def linear(
-        self,
-        modules: Sequence[str],
-        rows: Sequence[int],
-        in_width: int,
-        has_bias: bool,
-        then: Nonlinearity = NONE,
+        self, modules: Sequence[str], rows: Sequence[int], in_width: int, has_bias: bool, then: Nonlinearity = NONE
     ) -> AdaptableProjection:
         bias = None
         if has_bias:

@@ -140,17 +140,9 @@ BAD: list[tuple[str, dict[str, Tensor | None], str]] = [
     ("w8a8", {"weight": torch.zeros(32, 64, dtype=torch.uint8)}, "weight has dtype U8, expected I8"),
     ("w8a8", {"weight": torch.zeros(32, 64)}, "is F32 and has scales: the checkpoint is not compressed"),
     ("w4a16 in groups", {"weight_shape": torch.tensor([64, 64])}, r"weight_shape is \[64, 64\], expected \[32, 64\]"),
-    (
-        "fp8",
-        {"weight": torch.full((32, 64), 500.0).to(torch.float8_e5m2)},
-        "dtype F8_E5M2, expected F8_E4M3",
-    ),
+    ("fp8", {"weight": torch.full((32, 64), 500.0).to(torch.float8_e5m2)}, "dtype F8_E5M2, expected F8_E4M3"),
     ("fp8", {"weight": torch.full((32, 64), 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)}, "not finite"),
-    (
-        "fp8 in blocks",
-        {"weight_scale_inv": torch.ones(1, 3)},
-        r"scale_inv has shape \[1, 3\], expected \[1, 2\]",
-    ),
+    ("fp8 in blocks", {"weight_scale_inv": torch.ones(1, 3)}, r"scale_inv has shape \[1, 3\], expected \[1, 2\]"),
 ]
 
 

@@ -52,10 +52,7 @@ def test_a_form_of_the_cache_is_left_out_with_a_remark() -> None:
 @each(
     ("config", "named"),
     [
-        (
-            {"quant_method": "bitsandbytes"},
-            "'bitsandbytes' is not one of compressed-tensors, awq, gptq, fp8",
-        ),
+        ({"quant_method": "bitsandbytes"}, "'bitsandbytes' is not one of compressed-tensors, awq, gptq, fp8"),
         ({**AWQ, "version": "gemv"}, "version 'gemv'"),
         ({**AWQ, "bits": 3}, "bits 3"),
         ({**AWQ, "zero_point": False}, "zero points"),

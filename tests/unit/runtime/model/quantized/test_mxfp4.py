@@ -125,12 +125,7 @@ def test_experts_stay_packed_on_a_gpu(made: tuple[Path, Tensor], monkeypatch: py
 @pytest.mark.parametrize("is_on_gpu", [False, True])
 @pytest.mark.parametrize(("part", "problem"), [("scales", "not finite"), ("blocks", "has shape")])
 def test_what_is_wrong_is_named(
-    part: str,
-    problem: str,
-    is_on_gpu: bool,
-    made: tuple[Path, Tensor],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    part: str, problem: str, is_on_gpu: bool, made: tuple[Path, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, _ = made
     stored = load_file(folder / "model.safetensors")
