@@ -156,7 +156,6 @@ class GgufTensor:
 
     @property
     def num_rows(self) -> int:
-        """Return the number of rows, whatever the number of dimensions."""
         return math.prod(self.shape[:-1])
 
     def part(self, index: int) -> "GgufTensor":

@@ -42,7 +42,6 @@ class ConversationPictures:
 
     @property
     def texts(self) -> Sequence[str]:
-        """Return what stands for each picture in the prompt."""
         return [self.form.text(picture.size) for picture in self.pictures]
 
     def placed(self, token_ids: Sequence[int]) -> tuple[Picture, ...]:
@@ -81,7 +80,6 @@ class GatewayPictures:
     async def read(
         self, named: Sequence[NamedPicture], form: PictureForm, config: GatewayConfig, lanes: WorkLanes
     ) -> ConversationPictures:
-        """See PictureReader."""
         if len(named) > config.max_pictures:
             raise InvalidRequest(f"More than {config.max_pictures} pictures in one request.", param="messages")
         read, num_bytes = [], 0
@@ -94,7 +92,6 @@ class GatewayPictures:
         return ConversationPictures(tuple(read), form)
 
     def close(self) -> None:
-        """End the process and the thread. May be repeated."""
         self._lane.close()
         self._decoder.close()
 

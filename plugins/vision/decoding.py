@@ -37,7 +37,6 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF")  # no others are tried, whatever the fi
 
 
 def decode(content: bytes, task: Task) -> Outcome:
-    """Decode a file. May raise anything that decoders do over a broken one."""
     Image.MAX_IMAGE_PIXELS = None  # a limit of our own stands below
     try:
         opened = Image.open(io.BytesIO(content), formats=FORMATS)

@@ -110,12 +110,10 @@ class TiledForm(msgspec.Struct, frozen=True, tag=True):
         return Size(0, 0) if columns <= 1 and rows <= 1 else Size(columns, rows)
 
     def num_tokens(self, size: Size) -> int:
-        """Return the positions of the prompt that the picture's embeddings take."""
         columns, rows = self.grid(size)
         return (columns * rows + 1) * self.tile_tokens
 
     def text(self, size: Size) -> str:
-        """Return what stands in the prompt in place of the template's mark."""
         columns, rows = self.grid(size)
         tokens = self.mark * self.tile_tokens
         whole = f"{self.fence}{self.whole}{tokens}{self.fence}"
@@ -181,13 +179,11 @@ class CanvasForm(msgspec.Struct, frozen=True, tag=True):
         return np.float32(target) / np.float32(edge) if is_canvas else target / edge
 
     def num_tokens(self, size: Size) -> int:
-        """Return the positions of the prompt that the picture's embeddings take."""
         columns, rows = self.grid(size)
         num_tiles = columns * rows
         return (num_tiles + (num_tiles > 1)) * self.tile_tokens
 
     def text(self, size: Size) -> str:
-        """Return what stands in the prompt in place of the template's mark."""
         columns, rows = self.grid(size)
         tokens = self.token * self.tile_tokens
         line = self.column_end.join([tokens] * columns) + self.row_end
@@ -228,18 +224,15 @@ class RowsForm(msgspec.Struct, frozen=True, tag=True):
         return Size(columns * self.cell_edge, rows * self.cell_edge)
 
     def grid(self, size: Size) -> Size:
-        """Return the columns and rows of cells."""
         ratio = max(max(size) / self.longest_edge, 1.0)
         width, height = (max(int(edge / ratio), 1) for edge in size)
         return Size((width - 1) // self.cell_edge + 1, (height - 1) // self.cell_edge + 1)
 
     def num_tokens(self, size: Size) -> int:
-        """Return the positions of the prompt that the picture's embeddings take."""
         columns, rows = self.grid(size)
         return columns * rows
 
     def text(self, size: Size) -> str:
-        """Return what stands in the prompt in place of the template's mark."""
         columns, rows = self.grid(size)
         return self.row_end.join([self.mark * columns] * rows) + self.end
 
@@ -278,12 +271,10 @@ class CellsForm(msgspec.Struct, frozen=True, tag=True):
         return Size(max(width, edge), max(height, edge))
 
     def num_tokens(self, size: Size) -> int:
-        """Return the positions of the prompt that the picture's embeddings take."""
         rows, columns = self.position_grid(size)
         return rows * columns
 
     def text(self, size: Size) -> str:
-        """Return what stands in the prompt in place of the template's mark."""
         return self.mark * self.num_tokens(size)
 
     def position_grid(self, size: Size) -> tuple[int, int]:
@@ -311,15 +302,12 @@ class SquareForm(msgspec.Struct, frozen=True, tag=True):
     end: str = "<end_of_image>"
 
     def scaled(self, size: Size) -> Size:
-        """Return the size that the picture is made."""
         return Size(self.edge, self.edge)
 
     def num_tokens(self, size: Size) -> int:
-        """Return the positions of the prompt that the picture's embeddings take."""
         return self.tokens
 
     def text(self, size: Size) -> str:
-        """Return what stands in the prompt in place of the template's mark."""
         return f"\n\n{self.mark}{self.token * self.tokens}{self.end}\n\n"
 
     def position_grid(self, size: Size) -> tuple[int, int] | None:
@@ -346,15 +334,12 @@ class FixedForm(msgspec.Struct, frozen=True, tag=True):
     start: str = "<start_of_image>"
 
     def scaled(self, size: Size) -> Size:
-        """Return the size that the picture is made."""
         return Size(self.edge, self.edge)
 
     def num_tokens(self, size: Size) -> int:
-        """Return the positions of the prompt that the picture's embeddings take."""
         return self.tokens
 
     def text(self, size: Size) -> str:
-        """Return what stands in the prompt in place of the template's mark."""
         return f"\n\n{self.start}{self.mark * self.tokens}\n\n"
 
     def position_grid(self, size: Size) -> tuple[int, int] | None:
@@ -385,7 +370,6 @@ class BudgetForm(msgspec.Struct, frozen=True, tag=True):
         return Size(columns * self.cell_edge, rows * self.cell_edge)
 
     def grid(self, size: Size) -> Size:
-        """Return the columns and rows of cells."""
         edge, pixels = self.cell_edge, size.width * size.height
         factor = math.sqrt(self.max_tokens * edge**2 / pixels)
         columns, rows = (math.floor(factor * own / edge) for own in size)
@@ -396,12 +380,10 @@ class BudgetForm(msgspec.Struct, frozen=True, tag=True):
         return Size(columns, rows)
 
     def num_tokens(self, size: Size) -> int:
-        """Return the positions of the prompt that the picture's embeddings take."""
         columns, rows = self.grid(size)
         return columns * rows
 
     def text(self, size: Size) -> str:
-        """Return what stands in the prompt in place of the template's mark."""
         return f"{self.start}{self.mark * self.num_tokens(size)}{self.end}"
 
     def position_grid(self, size: Size) -> tuple[int, int] | None:

@@ -123,7 +123,6 @@ class MobileConfig(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def map_edge(self) -> int:
-        """Return the places along an edge of the map."""
         return math.isqrt(self.form.tokens - 1)
 
     @property
@@ -141,7 +140,6 @@ class MobileConfig(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def fused(self) -> PlacedBlock:
-        """Return the block that makes the map of the last two stages."""
         in_width = self.stages[-2][-1].width + self.stages[-1][-1].width
         block = InvertedBlock(self.hidden_size, expansion=FUSED_EXPANSION, is_scaled=False)
         last = [block for placed in self.stages[: len(self.stages) - 1] for block in placed]
@@ -149,7 +147,6 @@ class MobileConfig(msgspec.Struct, frozen=True, tag=True):
         return PlacedBlock("msfa.ffn.", block, in_width, edge)
 
     def tower_shapes(self) -> Shapes:
-        """Return the tensors of the tower by their names."""
         found: Shapes = {
             "conv_stem.conv.weight": (self.stem_width, CHANNELS, STEM_KERNEL, STEM_KERNEL),
             "conv_stem.conv.bias": (self.stem_width,),
@@ -178,7 +175,6 @@ class MobileConfig(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def num_parameters(self) -> int:
-        """Return the number of weights."""
         return sum(math.prod(shape) for shape in (self.tower_shapes() | self.connector_shapes()).values())
 
     def worker_bytes(self, dtype: str) -> int:

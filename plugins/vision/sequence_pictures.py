@@ -84,7 +84,6 @@ class SequencePictures(FailedSequences):
         self._queue = EncodingQueue(self._passes, take_turn, has_real_time)
 
     def prepare(self, message: Message) -> "Sequence[Future[Any]]":
-        """Of requests whose prompts others have computed nothing is begun."""
         if not isinstance(message, PrefillRequest):
             return ()
         begun = [self._begin(message.request, picture) for picture in message.request.pictures]

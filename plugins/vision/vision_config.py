@@ -117,7 +117,6 @@ class VisionConfig(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def head_dim(self) -> int:
-        """Return the elements of one head."""
         return self.hidden_size // self.num_heads
 
     @property
@@ -141,7 +140,6 @@ class VisionConfig(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def joined_width(self) -> int:
-        """Return the elements of the patches that become one token."""
         return self.hidden_size * (1 if self.is_pooled else self.join**2)
 
     @property
@@ -151,7 +149,6 @@ class VisionConfig(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def connected_width(self) -> int:
-        """Return the elements that the connector's first product reads."""
         return self.hidden_size if self.names.merger else self.joined_width
 
     def with_work(self, text_parameters: int) -> "VisionConfig":
@@ -171,7 +168,6 @@ class VisionConfig(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def num_parameters(self) -> int:
-        """Return the number of weights."""
         width = self.hidden_size
         norm = width * (2 if self.norm is NormKind.LAYER else 1)
         post_norms = bool(self.names.attention_post_norm) + bool(self.names.mlp_post_norm)

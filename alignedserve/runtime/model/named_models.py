@@ -25,7 +25,6 @@ def model_path(name: str) -> Path:
 
 
 def pocket_folder() -> Path:
-    """Return the folder of the model that ships with the package."""
     return Path(str(files("alignedserve.pocket"))) / "model"
 
 

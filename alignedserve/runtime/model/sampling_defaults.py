@@ -43,7 +43,6 @@ class SamplingDefaults:
 
     @property
     def values(self) -> dict[str, float]:
-        """Return the fields by name."""
         return {name: value for name, value in asdict(self).items() if name != "source"}
 
     def in_words(self) -> str:

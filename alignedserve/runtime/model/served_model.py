@@ -28,43 +28,6 @@ from alignedserve.text.tokenizer_files import read_template
 
 AUTO, WHOLE, RING = "auto", "whole", "ring"
 _CPU = "cpu"
-
-
-def has_rings(
-    choice: str,
-    config: ModelConfig | EncoderConfig,
-    cache_dtype: str,
-    max_context_len: int,
-    *,
-    device: str = _CPU,
-    num_processes: int = 1,
-) -> bool:
-    """Return whether layers with a window keep no more than it. `choice`: as in engine.window_cache.
-
-    Raises ConfigError where rings are asked for and cannot be.
-    """
-    obstacle = _obstacle(config, num_processes)
-    if choice == RING and obstacle is not None:
-        raise no_rings(obstacle)
-    if choice == WHOLE or obstacle is not None or isinstance(config, EncoderConfig):
-        return False
-    if choice == RING:
-        return True
-    whole, is_on_cpu = config.block_layout(_BLOCK_SIZE, cache_dtype), device.startswith(_CPU)  # see decision 81
-    return is_on_cpu and rings_pay(whole, config.layout_of_rings(whole), max_context_len)
-
-
-def no_rings(obstacle: str) -> ConfigError:
-    """Return the error of rings that are asked for and cannot be."""
-    return ConfigError(f"engine.window_cache=ring: {obstacle}; leave it at auto")
-
-
-def _obstacle(config: ModelConfig | EncoderConfig, num_processes: int) -> str | None:
-    if isinstance(config, EncoderConfig) or not config.may_have_rings:
-        return "this model has no layers with a window beside plain ones without, all with the same heads"
-    return "the ranks and stages of a worker have none" if num_processes > 1 else None
-
-
 _BLOCK_SIZE = 16  # tokens
 _ON_ONE_CPU = EngineConfig(device="cpu", window_cache=WHOLE)
 _WIDEST_STATES = 1.25  # smaller blocks are chosen where a context's states take no more by these than in any
@@ -305,6 +268,40 @@ def _default_dtype(device: str, *, has_bfloat16: bool) -> str:
     The pocket model stays in float32, in which its answers are the same on every machine.
     """
     return "bfloat16" if has_bfloat16 or device.startswith("cuda") else "float32"
+
+
+def has_rings(
+    choice: str,
+    config: ModelConfig | EncoderConfig,
+    cache_dtype: str,
+    max_context_len: int,
+    *,
+    device: str = _CPU,
+    num_processes: int = 1,
+) -> bool:
+    """Return whether layers with a window keep no more than it, in rings: see BlockLayout.with_rings, decision 81.
+
+    `choice`: as in engine.window_cache. Raises ConfigError where rings are asked for and cannot be.
+    """
+    obstacle = _obstacle(config, num_processes)
+    if choice == RING and obstacle is not None:
+        raise no_rings(obstacle)
+    if choice == WHOLE or obstacle is not None or isinstance(config, EncoderConfig):
+        return False
+    if choice == RING:
+        return True
+    whole, is_on_cpu = config.block_layout(_BLOCK_SIZE, cache_dtype), device.startswith(_CPU)
+    return is_on_cpu and rings_pay(whole, config.layout_of_rings(whole), max_context_len)
+
+
+def no_rings(obstacle: str) -> ConfigError:
+    return ConfigError(f"engine.window_cache=ring: {obstacle}; leave it at auto")
+
+
+def _obstacle(config: ModelConfig | EncoderConfig, num_processes: int) -> str | None:
+    if isinstance(config, EncoderConfig) or not config.may_have_rings:
+        return "this model has no layers with a window beside plain ones without, all with the same heads"
+    return "the ranks and stages of a worker have none" if num_processes > 1 else None
 
 
 class DeploymentPhase(Enum):

@@ -101,7 +101,6 @@ class ModelConfig:
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
-        """Return the layers with keys and values, in order."""
         if self.mixes_beside:
             return tuple(range(self.num_layers))
         return tuple(layer for layer in range(self.num_layers) if layer not in self.state_layers)
@@ -135,12 +134,10 @@ class ModelConfig:
 
     @property
     def query_width(self) -> int:
-        """Return the elements of one token's queries on one layer."""
         return self.num_heads * self.head_dim
 
     @property
     def kv_width(self) -> int:
-        """Return the elements of one token's keys (or values) on one layer."""
         return self.num_kv_heads * self.head_dim
 
     @property
@@ -150,12 +147,10 @@ class ModelConfig:
 
     @property
     def group_size(self) -> int:
-        """Return the number of query heads that share one key head."""
         return self.num_heads // self.num_kv_heads
 
     @property
     def num_parameters(self) -> int:
-        """Return the number of weights, tied ones once."""
         layers = self.num_layers * self._layer_parameters - self._num_expert_layers * self._mlp_parameters
         layers += self._num_expert_layers * self._expert_parameters(None)
         layers -= len(self.bare_layers) * (self._mlp_parameters + self._norm_parameters)
@@ -208,7 +203,6 @@ class ModelConfig:
         return tokens if not rest and tokens > block_size else None
 
     def block_layout(self, block_size: int, dtype: str) -> BlockLayout:
-        """Return the layout of this model's blocks."""
         return BlockLayout(
             block_size=block_size,
             num_layers=len(self.cached_layers),
@@ -221,7 +215,6 @@ class ModelConfig:
         )
 
     def layouts(self, block_size: int, dtype: str) -> tuple[BlockLayout, ...]:
-        """Return the layouts that this model's blocks may have."""
         whole = self.block_layout(block_size, dtype)
         return (whole, self.layout_apart(whole), *([self.layout_of_rings(whole)] if self.may_have_rings else []))
 
@@ -238,7 +231,6 @@ class ModelConfig:
         return is_mixed and self.state is None and self.extras is None and self.latent is None
 
     def layout_of_rings(self, layout: BlockLayout) -> BlockLayout:
-        """Return the layout whose layers with a window keep no more than it."""
         assert self.sliding_window is not None, "a model without windows"
         return layout.with_rings(len(self.windowed_layers), self.sliding_window)
 

@@ -125,7 +125,6 @@ class SpaceConfig:
 
     @property
     def convolved(self) -> int:
-        """Return the channels of the convolution."""
         return self.out_width + 2 * self.num_groups * self.state_size
 
     @property

@@ -101,7 +101,6 @@ class EncoderConfig:
 
     @property
     def head_dim(self) -> int:
-        """Return the elements of one head."""
         return self.hidden_size // self.num_heads
 
     @property
@@ -123,7 +122,6 @@ class EncoderConfig:
 
     @property
     def num_parameters(self) -> int:
-        """Return the number of weights."""
         looked_up = (self.vocab_size + self.num_positions + self.num_token_types) * self.hidden_size
         per_layer = 9 * self.hidden_size + self.intermediate_size  # biases and norms
         return looked_up + self.num_projected + self.num_layers * per_layer + 2 * self.hidden_size + self._head_weights

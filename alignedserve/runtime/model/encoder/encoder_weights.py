@@ -8,12 +8,10 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from alignedserve.core.errors import ModelError
 from alignedserve.runtime.model.encoder.encoder_config import DenseConfig, EncoderConfig, EncoderFamily, HeadActivation
-from alignedserve.runtime.model.weights.product_reader import LoadingObserver
+from alignedserve.runtime.model.weights.product_reader import LoadingObserver, Nonlinearity, ProductReader
 from alignedserve.runtime.model.weights.safetensors_source import SafetensorsSource
 from alignedserve.runtime.model.weights.weight_source import RandomSource, WeightSource
-from kernels.cpu.int8_linear import Int8Linear, int8_obstacle
 from kernels.feed_forward import FeedForwardPart
 from kernels.linear import AdaptableProjection, Linear, Projection
 from kernels.norm import LayerNorm, Norm
@@ -143,7 +141,7 @@ class _Assembler:
         observer: LoadingObserver | None,
     ) -> None:
         self._config, self._source_of, self._source = config, source_of, source_of("")
-        self._is_int8, self._observer = is_int8, observer
+        self._read, self._observer = ProductReader(self._source, observer, is_int8=is_int8), observer
         self._names = ENCODER_NAMES[config.family]
         has_prefix = self._source.has(f"{self._names.prefix}{self._names.words}.weight")
         self._prefix = self._names.prefix if has_prefix else ""
@@ -151,12 +149,12 @@ class _Assembler:
     def weights(self) -> EncoderWeights:
         config, names, prefix = self._config, self._names, self._prefix
         width = config.hidden_size
-        positions = self._tensor(f"{prefix}{names.positions}.weight", config.num_positions, width)
+        positions = self._read.tensor(f"{prefix}{names.positions}.weight", config.num_positions, width)
         types = None
         if config.num_token_types:
-            types = self._tensor(f"{prefix}{names.segments}.weight", config.num_token_types, width)
+            types = self._read.tensor(f"{prefix}{names.segments}.weight", config.num_token_types, width)
         return EncoderWeights(
-            words=self._tensor(f"{prefix}{names.words}.weight", config.vocab_size, width),
+            words=self._read.tensor(f"{prefix}{names.words}.weight", config.vocab_size, width),
             positions=positions[config.position_offset :][: config.max_position_embeddings],
             token_types=types,
             norm=self._norm(prefix + names.norm),
@@ -200,22 +198,11 @@ class _Assembler:
     def _linear(
         self, modules: list[str], rows: int, in_width: int, activation: str | None = None
     ) -> AdaptableProjection:
-        weight = torch.cat([self._tensor(f"{name}.weight", rows, in_width) for name in modules])
-        bias = torch.cat([self._tensor(f"{name}.bias", rows) for name in modules])
-        if not self._is_int8:
-            return Linear(weight, bias, activation=activation)
-        obstacle = int8_obstacle(weight)
-        if obstacle is not None:
-            raise ModelError(f"{modules[0]} cannot be packed with 8 bits: {obstacle}; leave model.quantization unset.")
-        return Int8Linear(weight, bias, activation=activation)
+        weights = [self._read.rows(name, rows, in_width) for name in modules]
+        bias = torch.cat([self._read.tensor(f"{name}.bias", rows) for name in modules])
+        return self._read.product(modules, weights, bias, Nonlinearity(activation))
 
     def _norm(self, module: str) -> Norm:
         width = self._config.hidden_size
-        weight, bias = self._tensor(f"{module}.weight", width), self._tensor(f"{module}.bias", width)
+        weight, bias = self._read.tensor(f"{module}.weight", width), self._read.tensor(f"{module}.bias", width)
         return LayerNorm(weight, bias, self._config.norm_eps)
-
-    def _tensor(self, name: str, *shape: int) -> Tensor:
-        tensor = self._source.tensor(name, shape)
-        if self._observer is not None:
-            self._observer.tensor_read(tensor.numel() * tensor.dtype.itemsize)
-        return tensor

@@ -144,7 +144,6 @@ class NemotronLayers(NamedTuple):
 
 
 def nemotron_layers(fields: JsonFields) -> NemotronLayers:
-    """Read the parts, by their kinds or by a letter each."""
     kinds = fields.texts("layers_block_type", MAX_LAYERS) or fields.texts("layer_types", MAX_LAYERS)
     if not kinds:
         pattern = fields.text("hybrid_override_pattern")
@@ -164,7 +163,6 @@ def nemotron_layers(fields: JsonFields) -> NemotronLayers:
 
 
 def nemotron(fields: JsonFields, sizes: Sizes) -> StateLayers:
-    """Read Nemotron-H's layers of Mamba-2, which it names otherwise."""
     _check_activation(fields, "mamba_hidden_act")
     layers = nemotron_layers(fields)
     num_heads = fields.integer("mamba_num_heads", 1, MAX_HEADS, 128)

@@ -147,7 +147,6 @@ def _cap(fields: JsonFields, name: str, default: float) -> float | None:
 
 
 def read_opt(fields: JsonFields, model_type: str, form: FamilyForm) -> ModelConfig:
-    """Read OPT's config."""
     sizes = read_sizes(fields, model_type)
     if not fields.flag("layer_norm_elementwise_affine", True):
         raise UnsupportedModel("OPT without layer norm weights (layer_norm_elementwise_affine) is not supported.")
@@ -223,7 +222,6 @@ def _require_text(fields: JsonFields, model_type: str, text_type: str) -> None:
 
 
 def granite(config: ModelConfig, fields: JsonFields) -> ModelConfig:
-    """Add Granite's multipliers."""
     multiplier = fields.number("attention_multiplier", 1e-6, 1e6, 1.0)
     return replace(
         config,
@@ -241,7 +239,6 @@ def gemma(config: ModelConfig, fields: JsonFields) -> ModelConfig:
 
 
 def gemma3(config: ModelConfig, fields: JsonFields) -> ModelConfig:
-    """Add Gemma 3's multipliers."""
     width = fields.number("query_pre_attn_scalar", 1e-3, 1e6, 256.0)
     return replace(
         config, embedding_multiplier=math.sqrt(config.hidden_size), query_multiplier=math.sqrt(config.head_dim / width)
@@ -249,7 +246,6 @@ def gemma3(config: ModelConfig, fields: JsonFields) -> ModelConfig:
 
 
 def llama4(config: ModelConfig, fields: JsonFields) -> ModelConfig:
-    """Add the temperature of Llama 4's layers without rotation."""
     if not fields.flag("attn_temperature_tuning", True):
         return config
     step, scale = fields.number("floor_scale", 1.0, 1e9, 8192.0), fields.number("attn_scale", 0.0, 1e6, 0.1)
@@ -257,7 +253,6 @@ def llama4(config: ModelConfig, fields: JsonFields) -> ModelConfig:
 
 
 def cohere(config: ModelConfig, fields: JsonFields) -> ModelConfig:
-    """Add Cohere's scale of logits."""
     return replace(config, logits_divisor=1.0 / fields.number("logit_scale", 1e-6, 1e6, 0.0625))
 
 
@@ -273,7 +268,6 @@ def lfm2(config: ModelConfig, fields: JsonFields) -> ModelConfig:
 
 
 def lfm2_moe(config: ModelConfig, fields: JsonFields) -> ModelConfig:
-    """Read LFM2's own name of tied embeddings."""
     return replace(config, ties_embeddings=fields.flag("tie_embedding", config.ties_embeddings))
 
 
@@ -359,7 +353,6 @@ def gemma3n(config: ModelConfig, fields: JsonFields) -> ModelConfig:
 
 
 def gemma4(config: ModelConfig, fields: JsonFields) -> ModelConfig:
-    """Add Gemma 4's parts."""
     if fields.has("use_bidirectional_attention") and fields.text("use_bidirectional_attention") != "vision":
         raise UnsupportedModel("use_bidirectional_attention other than vision is not supported.")
     num_layers = config.num_layers
@@ -398,7 +391,6 @@ def gemma4(config: ModelConfig, fields: JsonFields) -> ModelConfig:
 
 
 def gemma4_experts(fields: JsonFields, num_layers: int) -> ExpertConfig | None:
-    """Read Gemma 4's experts, beside which every layer has its feed-forward part."""
     if not fields.flag("enable_moe_block", False):
         return None
     num_experts = fields.integer("num_experts", 1, MAX_EXPERTS)

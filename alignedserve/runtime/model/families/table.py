@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from alignedserve.runtime.model.decoder.decoder_parts import Activation, HeadNormKind, NormKind
-from alignedserve.runtime.model.families import experts, names
+from alignedserve.runtime.model.families import experts
 from alignedserve.runtime.model.families import form as states
 from alignedserve.runtime.model.families.dense import DENSE, LLAMA, OLMO2, QWEN3
 from alignedserve.runtime.model.families.form import (
@@ -19,6 +19,7 @@ from alignedserve.runtime.model.families.form import (
     layers_without_rope,
     rotated_layers,
 )
+from alignedserve.runtime.model.families.names import NAMES
 from alignedserve.runtime.model.families.readers import (
     falcon_h1,
     granite,
@@ -36,7 +37,7 @@ from alignedserve.runtime.model.hf_fields import DEFAULT_WINDOW
 _MIXTRAL = replace(
     LLAMA,
     title="Mixtral",
-    names=names.MIXTRAL,
+    names=NAMES["mixtral"],
     num_kv_heads=8,
     theta=1e6,
     windows=WindowRule(every_layer),
@@ -45,7 +46,7 @@ _MIXTRAL = replace(
 _QWEN3_MOE = replace(
     QWEN3,
     title="Qwen3-MoE",
-    names=names.QWEN3_MOE,
+    names=NAMES["qwen3_moe"],
     num_kv_heads=4,
     head_dim=None,
     windows=WindowRule(every_layer, DEFAULT_WINDOW, is_on=False),
@@ -54,19 +55,19 @@ _QWEN3_MOE = replace(
 _DEEPSEEK_V3 = replace(
     LLAMA,
     title="DeepSeek V3, V3.1, R1",
-    names=names.DEEPSEEK_V3,
+    names=NAMES["deepseek_v3"],
     refused=("attention_bias",),
     latent=read_latent,
     mlp_bias=False,
     experts=experts.deepseek_v3,
 )
 _GRANITE_MOE = replace(
-    LLAMA, title="Granite 3 with experts", names=names.GRANITE_MOE, experts=experts.granite, adapt=granite
+    LLAMA, title="Granite 3 with experts", names=NAMES["granite_moe"], experts=experts.granite, adapt=granite
 )
 _LLAMA4 = replace(
     LLAMA,
     title="Llama 4",
-    names=names.LLAMA4,
+    names=NAMES["llama4"],
     num_kv_heads=8,
     head_dim=128,
     theta=5e5,
@@ -88,7 +89,7 @@ MIXTURES: dict[str, FamilyForm] = {
     "qwen3_vl_moe": replace(
         _QWEN3_MOE,
         title="Qwen3-VL with experts, with pictures",
-        names=names.QWEN_VL_MOE,
+        names=NAMES["qwen_vl_moe"],
         read=read_qwen_vl,
         num_kv_heads=16,
         theta=5e5,
@@ -98,7 +99,7 @@ MIXTURES: dict[str, FamilyForm] = {
     "qwen2_moe": replace(
         LLAMA,
         title="Qwen1.5-MoE, Qwen2-MoE",
-        names=names.QWEN2_MOE,
+        names=NAMES["qwen2_moe"],
         refused=("use_sliding_window",),
         num_kv_heads=16,
         qkv_bias=Flag("qkv_bias", default=True),
@@ -110,7 +111,7 @@ MIXTURES: dict[str, FamilyForm] = {
     "minimax_m2": replace(
         LLAMA,
         title="MiniMax-M2",
-        names=names.MINIMAX_M2,
+        names=NAMES["minimax_m2"],
         num_kv_heads=8,
         head_dim=128,
         head_norm=HeadNormKind.WHOLE,
@@ -121,7 +122,7 @@ MIXTURES: dict[str, FamilyForm] = {
     "gpt_oss": replace(
         LLAMA,
         title="gpt-oss",
-        names=names.GPT_OSS,
+        names=NAMES["gpt_oss"],
         num_kv_heads=8,
         head_dim=64,
         theta=150000.0,
@@ -136,7 +137,7 @@ MIXTURES: dict[str, FamilyForm] = {
     "deepseek_v2": replace(
         _DEEPSEEK_V3,
         title="DeepSeek V2, V2.5, V2-Lite",
-        names=names.DEEPSEEK_V2,
+        names=NAMES["deepseek_v2"],
         refused=("attention_bias", "mlp_bias", "norm_topk_prob"),
         experts=experts.deepseek_v2,
     ),
@@ -148,7 +149,7 @@ MIXTURES: dict[str, FamilyForm] = {
     "olmoe": replace(
         LLAMA,
         title="OLMoE",
-        names=names.QWEN3_MOE,
+        names=NAMES["qwen3_moe"],
         refused=("clip_qkv",),
         head_norm=HeadNormKind.WHOLE,
         experts=experts.olmoe,
@@ -157,7 +158,7 @@ MIXTURES: dict[str, FamilyForm] = {
     "flex_olmo": replace(
         OLMO2,
         title="FlexOlmo",
-        names=names.FLEX_OLMO,
+        names=NAMES["flex_olmo"],
         theta=5e5,
         experts=experts.flex_olmo,
         norm_eps=Named("rms_norm_eps", 1e-6),
@@ -165,7 +166,7 @@ MIXTURES: dict[str, FamilyForm] = {
     "glm4_moe": replace(
         LLAMA,
         title="GLM-4.5, GLM-4.6",
-        names=names.GLM4_MOE,
+        names=NAMES["glm4_moe"],
         num_kv_heads=8,
         rotated=Named("partial_rotary_factor", 0.5),
         head_norm=HeadNormKind.HEADS,
@@ -177,7 +178,7 @@ MIXTURES: dict[str, FamilyForm] = {
     "solar_open": replace(
         LLAMA,
         title="Solar Open",
-        names=names.GLM4_MOE,
+        names=NAMES["glm4_moe"],
         defaults=(("intermediate_size", 1280),),  # no layer is dense
         num_kv_heads=8,
         head_dim=128,
@@ -191,11 +192,11 @@ MIXTURES: dict[str, FamilyForm] = {
     "dots1": replace(
         LLAMA,
         title="dots.llm1",
-        names=names.GLM4_MOE,
+        names=NAMES["glm4_moe"],
         num_kv_heads=32,
         windows=WindowRule(from_max_window_layer(62), DEFAULT_WINDOW),
         head_norm=HeadNormKind.HEADS,
-        experts=experts.dots1,
+        experts=experts.deepseek,
     ),
 }
 
@@ -203,7 +204,7 @@ MIXTURES: dict[str, FamilyForm] = {
 _LFM2 = replace(
     LLAMA,
     title="LFM2",
-    names=names.LFM2,
+    names=NAMES["lfm2"],
     defaults=(("intermediate_size", 12288),),
     num_kv_heads=8,
     theta=1e6,
@@ -219,7 +220,7 @@ _LFM2 = replace(
 _QWEN3_NEXT = replace(
     LLAMA,
     title="Qwen3-Next",
-    names=names.QWEN3_NEXT,
+    names=NAMES["qwen3_next"],
     num_kv_heads=2,
     head_dim=256,
     rotated=Named("partial_rotary_factor", 0.25),
@@ -231,7 +232,7 @@ _QWEN3_NEXT = replace(
     norm=NormKind.RMS_PLUS_ONE,
 )
 _QWEN3_5 = replace(
-    _QWEN3_NEXT, title="Qwen3.5", names=names.QWEN3_5, num_kv_heads=4, states=states.delta_rule, experts=None
+    _QWEN3_NEXT, title="Qwen3.5", names=NAMES["qwen3_5"], num_kv_heads=4, states=states.delta_rule, experts=None
 )
 _QWEN3_5_MOE = replace(
     _QWEN3_5,
@@ -244,12 +245,12 @@ _QWEN3_5_MOE = replace(
 HYBRIDS: dict[str, FamilyForm] = {
     "lfm2": _LFM2,
     "lfm2_moe": replace(
-        _LFM2, title="LFM2 with experts", names=names.LFM2_MOE, defaults=(), experts=experts.lfm2, adapt=lfm2_moe
+        _LFM2, title="LFM2 with experts", names=NAMES["lfm2_moe"], defaults=(), experts=experts.lfm2, adapt=lfm2_moe
     ),
     "granitemoehybrid": replace(
         LLAMA,
         title="Granite 4",
-        names=names.GRANITE_HYBRID,
+        names=NAMES["granite_hybrid"],
         unrotated=layers_unless_rope,
         states=states.mamba2,
         mlp_bias=False,
@@ -259,7 +260,7 @@ HYBRIDS: dict[str, FamilyForm] = {
     "bamba": replace(
         LLAMA,
         title="Bamba",
-        names=names.BAMBA,
+        names=NAMES["bamba"],
         num_kv_heads=8,
         rotated=Named("partial_rotary_factor", 0.5),
         states=states.mamba2,
@@ -268,7 +269,7 @@ HYBRIDS: dict[str, FamilyForm] = {
     "nemotron_h": replace(
         LLAMA,
         title="Nemotron-H, Nemotron 3",
-        names=names.NEMOTRON_H,
+        names=NAMES["nemotron_h"],
         defaults=(("num_hidden_layers", 1), ("intermediate_size", 21504)),  # the former is worked out
         refused=("moe_latent_size", "sliding_window"),
         num_kv_heads=8,
@@ -285,7 +286,7 @@ HYBRIDS: dict[str, FamilyForm] = {
     "falcon_h1": replace(
         LLAMA,
         title="Falcon-H1",
-        names=names.BAMBA,
+        names=NAMES["bamba"],
         refused=("attention_bias", "mlp_bias", "mamba_proj_bias", "projectors_bias", "quantization_config"),
         num_kv_heads=8,
         states=states.mamba2_beside,

@@ -22,7 +22,6 @@ class Region(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the shape of the whole tensor."""
         return (self.num_rows,) if self.width is None else (self.num_rows, self.width)
 
 

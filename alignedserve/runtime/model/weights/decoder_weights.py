@@ -57,7 +57,6 @@ class DecoderWeights:
 
     @property
     def layer_projections(self) -> tuple[Projection, ...]:
-        """Return the products that every token passes, in order."""
         return tuple(product for layer in self.layers for product in _layer_products(layer))
 
 

@@ -28,7 +28,6 @@ class BlockRows(NamedTuple):
     order: Tensor | None = None  # of inputs: int64 [in_width]; None: as they come
 
     def changed(self, change: RowChange) -> "BlockRows":
-        """Return the weight with its rows in another order."""
         return self._replace(rows=change(self.rows))
 
 
@@ -49,11 +48,9 @@ class Float8Rows(NamedTuple):
     scales: Tensor  # float32 [rows]
 
     def changed(self, change: RowChange) -> "Float8Rows":
-        """Return the weight with its rows in another order."""
         return Float8Rows(change(self.rows.view(torch.uint8)).view(self.rows.dtype), change(self.scales))
 
     def moved(self, device: torch.device) -> "Float8Rows":
-        """Return the weight on a device."""
         return Float8Rows(self.rows.to(device), self.scales.to(device))
 
 
@@ -75,11 +72,9 @@ class GroupedRows(NamedTuple):
         return self.weight.numbers, self.weight.group, self.weight.minima is not None
 
     def changed(self, change: RowChange) -> "GroupedRows":
-        """Return the weight with its rows in another order."""
         return self._replace(weight=self.weight.changed(change))
 
     def moved(self, device: torch.device) -> "GroupedRows":
-        """Return the weight on a device."""
         order = None if self.order is None else self.order.to(device)
         return GroupedRows(self.weight.changed(lambda part: part.to(device)), order)
 
