@@ -22,7 +22,7 @@ _ROWS = json.loads(Path(__file__).with_suffix(".json").read_text())
 
 
 class DeviceKind(NamedTuple):
-    """One kind: which models have such layers, and what a small one has in its config.json."""
+    """Which models have such layers, and the config.json of a small one."""
 
     is_of: Callable[[ModelConfig], bool]
     fields: dict[str, Any]
@@ -71,8 +71,7 @@ KINDS = {
 
 
 def kinds_of(config: ModelConfig, *, has_rings: bool = False, is_gguf: bool = False) -> dict[str, str]:
-    """Return the kinds that a model has, each with what to set where they are not computed. `has_rings`: its cache;
-    `is_gguf`: its file."""
+    """Return the kinds in a model, each with what to set where a GPU does not compute it. `has_rings`: of its cache."""
     names = [name for name, kind in KINDS.items() if kind.is_of(config)]
     names += [name for name, is_there in ((BLOCKS, is_gguf), (RINGS, has_rings)) if is_there]
     return {name: KINDS[name].instead for name in names}

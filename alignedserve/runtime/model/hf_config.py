@@ -27,11 +27,8 @@ MAX_CONFIG_BYTES = 1 << 20
 
 
 def read_model_config(folder: Path) -> ModelConfig:
-    """Read the config of the model in `folder`.
-
-    Raises ModelNotFound when the folder or its config.json is missing, UnsupportedModel naming the architecture or
-    option that the engine does not have, ModelError naming the field that is wrong.
-    """
+    """Read the config of the model in `folder`. Raises ModelNotFound, UnsupportedModel naming the architecture or
+    option that is not supported, ModelError naming the wrong field."""
     if not folder.is_dir():
         raise ModelNotFound(
             f"{folder} is neither a folder here nor a name on a hub (ORG/NAME, such as Qwen/Qwen3-0.6B)."

@@ -16,6 +16,78 @@ _MAX_FACTOR = 1e6
 _MAX_RUN = 1 << 12
 _DEFAULT_THETA = 10000.0
 _ORIGINAL_LEN = "original_max_position_embeddings"
+MAX_WIDTH = 1 << 18
+MAX_LAYERS = 1 << 10
+MAX_HEADS = 1 << 12
+MAX_EXPERTS = 1 << 12
+MAX_VOCABULARY = 1 << 22
+
+DEFAULT_WINDOW = 4096
+
+ACTIVATIONS = {
+    "relu": Activation.RELU,
+    "relu2": Activation.RELU2,
+    "silu": Activation.SILU,
+    "swish": Activation.SILU,
+    "gelu": Activation.GELU,
+    "gelu_new": Activation.GELU_TANH,
+    "gelu_fast": Activation.GELU_TANH,
+    "gelu_pytorch_tanh": Activation.GELU_TANH,
+}
+
+
+class Sizes(TypedDict):
+    """The sizes that every family has, as arguments of ModelConfig."""
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    max_position_embeddings: int
+    dtype: str
+    eos_token_ids: tuple[int, ...]
+
+
+def read_sizes(fields: JsonFields, family: str) -> Sizes:
+    vocab_size = fields.integer("vocab_size", 1, MAX_VOCABULARY)
+    return {
+        "family": family,
+        "vocab_size": vocab_size,
+        "hidden_size": fields.integer("hidden_size", 1, MAX_WIDTH),
+        "num_layers": fields.integer("num_hidden_layers", 1, MAX_LAYERS),
+        "num_heads": fields.integer("num_attention_heads", 1, MAX_HEADS),
+        "max_position_embeddings": fields.integer("max_position_embeddings", 1, MAX_CONTEXT),
+        "dtype": read_dtype(fields),
+        "eos_token_ids": fields.token_ids("eos_token_id", vocab_size),
+    }
+
+
+def default_head_dim(fields: JsonFields, sizes: Sizes) -> int:
+    if sizes["hidden_size"] % sizes["num_heads"]:
+        raise fields.error("num_attention_heads", "must divide hidden_size")
+    return sizes["hidden_size"] // sizes["num_heads"]
+
+
+def read_num_kv_heads(fields: JsonFields, num_heads: int, default: int) -> int:
+    num_kv_heads = fields.integer("num_key_value_heads", 1, num_heads, default)
+    if num_heads % num_kv_heads:
+        raise fields.error("num_key_value_heads", "must divide num_attention_heads")
+    return num_kv_heads
+
+
+def read_activation(fields: JsonFields, name: str, default: str) -> Activation:
+    value = fields.text(name, default)
+    if value not in ACTIVATIONS:
+        raise UnsupportedModel(f"Activation {value!r} ({name}) is not one of {', '.join(ACTIVATIONS)}.")
+    return ACTIVATIONS[value]
+
+
+def read_dtype(fields: JsonFields, default: str = "float32") -> str:
+    name = fields.text("dtype", fields.text("torch_dtype", default)).removeprefix("torch.")
+    if name not in DTYPE_BYTES:
+        raise UnsupportedModel(f"dtype {name!r} is not one of {', '.join(DTYPE_BYTES)}.")
+    return name
 
 
 def read_rope(
@@ -37,10 +109,8 @@ def read_rope(
 
 
 def with_axes(fields: JsonFields, rope: RopeConfig, *, takes_turns: bool) -> RopeConfig:
-    """Return `rope` with the axis of each pair, for time, rows and columns as many as `mrope_section` says.
-
-    `takes_turns`: pairs are of the three in turn, and of time where the others have had all; else in runs of each.
-    """
+    """Return `rope` with the axis of each pair: time, rows or columns, by `mrope_section`. `takes_turns`: in turn,
+    not in runs."""
     section = fields.section("rope_parameters") or fields.section("rope_scaling") or JsonFields({}, fields.where)
     runs = section.integers("mrope_section", 0, _MAX_RUN) or ((24, 20, 20) if takes_turns else (16, 24, 24))
     num_pairs = rope.rotary_dim // 2
@@ -54,10 +124,7 @@ def with_axes(fields: JsonFields, rope: RopeConfig, *, takes_turns: bool) -> Rop
 
 
 def longest_context_len(fields: JsonFields, rope: RopeConfig) -> int:
-    """Return the model's own length, or the one to which YaRN stretches the original one that the config states.
-
-    Instructions for Qwen add the scaling and leave `max_position_embeddings` as it was.
-    """
+    """Return the model's length, or that of YaRN: configs of Qwen add the scaling and leave max_position_embeddings."""
     own_len = fields.integer("max_position_embeddings", 1, MAX_CONTEXT)
     sections = (fields, fields.section("rope_parameters"), fields.section("rope_scaling"))
     is_stated = any(section is not None and section.has(_ORIGINAL_LEN) for section in sections)
@@ -67,11 +134,8 @@ def longest_context_len(fields: JsonFields, rope: RopeConfig) -> int:
 
 
 def read_rope_pair(fields: JsonFields, head_dim: int, *, thetas: tuple[float, float]) -> tuple[RopeConfig, RopeConfig]:
-    """Read the embedding of layers with full attention, and of those with a window, in sections of their own.
-
-    Older configs give `rope_theta` and `rope_scaling` to the former, `rope_local_base_freq` to the latter. `thetas`:
-    the defaults of the two. Raises like `read_model_config`.
-    """
+    """Read the rotations of layers with full attention and with a window. `thetas`: their defaults. Older configs
+    have `rope_theta` and `rope_scaling` for the former, `rope_local_base_freq` for the latter."""
     if head_dim % 2:
         raise fields.error("head_dim", "must rotate a positive, even number of dimensions")
     sections = fields.section("rope_parameters") or JsonFields({}, "config.json")
@@ -195,77 +259,3 @@ _READERS: dict[RopeScaling, Callable[[JsonFields, JsonFields, RopeConfig], RopeC
     RopeScaling.LONG: _long,
     RopeScaling.PROPORTIONAL: _proportional,
 }
-
-
-MAX_WIDTH = 1 << 18
-MAX_LAYERS = 1 << 10
-MAX_HEADS = 1 << 12
-MAX_EXPERTS = 1 << 12
-MAX_VOCABULARY = 1 << 22
-
-DEFAULT_WINDOW = 4096
-
-ACTIVATIONS = {
-    "relu": Activation.RELU,
-    "relu2": Activation.RELU2,
-    "silu": Activation.SILU,
-    "swish": Activation.SILU,
-    "gelu": Activation.GELU,
-    "gelu_new": Activation.GELU_TANH,
-    "gelu_fast": Activation.GELU_TANH,
-    "gelu_pytorch_tanh": Activation.GELU_TANH,
-}
-
-
-class Sizes(TypedDict):
-    """The sizes that every family has, as arguments of ModelConfig."""
-
-    family: str
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    max_position_embeddings: int
-    dtype: str
-    eos_token_ids: tuple[int, ...]
-
-
-def read_sizes(fields: JsonFields, family: str) -> Sizes:
-    vocab_size = fields.integer("vocab_size", 1, MAX_VOCABULARY)
-    return {
-        "family": family,
-        "vocab_size": vocab_size,
-        "hidden_size": fields.integer("hidden_size", 1, MAX_WIDTH),
-        "num_layers": fields.integer("num_hidden_layers", 1, MAX_LAYERS),
-        "num_heads": fields.integer("num_attention_heads", 1, MAX_HEADS),
-        "max_position_embeddings": fields.integer("max_position_embeddings", 1, MAX_CONTEXT),
-        "dtype": read_dtype(fields),
-        "eos_token_ids": fields.token_ids("eos_token_id", vocab_size),
-    }
-
-
-def default_head_dim(fields: JsonFields, sizes: Sizes) -> int:
-    if sizes["hidden_size"] % sizes["num_heads"]:
-        raise fields.error("num_attention_heads", "must divide hidden_size")
-    return sizes["hidden_size"] // sizes["num_heads"]
-
-
-def read_num_kv_heads(fields: JsonFields, num_heads: int, default: int) -> int:
-    num_kv_heads = fields.integer("num_key_value_heads", 1, num_heads, default)
-    if num_heads % num_kv_heads:
-        raise fields.error("num_key_value_heads", "must divide num_attention_heads")
-    return num_kv_heads
-
-
-def read_activation(fields: JsonFields, name: str, default: str) -> Activation:
-    value = fields.text(name, default)
-    if value not in ACTIVATIONS:
-        raise UnsupportedModel(f"Activation {value!r} ({name}) is not one of {', '.join(ACTIVATIONS)}.")
-    return ACTIVATIONS[value]
-
-
-def read_dtype(fields: JsonFields, default: str = "float32") -> str:
-    name = fields.text("dtype", fields.text("torch_dtype", default)).removeprefix("torch.")
-    if name not in DTYPE_BYTES:
-        raise UnsupportedModel(f"dtype {name!r} is not one of {', '.join(DTYPE_BYTES)}.")
-    return name

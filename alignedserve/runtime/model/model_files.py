@@ -48,10 +48,7 @@ def _require_folder(path: Path) -> None:
 def weights_in_files(
     files: Path | GgufFile, config: ModelConfig, computing: Computing, quantization: str | None = None
 ) -> StoredWeights | None:
-    """Return what a worker makes of weights that a folder or GGUF file has packed; None: they are plain.
-
-    Raises ModelError naming a tensor that does not fit.
-    """
+    """Return what a worker makes of packed weights; None: they are plain. Raises ModelError naming a wrong tensor."""
     if isinstance(files, Path) and is_gguf(files):
         files = GgufFile(files)
     if isinstance(files, GgufFile):
@@ -90,10 +87,8 @@ def fingerprint_of(path: Path) -> str:
 
 @contextmanager
 def unchanged_weights(path: Path, fingerprint: str) -> Iterator[None]:
-    """Load weights inside the `with` block. Raises ModelError before or after it if they are others than these.
-
-    `fingerprint`: empty: any will do.
-    """
+    """Load weights inside the `with` block. Raises ModelError unless the files have this fingerprint before and
+    after; an empty one fits all."""
     _require_same(path, fingerprint)
     yield
     _require_same(path, fingerprint)

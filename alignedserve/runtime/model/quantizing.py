@@ -22,6 +22,11 @@ from alignedserve.runtime.model.weights.safetensors_source import SafetensorsSou
 from kernels.weight_blocks.block_values import FLOATS_OF_4_BITS
 
 _FLOATS = torch.from_numpy(FLOATS_OF_4_BITS)
+_SHARD_BYTES = 2 << 30
+_COPIED = (".json", ".jinja", ".model", ".txt")
+
+Round = Callable[[Tensor], dict[str, Tensor]]
+Note = Callable[[int, int], None]  # of matrices that are done, and all
 _TRIES = 21  # scales for each block of Q4
 _TINY = 1e-12
 
@@ -40,10 +45,8 @@ def to_int8(values: Tensor) -> dict[str, Tensor]:
 
 
 def to_mxfp4(values: Tensor) -> dict[str, Tensor]:
-    """Round values [rows, width]: bytes of two floats of 4 bits, and for every 32 of them a power of two.
-
-    The power is the one by which the largest becomes 4 to 6, or twice it where that loses less.
-    """
+    """Round values [rows, width] to floats of 4 bits, two a byte, with a power of two for every 32: the largest
+    becomes 4 to 6, or half of that where less is lost."""
     blocks = _in_blocks(values)
     lowest = blocks.abs().amax(-1).clamp_min(2.0**-120).log2().floor().sub_(2.0)
     tries = [(lowest + more, _floats_of_4_bits(blocks, lowest + more)) for more in (0.0, 1.0)]
@@ -137,13 +140,6 @@ def _halves(quants: Tensor) -> Tensor:
     return quants[..., :16] | quants[..., 16:] << 4
 
 
-_SHARD_BYTES = 2 << 30
-_COPIED = (".json", ".jinja", ".model", ".txt")
-
-Round = Callable[[Tensor], dict[str, Tensor]]
-Note = Callable[[int, int], None]  # of matrices that are done, and all
-
-
 def _compressed_tensors(form: str, weights: dict[str, Any]) -> dict[str, Any]:
     groups = {"group_0": {"targets": ["Linear"], "weights": {"strategy": "group", "group_size": BLOCK, **weights}}}
     return {
@@ -179,10 +175,8 @@ class QuantizedFolder(NamedTuple):
 
 
 def quantize_folder(folder: Path, output: Path, form_name: str, note: Note) -> QuantizedFolder:
-    """Round every matrix of the layers but those of routers; embeddings and the head stay. One matrix at a time.
-
-    Raises ConfigError for a form or an output that cannot be, ModelError.
-    """
+    """Round every matrix of the layers but routers', one at a time. Raises ConfigError for a form or an output,
+    ModelError."""
     if form_name not in _FORMS:
         raise ConfigError(f"--to {form_name!r} is not one of {', '.join(FORMS)}")
     config = read_model_config(folder)

@@ -46,7 +46,7 @@ class SamplingDefaults:
         return {name: value for name, value in asdict(self).items() if name != "source"}
 
     def in_words(self) -> str:
-        """Return what differs from OpenAI's defaults, such as `temperature 0.2, top_p 0.9`, and who says so."""
+        """Return what differs from OpenAI's defaults, such as `temperature 0.2, top_p 0.9`, and its source."""
         plain = SamplingDefaults().values
         named = [f"{name} {value:g}" for name, value in self.values.items() if value != plain[name]]
         shown = ", ".join(named) or "temperature 1"
@@ -71,11 +71,8 @@ _FAMILIES = (
 def sampling_defaults(
     wanted: str | Mapping[str, float], files: Path | GgufFile, template: str | None = None
 ) -> SamplingDefaults:
-    """Return the defaults of a model.
-
-    `wanted`: `model.sampling`: auto, none, or values that win over the model's own. `files`: its folder or GGUF file.
-    `template`: its chat template where that is not in the files. Raises ConfigError.
-    """
+    """Return the defaults of a model. `wanted`: `model.sampling`: auto, none, or values that win. `template`: its
+    chat template where the files have none. Raises ConfigError."""
     if wanted == "none":
         return SamplingDefaults()
     found = _of_files(files) or _of_family(template or _template_of(files)) or SamplingDefaults()

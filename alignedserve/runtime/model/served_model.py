@@ -99,9 +99,8 @@ class ServedModel:
 
     @property
     def default_block_size(self) -> int:
-        """Return the tokens of a block unless they are set: where blocks hold states, so many that these take no more
-        room than keys and values; where states have blocks of their own, so many that they fill these well. Both as
-        far as that is sensible."""
+        """Return the tokens of a block unless they are set. Blocks with states are so long that states take no more
+        room than keys and values; states with blocks of their own fill these well."""
         sizes = [_BLOCK_SIZE << power for power in range((LARGEST_BLOCK // _BLOCK_SIZE).bit_length())]
         layouts = {size: self.block_layout(size) for size in sizes}
         least = min((layout.context_bytes for layout in layouts.values() if layout.state_blocks), default=0)
@@ -141,11 +140,9 @@ def resolve_model(
     has_float8: bool = False,
     states_apart: bool = False,
 ) -> ServedModel:
-    """Read the model's config. `engine`: with its device decided. `has_bfloat16`: the processor multiplies it natively.
-    `has_float8`: the GPU multiplies FP8. `states_apart`: large recurrent states may have blocks of their own.
-
-    Raises ModelError or ConfigError saying what is missing, unknown or too large.
-    """
+    """Read the model's config. `engine`: with its device decided. `has_bfloat16`, `has_float8`: the processor, or
+    GPU, multiplies them. `states_apart`: large recurrent states may have blocks of their own. Raises ModelError,
+    ConfigError."""
     folder = model_path(section.path)
     file = GgufFile(folder) if is_gguf(folder) else None
     config = read_served_config(folder) if file is None else gguf_config(file)
@@ -263,10 +260,8 @@ def _default_name(name: str, path: Path) -> str:
 
 
 def _default_dtype(device: str, *, has_bfloat16: bool) -> str:
-    """Return bfloat16 for a GPU and for a CPU that multiplies it natively; for others float32, which is faster there.
-
-    The pocket model stays in float32, in which its answers are the same on every machine.
-    """
+    """Return bfloat16 where it is fast. The pocket model stays in float32: its answers are the same on every
+    machine."""
     return "bfloat16" if has_bfloat16 or device.startswith("cuda") else "float32"
 
 
@@ -329,7 +324,7 @@ class ServedDeployment:
 
 @dataclass(frozen=True, slots=True)
 class DeploymentState:
-    """A deployment as one gateway, or the batch worker, sees it."""
+    """A deployment, from a gateway or the batch worker."""
 
     deployment_id: str
     missing: str | None  # why no request could be answered from here; None: a token has come through
@@ -337,7 +332,7 @@ class DeploymentState:
     num_documents: int = 0  # of them, lines of batches
     has_lines: bool = False  # batches have lines for its model that wait
     idle_s: float | None = None  # since its last request here; None: there was none
-    keep_alive_s: float | None = None  # that its last request asked for; None: it did not
+    keep_alive_s: float | None = None  # by its last request; None: it set none
     waited_s: float | None = None  # how long a real-time request has waited for it here; None: none waits
     documents_waited_s: float | None = None  # the same of best effort
     is_hopeless: bool = False  # what is missing does not come by waiting

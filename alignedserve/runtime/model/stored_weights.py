@@ -1,4 +1,4 @@
-"""The weights of a model whose files have them packed, as a worker holds them."""
+"""The bytes of packed weights in a worker, by the headers of a folder's files or of a GGUF file."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -47,10 +47,8 @@ class _Matrix(NamedTuple):
 def quantized_weights(
     folder: Path, config: ModelConfig, computing: Computing, quantization: str | None = None
 ) -> StoredWeights:
-    """Return what a worker makes of the tensors in `folder`; `quantization` as in the model's section.
-
-    Raises ModelError naming a tensor that does not fit the config.
-    """
+    """Return what a worker makes of the tensors in `folder`. Raises ModelError naming a tensor that does not fit the
+    config."""
     stored = config.stored_quantization
     assert stored is not None, "the files hold floats"
     matrices = _matrices(folder, config, computing, stored)
@@ -129,10 +127,7 @@ _BLOCK_DTYPES = ("float32", "bfloat16")
 
 
 def stored_weights(file: GgufFile, dtype: str, device: str, quantization: str | None = None) -> StoredWeights:
-    """Return what a worker on `device`, computing in `dtype`, makes of the file's tensors.
-
-    Raises ModelError naming a tensor of experts in a model without any.
-    """
+    """Return what a worker makes of a GGUF file's tensors. Raises ModelError naming experts in a model without any."""
     is_on_gpu = device.startswith("cuda")
     is_in_blocks = not is_on_gpu and quantization is None and dtype in _BLOCK_DTYPES and _HAS_KERNELS
     row_bytes = _row_bytes(file, is_on_gpu=is_on_gpu, is_in_blocks=is_in_blocks)
@@ -168,7 +163,7 @@ def stored_weights(file: GgufFile, dtype: str, device: str, quantization: str | 
 def _row_bytes(file: GgufFile, *, is_on_gpu: bool, is_in_blocks: bool) -> Callable[[GgufTensor], int | None]:
     if not is_on_gpu:
         return lambda tensor: packed_row_bytes(tensor.type.name, tensor.shape[-1]) if is_in_blocks else None
-    # Experts are multiplied together, so that one unpacked unpacks all.
+    # Experts are multiplied together: an unpacked expert unpacks all.
     experts = [tensor for tensor in file.tensors.values() if len(tensor.shape) > 2]
     are_packed = all(grouped_row_bytes(tensor.type.name, tensor.shape[-1]) is not None for tensor in experts)
 

@@ -51,14 +51,10 @@ def load_weights(
     stage: LayerStage | None = None,
     sharing: ExpertReading | None = None,
 ) -> DecoderWeights:
-    """Load the weights in `folder`, which may be a GGUF file, as `dtype`; None: draw them, the same for the same seed.
-
-    Of a `shard` or `stage` only its share, and by `sharing` the experts of one process. `quantization`: "int8": linear
-    layers get 8 bits. Matrices that the files have packed stay so where a kernel computes with them. Raises
-    UnsafeWeights when there are only pickle-based files, ModelNotFound when a file is missing, ModelError naming the
-    file that is truncated, the tensor that is missing or has the wrong shape or dtype, or the layer that cannot be
-    packed with 8 bits.
-    """
+    """Load the weights in `folder`, or of a GGUF file, as `dtype`; None: draw them, the same for the same seed. Of a
+    `shard` or `stage` only its share, by `sharing` one process's experts. `quantization`: "int8" for linear layers.
+    Matrices stay packed where a kernel computes with them. Raises UnsafeWeights, ModelNotFound, ModelError naming
+    the file, tensor or layer."""
     source = _source(folder, config, dtype, torch.device(device), seed)
     if stage is not None:
         reading = StageReading(stage, reads_all=folder is None)
@@ -107,8 +103,7 @@ def assemble_shard(
     shard: TensorShard | None = None,
     sharing: ExpertReading | None = None,
 ) -> DecoderWeights:
-    """Assemble what a rank holds of a model, reading no more of the files where they allow it; None: the whole model,
-    by `sharing` with the experts of one process. `config` of the whole model; otherwise as `assemble_weights`."""
+    """Assemble a rank's share, or all, reading no more of the files than it must. `config` of the whole model."""
     if shard is None:
         return assemble_weights(config, source, quantization, observer=observer, sharing=sharing)
     regions = shard_regions(config, source.names or FAMILIES[config.family].names, source.has, shard)

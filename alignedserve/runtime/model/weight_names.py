@@ -25,7 +25,7 @@ class ExtraNames:
     stream_router: str = "altup.modality_router"
     predictions: str = "altup.prediction_coefs"
     corrections: str = "altup.correction_coefs"
-    corrected_scale: str = "altup.correct_output_scale"  # a full name, as the next ones that are scales
+    corrected_scale: str = "altup.correct_output_scale"  # a full name, as other scales below
     laurel: tuple[str, str] = ("laurel.linear_left", "laurel.linear_right")
     laurel_norm: str = "laurel.post_laurel_norm"
     scale: str = "layer_scalar"
@@ -83,7 +83,7 @@ class ParameterNames:
 
 
 class LinearModule(NamedTuple):
-    """The matrix of one module, as the files have it."""
+    """The matrix of one module in the files."""
 
     name: str
     rows: int

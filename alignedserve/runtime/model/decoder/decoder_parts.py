@@ -148,17 +148,12 @@ class HeadSizes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LayerExtras:
-    """Parts of a decoder whose values are normalised as its keys are, without weights.
+    """Parts of Gemma 3n and 4: values normalised without weights, and scores not divided by a root of the width.
 
-    Layers with a window have heads of their own sizes. Scores are not divided by a root of these.
-
-    The last layers have neither keys nor values. They read those of the last layer before them that is of their kind.
-
-    Layer embeddings: every layer has a short vector of a token, of a table and of what the first layer reads. It is
-    multiplied with a gate that is made of the stream, and what comes of it is added behind the layer.
-
-    Streams (AltUp, Baykal et al., 2023): several residual streams, of which a layer computes one and predicts and
-    corrects the others. Beside its attention there is a short product (LAuReL).
+    The last layers read the keys and values of the last layer of their kind that has some. Layer embeddings: a short
+    vector of the token, multiplied with a gate made of the stream, is added behind each layer. Streams (AltUp, Baykal
+    et al., 2023): a layer computes one residual stream, and predicts and corrects the others; beside its attention is a
+    short product (LAuReL).
     """
 
     windowed_heads: HeadSizes

@@ -107,7 +107,7 @@ class ModelConfig:
 
     @property
     def cached_layers(self) -> tuple[int, ...]:
-        """Return the layers whose keys and values are in the cache, in order; others read those of one of them."""
+        """Return the layers with keys and values of their own in the cache, in order."""
         num_own = self.num_layers - (0 if self.extras is None else self.extras.num_shared)
         return tuple(layer for layer in self.attention_layers if layer < num_own)
 
@@ -170,17 +170,15 @@ class ModelConfig:
 
     @property
     def num_multiplied(self) -> int:
-        """Return the number of weights that one token is multiplied with: those of its experts, not of the others."""
+        """Return the number of weights that one token is multiplied with: only its own experts count."""
         if self.experts is None:
             return self.num_projected
         all_experts, chosen = self._expert_parameters(None), self._expert_parameters(self.experts.num_chosen)
         return self.num_projected - self._num_expert_layers * (all_experts - chosen)
 
     def loaded_weight_bytes(self, dtype: str, quantization: str | None = None) -> int:
-        """Return the bytes of all weights in memory.
-
-        A packed head needs a plain embedding beside it even where the two are tied: its rows cannot be looked up.
-        """
+        """Return the bytes of all weights in memory; a packed head needs a plain embedding beside it, even a tied
+        one."""
         num_routing = self._num_expert_layers * self._router_parameters  # float32 whatever the others are
         num_projected = self.num_projected - num_routing
         num_plain = self.num_parameters - self.num_projected
@@ -235,7 +233,7 @@ class ModelConfig:
         return layout.with_rings(len(self.windowed_layers), self.sliding_window)
 
     def shape(self, name: str, dtype: str) -> ModelShape:
-        """Return the sizes as cost models use them; embeddings count as wide as the hidden state."""
+        """Return the sizes for cost models; embeddings count as wide as the hidden state."""
         return ModelShape(
             name=name,
             num_layers=self.num_layers,
@@ -388,16 +386,14 @@ def cache_source(config: ModelConfig, layer: int) -> int:
 
 
 def cached_places(config: ModelConfig) -> dict[int, tuple[int, int]]:
-    """Return the place in the cache of each layer that has one: its kind, and its place among those of it."""
+    """Return the kind of each cached layer, and its place within the kind."""
     kinds = enumerate(config.cache_kinds.values())
     return {layer: (kind, place) for kind, layers in kinds for place, layer in enumerate(layers)}
 
 
 def read_places(config: ModelConfig, *, has_rings: bool = False) -> dict[int, int]:
-    """Return the place in the whole cache of the keys and values that each layer reads, of those that attend.
-
-    `has_rings`: layers with a window, whose keys and values are in rings, come behind the others.
-    """
+    """Return, by attending layer, the place of its keys and values in the whole cache. `has_rings`: windowed layers
+    come last."""
     ordered = list(cached_places(config))
     if has_rings:
         ordered.sort(key=lambda layer: layer in config.windowed_layers)

@@ -66,10 +66,7 @@ def layers_in_block(config: StateConfig, cache_dtype: str, block_bytes: int) -> 
 
 @dataclass(frozen=True, slots=True)
 class ShortConvConfig:
-    """LFM2's short convolution: gates before and behind a causal convolution of a few tokens, each channel by itself.
-
-    The state has the inputs of the last tokens.
-    """
+    """LFM2's short convolution, channel by channel, between two gates. The state has the inputs of the last tokens."""
 
     width: int
     kernel_size: int
@@ -103,14 +100,11 @@ class ShortConvConfig:
 
 @dataclass(frozen=True, slots=True)
 class SpaceConfig:
-    """Mamba-2's mixer: a convolution, and heads whose states fade and are added to.
-
-    The state has the convolution's inputs of the last tokens, and a matrix a head.
-    """
+    """Mamba-2's mixer. The state has the convolution's inputs of the last tokens, and a matrix a head, which fades."""
 
     num_heads: int
     head_dim: int
-    num_groups: int  # of heads that share what is written and what is read
+    num_groups: int  # of heads, which share inputs and outputs of states
     state_size: int
     kernel_size: int
     has_conv_bias: bool = True
@@ -151,10 +145,7 @@ class SpaceConfig:
 
 @dataclass(frozen=True, slots=True)
 class DeltaConfig:
-    """The gated delta rule: a convolution, and heads that remember a value for each key, and replace it.
-
-    The state has the convolution's inputs of the last tokens, and a matrix a head.
-    """
+    """The gated delta rule: heads remember a value for each key, and replace it. The state is as of SpaceConfig."""
 
     num_key_heads: int
     key_dim: int

@@ -77,7 +77,7 @@ class EmbeddingConfig:
 
 @dataclass(frozen=True, slots=True)
 class EncoderConfig:
-    """One encoder whose tokens attend to all others of their prompt. All sizes are positive and consistent."""
+    """An encoder: each token attends to the whole prompt. All sizes are positive and consistent."""
 
     family: EncoderFamily
     vocab_size: int
@@ -193,10 +193,8 @@ def is_encoder_type(fields: JsonFields) -> bool:
 
 
 def parse_encoder_config(fields: JsonFields, folder: Path) -> EncoderConfig:
-    """Parse config.json of `folder`, which is of an encoder, and what lies beside it.
-
-    Raises UnsupportedModel naming the option that is not supported, ModelError naming the field that is wrong.
-    """
+    """Parse an encoder's config.json, and the files of its folder. Raises UnsupportedModel, ModelError naming the
+    field."""
     family = EncoderFamily(fields.text("model_type"))
     sizes = _READERS[family](fields)
     if sizes["hidden_size"] % sizes["num_heads"]:
@@ -276,11 +274,8 @@ def _score(fields: JsonFields) -> HeadActivation | None:
 
 
 def read_embedding_config(folder: Path, fields: JsonFields, hidden_size: int) -> EmbeddingConfig:
-    """Read how a text's vector is made; `fields`: of config.json.
-
-    The mean of all tokens where no modules.json says otherwise, as in sentence-transformers. Raises UnsupportedModel,
-    ModelError.
-    """
+    """Read how a text's vector is made: the mean of all tokens unless modules.json says otherwise. `fields`: of
+    config.json."""
     pooling, dense = Pooling.MEAN, list[DenseConfig]()
     if (folder / _MODULES).exists():
         pooling, dense = _read_modules(folder, hidden_size)

@@ -80,7 +80,7 @@ ENCODER_NAMES: Mapping[EncoderFamily, EncoderNames] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class EncoderLayer:
-    """One layer; its norms come after what they normalise is added."""
+    """One layer: norms follow the sums of parts and inputs."""
 
     qkv: Projection  # [3 * hidden_size, hidden_size]
     output: Projection
@@ -118,10 +118,7 @@ def load_encoder_weights(
     *,
     observer: LoadingObserver | None = None,
 ) -> EncoderWeights:
-    """Load the weights in `folder` as `dtype`; None: random ones. `quantization`: None, or "int8" for linear layers.
-
-    Raises UnsafeWeights, ModelNotFound or ModelError naming the file or tensor, as `load_weights` does for decoders.
-    """
+    """Load the weights in `folder` as `dtype`; None: random ones. Raises as `load_weights`."""
 
     def source_of(inner: str) -> WeightSource:
         return (

@@ -46,7 +46,7 @@ def short_convolutions(fields: JsonFields, sizes: Sizes) -> StateLayers:
 
 
 def layers_of_kind(layer_types: tuple[str, ...], num_layers: int, kind: str, other: str) -> tuple[int, ...]:
-    """Return the layers that are of a kind; all others must be of the other one."""
+    """Return the layers of a kind. Raises UnsupportedModel where a layer is neither `kind` nor `other`."""
     kinds = [_OLDER_NAMES.get(own, own) for own in layer_types]
     if len(kinds) != num_layers or not set(kinds) <= {kind, other}:
         raise UnsupportedModel(f"layer_types must name {other} or {kind} for every layer.")
@@ -138,7 +138,7 @@ class NemotronLayers(NamedTuple):
     in_files: tuple[tuple[int, int], ...]  # the numbers of both parts; the first twice where there is no second
 
     def of_kind(self, kind: str | None) -> tuple[int, ...]:
-        """Return the layers of which one part is of this kind; None: those without a feed-forward part."""
+        """Return the layers with a part of this kind; None: layers without a feed-forward part."""
         own = self.feed_forwards if kind in (None, "mlp", "moe") else self.mixers
         return tuple(layer for layer, each in enumerate(own) if each == kind)
 
@@ -289,7 +289,7 @@ def layers_unless_rope(fields: JsonFields, num_layers: int, windowed: Layers) ->
 
 
 class Flag(NamedTuple):
-    """A field of config.json that says whether there is something, and what holds without it."""
+    """A flag of config.json, and its default."""
 
     name: str
     default: bool = False
@@ -313,7 +313,7 @@ _ATTENTION_BIAS, _MLP_BIAS = Flag("attention_bias"), Flag("mlp_bias")
 
 @dataclass(frozen=True, slots=True)
 class FamilyForm:
-    """One family. What is left out is as Llama has it; defaults are those that transformers assumes."""
+    """One family. Fields left out are Llama's; defaults are those of transformers."""
 
     title: str  # as its makers call the models
     names: ParameterNames

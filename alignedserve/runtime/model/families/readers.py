@@ -1,4 +1,4 @@
-"""Readers of config.json: one for most families, whose form says what is not as in Llama, and those of older ones."""
+"""Readers of config.json: one by the form of a family, which names differences from Llama, and older ones."""
 
 import math
 from dataclasses import replace
@@ -257,7 +257,6 @@ def cohere(config: ModelConfig, fields: JsonFields) -> ModelConfig:
 
 
 def lfm2(config: ModelConfig, fields: JsonFields) -> ModelConfig:
-    """Read LFM2's own names, and make its feed-forward part as wide as its makers do."""
     ties = fields.flag("tie_embedding", config.ties_embeddings)
     inner = fields.integer("block_ff_dim", 1, MAX_WIDTH, config.intermediate_size)
     if fields.flag("block_auto_adjust_ff_dim", True):
@@ -418,8 +417,7 @@ def _scaled(config: ModelConfig, fields: JsonFields, cap: float | None) -> Model
 
 
 def _num_shared(config: ModelConfig, fields: JsonFields, default: int) -> int:
-    """Return how many of the last layers have no keys and values; before them there is a layer of each of their kinds
-    that has."""
+    """Return how many of the last layers have no keys and values. An earlier layer of each kind must have some."""
     count = fields.integer("num_kv_shared_layers", 0, config.num_layers - 1, min(default, config.num_layers - 1))
     own = range(config.num_layers - count)
     kinds = [layer in config.windowed_layers for layer in range(config.num_layers)]

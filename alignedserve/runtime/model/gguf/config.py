@@ -29,7 +29,7 @@ from alignedserve.runtime.model.hf_fields import (
 
 EMBEDDING = "token_embd.weight"
 HEAD = "output.weight"
-# Control tokens that end an answer, beside those that the metadata name.
+# Control tokens that end an answer as well, beside the metadata's.
 _END_TOKENS = frozenset({"<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>"})
 _CONTROL = 3  # among tokenizer.ggml.token_type
 
@@ -58,11 +58,7 @@ _GEMMA3_27B_LAYERS = 62  # the one size whose scores are not scaled by the width
 
 
 def gguf_config(file: GgufFile) -> ModelConfig:
-    """Return the config of the model in the file.
-
-    Raises UnsupportedModel naming the architecture, option or tensor that the engine does not have, ModelError naming
-    the entry that is wrong.
-    """
+    """Return the config of the model in the file. Raises UnsupportedModel naming what is not supported, ModelError."""
     entries = JsonFields(file.metadata, str(file.path))
     name = entries.text("general.architecture")
     if name not in _ARCHITECTURES:

@@ -96,10 +96,7 @@ class RopeReader:
         return self._number("rope.scaling.attn_factor", 1e-3, _MAX_FACTOR, 1.0)
 
     def _divisors(self, name: str, rotary_dim: int) -> tuple[float, ...]:
-        """Return the divisors of the rotary frequencies in a tensor; none where there is no such tensor.
-
-        Llama 3's scaling is one tensor of them, LongRoPE's are two.
-        """
+        """Return the divisors of rotary frequencies in a tensor of Llama 3 or LongRoPE; none: it is not there."""
         tensor = self._file.tensors.get(name)
         if tensor is None:
             if name == SHORT_DIVISORS:

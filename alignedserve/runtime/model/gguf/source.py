@@ -37,8 +37,7 @@ class GgufSource(WeightSource):
         unpacks_all: bool = False,
         in_groups: bool | None = None,
     ) -> None:
-        """`unpacks_all`: no product is computed with packed weights, for comparison. `in_groups`: as GPUs compute them;
-        None: on one."""
+        """`unpacks_all`: for comparison. `in_groups`: products are computed as on GPUs; None: on a GPU."""
         super().__init__(dtype, device)
         self._has_groups = (device.type == CUDA if in_groups is None else in_groups) and not unpacks_all
         has_kernels = device.type == "cpu" and dtype in BLOCK_DTYPES

@@ -88,11 +88,9 @@ def wants_gguf(name: HubName, listed: Collection[str]) -> bool:
 
 
 def choose_text_files(name: HubName, listed: Collection[str]) -> list[str]:
-    """Return the existing ones of config, tokenizer, chat template, weight index and an encoder's modules.
-
-    Raises UnsafeWeights when the repository has weights in a pickle format only, ModelNotFound or UnsupportedModel
-    when it lacks weights, config.json or tokenizer.json. So nothing is downloaded of what cannot be served.
-    """
+    """Return config, tokenizer, chat template, weight index and modules, as far as they exist. Raises UnsafeWeights,
+    ModelNotFound, UnsupportedModel where weights, config.json or tokenizer.json are missing: nothing is downloaded
+    then."""
     if not _has_safetensors(listed):
         _refuse_weights(name, listed)
     missing = [file for file in _REQUIRED if file not in listed]
@@ -103,11 +101,8 @@ def choose_text_files(name: HubName, listed: Collection[str]) -> list[str]:
 
 
 def choose_gguf(name: HubName, listed: Collection[str]) -> list[str]:
-    """Return the GGUF file of the quantisation asked for, which may be a file's name as well; of a split one all parts.
-
-    When none is named: Q4_K_M, or the only file. Raises ModelNotFound naming the files that there are, or the part
-    that there is not.
-    """
+    """Return the GGUF file of a quantisation or of a file's name, with all its parts; without a name Q4_K_M, or the
+    only file. Raises ModelNotFound naming the existing files, or the missing part."""
     files = _gguf_files(listed)
     if name.quantization is None:
         found = _of_quantisation(DEFAULT_QUANTISATION, files) or files

@@ -15,11 +15,8 @@ if TYPE_CHECKING:
 def with_local_model(
     section: ModelSectionConfig, report: "Report | None" = None, hub: "Hub | None" = None
 ) -> ModelSectionConfig:
-    """Download the section's model if it is on a hub, and put its folder or GGUF file into the section.
-
-    Clients call it by its name on the hub, or its short name, unless the section says otherwise. A path of this
-    machine and a built-in name are left as they are. Raises like Hub.fetch.
-    """
+    """Download a section's model from a hub, if it names one there, and put its path into the section. Clients call
+    it by its name on the hub, or its short name, unless the section has another. Raises like Hub.fetch."""
     full = full_name(section.path)
     if full != section.path:
         section = msgspec.structs.replace(

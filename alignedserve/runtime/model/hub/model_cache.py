@@ -42,10 +42,8 @@ def list_models(cache: Path | None = None) -> list[CachedModel]:
 
 
 def remove_model(name: HubName, cache: Path | None = None) -> int:
-    """Remove a model, or the one revision that is named, with its halves. Returns the bytes that this frees.
-
-    What other revisions share is kept. Raises ModelNotFound, StorageError.
-    """
+    """Remove a model, or its named revision, but nothing that other revisions share. Returns the freed bytes. Raises
+    ModelNotFound, StorageError."""
     cache = cache or Path(constants.HF_HUB_CACHE)
     models = [model for model in list_models(cache) if model.repo_id == name.repo_id]
     removed = [model for model in models if name.revision is None or name.revision in (model.commit, *model.revisions)]

@@ -46,7 +46,7 @@ _TIMEOUT_S = 20.0
 
 
 class Hub:
-    """A hub and the cache of what came from it. What is unset is as huggingface_hub has it from the environment."""
+    """A hub, and the cache of its files. Unset arguments are huggingface_hub's, from the environment."""
 
     def __init__(self, *, endpoint: str | None = None, cache: Path | None = None, token: str | None = None) -> None:
         self.endpoint = (endpoint or constants.ENDPOINT).rstrip("/")
@@ -55,12 +55,9 @@ class Hub:
         self._api = HfApi(endpoint=self.endpoint, token=token)
 
     def fetch(self, name: HubName, report: Report | None = None, *, has_weights: bool = True) -> Path:
-        """Return the folder of a model, or its GGUF file (the first part), downloading what is not here.
-
-        May be repeated and called by several processes at once; one that was killed is gone on with. Nothing of what
-        comes is executed. `has_weights=False` leaves safetensors out. Raises ModelError and its kinds when hub or
-        repository do not have what is needed, StorageFull when the disk does not take it.
-        """
+        """Return the folder of a model, or its GGUF file (the first part), downloading what is missing. Several
+        processes may do so at once; a killed one is continued. `has_weights=False` leaves safetensors out. Raises
+        ModelError and its kinds, StorageFull."""
         with explained(name, self.endpoint):
             commit = self._resolve(name)
             sizes = self._list(name, commit)

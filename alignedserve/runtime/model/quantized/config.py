@@ -22,10 +22,7 @@ _BITS = (4, 8)
 
 
 def read_quantization(fields: JsonFields) -> CheckpointQuantization | None:
-    """Return how the weights are quantised; None: not at all.
-
-    Raises UnsupportedModel naming a method, format or option that is not supported, ModelError naming a wrong field.
-    """
+    """Return how the weights are quantised; None: not at all. Raises UnsupportedModel naming the option, ModelError."""
     names = ("quantization_config", "compression_config")
     section = next((section for name in names if (section := fields.section(name)) is not None), None)
     if section is None:

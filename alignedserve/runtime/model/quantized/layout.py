@@ -105,15 +105,13 @@ class _Expected(NamedTuple):
 def stored_matrix(
     headers: Headers, quantization: CheckpointQuantization, module: str, shape: tuple[int, int]
 ) -> StoredMatrix | None:
-    """Return the layout of a module's weight [rows, width]; None: it is not quantised.
-
-    Raises ModelError naming the tensor that does not fit the config.
-    """
+    """Return the layout of a module's weight [rows, width]; None: it is not quantised. Raises ModelError naming a
+    tensor."""
     packing = _packing(headers, quantization.method, module)
     if packing is None:
         return None
     problems = []
-    # Those with zero points first: others would fit as well.
+    # Schemes with zero points first: symmetric schemes would fit as well.
     for scheme in sorted(quantization.schemes, key=lambda scheme: scheme.is_symmetric):
         if scheme.is_float != (packing is Packing.FLOAT8 or packing in _FLOATS_OF_4_BITS):
             continue

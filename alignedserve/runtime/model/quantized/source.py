@@ -57,8 +57,8 @@ def _mxfp4(matrix: StoredMatrix, source: SafetensorsSource) -> tuple[str, Tensor
 
 
 def block_rows(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Put blocks [rows, n, 16], of neighbours in each byte, and scales [rows, n] into rows [rows, n * 17]: of each the
-    scale, then 16 bytes whose lower halves are the first 16 floats."""
+    """Join blocks [rows, n, 16] of neighbours, and scales [rows, n], to rows [rows, n * 17]: each scale, then its
+    bytes."""
     return torch.cat((scales[..., None], apart(blocks)), dim=-1).flatten(1)
 
 

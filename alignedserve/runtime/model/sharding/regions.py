@@ -28,10 +28,8 @@ class Region(NamedTuple):
 def shard_regions(
     config: ModelConfig, names: ParameterNames, has: Callable[[str], bool], shard: TensorShard
 ) -> dict[str, Region]:
-    """Return the regions of tensors that the rank reads in part; it reads other tensors whole.
-
-    `config` of the whole model; `has`: whether there is a tensor of a name.
-    """
+    """Return the regions of tensors that the rank reads in part. `config` of the whole model; `has`: a tensor
+    exists."""
     return dict(_ModelRegions(config, names, has, shard).regions())
 
 
@@ -110,8 +108,8 @@ class _ModelRegions:
 def _by_rows(
     modules: Sequence[str], spans: Sequence[Span], widths: Sequence[int], in_width: int
 ) -> Iterator[tuple[str, Region]]:
-    """Yield weights and biases of modules that have a part each, or of a single one that has all parts below each
-    other; `widths`: rows of the whole parts."""
+    """Yield weights and biases of modules with a part each, or of a single module with all parts; `widths`: rows of
+    whole parts."""
     if len(modules) == len(spans):
         parts: list[tuple[int, tuple[Span, ...]]] = [
             (width, (span,)) for width, span in zip(widths, spans, strict=True)

@@ -12,7 +12,7 @@ from alignedserve.runtime.model.decoder.decoder_parts import HeadNormKind
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.families.table import FAMILIES
 
-MAX_RANKS = 64
+MAX_RANKS = MAX_SHARES = 64
 # Inner widths are divided at multiples of one of these, so that blocks of packed weights stay whole.
 _UNITS = (256, 128, 64, 32, 16, 8, 4, 2, 1)
 _MOST_UNEVEN = 1.07  # the largest share, by the mean one
@@ -128,9 +128,6 @@ def _suits(width: int, unit: int, size: int) -> bool:
     return unit == 1 or (not rest and -(-count // size) * size <= count * _MOST_UNEVEN)
 
 
-MAX_SHARES = 64
-
-
 @dataclass(frozen=True, slots=True)
 class ExpertShare:
     """One of `size` processes; the first is the worker's, which has all but experts as well."""
@@ -144,10 +141,7 @@ class ExpertShare:
 
 
 def check_expert_parallel(config: ModelConfig, size: int, num_others: int, device: str) -> None:
-    """Raise ConfigError unless so many processes can share the model's experts, and it helps.
-
-    `num_others`: ranks or stages of the worker.
-    """
+    """Raise ConfigError unless so many processes can share the experts. `num_others`: ranks or stages of the worker."""
     if size == 1:
         return
     setting = f"engine.expert_parallel is {size}, but"

@@ -50,8 +50,8 @@ def grouped_experts(
     *,
     scales_inputs: bool = False,
 ) -> SortedExperts | None:
-    """Return the mixture of experts, each the parts of its first product, gates first, and its second one; None: their
-    forms differ, or are not for this. `gated`, `scales_inputs`: see SortedExperts."""
+    """Return the mixture of experts, each with the parts of its first product and its second one; None: forms
+    differ."""
     gate_up = _products([parts for parts, _ in experts], gated.dtype)
     down = _products([[last] for _, last in experts], gated.dtype)
     if gate_up is None or down is None:
@@ -60,8 +60,8 @@ def grouped_experts(
 
 
 def _products(experts: Sequence[Sequence[ExpertPart]], dtype: torch.dtype) -> list[SortedLinear] | None:
-    """Return one product of all experts for each part, or one for all parts where each expert's are alike; None: they
-    are not for this."""
+    """Return one product of all experts, or one for each part where an expert's parts differ; None: forms do not
+    allow it."""
     parts = [[_grouped(part.rows) for part in own] for own in experts]
     joined = [_joined(own) for own in parts]
     if all(own is not None for own in joined):
@@ -114,11 +114,11 @@ LayerExperts = dict[int, Sequence[Projection]]  # by layer, those of one process
 
 
 class ExpertReading(NamedTuple):
-    """What one of several processes that share the experts reads of them."""
+    """The experts that one of several processes reads."""
 
     share: ExpertShare
     elsewhere: Callable[[int], Sequence[ExpertsElsewhere]] = lambda _: ()  # of a layer
-    reads_all: bool = False  # others as well, and drops them: of a source whose tensors come in order
+    reads_all: bool = False  # and drops other experts: a random source draws in order
 
 
 class FeedForwardReader:
@@ -242,10 +242,8 @@ class FeedForwardReader:
     def _stacked(
         self, modules: Sequence[Sequence[str]], rows: int, width: int, experts: ExpertConfig, *, has_gates: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Return one product of all experts, unpacked: weights [experts, columns, width] and biases [experts, columns].
-
-        `modules`: of each expert, `rows` columns each. `has_gates`: columns are gates and ups.
-        """
+        """Return one product of all experts: weights [experts, columns, width]. `has_gates`: columns are gates and
+        ups."""
         names, tensor = self._names, self._read.tensor
         weights, biases = list[Tensor](), list[Tensor]()
         in_turn = has_gates and names.interleaves_gates

@@ -111,7 +111,7 @@ class ProductReader:
         return rows
 
     def lookup(self, name: str, count: int, width: int) -> RowLookup:
-        """Return a matrix whose rows are looked up, packed where its file has it so."""
+        """Return a matrix for looking up rows, packed where its file has it so."""
         rows = None if self._is_int8 else self.source.looked_up(name, (count, width))
         if rows is None:
             return self.tensor(name, count, width)

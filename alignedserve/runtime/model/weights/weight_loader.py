@@ -95,7 +95,7 @@ class StageReading(NamedTuple):
     """What one stage of a worker reads."""
 
     stage: LayerStage
-    reads_all: bool = False  # other layers as well, and drops them: of a source whose tensors come in order
+    reads_all: bool = False  # and drops other layers: a random source draws in order
 
 
 def assemble_weights(
@@ -107,11 +107,9 @@ def assemble_weights(
     stage: StageReading | None = None,
     sharing: ExpertReading | None = None,
 ) -> DecoderWeights:
-    """Assemble all weights, reading one tensor at a time, so that at most one layer is held twice.
-
-    `quantization`: None, or "int8" for the linear layers. `stage`: of the layers, its own alone; None: all. `sharing`:
-    of the experts, one process's alone; None: all. Raises ModelError naming a layer that cannot be quantized.
-    """
+    """Assemble all weights, or a stage's, or with one process's experts by `sharing`; at most one layer is held
+    twice. `quantization`: None, or "int8" for linear layers. Raises ModelError naming a layer that cannot be
+    quantized."""
     assembler = _WeightAssembler(config, source, quantization, observer, sharing)
     return assembler.weights() if stage is None else assembler.weights_of(stage)
 

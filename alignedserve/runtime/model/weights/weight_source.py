@@ -1,4 +1,4 @@
-"""A source of weights, which gives one tensor at a time: unpacked, packed as its file has it, or a part of it."""
+"""A source of weights gives one tensor at a time: unpacked, packed as in its file, or in part."""
 
 import math
 from typing import Protocol
@@ -49,10 +49,8 @@ class BlockLookup:
 
 
 class WeightSource:
-    """The tensors of one model. Every method that reads raises ModelError naming the tensor.
-
-    A kind of files overrides what it can do. What it leaves alone is answered from whole, unpacked tensors.
-    """
+    """The tensors of one model. Every method that reads raises ModelError naming the tensor. Kinds of files override
+    what they can do; the rest is answered from whole, unpacked tensors."""
 
     names: ParameterNames | None = None  # of the files; None: as the family's are
 
