@@ -43,7 +43,7 @@ from benchmarks.measuring.models import make_seeing
 from benchmarks.measuring.recording import read_figures, write_result
 from benchmarks.measuring.server import ALIGNEDSERVE, TOPOLOGIES, served, traffic_report
 from benchmarks.promise.certificates import row_of
-from plugins.vision.decoder import Decoded, Task
+from plugins.vision.decoder import Decoded, DecodingTask
 from plugins.vision.decoding import decode
 from plugins.vision.encoding_queue import EncodingRun
 from plugins.vision.families import read_vision
@@ -80,7 +80,7 @@ def encoder_s(folder: Path, file: bytes) -> float:
     assert isinstance(config, VisionConfig), "a model that does not see"
     torch.set_num_threads(num_cores())
     tower = VisionTower(config, load_vision_weights(None, config, torch.float32, torch.device("cpu")), *_FLOAT32)
-    decoded = decode(file, Task(1 << 22, config.form))
+    decoded = decode(file, DecodingTask(1 << 22, config.form))
     assert isinstance(decoded, Decoded), "a picture that is not read"
     (shape,) = decoded.shapes
     pixels = np.frombuffer(decoded.pixels, np.uint8).reshape(3, *shape)

@@ -15,14 +15,14 @@ from alignedserve.process.child_process import ChildProcess
 from plugins.vision.forms import CHANNELS, PictureForm, Size
 
 
-class Task(msgspec.Struct, frozen=True):
+class DecodingTask(msgspec.Struct, frozen=True):
     """What is to be done with the file that follows."""
 
     max_pixels: int
     form: PictureForm | None = None  # None: its size is asked for alone; it is decoded whole all the same
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True):
+class RefusedPicture(msgspec.Struct, frozen=True, tag=True):
     """A file that is not decoded, and why."""
 
     reason: Literal["unknown", "broken", "large"]
@@ -37,7 +37,7 @@ class Decoded(msgspec.Struct, frozen=True, tag=True):
     pixels: bytes = b""  # of all parts: channels, rows, columns, a byte each
 
 
-Outcome = Refused | Decoded
+Outcome = RefusedPicture | Decoded
 _OUTCOMES: msgspec.msgpack.Decoder[Outcome] = msgspec.msgpack.Decoder(Outcome)
 
 
@@ -79,12 +79,12 @@ class PictureDecoder:
 
     def size(self, content: bytes, max_pixels: int = MAX_PIXELS) -> Size:
         """Decode a picture, and return its size. Raises PictureError."""
-        decoded = self._decoded(content, Task(max_pixels))
+        decoded = self._decoded(content, DecodingTask(max_pixels))
         return Size(decoded.width, decoded.height)
 
     def parts(self, content: bytes, form: PictureForm) -> list[Pixels]:
         """Return what an encoder gets of a picture, part by part [channels, height, width]. Raises PictureError."""
-        decoded, parts, at = self._decoded(content, Task(MAX_PIXELS, form)), [], 0
+        decoded, parts, at = self._decoded(content, DecodingTask(MAX_PIXELS, form)), [], 0
         whole = np.frombuffer(decoded.pixels, np.uint8)
         for height, width in decoded.shapes:
             count = CHANNELS * height * width
@@ -99,18 +99,18 @@ class PictureDecoder:
         with self._lock:
             self._process.end()
 
-    def _decoded(self, content: bytes, task: Task) -> Decoded:
+    def _decoded(self, content: bytes, task: DecodingTask) -> Decoded:
         with self._lock:
             answer = self._answer(content, task)
         if answer is None:
             logger.warning("a picture of %d bytes could not be decoded: its process was lost", len(content))
             raise PictureError("lost")
         outcome = decode_outcome(answer)
-        if isinstance(outcome, Refused):
+        if isinstance(outcome, RefusedPicture):
             raise PictureError(outcome.reason)
         return outcome
 
-    def _answer(self, content: bytes, task: Task) -> bytes | None:
+    def _answer(self, content: bytes, task: DecodingTask) -> bytes | None:
         if self._is_closed:
             return None
         if not self._process.is_running:

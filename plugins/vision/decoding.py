@@ -1,7 +1,7 @@
 """The process that decodes pictures and makes pixels of them, by Pillow: what harms a decoder harms it alone.
 
-Reads two frames for each picture, a Task and the file; writes one, the Outcome. The operating system bounds its memory
-and, for each picture, its time.
+Reads two frames for each picture, a DecodingTask and the file; writes one, the Outcome. The operating system bounds its
+memory and, for each picture, its time.
 """
 
 import io
@@ -17,7 +17,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from alignedserve.process.child_process import bound_time
 from alignedserve.process.frames import read_frame, write_frame
-from plugins.vision.decoder import Decoded, Outcome, Pixels, Refused, Task
+from plugins.vision.decoder import Decoded, DecodingTask, Outcome, Pixels, RefusedPicture
 from plugins.vision.forms import (
     BudgetForm,
     CanvasForm,
@@ -36,14 +36,14 @@ _NICENESS = 5  # streams and passes go first where cores are few
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")  # no others are tried, whatever the file says
 
 
-def decode(content: bytes, task: Task) -> Outcome:
+def decode(content: bytes, task: DecodingTask) -> Outcome:
     Image.MAX_IMAGE_PIXELS = None  # a limit of our own stands below
     try:
         opened = Image.open(io.BytesIO(content), formats=FORMATS)
     except UnidentifiedImageError:
-        return Refused("unknown")
+        return RefusedPicture("unknown")
     if opened.width * opened.height > task.max_pixels:
-        return Refused("large")
+        return RefusedPicture("large")
     opened.load()
     image = _colours(ImageOps.exif_transpose(opened))  # turned as cameras say
     if task.form is None:
@@ -116,14 +116,14 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     source, target = sys.stdin.buffer, sys.stdout.buffer
-    tasks = msgspec.msgpack.Decoder(Task)
+    tasks = msgspec.msgpack.Decoder(DecodingTask)
     while (described := read_frame(source)) is not None and (content := read_frame(source)) is not None:
         bound_time(_MAX_CPU_S)
         write_frame(target, msgspec.msgpack.encode(_outcome(content, tasks.decode(described))))
 
 
-def _outcome(content: bytes, task: Task) -> Outcome:
+def _outcome(content: bytes, task: DecodingTask) -> Outcome:
     try:
         return decode(content, task)
     except Exception:  # noqa: BLE001  (decoders raise anything over broken files, and none of it is for others' eyes)
-        return Refused("broken")
+        return RefusedPicture("broken")

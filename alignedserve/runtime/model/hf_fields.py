@@ -36,7 +36,7 @@ ACTIVATIONS = {
 }
 
 
-class Sizes(TypedDict):
+class SharedSizes(TypedDict):
     """The sizes that every family has, as arguments of ModelConfig."""
 
     family: str
@@ -49,7 +49,7 @@ class Sizes(TypedDict):
     eos_token_ids: tuple[int, ...]
 
 
-def read_sizes(fields: JsonFields, family: str) -> Sizes:
+def read_sizes(fields: JsonFields, family: str) -> SharedSizes:
     vocab_size = fields.integer("vocab_size", 1, MAX_VOCABULARY)
     return {
         "family": family,
@@ -63,7 +63,7 @@ def read_sizes(fields: JsonFields, family: str) -> Sizes:
     }
 
 
-def default_head_dim(fields: JsonFields, sizes: Sizes) -> int:
+def default_head_dim(fields: JsonFields, sizes: SharedSizes) -> int:
     if sizes["hidden_size"] % sizes["num_heads"]:
         raise fields.error("num_attention_heads", "must divide hidden_size")
     return sizes["hidden_size"] // sizes["num_heads"]

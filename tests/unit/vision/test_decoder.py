@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from plugins.vision.decoder import Decoded, PictureDecoder, PictureError, Task
+from plugins.vision.decoder import Decoded, DecodingTask, PictureDecoder, PictureError
 from plugins.vision.decoding import decode
 from plugins.vision.forms import Scaling, SquareForm
 from tests.support.models.tiny_vision import picture
@@ -22,7 +22,7 @@ def seen(image: Image.Image, file_format: str = "PNG", **options: Any) -> list[t
     """Return the first and the last pixel that a model sees of a picture of 8 x 8."""
     file = io.BytesIO()
     image.save(file, file_format, **options)
-    outcome = decode(file.getvalue(), Task(EDGE**2, AS_IT_IS))
+    outcome = decode(file.getvalue(), DecodingTask(EDGE**2, AS_IT_IS))
     assert isinstance(outcome, Decoded), outcome
     pixels = np.frombuffer(outcome.pixels, np.uint8).reshape(3, EDGE, EDGE)
     return [tuple(pixels[:, place, place].tolist()) for place in (0, -1)]

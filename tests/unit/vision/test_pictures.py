@@ -16,7 +16,7 @@ from alignedserve.core.request import SamplingParams
 from alignedserve.runtime.attention.backend import AUTO, TORCH
 from alignedserve.runtime.engine.engine import NewSequence
 from alignedserve.runtime.pictures import RopePlaces, SequenceEmbeddings, rope_places
-from plugins.vision.decoder import Decoded, Pixels, Task
+from plugins.vision.decoder import Decoded, DecodingTask, Pixels
 from plugins.vision.decoding import decode
 from plugins.vision.families import VISION_FAMILIES, read_vision
 from plugins.vision.forms import BudgetForm, CanvasForm, CellsForm, PictureForm, RowsForm, Size, SquareForm, TiledForm
@@ -47,7 +47,7 @@ def config_of(family: str, folder: Path) -> VisionConfig:
 
 
 def parts_of(file: bytes, config: VisionConfig) -> list[Pixels]:
-    decoded = decode(file, Task(1 << 20, config.form))
+    decoded = decode(file, DecodingTask(1 << 20, config.form))
     assert isinstance(decoded, Decoded), decoded
     whole = np.frombuffer(decoded.pixels, np.uint8)
     return list(whole.reshape(len(decoded.shapes), 3, *decoded.shapes[0]))

@@ -17,7 +17,14 @@ from alignedserve.runtime.model.decoder.decoder_parts import (
 )
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.decoder.state_config import DeltaConfig, ShortConvConfig, SpaceConfig, StateConfig
-from alignedserve.runtime.model.hf_fields import MAX_CONTEXT, MAX_HEADS, MAX_LAYERS, MAX_WIDTH, Sizes, read_activation
+from alignedserve.runtime.model.hf_fields import (
+    MAX_CONTEXT,
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_WIDTH,
+    SharedSizes,
+    read_activation,
+)
 from alignedserve.runtime.model.weight_names import ParameterNames
 
 _MAX_KERNEL = 64
@@ -32,7 +39,7 @@ class StateLayers(NamedTuple):
     layers: tuple[int, ...]
 
 
-def short_convolutions(fields: JsonFields, sizes: Sizes) -> StateLayers:
+def short_convolutions(fields: JsonFields, sizes: SharedSizes) -> StateLayers:
     """Read LFM2's: the layers beside those of full attention."""
     num_layers = sizes["num_layers"]
     if fields.has("layer_types"):
@@ -53,7 +60,7 @@ def layers_of_kind(layer_types: tuple[str, ...], num_layers: int, kind: str, oth
     return tuple(layer for layer, own in enumerate(kinds) if own == kind)
 
 
-def checked(state: StateConfig, layers: tuple[int, ...], sizes: Sizes) -> StateLayers:
+def checked(state: StateConfig, layers: tuple[int, ...], sizes: SharedSizes) -> StateLayers:
     """Return the layers, of which one at least must attend: blocks count its keys and values."""
     if len(layers) == sizes["num_layers"]:
         raise UnsupportedModel(f"a model of {state.title} alone, without any layer of attention, is not supported.")
@@ -65,7 +72,7 @@ def _check_activation(fields: JsonFields, name: str = "hidden_act") -> None:
         raise UnsupportedModel(f"{fields.where}: {name} other than silu is not supported beside layers with a state.")
 
 
-def mamba2(fields: JsonFields, sizes: Sizes) -> StateLayers:
+def mamba2(fields: JsonFields, sizes: SharedSizes) -> StateLayers:
     """Read the layers of Mamba-2 beside attention: of Granite 4 by `layer_types`, of Bamba by those that attend."""
     num_layers = sizes["num_layers"]
     kinds = fields.texts("layer_types", MAX_LAYERS) or fields.texts("layers_block_type", MAX_LAYERS)
@@ -98,7 +105,7 @@ def _space(fields: JsonFields, inner: int) -> SpaceConfig:
     )
 
 
-def delta_rule(fields: JsonFields, sizes: Sizes) -> StateLayers:
+def delta_rule(fields: JsonFields, sizes: SharedSizes) -> StateLayers:
     """Read Qwen3.5's layers of the gated delta rule: by `layer_types`, or all but every fourth."""
     _check_activation(fields)
     num_layers = sizes["num_layers"]
@@ -123,7 +130,7 @@ def delta_rule(fields: JsonFields, sizes: Sizes) -> StateLayers:
     return checked(state, layers, sizes)
 
 
-def mixed_delta_rule(fields: JsonFields, sizes: Sizes) -> StateLayers:
+def mixed_delta_rule(fields: JsonFields, sizes: SharedSizes) -> StateLayers:
     """Read Qwen3-Next's, whose products have their rows key head by key head."""
     state, layers = delta_rule(fields, sizes)
     assert isinstance(state, DeltaConfig), "another kind of state"
@@ -162,7 +169,7 @@ def nemotron_layers(fields: JsonFields) -> NemotronLayers:
     return NemotronLayers(tuple(mixers), tuple(feed_forwards), tuple(in_files))
 
 
-def nemotron(fields: JsonFields, sizes: Sizes) -> StateLayers:
+def nemotron(fields: JsonFields, sizes: SharedSizes) -> StateLayers:
     _check_activation(fields, "mamba_hidden_act")
     layers = nemotron_layers(fields)
     num_heads = fields.integer("mamba_num_heads", 1, MAX_HEADS, 128)
@@ -182,7 +189,7 @@ def nemotron(fields: JsonFields, sizes: Sizes) -> StateLayers:
     return checked(state, layers.of_kind("linear_attention"), {**sizes, "num_layers": len(layers.mixers)})
 
 
-def mamba2_beside(fields: JsonFields, sizes: Sizes) -> StateLayers:
+def mamba2_beside(fields: JsonFields, sizes: SharedSizes) -> StateLayers:
     """Read Falcon-H1's: Mamba-2 on every layer, beside attention."""
     expanded = fields.integer("mamba_expand", 1, 64, 2) * sizes["hidden_size"]
     has_width = fields.has("mamba_d_ssm") or not fields.is_present("mamba_d_ssm")
@@ -331,7 +338,7 @@ class FamilyForm:
     # The layers without rotation, by the fields, the number of layers and those with a window.
     unrotated: Callable[[JsonFields, int, tuple[int, ...]], tuple[int, ...]] | None = None
     latent: Callable[[JsonFields], LatentConfig] | None = None  # in place of keys and values of heads
-    states: Callable[[JsonFields, Sizes], StateLayers] | None = None  # of layers that do not attend
+    states: Callable[[JsonFields, SharedSizes], StateLayers] | None = None  # of layers that do not attend
     has_attention_gate: bool = False
     has_sinks: bool = False
     has_caps: bool = False  # of scores and of logits

@@ -25,7 +25,7 @@ from alignedserve.runtime.model.hf_fields import (
     MAX_HEADS,
     MAX_VOCABULARY,
     MAX_WIDTH,
-    Sizes,
+    SharedSizes,
     default_head_dim,
     longest_context_len,
     read_activation,
@@ -103,7 +103,7 @@ def _activation(fields: JsonFields, form: FamilyForm) -> Activation:
     return read_activation(fields, form.activation.name, str(form.activation.default))
 
 
-def _head_dim(fields: JsonFields, sizes: Sizes, form: FamilyForm) -> int:
+def _head_dim(fields: JsonFields, sizes: SharedSizes, form: FamilyForm) -> int:
     if fields.has("head_dim") or form.head_dim is not None:
         return fields.integer("head_dim", 1, MAX_WIDTH, form.head_dim)
     return default_head_dim(fields, sizes)

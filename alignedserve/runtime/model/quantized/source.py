@@ -11,7 +11,7 @@ from alignedserve.core.errors import ModelError
 from alignedserve.runtime.model.decoder.decoder_parts import NVFP4_GROUP, CheckpointQuantization, QuantMethod
 from alignedserve.runtime.model.quantized.layout import (
     IN_BLOCKS,
-    Packing,
+    MatrixPacking,
     StoredMatrix,
     block_type,
     has_weight,
@@ -36,7 +36,7 @@ _MXFP4 = "MXFP4"
 
 def read_blocks(matrix: StoredMatrix, source: SafetensorsSource) -> BlockRows:
     """Read a matrix; of an expert's nothing of the others in its tensor is read. Raises ModelError."""
-    if matrix.packing is Packing.BLOCKS:
+    if matrix.packing is MatrixPacking.BLOCKS:
         type_name, name = block_type(matrix.width), f"{matrix.module}.weight"
         rows = source.stored(name)
     else:
@@ -48,7 +48,7 @@ def read_blocks(matrix: StoredMatrix, source: SafetensorsSource) -> BlockRows:
 
 
 def _mxfp4(matrix: StoredMatrix, source: SafetensorsSource) -> tuple[str, Tensor, Tensor]:
-    if matrix.packing is Packing.MXFP4:
+    if matrix.packing is MatrixPacking.MXFP4:
         stack, number = member_of_stack(matrix.module)
         name = f"{stack}_scales"
         return name, source.stored_member(f"{stack}_blocks", number), source.stored_member(name, number)
@@ -229,7 +229,12 @@ def _outputs_in_order(words: Tensor) -> Tensor:
     return numbers.flatten(0, 1)
 
 
-_READERS = {Packing.ROWS: _rows_of_words, Packing.INT8: _bytes, Packing.GPTQ: _gptq, Packing.AWQ: _awq}
+_READERS = {
+    MatrixPacking.ROWS: _rows_of_words,
+    MatrixPacking.INT8: _bytes,
+    MatrixPacking.GPTQ: _gptq,
+    MatrixPacking.AWQ: _awq,
+}
 
 
 def _spread(words: Tensor, bits: int) -> Tensor:
@@ -244,7 +249,7 @@ def _by_row(stored: Tensor, matrix: StoredMatrix) -> Tensor:
 
 def _scales(matrix: StoredMatrix, read: Read) -> Tensor:
     scales = _read_scales(matrix, read)
-    if matrix.packing in (Packing.AWQ, Packing.GPTQ):
+    if matrix.packing in (MatrixPacking.AWQ, MatrixPacking.GPTQ):
         return scales.T.contiguous()
     return _by_row(scales, matrix).contiguous()
 
@@ -298,9 +303,9 @@ class QuantizedSource(WeightSource):
             return self._plain.tensor(name, shape)
         if matrix.packing in IN_BLOCKS:
             values = self._unpacked_blocks(matrix)
-        elif matrix.packing is Packing.NVFP4:
+        elif matrix.packing is MatrixPacking.NVFP4:
             values = unpacked_nvfp4(matrix, self._plain.stored, self.dtype)
-        elif matrix.packing is Packing.FLOAT8:
+        elif matrix.packing is MatrixPacking.FLOAT8:
             values = unpacked_float8(matrix, read_float8(matrix, self._plain.stored), self.dtype)
         else:
             integers = read_integers(matrix, self._plain.stored, self._quantization.zero_offset)
@@ -328,7 +333,7 @@ class QuantizedSource(WeightSource):
             packed = blocks = read_blocks(matrix, self._plain)
             if form is ProductForm.GROUPS_OF_BLOCKS:
                 packed = GroupedRows(grouped_blocks(blocks.rows, blocks.type_name))
-        elif matrix.packing is Packing.FLOAT8:
+        elif matrix.packing is MatrixPacking.FLOAT8:
             packed = packed_float8(matrix, read_float8(matrix, self._plain.stored), form)
         else:
             integers = read_integers(matrix, self._plain.stored, self._quantization.zero_offset)
