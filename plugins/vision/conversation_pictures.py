@@ -126,16 +126,16 @@ class GatewayPictures:
 
 
 def _content_of(url: str, path: str, config: GatewayConfig) -> bytes:
-    found = _DATA_URL.match(url[:64])
-    if found is None:
+    match = _DATA_URL.match(url[:64])
+    if match is None:
         problem = "it must be a data URL such as data:image/png;base64,..."
         raise InvalidRequest(f"Invalid value for {path}: {problem}.", param=path, code="invalid_image_url")
-    encoded_len = len(url) - found.end()
+    encoded_len = len(url) - match.end()
     if encoded_len > config.max_picture_bytes * 4 // 3 + 4:
         problem = f"a picture may have at most {config.max_picture_bytes} bytes"
         raise InvalidRequest(f"Invalid value for {path}: {problem}.", param=path, code="image_too_large")
     try:
-        content = base64.b64decode(url[found.end() :], validate=True)
+        content = base64.b64decode(url[match.end() :], validate=True)
     except (binascii.Error, ValueError) as error:
         raise InvalidRequest(
             f"Invalid value for {path}: it is not valid base64.", param=path, code="invalid_base64"

@@ -158,7 +158,9 @@ class CanvasForm(msgspec.Struct, frozen=True, tag=True):
         """Return the columns and rows of the canvas: the smallest on which the picture is as large as it can be."""
         tiles = range(1, self.max_tiles + 1)
         canvases = [Size(columns, rows) for columns in tiles for rows in tiles if columns * rows <= self.max_tiles]
-        factors = {own: min(Fraction(own.width, size.width), Fraction(own.height, size.height)) for own in canvases}
+        factors = {
+            canvas: min(Fraction(canvas.width, size.width), Fraction(canvas.height, size.height)) for canvas in canvases
+        }
         enough = [factor for factor in factors.values() if factor * self.tile_edge >= 1]
         chosen = min(enough) if enough and not self.is_enlarged else max(factors.values())
         fitting = [canvas for canvas, factor in factors.items() if factor == chosen]

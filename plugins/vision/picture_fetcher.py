@@ -112,7 +112,7 @@ class PictureFetcher:
         shares = [self._best_effort] if is_last else []
         if client:  # else it is nobody in particular
             shares.append(self._clients.get((client, is_last)) or _Share())
-        if any(one.num_open >= _MAX_SHARE_WAITING for one in shares) or (
+        if any(share.num_open >= _MAX_SHARE_WAITING for share in shares) or (
             not is_last and self._num_open >= _MAX_WAITING
         ):
             raise (ResourceUnavailable if is_last else Overloaded)(_TOO_MANY, retry_after_s=_RETRY_AFTER_S)
@@ -197,11 +197,11 @@ async def _look_up(host: str, port: int) -> Sequence[str]:
 def _target_of(url: str, at: str, config: GatewayConfig) -> _Target:
     if not config.picture_hosts:
         raise _refusal(at, "pictures are not fetched from the network; send a data URL", "invalid_image_url")
-    found = _URL.fullmatch(url) if len(url) <= _MAX_URL_LEN else None
-    if found is None:
+    match = _URL.fullmatch(url) if len(url) <= _MAX_URL_LEN else None
+    if match is None:
         problem = "pictures are fetched by URLs of https alone, of a host's name and a path"
         raise _refusal(at, problem, "invalid_image_url")
-    host, port, begin, rest = found.groups()
+    host, port, begin, rest = match.groups()
     path = f"{'/?' if begin == '?' else '/'}{rest or ''}".partition("#")[0]
     target = _Target(host.lower(), int(port or _HTTPS_PORT), path)
     if not all(0 < len(label) <= _MAX_LABEL_LEN for label in host.split(".")):
@@ -223,8 +223,8 @@ def _redirected(target: _Target, location: str, at: str, config: GatewayConfig) 
         location = str(target.url.join(URL(location[: _MAX_URL_LEN + 1], encoded=True)))
     except ValueError:
         location = ""
-    found = _URL.fullmatch(location)
-    if found is None or (found[1].lower(), int(found[2] or _HTTPS_PORT)) != target[:2]:
+    match = _URL.fullmatch(location)
+    if match is None or (match[1].lower(), int(match[2] or _HTTPS_PORT)) != target[:2]:
         raise _refusal(at, "its host redirects to another one", "image_not_fetched")
     return _target_of(location, at, config)
 

@@ -120,7 +120,7 @@ def _q4_1(blocks: Tensor, scales: Tensor, minima: Tensor) -> Tensor:
 
 def _q4_k(blocks: Tensor, scales: Tensor, minima: Tensor) -> Tensor:
     parts = [own.reshape(len(own), -1, 8) for own in (scales, -minima)]  # [rows, superblocks, 8]
-    heads = torch.stack([own.amax(-1) / 63.0 for own in parts], dim=-1).half()
+    heads = torch.stack([part.amax(-1) / 63.0 for part in parts], dim=-1).half()
     small = [
         (own / head.clamp_min(_TINY)[..., None]).round_().clamp_(0, 63).to(torch.uint8)
         for own, head in zip(parts, heads.float().unbind(-1), strict=True)

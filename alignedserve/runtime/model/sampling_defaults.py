@@ -75,15 +75,15 @@ def sampling_defaults(
     chat template where the files have none. Raises ConfigError."""
     if wanted == "none":
         return SamplingDefaults()
-    found = _of_files(files) or _of_family(template or _template_of(files)) or SamplingDefaults()
+    defaults = _of_files(files) or _of_family(template or _template_of(files)) or SamplingDefaults()
     if isinstance(wanted, str):
-        return found
+        return defaults
     try:
         SamplingParams(**_plain(wanted))
     except InvalidRequest as error:
         raise ConfigError(f"model.sampling: {error}") from error
-    others = f", and {found.source}" if found.source else ""
-    return replace(found, **_plain(wanted), source=f"model.sampling{others}")
+    others = f", and {defaults.source}" if defaults.source else ""
+    return replace(defaults, **_plain(wanted), source=f"model.sampling{others}")
 
 
 def _of_files(files: Path | GgufFile) -> SamplingDefaults | None:

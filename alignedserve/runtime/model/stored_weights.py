@@ -100,8 +100,8 @@ def _as_computed_together(matrices: list[_Matrix], computing: Computing) -> list
 
 
 def _widest(matrices: list[_Matrix], vocab_size: int) -> int:
-    layers = [own for own in matrices if not own.is_expert and own.stored.rows != vocab_size]
-    return max((_count(own) for own in layers if own.form in GROUPS_OF_GPUS), default=0)
+    layers = [matrix for matrix in matrices if not matrix.is_expert and matrix.stored.rows != vocab_size]
+    return max((_count(layer) for layer in layers if layer.form in GROUPS_OF_GPUS), default=0)
 
 
 def _warning(matrices: list[_Matrix], computing: Computing) -> str | None:

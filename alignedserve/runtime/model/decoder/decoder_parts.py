@@ -262,4 +262,6 @@ class CheckpointQuantization:
 
     def has_float4(self, group_size: int) -> bool:
         """Return whether matrices may be floats of 4 bits, of which so many share a scale."""
-        return any(own.is_float and own.num_bits == 4 and own.group_size == group_size for own in self.schemes)
+        return any(
+            scheme.is_float and scheme.num_bits == 4 and scheme.group_size == group_size for scheme in self.schemes
+        )

@@ -122,8 +122,8 @@ class ModelConfig:
         """Return the cached layers by the sizes of their heads, kinds and layers in the order of the cache."""
         kinds: dict[HeadSizes, tuple[int, ...]] = {HeadSizes(self.num_kv_heads, self.head_dim): ()}  # the first
         for layer in self.cached_layers:
-            own = self.heads_of(layer)
-            kinds[own] = (*kinds.get(own, ()), layer)
+            heads = self.heads_of(layer)
+            kinds[heads] = (*kinds.get(heads, ()), layer)
         return {own: layers for own, layers in kinds.items() if layers}
 
     def state_bytes(self, dtype: str) -> int:

@@ -54,7 +54,7 @@ def short_convolutions(fields: JsonFields, sizes: SharedSizes) -> StateLayers:
 
 def layers_of_kind(layer_types: tuple[str, ...], num_layers: int, kind: str, other: str) -> tuple[int, ...]:
     """Return the layers of a kind. Raises UnsupportedModel where a layer is neither `kind` nor `other`."""
-    kinds = [_OLDER_NAMES.get(own, own) for own in layer_types]
+    kinds = [_OLDER_NAMES.get(layer_type, layer_type) for layer_type in layer_types]
     if len(kinds) != num_layers or not set(kinds) <= {kind, other}:
         raise UnsupportedModel(f"layer_types must name {other} or {kind} for every layer.")
     return tuple(layer for layer, own in enumerate(kinds) if own == kind)
@@ -146,8 +146,8 @@ class NemotronLayers(NamedTuple):
 
     def of_kind(self, kind: str | None) -> tuple[int, ...]:
         """Return the layers with a part of this kind; None: layers without a feed-forward part."""
-        own = self.feed_forwards if kind in (None, "mlp", "moe") else self.mixers
-        return tuple(layer for layer, each in enumerate(own) if each == kind)
+        feed_forwards = self.feed_forwards if kind in (None, "mlp", "moe") else self.mixers
+        return tuple(layer for layer, each in enumerate(feed_forwards) if each == kind)
 
 
 def nemotron_layers(fields: JsonFields) -> NemotronLayers:

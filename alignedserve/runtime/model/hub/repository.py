@@ -138,10 +138,10 @@ class Hub:
 
     def _look_up(self, name: HubName, commit: str, file: str, num_bytes: int) -> RemoteFile:
         url = huggingface_hub.hf_hub_url(name.repo_id, file, revision=commit, endpoint=self.endpoint)
-        found = huggingface_hub.get_hf_file_metadata(
+        metadata = huggingface_hub.get_hf_file_metadata(
             url, token=self._token, timeout=_TIMEOUT_S, endpoint=self.endpoint, retry_on_errors=True
         )
-        return RemoteFile(url, found.etag or "", num_bytes)
+        return RemoteFile(url, metadata.etag or "", num_bytes)
 
     def _folder(self, name: HubName, commit: str) -> Path:
         return self._cache / repo_folder_name(repo_id=name.repo_id, repo_type="model") / "snapshots" / commit

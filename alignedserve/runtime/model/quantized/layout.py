@@ -248,13 +248,13 @@ def _problem_of_stack(headers: Headers, matrix: StoredMatrix) -> str | None:
     own = (matrix.rows, matrix.width // BLOCK)
     for suffix, shape in (("blocks", (*own, BLOCK // 2)), ("scales", own)):
         name = f"{stack}_{suffix}"
-        found = headers.header(name)
-        if found is None:
+        header = headers.header(name)
+        if header is None:
             return f"tensor {name} is missing."
-        if found.dtype != "U8":
-            return f"tensor {name} has dtype {found.dtype}, expected U8."
-        if found.shape[1:] != shape or number >= found.shape[0]:
-            return f"tensor {name} has shape {list(found.shape)}, expected more than {number} of {list(shape)}."
+        if header.dtype != "U8":
+            return f"tensor {name} has dtype {header.dtype}, expected U8."
+        if header.shape[1:] != shape or number >= header.shape[0]:
+            return f"tensor {name} has shape {list(header.shape)}, expected more than {number} of {list(shape)}."
     return None
 
 
@@ -278,11 +278,11 @@ def _words(count: int, bits: int) -> int:
 
 def _problem(headers: Headers, module: str, expected: _Expected) -> str | None:
     name = f"{module}.{expected.suffix}"
-    found = headers.header(name)
-    if found is None:
+    header = headers.header(name)
+    if header is None:
         return f"tensor {name} is missing."
-    if found.dtype not in expected.dtypes:
-        return f"tensor {name} has dtype {found.dtype}, expected {' or '.join(expected.dtypes)}."
-    if found.shape not in expected.shapes:
-        return f"tensor {name} has shape {list(found.shape)}, expected {list(expected.shapes[0])}."
+    if header.dtype not in expected.dtypes:
+        return f"tensor {name} has dtype {header.dtype}, expected {' or '.join(expected.dtypes)}."
+    if header.shape not in expected.shapes:
+        return f"tensor {name} has shape {list(header.shape)}, expected {list(expected.shapes[0])}."
     return None

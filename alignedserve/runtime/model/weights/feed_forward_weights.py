@@ -62,10 +62,10 @@ def grouped_experts(
 def _products(experts: Sequence[Sequence[ExpertPart]], dtype: torch.dtype) -> list[SortedLinear] | None:
     """Return one product of all experts, or one for each part where an expert's parts differ; None: forms do not
     allow it."""
-    parts = [[_grouped(part.rows) for part in own] for own in experts]
+    parts = [[_grouped(part.rows) for part in expert] for expert in experts]
     joined = [_joined(own) for own in parts]
     if all(own is not None for own in joined):
-        products = [_product(joined, _biases([part for own in experts for part in own], len(experts)), dtype)]
+        products = [_product(joined, _biases([part for expert in experts for part in expert], len(experts)), dtype)]
     else:
         of_parts = zip(zip(*parts, strict=True), zip(*experts, strict=True), strict=True)
         products = [_product(rows, _biases(own, len(experts)), dtype) for rows, own in of_parts]
@@ -86,14 +86,14 @@ def _joined(parts: Sequence[GroupedRows | None]) -> GroupedRows | None:
 
 
 def _product(experts: Sequence[GroupedRows | None], bias: Tensor | None, dtype: torch.dtype) -> SortedLinear | None:
-    grouped = [own for own in experts if own is not None]
-    if len(grouped) < len(experts) or any(own.kind != grouped[0].kind for own in grouped):
+    grouped = [expert for expert in experts if expert is not None]
+    if len(grouped) < len(experts) or any(rows.kind != grouped[0].kind for rows in grouped):
         return None
-    weight = joined_weights([own.weight for own in grouped], torch.stack)
+    weight = joined_weights([rows.weight for rows in grouped], torch.stack)
     orders = None
-    if any(own.order is not None for own in grouped):
+    if any(rows.order is not None for rows in grouped):
         as_they_come = torch.arange(weight.in_width, device=weight.words.device)
-        orders = torch.stack([as_they_come if own.order is None else own.order for own in grouped])
+        orders = torch.stack([as_they_come if rows.order is None else rows.order for rows in grouped])
     return SortedLinear(weight, orders, bias, dtype=dtype)
 
 
@@ -247,14 +247,14 @@ class FeedForwardReader:
         names, tensor = self._names, self._read.tensor
         weights, biases = list[Tensor](), list[Tensor]()
         in_turn = has_gates and names.interleaves_gates
-        for own in modules:
+        for module in modules:
             if names.transposes_experts:
-                parts = [tensor(f"{name}.weight", width, rows).T for name in own]
+                parts = [tensor(f"{name}.weight", width, rows).T for name in module]
             else:
-                parts = [tensor(f"{name}.weight", rows, width) for name in own]
+                parts = [tensor(f"{name}.weight", rows, width) for name in module]
             weights.append(gates_first(torch.cat(parts)) if in_turn else torch.cat(parts))
             if experts.has_bias:
-                bias = torch.cat([tensor(f"{name}.bias", rows) for name in own])
+                bias = torch.cat([tensor(f"{name}.bias", rows) for name in module])
                 biases.append(gates_first(bias) if in_turn else bias)
         return torch.stack(weights), torch.stack(biases) if biases else None
 

@@ -79,23 +79,27 @@ class SafetensorsSource(WeightSource):
         return FileRows(location.path, location.offset, *shape, _DTYPES[location.dtype])
 
     def _matrix(self, name: str, shape: tuple[int, ...]) -> TensorLocation:
-        found = self._location(name)
-        if found.shape != shape:
-            raise ModelError(f"{found.path}: tensor {name} has shape {list(found.shape)}, expected {list(shape)}.")
-        if found.dtype not in _WEIGHT_DTYPES:
-            stored = _DTYPES[found.dtype]
-            raise ModelError(f"{found.path}: tensor {name} has dtype {stored}, expected a float of 16 or 32 bits.")
-        return found
+        location = self._location(name)
+        if location.shape != shape:
+            raise ModelError(
+                f"{location.path}: tensor {name} has shape {list(location.shape)}, expected {list(shape)}."
+            )
+        if location.dtype not in _WEIGHT_DTYPES:
+            stored = _DTYPES[location.dtype]
+            raise ModelError(f"{location.path}: tensor {name} has dtype {stored}, expected a float of 16 or 32 bits.")
+        return location
 
     def _location(self, name: str) -> TensorLocation:
-        found = self.index.location(name) or self._of_stack(name)
-        if found is None:
+        location = self.index.location(name) or self._of_stack(name)
+        if location is None:
             raise ModelError(self._absence(name))
-        if found.dtype not in _DTYPES:
-            raise ModelError(f"{found.path}: tensor {name} has dtype {found.dtype}, which is not supported.")
-        if found.num_bytes != math.prod(found.shape) * _DTYPES[found.dtype].itemsize:
-            raise ModelError(f"{found.path}: tensor {name} has {found.num_bytes} bytes, which is not its shape's.")
-        return found
+        if location.dtype not in _DTYPES:
+            raise ModelError(f"{location.path}: tensor {name} has dtype {location.dtype}, which is not supported.")
+        if location.num_bytes != math.prod(location.shape) * _DTYPES[location.dtype].itemsize:
+            raise ModelError(
+                f"{location.path}: tensor {name} has {location.num_bytes} bytes, which is not its shape's."
+            )
+        return location
 
     def _of_stack(self, name: str) -> TensorLocation | None:
         """Return where one expert's matrix lies in a tensor of all: `a.3.weight` is number 3 of `a.weight` or of `a`,

@@ -232,8 +232,8 @@ class _WeightAssembler:
         experts = self._config.experts_of(layer)
         if experts is not None and not experts.is_beside:
             return self._feed_forward.mixed(prefix, experts, layer)
-        own = None if self._extras is None else self._extras.feed_forward(prefix, layer)
-        return self._feed_forward.dense(prefix, layer) if own is None else own
+        projection = None if self._extras is None else self._extras.feed_forward(prefix, layer)
+        return self._feed_forward.dense(prefix, layer) if projection is None else projection
 
     def _beside(self, prefix: str, layer: int) -> ExpertsBeside | None:
         experts = self._config.experts_of(layer)
@@ -294,18 +294,18 @@ class _WeightAssembler:
 
     def _head(self, embedding: RowLookup) -> Projection:
         config = self._config
-        found = find_head(self._names, self._read.source.has)
-        stored = self._prefix + self._names.embedding if config.ties_embeddings else found
+        head = find_head(self._names, self._read.source.has)
+        stored = self._prefix + self._names.embedding if config.ties_embeddings else head
         packed = self._read.packed_rows(f"{stored}.weight", config.vocab_size, config.embedding_size)
         if packed is not None:
             return self._read.product([stored], [packed], None, has_few_rows=True)
         if config.ties_embeddings:
             assert isinstance(embedding, Tensor), "rows that are packed for looking them up alone"
             return self._read.projected("lm_head", embedding)
-        from_files = self._read.file_product([found], [config.vocab_size], config.embedding_size, None, NONE)
+        from_files = self._read.file_product([head], [config.vocab_size], config.embedding_size, None, NONE)
         if from_files is not None:
             return from_files
-        weight = self._read.tensor(f"{found}.weight", config.vocab_size, config.embedding_size)
+        weight = self._read.tensor(f"{head}.weight", config.vocab_size, config.embedding_size)
         return self._read.projected("lm_head", weight)
 
     def _head_norms(self, prefix: str, layer: int) -> HeadNorms | None:
