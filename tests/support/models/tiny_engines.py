@@ -244,3 +244,12 @@ def generate_alone(
         if tokens[-1] in ends:
             break
     return tokens
+
+
+def logits_of(decoder: Decoder, tokens: Sequence[int], *counts: int) -> torch.Tensor:
+    """Return the logits behind each of these tokens, computed in passes of `counts` tokens; none: in one."""
+    probe = LogitsProbe(decoder)
+    probe.add("a", tokens)
+    for count in counts or (len(tokens),):
+        probe.step(a=count)
+    return probe.logits("a")

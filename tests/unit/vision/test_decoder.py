@@ -11,7 +11,7 @@ from PIL import Image
 
 from plugins.vision.decoder import Decoded, DecodingTask, PictureDecoder, PictureError
 from plugins.vision.decoding import decode
-from plugins.vision.forms import Scaling, SquareForm
+from plugins.vision.forms import EncoderWork, Scaling, SquareForm
 from tests.support.models.tiny_vision import picture
 
 EDGE = 8
@@ -67,3 +67,9 @@ def test_broken_files_are_refused_and_a_lost_process_comes_back() -> None:
     decoder.close()
     with pytest.raises(PictureError):
         decoder.size(good[0])
+
+
+def test_patches_cost_alone_and_for_those_that_they_attend_to() -> None:
+    assert EncoderWork(4, 0.5, 0.01).num_tokens(25) == 150  # 100 patches: 100 * (0.5 + 100 * 0.01)
+    assert EncoderWork(4, 0.5, 0.01, part_patches=50).num_tokens(25) == 100
+    assert EncoderWork(4, 0.5, 0.01, part_patches=50).num_tokens(5) == 14

@@ -7,8 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import quantize
 from safetensors.torch import load_file, save_file
 from typing_extensions import override
 
@@ -18,10 +21,12 @@ from alignedserve.runtime.model.hf_config import read_model_config
 from alignedserve.runtime.model.weight_files import load_weights
 from alignedserve.runtime.model.weights.safetensors_source import SafetensorsSource
 from alignedserve.runtime.model.weights.weight_loader import assemble_weights
-from alignedserve.runtime.model.weights.weight_source import WeightSource
+from alignedserve.runtime.model.weights.weight_source import BlockLookup, WeightSource
 from kernels.sorted_experts import SortedExperts
+from kernels.weight_blocks.block_values import unpack_rows
 from lab.profiling.shapes import SHAPES
-from tests.support.models.tiny_engines import LogitsProbe, TinyEngine, random_tokens, reference_generation, tiny_decoder
+from tests.support.marks import each
+from tests.support.models.tiny_engines import TinyEngine, logits_of, random_tokens, reference_generation, tiny_decoder
 from tests.support.models.tiny_models import make_tiny_model
 
 NORM = "model.layers.1.input_layernorm.weight"
@@ -64,12 +69,7 @@ def test_the_text_part_of_a_gemma3_with_images_loads(prefix: str, tmp_path: Path
     save_file({**renamed, "vision_tower.patches.weight": torch.zeros(3, 3)}, tmp_path / "model.safetensors")
     text = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
-    logits = []
-    for decoder in (expected, tiny_decoder(tmp_path)):
-        probe = LogitsProbe(decoder)
-        probe.add("a", random_tokens(1, 9))
-        probe.step(a=9)
-        logits.append(probe.logits("a"))
+    logits = [logits_of(decoder, random_tokens(1, 9)) for decoder in (expected, tiny_decoder(tmp_path))]
     assert torch.equal(*logits)
 
 
@@ -139,15 +139,11 @@ def test_weights_packed_from_files_are_those_of_the_tensors(
     make_tiny_model(tmp_path, family)
     config = read_model_config(tmp_path)
     source = _ReadWhole(tmp_path, dtype, torch.device("cpu"))
-    logits = []
-    for weights in (
+    both = (
         load_weights(tmp_path, config, dtype, quantization=quantization),
         assemble_weights(config, source, quantization),
-    ):
-        probe = LogitsProbe(Decoder(config, weights))
-        probe.add("a", random_tokens(1, 9))
-        probe.step(a=9)
-        logits.append(probe.logits("a"))
+    )
+    logits = [logits_of(Decoder(config, weights), random_tokens(1, 9)) for weights in both]
     assert torch.equal(*logits)
 
 
@@ -219,3 +215,15 @@ def test_random_weights_are_the_same_for_the_same_seed() -> None:
     )
     assert torch.equal(first, second)
     assert not torch.equal(first, other)
+
+
+@each("type_name", ["Q8_0", "Q4_0", "Q4_1"])
+@each("dtype", [torch.float32, torch.bfloat16])
+def test_rows_in_blocks_are_those_of_the_unpacked_matrix(type_name: str, dtype: torch.dtype) -> None:
+    values = np.random.default_rng(0).normal(size=(40, 64)).astype(np.float32)
+    raw = np.ascontiguousarray(quantize(values, GGMLQuantizationType[type_name]))
+    whole = torch.from_numpy(unpack_rows(raw, type_name)).to(dtype)
+    lookup = BlockLookup(torch.from_numpy(raw), type_name, 64, dtype)
+    for chosen in ([39, 0, 7, 7], [5], []):
+        index = torch.tensor(chosen, dtype=torch.int64)
+        assert torch.equal(lookup.index_select(0, index), whole.index_select(0, index))
