@@ -55,8 +55,7 @@ def worker_pictures(
 ) -> "Pictures":
     """Load the encoder from `folder`, None: with random weights, and return what sees by it. Raises ModelError."""
     from plugins.vision.mobile_config import MobileConfig
-    from plugins.vision.mobile_tower import MobileTower
-    from plugins.vision.mobile_weights import load_mobile_weights
+    from plugins.vision.mobile_tower import MobileTower, load_mobile_weights
     from plugins.vision.sequence_pictures import SequencePictures
     from plugins.vision.tower import VisionTower
     from plugins.vision.vision_config import CACHE_BYTES

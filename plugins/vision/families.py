@@ -10,10 +10,9 @@ from alignedserve.core.errors import UnsupportedModel
 from alignedserve.core.json_fields import JsonFields, read_json_object
 from alignedserve.runtime.model.decoder.decoder_parts import Activation, NormKind
 from alignedserve.runtime.model.hf_fields import MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH, read_activation
-from plugins.vision import names
+from plugins.vision import vision_config as names
 from plugins.vision.forms import BudgetForm, CanvasForm, RowsForm, Scaling, SquareForm, TiledForm
-from plugins.vision.mobile_config import SeeingConfig
-from plugins.vision.mobile_fields import read_mobile
+from plugins.vision.mobile_config import SeeingConfig, read_mobile
 from plugins.vision.qwen_fields import read_qwen2_5, read_qwen3
 from plugins.vision.tower_fields import (
     CLIP,

@@ -7,7 +7,7 @@ import msgspec
 from alignedserve.core.json_fields import JsonFields
 from alignedserve.runtime.model.decoder.decoder_parts import Activation, NormKind
 from alignedserve.runtime.model.hf_fields import MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH
-from plugins.vision import names
+from plugins.vision import vision_config as names
 from plugins.vision.forms import CellsForm
 from plugins.vision.tower_fields import CLIP, MAX_EDGE, TowerSizes, pixel_bounds, read_scaling, section_of, tower_sizes
 from plugins.vision.vision_config import PositionKind, VisionConfig

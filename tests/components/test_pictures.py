@@ -14,7 +14,7 @@ from alignedserve.core.picture import Picture, picture_digest
 from alignedserve.core.request import SamplingParams
 from alignedserve.messages.gateways import RequestFailed
 from lab.replay.component_replay import recordings_in
-from plugins.vision.mobile_fields import ARCHITECTURES
+from plugins.vision.mobile_config import ARCHITECTURES
 from tests.harnesses.client_gateway import Answer
 from tests.harnesses.clusters.in_process import RoomCluster, running, small_config
 from tests.replay.recorded import replays

@@ -23,13 +23,13 @@ from torch import Tensor
 from plugins.vision.decoder import Pixels
 from plugins.vision.forms import FixedForm, Scaling
 from plugins.vision.mobile_config import (
+    ARCHITECTURES,
     EdgeBlock,
     InvertedBlock,
     MobileConfig,
     QueryBlock,
     Shapes,
 )
-from plugins.vision.mobile_fields import ARCHITECTURES
 
 RECORD = Path(__file__).with_suffix(".json")
 EDGE, MAP_EDGE, IMAGE = 96, 2, 198

@@ -16,8 +16,7 @@ from alignedserve.runtime.pictures import SequenceEmbeddings
 from plugins.vision.families import read_vision
 from plugins.vision.forms import Size
 from plugins.vision.mobile_config import MobileConfig
-from plugins.vision.mobile_tower import MobileTower
-from plugins.vision.mobile_weights import MobileWeights, load_mobile_weights
+from plugins.vision.mobile_tower import MobileTower, MobileWeights, load_mobile_weights
 from plugins.vision.tower import Steps
 from tests.support.models.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
 from tests.support.models.tiny_mobile import (

@@ -185,9 +185,8 @@ class _Assembler:
         )
 
     def _dense_layers(self) -> tuple[DenseLayer, ...]:
-        return tuple(
-            self._dense(self._source_of(config.folder), "linear", config) for config in self._config.embedding.dense
-        )
+        layers = self._config.embedding.dense
+        return tuple(self._dense(self._source_of(dense.folder), "linear", dense) for dense in layers)
 
     def _dense(self, source: WeightSource, name: str, dense: DenseConfig) -> DenseLayer:
         weight = source.tensor(f"{name}.weight", (dense.out_width, dense.in_width)).float()

@@ -209,19 +209,12 @@ def every_layer(fields: JsonFields, num_layers: int) -> Layers:
     return tuple(range(num_layers))
 
 
-def _from_max_window_layer(default: int, fields: JsonFields, num_layers: int) -> Layers:
-    return tuple(range(fields.integer("max_window_layers", 0, MAX_LAYERS, default), num_layers))
-
-
 def from_max_window_layer(default: int) -> Callable[[JsonFields, int], Layers]:
-    return partial(_from_max_window_layer, default)
+    return lambda fields, count: tuple(range(fields.integer("max_window_layers", 0, MAX_LAYERS, default), count))
 
 
 def _all_but_every(nth: int, fields: JsonFields, num_layers: int) -> Layers:
-    name = next(
-        (name for name in ("_sliding_window_pattern", "sliding_window_pattern") if fields.has(name)),
-        "sliding_window_pattern",
-    )
+    name = "_sliding_window_pattern" if fields.has("_sliding_window_pattern") else "sliding_window_pattern"
     pattern = fields.integer(name, 1, MAX_LAYERS, nth)
     return tuple(layer for layer in range(num_layers) if (layer + 1) % pattern)
 
