@@ -7,7 +7,7 @@ import msgspec
 from alignedserve.core.json_fields import JsonFields
 from alignedserve.runtime.model.decoder.decoder_parts import Activation, NormKind
 from alignedserve.runtime.model.hf_fields import MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH
-from plugins.vision import vision_config as names
+from plugins.vision import vision_config
 from plugins.vision.forms import CellsForm
 from plugins.vision.tower_fields import CLIP, MAX_EDGE, TowerSizes, pixel_bounds, read_scaling, section_of, tower_sizes
 from plugins.vision.vision_config import PositionKind, VisionConfig
@@ -42,7 +42,7 @@ def _qwen(fields: JsonFields, images: JsonFields, defaults: tuple[int, int, int,
     return VisionConfig(
         **sizes,
         form=form,
-        names=names.QWEN,
+        names=vision_config.QWEN,
         norm=NormKind.RMS,
         norm_eps=1e-6,
         has_patch_bias=False,
@@ -85,7 +85,7 @@ def read_qwen3(fields: JsonFields, images: JsonFields) -> VisionConfig:
         raise tower.error(deep_name, "must be fewer than the text has layers")
     return msgspec.structs.replace(
         config,
-        names=names.QWEN3,
+        names=vision_config.QWEN3,
         norm=NormKind.LAYER,
         has_patch_bias=True,
         is_gated=False,
