@@ -89,7 +89,7 @@ class RopePlaces(NamedTuple):
 
 
 def rope_places(prompt_len: int, pictures: Sequence[Picture]) -> RopePlaces | None:
-    """Return the places of a prompt with pictures; None: there are none, so that words are where they stand."""
+    """Return the places of a prompt with pictures; None: without pictures, words keep their positions."""
     if not pictures:
         return None
     places = np.repeat(np.arange(prompt_len, dtype=np.int64)[:, None], NUM_AXES, axis=1)
@@ -133,7 +133,7 @@ class Pictures(Protocol):
         """Return which of these sequences lack their pictures, and why."""
 
     def close(self) -> None:
-        """End the process that decodes, and the thread that waits for it."""
+        """End the decoding process and its thread."""
 
 
 class FailedSequences:

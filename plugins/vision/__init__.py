@@ -1,6 +1,6 @@
 """Pictures in prompts: models that see. The extra `vision`.
 
-The core calls the functions below. They import what they need when they are called: only workers load torch.
+The core calls the functions below. Each imports its own parts when called: only workers load torch.
 """
 
 from collections.abc import Callable

@@ -29,7 +29,7 @@ class RefusedPicture(msgspec.Struct, frozen=True, tag=True):
 
 
 class Decoded(msgspec.Struct, frozen=True, tag=True):
-    """A picture: its size as it is seen, and what an encoder gets, one part after another."""
+    """A decoded picture: its size, and the pixels of its parts, one part after another."""
 
     width: int
     height: int

@@ -118,7 +118,7 @@ def _pixtral(fields: JsonFields, images: JsonFields) -> VisionConfig:
     return VisionConfig(
         **sizes,
         form=form,
-        names=vision_config.MISTRAL3 if is_joined else names.PIXTRAL,
+        names=vision_config.MISTRAL3 if is_joined else vision_config.PIXTRAL,
         norm=NormKind.RMS,
         norm_eps=1e-5,
         has_patch_bias=False,

@@ -39,10 +39,10 @@ class EncoderWork(msgspec.Struct, frozen=True):
     pair of patches; 4096 patches cost 4096 * (0.128 + 4096 * 1.94e-5) = 850 tokens, beside the 256 that they become.
     """
 
-    token_patches: int  # of each token of a picture
-    patch_tokens: float  # what a patch costs alone
-    pair_tokens: float  # what it costs for each patch that it attends to
-    part_patches: int | None = None  # that attend to one another; None: all of a picture
+    token_patches: int  # of a picture's token
+    patch_tokens: float  # the cost of a patch alone
+    pair_tokens: float  # more for each patch in its reach
+    part_patches: int | None = None  # in reach of one another; None: the whole picture
 
     def num_tokens(self, num_tokens: int) -> int:
         """Return what a picture of so many tokens costs."""
@@ -63,14 +63,14 @@ class TiledForm(msgspec.Struct, frozen=True, tag=True):
 
     is_whole: ClassVar[bool] = False  # the tokens of a picture are computed in one pass, and read one another
 
-    token_id: int  # that stands in prompts for each embedding, in place of `mark`
+    token_id: int  # in prompts, for each embedding, in place of `mark`
     tile_edge: int
     longest_edge: int  # to which a picture is scaled first
     tile_tokens: int  # of the prompt for each tile
     scaling: Scaling
-    resample: int  # as Pillow numbers its filters
+    resample: int  # Pillow's number of the filter
     is_cut: bool = True  # False: it is seen whole alone, however large it is
-    work: EncoderWork | None = None  # None: it is not known
+    work: EncoderWork | None = None  # None: unknown
     mark: str = "<image>"  # what the chat template writes for a picture, and each of its tokens in the prompt
     fence: str = "<fake_token_around_image>"
     whole: str = "<global-img>"
@@ -139,14 +139,14 @@ class CanvasForm(msgspec.Struct, frozen=True, tag=True):
 
     is_whole: ClassVar[bool] = False  # the tokens of a picture are computed in one pass, and read one another
 
-    token_id: int  # that stands in prompts for each embedding, in place of `token`
+    token_id: int  # in prompts, for each embedding, in place of `token`
     tile_edge: int
     max_tiles: int  # of a canvas
     tile_tokens: int  # of the prompt for each tile
     scaling: Scaling
-    resample: int  # as Pillow numbers its filters
+    resample: int  # Pillow's number of the filter
     is_enlarged: bool = False  # a picture fills the largest canvas that its shape allows
-    work: EncoderWork | None = None  # None: it is not known
+    work: EncoderWork | None = None  # None: unknown
     mark: str = "<|image|>"  # what the chat template writes for a picture
     token: str = "<|patch|>"  # noqa: S105  (no password)
     start: str = "<|image_start|>"
@@ -210,12 +210,12 @@ class RowsForm(msgspec.Struct, frozen=True, tag=True):
 
     is_whole: ClassVar[bool] = False  # the tokens of a picture are computed in one pass, and read one another
 
-    token_id: int  # that stands in prompts for each embedding, in place of `mark`
-    cell_edge: int  # of the patches that become one token
+    token_id: int  # in prompts, for each embedding, in place of `mark`
+    cell_edge: int  # of patches joined to one token
     longest_edge: int  # a larger picture is made smaller
     scaling: Scaling
-    resample: int  # as Pillow numbers its filters
-    work: EncoderWork | None = None  # None: it is not known
+    resample: int  # Pillow's number of the filter
+    work: EncoderWork | None = None  # None: unknown
     mark: str = "[IMG]"
     row_end: str = "[IMG_BREAK]"
     end: str = "[IMG_END]"
@@ -251,13 +251,13 @@ class CellsForm(msgspec.Struct, frozen=True, tag=True):
 
     is_whole: ClassVar[bool] = False  # the tokens of a picture are computed in one pass, and read one another
 
-    token_id: int  # that stands in prompts for each embedding, as `mark`
-    cell_edge: int  # of the patches that become one token
+    token_id: int  # in prompts, for each embedding, as `mark`
+    cell_edge: int  # of patches joined to one token
     min_pixels: int
     max_pixels: int
     scaling: Scaling
-    resample: int  # as Pillow numbers its filters
-    work: EncoderWork | None = None  # None: it is not known
+    resample: int  # Pillow's number of the filter
+    work: EncoderWork | None = None  # None: unknown
     mark: str = "<|image_pad|>"
 
     def scaled(self, size: Size) -> Size:
@@ -293,12 +293,12 @@ class SquareForm(msgspec.Struct, frozen=True, tag=True):
 
     is_whole: ClassVar[bool] = True
 
-    token_id: int  # that stands in prompts for each embedding, in place of `token`
+    token_id: int  # in prompts, for each embedding, in place of `token`
     edge: int
     tokens: int  # of the prompt for each picture
     scaling: Scaling
-    resample: int  # as Pillow numbers its filters
-    work: EncoderWork | None = None  # None: it is not known
+    resample: int  # Pillow's number of the filter
+    work: EncoderWork | None = None  # None: unknown
     mark: str = "<start_of_image>"  # what the chat template writes for a picture
     token: str = "<image_soft_token>"  # noqa: S105  (no password)
     end: str = "<end_of_image>"
@@ -326,12 +326,12 @@ class FixedForm(msgspec.Struct, frozen=True, tag=True):
 
     is_whole: ClassVar[bool] = False  # the tokens of a picture are computed in one pass, and read one another
 
-    token_id: int  # that stands in prompts for each embedding, in place of `mark`
+    token_id: int  # in prompts, for each embedding, in place of `mark`
     edge: int
     tokens: int  # of the prompt for each picture, the end mark included
     scaling: Scaling
-    resample: int  # as Pillow numbers its filters
-    work: EncoderWork | None = None  # None: it is not known
+    resample: int  # Pillow's number of the filter
+    work: EncoderWork | None = None  # None: unknown
     mark: str = "<image_soft_token>"  # what the template writes for a picture, and each of its tokens
     start: str = "<start_of_image>"
 
@@ -355,12 +355,12 @@ class BudgetForm(msgspec.Struct, frozen=True, tag=True):
     Example: cells of 48 and at most 280 of them; 1600 x 900 pixels become 1056 x 576, 12 rows of 22 cells.
     """
 
-    token_id: int  # that stands in prompts for each embedding, as `mark`
-    cell_edge: int  # of the patches that become one token
+    token_id: int  # in prompts, for each embedding, as `mark`
+    cell_edge: int  # of patches joined to one token
     max_tokens: int  # of the prompt for a picture
     scaling: Scaling
-    resample: int  # as Pillow numbers its filters
-    work: EncoderWork | None = None  # None: it is not known
+    resample: int  # Pillow's number of the filter
+    work: EncoderWork | None = None  # None: unknown
     mark: str = "<|image|>"
     start: str = "<|image>"
     end: str = "<image|>"

@@ -214,8 +214,7 @@ def _by_places(hidden: Tensor, function: Places, num_products: int) -> MapSteps:
 def _convolution(kernel: Tensor, bias: Tensor | None, stride: int, norm: RmsNorm, *, is_active: bool) -> BlockPass:
     """Return a convolution [channels, channels or 1, edge, edge] and its norm, by bands of rows.
 
-    There are zeros around the map, so many that it gives one place for `stride` of it; below and on the right one more
-    where they are odd.
+    Zeros around the map leave one place for `stride` places; an odd zero goes below or to the right.
     """
     edge, groups = kernel.shape[-1], len(kernel) if kernel.shape[1] == 1 else 1
     kernel = kernel.contiguous(memory_format=torch.channels_last)

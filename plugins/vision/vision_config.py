@@ -68,10 +68,10 @@ class VisionNames:
 class PositionKind(enum.Enum):
     """Which rows of the table of positions a patch has."""
 
-    BUCKETS = "buckets"  # the one at its place as a fraction of the part
-    EACH = "each"  # its own: parts are as large as the table
-    BETWEEN = "between"  # the four around its place, weighed by their distances
-    AXES = "axes"  # the sum of one by its column and one by its row, of two tables
+    BUCKETS = "buckets"  # a row by the place, as a fraction of the part
+    EACH = "each"  # a row each: parts are as large as the table
+    BETWEEN = "between"  # four rows around the place, weighed by distance
+    AXES = "axes"  # the sum of a row by column and a row by row, of two tables
 
 
 class VisionConfig(msgspec.Struct, frozen=True, tag=True):

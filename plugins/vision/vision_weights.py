@@ -24,7 +24,7 @@ _SEED = 1
 
 @dataclass(frozen=True, slots=True)
 class VisionLayer:
-    """One layer; its norms come before what they normalise for."""
+    """One layer; each norm comes before its part."""
 
     attention_norm: Norm
     qkv: Projection  # [3 * hidden_size, hidden_size]
@@ -204,7 +204,7 @@ class _Assembler:
     ) -> AdaptableProjection:
         weights = [self._tensor(f"{name}.weight", rows, in_width) for name in modules]
         biases = [self._tensor(f"{name}.bias", rows) for name in modules] if self._config.has_bias else []
-        if len(modules) > 1:  # one module of all rows has those of queries and keys as the tower has them
+        if len(modules) > 1:  # a single module of all rows has queries and keys in the tower's order
             for parts in (weights, biases):
                 parts[:num_turned] = [self._turned(part) for part in parts[:num_turned]]
         if self._config.is_clipped:

@@ -52,7 +52,7 @@ _NO_TEXT = 0  # the token that stands for the end of a prompt; nobody reads it
 
 
 class EncoderExecutor:
-    """Performs RunIteration as ModelExecutor does. Each prompt ends with one token that says nothing, and its vector.
+    """Performs RunIteration as ModelExecutor does. Each prompt ends with an empty token and its vector.
 
     Construction takes as long as loading the weights, and raises NotEnoughMemory, ConfigError or ModelError.
     """
@@ -128,7 +128,7 @@ class EncoderExecutor:
     # --- on the threads
 
     def run_iteration(self, command: RunIteration) -> IterationCompleted:
-        """Perform one iteration on the calling thread, which must be the only one to do so."""
+        """Perform one iteration on the calling thread. No second thread may."""
         with self._turns.taken_for(command):
             return self._run(command)
 

@@ -46,7 +46,7 @@ class SamplingDefaults:
         return {name: value for name, value in asdict(self).items() if name != "source"}
 
     def in_words(self) -> str:
-        """Return what differs from OpenAI's defaults, such as `temperature 0.2, top_p 0.9`, and its source."""
+        """Return the differences from OpenAI's defaults, such as `temperature 0.2, top_p 0.9`, and their source."""
         plain = SamplingDefaults().values
         named = [f"{name} {value:g}" for name, value in self.values.items() if value != plain[name]]
         shown = ", ".join(named) or "temperature 1"
