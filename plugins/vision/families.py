@@ -10,7 +10,6 @@ from alignedserve.core.errors import UnsupportedModel
 from alignedserve.core.json_fields import JsonFields, read_json_object
 from alignedserve.runtime.model.decoder.decoder_parts import Activation, NormKind
 from alignedserve.runtime.model.hf_fields import MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH, read_activation
-from plugins.vision import vision_config
 from plugins.vision.forms import BudgetForm, CanvasForm, RowsForm, Scaling, SquareForm, TiledForm
 from plugins.vision.mobile_config import SeeingConfig, read_mobile
 from plugins.vision.qwen_fields import read_qwen2_5, read_qwen3
@@ -28,7 +27,7 @@ from plugins.vision.tower_fields import (
     section_of,
     tower_sizes,
 )
-from plugins.vision.vision_config import PositionKind, VisionConfig
+from plugins.vision.vision_config import NAMES, PositionKind, VisionConfig
 
 _MAX_TILES = 256  # of one picture, however wide or high it is
 _ALWAYS = ("do_resize", "do_rescale", "do_normalize")
@@ -77,7 +76,7 @@ def _idefics3(fields: JsonFields, images: JsonFields) -> VisionConfig:
     return VisionConfig(
         **sizes,
         form=form,
-        names=vision_config.IDEFICS3,
+        names=NAMES["idefics3"],
         norm=NormKind.LAYER,
         norm_eps=tower.number("layer_norm_eps", 0.0, 1.0, 1e-6),
         has_patch_bias=True,
@@ -118,7 +117,7 @@ def _pixtral(fields: JsonFields, images: JsonFields) -> VisionConfig:
     return VisionConfig(
         **sizes,
         form=form,
-        names=vision_config.MISTRAL3 if is_joined else vision_config.PIXTRAL,
+        names=NAMES["mistral3"] if is_joined else NAMES["pixtral"],
         norm=NormKind.RMS,
         norm_eps=1e-5,
         has_patch_bias=False,
@@ -169,7 +168,7 @@ def _llama4(fields: JsonFields, images: JsonFields) -> VisionConfig | None:
     return VisionConfig(
         **sizes,
         form=form,
-        names=vision_config.LLAMA4,
+        names=NAMES["llama4"],
         norm=NormKind.LAYER,
         norm_eps=1e-5,
         has_patch_bias=False,
@@ -211,7 +210,7 @@ def _gemma3(fields: JsonFields, images: JsonFields) -> VisionConfig | None:
             scaling=read_scaling(images, (HALVES, HALVES)),
             resample=images.integer("resample", 0, 5, 2),
         ),
-        names=vision_config.GEMMA,
+        names=NAMES["gemma"],
         norm=NormKind.LAYER,
         norm_eps=tower.number("layer_norm_eps", 0.0, 1.0, 1e-6),
         has_patch_bias=True,
@@ -270,7 +269,7 @@ def _gemma4(fields: JsonFields, images: JsonFields) -> VisionConfig | None:
             resample=images.integer("resample", 0, 5, 3),
             is_whole=is_whole,
         ),
-        names=replace(vision_config.GEMMA4, standard=("std_bias", "std_scale") if has_standard else None),
+        names=replace(NAMES["gemma4"], standard=("std_bias", "std_scale") if has_standard else None),
         norm=NormKind.RMS,
         norm_eps=tower.number("rms_norm_eps", 0.0, 1.0, 1e-6),
         has_patch_bias=False,

@@ -7,10 +7,9 @@ import msgspec
 from alignedserve.core.json_fields import JsonFields
 from alignedserve.runtime.model.decoder.decoder_parts import Activation, NormKind
 from alignedserve.runtime.model.hf_fields import MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH
-from plugins.vision import vision_config
 from plugins.vision.forms import CellsForm
 from plugins.vision.tower_fields import CLIP, MAX_EDGE, TowerSizes, pixel_bounds, read_scaling, section_of, tower_sizes
-from plugins.vision.vision_config import PositionKind, VisionConfig
+from plugins.vision.vision_config import NAMES, PositionKind, VisionConfig
 
 
 def _cells(fields: JsonFields, images: JsonFields, tower: JsonFields, sizes: TowerSizes) -> CellsForm:
@@ -42,7 +41,7 @@ def _qwen(fields: JsonFields, images: JsonFields, defaults: tuple[int, int, int,
     return VisionConfig(
         **sizes,
         form=form,
-        names=vision_config.QWEN,
+        names=NAMES["qwen"],
         norm=NormKind.RMS,
         norm_eps=1e-6,
         has_patch_bias=False,
@@ -85,7 +84,7 @@ def read_qwen3(fields: JsonFields, images: JsonFields) -> VisionConfig:
         raise tower.error(deep_name, "must be fewer than the text has layers")
     return msgspec.structs.replace(
         config,
-        names=vision_config.QWEN3,
+        names=NAMES["qwen3"],
         norm=NormKind.LAYER,
         has_patch_bias=True,
         is_gated=False,

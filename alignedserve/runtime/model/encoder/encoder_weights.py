@@ -1,14 +1,14 @@
 """Loads the weights of an encoder and of what follows its pooling."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from alignedserve.runtime.model.encoder.encoder_config import DenseConfig, EncoderConfig, EncoderFamily, HeadActivation
+from alignedserve.runtime.model.encoder.encoder_config import DenseConfig, EncoderConfig, HeadActivation
+from alignedserve.runtime.model.weight_names import read_names
 from alignedserve.runtime.model.weights.product_reader import LoadingObserver, Nonlinearity, ProductReader
 from alignedserve.runtime.model.weights.safetensors_source import SafetensorsSource
 from alignedserve.runtime.model.weights.weight_source import RandomSource, WeightSource
@@ -40,42 +40,7 @@ class EncoderNames:
     norm: str = "embeddings.LayerNorm"
 
 
-_BERT = EncoderNames(
-    prefix="bert.",
-    layer="encoder.layer.{layer}.",
-    qkv=("attention.self.query", "attention.self.key", "attention.self.value"),
-    output="attention.output.dense",
-    attention_norm="attention.output.LayerNorm",
-    up="intermediate.dense",
-    down="output.dense",
-    mlp_norm="output.LayerNorm",
-    head_dense="bert.pooler.dense",
-    head_activation=HeadActivation.TANH,
-    head_out="classifier",
-)
-_ROBERTA = replace(_BERT, prefix="roberta.", head_dense="classifier.dense", head_out="classifier.out_proj")
-_DISTILBERT = EncoderNames(
-    prefix="distilbert.",
-    layer="transformer.layer.{layer}.",
-    qkv=("attention.q_lin", "attention.k_lin", "attention.v_lin"),
-    output="attention.out_lin",
-    attention_norm="sa_layer_norm",
-    up="ffn.lin1",
-    down="ffn.lin2",
-    mlp_norm="output_layer_norm",
-    head_dense="pre_classifier",
-    head_activation=HeadActivation.RELU,
-    head_out="classifier",
-)
-ENCODER_NAMES: Mapping[EncoderFamily, EncoderNames] = MappingProxyType(
-    {
-        EncoderFamily.BERT: _BERT,
-        EncoderFamily.ROBERTA: _ROBERTA,
-        EncoderFamily.XLM_ROBERTA: _ROBERTA,
-        EncoderFamily.CAMEMBERT: _ROBERTA,
-        EncoderFamily.DISTILBERT: _DISTILBERT,
-    }
-)
+ENCODER_NAMES = read_names(Path(__file__).with_name("encoder_names.json"), EncoderNames)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +104,7 @@ class _Assembler:
     ) -> None:
         self._config, self._source_of, self._source = config, source_of, source_of("")
         self._read, self._observer = ProductReader(self._source, observer, is_int8=is_int8), observer
-        self._names = ENCODER_NAMES[config.family]
+        self._names = ENCODER_NAMES[config.family.value]
         has_prefix = self._source.has(f"{self._names.prefix}{self._names.words}.weight")
         self._prefix = self._names.prefix if has_prefix else ""
 

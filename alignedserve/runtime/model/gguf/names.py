@@ -10,6 +10,7 @@ from alignedserve.core.json_fields import JsonFields
 from alignedserve.gguf.file import GgufFile, GgufTensor
 from alignedserve.runtime.model.decoder.decoder_parts import HeadNormKind, RopeConfig, RopeScaling
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
+from alignedserve.runtime.model.families.names import NAMES
 from alignedserve.runtime.model.hf_fields import MAX_CONTEXT, yarn_angle_factor
 from alignedserve.runtime.model.weight_names import ParameterNames
 from kernels.weight_blocks.block_values import unpack_rows
@@ -119,28 +120,8 @@ class RopeReader:
         return self._entries.number(self._prefix + name, low, high, default)
 
 
-# The tensors of experts lie side by side in one of three dimensions: of `blk.0.ffn_up_exps.7`, that is number 7.
 _EXPERTS = "_exps."
-GGUF_NAMES = ParameterNames(
-    prefixes=("",),
-    embedding="token_embd",
-    final_norm="output_norm",
-    lm_heads=("output",),
-    layer="blk.{layer}.",
-    attention_norm="attn_norm",
-    mlp_norm="ffn_norm",
-    qkv=("attn_q", "attn_k", "attn_v"),
-    output="attn_output",
-    gate_up=("ffn_gate", "ffn_up"),
-    down="ffn_down",
-    query_norm="attn_q_norm",
-    key_norm="attn_k_norm",
-    attention_post_norm="post_attention_norm",
-    mlp_post_norm="post_ffw_norm",
-    router="ffn_gate_inp",
-    expert_gate_up=("ffn_gate_exps.{expert}", "ffn_up_exps.{expert}"),
-    expert_down="ffn_down_exps.{expert}",
-)
+GGUF_NAMES = NAMES["gguf"]
 # Beside the tensors of layers; the first is in old files, which need it no more.
 _OTHERS = ("blk.{layer}.attn_rot_embd.weight",)
 _ROPE = (FREQUENCY_FACTORS, SHORT_DIVISORS, LONG_DIVISORS)
