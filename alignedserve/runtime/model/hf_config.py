@@ -30,17 +30,13 @@ def read_model_config(folder: Path) -> ModelConfig:
     """Read the config of the model in `folder`. Raises ModelNotFound, UnsupportedModel naming the architecture or
     option that is not supported, ModelError naming the wrong field."""
     if not folder.is_dir():
+        short = f" Short names: {', '.join(near_names(str(folder)))}." if folder.name == str(folder) else ""
         raise ModelNotFound(
-            f"{folder} is neither a folder here nor a name on a hub (ORG/NAME, such as Qwen/Qwen3-0.6B)."
-            f"{_short_names(folder)}"
+            f"{folder} is neither a folder here nor a name on a hub (ORG/NAME, such as Qwen/Qwen3-0.6B).{short}"
         )
     path = folder / "config.json"
     config = parse_model_config(read_json_object(path, MAX_CONFIG_BYTES), where=str(path))
     return replace(config, eos_token_ids=_end_tokens(config, folder))
-
-
-def _short_names(folder: Path) -> str:
-    return f" Short names: {', '.join(near_names(str(folder)))}." if folder.name == str(folder) else ""
 
 
 def _end_tokens(config: ModelConfig, folder: Path) -> tuple[int, ...]:

@@ -75,7 +75,6 @@ class ServedModel:
 
     @property
     def weight_bytes(self) -> int:
-        """Return the bytes of the weights in one worker; while loading, one more layer is held at a time."""
         if self.stored is not None:
             return self.stored.num_bytes
         return self.config.loaded_weight_bytes(self.dtype, self.quantization)

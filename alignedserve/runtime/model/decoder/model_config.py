@@ -112,7 +112,6 @@ class ModelConfig:
         return tuple(layer for layer in self.attention_layers if layer < num_own)
 
     def heads_of(self, layer: int) -> HeadSizes:
-        """Return the heads of a layer's keys and values."""
         if self.extras is None:
             return HeadSizes(self.num_kv_heads, self.head_dim)
         return self.extras.heads(is_windowed=layer in self.windowed_layers)
@@ -127,7 +126,6 @@ class ModelConfig:
         return {own: layers for own, layers in kinds.items() if layers}
 
     def state_bytes(self, dtype: str) -> int:
-        """Return the bytes of a context's states on all layers; 0: there are none."""
         if self.state is None:
             return 0
         return HEADER_BYTES + len(self.state_layers) * state_bytes(self.state, dtype)
@@ -189,7 +187,6 @@ class ModelConfig:
         return weights + num_routing * DTYPE_BYTES["float32"]
 
     def kv_token_bytes(self, dtype: str) -> int:
-        """Return the bytes of one token's keys and values on all layers."""
         width = sum(len(layers) * own.num_kv_heads * own.head_dim for own, layers in self.cache_kinds.items())
         return self.kv_parts * width * DTYPE_BYTES[dtype]
 

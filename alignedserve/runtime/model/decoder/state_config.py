@@ -55,7 +55,6 @@ class StateConfig(Protocol):
 
 
 def state_bytes(config: StateConfig, cache_dtype: str) -> int:
-    """Return the bytes of one layer's state."""
     return sum(part.num_bytes(cache_dtype) for part in config.parts)
 
 
@@ -82,7 +81,6 @@ class ShortConvConfig:
 
     @property
     def in_widths(self) -> tuple[int, ...]:
-        """See StateConfig: two gates and the inputs."""
         return (3 * self.width,)
 
     @property
@@ -123,7 +121,6 @@ class SpaceConfig:
 
     @property
     def in_widths(self) -> tuple[int, ...]:
-        """See StateConfig: gates, what is convolved, and a time step for each head."""
         return (self.out_width + self.convolved + self.num_heads,)
 
     @property
@@ -169,7 +166,6 @@ class DeltaConfig:
 
     @property
     def in_widths(self) -> tuple[int, ...]:
-        """See StateConfig: what is convolved, gates, and two numbers for each head."""
         if self.has_mixed_rows:
             return self.convolved + self.out_width, 2 * self.num_heads
         return self.convolved, self.out_width, self.num_heads, self.num_heads

@@ -105,12 +105,10 @@ class EncoderConfig:
 
     @property
     def embedding_size(self) -> int:
-        """Return the width of the largest tensor, the table of tokens."""
         return self.hidden_size
 
     @property
     def vector_width(self) -> int:
-        """Return the elements of a text's vector; 1 of a score."""
         if self.score is not None:
             return 1
         return self.embedding.dense[-1].out_width if self.embedding.dense else self.hidden_size

@@ -185,14 +185,12 @@ def read_with_images(fields: JsonFields, model_type: str, form: FamilyForm) -> M
 
 
 def read_idefics3(fields: JsonFields, model_type: str, form: FamilyForm) -> ModelConfig:
-    """Read the text part of Idefics3: embeddings are tied, or not, as stands outside."""
     _require_text(fields, model_type, "llama")
     config = read_with_images(fields, model_type, form)
     return replace(config, ties_embeddings=fields.flag("tie_word_embeddings", False))
 
 
 def read_pixtral(fields: JsonFields, model_type: str, form: FamilyForm) -> ModelConfig:
-    """Read the text part of Pixtral and of Mistral 3; what says whether embeddings are tied stands in either part."""
     _require_text(fields, model_type, "mistral")
     config = read_with_images(fields, model_type, form)
     return replace(config, ties_embeddings=fields.flag("tie_word_embeddings", config.ties_embeddings))
@@ -233,7 +231,6 @@ def granite(config: ModelConfig, fields: JsonFields) -> ModelConfig:
 
 
 def gemma(config: ModelConfig, fields: JsonFields) -> ModelConfig:
-    """Add Gemma's multiplier of embeddings; its first configs say gelu and mean the approximation."""
     activation = Activation.GELU_TANH if config.activation is Activation.GELU else config.activation
     return replace(config, activation=activation, embedding_multiplier=math.sqrt(config.hidden_size))
 
@@ -271,7 +268,6 @@ def lfm2_moe(config: ModelConfig, fields: JsonFields) -> ModelConfig:
 
 
 def granite_hybrid(config: ModelConfig, fields: JsonFields) -> ModelConfig:
-    """Add Granite's multipliers; a model without experts is as wide as the expert for all tokens."""
     inner = fields.integer("shared_intermediate_size", 1, MAX_WIDTH, 1024)
     return replace(granite(config, fields), intermediate_size=inner)
 
@@ -292,7 +288,6 @@ def nemotron_h(config: ModelConfig, fields: JsonFields) -> ModelConfig:
 
 
 def falcon_h1(config: ModelConfig, fields: JsonFields) -> ModelConfig:
-    """Add Falcon-H1's multipliers; a null list of them is of ones."""
 
     def factor(name: str) -> float:
         return fields.number(name, -1e6, 1e6, 1.0)
@@ -327,7 +322,6 @@ _THETAS = (1e6, 1e4)  # without windows, with them
 
 
 def gemma3n(config: ModelConfig, fields: JsonFields) -> ModelConfig:
-    """Add Gemma 3n's parts; its text alone is read."""
     num_layers, heads = config.num_layers, HeadSizes(config.num_kv_heads, config.head_dim)
     if fields.integer("altup_active_idx", 0, _MAX_STREAMS, 0) != 0:
         raise UnsupportedModel("altup_active_idx other than 0 is not supported.")
@@ -364,7 +358,8 @@ def gemma4(config: ModelConfig, fields: JsonFields) -> ModelConfig:
     inner, sizes = config.intermediate_size, tuple[int, ...]()
     if num_shared and fields.flag("use_double_wide_mlp", False):
         sizes = (inner,) * (num_layers - num_shared) + (2 * inner,) * num_shared
-    width = fields.integer("hidden_size_per_layer_input", 0, MAX_WIDTH, 256) if _is_given(fields) else 0
+    name = "hidden_size_per_layer_input"
+    width = fields.integer(name, 0, MAX_WIDTH, 256) if fields.has(name) or not fields.is_present(name) else 0
     extras = LayerExtras(
         windowed_heads=windowed_heads if windowed else full_heads,
         full_heads=full_heads,
@@ -400,11 +395,6 @@ def gemma4_experts(fields: JsonFields, num_layers: int) -> ExpertConfig | None:
         normalises=True,
         is_beside=True,
     )
-
-
-def _is_given(fields: JsonFields) -> bool:
-    name = "hidden_size_per_layer_input"
-    return fields.has(name) or not fields.is_present(name)
 
 
 def _scaled(config: ModelConfig, fields: JsonFields, cap: float | None) -> ModelConfig:

@@ -42,7 +42,9 @@ def parse_hub_name(text: str) -> HubName:
     """Parse ORG/NAME[:QUANTISATION][@REVISION]. Raises ConfigError."""
     matches = (form.fullmatch(text) for form in _FORMS)
     found = next((match for match in matches if match is not None), None)
-    if found is None or _is_forbidden(found["repo_id"]) or ".." in (found["revision"] or ""):
+    repo_id = "" if found is None else found["repo_id"]
+    is_forbidden = len(repo_id) > _MAX_REPO_ID_LEN or "--" in repo_id or ".." in repo_id or repo_id.endswith(".git")
+    if found is None or is_forbidden or ".." in (found["revision"] or ""):
         raise ConfigError(f"{text!r} is not the name of a model on a hub, {FORM}, or a short one (docs/models.md)")
     return HubName(found["repo_id"], found["revision"], found["quantization"])
 
@@ -56,10 +58,6 @@ def names_hub_model(text: str) -> bool:
     except ConfigError:
         return False
     return not name.repo_id.endswith(_FILE_SUFFIXES)
-
-
-def _is_forbidden(repo_id: str) -> bool:
-    return len(repo_id) > _MAX_REPO_ID_LEN or "--" in repo_id or ".." in repo_id or repo_id.endswith(".git")
 
 
 DEFAULT_QUANTISATION = "Q4_K_M"

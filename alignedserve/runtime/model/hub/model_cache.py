@@ -70,7 +70,8 @@ def _only(found: HFCacheInfo, repo_id: str) -> HFCacheInfo:
 
 def _describe(repo: CachedRepoInfo, revision: CachedRevisionInfo) -> CachedModel:
     weights = _describe_weights(revision.snapshot_path)
-    halves = _num_bytes_of_halves(repo.repo_path) if weights.endswith(_INCOMPLETE) else 0
+    parts = (repo.repo_path / "blobs").glob("*.incomplete") if weights.endswith(_INCOMPLETE) else ()
+    halves = sum(path.stat().st_size for path in parts)
     return CachedModel(
         repo_id=repo.repo_id,
         commit=revision.commit_hash,
@@ -124,10 +125,6 @@ def _describe_gguf(path: Path) -> str:
     parts = [path.with_name(name) for name in part_names(path.name)]
     shown = path.name if len(parts) == 1 else f"{path.name} and {len(parts) - 1} more"
     return shown if all(part.exists() for part in parts) else f"{path.name} {_INCOMPLETE}"
-
-
-def _num_bytes_of_halves(folder: Path) -> int:
-    return sum(path.stat().st_size for path in (folder / "blobs").glob("*.incomplete"))
 
 
 def _num_bytes_in(folder: Path) -> int:

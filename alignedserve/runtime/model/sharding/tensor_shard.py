@@ -107,15 +107,12 @@ def _obstacle(config: ModelConfig, size: int) -> str | None:
         return f"the model's {heads} attention heads cannot be divided among {size} ranks"
     if kv_heads % size and size % kv_heads:
         return f"the model's {kv_heads} key heads can be neither divided among {size} ranks nor shared by equally many"
-    widths = [config.intermediate_size, *(_expert_widths(config))]
+    experts = config.experts
+    widths = [config.intermediate_size]
+    widths += [] if experts is None else [width for width in (experts.intermediate_size, experts.shared_size) if width]
     if min(*widths, config.vocab_size) < size:
         return f"the model is narrower than {size} ranks"
     return None
-
-
-def _expert_widths(config: ModelConfig) -> list[int]:
-    experts = config.experts
-    return [] if experts is None else [width for width in (experts.intermediate_size, experts.shared_size) if width]
 
 
 def _even(count: int, shard: TensorShard) -> Span:
