@@ -21,8 +21,7 @@ from typing import NamedTuple
 from alignedserve.batches.garbage_collection import collect_garbage, forget_input
 from alignedserve.batches.interfaces import LineRunner
 from alignedserve.batches.line_executor import RunContext
-from alignedserve.batches.line_scheduling import LineDurations, by_slack, client_turns
-from alignedserve.batches.line_slots import LineSlots, ModelShares
+from alignedserve.batches.line_scheduling import LineDurations, LineSlots, ModelShares, by_slack, client_turns
 from alignedserve.batches.location import DriverStores
 from alignedserve.batches.records import BatchKey
 from alignedserve.batches.run import BatchRun

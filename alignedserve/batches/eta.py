@@ -26,11 +26,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from alignedserve.batches.line_slots import ModelShares
+from alignedserve.batches.hours import ALWAYS, Schedule
+from alignedserve.batches.line_scheduling import ModelShares
 from alignedserve.batches.records import BatchRecord, Eta, Progress, Risk, StoredRecord
 from alignedserve.batches.schedule import schedule_of
 from alignedserve.core.errors import InvalidRequest
-from alignedserve.core.hours import ALWAYS, Schedule
 
 _SLOWER, _FASTER = 0.8, 1.25
 _BYTES_PER_TOKEN = 4.0

@@ -10,6 +10,7 @@ each floor `r * share / (1 - share)` and one request of its class.
 """
 
 import math
+from enum import IntEnum
 
 from alignedserve.core.request import Request
 
@@ -62,3 +63,11 @@ class OverdueFloor(ClassFloor):
     def lets(self, num_tokens: int, due_s: float, now: float) -> bool:
         """Return whether a request of so many tokens, due at that time, may go before those on time."""
         return now >= due_s + OVERDUE_S and self.is_due(num_tokens)
+
+
+class TurnClass(IntEnum):
+    """Classes, the first ones first."""
+
+    ON_TIME = 0  # real-time
+    LATE = 1  # real-time, which has missed its objective, or has none
+    BEST_EFFORT = 2

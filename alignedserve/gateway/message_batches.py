@@ -19,8 +19,7 @@ from alignedserve.api.openai.parsing import parse, parse_json
 from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
 from alignedserve.api.schema import Schema
 from alignedserve.api.task_class import note_class
-from alignedserve.batches.owners import client_of
-from alignedserve.batches.records import BatchKey, BatchStatus, Endpoint, ResultKind
+from alignedserve.batches.records import BatchKey, BatchStatus, Endpoint, ResultKind, client_of
 from alignedserve.batches.repository import BatchSnapshot
 from alignedserve.config.sections import BatchesConfig
 from alignedserve.core.errors import InvalidRequest

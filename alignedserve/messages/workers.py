@@ -7,9 +7,8 @@ import msgspec
 from alignedserve.core.ids import BatchId, RequestId, WorkerName
 from alignedserve.core.request import Request
 from alignedserve.messages.caches import BatchGranted, BlocksWritten
-from alignedserve.messages.cluster_view import BatchShape
+from alignedserve.messages.cluster_view import BatchShape, IterationLogTotals, WorkerSpeed
 from alignedserve.messages.fields import Attempt, Count, FailureKind, PredictedLen, Seconds, Share, Text, TokenIds
-from alignedserve.messages.measurements import IterationLogTotals, WorkerSpeed
 from alignedserve.messages.wire import Message
 
 

@@ -2,7 +2,7 @@
 
 import math
 
-from alignedserve.core.percent import in_percent
+from alignedserve.core.metrics import in_percent
 from lab.certification.verdict import Check
 from lab.sim.report.svg import shown
 

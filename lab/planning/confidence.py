@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from alignedserve.core.percent import in_percent
+from alignedserve.core.metrics import in_percent
 from alignedserve.costmodel.calibration import CALIBRATIONS
 from lab.planning.candidates import Candidate
 from lab.planning.hardware_list import RECORDED

@@ -6,7 +6,7 @@ from html import escape
 from math import floor
 from typing import Any
 
-from alignedserve.core.percent import in_percent
+from alignedserve.core.metrics import in_percent
 from lab.planning.candidates import Candidate
 from lab.planning.plan import Plan, Tried, Variation
 from lab.planning.trials import HOPELESS, Outcome

@@ -6,7 +6,7 @@ import msgspec
 
 from alignedserve.api.backend.scripted import IDLE_STATUS
 from alignedserve.core.request import Slo
-from alignedserve.messages.measurements import WorkerSpeed
+from alignedserve.messages.cluster_view import WorkerSpeed
 from tests.gateway.support import Gateway, gateway, saying
 from tests.support.marks import each
 
