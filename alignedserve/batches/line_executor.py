@@ -41,7 +41,7 @@ class RunListener(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """Stores, line runner and limits of all runs, what they tell each other, and the driver that listens to them."""
+    """Stores, line runner and limits of all runs, their shared state, and the driver that listens to them."""
 
     stores: DriverStores
     runner: LineRunner

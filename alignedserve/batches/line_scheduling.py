@@ -2,12 +2,12 @@
 
 Slack of a batch is the time left in its window less the time that its remaining lines take at the present rate. The
 batch with the least slack goes first. Example: A has 3 600 s left and 2 000 s of work, B 600 s and 100 s of work: A's
-slack is 1 600 s and B's 500 s, so B goes first. A waits and loses nothing, as slack is what it can spare.
+slack is 1 600 s and B's 500 s, so B goes first. A waits within its slack and loses nothing.
 
 Where batches of several owners have lines to run, the owner with the fewest lines in the cluster by its weight goes
 first, and of its batches the one with the least slack. So each owner has lines waiting at the router, which shares
-tokens out (router/fair_shares.py). Example: 12 places, owners of weights 2 and 1: 8 lines and 4. A client whose batches
-come by several APIs is one of them.
+tokens out (router/fair_shares.py). Example: 12 places, owners of weights 2 and 1: 8 lines and 4. A client counts once,
+whichever APIs its batches come by.
 
 Line deadlines spread the remaining lines over the window, so that a batch asks for a steady share of the cluster
 instead of nothing at first and everything at the end: the k-th of n lines in flight gets `k / n_left` of the time left,
@@ -52,7 +52,7 @@ class MeanLineDuration:
 
 
 class LineDurations:
-    """Mean durations of lines by the model that runs them, so that a slow one's are given the time that they take."""
+    """Mean durations of lines by model, so that the lines of a slow model get enough time."""
 
     def __init__(self) -> None:
         self._by_model: dict[str, MeanLineDuration] = {}

@@ -1,4 +1,4 @@
-"""One batch, from its input file to its result files.
+"""Runs one batch from its input file to its result files.
 
 1. `InputFile` is scanned: every line is validated, or only indexed if the batch was validated before.
 2. The result log is opened: lines with a durable record are done and never run again.

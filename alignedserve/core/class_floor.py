@@ -21,7 +21,8 @@ OVERDUE_S, OVERDUE_FLOOR = 30.0, 0.05
 def turn_due_s(request: Request, *, has_begun: bool) -> float:
     """Return the time from which a real-time request is late where it waits for its turn.
 
-    That of its first token; infinite if it has had that, or has objectives, but none for it. One without any objective
+    Deadline of the first token; infinite once the token is out, and where objectives name none. One without any
+    objective
     is always late.
     """
     if not has_begun and not request.slo.targets:

@@ -54,7 +54,7 @@ _UNREPORTED_EPOCHS = 1 << 20  # at most between two reports; 17 minutes, where t
 def next_epoch(latest: int, now: float) -> int:
     """Return the first number of a new epoch: above `latest`, and the time in milliseconds where that is more.
 
-    So a router that is started again on its host goes on above the one before it. On another host, or after a reboot,
+    A restarted router therefore continues above its predecessor. On another host, or after a reboot,
     the clock may be behind: workers and pools register with the latest number they know, and gateways resume requests
     with the latest that they were told (`latest_attempt` in their messages).
     """
@@ -103,7 +103,7 @@ def plan_chunks(remaining: Iterable[tuple[RequestId, int]], budget: int) -> tupl
 
 
 def end_token_ids(request: Request, eos_token_ids: frozenset[int]) -> frozenset[int]:
-    """Return the tokens that end the answer; any other does only as the last that its limit allows.
+    """Return the tokens that end the answer early; reaching `max_tokens` also ends it.
 
     Under a grammar an end token that is to be ignored comes only where nothing else may follow.
     """

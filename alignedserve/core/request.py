@@ -1,4 +1,4 @@
-"""A request on arrival: facts that never change, so that components can exchange it."""
+"""A request on arrival: facts that never change; components exchange it."""
 
 import enum
 from collections.abc import Callable, Iterable, Sequence
@@ -191,7 +191,7 @@ class Request:
 
     @property
     def cache_keys(self) -> tuple[int, ...]:
-        """The prompt as the prefix cache knows it: as its tokens, but for those of pictures. Worked out each time."""
+        """The prompt for the prefix cache: its tokens, with keys in place of picture tokens. Worked out each time."""
         return with_picture_keys(self.prompt_token_ids, self.pictures)
 
     @property

@@ -21,7 +21,7 @@ def write_durably(path: Path, content: bytes) -> None:
 
 
 def publish(file_descriptor: int, partial: Path, path: Path) -> None:
-    """Give a file that is complete its name, in place of what has that name."""
+    """Give a complete file its name, replacing an earlier file of that name."""
     os.fsync(file_descriptor)
     partial.replace(path)
     sync_folder(path.parent)

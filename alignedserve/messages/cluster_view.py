@@ -90,7 +90,7 @@ class AdapterLoad(msgspec.Struct, frozen=True, array_like=True):
 
 
 class AdapterLoads(msgspec.Struct, frozen=True, array_like=True):
-    """LoRA adapters that requests have, those with most requests first, as many as may be told."""
+    """LoRA adapters in use, the busiest first, up to a limit."""
 
     max_adapters: Count = 0  # in the memory of each worker; 0: adapters are off
     loads: Annotated[tuple[AdapterLoad, ...], msgspec.Meta(max_length=MAX_ADAPTERS)] = ()

@@ -159,7 +159,7 @@ def _entry(record: StoredResponse) -> Entry:
 
 
 class DeletedItem(NamedTuple):
-    """Where an item was, for clients that delete what they list."""
+    """The position of a deleted item, for clients that delete while they list."""
 
     item_id: str
     place: int  # items that are there now, and were before it

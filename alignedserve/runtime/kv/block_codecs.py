@@ -13,7 +13,7 @@ from kernels.caches.int8_blocks import dequantise_blocks, quantise_blocks
 
 
 class BlockCodec(NamedTuple):
-    """Encodes each block as one row, uint8 [row_bytes], and decodes it.
+    """Encodes each block as a row, uint8 [row_bytes], and decodes rows.
 
     Lists of blocks are int64 [count], rows uint8 [count, row_bytes], contiguous, both on the blocks' device; a list to
     scatter to has no block twice.

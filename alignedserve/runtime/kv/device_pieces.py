@@ -1,4 +1,4 @@
-"""Blocks of a device as pieces on its host, for transports that read and write there."""
+"""Blocks of a device as pieces in host memory, for transports that read and write the host."""
 
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -1,6 +1,7 @@
 """The lanes of a device's copies: a stream and staging memory each, as many as copies were ever under way at once.
 
-PyTorch hands out 32 streams in turn. One for each copy would soon be the one that computes, and wait for it.
+PyTorch hands out 32 streams in turn. With a stream for each copy, copies would soon share the computing stream and wait
+for it.
 """
 
 import contextlib

@@ -4,7 +4,7 @@ The other memory is host memory that is registered with the driver, such as the 
 mapped here. Every byte crosses the link once, straight to or from its place on the other side. From device to device
 one kernel copies a whole list. With host memory blocks go straight between their places, neighbours at once and the
 whole list by one call where the driver has it; small ones are gathered on the device, as a copy of each would cost more
-than its bytes. Digests are of the bytes in this device's own memory: of what leaves it, or of what has arrived there.
+than its bytes. Digests cover the bytes in the memory of this device: before they leave, or after they arrive.
 """
 
 from collections.abc import Callable, Iterator

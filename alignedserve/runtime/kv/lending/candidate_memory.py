@@ -66,7 +66,7 @@ class CandidateMemory:
             self._remove_former()
 
     def open_for(self, peer: str) -> OpenedBuffer | None:
-        """Create a new buffer in place of any earlier one; None when there is no memory for it, which is logged."""
+        """Create a new buffer in place of any earlier one; None (and a log line) when memory is short."""
         self.close_for(peer)
         num_blocks = self._budget.lend(peer)
         if num_blocks < 1:

@@ -18,8 +18,8 @@ BUFFER_SETTING = "prefill.candidate_buffer_bytes"
 class LentRows:
     """Rows uint8 [num_rows, row_bytes] of one device, in all no more than `max_rows` unless those in use are more.
 
-    A process that maps memory of another counts as its user until it says otherwise, which a process that was lost
-    never does: what it had mapped would never be free. So memory is kept and lent again rather than freed.
+    A process that maps memory counts as its user until it unmaps. A lost process never unmaps, so its memory would
+    never be freed. So memory is kept and lent again rather than freed.
     """
 
     def __init__(self, accelerator: Accelerator, max_rows: int, row_bytes: int) -> None:

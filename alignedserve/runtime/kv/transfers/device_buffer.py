@@ -44,7 +44,7 @@ class DeviceBuffer:
         self.lanes.accelerator.use()
 
     def stamp(self, block_ids: BlockIds, generation: int) -> None:
-        """Mark these blocks as written under this generation (0: no lease)."""
+        """Mark blocks as written under a generation (0: no lease)."""
         self.generations[np.asarray(block_ids, np.int64)] = generation
 
     def is_stamped(self, block_ids: BlockIds, generation: int) -> bool:

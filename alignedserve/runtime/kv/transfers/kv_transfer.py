@@ -46,7 +46,7 @@ class KVTransfer(Protocol):
 
     A refused request is logged with its reason and does not affect the others. Both methods raise PeerLost when the
     owner of the blocks is gone; the outcome of every request of that call is then unknown. Shared memory outlives its
-    owner, so there the links notice the loss.
+    owner: for such transfers the links notice the loss.
     """
 
     def offload(self, requests: Sequence[OffloadRequest]) -> list[tuple[BlockRun, ...] | None]:

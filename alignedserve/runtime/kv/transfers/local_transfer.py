@@ -103,7 +103,7 @@ def relay(
 ) -> tuple[BlockRun, ...] | None:
     """Copy a request's blocks from one memory to another, verify them and return its new runs with their checksums.
 
-    There must be as many target blocks as the copy has. In a candidate buffer (`target.stamps`) they are stamped first,
+    The copy needs an equal number of target blocks. In a candidate buffer (`target.stamps`) they are stamped first,
     and unstamped when the result is None; in the pool's arena the pool has stamped them.
     """
     relayed = relay_unverified(source, copy, target, target_block_ids, generation)

@@ -18,7 +18,7 @@ from kernels.cpu.block_copies import Digests
 
 
 class ShmTransfer(LocalTransfer):
-    """KVTransfer over an arena mapped into this process, which it closes."""
+    """KVTransfer over an arena mapped into this process; closes the arena."""
 
     def __init__(
         self,
