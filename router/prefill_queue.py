@@ -5,8 +5,8 @@ real-time ones, then best-effort ones; within a class the policy's key decides. 
 effort has a share of the tokens that leave the queue, the floor, so that it never starves. Nothing else lets a
 best-effort request pass a real-time one. A late one that is overdue has such a share beside those on time.
 
-Where several tenants wait in a class, the one with the lowest virtual token counter goes (router/fair_shares.py), and of
-its requests the first by class and key. A real-time request that can still hold its objective passes late ones of other
+Where several tenants wait in a class, the tenant with the lowest virtual token counter goes (router/fair_shares.py):
+its first request by class and key. A real-time request that can still hold its objective passes late ones of other
 tenants as long as its tenant is at most DEADLINE_LEAD beyond them: deadlines are kept inside a fair share.
 
 The floors, and what a real-time request waits for by them, are in alignedserve/core/class_floor.py.
