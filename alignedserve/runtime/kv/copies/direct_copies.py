@@ -7,21 +7,23 @@ whole list by one call where the driver has it; small ones are gathered on the d
 than its bytes. Digests cover the bytes in the memory of this device: before they leave, or after they arrive.
 """
 
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from alignedserve.runtime.device.accelerator import Accelerator
 from alignedserve.runtime.device.arrays import to_device
 from alignedserve.runtime.device.batched_copies import Ints, RowRuns
-from alignedserve.runtime.device.streams import Stream
+from alignedserve.runtime.device.streams import Event, Stream
 from kernels.caches.block_digests import listed_digests, row_digests
 from kernels.caches.block_lists import copy_listed, gather_blocks, scatter_blocks
-from kernels.cpu.block_copies import BlockList, Digests
+from kernels.cpu.block_copies import BlockList, Digests, copy_blocks
 from kernels.cpu.row_digest import WORD_BYTES
 
 STAGED_BYTES = 32 << 20  # on the device: large enough for a link's full speed, small beside a cache
@@ -193,3 +195,97 @@ def _digest_listed(blocks: Tensor, block_ids: Ints, digests: Tensor) -> None:
 
 def _nothing() -> None:
     """Do nothing, in its turn."""
+
+
+def copy_from_pieces(
+    pieces: Iterable[BlockList], target: BlockList, *, num_threads: int = 1, is_streamed: bool | None = None
+) -> Digests:
+    digests, first = np.empty(len(target), np.uint64), 0
+    for piece in pieces:
+        last = first + len(piece)
+        part = target.part(first, last)
+        digests[first:last] = copy_blocks(piece, part, num_threads=num_threads, is_streamed=is_streamed)
+        first = last
+    assert first == len(target), "as many targets as blocks"
+    return digests
+
+
+def copy_to_pieces(source: BlockList, pieces: Iterable[BlockList], *, num_threads: int = 1) -> Digests:
+    digests, first = np.empty(len(source), np.uint64), 0
+    for piece in pieces:  # to its end and past it: the last piece is on its device only then
+        last = first + len(piece)
+        digests[first:last] = copy_blocks(source.part(first, last), piece, num_threads=num_threads)
+        first = last
+    assert first == len(source), "as many targets as blocks"
+    return digests
+
+
+IntArray = npt.NDArray[np.int64]
+
+
+class _Copy(NamedTuple):
+    stream: Stream
+    event: Event
+
+
+class PendingCopies:
+    """The copies of one storage that may not be done. One thread drives the streams; others may `synchronize`.
+
+    An engine's steps need not be recorded: the end of a step is announced only when the device has done it.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self._lock = threading.Lock()
+        # The number of each block's latest copy, which has itself waited for earlier ones.
+        self._last = np.zeros(num_blocks, np.int64)
+        self._pending: dict[int, _Copy] = {}
+        self._num_begun = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Return whether no copy is pending."""
+        return not self._pending
+
+    def wait(self, stream: Stream, block_ids: IntArray | Callable[[], IntArray]) -> None:
+        """Make later work on the stream wait for what other streams do with these blocks.
+
+        `block_ids`: or what returns them, asked only where other streams do something.
+        """
+        if not self._has_other(stream):
+            return
+        for copy in self._on(block_ids() if callable(block_ids) else block_ids):
+            if copy.stream is not stream:
+                stream.wait(copy.event)
+
+    def record(self, stream: Stream, block_ids: IntArray) -> None:
+        """Record that the latest work on the stream is a copy of these blocks."""
+        event = stream.record()
+        with self._lock:
+            self._forget_first()
+            self._num_begun += 1
+            self._pending[self._num_begun] = _Copy(stream, event)
+            self._last[block_ids] = self._num_begun
+
+    def synchronize(self, block_ids: IntArray) -> None:
+        """Block the host until all copies to and from these blocks are done."""
+        for copy in self._on(block_ids):
+            copy.event.synchronize()
+
+    def _forget_first(self) -> None:
+        while self._pending:
+            number, copy = next(iter(self._pending.items()))
+            if not copy.event.is_done():
+                return
+            del self._pending[number]
+
+    def _has_other(self, stream: Stream) -> bool:
+        with self._lock:
+            return any(copy.stream is not stream for copy in self._pending.values())
+
+    def _on(self, block_ids: IntArray) -> list[_Copy]:
+        if not self._pending:
+            return []
+        with self._lock:
+            self._pending = {number: copy for number, copy in self._pending.items() if not copy.event.is_done()}
+            last = self._last[block_ids]
+            return [copy for number, copy in self._pending.items() if (last == number).any()]

@@ -17,8 +17,7 @@ from alignedserve.runtime.kv.block_checksums import (
     verify_checksums,
 )
 from alignedserve.runtime.kv.block_runs import BlockIds, BlockRuns, Ints, as_ids
-from alignedserve.runtime.kv.copies.direct_copies import HostSide, PeerSide
-from alignedserve.runtime.kv.copies.list_copies import copy_from_pieces, copy_to_pieces
+from alignedserve.runtime.kv.copies.direct_copies import HostSide, PeerSide, copy_from_pieces, copy_to_pieces
 from alignedserve.runtime.kv.shm_arena import NO_LEASE, Arena, ArenaPart
 from alignedserve.runtime.kv.transfers.device_buffer import DeviceBuffer
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest, verified
