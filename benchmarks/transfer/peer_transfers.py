@@ -18,7 +18,7 @@ from alignedserve.runtime.device.accelerator import Accelerator, accelerator_of
 from alignedserve.runtime.device.host_accelerator import HostAccelerator
 from alignedserve.runtime.device.timing import synchronize
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from alignedserve.runtime.kv.copies.copy_lanes import CopyLanes
+from alignedserve.runtime.kv.copies.staged_copies import CopyLanes
 from alignedserve.runtime.kv.transfers.block_server import BlockServer
 from alignedserve.runtime.kv.transfers.channel_transfer import ChannelTransfer
 from alignedserve.runtime.kv.transfers.channels.open_channel import open_channel

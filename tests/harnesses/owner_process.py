@@ -18,7 +18,7 @@ from alignedserve.messages.handshake import Role
 from alignedserve.process.links import Identity
 from alignedserve.runtime.device.accelerator import accelerator_of
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from alignedserve.runtime.kv.copies.copy_lanes import CopyLanes
+from alignedserve.runtime.kv.copies.staged_copies import CopyLanes
 from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.kv.transfers.block_server import BlockServer
 from alignedserve.runtime.kv.transfers.channel_transfer import ChannelTransfer

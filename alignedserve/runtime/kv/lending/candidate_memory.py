@@ -15,7 +15,7 @@ from alignedserve.core.errors import NotEnoughMemory
 from alignedserve.messages.caches import ArenaOffered
 from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.runtime.kv.arena_files import ARENA_SUFFIX, arena_path, remove_stale_arenas
-from alignedserve.runtime.kv.copies.copy_lanes import CopyLanes
+from alignedserve.runtime.kv.copies.staged_copies import CopyLanes
 from alignedserve.runtime.kv.lending.buffer_budget import BufferBudget
 from alignedserve.runtime.kv.lending.device_lender import BUFFER_SETTING, DeviceLender
 from alignedserve.runtime.kv.shm_arena import Arena

@@ -9,7 +9,7 @@ from torch import Tensor
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import NotEnoughMemory
 from alignedserve.runtime.device.accelerator import Accelerator
-from alignedserve.runtime.kv.copies.copy_lanes import CopyLanes
+from alignedserve.runtime.kv.copies.staged_copies import CopyLanes
 from alignedserve.runtime.kv.transfers.device_buffer import DeviceBuffer
 
 BUFFER_SETTING = "prefill.candidate_buffer_bytes"

@@ -10,7 +10,7 @@ from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import HandoffRejected
 from alignedserve.messages.blocks import DeviceMemoryHandle
 from alignedserve.runtime.kv.block_runs import BlockIds
-from alignedserve.runtime.kv.copies.copy_lanes import CopyLanes
+from alignedserve.runtime.kv.copies.staged_copies import CopyLanes
 from alignedserve.runtime.kv.device_pieces import DevicePieces
 from alignedserve.runtime.kv.shm_arena import NO_LEASE, WHOLE, ArenaPart
 from alignedserve.runtime.kv.transfers.host_blocks import HostBlocks

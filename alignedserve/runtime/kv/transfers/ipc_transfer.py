@@ -18,8 +18,8 @@ from alignedserve.runtime.device.accelerator import SharedRows
 from alignedserve.runtime.kv.block_checksums import expand_runs, run_checksums
 from alignedserve.runtime.kv.block_runs import Ints
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from alignedserve.runtime.kv.copies.copy_lanes import CopyLanes
 from alignedserve.runtime.kv.copies.direct_copies import PeerSide
+from alignedserve.runtime.kv.copies.staged_copies import CopyLanes
 from alignedserve.runtime.kv.transfers.channels.control_socket import dial
 from alignedserve.runtime.kv.transfers.requests import (
     PlannedRequest,

@@ -10,8 +10,8 @@ import torch
 
 from alignedserve.runtime.device.accelerator import CudaAccelerator
 from alignedserve.runtime.device.streams import DeviceStreams, HostStreams
-from alignedserve.runtime.kv.copies.copy_lanes import CopyLanes
 from alignedserve.runtime.kv.copies.direct_copies import DirectCopies, HostSide, PeerSide
+from alignedserve.runtime.kv.copies.staged_copies import CopyLanes
 from alignedserve.runtime.kv.device_pieces import DevicePieces
 from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.kv.transfers.shm_transfer import ShmTransfer
