@@ -20,7 +20,7 @@ from alignedserve.runtime.kv.lending.buffer_budget import BufferBudget
 from alignedserve.runtime.kv.lending.device_lender import BUFFER_SETTING, DeviceLender
 from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.kv.transfers.block_server import BlockServer
-from alignedserve.runtime.kv.transfers.channels.open_channel import open_channel
+from alignedserve.runtime.kv.transfers.channels.block_channel import open_channel
 from alignedserve.runtime.kv.transfers.host_blocks import ArenaBuffer
 from alignedserve.runtime.kv.transfers.local_transfer import LocalMemory
 from alignedserve.runtime.kv.transfers.transports import AUTO

@@ -18,8 +18,7 @@ from alignedserve.core.errors import HandoffRejected, PeerError, ProtocolError
 from alignedserve.messages.blocks import OpenTransfer, TransferOpened, TransferRefused
 from alignedserve.process.links import Identity, real_address
 from alignedserve.runtime.kv.shm_arena import ArenaPart
-from alignedserve.runtime.kv.transfers.channels.block_channel import OWNER_RANK
-from alignedserve.runtime.kv.transfers.channels.channel_opener import ChannelOpener, open_stream
+from alignedserve.runtime.kv.transfers.channels.block_channel import OWNER_RANK, ChannelOpener, open_stream
 from alignedserve.runtime.kv.transfers.channels.control_socket import ControlSocket, keep_alive, listen_at
 from alignedserve.runtime.kv.transfers.session import ServedBuffer, TransferSession
 

@@ -10,10 +10,8 @@ from alignedserve.core.errors import PeerError
 from alignedserve.messages.blocks import ReadBlocks, WriteBlocks
 from alignedserve.process.links import Identity
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from alignedserve.runtime.kv.transfers.channels.block_channel import CLIENT_RANK
-from alignedserve.runtime.kv.transfers.channels.block_stream import BlockStream
+from alignedserve.runtime.kv.transfers.channels.block_channel import CLIENT_RANK, BlockStream, open_channel
 from alignedserve.runtime.kv.transfers.channels.control_socket import dial
-from alignedserve.runtime.kv.transfers.channels.open_channel import open_channel
 from alignedserve.runtime.kv.transfers.host_blocks import HostBlocks
 from alignedserve.runtime.kv.transfers.requests import (
     PlannedRequest,

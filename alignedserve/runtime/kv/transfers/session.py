@@ -19,8 +19,7 @@ from alignedserve.messages.blocks import (
 from alignedserve.runtime.kv.block_checksums import check_target, expand_runs
 from alignedserve.runtime.kv.block_runs import BlockIds, Ints
 from alignedserve.runtime.kv.shm_arena import ArenaPart
-from alignedserve.runtime.kv.transfers.channels.block_channel import BlockChannel, Rows
-from alignedserve.runtime.kv.transfers.channels.block_stream import BlockStream
+from alignedserve.runtime.kv.transfers.channels.block_channel import BlockChannel, BlockStream, Rows
 from alignedserve.runtime.kv.transfers.channels.control_socket import ControlSocket
 from kernels.cpu.block_copies import BlockList
 
