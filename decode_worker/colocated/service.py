@@ -9,8 +9,7 @@ from alignedserve.messages.wire import Codec
 from alignedserve.process.logic_driver import LogicDriver
 from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.runtime.executor import Executor
-from alignedserve.runtime.kv.lending.candidate_memory import CandidateMemory
-from alignedserve.runtime.kv.lending.lending_copier import CopyCommand, LendingCopier
+from alignedserve.runtime.kv.lending.candidate_memory import CandidateMemory, CopyCommand, LendingCopier
 from alignedserve.runtime.kv.transfers.transports import AUTO
 from alignedserve.worker_core.compute_meter import ComputeMeter
 from alignedserve.worker_core.request_notes import Phases, WorkerNotes

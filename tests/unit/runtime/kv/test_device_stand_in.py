@@ -7,7 +7,7 @@ import pytest
 from alignedserve.messages.caches import BlockCopy
 from alignedserve.runtime.device.streams import Stream
 from alignedserve.runtime.kv.copies.staged_copies import CopyLanes
-from alignedserve.runtime.kv.lending.device_lender import LentRows
+from alignedserve.runtime.kv.lending.candidate_memory import LentRows
 from alignedserve.runtime.kv.transfers.block_server import BlockServer
 from alignedserve.runtime.kv.transfers.channel_transfer import ChannelTransfer
 from alignedserve.runtime.kv.transfers.channels.block_channel import open_channel
