@@ -21,7 +21,7 @@ from alignedserve.runtime.kv.block_copier import BlockCopier
 from alignedserve.runtime.kv.copies.staged_copies import CopyLanes
 from alignedserve.runtime.kv.lending.buffer_budget import BufferBudget
 from alignedserve.runtime.kv.lending.candidate_memory import CandidateMemory
-from alignedserve.runtime.kv.transfers.transports import lends_device_memory
+from alignedserve.runtime.kv.transfers.kv_transfer import lends_device_memory
 from alignedserve.runtime.model.served_model import ServedModel
 
 

@@ -44,8 +44,8 @@ from alignedserve.runtime.kv.transfers.block_server import BlockServer
 from alignedserve.runtime.kv.transfers.channels.block_channel import open_channel
 from alignedserve.runtime.kv.transfers.device_buffer import DeviceBuffer
 from alignedserve.runtime.kv.transfers.host_blocks import ArenaBuffer
+from alignedserve.runtime.kv.transfers.kv_transfer import AUTO
 from alignedserve.runtime.kv.transfers.local_transfer import LocalMemory
-from alignedserve.runtime.kv.transfers.transports import AUTO
 
 BUFFER_SETTING = "prefill.candidate_buffer_bytes"
 
