@@ -22,7 +22,7 @@ from alignedserve.runtime.kv.copies.staged_copies import CopyLanes
 from alignedserve.runtime.kv.transfers.block_server import BlockServer
 from alignedserve.runtime.kv.transfers.channel_transfer import ChannelTransfer
 from alignedserve.runtime.kv.transfers.channels.block_channel import open_channel
-from alignedserve.runtime.kv.transfers.device_buffer import DeviceBuffer
+from alignedserve.runtime.kv.transfers.host_blocks import DeviceBuffer
 from alignedserve.runtime.kv.transfers.ipc_transfer import IpcTransfer
 from alignedserve.runtime.kv.transfers.kv_transfer import KVTransfer
 from benchmarks.measuring.results import TransferResult

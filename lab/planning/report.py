@@ -29,7 +29,7 @@ from lab.sim.result import ALL, CURVE_PERCENTS, ClassResult
 
 @dataclass(frozen=True, slots=True)
 class PlanReport:
-    """A plan, the request for it, and the file that starts it."""
+    """A plan, its request, and the configuration file that starts the plan."""
 
     about: Sequence[tuple[str, str]]
     plan: Plan

@@ -22,8 +22,7 @@ from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.kv.transfers.block_server import BlockServer
 from alignedserve.runtime.kv.transfers.channel_transfer import ChannelTransfer
 from alignedserve.runtime.kv.transfers.channels.block_channel import open_channel
-from alignedserve.runtime.kv.transfers.device_buffer import DeviceBuffer
-from alignedserve.runtime.kv.transfers.host_blocks import ArenaBuffer
+from alignedserve.runtime.kv.transfers.host_blocks import ArenaBuffer, DeviceBuffer
 from alignedserve.runtime.kv.transfers.ipc_transfer import IpcTransfer
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, KVTransfer, OffloadRequest
 from alignedserve.runtime.kv.transfers.shm_transfer import ShmTransfer

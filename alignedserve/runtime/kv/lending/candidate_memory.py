@@ -42,8 +42,7 @@ from alignedserve.runtime.kv.lending.buffer_budget import BufferBudget
 from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.kv.transfers.block_server import BlockServer
 from alignedserve.runtime.kv.transfers.channels.block_channel import open_channel
-from alignedserve.runtime.kv.transfers.device_buffer import DeviceBuffer
-from alignedserve.runtime.kv.transfers.host_blocks import ArenaBuffer
+from alignedserve.runtime.kv.transfers.host_blocks import ArenaBuffer, DeviceBuffer
 from alignedserve.runtime.kv.transfers.kv_transfer import AUTO
 from alignedserve.runtime.kv.transfers.local_transfer import LocalMemory
 

@@ -11,7 +11,7 @@ from alignedserve.runtime.kv.lending.candidate_memory import LentRows
 from alignedserve.runtime.kv.transfers.block_server import BlockServer
 from alignedserve.runtime.kv.transfers.channel_transfer import ChannelTransfer
 from alignedserve.runtime.kv.transfers.channels.block_channel import open_channel
-from alignedserve.runtime.kv.transfers.device_buffer import DeviceBuffer
+from alignedserve.runtime.kv.transfers.host_blocks import DeviceBuffer
 from alignedserve.runtime.kv.transfers.ipc_transfer import IpcTransfer
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest
 from tests.harnesses.transfer import CLIENT, OWNER, content, filled, layout_of
