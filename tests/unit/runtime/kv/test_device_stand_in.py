@@ -9,11 +9,10 @@ from alignedserve.runtime.device.streams import Stream
 from alignedserve.runtime.kv.copies.staged_copies import CopyLanes
 from alignedserve.runtime.kv.lending.candidate_memory import LentRows
 from alignedserve.runtime.kv.transfers.block_server import BlockServer
-from alignedserve.runtime.kv.transfers.channel_transfer import ChannelTransfer
 from alignedserve.runtime.kv.transfers.channels.block_channel import open_channel
 from alignedserve.runtime.kv.transfers.host_blocks import DeviceBuffer
-from alignedserve.runtime.kv.transfers.ipc_transfer import IpcTransfer
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest
+from alignedserve.runtime.kv.transfers.requests import ChannelTransfer, IpcTransfer
 from tests.harnesses.transfer import CLIENT, OWNER, content, filled, layout_of
 from tests.support.devices.device_stand_in import LINK, DeviceTensor, Machine, Refused, StandInDevice, StandInStorage
 from tests.support.samples import blocks
