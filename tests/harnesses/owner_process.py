@@ -18,10 +18,10 @@ from alignedserve.messages.handshake import Role
 from alignedserve.process.links import Identity
 from alignedserve.runtime.device.accelerator import accelerator_of
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from alignedserve.runtime.kv.copies.staged_copies import CopyLanes
 from alignedserve.runtime.kv.shm_arena import Arena
+from alignedserve.runtime.kv.staged_copies import CopyLanes
+from alignedserve.runtime.kv.transfers.block_channel import open_channel
 from alignedserve.runtime.kv.transfers.block_server import BlockServer
-from alignedserve.runtime.kv.transfers.channels.block_channel import open_channel
 from alignedserve.runtime.kv.transfers.host_blocks import ArenaBuffer, DeviceBuffer
 from alignedserve.runtime.kv.transfers.kv_transfer import KVTransfer
 from alignedserve.runtime.kv.transfers.requests import ChannelTransfer, IpcTransfer

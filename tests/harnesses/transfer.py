@@ -19,8 +19,8 @@ from alignedserve.process.links import Identity
 from alignedserve.process.tls import CertificateAuthority
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.shm_arena import Arena
+from alignedserve.runtime.kv.transfers.block_channel import open_channel
 from alignedserve.runtime.kv.transfers.block_server import BlockServer
-from alignedserve.runtime.kv.transfers.channels.block_channel import open_channel
 from alignedserve.runtime.kv.transfers.host_blocks import ArenaBuffer, DeviceBuffer
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, KVTransfer, OffloadRequest
 from alignedserve.runtime.kv.transfers.requests import ChannelTransfer, IpcTransfer

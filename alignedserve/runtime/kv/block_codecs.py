@@ -18,7 +18,7 @@ from alignedserve.runtime.device.host_memory.huge_pages import huge_pages
 from alignedserve.runtime.device.host_memory.registered_memory import CHUNK_BYTES, RegisteredMemory
 from alignedserve.runtime.device.streams import Stream
 from alignedserve.runtime.kv.block_runs import BlockRuns
-from alignedserve.runtime.kv.copies.direct_copies import IntArray, PendingCopies
+from alignedserve.runtime.kv.direct_copies import IntArray, PendingCopies
 from kernels.caches.block_lists import gather_blocks, scatter_blocks
 from kernels.caches.int8_blocks import dequantise_blocks, quantise_blocks
 

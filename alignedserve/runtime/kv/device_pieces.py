@@ -10,7 +10,7 @@ from torch import Tensor
 from alignedserve.runtime.device.accelerator import Accelerator
 from alignedserve.runtime.kv.block_codecs import exact_codec
 from alignedserve.runtime.kv.block_runs import BlockIds
-from alignedserve.runtime.kv.copies.staged_copies import CopyLanes, Lanes, StagedCopies
+from alignedserve.runtime.kv.staged_copies import CopyLanes, Lanes, StagedCopies
 from kernels.cpu.block_copies import BlockList
 
 Ints = npt.NDArray[np.int64]

@@ -35,7 +35,7 @@ from alignedserve.process.links import Identity, real_address
 from alignedserve.runtime.kv.block_checksums import check_target, expand_runs
 from alignedserve.runtime.kv.block_runs import BlockIds, Ints
 from alignedserve.runtime.kv.shm_arena import ArenaPart
-from alignedserve.runtime.kv.transfers.channels.block_channel import (
+from alignedserve.runtime.kv.transfers.block_channel import (
     OWNER_RANK,
     BlockChannel,
     BlockStream,
@@ -43,7 +43,7 @@ from alignedserve.runtime.kv.transfers.channels.block_channel import (
     Rows,
     open_stream,
 )
-from alignedserve.runtime.kv.transfers.channels.control_socket import ControlSocket, keep_alive, listen_at
+from alignedserve.runtime.kv.transfers.control_socket import ControlSocket, keep_alive, listen_at
 from kernels.cpu.block_copies import BlockList
 
 _MAX_TIMES_BUFFER = 16  # blocks in one message, in multiples of the buffer

@@ -12,11 +12,11 @@ from alignedserve.core.errors import HandoffRejected
 from alignedserve.messages.blocks import DeviceMemoryHandle
 from alignedserve.runtime.kv.block_checksums import RunChecksums
 from alignedserve.runtime.kv.block_runs import BlockIds, PlacedRuns
-from alignedserve.runtime.kv.copies.direct_copies import copy_from_pieces, copy_to_pieces
-from alignedserve.runtime.kv.copies.staged_copies import CopyLanes
 from alignedserve.runtime.kv.device_pieces import DevicePieces
+from alignedserve.runtime.kv.direct_copies import copy_from_pieces, copy_to_pieces
 from alignedserve.runtime.kv.shm_arena import NO_LEASE, WHOLE, Arena, ArenaPart
-from alignedserve.runtime.kv.transfers.channels.block_channel import Rows
+from alignedserve.runtime.kv.staged_copies import CopyLanes
+from alignedserve.runtime.kv.transfers.block_channel import Rows
 from kernels.cpu.block_copies import BlockList, all_rows, digest_blocks
 from kernels.cpu.row_digest import WORD_BYTES
 

@@ -37,10 +37,10 @@ from alignedserve.runtime.kv.block_checksums import (
 )
 from alignedserve.runtime.kv.block_runs import BlockRuns, Ints, PlacedRuns, as_ids, join_placed, place_runs
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from alignedserve.runtime.kv.copies.direct_copies import PeerSide
-from alignedserve.runtime.kv.copies.staged_copies import CopyLanes
-from alignedserve.runtime.kv.transfers.channels.block_channel import CLIENT_RANK, BlockStream, open_channel
-from alignedserve.runtime.kv.transfers.channels.control_socket import ControlSocket, dial
+from alignedserve.runtime.kv.direct_copies import PeerSide
+from alignedserve.runtime.kv.staged_copies import CopyLanes
+from alignedserve.runtime.kv.transfers.block_channel import CLIENT_RANK, BlockStream, open_channel
+from alignedserve.runtime.kv.transfers.control_socket import ControlSocket, dial
 from alignedserve.runtime.kv.transfers.host_blocks import HostBlocks
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest, verified
 

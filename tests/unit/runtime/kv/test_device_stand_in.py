@@ -6,10 +6,10 @@ import pytest
 
 from alignedserve.messages.caches import BlockCopy
 from alignedserve.runtime.device.streams import Stream
-from alignedserve.runtime.kv.copies.staged_copies import CopyLanes
-from alignedserve.runtime.kv.lending.candidate_memory import LentRows
+from alignedserve.runtime.kv.candidate_memory import LentRows
+from alignedserve.runtime.kv.staged_copies import CopyLanes
+from alignedserve.runtime.kv.transfers.block_channel import open_channel
 from alignedserve.runtime.kv.transfers.block_server import BlockServer
-from alignedserve.runtime.kv.transfers.channels.block_channel import open_channel
 from alignedserve.runtime.kv.transfers.host_blocks import DeviceBuffer
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest
 from alignedserve.runtime.kv.transfers.requests import ChannelTransfer, IpcTransfer

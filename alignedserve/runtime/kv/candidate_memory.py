@@ -37,11 +37,11 @@ from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.runtime.device.accelerator import Accelerator
 from alignedserve.runtime.kv.arena_files import ARENA_SUFFIX, arena_path, remove_stale_arenas
 from alignedserve.runtime.kv.block_copier import BlockCopier
-from alignedserve.runtime.kv.copies.staged_copies import CopyLanes
-from alignedserve.runtime.kv.lending.buffer_budget import BufferBudget
+from alignedserve.runtime.kv.buffer_budget import BufferBudget
 from alignedserve.runtime.kv.shm_arena import Arena
+from alignedserve.runtime.kv.staged_copies import CopyLanes
+from alignedserve.runtime.kv.transfers.block_channel import open_channel
 from alignedserve.runtime.kv.transfers.block_server import BlockServer
-from alignedserve.runtime.kv.transfers.channels.block_channel import open_channel
 from alignedserve.runtime.kv.transfers.host_blocks import ArenaBuffer, DeviceBuffer
 from alignedserve.runtime.kv.transfers.kv_transfer import AUTO
 from alignedserve.runtime.kv.transfers.local_transfer import LocalMemory

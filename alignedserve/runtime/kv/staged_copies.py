@@ -22,7 +22,7 @@ from alignedserve.runtime.device.arrays import to_device
 from alignedserve.runtime.device.batched_copies import RowRuns
 from alignedserve.runtime.device.streams import Event, Stream
 from alignedserve.runtime.kv.block_codecs import BlockCodec
-from alignedserve.runtime.kv.copies.direct_copies import DirectCopies
+from alignedserve.runtime.kv.direct_copies import DirectCopies
 from kernels.cpu.block_copies import BlockList, all_rows
 
 IntArray = npt.NDArray[np.int64]

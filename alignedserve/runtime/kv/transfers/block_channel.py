@@ -19,7 +19,7 @@ from alignedserve.core.errors import PeerLost, ProtocolError
 from alignedserve.messages.blocks import RendezvousValue
 from alignedserve.runtime.device.collectives import gloo_group
 from alignedserve.runtime.kv.block_runs import BlockRuns
-from alignedserve.runtime.kv.transfers.channels.control_socket import ControlSocket
+from alignedserve.runtime.kv.transfers.control_socket import ControlSocket
 from kernels.cpu.block_copies import BlockList
 
 OWNER_RANK, CLIENT_RANK = 0, 1  # the two ends
