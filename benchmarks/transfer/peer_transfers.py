@@ -19,10 +19,10 @@ from alignedserve.runtime.device.host_accelerator import HostAccelerator
 from alignedserve.runtime.device.timing import synchronize
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.staged_copies import CopyLanes
-from alignedserve.runtime.kv.transfers.block_channel import open_channel
 from alignedserve.runtime.kv.transfers.block_server import BlockServer
-from alignedserve.runtime.kv.transfers.host_blocks import DeviceBuffer
+from alignedserve.runtime.kv.transfers.device_buffer import DeviceBuffer
 from alignedserve.runtime.kv.transfers.kv_transfer import KVTransfer
+from alignedserve.runtime.kv.transfers.process_pair import open_channel
 from alignedserve.runtime.kv.transfers.requests import ChannelTransfer, IpcTransfer
 from benchmarks.measuring.results import TransferResult
 from benchmarks.transfer.block_moves import BlockMoves

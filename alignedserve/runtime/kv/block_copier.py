@@ -24,7 +24,7 @@ from alignedserve.process.worker_threads import WorkerThreads
 from alignedserve.runtime.device.cores import threads_per_copy
 from alignedserve.runtime.device.device_work import copying, working
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from alignedserve.runtime.kv.transfers.host_blocks import DeviceBuffer
+from alignedserve.runtime.kv.transfers.device_buffer import DeviceBuffer
 from alignedserve.runtime.kv.transfers.kv_transfer import AUTO, SHM, FetchRequest, KVTransfer, OffloadRequest
 from alignedserve.runtime.kv.transfers.local_transfer import LocalMemory, LocalTransfer, OwnBufferTransfer, relay
 from alignedserve.runtime.kv.transfers.ranked_transfer import PartsOffer, RankCopies, RankedTransfer

@@ -40,11 +40,12 @@ from alignedserve.runtime.kv.block_copier import BlockCopier
 from alignedserve.runtime.kv.buffer_budget import BufferBudget
 from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.kv.staged_copies import CopyLanes
-from alignedserve.runtime.kv.transfers.block_channel import open_channel
 from alignedserve.runtime.kv.transfers.block_server import BlockServer
-from alignedserve.runtime.kv.transfers.host_blocks import ArenaBuffer, DeviceBuffer
+from alignedserve.runtime.kv.transfers.device_buffer import DeviceBuffer
+from alignedserve.runtime.kv.transfers.host_blocks import ArenaBuffer
 from alignedserve.runtime.kv.transfers.kv_transfer import AUTO
 from alignedserve.runtime.kv.transfers.local_transfer import LocalMemory
+from alignedserve.runtime.kv.transfers.process_pair import open_channel
 
 BUFFER_SETTING = "prefill.candidate_buffer_bytes"
 

@@ -22,7 +22,7 @@ from alignedserve.runtime.kv.block_runs import BlockIds, BlockRuns, Ints, as_ids
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.direct_copies import HostSide, PeerSide, copy_from_pieces, copy_to_pieces
 from alignedserve.runtime.kv.shm_arena import NO_LEASE, Arena, ArenaPart
-from alignedserve.runtime.kv.transfers.host_blocks import DeviceBuffer
+from alignedserve.runtime.kv.transfers.device_buffer import DeviceBuffer
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest, verified
 from kernels.cpu.block_copies import Digests, copy_blocks
 

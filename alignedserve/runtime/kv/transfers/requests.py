@@ -39,10 +39,11 @@ from alignedserve.runtime.kv.block_runs import BlockRuns, Ints, PlacedRuns, as_i
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.direct_copies import PeerSide
 from alignedserve.runtime.kv.staged_copies import CopyLanes
-from alignedserve.runtime.kv.transfers.block_channel import CLIENT_RANK, BlockStream, open_channel
+from alignedserve.runtime.kv.transfers.block_channel import CLIENT_RANK, BlockStream
 from alignedserve.runtime.kv.transfers.control_socket import ControlSocket, dial
 from alignedserve.runtime.kv.transfers.host_blocks import HostBlocks
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest, verified
+from alignedserve.runtime.kv.transfers.process_pair import open_channel
 
 logger = logging.getLogger(__name__)
 

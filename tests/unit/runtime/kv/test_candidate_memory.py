@@ -20,7 +20,7 @@ from alignedserve.runtime.kv.buffer_budget import BufferBudget
 from alignedserve.runtime.kv.candidate_memory import CandidateMemory
 from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.kv.staged_copies import CopyLanes
-from alignedserve.runtime.kv.transfers.host_blocks import DeviceBuffer
+from alignedserve.runtime.kv.transfers.device_buffer import DeviceBuffer
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest
 from alignedserve.runtime.kv.transfers.registry import open_transfer
 from tests.harnesses.transfer import layout_of

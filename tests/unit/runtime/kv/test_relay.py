@@ -9,7 +9,7 @@ import torch
 from alignedserve.messages.caches import BlockCopy
 from alignedserve.runtime.kv.block_checksums import source_blocks
 from alignedserve.runtime.kv.shm_arena import Arena
-from alignedserve.runtime.kv.transfers.host_blocks import DeviceBuffer
+from alignedserve.runtime.kv.transfers.device_buffer import DeviceBuffer
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest
 from alignedserve.runtime.kv.transfers.local_transfer import OwnBufferTransfer, relay
 from alignedserve.runtime.kv.transfers.shm_transfer import ShmTransfer
