@@ -8,7 +8,7 @@ than its bytes. Digests cover the bytes in the memory of this device: before the
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from alignedserve.runtime.device.batched_copies import Ints, RowRuns
 from alignedserve.runtime.device.streams import Event, Stream
 from kernels.caches.block_digests import listed_digests, row_digests
 from kernels.caches.block_lists import copy_listed, gather_blocks, scatter_blocks
-from kernels.cpu.block_copies import BlockList, Digests, copy_blocks
+from kernels.cpu.block_copies import BlockList, Digests
 from kernels.cpu.row_digest import WORD_BYTES
 
 STAGED_BYTES = 32 << 20  # on the device: large enough for a link's full speed, small beside a cache
@@ -195,29 +195,6 @@ def _digest_listed(blocks: Tensor, block_ids: Ints, digests: Tensor) -> None:
 
 def _nothing() -> None:
     """Do nothing, in its turn."""
-
-
-def copy_from_pieces(
-    pieces: Iterable[BlockList], target: BlockList, *, num_threads: int = 1, is_streamed: bool | None = None
-) -> Digests:
-    digests, first = np.empty(len(target), np.uint64), 0
-    for piece in pieces:
-        last = first + len(piece)
-        part = target.part(first, last)
-        digests[first:last] = copy_blocks(piece, part, num_threads=num_threads, is_streamed=is_streamed)
-        first = last
-    assert first == len(target), "as many targets as blocks"
-    return digests
-
-
-def copy_to_pieces(source: BlockList, pieces: Iterable[BlockList], *, num_threads: int = 1) -> Digests:
-    digests, first = np.empty(len(source), np.uint64), 0
-    for piece in pieces:  # to its end and past it: the last piece is on its device only then
-        last = first + len(piece)
-        digests[first:last] = copy_blocks(source.part(first, last), piece, num_threads=num_threads)
-        first = last
-    assert first == len(source), "as many targets as blocks"
-    return digests
 
 
 IntArray = npt.NDArray[np.int64]

@@ -20,7 +20,8 @@ from alignedserve.runtime.kv.block_checksums import (
 )
 from alignedserve.runtime.kv.block_runs import BlockIds, BlockRuns, Ints, as_ids
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from alignedserve.runtime.kv.direct_copies import HostSide, PeerSide, copy_from_pieces, copy_to_pieces
+from alignedserve.runtime.kv.direct_copies import HostSide, PeerSide
+from alignedserve.runtime.kv.list_copies import copy_from_pieces, copy_to_pieces
 from alignedserve.runtime.kv.shm_arena import NO_LEASE, Arena, ArenaPart
 from alignedserve.runtime.kv.transfers.device_buffer import DeviceBuffer
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest, verified

@@ -9,7 +9,8 @@ from alignedserve.messages.caches import ArenaOffered
 from alignedserve.runtime.device.cores import threads_per_copy
 from alignedserve.runtime.kv.block_runs import BlockIds, Ints
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from alignedserve.runtime.kv.direct_copies import HostSide, copy_from_pieces, copy_to_pieces
+from alignedserve.runtime.kv.direct_copies import HostSide
+from alignedserve.runtime.kv.list_copies import copy_from_pieces, copy_to_pieces
 from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.kv.staged_copies import CopyLanes
 from alignedserve.runtime.kv.transfers.local_transfer import LocalTransfer
