@@ -17,7 +17,7 @@ from alignedserve.api.schema import IgnoredFields, Schema
 from alignedserve.api.services import ApiServices
 from alignedserve.api.timelines.timeline import REQUEST_ID_HEADER
 from alignedserve.batches.interfaces import LineRequest
-from alignedserve.batches.owners import client_of, take_streamed_response
+from alignedserve.batches.records import client_of, take_streamed_response
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.keys.entry import KeyEntry
 

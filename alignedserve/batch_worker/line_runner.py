@@ -26,8 +26,7 @@ from alignedserve.batches.interfaces import (
     LineResponse,
     ModelState,
 )
-from alignedserve.batches.owners import client_of
-from alignedserve.batches.records import Endpoint
+from alignedserve.batches.records import Endpoint, client_of
 from alignedserve.batches.responses.event_log import EventLimits, EventLog
 from alignedserve.core.errors import AlignedServeError, InvalidRequest
 

@@ -55,8 +55,8 @@ from alignedserve.cluster.start_observer import LoggingObserver, StartObserver
 from alignedserve.config.model_settings import ModelSettings
 from alignedserve.config.sections import ClusterConfig
 from alignedserve.core.errors import ConfigError, ResourceError
-from alignedserve.messages.recording import RunMetadata
 from alignedserve.process.addresses import FIRST_DEPLOYMENT, ROUTER, AddressBook, numbered_deployment
+from alignedserve.process.recording import RunMetadata
 from alignedserve.process.tls import CertificateAuthority
 from alignedserve.runtime.device.devices import AUTO, CPU, gpu_names
 from alignedserve.runtime.device_check.choice import DeviceChoice, choose_device, with_device

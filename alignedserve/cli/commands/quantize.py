@@ -8,7 +8,7 @@ from rich.table import Table
 from alignedserve.cli.commands.options import QuantizeOptions
 from alignedserve.cli.console import notes, progress, results, to_json, write_json
 from alignedserve.core.errors import ConfigError
-from alignedserve.core.percent import in_percent
+from alignedserve.core.metrics import in_percent
 from alignedserve.offline.text_scores import TextScores, score_text, shipped_text
 from alignedserve.runtime.model.named_models import model_path
 from alignedserve.runtime.model.quantizing import quantize_folder

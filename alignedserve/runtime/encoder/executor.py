@@ -37,8 +37,8 @@ from alignedserve.runtime.engine.engine_sizes import EngineSizes
 from alignedserve.runtime.engine.model_loading import check_memory
 from alignedserve.runtime.kv.block_copier import BlockCopier
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from alignedserve.runtime.kv.copies.copy_lanes import CopyLanes
-from alignedserve.runtime.kv.transfers.transports import AUTO as AUTO_TRANSPORT
+from alignedserve.runtime.kv.staged_copies import CopyLanes
+from alignedserve.runtime.kv.transfers.kv_transfer import AUTO as AUTO_TRANSPORT
 from alignedserve.runtime.model.encoder.encoder_config import EncoderConfig
 from alignedserve.runtime.model.encoder.encoder_weights import EncoderWeights, load_encoder_weights
 from alignedserve.runtime.model.model_files import unchanged_weights

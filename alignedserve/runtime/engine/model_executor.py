@@ -45,8 +45,8 @@ from alignedserve.runtime.engine.worker_specs import described, share_of_first
 from alignedserve.runtime.grammar.compiler import GrammarCompiler
 from alignedserve.runtime.grammar.token_masks import TokenMasks
 from alignedserve.runtime.kv.block_copier import BlockCopier
-from alignedserve.runtime.kv.copies.copy_lanes import CopyLanes
-from alignedserve.runtime.kv.transfers.transports import AUTO as AUTO_TRANSPORT
+from alignedserve.runtime.kv.staged_copies import CopyLanes
+from alignedserve.runtime.kv.transfers.kv_transfer import AUTO as AUTO_TRANSPORT
 from alignedserve.runtime.lora.sequence_adapters import SequenceAdapters
 from alignedserve.runtime.model.model_files import unchanged_weights
 from alignedserve.runtime.model.served_model import ServedModel

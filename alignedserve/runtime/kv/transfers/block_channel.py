@@ -1,18 +1,46 @@
-"""Blocks as plain bytes on the connection that names them: between hosts on CPUs, encrypted where the connection is."""
+"""The way in which the bytes of blocks travel between the two ends of a block transfer, piece by piece.
+
+Nothing here, nor in what serves blocks over a connection, loads torch: the KV pool does without it.
+"""
 
 import contextlib
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from alignedserve.runtime.kv.block_runs import BlockRuns
-from alignedserve.runtime.kv.transfers.channels.block_channel import NUM_PIECES, Fill, Take, cut
-from alignedserve.runtime.kv.transfers.channels.control_socket import ControlSocket
+from alignedserve.runtime.kv.transfers.control_socket import ControlSocket
 from kernels.cpu.block_copies import BlockList
+
+OWNER_RANK, CLIENT_RANK = 0, 1  # the two ends
+NUM_PIECES = 3  # some are filled, or emptied, while others travel
+
+Rows = Any  # uint8 [n, block_bytes]: an array, or a Tensor of a process pair
+Fill = Callable[[int, Rows], None]  # (number of the first block, rows to fill)
+Take = Callable[[int, Rows], None]
+
+
+class BlockChannel(Protocol):
+    """Streams blocks in either direction. Raises PeerLost when the other end is gone, or silent for too long."""
+
+    def send(self, num_blocks: int, fill: Fill) -> None:
+        """Send this many blocks; `fill` gathers the next ones while the ones before travel."""
+
+    def receive(self, num_blocks: int, take: Take) -> None:
+        """Receive this many blocks; `take` empties a piece while the next one travels."""
+
+    def close(self) -> None:
+        """Release its threads and memory. Not during a transfer; may be repeated."""
+
+
+def cut(num_blocks: int, piece_blocks: int) -> Iterator[tuple[int, int, int]]:
+    for index, first in enumerate(range(0, num_blocks, piece_blocks)):
+        yield index % NUM_PIECES, first, min(piece_blocks, num_blocks - first)
+
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -89,3 +117,19 @@ class BlockStream:
 def _bytes_of(rows: Bytes) -> memoryview:
     content: Any = rows
     return memoryview(content).cast("B")
+
+
+class ChannelOpener(Protocol):
+    """Opens the channel of a transport."""
+
+    def __call__(
+        self, control: ControlSocket, rank: int, *, transport: str, block_bytes: int, timeout_s: float
+    ) -> BlockChannel:
+        """Return the channel to the other end of this connection. Raises PeerLost."""
+
+
+def open_stream(
+    control: ControlSocket, rank: int, *, transport: str, block_bytes: int, timeout_s: float
+) -> BlockChannel:
+    assert transport == "tcp", "another transport than a stream is served"
+    return BlockStream(control, block_bytes)

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from alignedserve.core.quotas import LEASE_S
+from alignedserve.keys.quotas import LEASE_S
 
 FORGET_S = 60.0
 

@@ -72,7 +72,7 @@ class ControlSocket:
         return self._codec.decode(self._read(length, deadline_s))
 
     def receive_bytes(self, content: memoryview) -> None:
-        """Fill this memory with what follows, which must arrive within the timeout."""
+        """Fill memory with the bytes that follow; all must arrive within the timeout."""
         self._fill(content, time.monotonic() + self._timeout_s)
 
     def wait_readable(self) -> None:
@@ -89,7 +89,8 @@ class ControlSocket:
     def disconnect(self) -> None:
         """Shut the connection down from another thread. May be repeated.
 
-        The thread that uses it gets PeerLost and closes it. If it were closed here, its descriptor could belong to a
+        The thread that uses the socket gets PeerLost and closes it. If it were closed here, its descriptor could belong
+        to a
         newer connection by the time that thread waits on it.
         """
         self._is_dropped = True

@@ -1,4 +1,4 @@
-"""Copies between blocks that lie still, like an arena's, and blocks that come in pieces, like a device's."""
+"""Copies between pieces of blocks and lists of blocks in host memory; loads no torch."""
 
 from collections.abc import Iterable
 

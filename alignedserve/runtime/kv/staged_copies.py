@@ -5,9 +5,12 @@ memory is page-locked. Blocks that stay as they are can go straight to and from 
 driver copies a list by one call.
 """
 
-from collections.abc import Iterator
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
+from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +22,7 @@ from alignedserve.runtime.device.arrays import to_device
 from alignedserve.runtime.device.batched_copies import RowRuns
 from alignedserve.runtime.device.streams import Event, Stream
 from alignedserve.runtime.kv.block_codecs import BlockCodec
+from alignedserve.runtime.kv.direct_copies import DirectCopies
 from kernels.cpu.block_copies import BlockList, all_rows
 
 IntArray = npt.NDArray[np.int64]
@@ -144,3 +148,39 @@ class StagedCopies:
     def _scatter(self, staging: Tensor, block_ids: IntArray) -> None:
         (on_device,) = to_device([block_ids], staging.device)
         self._codec.scatter(staging, on_device)
+
+
+T = TypeVar("T")
+
+
+class Lanes(Generic[T]):
+    """Lanes of one kind, made by need and used again. From any thread."""
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._free: deque[T] = deque()
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[T]:
+        """Yield a lane that nothing else uses meanwhile; its work must be done at the end."""
+        try:
+            lane = self._free.pop()
+        except IndexError:
+            lane = self._make()
+        try:
+            yield lane
+        finally:
+            self._free.append(lane)
+
+
+class CopyLanes:
+    """The lanes of one device for direct copies."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator
+        self._direct = Lanes(lambda: DirectCopies(accelerator))
+
+    def direct(self) -> contextlib.AbstractContextManager[DirectCopies]:
+        """Take a lane for the body. The calling thread has the device as its current one from then on."""
+        self.accelerator.use()
+        return self._direct.taken()

@@ -1,7 +1,7 @@
 """Process groups of two: never init_process_group, no WORLD, no store that other processes can reach.
 
-torch sets a process group up through a key-value store. Here that is the authenticated control socket: entries that one
-end sets are sent to the other. A pair that failed in any way is discarded; a new connection makes a new one.
+torch sets a process group up through a key-value store. Here the authenticated control socket is the store: entries of
+an end are sent to the peer. A pair that failed in any way is discarded; a new connection makes a new pair.
 """
 
 import contextlib
@@ -16,20 +16,23 @@ import torch.distributed as dist
 from alignedserve.core.errors import PeerLost, ProtocolError
 from alignedserve.messages.blocks import RendezvousValue
 from alignedserve.runtime.device.collectives import gloo_group
-from alignedserve.runtime.kv.transfers.channels.block_channel import (
+from alignedserve.runtime.kv.transfers.block_channel import (
+    _PIECE_BYTES,
     CLIENT_RANK,
     NUM_PIECES,
     OWNER_RANK,
+    BlockChannel,
     Fill,
     Take,
     cut,
+    open_stream,
 )
-from alignedserve.runtime.kv.transfers.channels.control_socket import ControlSocket
+from alignedserve.runtime.kv.transfers.control_socket import ControlSocket
 
 _DISTRIBUTED: Any = dist  # untyped: its content depends on how torch was built
-_Store: Any = _DISTRIBUTED.Store
 
-_PIECE_BYTES = 4 * 1024 * 1024
+
+_Store: Any = _DISTRIBUTED.Store
 
 
 class ProcessPair:
@@ -148,3 +151,11 @@ def _exchange_one(pair: ProcessPair, rank: int) -> None:
 
 def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0][:200]
+
+
+def open_channel(
+    control: ControlSocket, rank: int, *, transport: str, block_bytes: int, timeout_s: float
+) -> BlockChannel:
+    if transport == "tcp":
+        return open_stream(control, rank, transport=transport, block_bytes=block_bytes, timeout_s=timeout_s)
+    return make_pair(control, rank, block_bytes=block_bytes, timeout_s=timeout_s)

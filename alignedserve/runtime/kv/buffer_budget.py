@@ -46,7 +46,7 @@ class BufferBudget:
         return num_blocks
 
     def give_back(self, peer: str) -> None:
-        """Take back the buffer of this decode worker, if it has one."""
+        """Take back the buffer of a decode worker, if any."""
         num_blocks = self._lent.pop(peer, 0)
         if peer not in self._near:
             self._num_left += num_blocks

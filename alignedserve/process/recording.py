@@ -17,7 +17,7 @@ from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import RecordingError
 from alignedserve.messages.events import Received, Send
 from alignedserve.messages.prefixes import PrefixBlocksChanged
-from alignedserve.messages.redaction import KeepDecisions, KeepLengths, Redactor
+from alignedserve.process.redaction import KeepDecisions, KeepLengths, Redactor
 
 VERSION = 3  # 3: policies decide otherwise, so recordings of before would not replay
 SUFFIX = ".recording"

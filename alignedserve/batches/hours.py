@@ -131,7 +131,7 @@ def is_zone(name: str) -> bool:
 
 
 def parse_moment(text: str, zone: str) -> float:
-    """Parse a time such as 2026-11-25T22:00, as clocks in this zone show it unless it has an offset of its own.
+    """Parse a time such as 2026-11-25T22:00, in this zone unless the text has an offset.
 
     Raises InvalidRequest.
     """
