@@ -16,7 +16,7 @@ from alignedserve.runtime.device.shared_device import SharedDevice
 from alignedserve.runtime.encoder.executor import EncoderExecutor
 from alignedserve.runtime.engine.engine_sizes import EngineSizes
 from alignedserve.runtime.engine.model_executor import ModelExecutor
-from alignedserve.runtime.engine.model_loading import ConnectStages
+from alignedserve.runtime.engine.worker_engine import ConnectStages
 from alignedserve.runtime.kv.block_copier import BlockCopier
 from alignedserve.runtime.kv.copies.copy_lanes import CopyLanes
 from alignedserve.runtime.kv.lending.buffer_budget import BufferBudget

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -22,17 +22,8 @@ from alignedserve.runtime.device.verdicts import cache_folder
 from alignedserve.runtime.engine.experts.expert_group import ExpertGroup
 from alignedserve.runtime.engine.experts.expert_spec import ExpertSpec
 from alignedserve.runtime.engine.forward.decoder import Decoder
-from alignedserve.runtime.engine.ranks.rank_group import RankGroup, make_block_memory
+from alignedserve.runtime.engine.ranks.rank_group import RankGroup
 from alignedserve.runtime.engine.ranks.rank_spec import RankEngineSpec, load_shard, make_storage, whole_storage
-from alignedserve.runtime.engine.stages.local_stages import start_stages
-from alignedserve.runtime.engine.stages.stage_group import StageGroup, StageLink
-from alignedserve.runtime.engine.stages.stage_spec import (
-    StageSpec,
-    close_blocks,
-    load_stage,
-    make_stage_storage,
-    make_whole_storage,
-)
 from alignedserve.runtime.grammar.memory import grammar_bytes
 from alignedserve.runtime.grammar.vocabulary import grammar_vocabulary
 from alignedserve.runtime.kv.block_storage import BlockStorage
@@ -70,7 +61,7 @@ def load_decoder(
 ) -> Decoder:
     """Load the whole model, which one rank computes; by `sharing` with one process's experts. Raises ModelError."""
     model = model_spec_of(served)
-    with _noted(served, progress_path) as progress:
+    with noted_progress(served, progress_path) as progress:
         weights = load_or_draw(model, device, observer=progress, sharing=sharing)
     if not served.lora.is_enabled:
         leave_rounded_rows_unwritten(weights, model.config)
@@ -142,7 +133,7 @@ def load_ranks(served: ServedModel, spec: RankEngineSpec, layout: BlockLayout, p
     try:
         storage = make_storage(spec, 0, group.meeting)
         whole = whole_storage(spec, layout, group.meeting)
-        with _noted(served, progress) as noted:
+        with noted_progress(served, progress) as noted:
             decoder = load_shard(spec, group.collectives, noted)
             group.wait()
     except BaseException:
@@ -151,44 +142,9 @@ def load_ranks(served: ServedModel, spec: RankEngineSpec, layout: BlockLayout, p
     return LoadedRank(decoder, storage, whole, group)
 
 
-class LoadedStage(NamedTuple):
-    """The first stage of a model whose others are loaded as well."""
-
-    decoder: Decoder
-    storage: BlockStorage  # of its own part of the blocks
-    all_blocks: BlockStorage  # of all parts
-    group: StageGroup
-
-
-ConnectStages = Callable[[StageSpec], Sequence[StageLink]]
-
-
-def load_stages(
-    served: ServedModel, spec: StageSpec, progress: Path | None, connect: ConnectStages | None
-) -> LoadedStage:
-    """Start the other stages of a model on this host, or `connect` to those of others, and load the first beside them.
-
-    Raises ModelError, NotEnoughMemory, PeerLost, ExchangeBroken when a stage has ended.
-    """
-    blocks = make_block_memory(spec.memory_bytes) if connect is None else None
-    try:
-        group = StageGroup(spec, start_stages(spec, blocks) if connect is None else connect(spec))
-        try:
-            storage = make_stage_storage(spec, 0, blocks)
-            whole = storage if blocks is None else make_whole_storage(spec, blocks)
-            with _noted(served, progress) as noted:
-                decoder = load_stage(spec, 0, noted)
-                group.wait()
-        except BaseException:
-            group.close()
-            raise
-    finally:
-        close_blocks(blocks)
-    return LoadedStage(decoder, storage, whole, group)
-
-
 @contextmanager
-def _noted(served: ServedModel, progress_path: Path | None) -> Iterator[LoadingProgress]:
+def noted_progress(served: ServedModel, progress_path: Path | None) -> Iterator[LoadingProgress]:
+    """Note in a file how far the loading has come, and log its end."""
     config, began_s = served.decoder, time.monotonic()
     progress = LoadingProgress(progress_path, config.weight_bytes(served.dtype), config.num_layers)
     yield progress

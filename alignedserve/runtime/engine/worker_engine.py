@@ -1,15 +1,16 @@
 """Makes the engine of a worker: divides its memory into blocks, and loads what of the model this process computes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.ids import BlockId
+from alignedserve.core.plugins import load_plugin
 from alignedserve.process.worker_threads import run_quietly
 from alignedserve.runtime.attention.registry import try_libraries
 from alignedserve.runtime.attention.ring_tables import num_scratch_blocks
@@ -20,19 +21,15 @@ from alignedserve.runtime.engine.engine_sizes import EngineSizes, engine_blocks
 from alignedserve.runtime.engine.experts.expert_group import ExpertGroup
 from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.engine.model_loading import (
-    ConnectStages,
     LoadedModel,
     load_alone,
     load_divided,
     load_ranks,
-    load_stages,
 )
-from alignedserve.runtime.engine.ranks.rank_group import RankGroup
-from alignedserve.runtime.engine.stages.block_lender import num_stage_loans
-from alignedserve.runtime.engine.stages.stage_group import StageGroup
-from alignedserve.runtime.engine.stages.staged_engine import StagedEngine, Stages
+from alignedserve.runtime.engine.ranks.part_spec import PartSpec
+from alignedserve.runtime.engine.ranks.rank_group import MirroredRanks
 from alignedserve.runtime.engine.steps.block_loans import num_lent_blocks
-from alignedserve.runtime.engine.worker_specs import expert_spec_of, rank_spec_of, stage_spec_of
+from alignedserve.runtime.engine.worker_specs import expert_spec_of, part_spec_of, rank_spec_of
 from alignedserve.runtime.grammar.token_masks import TokenMasks
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.served_model import ServedModel
@@ -52,7 +49,7 @@ class EngineBlocks(NamedTuple):
         num_scratch = num_scratch_blocks(layout, sizes.max_tokens, max_running)
         num_blocks, num_lent = engine_blocks(layout, sizes, num_scratch), 0
         if served.pipeline_parallel > 1:
-            num_lent = num_stage_loans(num_blocks, max_running)
+            num_lent = _stages_plugin().num_stage_loans(num_blocks, max_running)
         elif _launches_ahead(served, sizes):
             num_lent = num_lent_blocks(num_blocks, max_running, sizes.block_size)
         return cls(num_blocks - num_lent, num_lent, num_scratch)
@@ -76,8 +73,37 @@ class LoadedParts(NamedTuple):
     decoder: Decoder
     storage: BlockStorage  # of its own parts of the blocks
     whole_storage: BlockStorage  # of all parts that are on this host; its own where ranks move theirs
-    ranks: RankGroup | StageGroup | None = None
+    ranks: MirroredRanks | None = None
     experts: ExpertGroup | None = None
+
+
+ConnectStages = Callable[[Any], Sequence[Any]]  # from a specification of stages to their links, as the plugin has them
+
+
+class StagesPlugin(Protocol):
+    """What the plugin `stages` does for a worker whose model is divided by layers."""
+
+    def num_stage_loans(self, num_blocks: int, max_running: int) -> int:
+        """Return how many of the worker's blocks the engine keeps for itself."""
+
+    def load_stages(
+        self, served: ServedModel, part: PartSpec, progress_path: Path | None, connect: ConnectStages | None
+    ) -> LoadedParts:
+        """Start the other stages on this host, or `connect` to other hosts, and load the first stage beside them.
+
+        Raises ModelError, NotEnoughMemory, PeerLost, ExchangeBroken when a stage has ended.
+        """
+
+    def make_engine(self, parts: LoadedParts, *, goes_ahead: bool, **engine: Any) -> Engine:
+        """Make the engine of the first stage. `goes_ahead`: sequences decode after their prompts, and have no states.
+
+        `engine`: the keyword arguments of Engine.
+        """
+
+
+def _stages_plugin() -> StagesPlugin:
+    plugin: StagesPlugin = load_plugin("stages")
+    return plugin
 
 
 def load_parts(
@@ -89,15 +115,15 @@ def load_parts(
 ) -> LoadedParts:
     """Load the model here and in the processes that compute it with this one.
 
-    Raises what `load_ranks`, `load_stages`, `load_divided` and `load_alone` do.
+    Raises what `load_ranks`, `StagesPlugin.load_stages`, `load_divided` and `load_alone` do.
     """
     layout, num_kept = served.block_layout(sizes.block_size), blocks.num_kept
     if served.tensor_parallel > 1:
         rank = load_ranks(served, rank_spec_of(served, sizes, num_kept), layout, progress_path)
         return LoadedParts(rank.decoder, rank.storage, rank.whole_storage or rank.storage, rank.group)
     if served.pipeline_parallel > 1:
-        first = load_stages(served, stage_spec_of(served, sizes, num_kept), progress_path, connect_stages)
-        return LoadedParts(first.decoder, first.storage, first.all_blocks, first.group)
+        part = part_spec_of(served, sizes, num_kept)
+        return _stages_plugin().load_stages(served, part, progress_path, connect_stages)
     device = torch.device(sizes.device)
     load: Callable[[], LoadedModel] = partial(load_alone, served, device, progress_path)
     if served.expert_parallel > 1:
@@ -125,9 +151,9 @@ def make_engine(
         attention=sizes.attention_backend,
     )
     make: Callable[..., Engine]
-    if isinstance(parts.ranks, StageGroup):
+    if served.pipeline_parallel > 1:
         goes_ahead = sizes.is_decoding and not served.block_layout(sizes.block_size).has_states
-        make = partial(StagedEngine, stages=Stages(parts.ranks, parts.whole_storage, goes_ahead))
+        make = partial(_stages_plugin().make_engine, parts, goes_ahead=goes_ahead)
     else:
         make = partial(Engine, ranks=parts.ranks)
         options = replace(

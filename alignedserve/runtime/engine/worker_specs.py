@@ -1,7 +1,5 @@
 """What a worker's ranks or stages are told of its model and sizes, and what its measured costs depend on."""
 
-from typing import Any
-
 import torch
 from msgspec.structs import asdict
 
@@ -11,7 +9,6 @@ from alignedserve.runtime.engine.experts.expert_spec import ExpertSpec
 from alignedserve.runtime.engine.model_loading import model_spec_of
 from alignedserve.runtime.engine.ranks.part_spec import PartSpec
 from alignedserve.runtime.engine.ranks.rank_spec import RankEngineSpec
-from alignedserve.runtime.engine.stages.stage_spec import StageSpec
 from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.runtime.model.sharding.layer_stages import LayerStage, layer_stages
 from alignedserve.runtime.model.sharding.tensor_shard import TensorShard
@@ -22,11 +19,7 @@ _RANK_TIMEOUT_S = 60.0
 
 def rank_spec_of(served: ServedModel, sizes: EngineSizes, num_blocks: int) -> RankEngineSpec:
     devices = rank_devices(sizes.device, served.tensor_parallel)
-    return RankEngineSpec(devices=devices, timeout_s=_RANK_TIMEOUT_S, **_part_of(served, sizes, num_blocks))
-
-
-def stage_spec_of(served: ServedModel, sizes: EngineSizes, num_blocks: int) -> StageSpec:
-    return StageSpec(**_part_of(served, sizes, num_blocks))
+    return RankEngineSpec(devices=devices, timeout_s=_RANK_TIMEOUT_S, **asdict(part_spec_of(served, sizes, num_blocks)))
 
 
 def expert_spec_of(served: ServedModel, sizes: EngineSizes) -> ExpertSpec:
@@ -54,23 +47,21 @@ def described(served: ServedModel, sizes: EngineSizes) -> tuple[str, ...]:
     return (*model, engine, ranks, gpu, f"lora {served.lora.is_enabled}", *stages, *shares)
 
 
-def _part_of(served: ServedModel, sizes: EngineSizes, num_blocks: int) -> dict[str, Any]:
+def part_spec_of(served: ServedModel, sizes: EngineSizes, num_blocks: int) -> PartSpec:
     size = served.num_processes
-    return asdict(
-        PartSpec(
-            model=model_spec_of(served),
-            size=size,
-            block_size=sizes.block_size,
-            num_blocks=num_blocks,
-            max_sequences=sizes.max_sequences,
-            max_context_len=served.max_context_len,
-            max_running=sizes.max_running,
-            attention=sizes.attention_backend,
-            cache_dtype=served.cache_dtype or served.dtype,
-            num_threads=threads_per_rank(sizes, served.processes_per_host),
-            has_int8_swaps=sizes.has_int8_swaps,
-            wants_shared_blocks=sizes.wants_shared_blocks,
-            swap_space_bytes=sizes.swap_space_bytes // size,
-            lora=served.lora,
-        )
+    return PartSpec(
+        model=model_spec_of(served),
+        size=size,
+        block_size=sizes.block_size,
+        num_blocks=num_blocks,
+        max_sequences=sizes.max_sequences,
+        max_context_len=served.max_context_len,
+        max_running=sizes.max_running,
+        attention=sizes.attention_backend,
+        cache_dtype=served.cache_dtype or served.dtype,
+        num_threads=threads_per_rank(sizes, served.processes_per_host),
+        has_int8_swaps=sizes.has_int8_swaps,
+        wants_shared_blocks=sizes.wants_shared_blocks,
+        swap_space_bytes=sizes.swap_space_bytes // size,
+        lora=served.lora,
     )

@@ -19,7 +19,7 @@ from alignedserve.runtime.engine.forward.decoder_ranks import DecoderRanks
 from alignedserve.runtime.engine.ranks.follower_copies import FrameCount
 from alignedserve.runtime.engine.ranks.follower_process import FollowerEngine
 from alignedserve.runtime.engine.ranks.rank_commands import Command
-from alignedserve.runtime.engine.ranks.rank_group import ToldRanks
+from alignedserve.runtime.engine.ranks.rank_group import MirroredRanks
 from alignedserve.runtime.engine.steps.cuda_graphs import Capture
 from alignedserve.runtime.engine.swap_space import SwapSpace
 from alignedserve.runtime.kv.block_storage import BlockStorage
@@ -54,7 +54,7 @@ def shard_decoder(
     return Decoder(ranks.local_config, weights, ranks)
 
 
-class ThreadRanks(ToldRanks):
+class ThreadRanks(MirroredRanks):
     """The ranks beside the first; their engines are made on their threads. See RankMirror."""
 
     def __init__(self, makers: Sequence[Callable[[], FollowerEngine]]) -> None:
@@ -70,6 +70,10 @@ class ThreadRanks(ToldRanks):
         for thread in self._threads:
             thread.start()
 
+    @override
+    def kill(self) -> None: ...
+
+    @override
     def close(self) -> None:
         self._told = []
         for queue in self._queues:

@@ -40,6 +40,7 @@ from alignedserve.runtime.engine.ranks.rank_commands import (
 )
 from alignedserve.runtime.engine.ranks.rank_spec import Meeting, RankEngineSpec, join
 from alignedserve.runtime.engine.steps.step_output import Forced, Slices
+from alignedserve.runtime.kv.transfers.ranked_transfer import RankCopies
 from kernels.cpu.rank_exchange import ExchangeBroken, has_rank_exchange, make_exchange_memory
 from kernels.cpu.unnamed_files import unnamed_file
 
@@ -52,8 +53,10 @@ _PAUSE_S = 0.001  # between two looks from then on
 _END_S = 10.0  # for a watcher to end behind its process
 
 
-class ToldRanks(ABC):
-    """Implements RankMirror; how a frame gets to the ranks is a subclass's."""
+class MirroredRanks(ABC):
+    """Other processes of a worker; implements RankMirror. A subclass sends the frames."""
+
+    copies: RankCopies
 
     def __init__(self) -> None:
         self._told: list[RankCommand] = []
@@ -93,11 +96,19 @@ class ToldRanks(ABC):
         self._send(payload)
 
     @abstractmethod
+    def kill(self) -> None:
+        """End the other processes at once."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the other processes and wait."""
+
+    @abstractmethod
     def _send(self, payload: bytes) -> None:
         """Send a frame to every rank. Raises ExchangeBroken when one has ended."""
 
 
-class RankGroup(ToldRanks):
+class RankGroup(MirroredRanks):
     """A rank that ends, or waits for others in vain, breaks the exchange: every later step fails.
 
     The processes of ranks end with this one, however it ends.
@@ -127,7 +138,7 @@ class RankGroup(ToldRanks):
             self._end()
             raise
         self._num_frames = 0
-        self.copies = GroupCopies([one.copies for one in self._followers], lambda: self._num_frames)
+        self.copies: GroupCopies = GroupCopies([one.copies for one in self._followers], lambda: self._num_frames)
         self._watchers = [
             threading.Thread(target=self._watch, args=(follower,), name=f"rank {follower.rank}", daemon=True)
             for follower in self._followers
@@ -145,6 +156,7 @@ class RankGroup(ToldRanks):
         shutil.rmtree(self._folder, ignore_errors=True)
         self._close_descriptors()
 
+    @override
     def kill(self) -> None:
         """End the other ranks at once: one that hangs does not hear that the others have."""
         self._break_off()
@@ -163,6 +175,7 @@ class RankGroup(ToldRanks):
         if self._is_broken:
             raise ExchangeBroken(_LOST)
 
+    @override
     def close(self) -> None:
         """End the other ranks."""
         self._is_closed = True

@@ -1,11 +1,6 @@
-"""The process of a stage behind the first: python -m .stage_process COMMANDS RESULTS LIFELINE, started by StageGroup.
-
-It ends with its parent: the lifeline is a pipe whose other end no other process has.
-"""
+"""What a stage behind the first does: loads its layers, then computes parts of steps."""
 
 import logging
-import socket
-import sys
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -14,22 +9,20 @@ import torch
 from torch import Tensor
 
 from alignedserve.core.errors import AlignedServeError, ProtocolError
-from alignedserve.process.connected_process import end_with_parent
-from alignedserve.process.heap import freeze_heap
 from alignedserve.runtime.device.streams import streams_of
 from alignedserve.runtime.engine.ranks.frames import Started, decode, encode
 from alignedserve.runtime.engine.slot_swap_space import make_swap_space
-from alignedserve.runtime.engine.stages.stage_commands import RunPart, StageCommand
-from alignedserve.runtime.engine.stages.stage_engine import StageEngine
-from alignedserve.runtime.engine.stages.stage_spec import (
+from alignedserve.runtime.engine.swap_space import HostCaches
+from plugins.stages.stage_commands import RunPart, StageCommand
+from plugins.stages.stage_engine import StageEngine
+from plugins.stages.stage_spec import (
     StageStart,
     close_blocks,
     load_stage,
     make_adapters,
     make_stage_storage,
 )
-from alignedserve.runtime.engine.stages.stage_wire import FrameKind, StageWire
-from alignedserve.runtime.engine.swap_space import HostCaches
+from plugins.stages.stage_wire import FrameKind, StageWire
 
 logger = logging.getLogger(__name__)
 
@@ -128,19 +121,3 @@ def _make_engine(start: StageStart) -> tuple[StageEngine, HostCaches]:
         host_bytes=spec.swap_space_bytes,
     )
     return engine, swap_space
-
-
-def main(commands: int, results: int, lifeline: int) -> int:
-    """Serve the worker at the other end of the sockets until it closes them; returns the process's exit status."""
-    end_with_parent(lifeline)
-    told, found = (StageWire(socket.socket(fileno=descriptor)) for descriptor in (commands, results))
-    try:
-        serve_stage(told, found, freeze_heap)
-    except OSError:
-        logger.info("the first stage of this worker has ended")
-    return 0
-
-
-if __name__ == "__main__":
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    sys.exit(main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])))

@@ -11,11 +11,10 @@ from alignedserve.process.addresses import Publication
 from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.process.stage_names import stage_name
 from alignedserve.runtime.engine.ranks.frames import encode
-from alignedserve.runtime.engine.stages.stage_group import StageLink
-from alignedserve.runtime.engine.stages.stage_spec import StageSpec, StageStart
-from alignedserve.runtime.engine.stages.stage_wire import FrameKind, StageWire
 from alignedserve.runtime.kv.transfers.channels.control_socket import dial
-from alignedserve.runtime.model.served_model import ServedModel
+from plugins.stages.stage_group import StageLink
+from plugins.stages.stage_spec import StageSpec, StageStart
+from plugins.stages.stage_wire import FrameKind, StageWire
 
 logger = logging.getLogger(__name__)
 
@@ -37,9 +36,9 @@ class FarStage:
         self.results.close()
 
 
-def far_stages(process_spec: ProcessSpec, served: ServedModel) -> Callable[[StageSpec], Sequence[StageLink]] | None:
-    """Return what connects the worker of this process to its stages; None: they are on its own host."""
-    return partial(_connect, process_spec) if served.num_hosts > 1 else None
+def far_stages(process_spec: ProcessSpec) -> Callable[[StageSpec], Sequence[StageLink]]:
+    """Return what connects the worker of this process to its stages on other hosts."""
+    return partial(_connect, process_spec)
 
 
 def _connect(process_spec: ProcessSpec, spec: StageSpec) -> Sequence[StageLink]:

@@ -12,8 +12,8 @@ import torch
 
 from alignedserve.core.ids import BlockId
 from alignedserve.runtime.attention.sequence_table import IntArray, SequenceTable
-from alignedserve.runtime.engine.stages.stage_group import StageGroup
 from alignedserve.runtime.kv.block_storage import BlockStorage
+from plugins.stages.stage_group import StageGroup
 
 _LARGEST_SHARE = 32  # of the blocks, one in so many at most is the engine's own
 

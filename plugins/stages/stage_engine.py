@@ -14,10 +14,10 @@ from alignedserve.runtime.engine.ranks.rank_commands import (
     ReplaceBlock,
     WriteCopies,
 )
-from alignedserve.runtime.engine.stages.stage_commands import LendBlocks, RunPart, SettleLoans, StageCommand
 from alignedserve.runtime.engine.swap_space import HostCaches
 from alignedserve.runtime.lora.sequence_adapters import SequenceAdapters
 from alignedserve.runtime.model.sharding.layer_stages import LayerStage
+from plugins.stages.stage_commands import LendBlocks, RunPart, SettleLoans, StageCommand
 
 
 class StageEngine(Engine):

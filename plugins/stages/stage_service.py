@@ -15,9 +15,9 @@ from alignedserve.process.addresses import AddressResolver
 from alignedserve.process.links import real_address
 from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.process.stage_names import worker_of_stage
-from alignedserve.runtime.engine.stages.stage_process import serve_stage
-from alignedserve.runtime.engine.stages.stage_wire import StageWire
 from alignedserve.runtime.kv.transfers.channels.control_socket import ControlSocket, keep_alive, listen_at
+from plugins.stages.stage_process import serve_stage
+from plugins.stages.stage_wire import StageWire
 
 logger = logging.getLogger(__name__)
 

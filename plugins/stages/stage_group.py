@@ -19,14 +19,14 @@ from alignedserve.runtime.attention.sequence_table import IntArray
 from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.device.streams import Event
 from alignedserve.runtime.engine.ranks.frames import Started, decode
-from alignedserve.runtime.engine.ranks.rank_group import ToldRanks
-from alignedserve.runtime.engine.stages.no_copies import NoCopies
-from alignedserve.runtime.engine.stages.stage_commands import LendBlocks, PartSlice, RunPart, SettleLoans
-from alignedserve.runtime.engine.stages.stage_process import bytes_of
-from alignedserve.runtime.engine.stages.stage_spec import StageSpec
-from alignedserve.runtime.engine.stages.stage_wire import FrameKind, StageWire
+from alignedserve.runtime.engine.ranks.rank_group import MirroredRanks
 from alignedserve.runtime.engine.steps.step_output import Forced, Slices
 from kernels.cpu.rank_exchange import ExchangeBroken
+from plugins.stages.no_copies import NoCopies
+from plugins.stages.stage_commands import LendBlocks, PartSlice, RunPart, SettleLoans
+from plugins.stages.stage_process import bytes_of
+from plugins.stages.stage_spec import StageSpec
+from plugins.stages.stage_wire import FrameKind, StageWire
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class PartEvent:
         self._received.wait(self._number, _TIMEOUT_S)
 
 
-class StageGroup(ToldRanks):
+class StageGroup(MirroredRanks):
     """A stage that ends breaks it: every later step fails, and the worker with it."""
 
     def __init__(self, spec: StageSpec, links: Sequence[StageLink]) -> None:
@@ -189,11 +189,13 @@ class StageGroup(ToldRanks):
 
     # --- the end
 
+    @override
     def kill(self) -> None:
         self._received.break_off()
         for link in self._links:
             link.kill()
 
+    @override
     def close(self) -> None:
         self._is_closed = True
         for link in self._links:

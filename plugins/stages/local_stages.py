@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 from alignedserve.process.connected_process import ConnectedProcess
 from alignedserve.runtime.engine.ranks.frames import encode
-from alignedserve.runtime.engine.stages.stage_spec import StageSpec, StageStart
-from alignedserve.runtime.engine.stages.stage_wire import FrameKind, StageWire
+from plugins.stages.stage_spec import StageSpec, StageStart
+from plugins.stages.stage_wire import FrameKind, StageWire
 
-_MODULE = "alignedserve.runtime.engine.stages.stage_process"
+_MODULE = "plugins.stages"
 
 
 class LocalStage:

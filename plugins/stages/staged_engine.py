@@ -25,17 +25,17 @@ from alignedserve.runtime.device.streams import DeviceStreams, Event, Stream
 from alignedserve.runtime.engine.engine import Engine
 from alignedserve.runtime.engine.engine_options import NO_OWN_BLOCKS, EngineOptions, OwnBlocks
 from alignedserve.runtime.engine.forward.decoder import Decoder
-from alignedserve.runtime.engine.stages.block_lender import BlockLender, Loan
-from alignedserve.runtime.engine.stages.group_choice import GroupChoice
-from alignedserve.runtime.engine.stages.stage_commands import PartSlice
-from alignedserve.runtime.engine.stages.stage_group import StageGroup
-from alignedserve.runtime.engine.stages.step_parts import Slice, group_size, step_parts
 from alignedserve.runtime.engine.steps.planned_step import StepBatch
 from alignedserve.runtime.engine.steps.step_launch import StepLaunch
 from alignedserve.runtime.engine.steps.step_output import Slices, StepOutput, StepTimes
 from alignedserve.runtime.grammar.token_masks import TokenMasks
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.copies.pending_copies import PendingCopies
+from plugins.stages.block_lender import BlockLender, Loan
+from plugins.stages.group_choice import GroupChoice
+from plugins.stages.stage_commands import PartSlice
+from plugins.stages.stage_group import StageGroup
+from plugins.stages.step_parts import Slice, group_size, step_parts
 
 _NO_ROWS = np.empty(0, np.int64)
 # Steps for which nothing goes ahead after one that asked for less than half of what had.
