@@ -19,7 +19,7 @@ import torch
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request, SampledToken, SamplingParams
 from alignedserve.messages.iterations import IterationCompleted, IterationTimes
-from alignedserve.runtime.attention.torch_plan import CALL_BYTES
+from alignedserve.runtime.attention.torch_backend import CALL_BYTES
 from alignedserve.worker_core.iteration_log import IterationLog
 from benchmarks.engine.iteration_gap import NUM_REQUESTS, serve_peer
 from benchmarks.measuring.arguments import parser_of

@@ -15,8 +15,8 @@ import torch
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.messages.handshake import Role
 from alignedserve.runtime.device.accelerator import Accelerator, accelerator_of
+from alignedserve.runtime.device.device_work import synchronize
 from alignedserve.runtime.device.host_accelerator import HostAccelerator
-from alignedserve.runtime.device.timing import synchronize
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.copies.copy_lanes import CopyLanes
 from alignedserve.runtime.kv.transfers.block_server import BlockServer

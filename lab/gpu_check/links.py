@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from alignedserve.core.block_layout import BlockLayout
+from alignedserve.runtime.device.device_work import synchronize
 from alignedserve.runtime.device.devices import CUDA
 from alignedserve.runtime.device.host_accelerator import HostAccelerator
-from alignedserve.runtime.device.timing import synchronize
 from alignedserve.runtime.kv.arena_files import arena_folder
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.copies.direct_copies import DirectCopies, HostSide

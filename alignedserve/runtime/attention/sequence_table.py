@@ -1,6 +1,6 @@
 """The table of sequences being computed: one row of persistent arrays each, so that a step is a few operations."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -35,7 +35,7 @@ class NewSequence:
     lora: LoraAdapter | None = None  # by which other ranks find their part of the adapter
     places: RopePlaces | None = None  # as rotations count them; None: as tokens follow one another
     pictures: SequenceEmbeddings | None = None  # in place of tokens; None: of no token that is to be computed
-    whole_runs: tuple[PictureRun, ...] = ()  # of tokens that read one another both ways, see whole_runs.py
+    whole_runs: tuple[PictureRun, ...] = ()  # of tokens that read one another both ways, see whole_slices
     is_trial: bool = False  # its cached tokens are not computed, and its answer is of no use: to time steps
 
 
@@ -242,7 +242,13 @@ class SequenceTable:
         return any(self.num_computed[row] < runs[-1][0] + 1 for row, runs in self.whole_runs.items())
 
     def whole_slices(self, slices: Sequence[tuple[RequestId, int]]) -> Sequence[tuple[RequestId, int]]:
-        """Return what of these slices is computed, and what earlier ones left out with it; see whole_runs.py."""
+        """Return the slices to compute so that none ends inside a run of tokens that read one another both ways.
+
+        Schedulers cut prompts anywhere. A slice that would end inside a run ends before it; the slice that reaches the
+        run's end computes the rest.
+
+        Example: a run of positions 4 to 9, in slices of 6, 3 and 3 tokens: they compute 4, 0 and 8.
+        """
         if not self.whole_runs:
             return slices
         whole = []
@@ -272,3 +278,23 @@ def tokens_of(rows: IntArray, first: IntArray, counts: IntArray) -> tuple[IntArr
     ends = np.cumsum(counts)
     offsets = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
     return np.repeat(rows, counts), np.repeat(first, counts) + offsets
+
+
+Runs = Sequence[PictureRun]
+
+
+def ends_of(runs: Mapping[int, Runs], rows: IntArray, before: IntArray, counts: IntArray) -> IntArray | None:
+    """Return where what each token of these chunks reads ends [tokens]; None: none of them reads a later one.
+
+    `runs`: of rows that have some; `before`: computed tokens in front of each chunk.
+    """
+    if not any(row in runs for row in rows.tolist()):
+        return None
+    ends = []
+    for row, first, count in zip(rows.tolist(), before.tolist(), counts.tolist(), strict=True):
+        own = np.arange(first, first + count) + 1
+        for start, length in runs.get(row, ()):
+            own[max(start - first, 0) : max(start + length - first, 0)] = start + length
+        assert own[-1] == first + count, "a chunk that ends inside a run"
+        ends.append(own)
+    return np.concatenate(ends)

@@ -96,3 +96,9 @@ def use_device(device: torch.device) -> None:
     """
     if device.type == CUDA and device.index is not None:
         _CUDA.set_device(device)
+
+
+def synchronize(device: torch.device) -> None:
+    """Return when all work on the device is done."""
+    if device.type == CUDA:
+        _CUDA.synchronize(device)

@@ -12,7 +12,7 @@ from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.ids import BlockId
 from alignedserve.core.plugins import load_plugin
 from alignedserve.process.worker_threads import run_quietly
-from alignedserve.runtime.attention.registry import try_libraries
+from alignedserve.runtime.attention.registry import check_libraries
 from alignedserve.runtime.attention.ring_tables import num_scratch_blocks
 from alignedserve.runtime.device.streams import DeviceStreams
 from alignedserve.runtime.engine.engine import Engine
@@ -130,7 +130,7 @@ def load_parts(
         load = partial(load_divided, served, expert_spec_of(served, sizes), progress_path)
     decoder, experts = run_quietly(load) if sizes.loads_quietly else load()
     num_stored = num_kept + blocks.num_scratch
-    try_libraries(sizes.attention_backend, layout, num_stored, decoder.config, device)
+    check_libraries(sizes.attention_backend, layout, num_stored, decoder.config, device)
     storage = BlockStorage(layout, num_stored, device)
     return LoadedParts(decoder, storage, storage, experts=experts)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from alignedserve.core.block_layout import BlockLayout
-from alignedserve.runtime.attention.registry import try_libraries
+from alignedserve.runtime.attention.registry import check_libraries
 from alignedserve.runtime.device.collectives import Collectives, ProcessGroupCollectives, SharedMemoryCollectives
 from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.device.host_memory.shared_pages import map_file
@@ -83,7 +83,7 @@ def make_storage(spec: RankEngineSpec, rank: int, meeting: Meeting) -> BlockStor
     """Make one rank's storage. Raises NotEnoughMemory."""
     layout = spec.layout(rank)
     if meeting.blocks is None:
-        try_libraries(spec.attention, layout, spec.num_blocks, spec.model.config, spec.device(rank))
+        check_libraries(spec.attention, layout, spec.num_blocks, spec.model.config, spec.device(rank))
         return BlockStorage(layout, spec.num_blocks, spec.device(rank), part=ArenaPart(rank, spec.size))
     memory = torch.frombuffer(map_file(meeting.blocks, spec.memory_bytes), dtype=torch.uint8)
     runs = layout.runs_per_block

@@ -20,7 +20,7 @@ from alignedserve.runtime.attention.sequence_table import BoolArray, IntArray, S
 from alignedserve.runtime.device.arrays import to_device
 from alignedserve.runtime.device.device_work import in_inference_mode
 from alignedserve.runtime.device.streams import Stream
-from alignedserve.runtime.engine.steps.chunk_guess import MOST_TOKENS, Chunks
+from alignedserve.runtime.engine.steps.chunk_guess import MOST_TOKENS, GuessedChunks
 from alignedserve.runtime.kv.block_storage import BlockStorage
 
 _LARGEST_SHARE = 32  # of the blocks, one in so many at most is the engine's own
@@ -46,7 +46,7 @@ class BlockLoans:
         self._compute = compute
         self._blocks = np.array(blocks, np.int64)
 
-    def lend(self, rows: IntArray, chunks: Chunks) -> Loans | None:
+    def lend(self, rows: IntArray, chunks: GuessedChunks) -> Loans | None:
         """Give blocks to those of these rows that lack one for their next token, and to chunks; None: too few."""
         table = self._table
         lacks = table.num_computed[rows] >= table.num_blocks[rows] * table.block_size

@@ -18,14 +18,14 @@ _SPARE_TOKENS = 16  # of sequences that may end with the present step
 _NO_ROWS = np.empty(0, np.int64)
 
 
-class Chunks(NamedTuple):
-    """Chunks of prompts, each of two tokens or more."""
+class GuessedChunks(NamedTuple):
+    """GuessedChunks of prompts, each of two tokens or more."""
 
     rows: IntArray  # of the sequence table
     counts: IntArray
 
 
-NO_CHUNKS = Chunks(_NO_ROWS, _NO_ROWS)
+NO_CHUNKS = GuessedChunks(_NO_ROWS, _NO_ROWS)
 
 
 class ChunkGuess:
@@ -39,14 +39,14 @@ class ChunkGuess:
 
     def note(self, rows: IntArray, counts: IntArray) -> None:
         """Take note of a step that is asked for: slices by rows of the table, before it is computed."""
-        self._asked = Chunks(rows, counts)
+        self._asked = GuessedChunks(rows, counts)
         if len(self._guess.rows):
             asked_for = dict(zip(rows.tolist(), counts.tolist(), strict=True))
             pairs = zip(self._guess.rows.tolist(), self._guess.counts.tolist(), strict=True)
             self.is_trusted = all(_is_near(asked_for.get(row, 0), count) for row, count in pairs)
             self._guess = NO_CHUNKS
 
-    def chunks(self, sampled_rows: IntArray, num_decodes: int) -> Chunks | None:
+    def chunks(self, sampled_rows: IntArray, num_decodes: int) -> GuessedChunks | None:
         """Return the chunks to launch beside so many decodes, once the present step is launched, which samples these
         rows; None: prompts go on, nobody knows how.
 
@@ -58,7 +58,7 @@ class ChunkGuess:
         self._guess = self._guessed(rows, num_decodes)
         return self._guess if len(self._guess.rows) and self.is_trusted else None
 
-    def _guessed(self, rows: IntArray, num_decodes: int) -> Chunks:
+    def _guessed(self, rows: IntArray, num_decodes: int) -> GuessedChunks:
         table = self._table
         if (table.wants_embedding[rows] | table.wants_prompt_logprobs[rows]).any():  # the host looks at such a chunk
             return NO_CHUNKS
@@ -72,7 +72,7 @@ class ChunkGuess:
             left -= count
         if not chosen or sum(count for _, count in chosen) > MOST_TOKENS:
             return NO_CHUNKS
-        return Chunks(*(np.array(column, np.int64) for column in zip(*chosen, strict=True)))
+        return GuessedChunks(*(np.array(column, np.int64) for column in zip(*chosen, strict=True)))
 
 
 def _is_near(asked: int, guessed: int) -> bool:

@@ -17,7 +17,7 @@ import numpy as np
 from alignedserve.runtime.attention.sequence_table import IntArray, SequenceTable, are_same
 from alignedserve.runtime.engine.sampling.sampler import Sampler
 from alignedserve.runtime.engine.steps.block_loans import BlockLoans
-from alignedserve.runtime.engine.steps.chunk_guess import ChunkGuess, Chunks
+from alignedserve.runtime.engine.steps.chunk_guess import ChunkGuess, GuessedChunks
 from alignedserve.runtime.engine.steps.kept_rings import RingKeeper
 from alignedserve.runtime.engine.steps.planned_step import StepBatch
 from alignedserve.runtime.engine.steps.step_batch import BatchBuilder
@@ -203,7 +203,7 @@ class NextStep:
         place_of[others] = ascending
         return place_of[rows]
 
-    def _can_choose(self, rows: IntArray, chunks: Chunks) -> bool:
+    def _can_choose(self, rows: IntArray, chunks: GuessedChunks) -> bool:
         table, own = self._table, chunks.rows
         ending = own[table.num_computed[own] + chunks.counts == table.num_tokens[own]] if len(own) else own
         begins = not len(ending) or self._sampler.can_begin_ahead(ending)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from alignedserve.core.picture import settled_len
-from alignedserve.runtime.attention.whole_runs import ends_of
+from alignedserve.runtime.attention.sequence_table import ends_of
 from kernels.cpu.native import supported_levels
 from kernels.cpu.paged_attention import PagedAttention
 from tests.support.kernel_reference import attention

@@ -1,12 +1,12 @@
-"""The trial of one library for prompts and chunks, in a process of its own.
+"""The check of one library for prompts and chunks beside our kernel, in a process of its own.
 
-    python -m alignedserve.runtime.attention.library_trial '{"library": "PyTorch", "setup": {...}}'
+    python -m alignedserve.runtime.attention.library_check PyTorch '{"device": "cuda:0", "layout": {...}, ...}'
 
 Its blocks have the engine's layout, and are as many, up to where every offset of 32 bits has overflowed. It computes on
-the last layer and in the highest blocks, contexts of odd lengths, and every slot that no context uses holds no number.
-Results are compared with those of our kernel; then what was not to be written is, and both are measured.
+the last layer and in the highest blocks, contexts of odd lengths, and every slot outside of contexts holds no number.
+Results are compared with results of our kernel; then the memory that only had to be read is compared.
 
-Prints a line of JSON, a TrialResult, and ends with 0; a crash or a hang is for who has started it to see.
+Prints a line of JSON, a CheckResult, and ends with 0. A crash or a hang is for the parent to see.
 """
 
 import json
@@ -22,37 +22,33 @@ from torch import Tensor
 from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import SamplingParams
-from alignedserve.runtime.attention.libraries import AttentionLibrary, library_named
+from alignedserve.runtime.attention.libraries import (
+    FAR_BYTES,
+    AttentionLibrary,
+    CheckResult,
+    ChunkShape,
+    PromptSetup,
+    library_named,
+)
 from alignedserve.runtime.attention.library_steps import (
-    Chunks,
+    ChunkComputer,
     ContextChunks,
     LibraryChunks,
     LibraryPrompts,
     raise_failure,
 )
-from alignedserve.runtime.attention.prompt_choice import (
-    FAR_BYTES,
-    ChunkShape,
-    Measured,
-    PromptSetup,
-    TrialRequest,
-    TrialResult,
-    device_of,
-)
 from alignedserve.runtime.attention.sequence_table import NewSequence, SequenceTable, tokens_of
 from alignedserve.runtime.attention.triton_backend import GpuPlanner
 from alignedserve.runtime.device.arrays import to_device
-from alignedserve.runtime.device.device_work import is_refusal, use_device
-from alignedserve.runtime.device.devices import CUDA, torch_cuda
-from alignedserve.runtime.device.timing import DeviceTimer, synchronize
+from alignedserve.runtime.device.device_work import free_bytes, is_refusal, synchronize, use_device
+from alignedserve.runtime.device.devices import CUDA
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from kernels.gpu_dispatch import on_device
 
-_ROUNDS, _WARM_UPS = 9, 3
 # Of results whose values are normally distributed: rounding of weights and sums to the dtype.
 _TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 _LONGEST_REASON = 300
-_LEFT_BYTES = 1 << 30  # of the device's memory, for what is computed beside the blocks
+_LEFT_BYTES = 1 << 30  # of the device's memory, for results beside the blocks
 _SCANNED_BYTES = 256 << 20
 _GUARD = 1024  # elements before and behind each input
 _NO_NUMBERS = 0xFF  # of every byte: NaN in each dtype
@@ -64,8 +60,8 @@ _ONCE = SamplingParams(max_tokens=1)
 Work = Callable[[], list[Tensor]]
 
 
-class TrialChunks:
-    """Chunks of contexts in the highest blocks of a storage, on its last layer, with random numbers."""
+class CheckedChunks:
+    """ChunkComputer of contexts in the highest blocks of a storage, on its last layer, with random numbers."""
 
     def __init__(self, setup: PromptSetup, storage: BlockStorage, shape: ChunkShape) -> None:
         self._setup, self._storage, self._layer = setup, storage, setup.layout.num_layers - 1
@@ -84,21 +80,18 @@ class TrialChunks:
             for _ in range(2)
         ]
         sizes = (int(counts.sum()), layout.num_kv_heads, setup.group, layout.head_dim)
-        self._inputs = _Inputs([sizes, *((sizes[0], layout.kv_width),) * 2], dtype, storage.device)
+        self.inputs = GuardedInputs([sizes, *((sizes[0], layout.kv_width),) * 2], dtype, storage.device)
         self._queries = torch.empty(sizes, dtype=dtype, device=storage.device).normal_(generator=random)
 
     def write(self) -> None:
         storage, layer = self._storage, self._layer
-        for slots, own in zip((storage.key_slots(layer), storage.value_slots(layer)), self._cached, strict=True):
-            slots[self._slots] = own
-        new = [own[self._new_places] for own in self._cached]
-        self._inputs.fill(float("nan"))
-        for part, own in zip(self._inputs.tensors, [self._queries, *new], strict=True):
-            part.copy_(own)
-        self._inputs.seal()
-
-    def fill_inputs(self, value: float) -> None:
-        self._inputs.fill(value)
+        for slots, cached in zip((storage.key_slots(layer), storage.value_slots(layer)), self._cached, strict=True):
+            slots[self._slots] = cached
+        new = [cached[self._new_places] for cached in self._cached]
+        self.inputs.fill(float("nan"))
+        for tensor, content in zip(self.inputs.tensors, [self._queries, *new], strict=True):
+            tensor.copy_(content)
+        self.inputs.seal()
 
     def sums(self) -> Tensor:
         blocks = self._storage.bytes[-self.num_blocks :].view(torch.int64)
@@ -111,20 +104,16 @@ class TrialChunks:
             if length % size:
                 self._storage.zero_tail(BlockId(int(self._table.block_tables[row, length // size])), length % size)
 
-    def are_intact(self) -> bool:
-        return self._inputs.are_intact()
-
     def work(self, library: AttentionLibrary | None = None) -> Work:
-        """Return what computes the layer, of each kind that the model has; its results are those of the last call."""
+        """Return work that computes the layer, of each kind that the model has; a call overwrites earlier results."""
         setup = self._setup
-        # Decodes are none of a trial's, nor is how many programs they have.
-        planner = GpuPlanner(self._table, self._storage, setup.window, setup.group, num_programs=1)
-        own = planner.plan(self._rows[:0], self._rows, self._counts).prompts
-        assert own is not None, "a trial without chunks"
-        part = own if library is None else self._by_library(library, own)
+        planner = GpuPlanner(self._table, self._storage, setup.window, setup.group, num_programs=1)  # of no decode
+        ours = planner.plan(self._rows[:0], self._rows, self._counts).prompts
+        assert ours is not None, "a check without chunks"
+        part = ours if library is None else self._by_library(library, ours)
         part.bind(to_device(part.host_arrays, self._storage.device))
         kinds = (False,) if setup.window is None else (False, True)
-        queries, *new = self._inputs.tensors
+        queries, *new = self.inputs.tensors
         outs = [torch.empty_like(queries) for _ in kinds]
 
         def compute() -> list[Tensor]:
@@ -134,57 +123,54 @@ class TrialChunks:
 
         return compute
 
-    def _by_library(self, library: AttentionLibrary, own: Chunks) -> Chunks:
+    def _by_library(self, library: AttentionLibrary, ours: ChunkComputer) -> ChunkComputer:
         window = self._setup.window
         if not self._table.num_computed[self._rows].any():
-            return LibraryPrompts(library, self._counts, window, own, raise_failure)
+            return LibraryPrompts(library, self._counts, window, ours, raise_failure)
         chunks = ContextChunks(self._table, self._rows, self._counts)
-        return LibraryChunks(library, self._storage, chunks, window, own, raise_failure, clears_tails=False)
+        return LibraryChunks(library, self._storage, chunks, window, ours, raise_failure, clears_tails=False)
 
 
-class Trial:
+class LibraryCheck:
     """A library beside our kernel."""
 
     def __init__(self, setup: PromptSetup, library: AttentionLibrary) -> None:
         self._setup, self._library = setup, library
-        self._device = device_of(setup)
+        self._device = torch.device(setup.device)
         self.num_blocks = _num_blocks(setup, self._device)
         self._storage = BlockStorage(setup.layout, self.num_blocks, self._device)
 
-    def result(self) -> TrialResult:
+    def result(self) -> CheckResult:
         shapes = self._setup.shapes
-        whole, whole_reason, _ = self._try(shapes.odd_whole, shapes.whole)
-        paged, paged_reason, clears_tails = self._try(shapes.odd_chunks, shapes.chunks)
-        return TrialResult(self.num_blocks, whole, paged, whole_reason, paged_reason, clears_tails)
+        whole_reason, _ = self._check(shapes.odd_whole, shapes.whole)
+        paged_reason, clears_tails = self._check(shapes.odd_chunks, shapes.chunks)
+        return CheckResult(self.num_blocks, whole_reason or "", paged_reason or "", clears_tails)
 
-    def _try(self, odd: ChunkShape, measured: ChunkShape) -> tuple[Measured | None, str, bool]:
+    def _check(self, odd: ChunkShape, long: ChunkShape) -> tuple[str | None, bool]:
         clears_tails = False
         reason = self._obstacle(odd)
         if reason == _NO_RESULT and not odd.is_whole:
             clears_tails = True
             reason = self._obstacle(odd, has_zeros=True)
-        if reason is not None:
-            return None, reason, False
-        self._storage.bytes.zero_()
-        chunks = self._chunks(measured)
-        chunks.write()
-        reason = self._compared(chunks, elsewhere=0)
-        if reason is not None:
-            return None, reason, False
-        timer = DeviceTimer(self._device, num_rounds=_ROUNDS, warm_ups=_WARM_UPS, cold_bytes=0)
-        return Measured(*timer.by_turns([chunks.work(), chunks.work(self._library)])), "", clears_tails
+        if reason is None:
+            self._storage.bytes.zero_()
+            chunks = self._chunks(long)
+            chunks.write()
+            reason = self._compared(chunks, elsewhere=0)
+        return reason, clears_tails and reason is None
 
-    def _chunks(self, shape: ChunkShape) -> TrialChunks:
-        return TrialChunks(self._setup, self._storage, fitting(shape, self._setup.layout.block_size, self.num_blocks))
+    def _chunks(self, shape: ChunkShape) -> CheckedChunks:
+        fitting_shape = fitting(shape, self._setup.layout.block_size, self.num_blocks)
+        return CheckedChunks(self._setup, self._storage, fitting_shape)
 
     def _obstacle(self, odd: ChunkShape, *, has_zeros: bool = False) -> str | None:
         """Return why results cannot be used where unused slots hold no numbers, or, of contexts' last blocks, zeros.
 
-        A call over nothing but NaN comes first, so that what a kernel leaves in the memory of a multiprocessor is NaN.
+        A call over nothing but NaN comes first: what a kernel leaves in the memory of a multiprocessor is NaN then.
         """
         chunks = self._chunks(odd)
         self._storage.bytes.fill_(_NO_NUMBERS)
-        chunks.fill_inputs(float("nan"))
+        chunks.inputs.fill(float("nan"))
         reason = _failure(chunks.work(self._library))
         if reason is None and not self._are_all(self._storage.bytes, -1):
             reason = _WRITES
@@ -193,16 +179,15 @@ class Trial:
             chunks.zero_tails()
         return reason or self._compared(chunks)
 
-    def _compared(self, chunks: TrialChunks, *, elsewhere: int = -1) -> str | None:
-        """Return what the library computes or writes otherwise than our kernel. `elsewhere`: the bytes that blocks
-        without contexts consist of, in groups of 8."""
+    def _compared(self, chunks: CheckedChunks, *, elsewhere: int = -1) -> str | None:
+        """Return the library's first fault beside our kernel. `elsewhere`: the 8 bytes that fill all other blocks."""
         expected = [result.clone() for result in chunks.work()()]
         before = chunks.sums()
         reason = differing(chunks.work(self._library), expected)
         if reason is not None:
             return reason
         synchronize(self._device)
-        is_intact = chunks.are_intact() and bool((chunks.sums() == before).all())
+        is_intact = chunks.inputs.are_intact() and bool((chunks.sums() == before).all())
         others = self._storage.bytes[: self.num_blocks - chunks.num_blocks]
         return None if is_intact and self._are_all(others, elsewhere) else _WRITES
 
@@ -211,7 +196,9 @@ class Trial:
         return all(bool((part == value).all()) for part in torch.split(blocks.view(torch.int64), rows))
 
 
-class _Inputs:
+class GuardedInputs:
+    """Inputs of a kernel with memory on both sides that it must not write."""
+
     def __init__(self, sizes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> None:
         lengths = [math.prod(size) for size in sizes]
         self._buffers = [torch.empty(length + 2 * _GUARD, dtype=dtype, device=device) for length in lengths]
@@ -230,17 +217,17 @@ class _Inputs:
 
     def are_intact(self) -> bool:
         pairs = zip(self._buffers, self._sealed, strict=True)
-        return all(torch.equal(own.view(torch.uint8), sealed.view(torch.uint8)) for own, sealed in pairs)
+        return all(torch.equal(buffer.view(torch.uint8), sealed.view(torch.uint8)) for buffer, sealed in pairs)
 
 
 def differing(work: Work, expected: Sequence[Tensor]) -> str | None:
     """Return why results of a library cannot be used; None: they are ours."""
     try:
-        differences = [(one - other).abs().max() for one, other in zip(work(), expected, strict=True)]
-        differs = float(torch.stack(differences).max())  # not a number where one of them is none
+        differences = [(theirs - ours).abs().max() for theirs, ours in zip(work(), expected, strict=True)]
+        differs = float(torch.stack(differences).max())  # NaN where a difference is
     except Exception as error:  # noqa: BLE001  (of its compiler, of a driver: a library may raise anything)
-        return _told(error)
-    # Not a number is above every tolerance, too.
+        return _reason_of(error)
+    # NaN is above every tolerance, too.
     return None if differs <= _TOLERANCES[expected[0].dtype] else f"{_DIFFERS} {differs:.2g}"
 
 
@@ -248,11 +235,11 @@ def _failure(work: Work) -> str | None:
     try:
         work()
     except Exception as error:  # noqa: BLE001  (as above)
-        return _told(error)
+        return _reason_of(error)
     return None
 
 
-def _told(error: Exception) -> str:
+def _reason_of(error: Exception) -> str:
     if isinstance(error, torch.AcceleratorError) and not is_refusal(error):
         raise error  # nothing can be computed behind it
     lines = str(error).strip().splitlines() or ["no more is known"]
@@ -262,7 +249,7 @@ def _told(error: Exception) -> str:
 def fitting(shape: ChunkShape, block_size: int, num_blocks: int) -> ChunkShape:
     """Return the shape, or a half, quarter, ... of it that fits into so many blocks."""
     while sum(blocks_for(length, block_size) for length in shape.lengths) > num_blocks:
-        assert max(shape.lengths) > 1, f"a trial needs more than {num_blocks} blocks"
+        assert max(shape.lengths) > 1, f"a check needs more than {num_blocks} blocks"
         lengths = tuple(max(1, length // 2) for length in shape.lengths)
         counts = tuple(min(max(1, count // 2), length) for count, length in zip(shape.counts, lengths, strict=True))
         shape = ChunkShape(lengths, counts)
@@ -273,9 +260,8 @@ def _num_blocks(setup: PromptSetup, device: torch.device) -> int:
     block_bytes = setup.layout.block_bytes
     num_blocks = min(setup.num_blocks, -(-FAR_BYTES // block_bytes))
     if device.type == CUDA:
-        free, _ = torch_cuda().mem_get_info(device)
-        num_blocks = min(num_blocks, (free - _LEFT_BYTES) // block_bytes)
-    assert num_blocks >= 1, "no memory for a trial"
+        num_blocks = min(num_blocks, (free_bytes(device) - _LEFT_BYTES) // block_bytes)
+    assert num_blocks >= 1, "no memory for a check"
     return num_blocks
 
 
@@ -290,19 +276,13 @@ def _table_of(shape: ChunkShape, block_size: int, num_blocks: int) -> tuple[Sequ
     return table, sum(widths)
 
 
-@torch.inference_mode()
-def try_library(request: TrialRequest) -> TrialResult:
-    setup = request.setup
-    library = library_named(request.library, setup.layout.block_size)
-    assert library is not None, f"{request.library} cannot be imported"
-    with on_device(device_of(setup)):
-        return Trial(setup, library).result()
-
-
 def main() -> None:
-    request = TrialRequest.from_json(sys.argv[1])
-    use_device(device_of(request.setup))
-    print(json.dumps(asdict(try_library(request))), flush=True)
+    name, setup = sys.argv[1], PromptSetup.from_json(sys.argv[2])
+    device, library = torch.device(setup.device), library_named(name)
+    assert library is not None, f"{name} cannot be imported"
+    use_device(device)
+    with torch.inference_mode(), on_device(device):
+        print(json.dumps(asdict(LibraryCheck(setup, library).result())), flush=True)
 
 
 if __name__ == "__main__":

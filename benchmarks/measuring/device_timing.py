@@ -20,12 +20,6 @@ _LEAST_ROUNDS = 3
 Work = Callable[[], object]
 
 
-def synchronize(device: torch.device) -> None:
-    """Return when all work on the device is done."""
-    if device.type == CUDA:
-        torch.cuda.synchronize(device)
-
-
 class DeviceTimer:
     """Measures seconds of work on one device: medians of rounds, each with cold caches.
 
