@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from alignedserve.runtime.lora.adapter_modules import adaptable_modules
+from alignedserve.runtime.lora.adapter_check import adaptable_modules
 from alignedserve.runtime.model.built_in import pocket_folder
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from lab.profiling.shapes import OPT_125M

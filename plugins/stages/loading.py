@@ -7,8 +7,8 @@ from msgspec.structs import asdict
 
 from alignedserve.runtime.engine.engine import Engine
 from alignedserve.runtime.engine.model_loading import noted_progress
-from alignedserve.runtime.engine.ranks.part_spec import PartSpec
 from alignedserve.runtime.engine.ranks.rank_group import make_block_memory
+from alignedserve.runtime.engine.ranks.rank_spec import PartSpec
 from alignedserve.runtime.engine.worker_engine import ConnectStages, LoadedParts
 from alignedserve.runtime.model.served_model import ServedModel
 from plugins.stages.local_stages import start_stages

@@ -18,9 +18,9 @@ from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.runtime.attention.sequence_table import IntArray
 from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.device.streams import Event
-from alignedserve.runtime.engine.ranks.frames import Started, decode
+from alignedserve.runtime.engine.ranks.frames import StartAnswer, decode
 from alignedserve.runtime.engine.ranks.rank_group import MirroredRanks
-from alignedserve.runtime.engine.steps.step_output import Forced, Slices
+from alignedserve.runtime.engine.steps.step import Forced, Slices
 from kernels.cpu.rank_exchange import ExchangeBroken
 from plugins.stages.no_copies import NoCopies
 from plugins.stages.stage_commands import LendBlocks, PartSlice, RunPart, SettleLoans
@@ -110,7 +110,7 @@ class StageGroup(MirroredRanks):
         self.copies = NoCopies(spec.size)  # where each stage has its own blocks
         self._width, self._dtype = spec.model.config.hidden_size, torch_dtype(spec.model.dtype)
         self._received = _Received()
-        self._started: dict[int, Started] = {}
+        self._started: dict[int, StartAnswer] = {}
         self._heard = threading.Condition()
         self._is_closed = False
         self._num_sent = 0
@@ -124,7 +124,7 @@ class StageGroup(MirroredRanks):
     def wait(self) -> None:
         with self._heard:
             self._heard.wait_for(lambda: self._received.is_broken or len(self._started) == len(self._links))
-            answers: Mapping[int, Started] = dict(self._started)
+            answers: Mapping[int, StartAnswer] = dict(self._started)
         for place in sorted(answers):
             answers[place].raise_error()
         if len(answers) < len(self._links):
@@ -216,7 +216,7 @@ class StageGroup(MirroredRanks):
         try:
             while (frame := wire.receive()) is not None:
                 if frame.kind is FrameKind.STARTED:
-                    self._hear(place, decode(bytes(frame.content), Started))
+                    self._hear(place, decode(bytes(frame.content), StartAnswer))
                 elif frame.kind is not FrameKind.ROWS:
                     raise ProtocolError("a frame of a stage out of turn")
                 elif is_last:
@@ -231,7 +231,7 @@ class StageGroup(MirroredRanks):
         with self._heard:
             self._heard.notify_all()
 
-    def _hear(self, place: int, started: Started) -> None:
+    def _hear(self, place: int, started: StartAnswer) -> None:
         with self._heard:
             self._started[place] = started
             self._heard.notify_all()

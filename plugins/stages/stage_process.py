@@ -10,9 +10,8 @@ from torch import Tensor
 
 from alignedserve.core.errors import AlignedServeError, ProtocolError
 from alignedserve.runtime.device.streams import streams_of
-from alignedserve.runtime.engine.ranks.frames import Started, decode, encode
-from alignedserve.runtime.engine.slot_swap_space import make_swap_space
-from alignedserve.runtime.engine.swap_space import HostCaches
+from alignedserve.runtime.engine.ranks.frames import StartAnswer, decode, encode
+from alignedserve.runtime.engine.swap_space import HostCaches, make_swap_space
 from plugins.stages.stage_commands import RunPart, StageCommand
 from plugins.stages.stage_engine import StageEngine
 from plugins.stages.stage_spec import (
@@ -75,10 +74,10 @@ def serve_stage(commands: StageWire, results: StageWire, on_loaded: Callable[[],
         engine, swap_space = _make_engine(start)
         adapters = make_adapters(start.spec, start.index)
     except AlignedServeError as error:
-        results.send(FrameKind.STARTED, encode(Started.failed(error)))
+        results.send(FrameKind.STARTED, encode(StartAnswer.failed(error)))
         return
     on_loaded()
-    results.send(FrameKind.STARTED, encode(Started()))
+    results.send(FrameKind.STARTED, encode(StartAnswer()))
     perform = partial(engine.perform, swap_space=swap_space, adapters=adapters)
     try:
         _follow(Inputs(commands), results, engine, perform)

@@ -8,9 +8,9 @@ import torch
 
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.runtime.device.dtypes import torch_dtype
-from alignedserve.runtime.device.host_memory.shared_pages import map_file
+from alignedserve.runtime.device.memory_maps import map_file
 from alignedserve.runtime.engine.forward.decoder import Decoder
-from alignedserve.runtime.engine.ranks.part_spec import PartSpec
+from alignedserve.runtime.engine.ranks.rank_spec import PartSpec
 from alignedserve.runtime.kv.block_storage import BlockStorage, Stripe
 from alignedserve.runtime.lora.sequence_adapters import SequenceAdapters
 from alignedserve.runtime.model.sharding.layer_stages import LayerStage, layer_stages, staged_layout

@@ -26,7 +26,7 @@ class FrameKind(enum.IntEnum):
     STARTED = 4  # its answer
 
 
-class Frame(NamedTuple):
+class StageFrame(NamedTuple):
     """A frame that has come."""
 
     kind: FrameKind
@@ -54,7 +54,7 @@ class StageWire:
                 self._connection.sendall(header)
                 self._connection.sendall(content)
 
-    def receive(self) -> Frame | None:
+    def receive(self) -> StageFrame | None:
         """Wait for a frame; None: the other end has closed. Raises ProtocolError for one that is none, OSError."""
         header = self._read(_HEADER.size)
         if header is None:
@@ -63,7 +63,7 @@ class StageWire:
         if length > _MOST_BYTES or kind not in FrameKind.__members__.values():
             raise ProtocolError("a frame between stages that is none")
         content = self._read(length)
-        return None if content is None else Frame(FrameKind(kind), content)
+        return None if content is None else StageFrame(FrameKind(kind), content)
 
     def close(self) -> None:
         """Close the connection; waits of the other end and of other threads end."""

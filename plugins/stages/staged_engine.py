@@ -25,9 +25,7 @@ from alignedserve.runtime.device.streams import DeviceStreams, Event, Stream
 from alignedserve.runtime.engine.engine import Engine
 from alignedserve.runtime.engine.engine_options import NO_OWN_BLOCKS, EngineOptions, OwnBlocks
 from alignedserve.runtime.engine.forward.decoder import Decoder
-from alignedserve.runtime.engine.steps.planned_step import StepBatch
-from alignedserve.runtime.engine.steps.step_launch import StepLaunch
-from alignedserve.runtime.engine.steps.step_output import Slices, StepOutput, StepTimes
+from alignedserve.runtime.engine.steps.step import Slices, StepBatch, StepLaunch, StepOutput, StepTimes
 from alignedserve.runtime.grammar.token_masks import TokenMasks
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.copies.pending_copies import PendingCopies
@@ -43,7 +41,7 @@ _PAUSE_STEPS = 8
 
 
 @dataclass(slots=True)
-class Part(StepLaunch):
+class StagePart(StepLaunch):
     """A part of a step on its way through the stages."""
 
     number: int = 0
@@ -91,7 +89,7 @@ class StagedEngine(Engine):
         self._pending: PendingCopies = all_blocks.pending_copies
         has_own = all_blocks is storage
         self._lender = BlockLender(self._table, all_blocks, group if has_own else None, own_blocks.lent)
-        self._ahead: list[Part] = []
+        self._ahead: list[StagePart] = []
         self._goes_ahead = goes_ahead
         self._choice = GroupChoice()
         self._ended_s = 0.0  # when the step before did
@@ -143,16 +141,16 @@ class StagedEngine(Engine):
 
     # --- the parts of a step
 
-    def _begin_slices(self, slices: Sequence[Slice]) -> Part:
+    def _begin_slices(self, slices: Sequence[Slice]) -> StagePart:
         step = self._builder.build_slices(slices)
         part = self._begin(step, slices)
         part.masks = self._sampler.start_masks(part.rows, part.num_tokens)
         self._enqueue_table(part)
         return part
 
-    def _begin(self, step: StepBatch, slices: Sequence[Slice]) -> Part:
+    def _begin(self, step: StepBatch, slices: Sequence[Slice]) -> StagePart:
         table = self._table
-        part = Part(step, table.num_tokens[step.sampled_rows], wants_all=step.needs_hidden and step.last is None)
+        part = StagePart(step, table.num_tokens[step.sampled_rows], wants_all=step.needs_hidden and step.last is None)
         rows = table.rows([request_id for request_id, _ in slices])
         computed, known = table.num_computed[rows].tolist(), table.num_tokens[rows].tolist()
         told = [
@@ -165,11 +163,11 @@ class StagedEngine(Engine):
         part.attention_s = self.model.attention_s
         return part
 
-    def _enqueue_table(self, part: Part) -> None:
+    def _enqueue_table(self, part: StagePart) -> None:
         self._table.num_computed[part.step.rows] += part.step.counts
         self._table.num_tokens[part.rows] = part.num_tokens + 1
 
-    def _finish(self, part: Part) -> tuple[list[SampledToken], list[RequestId]]:
+    def _finish(self, part: StagePart) -> tuple[list[SampledToken], list[RequestId]]:
         """Wait for a part's hidden vectors, choose its tokens and write them into the table.
 
         Returns them, and the sequences whose logits were not numbers.
@@ -210,7 +208,7 @@ class StagedEngine(Engine):
         # Others must not write these blocks before, should the sequences leave them.
         self._pending.record(cast(Stream, _Stream(self._stages, part.number)), step.slots // self.storage.slot_stride)
 
-    def _take_ahead(self, slices: Slices) -> tuple[list[Part], list[Slice]]:
+    def _take_ahead(self, slices: Slices) -> tuple[list[StagePart], list[Slice]]:
         ahead, self._ahead = self._ahead, []
         self._num_paused = max(self._num_paused - 1, 0)
         if not ahead:
@@ -226,7 +224,7 @@ class StagedEngine(Engine):
         counts = asked[rows].tolist()
         return taken, [(part[0], count) for part, count in zip(slices, counts, strict=True) if count]
 
-    def _take(self, part: Part, asked: IntArray) -> bool:
+    def _take(self, part: StagePart, asked: IntArray) -> bool:
         table, step = self._table, part.step
         rows, known = step.rows, part.num_tokens
         is_taken = (asked[rows] > 0) & (part.entries == table.entries[rows]) & (known == table.num_tokens[rows])
@@ -254,7 +252,7 @@ class StagedEngine(Engine):
         return bool(self._table.wants_prompt_logprobs[self._table.row(request_id)])
 
 
-def _times(parts: Sequence[Part], started: float, *, is_ahead: bool) -> StepTimes:
+def _times(parts: Sequence[StagePart], started: float, *, is_ahead: bool) -> StepTimes:
     return StepTimes(
         prepare_s=0.0,
         forward_s=time.perf_counter() - started,

@@ -19,7 +19,7 @@ from alignedserve.core.ids import RequestId
 from alignedserve.core.request import SampledToken, SamplingParams
 from alignedserve.runtime.attention.backend import TORCH, TRITON
 from alignedserve.runtime.engine.forward.decoder import Decoder
-from alignedserve.runtime.engine.steps.cuda_graphs import graph_sizes
+from alignedserve.runtime.engine.steps.step_passes import graph_sizes
 from kernels import gpu_dispatch as gpu_choice
 from tests.support.devices.checked_streams import CheckedEvent, CheckedStream, CheckedStreams
 from tests.support.devices.host_reads import NoHostReads

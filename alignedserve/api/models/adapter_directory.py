@@ -16,7 +16,7 @@ from alignedserve.core.request import LoraAdapter
 from alignedserve.disk.last_seen import LastSeen
 from alignedserve.keys.entry import ANYONE, KeyEntry
 from alignedserve.runtime.lora.adapter_folders import find_adapter
-from alignedserve.runtime.lora.loaded_file import (
+from alignedserve.runtime.lora.loaded_adapters import (
     Changes,
     changing_loaded,
     loaded_of,

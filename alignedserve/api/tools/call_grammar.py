@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from alignedserve.api.tools.formats import HeaderCall, ParameterCall, ToolFormat
 from alignedserve.api.tools.parameters import TextParameters
-from alignedserve.runtime.grammar.lark import json_value, quoted
+from alignedserve.runtime.grammar.constraints import json_value, quoted
 
 MAX_CALLS = 128
 Literal = Callable[[str], str]  # a text as a sequence of literals and special tokens

@@ -1,4 +1,4 @@
-"""The registry of attention backends, and the choice for one engine."""
+"""The choice of attention for one engine: a backend, and a planner for each kind of layers over the same contexts."""
 
 import importlib
 import logging

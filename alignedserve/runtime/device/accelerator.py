@@ -16,7 +16,7 @@ from alignedserve.core.errors import HandoffRejected, NotEnoughMemory
 from alignedserve.runtime.device.cuda_driver import CudaDriver
 from alignedserve.runtime.device.device_work import use_device
 from alignedserve.runtime.device.devices import CUDA
-from alignedserve.runtime.device.host_memory.registered_memory import MemoryDriver
+from alignedserve.runtime.device.registered_memory import MemoryDriver
 from alignedserve.runtime.device.streams import CudaStreams, DeviceStreams
 
 _CUDA: Any = torch.cuda

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from alignedserve.runtime.device.batched_copies import RowRuns, batched_copies
+from alignedserve.runtime.device.cuda_driver import RowRuns, batched_copies
 
 _CUDA: Any = torch.cuda
 

@@ -8,10 +8,16 @@ from functools import partial
 import msgspec
 
 from alignedserve.config.sections import ClusterConfig
-from alignedserve.runtime.device.devices import AUTO, CPU, CUDA, cuda_obstacle, describe_gpus, gpu_names
-from alignedserve.runtime.device.machine_gpus import machine_remarks
-from alignedserve.runtime.device.self_checks import obstacle_on
-from alignedserve.runtime.device.verdicts import cache_folder
+from alignedserve.runtime.device.devices import (
+    AUTO,
+    CPU,
+    CUDA,
+    cuda_obstacle,
+    describe_gpus,
+    gpu_names,
+    machine_remarks,
+)
+from alignedserve.runtime.device.verdicts import cache_folder, obstacle_on
 
 logger = logging.getLogger(__name__)
 

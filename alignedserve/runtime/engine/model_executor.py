@@ -31,16 +31,21 @@ from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.device.shared_device import SharedDevice
 from alignedserve.runtime.device.streams import streams_of
 from alignedserve.runtime.device.verdicts import cache_folder
-from alignedserve.runtime.engine.calibration.kept_calibration import KeptCalibration
-from alignedserve.runtime.engine.calibration.measured_iterations import measure_iterations
 from alignedserve.runtime.engine.device_turns import DeviceTurns
 from alignedserve.runtime.engine.engine import COMPUTE, NewSequence, StepTimes
 from alignedserve.runtime.engine.engine_sizes import EngineSizes, can_stop, threads_per_rank
+from alignedserve.runtime.engine.measured_iterations import KeptCalibration, measure_iterations
 from alignedserve.runtime.engine.model_loading import check_memory, load_tower, load_vocabulary
-from alignedserve.runtime.engine.slot_swap_space import make_swap_space
+from alignedserve.runtime.engine.swap_space import make_swap_space
 from alignedserve.runtime.engine.urgent_iterations import UrgentIterations
-from alignedserve.runtime.engine.worker_engine import ConnectStages, EngineBlocks, load_parts, make_engine
-from alignedserve.runtime.engine.worker_specs import described, share_of_first
+from alignedserve.runtime.engine.worker_engine import (
+    ConnectStages,
+    EngineBlocks,
+    described,
+    load_parts,
+    make_engine,
+    share_of_first,
+)
 from alignedserve.runtime.grammar.compiler import GrammarCompiler
 from alignedserve.runtime.grammar.token_masks import TokenMasks
 from alignedserve.runtime.kv.block_copier import BlockCopier

@@ -17,10 +17,8 @@ from alignedserve.process.loading_progress import LoadingProgress
 from alignedserve.runtime.device.device_work import free_bytes, used_by_others
 from alignedserve.runtime.device.devices import CUDA
 from alignedserve.runtime.device.dtypes import torch_dtype
-from alignedserve.runtime.device.self_checks import require_kinds
-from alignedserve.runtime.device.verdicts import cache_folder
-from alignedserve.runtime.engine.experts.expert_group import ExpertGroup
-from alignedserve.runtime.engine.experts.expert_spec import ExpertSpec
+from alignedserve.runtime.device.verdicts import cache_folder, require_kinds
+from alignedserve.runtime.engine.expert_group import ExpertGroup, ExpertSpec
 from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.engine.ranks.rank_group import RankGroup
 from alignedserve.runtime.engine.ranks.rank_spec import RankEngineSpec, load_shard, make_storage, whole_storage
@@ -68,17 +66,17 @@ def load_decoder(
     return Decoder(model.config, weights)
 
 
-class LoadedModel(NamedTuple):
+class LoadedDecoder(NamedTuple):
     """A model that this process computes."""
 
     decoder: Decoder
     experts: ExpertGroup | None = None  # other processes that have some of its experts
 
 
-def load_alone(served: ServedModel, device: torch.device, progress: Path | None) -> LoadedModel:
+def load_alone(served: ServedModel, device: torch.device, progress: Path | None) -> LoadedDecoder:
     """Load all of it here. Raises ModelError; ConfigError where a GPU does not compute its layers as a CPU does."""
     _check_kinds(served, device)
-    return LoadedModel(load_decoder(served, device, progress))
+    return LoadedDecoder(load_decoder(served, device, progress))
 
 
 def _check_kinds(served: ServedModel, device: torch.device) -> None:
@@ -87,7 +85,7 @@ def _check_kinds(served: ServedModel, device: torch.device) -> None:
         require_kinds(str(device), kinds, cache_folder())
 
 
-def load_divided(served: ServedModel, spec: ExpertSpec, progress: Path | None) -> LoadedModel:
+def load_divided(served: ServedModel, spec: ExpertSpec, progress: Path | None) -> LoadedDecoder:
     """Start the processes that share a model's experts, and load the rest beside them.
 
     Raises ModelError, ExchangeBroken when one has ended.
@@ -100,7 +98,7 @@ def load_divided(served: ServedModel, spec: ExpertSpec, progress: Path | None) -
     except BaseException:
         group.close()
         raise
-    return LoadedModel(decoder, group)
+    return LoadedDecoder(decoder, group)
 
 
 def load_tower(served: ServedModel, device: torch.device) -> VisionTower | MobileTower | None:

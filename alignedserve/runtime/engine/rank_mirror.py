@@ -6,7 +6,7 @@ from typing import Protocol
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.runtime.attention.sequence_table import IntArray, NewSequence
 from alignedserve.runtime.device.streams import Event
-from alignedserve.runtime.engine.steps.step_output import Forced, Slices
+from alignedserve.runtime.engine.steps.step import Forced, Slices
 
 
 class RankMirror(Protocol):

@@ -1,4 +1,4 @@
-"""Makes the engine of a worker: divides its memory into blocks, and loads what of the model this process computes."""
+"""Makes the engine of a worker: divides its memory into blocks, and loads the part of the model that it computes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from msgspec.structs import asdict
 
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.ids import BlockId
@@ -14,25 +15,81 @@ from alignedserve.core.plugins import load_plugin
 from alignedserve.process.worker_threads import run_quietly
 from alignedserve.runtime.attention.registry import check_libraries
 from alignedserve.runtime.attention.ring_tables import num_scratch_blocks
+from alignedserve.runtime.device.devices import CPU, device_type, rank_devices
 from alignedserve.runtime.device.streams import DeviceStreams
 from alignedserve.runtime.engine.engine import Engine
 from alignedserve.runtime.engine.engine_options import EngineOptions, OwnBlocks
-from alignedserve.runtime.engine.engine_sizes import EngineSizes, engine_blocks
-from alignedserve.runtime.engine.experts.expert_group import ExpertGroup
+from alignedserve.runtime.engine.engine_sizes import EngineSizes, engine_blocks, threads_per_rank
+from alignedserve.runtime.engine.expert_group import ExpertGroup, ExpertSpec
 from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.engine.model_loading import (
-    LoadedModel,
+    LoadedDecoder,
     load_alone,
     load_divided,
     load_ranks,
+    model_spec_of,
 )
-from alignedserve.runtime.engine.ranks.part_spec import PartSpec
 from alignedserve.runtime.engine.ranks.rank_group import MirroredRanks
-from alignedserve.runtime.engine.steps.block_loans import num_lent_blocks
-from alignedserve.runtime.engine.worker_specs import expert_spec_of, part_spec_of, rank_spec_of
+from alignedserve.runtime.engine.ranks.rank_spec import PartSpec, RankEngineSpec
+from alignedserve.runtime.engine.steps.next_step import num_lent_blocks
 from alignedserve.runtime.grammar.token_masks import TokenMasks
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.served_model import ServedModel
+from alignedserve.runtime.model.sharding.layer_stages import LayerStage, layer_stages
+from alignedserve.runtime.model.sharding.tensor_shard import TensorShard
+
+# For which a rank waits for others within a step before it takes them for hung.
+_RANK_TIMEOUT_S = 60.0
+
+
+def rank_spec_of(served: ServedModel, sizes: EngineSizes, num_blocks: int) -> RankEngineSpec:
+    devices = rank_devices(sizes.device, served.tensor_parallel)
+    return RankEngineSpec(devices=devices, timeout_s=_RANK_TIMEOUT_S, **asdict(part_spec_of(served, sizes, num_blocks)))
+
+
+def expert_spec_of(served: ServedModel, sizes: EngineSizes) -> ExpertSpec:
+    threads = threads_per_rank(sizes, served.processes_per_host)
+    return ExpertSpec(model_spec_of(served), served.expert_parallel, threads, _RANK_TIMEOUT_S)
+
+
+def share_of_first(served: ServedModel) -> TensorShard | LayerStage | None:
+    """Return what the worker's own process has of its model; None: all of it."""
+    if served.tensor_parallel > 1:
+        return TensorShard(0, served.tensor_parallel)
+    return layer_stages(served.decoder, served.pipeline_parallel)[0] if served.pipeline_parallel > 1 else None
+
+
+def described(served: ServedModel, sizes: EngineSizes) -> tuple[str, ...]:
+    stored = "" if served.stored is None else served.stored.description
+    model = (repr(served.config), served.dtype, f"{served.quantization} {stored}", str(served.cache_dtype))
+    threads = threads_per_rank(sizes, served.processes_per_host)
+    engine = f"{sizes.attention_backend} {sizes.block_size} {sizes.hidden_block_tokens} {sizes.has_int8_swaps}"
+    has_gpu = device_type(sizes.device) != CPU
+    gpu = torch.cuda.get_device_properties(sizes.device).name if has_gpu else ""
+    ranks = f"{served.tensor_parallel} ranks of {threads} threads"
+    stages = (f"{served.pipeline_parallel} stages",) if served.pipeline_parallel > 1 else ()
+    shares = (f"{served.expert_parallel} shares of experts",) if served.expert_parallel > 1 else ()
+    return (*model, engine, ranks, gpu, f"lora {served.lora.is_enabled}", *stages, *shares)
+
+
+def part_spec_of(served: ServedModel, sizes: EngineSizes, num_blocks: int) -> PartSpec:
+    size = served.num_processes
+    return PartSpec(
+        model=model_spec_of(served),
+        size=size,
+        block_size=sizes.block_size,
+        num_blocks=num_blocks,
+        max_sequences=sizes.max_sequences,
+        max_context_len=served.max_context_len,
+        max_running=sizes.max_running,
+        attention=sizes.attention_backend,
+        cache_dtype=served.cache_dtype or served.dtype,
+        num_threads=threads_per_rank(sizes, served.processes_per_host),
+        has_int8_swaps=sizes.has_int8_swaps,
+        wants_shared_blocks=sizes.wants_shared_blocks,
+        swap_space_bytes=sizes.swap_space_bytes // size,
+        lora=served.lora,
+    )
 
 
 class EngineBlocks(NamedTuple):
@@ -125,7 +182,7 @@ def load_parts(
         part = part_spec_of(served, sizes, num_kept)
         return _stages_plugin().load_stages(served, part, progress_path, connect_stages)
     device = torch.device(sizes.device)
-    load: Callable[[], LoadedModel] = partial(load_alone, served, device, progress_path)
+    load: Callable[[], LoadedDecoder] = partial(load_alone, served, device, progress_path)
     if served.expert_parallel > 1:
         load = partial(load_divided, served, expert_spec_of(served, sizes), progress_path)
     decoder, experts = run_quietly(load) if sizes.loads_quietly else load()

@@ -14,8 +14,15 @@ import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher
 
 from alignedserve.core.request import SamplingParams
-from alignedserve.runtime.grammar.blanks import BlankRun, has_free_blanks
-from alignedserve.runtime.grammar.compiler import GrammarCompiler, GrammarError, failure_of, is_outgrown, is_spoilt
+from alignedserve.runtime.grammar.compiler import (
+    BlankRun,
+    GrammarCompiler,
+    GrammarError,
+    failure_of,
+    has_free_blanks,
+    is_outgrown,
+    is_spoilt,
+)
 
 # Of one call of `foresee`: each takes some 50 microseconds to tokenise.
 _MAX_FORCED = 32

@@ -9,7 +9,7 @@ from alignedserve.config.sections import LoraConfig
 from alignedserve.core.errors import AdapterError, ConfigError
 from alignedserve.core.request import LoraAdapter
 from alignedserve.runtime.lora.adapter_check import check_adapter
-from alignedserve.runtime.lora.adapter_files import AdapterFiles, read_adapter_files
+from alignedserve.runtime.lora.adapter_config import AdapterFiles, read_adapter_files
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.served_model import ServedModel
 

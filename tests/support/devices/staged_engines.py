@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from alignedserve.core.ids import BlockId
-from alignedserve.runtime.device.host_memory.shared_pages import map_file
+from alignedserve.runtime.device.memory_maps import map_file
 from alignedserve.runtime.engine.engine_options import OwnBlocks
 from alignedserve.runtime.engine.ranks.frames import encode
 from alignedserve.runtime.engine.ranks.rank_group import make_block_memory

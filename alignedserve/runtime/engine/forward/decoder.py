@@ -10,13 +10,16 @@ from torch import Tensor
 from alignedserve.process.heap import keep_freed_memory
 from alignedserve.runtime.device.dtypes import dtype_name
 from alignedserve.runtime.engine.forward.decoder_ranks import DecoderRanks
-from alignedserve.runtime.engine.forward.extra_heads import ExtraHeads
-from alignedserve.runtime.engine.forward.forward_batch import ForwardBatch
-from alignedserve.runtime.engine.forward.hidden_pass import HiddenPass, Rotation
+from alignedserve.runtime.engine.forward.forward_batch import ForwardBatch, HiddenPass, Rotation
 from alignedserve.runtime.engine.forward.native_pass import native_pass
-from alignedserve.runtime.engine.forward.pass_state import PassState, adapted_product, temperatures
+from alignedserve.runtime.engine.forward.pass_state import (
+    ExtraHeads,
+    PassState,
+    StateStorage,
+    adapted_product,
+    temperatures,
+)
 from alignedserve.runtime.engine.forward.rope_frequencies import inverse_frequencies
-from alignedserve.runtime.engine.forward.state_storage import StateStorage
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.decoder.layer_geometry import read_places
 from alignedserve.runtime.model.decoder.model_config import ModelConfig

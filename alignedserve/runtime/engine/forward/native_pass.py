@@ -11,8 +11,7 @@ from torch import Tensor
 from alignedserve.runtime.attention.native_backend import PagedStep
 from alignedserve.runtime.attention.registry import StepOfKinds
 from alignedserve.runtime.engine.forward.decoder_ranks import DecoderRanks
-from alignedserve.runtime.engine.forward.forward_batch import ForwardBatch
-from alignedserve.runtime.engine.forward.hidden_pass import Rotation
+from alignedserve.runtime.engine.forward.forward_batch import ForwardBatch, Rotation
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.decoder.layer_geometry import read_places
 from alignedserve.runtime.model.decoder.model_config import ModelConfig

@@ -22,10 +22,9 @@ from alignedserve.process.connected_process import ConnectedProcess
 from alignedserve.runtime.attention.sequence_table import IntArray, NewSequence
 from alignedserve.runtime.device.collectives import Collectives
 from alignedserve.runtime.device.devices import CPU
-from alignedserve.runtime.device.host_memory.shared_pages import map_file, take_pages
+from alignedserve.runtime.device.memory_maps import map_file, take_pages
 from alignedserve.runtime.device.streams import Event
-from alignedserve.runtime.engine.ranks.frames import Start, encode, send_frame, wait_started
-from alignedserve.runtime.engine.ranks.group_copies import GroupCopies
+from alignedserve.runtime.engine.ranks.frames import encode, send_frame, wait_started
 from alignedserve.runtime.engine.ranks.rank_commands import (
     AppendBlocks,
     CopyBlocks,
@@ -38,8 +37,9 @@ from alignedserve.runtime.engine.ranks.rank_commands import (
     WriteCopies,
     addition_of,
 )
-from alignedserve.runtime.engine.ranks.rank_spec import Meeting, RankEngineSpec, join
-from alignedserve.runtime.engine.steps.step_output import Forced, Slices
+from alignedserve.runtime.engine.ranks.rank_copies import GroupCopies
+from alignedserve.runtime.engine.ranks.rank_spec import Meeting, RankEngineSpec, RankStart, join
+from alignedserve.runtime.engine.steps.step import Forced, Slices
 from alignedserve.runtime.kv.transfers.ranked_transfer import RankCopies
 from kernels.cpu.rank_exchange import ExchangeBroken, has_rank_exchange, make_exchange_memory
 from kernels.cpu.unnamed_files import unnamed_file
@@ -218,7 +218,7 @@ class _Follower:
         self._connection, theirs = socket.socketpair()
         self.copies, their_copies = socket.socketpair()
         self.process = ConnectedProcess(_MODULE, (theirs, their_copies), meeting.descriptors)
-        self.send(encode(Start(rank, spec, meeting)))
+        self.send(encode(RankStart(rank, spec, meeting)))
 
     def send(self, payload: bytes) -> None:
         try:

@@ -8,9 +8,7 @@ import pytest
 import torch
 
 from alignedserve.runtime.device import devices
-from alignedserve.runtime.device.devices import cuda_obstacle
-from alignedserve.runtime.device.driver import driver_version, fitting_torch
-from alignedserve.runtime.device.machine_gpus import remarks
+from alignedserve.runtime.device.devices import cuda_obstacle, driver_version, fitting_torch, remarks
 
 ADA, HOPPER = SimpleNamespace(name="NVIDIA L40S"), SimpleNamespace(name="NVIDIA H100 80GB HBM3")
 SLICE = SimpleNamespace(name="NVIDIA A100-SXM4-40GB MIG 1g.5gb")

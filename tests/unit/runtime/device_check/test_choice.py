@@ -18,7 +18,7 @@ from alignedserve.core.errors import ConfigError
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import SampledToken, TokenLogprob
 from alignedserve.runtime.device import verdicts
-from alignedserve.runtime.device.self_checks import obstacle_on, require_kinds
+from alignedserve.runtime.device.verdicts import obstacle_on, require_kinds
 from alignedserve.runtime.device_check import choice as choices
 from alignedserve.runtime.device_check.choice import DeviceChoice, choose_device
 from alignedserve.runtime.device_check.self_check import _difference

@@ -8,7 +8,7 @@ import torch
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.messages.iterations import Swap, Swaps
 from alignedserve.runtime.device.streams import DeviceStreams, HostStreams
-from alignedserve.runtime.engine.slot_swap_space import SlotSwapSpace
+from alignedserve.runtime.engine.swap_space import SlotSwapSpace
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from tests.support.devices.checked_streams import CheckedStreams
 from tests.support.samples import R1, R2, blocks

@@ -24,9 +24,9 @@ from alignedserve.runtime.engine import engine, model_executor, urgent_iteration
 from alignedserve.runtime.engine.engine_sizes import EngineSizes
 from alignedserve.runtime.engine.model_executor import ModelExecutor
 from alignedserve.runtime.engine.sampling.sampler import logprob_entries
-from alignedserve.runtime.engine.steps import prompt_results, step_launch
-from alignedserve.runtime.engine.steps.pass_pace import PassPace
-from alignedserve.runtime.engine.urgent_iterations import UrgentIterations
+from alignedserve.runtime.engine.steps import step as step_launch
+from alignedserve.runtime.engine.steps import step_passes as prompt_results
+from alignedserve.runtime.engine.urgent_iterations import PassPace, UrgentIterations
 from alignedserve.runtime.model.served_model import resolve_model
 from tests.support.devices.memory_drivers import StandInCuda
 from tests.support.fake_cuda import fake_cuda

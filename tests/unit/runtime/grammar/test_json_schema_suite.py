@@ -17,8 +17,8 @@ from llguidance import LLMatcher
 
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.runtime.grammar.compiler import failure_of
+from alignedserve.runtime.grammar.constraints import serialize_alone
 from alignedserve.runtime.grammar.json_schema import normalize_schema
-from alignedserve.runtime.grammar.lark import serialize_alone
 from tests.support.marks import each
 from tests.support.random_answers import accepts, is_valid, matcher_of, random_walk
 

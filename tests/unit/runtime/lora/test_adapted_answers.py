@@ -9,7 +9,7 @@ import torch
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import SamplingParams
 from alignedserve.runtime.engine.forward.decoder import Decoder
-from alignedserve.runtime.lora.adapter_files import read_adapter_files
+from alignedserve.runtime.lora.adapter_config import read_adapter_files
 from alignedserve.runtime.lora.adapter_weights import load_adapter
 from kernels.adapters.lora import AdapterMatrices
 from tests.support.devices.checked_streams import CheckedStreams

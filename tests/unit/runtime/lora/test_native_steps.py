@@ -10,7 +10,7 @@ import torch
 from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.engine.forward.forward_batch import ForwardBatch
 from alignedserve.runtime.engine.forward.native_pass import NativePass
-from alignedserve.runtime.lora.adapter_files import read_adapter_files
+from alignedserve.runtime.lora.adapter_config import read_adapter_files
 from alignedserve.runtime.lora.adapter_weights import load_adapter
 from kernels.adapters.lora import AdapterMatrices
 from kernels.cpu.decode_pass import decode_pass_available

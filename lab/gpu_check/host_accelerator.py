@@ -5,7 +5,7 @@ from torch import Tensor
 
 from alignedserve.core.errors import HandoffRejected
 from alignedserve.runtime.device.accelerator import SharedRows
-from alignedserve.runtime.device.host_memory.registered_memory import MemoryDriver
+from alignedserve.runtime.device.registered_memory import MemoryDriver
 from alignedserve.runtime.device.streams import DeviceStreams, HostStreams
 
 

@@ -12,11 +12,9 @@ from alignedserve.runtime.attention.backend import AttentionPlanner, RunPlanner
 from alignedserve.runtime.attention.ring_tables import RingPlan, RingTables
 from alignedserve.runtime.attention.sequence_table import IntArray, SequenceTable, are_same, tokens_of
 from alignedserve.runtime.engine.forward.forward_batch import LastTokenPlanner
-from alignedserve.runtime.engine.steps.hidden_cache import HiddenContexts, HiddenPlan
-from alignedserve.runtime.engine.steps.planned_step import StepBatch
-from alignedserve.runtime.engine.steps.slice_plan import SlicePlan
-from alignedserve.runtime.engine.steps.state_plan import StatePlanner
-from alignedserve.runtime.engine.steps.step_output import Forced, Slices
+from alignedserve.runtime.engine.steps.hidden_cache import HiddenContexts, HiddenPlan, SlicePlan
+from alignedserve.runtime.engine.steps.step import Forced, Slices, StepBatch
+from alignedserve.runtime.engine.steps.step_states import StatePlanner
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.vision.picture_rows import PictureRows, picture_rows
 from alignedserve.runtime.vision.rope_places import places_of_rows

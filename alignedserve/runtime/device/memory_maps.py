@@ -10,22 +10,57 @@ import contextlib
 import ctypes
 import errno
 import mmap
+import os
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from alignedserve.runtime.device.cores import num_cores
-from alignedserve.runtime.device.host_memory.memory_maps import (
-    MADV_COLLAPSE,
-    MADV_HUGEPAGE,
-    MAP_FIXED,
-    PROT_NONE,
-    advise,
-    map_memory,
-    unmap_memory,
-)
 from kernels.cpu.unnamed_files import take_space
+
+MAP_FIXED, PROT_NONE = 0x10, 0  # Python has no names for them
+MADV_HUGEPAGE, MADV_POPULATE_WRITE, MADV_COLLAPSE = 14, 23, 25  # of Linux; others refuse them, with EINVAL
+_FAILED = ctypes.c_void_p(-1).value
+
+
+def _libc() -> Any:
+    libc = ctypes.CDLL(None, use_errno=True)
+    size = ctypes.c_size_t
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, size, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    libc.munmap.argtypes = [ctypes.c_void_p, size]
+    libc.madvise.argtypes = [ctypes.c_void_p, size, ctypes.c_int]
+    return libc
+
+
+_LIBC = _libc()
+
+
+def map_memory(
+    at: int | None, size: int, protection: int, flags: int, file_descriptor: int = -1, offset: int = 0
+) -> int:
+    """Map memory as mmap(2) does, and return its address. Raises OSError."""
+    address: int = _LIBC.mmap(at, size, protection, flags, file_descriptor, offset)
+    if address == _FAILED:
+        raise _last_error()
+    return address
+
+
+def unmap_memory(at: int, size: int) -> None:
+    _LIBC.munmap(at, size)
+
+
+def advise(at: int, size: int, advice: int) -> None:
+    """Tell the kernel how memory will be used, see madvise(2). Raises OSError."""
+    if _LIBC.madvise(at, size, advice) != 0:
+        raise _last_error()
+
+
+def _last_error() -> OSError:
+    code = ctypes.get_errno()
+    return OSError(code, os.strerror(code))
+
 
 HUGE_PAGE = 2 << 20
 _PAGE = 4096
@@ -106,3 +141,20 @@ def _advised(at: int, size: int, advice: int) -> bool:
         else:
             return True
     return False
+
+
+def huge_pages(size: int, *, populated_bytes: int) -> mmap.mmap:
+    """Allocate memory on huge pages, which are copied faster and filled several times as fast.
+
+    `populated_bytes`: so much of its beginning is there when it returns, the rest at its first write. Raises OSError.
+    """
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without them
+        memory.madvise(MADV_HUGEPAGE)
+    if populated_bytes:
+        try:
+            memory.madvise(MADV_POPULATE_WRITE, 0, min(populated_bytes, size))
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # a kernel before 5.14
+                raise
+    return memory

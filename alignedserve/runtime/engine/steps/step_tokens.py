@@ -1,16 +1,21 @@
-"""The tokens that steps choose: on the device, where the next step reads them, and on their way to the host."""
+"""The tokens that steps choose, on the device and on their way to the host, and tokens that grammars force."""
 
 from collections import deque
+from collections.abc import Collection
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from alignedserve.runtime.attention.sequence_table import IntArray, are_same
+from alignedserve.core.ids import RequestId
+from alignedserve.core.request import SampledToken
+from alignedserve.runtime.attention.sequence_table import IntArray, SequenceTable, are_same
 from alignedserve.runtime.device.arrays import to_device
 from alignedserve.runtime.device.streams import Stream
-from alignedserve.runtime.engine.sampling.sampler import Draw
+from alignedserve.runtime.engine.sampling.sampler import Draw, Sampler
+from alignedserve.runtime.engine.steps.step import Forced, Slices
+from alignedserve.runtime.grammar.token_masks import TokenMasks
 
 NO_TOKEN = -1  # in place of a token where logits were not numbers
 _NUM_PARTS = 2  # a step may be divided into so many launches
@@ -75,3 +80,67 @@ def last_tokens(inputs: Tensor | None, count: int) -> Tensor | None:
 def _like(tokens: Tensor) -> Tensor:
     on_host = torch.zeros(tokens.shape, dtype=tokens.dtype)
     return on_host if tokens.device.type == "cpu" else on_host.pin_memory()
+
+
+# Of all sequences in one step: others in it wait for them.
+_MAX_TOKENS = 128
+
+
+class JumpAhead:
+    """Appends tokens that grammars force to sequences that are about to decode: one step computes them together.
+
+    Single steps would choose the same tokens. They take the slots that are left in a sequence's blocks, and so nobody
+    allocates for them, or knows of them before the step has ended.
+    """
+
+    def __init__(self, table: SequenceTable, masks: TokenMasks | None, sampler: Sampler) -> None:
+        self._table = table
+        self._masks = masks
+        self._sampler = sampler
+
+    def take(self, slices: Slices) -> Forced:
+        """Append what is forced after the last token of each decode among the slices; return it by sequence."""
+        if self._masks is None or not self._masks.may_force:
+            return {}
+        forced: Forced = {}
+        num_left = _MAX_TOKENS
+        for request_id, num_tokens in slices:
+            token_ids = self._take(request_id, num_left) if num_tokens == 1 else ()
+            if token_ids:
+                forced[request_id] = token_ids
+                num_left -= len(token_ids)
+        return forced
+
+    def _take(self, request_id: RequestId, at_most: int) -> tuple[int, ...]:
+        assert self._masks is not None, "nothing is forced without masks"
+        table, row = self._table, self._table.row(request_id)
+        count = int(table.num_tokens[row])
+        token_ids = self._masks.take_forced(row, min(at_most, self._space(row)))
+        if token_ids:
+            table.tokens[row, count : count + len(token_ids)] = token_ids
+            table.num_tokens[row] = count + len(token_ids)
+            self._sampler.record(row, token_ids)
+        return token_ids
+
+    def _space(self, row: int) -> int:
+        table = self._table
+        count, num_computed = int(table.num_tokens[row]), int(table.num_computed[row])
+        if count - num_computed != 1 or table.is_hidden[row]:
+            return 0
+        limit = table.sequence(row).sampling.max_tokens
+        slots = int(table.num_blocks[row]) * table.block_size
+        return min(slots, table.max_context_len, int(table.prompt_lens[row]) + limit - 1) - count
+
+
+def forced_counts(forced: Forced, failed: Collection[RequestId]) -> tuple[tuple[RequestId, int], ...]:
+    return tuple([(request_id, len(token_ids)) for request_id, token_ids in forced.items() if request_id not in failed])
+
+
+def with_forced(forced: Forced, sampled: list[SampledToken]) -> list[SampledToken]:
+    if not forced:
+        return sampled
+    tokens: list[SampledToken] = []
+    for token in sampled:
+        tokens += [SampledToken(token.request_id, token_id) for token_id in forced.get(token.request_id, ())]
+        tokens.append(token)
+    return tokens
