@@ -66,7 +66,7 @@ def make_executor(
     shared_device: SharedDevice | None = None,
     connect_stages: ConnectStages | None = None,
 ) -> Executor:
-    """Load the model and return what runs it; takes as long as that. Arguments and errors as of ModelExecutor."""
+    """Load the model and return an executor for it. Arguments and errors as of ModelExecutor."""
     if served.encoder is not None:
         return EncoderExecutor(served, sizes, progress_path, shared_device)
     return ModelExecutor(served, sizes, progress_path, shared_device, connect_stages)

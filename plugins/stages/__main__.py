@@ -1,6 +1,6 @@
 """The process of a stage behind the first: python -m plugins.stages COMMANDS RESULTS LIFELINE, started by LocalStage.
 
-It ends with its parent: the lifeline is a pipe whose other end no other process has.
+The process ends with its parent, by the lifeline, a pipe.
 """
 
 import logging

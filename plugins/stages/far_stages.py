@@ -23,7 +23,7 @@ _PAUSE_S = 0.5
 
 
 class FarStage:
-    """What it computes with ends with the connections; its process goes on."""
+    """A stage on another host. Its engine ends with the connections, its process goes on."""
 
     def __init__(self, commands: socket.socket, results: socket.socket) -> None:
         self.commands, self.results = StageWire(commands), StageWire(results)
@@ -37,7 +37,7 @@ class FarStage:
 
 
 def far_stages(process_spec: ProcessSpec) -> Callable[[StageSpec], Sequence[StageLink]]:
-    """Return what connects the worker of this process to its stages on other hosts."""
+    """Return a function that connects the worker to stages on other hosts."""
     return partial(_connect, process_spec)
 
 

@@ -29,7 +29,7 @@ class PartSlice(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RunPart(RankCommand, frozen=True):
-    """One pass through the stage's layers, whose inputs come as rows."""
+    """One pass through the stage's layers, with rows as inputs."""
 
     slices: tuple[PartSlice, ...]
     wants_all: bool  # the hidden vectors of all tokens, and not of those alone whose logits are needed

@@ -1,4 +1,4 @@
-"""The stages of one worker behind the first, which is this process: what they are told, and the rows that come back.
+"""The stages of a worker behind the first, which is this process: commands to them, and rows that come back.
 
 Rows go from stage to stage through this process, on threads of their own: from one behind the first to the next as
 they come, and from the last one to whoever waits for them.
@@ -35,7 +35,7 @@ _TIMEOUT_S = 60.0  # for which rows are waited for before a stage counts as hung
 
 
 class StageLink(Protocol):
-    """The two connections to a stage, and its process as far as it is this one's."""
+    """The two connections to a stage, and its process if this process started it."""
 
     commands: StageWire
     results: StageWire

@@ -1,6 +1,6 @@
 """A stage of a worker whose first stage is on another host: listens for it, and computes its layers for it.
 
-The first stage dials twice: for what it sends, and for what it gets. When it ends, the next one that dials begins anew.
+The first stage dials twice: to send, and to receive. When it ends, the next first stage that dials begins anew.
 """
 
 import asyncio

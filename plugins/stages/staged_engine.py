@@ -205,7 +205,7 @@ class StagedEngine(Engine):
         part = self._begin(step, [(request_id, 1) for request_id in table.ids_of(rows)])
         part.borrowed, part.entries = loans, table.entries[step.rows]
         self._ahead.append(part)
-        # Others must not write these blocks before, should the sequences leave them.
+        # If the sequences leave, nobody may write these blocks before the part has ended.
         self._pending.record(cast(Stream, _Stream(self._stages, part.number)), step.slots // self.storage.slot_stride)
 
     def _take_ahead(self, slices: Slices) -> tuple[list[StagePart], list[Slice]]:

@@ -233,7 +233,7 @@ def check_libraries(
 ) -> None:
     """Check the libraries that may compute prompts and chunks over so many blocks, before their memory is allocated.
 
-    `choice` as for attention_planner, which uses what is known then. Nothing happens where no library may be used.
+    `choice` as for attention_planner, which uses the results. Nothing happens where no library may be used.
     """
     if device.type != CUDA or choice not in (AUTO, TRITON) or not gpu_kernels_available(device):
         return

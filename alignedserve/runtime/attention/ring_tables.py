@@ -164,7 +164,7 @@ class RingTables:
     def begin(self, rows: IntArray, counts: IntArray) -> RingPlan:
         """Plan rows of the table that compute `counts` tokens each, but for the slots of these tokens.
 
-        The tables of other rows stay as they are: a pass that was stopped for this one may go on with them.
+        The tables of other rows stay unchanged: a pass that was stopped may go on with them.
         """
         table, size = self._table, self._layout.block_size
         fresh = self._enter(rows[self._entries[rows] != table.entries[rows]])

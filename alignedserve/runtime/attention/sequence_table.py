@@ -40,7 +40,7 @@ class NewSequence:
 
 
 class StateEdge(NamedTuple):
-    """Where a sequence leaves its states for others, and in which blocks."""
+    """The blocks in which a sequence leaves its states behind so many tokens."""
 
     num_tokens: int
     block_ids: tuple[BlockId, ...]
@@ -262,7 +262,7 @@ class SequenceTable:
         return whole
 
     def sequence(self, row: int) -> NewSequence:
-        """Return the sequence in this row as it was added."""
+        """Return the sequence that was added to this row."""
         sequence = self.sequences[row]
         assert sequence is not None, f"row {row} is free"
         return sequence

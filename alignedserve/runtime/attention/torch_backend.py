@@ -226,7 +226,7 @@ def bucket_bounds(blocks: list[int], max_blocks: int) -> list[tuple[int, int]]:
 
 
 class LaterReaders(NamedTuple):
-    """Tokens of a chunk that read later ones of it."""
+    """Tokens of a chunk that read later tokens of the chunk."""
 
     ends: IntArray | None = None  # see `ends_of`
     in_windows_alone: bool = False  # in layers without a window they read none

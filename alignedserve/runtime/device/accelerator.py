@@ -1,4 +1,4 @@
-"""The device that holds a worker's blocks, as copies between memories see it: its memory, its streams, its driver.
+"""The device that holds a worker's blocks, for copies between memories: its memory, streams and driver.
 
 `CudaAccelerator` is a GPU. A stand-in with separate memories is in the tests, where whole clusters copy by it.
 """
@@ -107,9 +107,9 @@ class CudaAccelerator:
         return shared
 
     def mapped(self, handle: SharedRows, num_rows: int, row_bytes: int) -> Tensor:
-        """The rows seem to be on this device: it reads them over its link to where they are.
+        """The rows get an address of this device, which reads them over its link.
 
-        So no memory is taken on the other device, which mapping there would cost for a context of this process.
+        Mapping on the other device would take memory there, for a context of this process.
         """
         if handle.storage_bytes < num_rows * row_bytes:
             raise HandoffRejected("the blocks are more than the memory that is offered")

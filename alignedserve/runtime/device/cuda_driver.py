@@ -37,7 +37,7 @@ class CudaError(Exception):
 
 
 class CudaDriver:
-    """The NVIDIA driver, as one GPU of this process has it."""
+    """The NVIDIA driver of one GPU of this process."""
 
     def __init__(self, device: int, library: Any = None) -> None:
         """`device`: the GPU's number among those that the process sees. `library`: libcuda; by default this host's."""

@@ -89,7 +89,7 @@ def cuda_obstacle() -> str | None:
 def worker_devices(name: str, num_workers: int) -> list[str]:
     """Return the device of each worker, by engine.device. Raises ConfigError saying why it is unavailable.
 
-    `auto` is the CPU here: what it means on this machine is for `device_check` to say, which replaces it.
+    `auto` is the CPU here: `device_check` replaces it before.
     """
     if not name.startswith(CUDA):
         return [CPU] * num_workers
@@ -203,7 +203,7 @@ def machine_remarks() -> list[str]:
 
 
 def visible_gpus() -> list[Any]:
-    """Return the GPUs that are visible here, as PyTorch describes them; it must be able to use them."""
+    """Return PyTorch's descriptions of the visible GPUs, which PyTorch must be able to use."""
     cuda = torch_cuda()
     return [cuda.get_device_properties(index) for index in range(cuda.device_count())]
 

@@ -85,7 +85,7 @@ def map_file(file_descriptor: int, size: int) -> Any:
         unmap_memory(reserved, reserved_bytes)
         raise
     content = (ctypes.c_uint8 * size).from_address(at)
-    # With what was reserved around it, which is no memory.
+    # With the address range reserved around it.
     unmapping = weakref.finalize(content, unmap_memory, reserved, reserved_bytes)
     unmapping.atexit = False  # views may be in use by other threads till the process is gone
     return content
@@ -146,7 +146,7 @@ def _advised(at: int, size: int, advice: int) -> bool:
 def huge_pages(size: int, *, populated_bytes: int) -> mmap.mmap:
     """Allocate memory on huge pages, which are copied faster and filled several times as fast.
 
-    `populated_bytes`: so much of its beginning is there when it returns, the rest at its first write. Raises OSError.
+    `populated_bytes`: taken at once, from the beginning; the rest is taken at its first write. Raises OSError.
     """
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without them

@@ -1,4 +1,4 @@
-"""The turns of a worker on a device that it shares with others: which of its iterations are for chats."""
+"""The turns of a worker on a shared device: its iterations for chats go before iterations for documents."""
 
 import contextlib
 from collections.abc import Iterator
@@ -37,14 +37,14 @@ class DeviceTurns:
 
     @contextlib.contextmanager
     def taken_within(self, command: RunIteration) -> Iterator[None]:
-        """Take the device for an iteration within the one that has it."""
+        """Take the device for an iteration within the iteration in progress."""
         self.note(command)
         with self._device.taken_within() if self._device is not None else contextlib.nullcontext():
             yield
 
     @contextlib.contextmanager
     def taken(self, *, is_real_time: bool, has_prompt: bool = False, may_stop: bool = True) -> Iterator[None]:
-        """Take the device for work that somebody waits for, or that nobody does, in the same way."""
+        """Take the device for other work than an iteration."""
         if self._device is None:
             yield
             return
@@ -89,7 +89,7 @@ class DeviceTurns:
 
 
 def shared_device_of(spec: ProcessSpec, config: EngineConfig) -> SharedDevice | None:
-    """Return what a worker observes on the device that it computes on; None: it gives way to none."""
+    """Return the rules of a worker on its device; None: it gives way to no other worker."""
     num_threads = (config.threads_per_worker or num_cores()) if device_type(config.device) == CPU else 0
     folder, share = spec.addresses.folder, config.best_effort_share
     return SharedDevice.of(folder, config.device, spec.deployment_id, share, num_threads)

@@ -199,7 +199,7 @@ class Engine:
 
     @torch.inference_mode()
     def read_blocks(self, block_ids: Sequence[BlockId]) -> Tensor:
-        """Return the bytes of these blocks, as work enqueued so far leaves them."""
+        """Return the bytes of blocks behind all work that is enqueued."""
         if self._ranks is not None:
             self._ranks.copy_blocks(block_ids)
         return read_whole(self.storage, self._compute, block_ids)
@@ -214,7 +214,7 @@ class Engine:
     def replace_block(self, request_id: RequestId, place: int, block_id: BlockId) -> None:
         """Let a sequence read a full block that holds the same in place of its own, which the caller then owns."""
         self._table.replace_block(request_id, place, block_id)
-        self._next.drop()  # it reads the other, which may be overwritten from now on
+        self._next.drop()  # it reads the old block, which may be overwritten from now on
         if self._ranks is not None:
             self._ranks.replace_block(request_id, place, block_id)
 

@@ -1,4 +1,4 @@
-"""The sizes of a worker's engine: what it is given, and what of it its blocks take."""
+"""The sizes of a worker's engine, and how its memory is divided into blocks."""
 
 from dataclasses import dataclass, replace
 

@@ -28,7 +28,7 @@ from alignedserve.runtime.engine.swap_space import HostCaches
 from kernels.cpu.native import built_at
 
 _NUM_STEPS = 3  # consecutive iterations of one measurement
-_LONG_MEASUREMENT_S = 0.3  # after which there is no further iteration
+_LONG_MEASUREMENT_S = 0.3  # a measurement this long ends
 
 
 class IterationTimer:

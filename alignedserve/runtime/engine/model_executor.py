@@ -82,8 +82,8 @@ class ModelExecutor:
         shared_device: SharedDevice | None = None,
         connect_stages: ConnectStages | None = None,
     ) -> None:
-        """`progress_path`: the file for how far the loading has come. `shared_device`: None: it gives way to none.
-        `connect_stages`: to those on other hosts; None: all are on this one."""
+        """`progress_path`: notes how far the loading has come. `shared_device`: None: it gives way to no other worker.
+        `connect_stages`: to stages on other hosts; None: all stages are on this host."""
         self._turns = DeviceTurns(shared_device)
         torch.set_num_threads(threads_per_rank(sizes, served.processes_per_host))
         device = torch.device(sizes.device)
@@ -225,7 +225,7 @@ class ModelExecutor:
     # --- on the threads
 
     def run_iteration(self, command: RunIteration) -> IterationCompleted:
-        """Perform one iteration on the calling thread, which must be the only one to do so."""
+        """Perform one iteration on the calling thread; no other thread may."""
         with self._turns.taken_for(command), working(self._storage.device):
             try:
                 return self._run(command)

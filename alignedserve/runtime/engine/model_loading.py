@@ -113,7 +113,7 @@ def load_tower(served: ServedModel, device: torch.device) -> VisionTower | Mobil
 
 
 class LoadedRank(NamedTuple):
-    """The first rank of a model whose others are loaded as well."""
+    """The first rank of a model. The other ranks are loaded as well."""
 
     decoder: Decoder
     storage: BlockStorage  # its own

@@ -43,7 +43,7 @@ T = TypeVar("T")
 class UrgentIterations:
     """Those that wait for the pass in progress to come to the end of a layer. For its thread, except `add`.
 
-    What a pass has computed so far is on the stack of its thread, so another one simply runs on top of it. Sequences,
+    A pass has its state on the stack of its thread, and an urgent pass runs on top of that stack. Sequences,
     blocks and results are its own: nothing of the other changes, to the last bit.
 
     When one has ended, the pass stands still until its worker has dealt with that: the next one, which has come
@@ -59,7 +59,7 @@ class UrgentIterations:
         self.is_within = False  # what is performed now, in another pass
 
     def add(self, threads: WorkerThreads, work: Callable[[], T], on_completed: Callable[[T], None]) -> None:
-        """Add one, on the event loop, where what comes of it is reported as `threads` do."""
+        """Add an iteration, on the event loop, which also gets the result, as from `threads`."""
         is_dealt_with = threading.Event()
 
         def completed(result: T) -> None:
@@ -85,7 +85,7 @@ class UrgentIterations:
         self._stopped_s += time.monotonic() - began
 
     def perform_left(self) -> None:
-        """Perform those that still wait: their pass had ended before they came."""
+        """Perform iterations that came after their pass had ended."""
         self._perform(0.0)
 
     def _perform(self, answer_s: float) -> None:

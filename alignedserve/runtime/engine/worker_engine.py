@@ -38,7 +38,7 @@ from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.runtime.model.sharding.layer_stages import LayerStage, layer_stages
 from alignedserve.runtime.model.sharding.tensor_shard import TensorShard
 
-# For which a rank waits for others within a step before it takes them for hung.
+# A rank that is waited for longer within a step counts as hung.
 _RANK_TIMEOUT_S = 60.0
 
 
@@ -170,7 +170,7 @@ def load_parts(
     progress_path: Path | None,
     connect_stages: ConnectStages | None,
 ) -> LoadedParts:
-    """Load the model here and in the processes that compute it with this one.
+    """Load the model here and in the other processes of the worker.
 
     Raises what `load_ranks`, `StagesPlugin.load_stages`, `load_divided` and `load_alone` do.
     """

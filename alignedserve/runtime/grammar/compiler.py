@@ -24,7 +24,7 @@ _BEGINNINGS = frozenset(
 def with_free_blanks(grammar: str) -> str:
     """Return the grammar as one whose answers may have any number of blanks in a row.
 
-    It says so by a space at its beginning, which means nothing in JSON.
+    A space at the beginning marks such a grammar; in JSON it means nothing.
     """
     return " " + grammar if grammar else grammar
 
@@ -120,7 +120,7 @@ class GrammarCompiler:
     def compile(self, grammar: str, *, is_real_time: bool = True) -> "Future[LLMatcher]":
         """Return the matcher to copy, when it is compiled; its error is a GrammarError.
 
-        `is_real_time`: somebody waits for it, so that it goes before those of best effort.
+        `is_real_time`: it goes before grammars of best effort.
         """
         with self._lock:
             self._followed.pop(grammar, None)

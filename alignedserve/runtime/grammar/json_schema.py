@@ -1,4 +1,4 @@
-"""Checks JSON schemas and rewrites them for llguidance, so that every answer under them is valid.
+"""Checks JSON schemas and rewrites them for llguidance: every answer under the result is valid.
 
 1. The size is bounded, then every schema within is read, keyword by keyword (schema_keywords.py); annotations go.
 2. What older drafts write otherwise is written as draft 2020-12 does; formats become patterns, integers have bounds.

@@ -137,8 +137,8 @@ class LastResorts:
 class StepMasks(NamedTuple):
     """The masks of one step."""
 
-    at: IntArray  # the rows that have one, as places in the step's rows
-    bits: Bits  # [rows that have one, words]; a row of zeros: its grammar failed
+    at: IntArray  # places of rows with a mask, in the step's rows
+    bits: Bits  # [masks, words]; a row of zeros: its grammar failed
 
 
 @dataclass(slots=True)
@@ -195,7 +195,7 @@ class TokenMasks:
         self._executor = LLExecutor(num_threads)
 
     def add(self, row: int, sampling: SamplingParams, generated_token_ids: tuple[int, ...]) -> None:
-        """Add a row whose sequence has a grammar, and what it has generated so far."""
+        """Add a row with a grammar, and its generated tokens so far."""
         ends = self._eos_token_ids if sampling.ignore_eos else ()
         early_ends = (*self._eos_token_ids, *sampling.stop_token_ids) if sampling.min_tokens else ends
         compiled = self._compiler.compile(sampling.grammar)

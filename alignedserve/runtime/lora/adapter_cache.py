@@ -9,13 +9,13 @@
    the others, the least recently used first. If all are held, the request waits until one is not; a real-time request
    takes the place of one that best effort holds but does not use yet, unless that is all it holds. Those that
    real-time requests wait for are loaded first.
-4. While one has waited for longer than PATIENCE_S, requests of its class for adapters that are there wait behind it, so
-   that the sequences that use them come to an end; its own adapter serves all that wait for it then. Best effort
-   waits behind every real-time request that waits, unless it holds no adapter at all. Once it has waited without any
-   for longer than `_LAST_PATIENCE_S`, real-time requests for the adapter that they used least recently wait, so that it
-   leaves, even if it is the only one.
+4. Behind a request that has waited for longer than PATIENCE_S, requests of its class for loaded adapters wait too, and
+   sequences with these adapters come to an end; the adapter that comes then serves all requests for it. Best effort
+   waits behind every real-time request that waits, unless it holds no adapter at all. Once best effort has waited for
+   `_LAST_PATIENCE_S` without an adapter, real-time requests for their least recently used adapter wait, and the adapter
+   leaves, even as the only one.
 5. A request that comes from another worker waits until its adapter is loaded, whatever the bounds.
-6. A sequence that enters the engine uses its adapter until it leaves. One whose adapter has left meanwhile (it was
+6. A sequence in the engine uses its adapter until the sequence leaves. One whose adapter has left meanwhile (it was
    preempted, or waited for long) has it loaded on the spot, whatever the bounds.
 7. Sequences that have ended leave the engine with the next iteration. Where none follows and all adapters are used, the
    first request that waits has its own, whatever the bounds: its iteration lets the others leave.
@@ -38,7 +38,7 @@ from kernels.adapters.lora import AdapterMatrices
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdapterWait:
-    """A request that waits for its adapter, or for its turn to use it."""
+    """A request that waits for its adapter to be loaded, or to be free."""
 
     request_id: RequestId
     adapter: LoraAdapter

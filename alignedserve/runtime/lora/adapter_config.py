@@ -41,7 +41,7 @@ _REFUSED_FIELDS = (
     "layer_replication",
     "arrow_config",
 )
-# Beginnings of a training that leave the model's own weights as they are; others change them, as PiSSA does.
+# Beginnings of a training that leave the model's weights unchanged; PiSSA, for example, changes them.
 _PLAIN_INITS = (None, True, False, "gaussian", "eva", "orthogonal")
 
 

@@ -1,4 +1,4 @@
-"""Which folders adapters may be read from: those of the configuration, and below the one that it allows."""
+"""The folders that adapters may be read from: named by the configuration, or below its allowed folder."""
 
 from dataclasses import replace
 from pathlib import Path

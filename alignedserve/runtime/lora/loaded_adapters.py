@@ -21,7 +21,7 @@ from alignedserve.runtime.lora.adapter_folders import find_adapter
 from alignedserve.runtime.model.served_model import ServedModel
 
 _MAX_FILE_BYTES = 16 << 20
-_MAX_UNLOADED = 1000  # that are remembered, so that no other node brings them back
+_MAX_UNLOADED = 1000  # remembered names, which no other node brings back
 
 
 class AdapterChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -95,7 +95,7 @@ def with_loaded(changes: Changes, adapter: LoraAdapter, owner: str = "") -> Chan
 
 
 def without_loaded(changes: Changes, name: str) -> Changes:
-    """Return the changes after this adapter was unloaded, which is among them."""
+    """Return the changes after a loaded adapter was unloaded."""
     gone = msgspec.structs.replace(changes[name], number=_next_number(changes), is_loaded=False)
     return {**changes, name: gone}
 

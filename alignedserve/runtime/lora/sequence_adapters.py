@@ -42,8 +42,8 @@ class SequenceAdapters:
     def prepare(self, message: Message) -> "Sequence[Future[None]]":
         """Begin to load the adapters of the requests that a message brings; return what they wait for.
 
-        A new request waits for room among the adapters as well; one from another worker only until its own is loaded.
-        What a new one waits for is cancelled by the message that aborts it.
+        A new request waits for room among the adapters as well; a request from another worker only for its adapter.
+        An AbortRequest cancels what a new request waits for.
         """
         if isinstance(message, AbortRequest):
             self.cache.withdraw(message.request_id, message.attempt)

@@ -91,7 +91,7 @@ class Decoder:
             self._native_pass.between_layers = between_layers
 
     def give_way(self) -> None:
-        """Let another pass begin and end behind the layers of this one, as between them: it changes nothing here."""
+        """Let another pass begin and end behind the layers of this pass, as between them. Nothing changes here."""
         told = (self.attention_s, self.chunk_attention_s, self.products_s, self.had_head)
         self._between_layers()
         self.attention_s, self.chunk_attention_s, self.products_s, self.had_head = told

@@ -42,7 +42,7 @@ class HiddenRows(NamedTuple):
 
 
 class HiddenPass:
-    """Writes layer inputs, and recomputes keys and values of earlier tokens: on every layer `recompute`, then `place`."""
+    """Writes layer inputs, and recomputes earlier keys and values: on every layer `recompute`, then `place`."""
 
     def __init__(
         self,
@@ -106,8 +106,7 @@ class LastTokens(NamedTuple):
 
     A chunk of a prompt asks for the logits of one token, or of none while more of the prompt follows. So on the last
     layer the other tokens have no queries, no attention and no feed-forward part: of twelve layers' products of a
-    prompt that spares a sixteenth. Each token that is left attends as one that decodes: its keys and values are in its
-    blocks by then.
+    prompt that spares a sixteenth. Each remaining token attends like a decode: its keys and values are in its blocks.
     """
 
     rows: IntArray  # [slices] rows of the sequence table

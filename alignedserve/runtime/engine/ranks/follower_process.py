@@ -1,6 +1,6 @@
 """The process of a rank beside the first: python -m .follower_process SOCKET COPIES LIFELINE, started by RankGroup.
 
-It ends with its parent: the lifeline is a pipe whose other end no other process has.
+The process ends with its parent, by the lifeline, a pipe.
 """
 
 import contextlib

@@ -109,10 +109,7 @@ class MirroredRanks(ABC):
 
 
 class RankGroup(MirroredRanks):
-    """A rank that ends, or waits for others in vain, breaks the exchange: every later step fails.
-
-    The processes of ranks end with this one, however it ends.
-    """
+    """The other ranks' processes, which end with this process. Every step fails after a rank has ended or timed out."""
 
     def __init__(self, spec: RankEngineSpec, *, uses_process_group: bool = False) -> None:
         """Start the other ranks; their loading goes on beside this process's, see `wait`.
@@ -158,7 +155,7 @@ class RankGroup(MirroredRanks):
 
     @override
     def kill(self) -> None:
-        """End the other ranks at once: one that hangs does not hear that the others have."""
+        """End the other ranks at once: a rank that hangs does not hear of an end."""
         self._break_off()
         for follower in self._followers:
             follower.process.kill()

@@ -63,7 +63,7 @@ class TokenCounts:
 
 
 class SeenPlan(Protocol):
-    """What the rows of one step have seen, as it was when the step was planned."""
+    """Tokens that the rows of a step have seen when the step was planned."""
 
     rows: IntArray  # places among the step's rows, of those with penalties
     arrays: tuple[Array, ...]  # to be brought to the device

@@ -271,12 +271,11 @@ class NextStep:
         return self._builder.complete(step)
 
     def after(self, launches: Sequence[StepLaunch]) -> StepLaunch | None:
-        """Return the step to launch behind this one, whose tokens are its inputs; None: there is none that can be.
+        """Return the step to launch behind the step of these launches, with its tokens as inputs; None: none can be.
 
-        `launches`: all of the step's. Sequences that have all their tokens with this one are left out. Of all others
-        nothing must have to be known about the last one on the host, and there must be blocks to lend to those without
-        room for their tokens. Where prompts go on, and it is not known how far, there is none: decodes apart from
-        chunks would read the weights twice.
+        Sequences that end with this step are left out. The host must need no last token, and blocks must be free to
+        lend. Where prompts go on and nobody knows how far, no step is launched: decodes apart from chunks would read
+        the weights twice.
         """
         table = self._table
         if not self.launches or any(launch.step.hidden is not None for launch in launches):
@@ -317,7 +316,7 @@ class NextStep:
     def take_launched(self, slices: Slices) -> tuple[StepLaunch | None, Slices]:
         """Return the step that was launched ahead, and the slices that are left.
 
-        It keeps what the slices ask for, and the table is as after a launch of that; without any there is no such step.
+        The launched step keeps the results that the slices ask for, and the table counts their tokens as computed.
         """
         launched, self._launched = self._launched, None
         if not self.launches:

@@ -150,7 +150,7 @@ NO_TIMES = StepTimes(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 class StepOutput:
     """The results of one step."""
 
-    # Of every sequence whose slice reached its last known token, in any order; before it those that were forced.
+    # Of every sequence whose slice reached its last known token, in any order, behind forced tokens.
     sampled: list[SampledToken]
     failed: list[RequestId]  # no token: their logits were not numbers, or see `reasons`; remove them
     reasons: dict[RequestId, str]  # of those that failed: why no token can follow under what they ask for
@@ -159,13 +159,13 @@ class StepOutput:
     forced: tuple[tuple[RequestId, int], ...] = ()  # how many tokens of a sequence in `sampled` its grammar forced
 
 
-# On a CPU, masks and forward pass have the same cores: beside the pass, masks keep one of its threads from work while
-# all others wait for it. Where they take longer than this, the pass begins without them.
+# On a CPU, masks and forward pass have the same cores: masks beside the pass delay one of its threads, and so all of
+# them. Where masks take longer, the pass begins without them.
 MASKS_FIRST_S = 0.02
 
 
 class LentBlocks(NamedTuple):
-    """Blocks of the engine that one step writes in place of blocks that its sequences lack."""
+    """Blocks of the engine that one step writes where its sequences lack blocks."""
 
     rows: IntArray  # of the sequence table
     columns: IntArray  # of their block tables

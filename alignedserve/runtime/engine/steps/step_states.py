@@ -36,7 +36,7 @@ def plan_states(table: SequenceTable, rows: IntArray, counts: IntArray) -> State
     """Plan rows of the table that compute `counts` tokens each: a state is left at the end of each block, and of all.
 
     Example: blocks of 16; a sequence with 30 tokens computed goes on by 5. It reads the state in its block 1, leaves
-    that of 32 tokens there, and that of 35 in block 2.
+    the state of 32 tokens there, and the state of 35 tokens in block 2.
     """
     if table.state_blocks:
         return _plan_apart(table, rows, counts)
@@ -57,8 +57,8 @@ def plan_states(table: SequenceTable, rows: IntArray, counts: IntArray) -> State
 def _plan_apart(table: SequenceTable, rows: IntArray, counts: IntArray) -> StateRows:
     """Plan rows whose states have blocks of their own: a state is left there, and at edges where it is to be kept.
 
-    Example: a sequence with 30 tokens computed goes on by 40, and its states behind 64 are kept. It reads its own, and
-    leaves those of 64 tokens in the blocks for these, and those of 70 in its own.
+    Example: a sequence with 30 tokens computed goes on by 40, and its states behind 64 are kept. It reads its own
+    states, leaves the states of 64 tokens in the blocks that keep them, and the states of 70 tokens in its own.
     """
     before = table.num_computed[rows]
     firsts, afters = np.cumsum(counts) - counts, before + counts

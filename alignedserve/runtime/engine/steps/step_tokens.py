@@ -82,7 +82,7 @@ def _like(tokens: Tensor) -> Tensor:
     return on_host if tokens.device.type == "cpu" else on_host.pin_memory()
 
 
-# Of all sequences in one step: others in it wait for them.
+# Of all sequences in one step: the rest of the step waits for them.
 _MAX_TOKENS = 128
 
 
