@@ -126,7 +126,9 @@ class HeldRequests:
         if tracked.is_in_engine:
             request_id = tracked.request.request_id
             self._removals.append(request_id)
-            self._replacements = [one for one in self._replacements if one.request_id != request_id]
+            self._replacements = [
+                replacement for replacement in self._replacements if replacement.request_id != request_id
+            ]
             tracked.is_in_engine = False
 
     def forget_host_copy(self, tracked: HeldRequest) -> None:

@@ -145,8 +145,8 @@ class OneDnnLinear:
             return product
         # The rows with addends once more, as the library applies the nonlinearity to all.
         plain: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
-        own = addends.added_to(plain).index_select(0, addends.places)
-        return product.index_copy_(0, addends.places, own if self._activation is None else self._activation(own))
+        tensor = addends.added_to(plain).index_select(0, addends.places)
+        return product.index_copy_(0, addends.places, tensor if self._activation is None else self._activation(tensor))
 
 
 class _PlainLinear:

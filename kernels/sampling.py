@@ -170,9 +170,9 @@ def penalise_(logits: Tensor, seen: SeenTokens, penalties: Penalties) -> None:
     Repetition divides positive and multiplies negative logits of every token seen; frequency (times the count) and
     presence are subtracted for generated tokens, as OpenAI defines them.
     """
-    own = logits[seen.rows, seen.token_ids]
+    logit = logits[seen.rows, seen.token_ids]
     repetition, frequency, presence = (column[seen.rows] for column in penalties)
-    scaled = torch.where(own > 0, own / repetition, own * repetition)
+    scaled = torch.where(logit > 0, logit / repetition, logit * repetition)
     logits[seen.rows, seen.token_ids] = scaled - frequency * seen.counts - presence * (seen.counts > 0)
 
 

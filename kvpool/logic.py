@@ -136,8 +136,8 @@ class PoolLogic:
             asked = [self._form(form, now) for form in self._waiting_forms.linked(peer)]
             return [Send(peer, self._arena), *chain(*asked)]
         self._router = peer
-        told = self._prefixes.cached.told_all()
-        kept = [] if told is None else [Send(peer, told)]
+        changed = self._prefixes.cached.told_all()
+        kept = [] if changed is None else [Send(peer, changed)]
         if not self._takes_requests:
             return [*kept]
         self._reported = None
@@ -252,8 +252,8 @@ class PoolLogic:
         if not lease.is_copy:
             return [taken, *earlier, *self._index(lease, now), *self._serve_reservations(now)]
         self._lease_table.move(lease, LeaseStage.KEPT)
-        kept = self._to_router(CopyKept(lease.request_id, lease.attempt))
-        return [taken, *earlier, *kept, *self._serve_reservations(now)]
+        router = self._to_router(CopyKept(lease.request_id, lease.attempt))
+        return [taken, *earlier, *router, *self._serve_reservations(now)]
 
     def _index(self, lease: Lease, now: float) -> list[PoolCommand]:
         assert lease.content is not None, "nothing to index"

@@ -209,7 +209,7 @@ class PrefixStore:
 
     def _release(self, run: list[CachedBlock]) -> list[StoreCommand]:
         self.cached.release(run)
-        damaged = next((one for one in run if one.block_id in self._damaged and not one.num_users), None)
+        damaged = next((block for block in run if block.block_id in self._damaged and not block.num_users), None)
         return [] if damaged is None else self._free_kept(self.cached.drop(damaged))
 
     def _free_kept(self, block_ids: list[BlockId]) -> list[StoreCommand]:

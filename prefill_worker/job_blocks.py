@@ -114,7 +114,7 @@ class JobBlocks:
         context, request_id = job.context, job.request.request_id
         self._states.settle(request_id, context, is_whole=False)
         self._states_to_copy = [one for one in self._states_to_copy if one[0] is not job]
-        self._replacements = [one for one in self._replacements if one.request_id != request_id]
+        self._replacements = [replacement for replacement in self._replacements if replacement.request_id != request_id]
         num_states = self._state_blocks if job.block_ids else 0
         self._allocator.free(job.block_ids[:num_states])
         self._allocator.free(job.block_ids[num_states + (0 if context is None else len(context.held)) :])

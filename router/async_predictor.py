@@ -66,7 +66,9 @@ class AsyncLengthPredictor:
     def observe(self, event: RouterEvent, commands: Sequence[Send] = ()) -> None:
         """Queue the event's work for the thread; return at once. `commands`: what was decided about it."""
         refused = [
-            one.message.request_id for one in commands if isinstance(one.message, RequestRejected | RequestFailed)
+            command.message.request_id
+            for command in commands
+            if isinstance(command.message, RequestRejected | RequestFailed)
         ]
         match event:
             case Received(gateway, SubmitRequest(request=request) | ResumeRequest(request=request)):

@@ -296,7 +296,7 @@ class RouterLogic:
             return commands
         lost = [tracked for tracked in self._registry.requests.values() if self._placement.depends_on(tracked, peer)]
         # On its way to a worker that is lost, it may still be where it was: nothing else tells that one to release it.
-        commands += [one for tracked in lost if tracked.holder != peer for one in self._ownership.call_back(tracked)]
+        commands += [send for tracked in lost if tracked.holder != peer for send in self._ownership.call_back(tracked)]
         commands += self._registry.interrupt(lost)
         worker = self._placement.workers.get(peer)
         self._placement.remove(peer)
@@ -308,7 +308,9 @@ class RouterLogic:
     def _drain_workers(self, event: DrainRequested) -> list[Send]:
         self._placement.set_draining(event.draining)
         requests = self._registry.requests.values()
-        return self._registry.move([one for one in requests if self._placement.is_leaving(one, event.moved)])
+        return self._registry.move(
+            [request for request in requests if self._placement.is_leaving(request, event.moved)]
+        )
 
     @property
     def records(self) -> RouterRecords:
@@ -318,7 +320,7 @@ class RouterLogic:
     def num_left(self, names: Iterable[str]) -> dict[str, int]:
         """Return how many requests would be interrupted if each of these workers and pools were lost."""
         requests = self._registry.requests.values()
-        left = {name: sum(self._placement.depends_on(one, name) for one in requests) for name in names}
+        left = {name: sum(self._placement.depends_on(request, name) for request in requests) for name in names}
         for name in left:
             worker = self._placement.workers.get(name)
             left[name] += worker is not None and worker.pending_batch is not None  # an answer that may hold some
@@ -385,8 +387,8 @@ class RouterLogic:
         self._num_ticks += 1
         self._admission.observe_chats(self._counters.num_prompt_tokens, now)
         moves = self._leans.moves(self._placement.workers.values(), self._registry.requests, now)
-        commands = [one for pair in self._leans.wished for one in need_receiver(*pair)]
-        commands += [one for move in moves for one in self._ownership.order_move(*move)] + self._adoption.tick(now)
+        commands = [send for pair in self._leans.wished for send in need_receiver(*pair)]
+        commands += [send for move in moves for send in self._ownership.order_move(*move)] + self._adoption.tick(now)
         if self._num_ticks % _TICKS_PER_STATUS and not self._has_joined:
             return commands
         return commands + self._report_status(now)

@@ -149,9 +149,9 @@ class OwnershipTransitions:
 
         The batch is not waited for, even if the request has moved on since: all of it was lost with the link.
         """
-        asked = self._placement.workers.get(message.worker)
-        if asked is not None and message.batch_id != NO_BATCH and asked.pending_batch == message.batch_id:
-            self._placement.cancel_batch_request(asked)
+        worker = self._placement.workers.get(message.worker)
+        if worker is not None and message.batch_id != NO_BATCH and worker.pending_batch == message.batch_id:
+            self._placement.cancel_batch_request(worker)
         if message.request_id not in self._registry.requests:
             return [Send(pool, DropRequest(message.request_id, epoch_end(message.attempt)))]
         tracked = self._registry.current(message.request_id, message.attempt)

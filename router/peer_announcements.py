@@ -18,11 +18,11 @@ from router.state import WorkerRecord
 def announce_all(decoder: WorkerRecord, workers: Iterable[WorkerRecord]) -> list[Send]:
     """Announce the prefill workers of its node to a worker that has registered, if it is a decode worker."""
     if decoder.registered.can_move:
-        before = [one.name for one in workers if _are_linked(one, decoder) and one.name < decoder.name]
+        before = [worker.name for worker in workers if _are_linked(worker, decoder) and worker.name < decoder.name]
         return [Send(decoder.name, PeersChanged(_names(*before), is_complete=True))]
     if not _is_decoder(decoder.registered):
         return []
-    near = [one.name for one in workers if _is_prefiller(one.registered) and _is_near(one, decoder)]
+    near = [worker.name for worker in workers if _is_prefiller(worker.registered) and _is_near(worker, decoder)]
     return [Send(decoder.name, PeersChanged(_names(*near), is_complete=True))]
 
 
@@ -34,12 +34,16 @@ def announce_prefiller(
     One that hands requests over is announced to those of its node, of which the later by name dials.
     """
     if prefiller.registered.can_move:
-        after = [one for one in workers if _are_linked(one, prefiller) and one.name > prefiller.name]
-        return [Send(one.name, _change(prefiller.name, is_lost=is_lost)) for one in after]
+        after = [worker for worker in workers if _are_linked(worker, prefiller) and worker.name > prefiller.name]
+        return [Send(worker.name, _change(prefiller.name, is_lost=is_lost)) for worker in after]
     if not _is_prefiller(prefiller.registered):
         return []
     message = _change(prefiller.name, is_lost=is_lost)
-    return [Send(one.name, message) for one in workers if _is_decoder(one.registered) and _is_near(one, prefiller)]
+    return [
+        Send(worker.name, message)
+        for worker in workers
+        if _is_decoder(worker.registered) and _is_near(worker, prefiller)
+    ]
 
 
 def need_pool(pool: str, decoder: WorkerRecord) -> list[Send]:

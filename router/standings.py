@@ -46,7 +46,7 @@ def _others(tracked: TrackedRequest, where: str, records: RouterRecords) -> Held
         return Held(max(pool.num_pooled - 1, 0), 0)
     if worker is None:
         return Held(0, 0)
-    own = worker.prefilling.get(tracked.request.request_id)
-    if own is None:
+    prefill = worker.prefilling.get(tracked.request.request_id)
+    if prefill is None:
         return Held(max(len(worker.decoding) - 1, 0), 0)
-    return Held(len(worker.prefilling) - 1, worker.num_prefill_tokens - own.num_tokens)
+    return Held(len(worker.prefilling) - 1, worker.num_prefill_tokens - prefill.num_tokens)

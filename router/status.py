@@ -179,7 +179,9 @@ def status_of(
 
 def adapter_loads(requests: Iterable[TrackedRequest], workers: Iterable[WorkerRecord]) -> AdapterLoads:
     """Count the requests of each LoRA adapter by its name; nothing where no worker takes any."""
-    max_adapters = min((one.registered.max_adapters for one in workers if one.registered.max_adapters), default=0)
+    max_adapters = min(
+        (worker.registered.max_adapters for worker in workers if worker.registered.max_adapters), default=0
+    )
     if not max_adapters:
         return AdapterLoads()
     running: Counter[str] = Counter()

@@ -272,7 +272,7 @@ class BatchDriver:
 
     @property
     def _is_full(self) -> bool:
-        return any(one.is_full for one in self._unwritten.values())
+        return any(unwritten.is_full for unwritten in self._unwritten.values())
 
     async def _write_results(self, run: BatchRun) -> None:
         """Write a batch's pending results. Where they cannot be written they are pending again, and the batch pauses;

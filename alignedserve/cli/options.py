@@ -81,7 +81,9 @@ def takes_options(run: Callable[[Any], None]) -> Callable[..., None]:
 
 def _parameters_of(options_class: type) -> dict[str, Parameter]:
     hints = get_type_hints(options_class, include_extras=True)
-    defaults = {one.name: Parameter.empty if one.default is MISSING else one.default for one in fields(options_class)}
+    defaults = {
+        field.name: Parameter.empty if field.default is MISSING else field.default for field in fields(options_class)
+    }
     return {
         name: Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=hints[name])
         for name, default in defaults.items()

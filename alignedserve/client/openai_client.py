@@ -301,7 +301,7 @@ def _take_event(event: SseEvent, outcome: CompletionOutcome, now: float, listene
         if chunk.usage is not None:
             count = max(1, chunk.usage.completion_tokens - len(outcome.token_times_s))
         outcome.token_times_s.extend([now] * count)
-        outcome.logprobs.extend(bytes(one) for one in chunk.logprobs)
+        outcome.logprobs.extend(bytes(logprob) for logprob in chunk.logprobs)
     if chunk.thought and listeners.on_thought is not None:
         listeners.on_thought(chunk.thought)
     if chunk.text:

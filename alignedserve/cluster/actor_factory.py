@@ -136,7 +136,7 @@ class ActorFactory:
         """Create one process of a node anew, whose former actor is dead; return its actor. Arguments as of `create`."""
         actors: dict[str, Any] = {}
         processes = self._processes(node, state, drives_batches=drives_batches)
-        self._add(actors, node, next(one for one in processes if one.name == name))
+        self._add(actors, node, next(process for process in processes if process.name == name))
         return actors[name]
 
     def create_worker(self, node: PreparedNode, name: str) -> Any:

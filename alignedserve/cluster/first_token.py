@@ -19,9 +19,9 @@ class NotReady(NamedTuple):
 
 def ask_ready(url: str) -> NotReady | None:
     # Its own gateway, which it asks by an address that the certificate need not name; nothing secret is sent.
-    own = ssl._create_unverified_context() if url.startswith("https:") else None  # noqa: S323
+    unverified_context = ssl._create_unverified_context() if url.startswith("https:") else None  # noqa: S323
     try:
-        with urllib.request.urlopen(f"{url}/ready", timeout=_TIMEOUT_S, context=own):  # noqa: S310
+        with urllib.request.urlopen(f"{url}/ready", timeout=_TIMEOUT_S, context=unverified_context):  # noqa: S310
             return None
     except urllib.error.HTTPError as error:
         return _as_said(error)

@@ -256,7 +256,7 @@ def _prepare_cluster(
 def _plan(
     configs: Sequence[ClusterConfig], found: Mapping[RayNode, NodeResources], reports: Mapping[RayNode, NodeReport]
 ) -> dict[str, ClusterPlan]:
-    machines, head = [one.machine for one in found.values()], next(iter(reports.values()))
+    machines, head = [resources.machine for resources in found.values()], next(iter(reports.values()))
     missing = {node: missing_copies(reports[node], head.digests) for node in found}
     models = []
     for index, config in enumerate(configs):
@@ -295,7 +295,7 @@ def _joining(
         for (one, plan), own, digest in zip(plans.items(), brought.settings.own, digests, strict=True)
     }
     joining = Joining(plans[FIRST_DEPLOYMENT], models, cluster_id, len(found))
-    joining.wholes = {one.capacity.name: one.machine for one in found.values()}
+    joining.wholes = {resources.capacity.name: resources.machine for resources in found.values()}
     return joining
 
 

@@ -123,7 +123,7 @@ class MemoryPlanner:
         shares = {place: _share(memories, place, limit) for place, limit in limits.items()}
         sizes: dict[tuple[str, str], int] = {}
         for memory in memories:
-            share = min(shares[place] for place in memory.counts)
+            share = min(shares[count] for count in memory.counts)
             size = memory.least + int((memory.wanted - memory.least) * share)
             sizes[memory.section, memory.field] = max(size // MIB * MIB, memory.least)
         return sizes
@@ -227,9 +227,11 @@ class MemoryPlanner:
 
     def running_requests(self, cache_bytes: int) -> int:
         """Return the largest batch of a decode worker on a GPU that has this memory for blocks; see gpu_limits."""
-        given = self.config.decode.max_running_requests
-        if not isinstance(given, DefaultSize) or self.served.encoder is not None:  # whose requests have no decodes
-            return given
+        max_running_requests = self.config.decode.max_running_requests
+        if (
+            not isinstance(max_running_requests, DefaultSize) or self.served.encoder is not None
+        ):  # whose requests have no decodes
+            return max_running_requests
         num_tokens = cache_bytes // self._token_bytes
         return running_requests(num_tokens, self._costs())
 

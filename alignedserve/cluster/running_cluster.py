@@ -76,8 +76,10 @@ class RunningCluster:
         self._actors: dict[str, dict[str, Any]] = {}  # by node and name
         self._factory = factory
         self._template = template
-        own = template.pid if template is not None else None
-        self._children_before = {one for one in psutil.Process().children() if one.pid != own}  # started for others
+        pid = template.pid if template is not None else None
+        self._children_before = {
+            child for child in psutil.Process().children() if child.pid != pid
+        }  # started for others
 
     @property
     def url(self) -> str:

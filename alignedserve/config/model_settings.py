@@ -186,7 +186,7 @@ def require_adapters_apart(models: Mapping[str, ClusterConfig]) -> None:
     """Refuse an adapter whose name another model, or an adapter of another, has as well. Raises ConfigError."""
     taken = set(models)
     for name, config in models.items():
-        alias = next((one for one in config.model.aliases if one in taken), None)
+        alias = next((aliase for aliase in config.model.aliases if aliase in taken), None)
         if alias is not None:
             raise ConfigError(f"the alias {alias} of {name} is the name of another model or alias; name them apart")
         taken.update(config.model.aliases)

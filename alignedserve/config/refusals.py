@@ -25,15 +25,15 @@ _MAX_ELSEWHERE = 3  # sections that are named where a field is not
 def refusal_of(error: msgspec.ValidationError, values: Mapping[str, Any]) -> str:
     if isinstance(error.__cause__, ConfigError):  # of a section's own check, which names the field
         return str(error.__cause__)
-    found = _PLACE.fullmatch(str(error))
-    assert found is not None, "the pattern matches every text"
-    problem, place = found["problem"], found["place"] or ""
+    match = _PLACE.fullmatch(str(error))
+    assert match is not None, "the pattern matches every text"
+    problem, place = match["problem"], match["place"] or ""
     before = f"{place}: " if place else ""
     if unknown := _UNKNOWN.fullmatch(problem):
         return f"{before}unknown field `{unknown['name']}`{_hint(unknown['name'], place)}"
     if missing := _MISSING.fullmatch(problem):
         return f"{before}the field `{missing['name']}` is missing"
-    if found["key"] is not None:
+    if match["key"] is not None:
         return f"{before}a name is not a text; quote words that mean something in YAML, such as on and yes"
     if place == "topology":
         return f"topology must be one of {', '.join(one.value for one in Topology)} (it is {_shown(values, place)})"
@@ -47,22 +47,22 @@ def refusal_of(error: msgspec.ValidationError, values: Mapping[str, Any]) -> str
 def _hint(name: str, place: str) -> str:
     meant = [f"`{section}.{name}`" for section, kind in _SECTIONS.items() if name in _names(kind)]
     if not 0 < len(meant) <= _MAX_ELSEWHERE:
-        meant = [f"`{one}`" for one in get_close_matches(name, _fields_at(place), n=1)]
+        meant = [f"`{close_match}`" for close_match in get_close_matches(name, _fields_at(place), n=1)]
     return f"; did you mean {' or '.join(meant)}?" if meant else "; docs/settings.md has all"
 
 
 def _fields_at(place: str) -> tuple[str, ...]:
     kind: Any = ClusterConfig
     for name in re.findall(r"[^.\[\]]+", re.sub(r"\[[^]]*\]", "", place)):
-        of_field = next((one.type for one in msgspec.structs.fields(kind) if one.name == name), None)
-        kind = next((one for one in (of_field, *get_args(of_field)) if hasattr(one, "__struct_fields__")), None)
+        of_field = next((field.type for field in msgspec.structs.fields(kind) if field.name == name), None)
+        kind = next((arg for arg in (of_field, *get_args(of_field)) if hasattr(arg, "__struct_fields__")), None)
         if kind is None:
             return ()
     return _names(kind)
 
 
 def _names(kind: Any) -> tuple[str, ...]:
-    return tuple(one.name for one in msgspec.structs.fields(kind))
+    return tuple(field.name for field in msgspec.structs.fields(kind))
 
 
 def _shown(values: Mapping[str, Any], place: str) -> str:

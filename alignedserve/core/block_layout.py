@@ -57,7 +57,7 @@ class BlockLayout:
             raise ConfigError("num_parts must be 1 or 2.")
         if self.dtype not in _CACHE_DTYPE_BYTES:
             raise ConfigError(f"dtype must be one of {', '.join(_CACHE_DTYPE_BYTES)}, not {self.dtype!r}.")
-        if self.unlike and (self.has_states or self.num_layers <= sum(own.num_layers for own in self.unlike)):
+        if self.unlike and (self.has_states or self.num_layers <= sum(heads.num_layers for heads in self.unlike)):
             raise ConfigError("unlike: some layers must be alike, and contexts without states.")
         if self.ring_layers and self.state_blocks != 1 + self.num_rings * self.ring_blocks:
             raise ConfigError("state_blocks must be those of the rings, behind one for their header.")
@@ -67,9 +67,9 @@ class BlockLayout:
         """Return the layouts of layers with heads of one size each, as they lie one behind another; mostly one."""
         if not self.unlike:
             return (self,)
-        num_first = self.num_layers - sum(own.num_layers for own in self.unlike)
+        num_first = self.num_layers - sum(heads.num_layers for heads in self.unlike)
         sizes = (LayerHeads(num_first, self.num_kv_heads, self.head_dim), *self.unlike)
-        return tuple(replace(self, unlike=(), **own._asdict()) for own in sizes)
+        return tuple(replace(self, unlike=(), **size._asdict()) for size in sizes)
 
     @property
     def kv_width(self) -> int:
@@ -110,7 +110,7 @@ class BlockLayout:
     @property
     def kv_elements(self) -> int:
         """Number of elements of one block's keys and values, behind which its states lie."""
-        return sum(own.kv_runs * own.run_elements for own in self.kinds)
+        return sum(kind.kv_runs * kind.run_elements for kind in self.kinds)
 
     @property
     def kv_bytes(self) -> int:
@@ -129,7 +129,7 @@ class BlockLayout:
     @property
     def int8_block_bytes(self) -> int:
         """Bytes of one block's int8 copy (kernels.caches): one per element, two numbers of 16 bits per channel."""
-        return self.block_elements + sum(4 * own.runs_per_block * own.kv_width for own in self.kinds)
+        return self.block_elements + sum(4 * kind.runs_per_block * kind.kv_width for kind in self.kinds)
 
     @property
     def token_bytes(self) -> int:

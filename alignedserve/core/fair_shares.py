@@ -242,5 +242,5 @@ class Lowest:
         return known.counter, known.order, tenant
 
     def _build(self) -> None:
-        self._heap = [self._entry(one) for one in self._members]
+        self._heap = [self._entry(member) for member in self._members]
         heapq.heapify(self._heap)

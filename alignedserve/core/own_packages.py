@@ -30,8 +30,8 @@ def _foreign_init() -> Path | None:
         distribution = importlib.metadata.distribution(_NAME)
     except importlib.metadata.PackageNotFoundError:
         return None
-    found = Path(str(distribution.locate_file(f"{_NAME}/__init__.py")))
-    return found if found.is_file() else None
+    path = Path(str(distribution.locate_file(f"{_NAME}/__init__.py")))
+    return path if path.is_file() else None
 
 
 def _advice() -> str:

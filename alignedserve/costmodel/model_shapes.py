@@ -56,7 +56,7 @@ class ModelShape:
     @property
     def cached_heads(self) -> tuple[LayerHeads, ...]:
         """Return the layers with keys and values by the sizes of their heads."""
-        num_alike = (self.num_cached_layers or self.num_layers) - sum(own.num_layers for own in self.unlike)
+        num_alike = (self.num_cached_layers or self.num_layers) - sum(heads.num_layers for heads in self.unlike)
         return LayerHeads(num_alike, self.num_kv_heads, self.head_dim), *self.unlike
 
     @property
@@ -122,7 +122,9 @@ class ModelShape:
     @property
     def pair_flops(self) -> int:
         """Return the operations of attending from one query to one key, all layers: score and weighted value."""
-        return 4 * self.num_heads * sum(own.num_layers * own.head_dim for own in self.cached_heads)
+        return (
+            4 * self.num_heads * sum(cached_head.num_layers * cached_head.head_dim for cached_head in self.cached_heads)
+        )
 
     @property
     def projection_flops(self) -> int:
@@ -132,7 +134,10 @@ class ModelShape:
     @property
     def kv_token_bytes(self) -> int:
         """Return the bytes of one token's keys and values, all layers."""
-        width = sum(own.num_layers * own.num_kv_heads * own.head_dim for own in self.cached_heads)
+        width = sum(
+            cached_head.num_layers * cached_head.num_kv_heads * cached_head.head_dim
+            for cached_head in self.cached_heads
+        )
         return self.kv_parts * width * self.dtype_bytes
 
     @property

@@ -72,10 +72,10 @@ class MessageBatches:
             raise InvalidRequest("after_id and before_id cannot both be given.", param="before_id")
         cursor, name = (after, "after_id") if before is None else (before, "before_id")
         repository, is_newer = self.files_api.repository, before is not None
-        found = await list_batches(repository, self.owner, after=cursor, limit=limit, newest_first=not is_newer)
-        if found is None:
+        response = await list_batches(repository, self.owner, after=cursor, limit=limit, newest_first=not is_newer)
+        if response is None:
             raise InvalidRequest(f"{name} is not the id of a batch in this list.", param=name)
-        snapshots, has_more = found
+        snapshots, has_more = response
         return snapshots[::-1] if is_newer else snapshots, has_more
 
     async def remove(self, text: str) -> BatchKey:

@@ -343,8 +343,8 @@ class _Uvicorn(uvicorn.Server):
             if tls is None:
                 self.servers.append(await loop.create_server(self._connection, sock=listener, backlog=backlog))
             else:
-                own = TlsListener(listener, tls, self._connection, self._handshakes, **self._bounds)
-                self.servers.append(cast(asyncio.Server, own))
+                tls_listener = TlsListener(listener, tls, self._connection, self._handshakes, **self._bounds)
+                self.servers.append(cast(asyncio.Server, tls_listener))
         self.started = True
 
     def _connection(self) -> asyncio.Protocol:

@@ -128,8 +128,8 @@ class RecordEncoder:
         encoded = self._digester.encode(commands)
         redacted = event if self._redactor is None else self._redactor(event)
         payload = (redacted.peer, redacted.message) if type(redacted) is Received else redacted
-        kept = msgspec.Raw(encoded) if self._keeps_commands else None
-        fields = (type(event).__name__, now, payload, self._digester.digest(encoded), kept)
+        raw = msgspec.Raw(encoded) if self._keeps_commands else None
+        fields = (type(event).__name__, now, payload, self._digester.digest(encoded), raw)
         return _framed(_ENCODER.encode(fields))
 
     @staticmethod

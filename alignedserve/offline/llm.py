@@ -297,7 +297,7 @@ class LLM:
     def _compute(self, of_prompts: Sequence[Sequence[Answer]], *, use_tqdm: bool) -> None:
         if os.getpid() != self._pid:  # the engine's threads were not forked
             raise ModelError("this LLM is of the process that this one was forked from; spawn processes instead")
-        answers = [answer for own in of_prompts for answer in own]
+        answers = [answer for prompt in of_prompts for answer in prompt]
         by_id = {answer.request.request_id: answer for answer in answers}
         asked = [Received(_ROUTER, PrefillRequest(answer.request, number)) for number, answer in enumerate(answers)]
         with self._turn:

@@ -109,7 +109,7 @@ class TextReader(NamedTuple):
         return None if truncate_to is None else limit_of(truncate_to, self.max_context_len)
 
     def _checked(self, encoded: list[EncodedPair]) -> list[EncodedPair]:
-        longest = max(len(one.token_ids) for one in encoded)
+        longest = max(len(pair.token_ids) for pair in encoded)
         if longest > self.max_context_len:
             raise ContextTooLong(f"a text has {longest} tokens, the model's context {self.max_context_len}")
         return encoded

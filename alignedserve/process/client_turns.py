@@ -27,7 +27,7 @@ class ClientTurns(Generic[ItemT]):
 
     def __iter__(self) -> Iterator[ItemT]:
         """Iterate over all items, client by client."""
-        return chain.from_iterable(own.items for own in self._clients.values())
+        return chain.from_iterable(client.items for client in self._clients.values())
 
     def append(self, client: str, item: ItemT) -> None:
         """Let an item wait for a turn of its client."""

@@ -86,6 +86,6 @@ def unwritten_mappings(smaps: str) -> list[tuple[int, int]]:
             place = int(mapping[1], 16), int(mapping[2], 16)
             if mapping[3] in _READ_ALONE and mapping[4].startswith("/"):
                 found[place] = None
-        elif (own := _OWN.match(line)) and int(own[1]):
+        elif (match := _OWN.match(line)) and int(match[1]):
             found.pop(place, None)
     return list(found)

@@ -36,7 +36,7 @@ class Order:
     def keeps(self) -> Ints:
         """Rows that hold blocks; the last loses them first. Few decisions ask for it."""
         holders = rows_where(self.is_holder)
-        return holders[np.lexsort(tuple(one[holders] for one in self.kept_by))]
+        return holders[np.lexsort(tuple(ints[holders] for ints in self.kept_by))]
 
 
 def order_of(view: WorkerView, key: Floats, *, group: Ints, level: Ints, keep: Floats | None = None) -> Order:

@@ -175,8 +175,8 @@ class Packer:
             self.num_free_host -= leaving
             self.work.swap_out_tokens += self._copied(row, leaving)
         self._evictions[row] = PlannedEviction(row, how, None if leaving == on_device else num_tokens)
-        kept = self._memory.blocks_for(on_device - leaving, is_hidden=self._is_hidden(row))
-        self.num_free += self._freed(self._leaving, row, kept if leaving < on_device else 0)
+        blocks = self._memory.blocks_for(on_device - leaving, is_hidden=self._is_hidden(row))
+        self.num_free += self._freed(self._leaving, row, blocks if leaving < on_device else 0)
 
     def num_freed_by(self, rows: Iterable[int]) -> int:
         """Return how many blocks would become free if these requests were dropped as well, one after the other."""

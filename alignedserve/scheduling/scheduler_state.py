@@ -251,8 +251,8 @@ class SchedulerState:
             leaving = on_device if part.num_tokens is None else part.num_tokens
             assert 0 < leaving <= on_device, "swaps out what is not on the device"
             assert leaving <= self.num_free_host, "no free host memory"
-            kept = self._blocks_for(row, on_device - leaving) if leaving < on_device else 0
-            left = EvictionResult(int(table.num_blocks[row]) - kept, leaving)
+            blocks = self._blocks_for(row, on_device - leaving) if leaving < on_device else 0
+            left = EvictionResult(int(table.num_blocks[row]) - blocks, leaving)
             table.num_swapped[row] += leaving
             self.num_free_host -= leaving
         if left.num_blocks and self.shared.part(table.request_ids[row]) is not None:

@@ -186,8 +186,8 @@ class UsageStore:
 
     async def _rows_of(self, hour: int) -> list[UsageRow]:
         members = await self._members(f"usage/{hour}", _MAX_SUBJECTS)
-        found = await self._read_rows([f"{hour}/{member}" for member in members])
-        return [row for row in found if row is not None]
+        rows = await self._read_rows([f"{hour}/{member}" for member in members])
+        return [row for row in rows if row is not None]
 
     async def _read_rows(self, names: Sequence[str]) -> list[UsageRow | None]:
         found = await self._records.read([f"usage/{name}" for name in names])

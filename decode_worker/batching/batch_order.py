@@ -59,7 +59,7 @@ class WaitingBatch:
 
 
 def waiting_batch(batch_id: BatchId, granted: BatchGranted, now: float) -> WaitingBatch:
-    chats = [one for one in granted.handoffs if one.request.is_real_time]
+    chats = [handoff for handoff in granted.handoffs if handoff.request.is_real_time]
     late_at_s = min(map(partial(_late_at_s, now=now), chats), default=math.inf)
     return WaitingBatch(batch_id, granted.is_aligned, len(granted.handoffs), now, not chats, late_at_s)
 

@@ -48,7 +48,7 @@ class LoadingCandidates:
     def growth(self, block_size: int, state_blocks: int = 0) -> int:
         """Return by how many blocks all entries will soon grow. `state_blocks`: of each, before those of its tokens."""
         entries = self._entries.values()
-        return sum(growth_of(one.candidate, len(one.block_ids) - state_blocks, block_size) for one in entries)
+        return sum(growth_of(entry.candidate, len(entry.block_ids) - state_blocks, block_size) for entry in entries)
 
     def add(self, loading: Loading) -> None:
         self._entries[loading.candidate.request.request_id] = loading

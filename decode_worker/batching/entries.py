@@ -67,8 +67,10 @@ class Entries:
 
     def _real_time_holding(self) -> Holding:
         running = [one for one in self._batch if one.is_real_time]
-        loading = [one for one in self._batch.loading.candidates() if one.is_real_time]
-        num_blocks = sum(len(one.block_ids) for one in running) + sum(one.num_copied_blocks for one in loading)
+        loading = [candidate for candidate in self._batch.loading.candidates() if candidate.is_real_time]
+        num_blocks = sum(len(one.block_ids) for one in running) + sum(
+            candidate.num_copied_blocks for candidate in loading
+        )
         return Holding(len(running) + len(loading), num_blocks)
 
     def load(self, entering: Iterable[Loading]) -> list[LoadBlocks]:

@@ -267,13 +267,13 @@ class ScheduledBatch:
             return _Split(plan, ())
         wanted = [*(part.row for part in plan.scheduled), *plan.uploads]
         chosen = tuple(in_view[request_ids[row]] for row in wanted if request_ids[row] in in_view)
-        own = IterationPlan(
+        iteration_plan = IterationPlan(
             tuple(part for part in plan.scheduled if request_ids[part.row] not in in_view),
             tuple(part for part in plan.evictions if request_ids[part.row] not in in_view),
             tuple(row for row in plan.uploads if request_ids[row] not in in_view),
             alone_s=plan.alone_s,
         )
-        return _Split(own, chosen)
+        return _Split(iteration_plan, chosen)
 
     def _hold(self, chosen: Iterable[Candidate]) -> tuple[Loading, ...]:
         loads = []

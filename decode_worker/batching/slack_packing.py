@@ -121,8 +121,8 @@ class SlackPacking:
         self, candidate: Candidate, now: float, least_s: float, by_floor: RequestId | None
     ) -> tuple[bool, TurnClass, bool, float, RequestId]:
         request_id, waits = candidate.request.request_id, now - candidate.granted_s >= PATIENCE_S
-        place = candidate.granted_s if waits else float(candidate.context_len)
-        return request_id != by_floor, _class_of(candidate, now, least_s), not waits, place, request_id
+        granted_s = candidate.granted_s if waits else float(candidate.context_len)
+        return request_id != by_floor, _class_of(candidate, now, least_s), not waits, granted_s, request_id
 
     # --- what may join, and what waits
 

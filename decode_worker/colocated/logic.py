@@ -145,7 +145,7 @@ class ColocatedLogic:
         return []
 
     def _hang_up_unused(self, now: float) -> list[HangUp]:
-        return [one for part in (self._pooled, self._moves) if part is not None for one in part.hang_up_unused(now)]
+        return [up for part in (self._pooled, self._moves) if part is not None for up in part.hang_up_unused(now)]
 
     # --- peers and messages
 
@@ -201,7 +201,7 @@ class ColocatedLogic:
         if self._pooled is None or not is_of_link(event):
             return []
         commands = self._on_pool(self._pooled, event, now)
-        return [one for one in commands if not isinstance(one, MapArena | UnmapArena)]
+        return [command for command in commands if not isinstance(command, MapArena | UnmapArena)]
 
     def _admit(self, message: PrefillRequest, now: float) -> None:
         request = message.request
@@ -373,8 +373,8 @@ class ColocatedLogic:
         if self._prefixes is None or not self._router.is_connected:
             return []
         cached = self._prefixes.blocks
-        told = cached.told_all() if is_new else cached.told_changes()
-        return [] if told is None else [*self._router.send(told)]
+        changed = cached.told_all() if is_new else cached.told_changes()
+        return [] if changed is None else [*self._router.send(changed)]
 
     def _tokens_per_s(self) -> float:
         return self._scheduler.prompt_capacity(self._state).tokens_per_s

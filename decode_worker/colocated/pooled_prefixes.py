@@ -121,7 +121,9 @@ class PrefixOffers:
         self._pool = pool
         self._max_offered = max(_OFFERED_BYTES // block_bytes, 1)
         if self._state_blocks:
-            self._new = dict.fromkeys(one for block in self._of_states for one in self._up_to_states(block))
+            self._new = dict.fromkeys(
+                up_to_state for block in self._of_states for up_to_state in self._up_to_states(block)
+            )
         else:
             self._new = dict.fromkeys(sorted(self._cached, key=lambda block: block.depth))
         self._rests_until_s = self._gathers_until_s = 0.0

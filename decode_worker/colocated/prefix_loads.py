@@ -122,7 +122,9 @@ class PrefixLoads:
         if pool in self._links:
             self._links[pool].is_open = False
         asking = [one for one in self._waiting.values() if one.lease_id is None and one.pool == pool]
-        return LoadOutcome([], [one for waiting in asking for one in (*self._end(waiting), *waiting.followers)], [], [])
+        return LoadOutcome(
+            [], [follower for waiting in asking for follower in (*self._end(waiting), *waiting.followers)], [], []
+        )
 
     # --- a request
 
@@ -240,7 +242,7 @@ class PrefixLoads:
         block_s = self._block_s(pool, now)
         # Loads take turns, part by part: one that is longer has as many before this one is over, and the one in hand.
         most = own + self._part_len(block_s)
-        beside = sum(min(one.num_left, most) for one in loads)
+        beside = sum(min(load.num_left, most) for load in loads)
         if pool == self._own_pool:
             beside += self._held.num_copying()
         return _ASKING_S + (own + beside) * block_s < computing_s

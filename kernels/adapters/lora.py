@@ -139,7 +139,9 @@ class AdapterRows:
         """Multiply x [rows, in_width], rows as in `of_row`, with what the adapters add to this product."""
         if self._plan is not None:  # of a part of a pass: its arrays did not come with those of the whole
             if self._on_device is None:
-                self._on_device = self._plan.bound([torch.from_numpy(own).to(x.device) for own in self.host_arrays])
+                self._on_device = self._plan.bound(
+                    [torch.from_numpy(host_array).to(x.device) for host_array in self.host_arrays]
+                )
             return self._on_device.product(site, multiply, x)
         own = self._at(site)
         return multiply(x) if own is None else multiply(x, own.addends(site, x))

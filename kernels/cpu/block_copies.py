@@ -121,13 +121,13 @@ def _copy_plainly(source: BlockList, target: BlockList, digests: Digests) -> Non
         raise ValueError("as many targets as sources")
     _check(source)
     _check(target)
-    own = np.empty(source.block_bytes, np.uint8)  # that no other thread writes to
+    tensor = np.empty(source.block_bytes, np.uint8)  # that no other thread writes to
     pairs = zip(source.block_ids.tolist(), target.block_ids.tolist(), strict=True)
     for place, (read, written) in enumerate(pairs):
-        np.copyto(own, source.blocks[read])
-        np.copyto(target.blocks[written], own)
+        np.copyto(tensor, source.blocks[read])
+        np.copyto(target.blocks[written], tensor)
         if len(digests):
-            digests[place] = row_digest(own)
+            digests[place] = row_digest(tensor)
 
 
 def _check(listed: BlockList) -> None:

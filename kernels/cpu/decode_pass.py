@@ -265,7 +265,7 @@ def _adapter_numbers(adapters: PassAdapters | None, count: int) -> tuple[list[An
         assert of_row.shape == (count,), f"not one for each of {count} rows: {of_row.shape}"
         assert of_row.is_contiguous(), "rows are one run of memory"
     of_rows = [of_row.data_ptr() for of_row in adapters.of_rows]
-    return [own.kernel for own in adapters.groups], of_rows, adapters.at_site, adapters.widths
+    return [group.kernel for group in adapters.groups], of_rows, adapters.at_site, adapters.widths
 
 
 def _numbers(tensor: Tensor, count: int, dtype: torch.dtype) -> int:

@@ -47,7 +47,7 @@ class ExpertProducts:
 def native_experts(experts: Sequence[object], in_width: int, out_width: int) -> ExpertProducts | None:
     """Return the call for these experts; None: there is none, where kernels or products are others."""
     parts = [_parts(expert) for expert in experts]
-    known = [own for own in parts if own is not None]
+    known = [part for part in parts if part is not None]
     return None if _native is None or len(known) < len(parts) else ExpertProducts(known, in_width, out_width)
 
 

@@ -70,10 +70,10 @@ class RankExchange:
         """
         assert x.is_contiguous(), "one run of memory"
         assert x.device.type == "cpu", "native kernels run on the CPU"
-        found = torch.empty((self.size, *x.shape), dtype=x.dtype) if is_wanted else None
-        address = 0 if found is None else found.data_ptr()
+        tensor = torch.empty((self.size, *x.shape), dtype=x.dtype) if is_wanted else None
+        address = 0 if tensor is None else tensor.data_ptr()
         self._check(self.kernel.all_gather(x.data_ptr(), x.numel() * x.element_size(), address))
-        return found
+        return tensor
 
     def break_off(self) -> None:
         """End the waits of all ranks, now and from now on. From any thread."""

@@ -50,7 +50,7 @@ def has_finite_scales(raw_rows: Tensor, type_name: str) -> bool:
         return not bool((_blocks(raw_rows, layout)[:, layout.scale_places[0]] == _NO_EXPONENT).any())
     dtype = torch.float16 if layout.scale_bytes == 2 else torch.float32
     blocks = _blocks(raw_rows, layout)
-    places = [place + byte for place in layout.scale_places for byte in range(layout.scale_bytes)]
+    places = [scale_place + byte for scale_place in layout.scale_places for byte in range(layout.scale_bytes)]
     return bool(blocks[:, places].view(dtype).isfinite().all())
 
 

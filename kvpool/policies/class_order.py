@@ -79,7 +79,7 @@ class ClassedBatchFormer:
         return [one for one in TurnClass if one is not TurnClass.BEST_EFFORT or not limits.is_for_real_time]
 
     def _due_by_floor(self, now: float) -> Iterator[TurnClass]:
-        late, best_effort = (next(iter(self._waiting[one].values()), None) for one in self._floors)
+        late, best_effort = (next(iter(self._waiting[floor].values()), None) for floor in self._floors)
         on_time, since_s = self._waiting[TurnClass.ON_TIME], self._since_s
         if late and on_time and self._late_floor.lets(late.context_len, since_s[late.request_id], now):
             yield TurnClass.LATE
@@ -106,17 +106,17 @@ class ClassedBatchFormer:
         chosen: Iterable[PooledRequest],
     ) -> list[PooledRequest]:
         joining: list[PooledRequest] = []
-        taken = {one.request_id for one in chosen}
+        taken = {request.request_id for request in chosen}
         for turn_class in classes:
             earlier = (one for other in TurnClass if other < turn_class for one in self._waiting[other])
             if any(one not in taken for one in earlier):
                 break
             members = self._members(self._formers[turn_class].join(lengths, limits, now))
             joining += members
-            taken.update(one.request_id for one in members)
+            taken.update(member.request_id for member in members)
             limits = replace(
                 limits,
-                max_blocks=limits.max_blocks - sum(one.num_blocks for one in members),
+                max_blocks=limits.max_blocks - sum(member.num_blocks for member in members),
                 max_requests=limits.max_requests - len(members),
             )
         return joining
@@ -135,11 +135,11 @@ class ClassedBatchFormer:
         for turn_class, floor in self._floors.items():
             staying = (one for one in self._waiting[turn_class].values() if one.request_id not in leaving)
             following = next(staying, None)
-            for one in members:
-                if one.turn_class is turn_class:
-                    floor.note_own(one.context_len)
-                elif one.turn_class < turn_class and following is not None:
-                    floor.note_earlier(one.context_len, following.context_len)
+            for member in members:
+                if member.turn_class is turn_class:
+                    floor.note_own(member.context_len)
+                elif member.turn_class < turn_class and following is not None:
+                    floor.note_earlier(member.context_len, following.context_len)
         return batch
 
 

@@ -46,7 +46,7 @@ def protocol_section(certificate: Certificate) -> str:
     protocol, speed = certificate.protocol, certificate.speed
     chat, documents = protocol.chat, protocol.documents
     windows = ", ".join(map(duration, protocol.windows_s))
-    took = ", ".join(f"{one.phase.value} {duration(one.duration_s)}" for one in certificate.evidence.phases)
+    took = ", ".join(f"{phase.phase.value} {duration(phase.duration_s)}" for phase in certificate.evidence.phases)
     rows = (
         (
             "bursts",

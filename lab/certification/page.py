@@ -164,17 +164,13 @@ def _first_tokens(certificate: Certificate, phases: Sequence[PhaseRecord]) -> li
 
 def _distributions(certificate: Certificate, phases: Sequence[PhaseRecord]) -> tuple[str, ...]:
     slo = certificate.protocol.slo
+    ttfts = [(phase.phase, [chat.ttft_s for chat in phase.chats_beside if chat.ttft_s is not None]) for phase in phases]
+    tpots = [(phase.phase, [chat.tpot_s for chat in phase.chats_beside if chat.tpot_s is not None]) for phase in phases]
     return (
-        plots.distribution(
-            [(one.phase, [chat.ttft_s for chat in one.chats_beside if chat.ttft_s is not None]) for one in phases],
-            "seconds to the first token", slo.ttft_s,
-        ),
-        plots.distribution(
-            [(one.phase, [chat.tpot_s for chat in one.chats_beside if chat.tpot_s is not None]) for one in phases],
-            "mean seconds a token of each chat", slo.tpot_s,
-        ),
-        plots.distribution([(one.phase, one.gaps_s) for one in phases], "seconds between two tokens", None),
-    )  # fmt: skip
+        plots.distribution(ttfts, "seconds to the first token", slo.ttft_s),
+        plots.distribution(tpots, "mean seconds a token of each chat", slo.tpot_s),
+        plots.distribution([(phase.phase, phase.gaps_s) for phase in phases], "seconds between two tokens", None),
+    )
 
 
 def _compared(compared: Sequence[Compared]) -> str:

@@ -150,25 +150,25 @@ def _documents_of(phase: PhaseRecord | None) -> StreamFigures | None:
 
 
 def _streams(streams: Sequence[StreamRecord], gaps_s: Sequence[float], slo: Slo) -> StreamFigures:
-    answered = [one for one in streams if one.failure is None]
-    failures = Counter(one.failure for one in streams if one.failure is not None)
-    reasons = Counter(one.reason or one.failure for one in streams if one.failure is not None)
-    num_met = sum(one.has_met(slo) for one in streams)
+    answered = [stream for stream in streams if stream.failure is None]
+    failures = Counter(stream.failure for stream in streams if stream.failure is not None)
+    reasons = Counter(stream.reason or stream.failure for stream in streams if stream.failure is not None)
+    num_met = sum(stream.has_met(slo) for stream in streams)
     gap = metrics.describe(gaps_s)
-    longest_s = [one.longest_gap_s for one in streams if one.longest_gap_s is not None]
+    longest_s = [stream.longest_gap_s for stream in streams if stream.longest_gap_s is not None]
     if gap is not None and longest_s:
         gap = replace(gap, max=max(longest_s))
     return StreamFigures(
         num_sent=len(streams),
         num_answered=len(answered),
         failures=dict(failures.most_common()),
-        ttft_s=metrics.describe([one.ttft_s for one in streams if one.ttft_s is not None]),
-        tpot_s=metrics.describe([one.tpot_s for one in answered if one.tpot_s is not None]),
+        ttft_s=metrics.describe([stream.ttft_s for stream in streams if stream.ttft_s is not None]),
+        tpot_s=metrics.describe([stream.tpot_s for stream in answered if stream.tpot_s is not None]),
         gap_s=gap,
         attainment=metrics.attainment(num_met, len(streams)),
         attainment_interval=wilson(num_met, len(streams)),
         latest_of_objective=None,
-        stalled=metrics.stalled([one.longest_gap_s or 0.0 for one in streams if one.num_tokens]),
+        stalled=metrics.stalled([stream.longest_gap_s or 0.0 for stream in streams if stream.num_tokens]),
         reasons=dict(reasons.most_common(_MOST_REASONS)),
     )
 
@@ -206,15 +206,15 @@ def _left_over(chats_per_s: float, beside: PhaseRecord | None, alone: PhaseRecor
 def _lines_of(phase: PhaseRecord) -> LineFigures:
     batches, failures = phase.batches, phase.failures_of_lines()
     return LineFigures(
-        num_lines=sum(one.num_lines for one in batches),
-        num_answered=sum(one.num_answered for one in batches),
-        num_lost=sum(one.num_lost for one in batches),
-        num_doubled=sum(one.num_doubled for one in batches),
-        num_wrong=sum(one.num_wrong for one in batches),
+        num_lines=sum(batch.num_lines for batch in batches),
+        num_answered=sum(batch.num_answered for batch in batches),
+        num_lost=sum(batch.num_lost for batch in batches),
+        num_doubled=sum(batch.num_doubled for batch in batches),
+        num_wrong=sum(batch.num_wrong for batch in batches),
         num_failed=sum(failures.values()),
-        num_expired=sum(one.num_expired for one in batches),
+        num_expired=sum(batch.num_expired for batch in batches),
         num_windows=len(batches),
-        num_windows_held=sum(one.has_held_window for one in batches),
+        num_windows_held=sum(batch.has_held_window for batch in batches),
         failures=failures,
     )
 

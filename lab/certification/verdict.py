@@ -7,7 +7,7 @@ from lab.certification.protocol import Phase
 from lab.certification.records import Evidence
 from lab.certification.statistics import Figures
 
-_TIMED_OUT = frozenset({"http 504", "timeout", "error event", "disconnected"})  # as loadgen/client.py names them
+_TIMED_OUT = frozenset({"http 504", "timeout", "error event", "disconnected"})  # as openai_client.py names them
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ def _of_documents(evidence: Evidence, figures: Figures, bounds: Bounds) -> Itera
     for name, count, limit in counted:
         yield Check(name, float(sum(map(count, lines))) if lines else None, limit)
     yield Check("answers of 504, or broken off", float(_timeouts(evidence)), bounds.max_timeouts)
-    yield Check("phases that went to their end", float(sum(one.is_whole for one in evidence.phases)), len(Phase),
+    yield Check("phases that went to their end", float(sum(phase.is_whole for phase in evidence.phases)), len(Phase),
                 is_least=True)  # fmt: skip
 
 

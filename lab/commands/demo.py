@@ -11,13 +11,13 @@ from typing import NamedTuple
 from rich.progress import Progress
 from rich.table import Table
 
-from alignedserve.cli.commands.options import DemoOptions
 from alignedserve.cli.console import FAILURE, INTERRUPTED, notes, printable, progress, results, to_json, write_json
 from alignedserve.client.openai_client import CompletionCall, CompletionOutcome, OpenAiClient
 from alignedserve.cluster.local_ray.worker_template import WorkerTemplate
 from alignedserve.config.environment import client_api_key
 from alignedserve.config.model_settings import load_models
 from alignedserve.pocket.tasks import is_correct
+from lab.commands.options import DemoOptions
 from lab.evaluation.batch_alignment import Alignment, alignment_of
 from lab.evaluation.checked_trace import (
     HANDOFFS_REFUSED,
@@ -136,7 +136,9 @@ class _Demo:
 
     def _report(self, run: LoadRun, first_page: str, judgement: _Judgement | None) -> DemoReport:
         checked = self._checked
-        structured = [one for one in run.sent if self._is_structured(one) and one.outcome.failure is None]
+        structured = [
+            request for request in run.sent if self._is_structured(request) and request.outcome.failure is None
+        ]
         report = DemoReport(
             load=summarise(
                 run, checked.plan.classes, num_clamped=(checked.num_clamped_prompts, checked.num_clamped_outputs)

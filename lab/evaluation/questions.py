@@ -19,8 +19,8 @@ class Question:
         return self.answers[0]
 
     def accepts(self, text: str) -> bool:
-        found = re.search(r"(?<![\w.,])(?:" + "|".join(map(re.escape, self.answers)) + r")(?!\w)", text, re.IGNORECASE)
-        return found is not None
+        match = re.search(r"(?<![\w.,])(?:" + "|".join(map(re.escape, self.answers)) + r")(?!\w)", text, re.IGNORECASE)
+        return match is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,8 @@ class YesNoQuestion(Question):
 
     @override
     def accepts(self, text: str) -> bool:
-        found = re.search(r"\b(yes|no)\b", text, re.IGNORECASE)
-        return found is not None and found[0].lower() == self.answer
+        match = re.search(r"\b(yes|no)\b", text, re.IGNORECASE)
+        return match is not None and match[0].lower() == self.answer
 
 
 _CAPITALS = (

@@ -22,7 +22,7 @@ class RepeatedAnswers:
 
 def most_disturbed(sent: Sequence[SentRequest]) -> list[SentRequest]:
     """Return the completed requests with the longest pauses within their answers, as faults interrupted them."""
-    completed = [one for one in sent if one.outcome.failure is None]
+    completed = [request for request in sent if request.outcome.failure is None]
     return sorted(completed, key=lambda one: longest_pause_s(one.outcome), reverse=True)[:MAX_REPEATED]
 
 

@@ -83,12 +83,12 @@ def _gate(device: torch.device, dtype: torch.dtype) -> float:
 def _placement(device: torch.device, dtype: torch.dtype) -> float:
     count, heads = 6, _KV_HEADS * (_GROUP + 2)
     fused = torch.randn(count, heads * _HEAD_DIM).to(dtype)
-    place = HeadPlacement(_KV_HEADS * _GROUP, _KV_HEADS, _HEAD_DIM, dtype, device)
+    head_placement = HeadPlacement(_KV_HEADS * _GROUP, _KV_HEADS, _HEAD_DIM, dtype, device)
     angles = torch.rand(count, 1, _HEAD_DIM // 2) * 6
-    rotation = tuple(part.to(device, place.angle_dtype) for part in (angles.cos(), angles.sin()))
+    rotation = tuple(part.to(device, head_placement.angle_dtype) for part in (angles.cos(), angles.sin()))
     cached = torch.zeros((2, 20, _KV_HEADS * _HEAD_DIM), dtype=dtype, device=device)
     slots, there = torch.randperm(20)[:count], fused.clone().to(device)
-    place(there, None, (rotation[0], rotation[1]), slots.to(device), cached[0], cached[1])
+    head_placement(there, None, (rotation[0], rotation[1]), slots.to(device), cached[0], cached[1])
     halves = fused.double().view(count, heads, 2, _HEAD_DIM // 2)
     one, other = halves[:, :, 0], halves[:, :, 1]
     cos, sin = angles.double().cos(), angles.double().sin()
@@ -270,9 +270,9 @@ def _samples_differ(device: torch.device) -> int:
     temperatures, draws = torch.tensor([1.0, 0.7, 1.3, 0.9] * 16), torch.rand(64, dtype=torch.float64)
     expected, _ = sample(logits / temperatures[:, None], filters, draws)
     columns = RowParameters(temperatures, *filters, draws)
-    found = _sample(logits.to(device), [column.to(device) for column in columns])
+    tensor = _sample(logits.to(device), [column.to(device) for column in columns])
     greedy = _sample(logits.to(device), [torch.zeros_like(columns[0]).to(device), *(c.to(device) for c in columns[1:])])
-    return int((found.cpu() != expected).sum() + (greedy.cpu() != logits.argmax(-1)).sum())
+    return int((tensor.cpu() != expected).sum() + (greedy.cpu() != logits.argmax(-1)).sum())
 
 
 def _sample(logits: Tensor, columns: list[Tensor]) -> Tensor:

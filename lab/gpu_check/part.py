@@ -53,10 +53,13 @@ class Part:
 
 def _kernels(part: Part) -> dict[str, Any]:
     rows, failures = [], []
-    for found in kernel_errors(part.device, DTYPES[1:] if part.is_toy else DTYPES):
-        rows.append(found._asdict())
-        if not found.is_right:
-            failures.append(f"{found.kernel}, {found.dtype}: off by {found.error:.3g}, allowed {found.limit:.3g}")
+    for kernel_error in kernel_errors(part.device, DTYPES[1:] if part.is_toy else DTYPES):
+        rows.append(kernel_error._asdict())
+        if not kernel_error.is_right:
+            failures.append(
+                f"{kernel_error.kernel}, {kernel_error.dtype}: off by {kernel_error.error:.3g}, "
+                f"allowed {kernel_error.limit:.3g}"
+            )
         part.note({"rows": rows, "failures": failures})
     return {"rows": rows, "failures": [*failures, *replaced_kernels()]}
 

@@ -120,7 +120,9 @@ def _class_report(name: str | None, run: LoadRun, slos: dict[str, Slo], duration
         end_to_end_s=metrics.describe([_end_to_end_s(sent) for sent in completed]),
         slo_attainment=metrics.attainment(num_met, len(members)) if has_slo else None,
         goodput_per_s=metrics.per_second(num_met, duration_s) if has_slo else None,
-        fluidity=metrics.attainment(sum(one.num_met for one in deadlines), sum(one.num_due for one in deadlines)),
+        fluidity=metrics.attainment(
+            sum(deadline.num_met for deadline in deadlines), sum(deadline.num_due for deadline in deadlines)
+        ),
         completed_of_arrived=_completed_of_arrived(name, run),
         stalled=metrics.stalled([_longest_gap_s(sent) for sent in members if sent.outcome.token_times_s]),
         failure_reasons=_failure_reasons(failed),
@@ -129,9 +131,9 @@ def _class_report(name: str | None, run: LoadRun, slos: dict[str, Slo], duration
 
 def _failure_reasons(failed: Sequence[ClientFailure]) -> dict[str, int]:
     first: dict[str, str] = {}
-    for one in failed:
-        first.setdefault(one.pattern, one.reason)
-    counted = Counter(one.pattern for one in failed).most_common(_MOST_REASONS)
+    for failure in failed:
+        first.setdefault(failure.pattern, failure.reason)
+    counted = Counter(failure.pattern for failure in failed).most_common(_MOST_REASONS)
     return {first[pattern]: count for pattern, count in counted}
 
 

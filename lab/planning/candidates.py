@@ -177,7 +177,9 @@ def _rows(
 
 
 def _affordable(row: tuple[Candidate, ...], max_cost: float | None) -> tuple[Candidate, ...]:
-    return row if max_cost is None else tuple(one for one in row if one.cost <= max_cost * (1.0 + 1e-9))
+    return (
+        row if max_cost is None else tuple(candidate for candidate in row if candidate.cost <= max_cost * (1.0 + 1e-9))
+    )
 
 
 def _name(first: Candidate) -> str:

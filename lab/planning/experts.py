@@ -61,7 +61,7 @@ def expert_words(profile: MachineProfile, size: int) -> str:
     except ConfigError as error:
         return f"left out: {error}"
     sharing = ExpertSharing(profile.shape, size)
-    first, *others = (f"{one / _GIB:.2f}" for one in sharing.memory_bytes)
+    first, *others = (f"{memory_byte / _GIB:.2f}" for memory_byte in sharing.memory_bytes)
     gains = [
         f"{words} {cost(profile) * 1e3:.1f} ms by one process and {cost(shared) * 1e3:.1f} by {size}"
         for words, cost in ((f"{BATCH} decodes", _decodes_s), (f"{_CHUNK} tokens of a prompt", _chunk_s))

@@ -45,17 +45,17 @@ def parse_hardware(text: str) -> tuple[Offer, ...]:
 
 
 def _parse_offer(text: str) -> Offer:
-    found = _OFFER.fullmatch(text)
-    if found is None:
+    match = _OFFER.fullmatch(text)
+    if match is None:
         raise ConfigError(
             f"--hardware {text[:80]!r}: write COUNTx NAME @PRICE, such as '4x h100 @2.5'; @PRICE is optional"
         )
-    count, price = int(found[1] or found[2] or 1), None if found[4] is None else float(found[4])
+    count, price = int(match[1] or match[2] or 1), None if match[4] is None else float(match[4])
     if not 1 <= count <= MAX_COUNT:
         raise ConfigError(f"--hardware {text!r}: the count must be between 1 and {MAX_COUNT}")
     if price is not None and not 0.0 < price <= 1e6:
         raise ConfigError(f"--hardware {text!r}: the price per hour must be above 0")
-    name = found[3]
+    name = match[3]
     if name not in HARDWARE and name != RECORDED and not name.startswith(FITTED):
         raise ConfigError(
             f"hardware {name!r} is none of {', '.join(HARDWARE)}. For another machine run `alignedserve profile MODEL "

@@ -45,8 +45,10 @@ def unit_costs(config: SimConfig, requests: Sequence[TimedRequest]) -> UnitCosts
     chunk = IterationWork()
     chunk.add_chunk(section.max_num_batched_tokens, 0, is_last=True)
     prompt_costs = config.prefill_costs or config.decode_costs
-    context_len = max(sum(one.prompt_len + one.output_len // 2 for one in requests) // max(len(requests), 1), 1)
-    pace_s = min((one.slo.tpot_s for one in requests if one.slo.tpot_s is not None), default=inf)
+    context_len = max(
+        sum(request.prompt_len + request.output_len // 2 for request in requests) // max(len(requests), 1), 1
+    )
+    pace_s = min((request.slo.tpot_s for request in requests if request.slo.tpot_s is not None), default=inf)
     size = max(min(decode.max_running_requests, config.memory_tokens // context_len), 1)
     while size > 1 and _decode_s(config, size, context_len) > pace_s:
         size //= 2

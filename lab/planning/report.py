@@ -264,7 +264,7 @@ def variations_table(plan: Plan) -> Table:
 def plan_values(report: PlanReport) -> dict[str, Any]:
     """Return everything as plain JSON."""
     plan = report.plan
-    frontier = {one.candidate.label for one in plan.frontier()}
+    frontier = {tried.candidate.label for tried in plan.frontier()}
     return {
         "about": dict(report.about),
         "warnings": list(report.warnings),
@@ -275,7 +275,7 @@ def plan_values(report: PlanReport) -> dict[str, Any]:
         "simulated_only": None if plan.simulated_only is None else _values(plan, plan.simulated_only),
         "interval": plan.interval._asdict(),
         "cautions": list(plan.cautions),
-        "variations": [_variation_values(one) for one in plan.variations],
+        "variations": [_variation_values(variation) for variation in plan.variations],
         "windows": [
             {
                 "start_s": group.window.start_s,

@@ -110,7 +110,7 @@ class PlanSearch:
         """Return the trials that can run side by side; none: the search is over."""
         served = [row for row in self._rows if row.family.can_be_served]
         others = [row for row in self._rows if not row.family.can_be_served]
-        trials = [one for rows in (served, others) for one in self._tried_next(rows)]
+        trials = [trial for rows in (served, others) for trial in self._tried_next(rows)]
         if trials:
             return trials
         if self._has_windows:
@@ -148,7 +148,7 @@ class PlanSearch:
         costs = [row.cost(row.holding) for row in rows if row.holding is not None]
         for row in rows:
             row.num_useful = sum(member.cost <= slack * min(costs, default=inf) for member in row.family.members)
-        tried = [(row, place) for row in rows if (place := row.next_tried) is not None]
+        tried = [(row, next_tried) for row in rows if (next_tried := row.next_tried) is not None]
         if not costs:
             least = min((row.cost(place) for row, place in tried), default=inf)
             tried = [(row, place) for row, place in tried if row.cost(place) <= least]
@@ -185,6 +185,11 @@ def _played_next(rows: Sequence[_Row], below: float) -> list[Trial]:
 
 
 def _order(row: _Row) -> tuple[float, bool, float, int]:
-    place = row.next_played
-    verdict = row.played.get(place) or row.tried.get(place)
-    return (row.cost(place), place not in row.played, -(verdict.attained if verdict is not None else 0.0), row.number)
+    next_played = row.next_played
+    verdict = row.played.get(next_played) or row.tried.get(next_played)
+    return (
+        row.cost(next_played),
+        next_played not in row.played,
+        -(verdict.attained if verdict is not None else 0.0),
+        row.number,
+    )

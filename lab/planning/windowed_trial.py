@@ -133,7 +133,7 @@ class WindowedTrial:
         return 1.0 - self._missed(name) / total if total else 1.0
 
     def _margin(self, name: str) -> float:
-        pairs = [(one.num_requests.get(name, 0), one.total_requests.get(name, 0)) for one in self._groups]
+        pairs = [(group.num_requests.get(name, 0), group.total_requests.get(name, 0)) for group in self._groups]
         total = sum(of_group for _, of_group in pairs)
         squares = sum(of_group * of_group / number for number, of_group in pairs if number)
         share = self._goals.share

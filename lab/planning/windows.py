@@ -48,7 +48,7 @@ def groups_of(workload: Workload, costs: UnitCosts, sizes: WindowSizes) -> tuple
         return ()
     edges = [span_s * number / num_windows for number in range(num_windows)] + [span_s]
     windows = [Window(start_s, end_s, sizes.lead_in_s) for start_s, end_s in pairwise(edges)]
-    parts = [window_of(workload, Window(one.start_s, one.end_s)).requests for one in windows]
+    parts = [window_of(workload, Window(window.start_s, window.end_s)).requests for window in windows]
     counts = [Counter(request.class_name for request in part) for part in parts]
     loads = [costs.of(part).total_s for part in parts]
     by_load = sorted(range(num_windows), key=lambda number: (-loads[number], number))

@@ -138,7 +138,7 @@ def _iterations_of(iterations: Sequence[ObservedIteration], prefixes: tuple[str,
     for name, theirs in by_worker.items():
         is_other = np.array([iteration.worker != name for iteration in chosen], np.float64)
         for kind in (0, 1):
-            edges = _edges_of([one for one in theirs if (one.work.num_chunks > 0) == kind])
+            edges = _edges_of([their for their in theirs if (their.work.num_chunks > 0) == kind])
             if len(edges):
                 shares[:, kind] += is_other * _shared_s(spans, edges)
     num_others = max(len(by_worker) - 1, 1)

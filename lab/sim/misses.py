@@ -23,11 +23,11 @@ class MissWatch:
             self._ended[record.class_name] += not record.has_met_slo
         self._num_seen = len(records)
         missed = Counter(self._ended)
-        missed.update(one.timed.class_name for one in under_way if _is_late(one, now))
+        missed.update(request.timed.class_name for request in under_way if _is_late(request, now))
         return any(missed[name] > limit for name, limit in self._limits.items())
 
     def is_settled(self, under_way: Iterable[OpenRequest], now: float) -> bool:
-        return all(_is_late(one, now) for one in under_way if one.timed.class_name in self._limits)
+        return all(_is_late(request, now) for request in under_way if request.timed.class_name in self._limits)
 
 
 def _is_late(request: OpenRequest, now: float) -> bool:

@@ -200,7 +200,7 @@ class _ClassTraffic:
         output_len = self._answers(lengths)
         limits = _limits(spec, output_len)
         terms: list[Terms | None] = [None] * len(lengths) if lengths.terms is None else lengths.terms.tolist()
-        stated = [None if one is None else one.request_class for one in terms]
+        stated = [None if term is None else term.request_class for term in terms]
         classes, slos = _objectives(spec, self._generator(_Purpose.OBJECTIVES, block), stated)
         columns = (lengths.prompt_len.tolist(), output_len.tolist(), limits, classes, slos)
         timed = [

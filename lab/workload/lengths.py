@@ -78,8 +78,8 @@ class DrawnLengths:
 
     def draw(self, rng: Generator, count: int) -> Lengths:
         """Draw `count` rows. Raises ConfigError where a column is missing."""
-        found = Lengths(None, None) if self.source is None else self.source.draw(rng, count)
-        return self.completed(found, rng, count)
+        lengths = Lengths(None, None) if self.source is None else self.source.draw(rng, count)
+        return self.completed(lengths, rng, count)
 
     def completed(self, found: Lengths, rng: Generator, count: int) -> Lengths:
         prompt_len = found.prompt_len if self.prompt is None else whole(self.prompt.draw(rng, count))

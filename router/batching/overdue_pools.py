@@ -174,8 +174,8 @@ def has_waited(pool: PoolRecord, own_oldest_s: float, now: float, starvation_s: 
 
 def is_batch_awaited(pool: str, workers: Iterable[WorkerRecord]) -> bool:
     return any(
-        one.pending_batch is not None and one.asked_pool == pool and one.requested_kind is not BatchKind.JOIN
-        for one in workers
+        worker.pending_batch is not None and worker.asked_pool == pool and worker.requested_kind is not BatchKind.JOIN
+        for worker in workers
     )
 
 

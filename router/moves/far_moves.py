@@ -112,8 +112,8 @@ def _are_far(one: WorkerRecord, other: WorkerRecord) -> bool:
 
 
 def _pays(tracked: TrackedRequest, receiver: WorkerRecord, seconds: float, now: float) -> bool:
-    told = receiver.load.prompt_tokens_per_s if receiver.load is not None else 0
-    if seconds >= tracked.num_prefill_tokens / (told or _USUAL_TOKENS_PER_S):
+    prompt_tokens_per_s = receiver.load.prompt_tokens_per_s if receiver.load is not None else 0
+    if seconds >= tracked.num_prefill_tokens / (prompt_tokens_per_s or _USUAL_TOKENS_PER_S):
         return False
     tpot_s, begun_s = tracked.request.slo.tpot_s, tracked.prefilled_s
     if tpot_s is None:

@@ -65,9 +65,9 @@ class Leans:
         A worker with nothing that may leave keeps no other from giving.
         """
         rested: dict[str, list[WorkerRecord]] = {}
-        for one in workers:
-            if one.registered.can_move and self._rests_until_s.get(one.name, 0.0) <= now:
-                rested.setdefault(one.registered.pool_name, []).append(one)
+        for worker in workers:
+            if worker.registered.can_move and self._rests_until_s.get(worker.name, 0.0) <= now:
+                rested.setdefault(worker.registered.pool_name, []).append(worker)
         planned = [move for near in rested.values() if len(near) > 1 for move in self.moves_among(near, requests)]
         if planned:
             self._rests_until_s = {name: until_s for name, until_s in self._rests_until_s.items() if until_s > now}
@@ -76,7 +76,7 @@ class Leans:
         return planned
 
     def moves_among(self, near: Collection[WorkerRecord], requests: Requests) -> list[PlannedMove]:
-        able = [one for one in near if one.can_take_over]
+        able = [worker for worker in near if worker.can_take_over]
         return moves_for_time(near, able, requests) or moves_for_memory(near, able, requests)
 
 
@@ -88,15 +88,15 @@ def moves_for_time(
     `able`: those that may take.
     """
     takers = sorted(able, key=lambda one: (one.lean, one.name), reverse=True)
-    givers = [one for one in near if one.prefilling or one.lean < _SHORT]
+    givers = [worker for worker in near if worker.prefilling or worker.lean < _SHORT]
     for giver in sorted(givers, key=lambda one: (one.lean, one.name)):
-        receiver = next((one for one in takers if _has_time_for(one, giver)), None)
+        receiver = next((taker for taker in takers if _has_time_for(taker, giver)), None)
         if receiver is None:
             continue
         surplus = len(giver.decoding) - len(receiver.decoding)
         count = min(max(int((receiver.lean - giver.lean) * _SHARE * len(giver.decoding)), 1), surplus // 2)
         chosen = _that_fit(_latest(giver, requests), _spare(receiver), receiver.registered.block_size)
-        planned = [PlannedMove(one, receiver) for one in islice(chosen, max(count, 0))]
+        planned = [PlannedMove(request, receiver) for request in islice(chosen, max(count, 0))]
         if planned:
             return planned
     return []
@@ -119,13 +119,13 @@ def moves_for_memory(
 
     `able`: those that may take.
     """
-    told = [one for one in near if one.load is not None]
-    receiver = max((one for one in able if one in told), key=lambda one: (_spare(one), one.name), default=None)
+    told = [worker for worker in near if worker.load is not None]
+    receiver = max((worker for worker in able if worker in told), key=lambda one: (_spare(one), one.name), default=None)
     if receiver is None:
         return []
-    short = [one for one in told if one.prefilling and _missing(one) > 0]
+    short = [worker for worker in told if worker.prefilling and _missing(worker) > 0]
     for giver in sorted(short, key=lambda one: (-_missing(one), one.name)):
-        planned = [PlannedMove(one, receiver) for one in _to_free(giver, receiver, requests)]
+        planned = [PlannedMove(request, receiver) for request in _to_free(giver, receiver, requests)]
         if planned:
             return planned
     return []
@@ -139,7 +139,7 @@ def _to_free(giver: WorkerRecord, receiver: WorkerRecord, requests: Requests) ->
     missing, block_size = _missing(giver), receiver.registered.block_size
     apart = int(giver.registered.num_blocks * _BLOCKS_APART)
     spare = min(_spare(receiver), _num_free(receiver) - _num_free(giver) - apart)
-    sizes = [(blocks_of(one, block_size), one) for one in _latest(giver, requests)]
+    sizes = [(blocks_of(request, block_size), request) for request in _latest(giver, requests)]
     sizes.sort(key=lambda sized: (sized[0] < missing, abs(sized[0] - missing)))
     for tracked in _that_fit([one for _, one in sizes], spare, block_size):
         yield tracked

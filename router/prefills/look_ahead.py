@@ -31,8 +31,10 @@ def wants_more(
     worker: WorkerRecord, pool: PoolRecord | None, beside: Collection[WorkerRecord], *, is_real_time: bool
 ) -> bool:
     """Return whether a worker has less of a class than it may have to wait for. `beside`: workers of its node."""
-    given = worker.num_real_time_tokens if is_real_time else worker.num_prefill_tokens - worker.num_real_time_tokens
-    if given >= _allowed_tokens(worker) and given:
+    num_real_time_tokens = (
+        worker.num_real_time_tokens if is_real_time else worker.num_prefill_tokens - worker.num_real_time_tokens
+    )
+    if num_real_time_tokens >= _allowed_tokens(worker) and num_real_time_tokens:
         return False
     if worker.registered.can_decode:
         return _has_places(worker, is_real_time=is_real_time)
@@ -57,12 +59,12 @@ def is_decoded_soon(num_tokens: int, pool: PoolRecord | None, beside: Collection
     """
     rooms: list[int] = []
     waiting = len(pool.pooled_real_time) if pool is not None else 0
-    for one in beside:
-        if one.num_places and not one.is_draining:
-            if not one.takes_any_length:
+    for worker in beside:
+        if worker.num_places and not worker.is_draining:
+            if not worker.takes_any_length:
                 return True
-            rooms.append(one.room)
-            waiting += one.load.num_real_time_candidates if one.load is not None else 0
+            rooms.append(worker.room)
+            waiting += worker.load.num_real_time_candidates if worker.load is not None else 0
     if not rooms:
         return True
     return waiting < len(rooms) and num_tokens <= max(rooms)

@@ -80,7 +80,7 @@ def _outcome(choice: ExplainedChoice) -> str:
 
 def _objectives(choice: ExplainedChoice) -> list[str]:
     undecided = "open" if choice.output_tokens is None else "not known"
-    return [_objective(one, undecided) for one in choice.objectives]
+    return [_objective(objective, undecided) for objective in choice.objectives]
 
 
 def _objective(objective: ExplainedObjective, undecided: str) -> str:

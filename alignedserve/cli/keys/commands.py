@@ -97,7 +97,7 @@ def _view(row: KeyRow, now: datetime) -> dict[str, Any]:
 def _secrets(row: KeyRow, now: datetime) -> str:
     if row.revoked:
         return "revoked"
-    valid = [one for one in row.secrets if one.expires is None or one.expires > now]
+    valid = [secret for secret in row.secrets if secret.expires is None or secret.expires > now]
     ends = [min(one.expires, _LATEST) for one in valid if one.expires is not None]
     if not valid:
         return "expired" if row.secrets else "none"

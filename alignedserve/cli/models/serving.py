@@ -30,9 +30,15 @@ def status(cluster: str | None, *, json_output: bool) -> None:
         print_json(msgspec.to_builtins(models))
         return
     table = Table("model", "state", "open requests", "workers", "path", title=models.url, title_justify="left")
-    for one in models.deployments:
-        num_open = "-" if one.num_open is None else str(one.num_open)
-        table.add_row(printable(one.name), _state(one), num_open, ", ".join(one.workers), printable(one.path))
+    for deployment in models.deployments:
+        num_open = "-" if deployment.num_open is None else str(deployment.num_open)
+        table.add_row(
+            printable(deployment.name),
+            _state(deployment),
+            num_open,
+            ", ".join(deployment.workers),
+            printable(deployment.path),
+        )
     print_table(table)
 
 

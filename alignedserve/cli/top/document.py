@@ -145,7 +145,7 @@ class Reading:
 
 
 def of_worker(name: str, counter: Callable[[Worker], float]) -> Callable[[Load], float | None]:
-    return lambda load: next((counter(one) for one in load.workers if one.worker == name), None)
+    return lambda load: next((counter(worker) for worker in load.workers if worker.worker == name), None)
 
 
 def _read(document: LiveDocument, model: str, counter: Callable[[Load], float | None]) -> float | None:

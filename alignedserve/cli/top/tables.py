@@ -81,9 +81,10 @@ def _tiers(model: Model) -> Table:
 
 def _held(model: Model, tier: str) -> str:
     held = [
-        f"{_OBJECTIVES.get(one.objective, printable(one.objective))} {_share(one.held, one.held + one.missed)}"
-        for one in model.objectives
-        if one.tier == tier
+        f"{_OBJECTIVES.get(objective.objective, printable(objective.objective))} "
+        f"{_share(objective.held, objective.held + objective.missed)}"
+        for objective in model.objectives
+        if objective.tier == tier
     ]
     return escape(", ".join(held)) or "-"
 
@@ -102,22 +103,22 @@ def _workers(name: str, load: Load, reading: Reading) -> Table:
         "prompt/s",
         "busy",
     )
-    has_nodes = any(one.node for one in load.workers)
+    has_nodes = any(worker.node for worker in load.workers)
     table = _table(*(column for column in columns if has_nodes or column != "node"))
-    for one in load.workers:
-        wall = reading.gained(name, of_worker(one.worker, lambda found: found.wall_s))
-        compute = reading.gained(name, of_worker(one.worker, lambda found: found.compute_s))
+    for worker in load.workers:
+        wall = reading.gained(name, of_worker(worker.worker, lambda found: found.wall_s))
+        compute = reading.gained(name, of_worker(worker.worker, lambda found: found.compute_s))
         cells = [
-            printable(one.worker),
-            *([printable(one.node) or "-"] if has_nodes else []),
-            _role(one),
-            f"{one.num_running}/{one.num_places}",
-            str(one.num_waiting),
-            f"{one.num_blocks_used}/{one.num_blocks}",
-            in_percent(one.lean, 0) if one.is_elastic else "-",
-            f"{one.batch.shortest}-{one.batch.longest}" if one.batch.num_requests else "-",
-            _number(reading.rate(name, of_worker(one.worker, lambda found: found.num_tokens))),
-            _number(reading.rate(name, of_worker(one.worker, lambda found: found.num_prompt_tokens))),
+            printable(worker.worker),
+            *([printable(worker.node) or "-"] if has_nodes else []),
+            _role(worker),
+            f"{worker.num_running}/{worker.num_places}",
+            str(worker.num_waiting),
+            f"{worker.num_blocks_used}/{worker.num_blocks}",
+            in_percent(worker.lean, 0) if worker.is_elastic else "-",
+            f"{worker.batch.shortest}-{worker.batch.longest}" if worker.batch.num_requests else "-",
+            _number(reading.rate(name, of_worker(worker.worker, lambda found: found.num_tokens))),
+            _number(reading.rate(name, of_worker(worker.worker, lambda found: found.num_prompt_tokens))),
             in_percent(compute / wall, 0) if wall and compute is not None else "-",
         ]
         table.add_row(*(escape(cell) for cell in cells))

@@ -80,12 +80,12 @@ def left_of(whole: Machine, now: Machine, gpus: Sequence[str], holdings: Sequenc
     `whole`: the machine before the first of them, `now`: as it is found. Memory that is held but was not touched yet
     is free by what the system says, so it is taken off what there was. Of the GPUs those with the fewest models.
     """
-    host = whole.available_bytes - sum(one.host_bytes for one in holdings)
-    shared = whole.shared_bytes - sum(one.shared_bytes for one in holdings)
-    numbers = {gpu: sum(gpu in one.gpus for one in holdings) for gpu in gpus}
+    host = whole.available_bytes - sum(holding.host_bytes for holding in holdings)
+    shared = whole.shared_bytes - sum(holding.shared_bytes for holding in holdings)
+    numbers = {gpu: sum(gpu in holding.gpus for holding in holdings) for gpu in gpus}
     chosen = tuple(gpu for gpu in gpus if numbers[gpu] == min(numbers.values()))
     total = dict(zip(gpus, whole.gpu_bytes, strict=bool(gpus)))
-    held = {gpu: sum(one.gpu_bytes for one in holdings if gpu in one.gpus) for gpu in gpus}
+    held = {gpu: sum(holding.gpu_bytes for holding in holdings if gpu in holding.gpus) for gpu in gpus}
     machine = replace(
         now,
         available_bytes=max(min(host, now.available_bytes), 0),

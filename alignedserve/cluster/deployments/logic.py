@@ -59,8 +59,10 @@ class DeploymentsLogic:
 
     def __init__(self, first: Iterable[LeftDeployment], num_named: int) -> None:
         self._deployments = {
-            one.deployment_id: _Deployment(one.name, one.phase, one.order_id, drains_within_s=one.drains_within_s)
-            for one in first
+            deployment.deployment_id: _Deployment(
+                deployment.name, deployment.phase, deployment.order_id, drains_within_s=deployment.drains_within_s
+            )
+            for deployment in first
         }
         self.num_named = num_named
         self.may_be_empty = False  # the last model may be removed, as others can be loaded
@@ -85,7 +87,7 @@ class DeploymentsLogic:
 
     def knows(self, order_id: str) -> bool:
         is_waiting = any(one.order_id == order_id for one in self._waiting)
-        return is_waiting or any(one.order_id == order_id for one in self._deployments.values())
+        return is_waiting or any(deployment.order_id == order_id for deployment in self._deployments.values())
 
     def resume(self, now: float) -> list[Command]:
         """Go on in another process, for which `now` may be of another clock.
@@ -154,7 +156,9 @@ class DeploymentsLogic:
             is_full = len(self._deployments) >= MAX_MODELS
             return f"a cluster serves {MAX_MODELS} models at most" if is_full else self._taken(order.name)
         if target is None:
-            served = ", ".join(one.name for one in self._deployments.values() if one.phase is Phase.SERVING)
+            served = ", ".join(
+                deployment.name for deployment in self._deployments.values() if deployment.phase is Phase.SERVING
+            )
             return f"no model is served as {order.name}; there are {served}"
         if isinstance(order, RemoveModel) and self._num_serving == 1 and not self.may_be_empty:
             return f"{order.name} is the only model; stop the cluster instead"
@@ -171,7 +175,7 @@ class DeploymentsLogic:
 
     @property
     def _num_serving(self) -> int:
-        return sum(one.phase is Phase.SERVING for one in self._deployments.values())
+        return sum(deployment.phase is Phase.SERVING for deployment in self._deployments.values())
 
     def _on_prepared(self, prepared: Prepared, now: float) -> list[Command]:
         deployment_id, name = prepared.deployment_id, prepared.name

@@ -185,9 +185,11 @@ class StatusReport(msgspec.Struct, frozen=True, tag=True):
     @property
     def is_whole(self) -> bool:
         """True if every process is up and every model that is served has a router that knows workers."""
-        loads = [self.loads.get(one.deployment_id) for one in self.deployments if one.phase == "serving"]
+        loads = [
+            self.loads.get(deployment.deployment_id) for deployment in self.deployments if deployment.phase == "serving"
+        ]
         has_workers = all(load is not None and load.num_decode_workers > 0 for load in loads)
-        return has_workers and all(one.state == "up" for one in self.processes)
+        return has_workers and all(process.state == "up" for process in self.processes)
 
 
 Answer = Remark | Done | Refused | Models | StatusReport
@@ -217,7 +219,7 @@ def problem_of(order: AdminRequest) -> str | None:
     if isinstance(order, AddModel | ReplaceModel):
         if not 0 < len(order.path) <= _MAX_PATH_LEN or "\0" in order.path:
             return "the path of the model is empty, too long or none"
-        if len(order.settings) > _MAX_SETTINGS or any(len(one) > _MAX_SETTING_LEN for one in order.settings):
+        if len(order.settings) > _MAX_SETTINGS or any(len(setting) > _MAX_SETTING_LEN for setting in order.settings):
             return "too many settings, or one that is too long"
     name = order.model if isinstance(order, RestartWorkers) else order.name
     if name is not None and not (0 < len(name) <= MAX_NAME_LEN and name.isprintable()):

@@ -33,7 +33,9 @@ class DrainWatch:
             self._take(name)
         over = self._drains.finished(now, self._left)
         workers, moved, draining = self._drains.workers, self._drains.due_to_move(now), self._drains.gateways
-        routers = dict.fromkeys((*(router_of(one) for one in workers), *(one for one in self._told if is_router(one))))
+        routers = dict.fromkeys(
+            (*(router_of(worker) for worker in workers), *(one for one in self._told if is_router(one)))
+        )
         for router in routers:
             own, gone = (tuple(one for one in names if router_of(one) == router) for names in (workers, moved))
             self._ask(actors, router, own, own, gone)

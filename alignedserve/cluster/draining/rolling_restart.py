@@ -172,7 +172,9 @@ class WorkerRestarts:
         """Begin to carry out an order, unless that was begun; refuse it while another one is."""
         if self._restart is not None and order_id == self._order_id:
             return
-        names = [name for one in deployments if order.model in (None, one.name) for name in one.workers]
+        names = [
+            name for deployment in deployments if order.model in (None, deployment.name) for name in deployment.workers
+        ]
         able = [name for name in names if name not in self._drains.workers]
         problem = self._problem_of(order, able)
         if problem is not None:

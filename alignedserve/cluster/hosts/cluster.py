@@ -220,7 +220,7 @@ class ClusterOnHosts(ServingCluster):
             version=own_versions(),
             model=", ".join(plan.served.name for plan in self.plans),
             topology=self.config.chosen_topology.value,
-            models=tuple(msgspec.structs.replace(one, num_open=None) for one in self._reports()),
+            models=tuple(msgspec.structs.replace(report, num_open=None) for report in self._reports()),
             started=self._succession.started,
             is_ready=self._ready_s is not None,
             nodes=(*used, *(node.record for node in self._joining.drained.values()), *refused),

@@ -115,7 +115,7 @@ def encode(state: ClusterState) -> bytes:
     first, sections = joining.plan.deployment_id, _Sections()
     plans = {one: _plan_record(model.plan, sections) for one, model in joining.models.items() if one != first}
     first_plan = _plan_record(joining.plan, sections)
-    members = tuple(_member_record(one, sections) for one in state.members)
+    members = tuple(_member_record(member, sections) for member in state.members)
     return _plain(
         _Handover(
             version=_VERSION,
@@ -179,7 +179,7 @@ def _state_of(record: _Handover) -> ClusterState:
         started=record.started,
         secrets=ClusterSecrets(record.secret, authority),
         joining=joining,
-        members=tuple(_member_of(one, joining, record.sections) for one in record.members),
+        members=tuple(_member_of(member, joining, record.sections) for member in record.members),
     )
 
 
@@ -230,8 +230,8 @@ def _plan_of(record: _Plan, sections: Sequence[msgspec.Raw]) -> ClusterPlan:
 
 def _member_record(member: Member, sections: _Sections) -> _Member:
     parts = tuple(
-        _Part(one.share, one.capacity, sections.places_of(one.config), one.num_far_decode, one.joins_others)
-        for one in member.parts
+        _Part(part.share, part.capacity, sections.places_of(part.config), part.num_far_decode, part.joins_others)
+        for part in member.parts
     )
     return _Member(member.ray_node, str(member.prepared.folder), parts, dict(member.placed))
 

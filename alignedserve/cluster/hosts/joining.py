@@ -97,7 +97,7 @@ class Joining:
             refusal = found.get(node) or self.device.refusal(report)
             if refusal is not None:
                 raise ResourceError(refusal)
-            missing = {list(models)[place] for place in missing_copies(report, head.digests)}
+            missing = {list(models)[missing_copy] for missing_copy in missing_copies(report, head.digests)}
             resources = resources_of(f"node-{self.num_nodes}", node, report)
             able = {one: model for one, model in models.items() if one not in missing}
             planned, shares = self._take_shares(node, resources, needed_first(able, members))
@@ -132,7 +132,11 @@ class Joining:
 
     def lasting_models(self) -> dict[str, HostedModel]:
         """Return the models that a node may begin to work for: models that neither drain nor end."""
-        leaving = {one.deployment_id for one in self.logic.standings if one.phase in (Phase.DRAINING, Phase.ENDING)}
+        leaving = {
+            standing.deployment_id
+            for standing in self.logic.standings
+            if standing.phase in (Phase.DRAINING, Phase.ENDING)
+        }
         return {one: model for one, model in self.models.items() if one not in leaving}
 
     def _take_shares(
@@ -158,12 +162,12 @@ class Joining:
             chosen = [*former, *models_for_node(others, resources, beside=former)]
         devices = devices_of(chosen, resources)
         for model in chosen:
-            one = model.deployment_id
-            if one not in shares or not shares[one].has_model:
-                capacity = replace(resources.capacity, gpus=devices[one])
-                joined = able[one].plan.placement.join(capacity)
-                gateways = shares[one].gateways if one in shares else joined.gateways
-                shares[one] = replace(joined, gateways=gateways)
+            deployment_id = model.deployment_id
+            if deployment_id not in shares or not shares[deployment_id].has_model:
+                capacity = replace(resources.capacity, gpus=devices[deployment_id])
+                joined = able[deployment_id].plan.placement.join(capacity)
+                gateways = shares[deployment_id].gateways if deployment_id in shares else joined.gateways
+                shares[deployment_id] = replace(joined, gateways=gateways)
         if first not in shares:
             shares[first] = self.plan.placement.join(resources.capacity)
         if first not in {model.deployment_id for model in chosen}:
@@ -221,15 +225,15 @@ class Preparation:
         Raises an error of the tree when the node cannot be used: PeerLost when it has not answered.
         """
         try:
-            found = self._answers(self._asked)
+            array = self._answers(self._asked)
         except RayError as error:
             self._fail(str(error).splitlines()[0])
-        if found is None:
+        if array is None:
             if self._clock() < self._ends_s:
                 return None
             self._fail("no answer")
         try:
-            self._asked = self._steps.send(found)
+            self._asked = self._steps.send(array)
         except StopIteration as ended:
             member: Member = ended.value
             return member

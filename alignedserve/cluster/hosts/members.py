@@ -58,7 +58,7 @@ class Member:
 
     @property
     def models(self) -> dict[str, PreparedNode]:
-        return {one.share.deployment_id: one for one in self.parts if one.share.has_model}
+        return {part.share.deployment_id: part for part in self.parts if part.share.has_model}
 
     @property
     def shares(self) -> tuple[NodeShare, ...]:
@@ -66,7 +66,7 @@ class Member:
 
     @property
     def workers(self) -> tuple[str, ...]:
-        return tuple(name for one in self.parts for name in one.share.workers)
+        return tuple(name for part in self.parts for name in part.share.workers)
 
     def part_of(self, process: str) -> PreparedNode:
         return self.others.get(deployment_of(process), self.prepared)

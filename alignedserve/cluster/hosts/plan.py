@@ -75,7 +75,7 @@ def plan_cluster(config: ClusterConfig, served: ServedModel, nodes: Sequence[Nod
     """
     placement = Placement(config)
     return sized_plan(
-        ClusterPlan(config, served, placement, (), {}), placement.place([one.capacity for one in nodes]), nodes
+        ClusterPlan(config, served, placement, (), {}), placement.place([node.capacity for node in nodes]), nodes
     )
 
 

@@ -92,26 +92,26 @@ class Recordings:
         if self._folder is None or member.prepared.share.is_head:
             return
         try:
-            found = _recorded_node(self._folder, member)
+            node = _recorded_node(self._folder, member)
         except (RayError, TimeoutError, OSError) as error:
             logger.warning("what %s records cannot be copied now: %s", member.ray_node, error)
             with self._changing:
                 self._unfollowed = {**self._unfollowed, member.name: member}
             return
         with self._changing:
-            self._nodes = {**self._nodes, member.name: found}
+            self._nodes = {**self._nodes, member.name: node}
 
     def _follow_again(self, folder: Path) -> None:
         for name, member in self._unfollowed.items():
             try:
-                found = _recorded_node(folder, member)
+                node = _recorded_node(folder, member)
             except (RayError, TimeoutError, OSError):
                 continue
             with self._changing:
                 if self._unfollowed.get(name) is not member:
                     continue  # lost meanwhile
                 self._unfollowed = {other: one for other, one in self._unfollowed.items() if other != name}
-                self._nodes = {**self._nodes, name: found}
+                self._nodes = {**self._nodes, name: node}
             logger.info("what %s records is copied", member.ray_node)
 
     def forget(self, node: str) -> None:

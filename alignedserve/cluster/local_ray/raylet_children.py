@@ -37,7 +37,7 @@ class RayletChildren:
             if self._raylet.status() == psutil.STATUS_ZOMBIE:
                 return False
             # Those known are kept: a raylet that ends right now has no children any more and is no zombie yet.
-            self._children = {one for one in self._children if one.is_running()} | set(self._raylet.children())
+            self._children = {child for child in self._children if child.is_running()} | set(self._raylet.children())
         except psutil.NoSuchProcess:
             return False
         return True

@@ -57,7 +57,7 @@ class JwtIssuer(Section, frozen=True):
 
 
 def check_issuers(issuers: Sequence[JwtIssuer]) -> None:
-    names = [one.issuer for one in issuers]
+    names = [issuer.issuer for issuer in issuers]
     if len(names) > _MAX_ISSUERS or len(set(names)) < len(names):
         raise ConfigError(f"gateway.jwt must be at most {_MAX_ISSUERS} issuers, each once")
 

@@ -12,18 +12,20 @@ async def list_batches(
 
     `after` may have been deleted lately: SDKs ask by the last batch of a page, and their user may delete what it lists.
     """
-    found = await repository.list_batches(owner, after=after, limit=limit, newest_first=newest_first)
-    deleted = await repository.deleted(owner, after) if found is None and after is not None else None
+    response = await repository.list_batches(owner, after=after, limit=limit, newest_first=newest_first)
+    deleted = await repository.deleted(owner, after) if response is None and after is not None else None
     if deleted is None:
-        return found
+        return response
     place, page, cursor = (deleted.created_s, after), list[BatchSnapshot](), None
     while True:
-        found = await repository.list_batches(owner, after=cursor, limit=_PIECE, newest_first=newest_first)
-        if found is None:  # that one was deleted too
+        response = await repository.list_batches(owner, after=cursor, limit=_PIECE, newest_first=newest_first)
+        if response is None:  # that one was deleted too
             page, cursor = [], None
             continue
-        batches, has_more = found
-        page += [one for one in batches if ((one.record.created_s, one.record.batch_id) < place) is newest_first]
+        batches, has_more = response
+        page += [
+            batch for batch in batches if ((batch.record.created_s, batch.record.batch_id) < place) is newest_first
+        ]
         if len(page) > limit or not has_more or not batches:
             return page[:limit], len(page) > limit
         cursor = batches[-1].record.batch_id

@@ -240,10 +240,10 @@ class FilesApi:
 
     async def batches(self, owner: str, *, after: str | None, limit: int) -> tuple[list[BatchSnapshot], bool]:
         """Return a page of batches, newest first, and whether there are more. Raises InvalidRequest."""
-        found = await list_batches(self.repository, owner, after=after, limit=limit, newest_first=True)
-        if found is None:
+        response = await list_batches(self.repository, owner, after=after, limit=limit, newest_first=True)
+        if response is None:
             raise InvalidRequest("after is not the id of a batch in this list.", param="after")
-        return found
+        return response
 
     async def cancel(self, owner: str, text: str) -> BatchSnapshot:
         """Request the cancellation of a batch; may be repeated. Raises NotFound, or Conflict if the batch is over."""
@@ -284,8 +284,8 @@ def _check_tokens(
     limit = key.enqueued_batch_tokens
     if limit is None:
         return
-    own = [one for one in active if client_of(one.record.owner) == key.owner]
-    before = sum(remaining_work(one.record, one.progress, throughputs).num_tokens for one in own)
+    own = [snapshot for snapshot in active if client_of(snapshot.record.owner) == key.owner]
+    before = sum(remaining_work(snapshot.record, snapshot.progress, throughputs).num_tokens for snapshot in own)
     more = remaining_work(record, Progress(), throughputs).num_tokens
     if before + more > limit:
         message = (
@@ -373,14 +373,14 @@ async def submit_lines(
         record = await files_api.add_file(owner, file_id, upload)
     finally:
         await blob.discard()
-    asked = CreateBatchRequest(
+    create_batch_request = CreateBatchRequest(
         input_file_id=record.file_id,
         endpoint=endpoint.value,
         completion_window=WINDOW,
         output_expires_after=results_expire,
     )
     try:
-        return await files_api.create(owner, asked, None)
+        return await files_api.create(owner, create_batch_request, None)
     except BaseException:
         # Where the store went away it may have the batch: then the file is in use, and stays.
         with contextlib.suppress(Conflict, NotFound, StorageError):

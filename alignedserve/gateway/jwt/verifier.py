@@ -54,7 +54,7 @@ class TokenVerifier:
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`clock`: Unix time, of how long tokens are remembered."""
-        self._issuers = {one.issuer: (one, make_keys(one)) for one in issuers}
+        self._issuers = {issuer.issuer: (issuer, make_keys(issuer)) for issuer in issuers}
         self._clock = clock
         self._verified: dict[bytes, _Verified] = {}  # by digest, the oldest first
         self._running: list[asyncio.Task[None]] = []
@@ -158,7 +158,7 @@ def _name_of(claims: dict[str, Any], issuer: JwtIssuer) -> str:
     value = claims.get(issuer.claim)
     values = value if isinstance(value, list) else [value]
     words = [one for one in values if isinstance(one, str)]
-    names = set(words if issuer.keys is None else [issuer.keys[one] for one in words if one in issuer.keys])
+    names = set(words if issuer.keys is None else [issuer.keys[word] for word in words if word in issuer.keys])
     if len(names) != 1:
         raise _refused(f"names {'no key' if not names else 'several keys'} in the claim {issuer.claim}")
     return names.pop()

@@ -107,8 +107,8 @@ def main() -> None:
 
 async def _outcome(order: Order, raw: bytes, models: "_Models") -> Outcome:
     def find(name: str | None) -> LoadedModel | None:
-        place = order.first if name is None else order.names.get(name)
-        return None if place is None else models.get(order.cards[place], order.config)
+        first = order.first if name is None else order.names.get(name)
+        return None if first is None else models.get(order.cards[first], order.config)
 
     try:
         return await BodyReading(order.path, order.config, find).read(raw)

@@ -81,10 +81,10 @@ class BackgroundJobs:
 
     async def cancel(self, batch_id: BatchKey) -> bool:
         try:
-            found = (await self.files_api.cancel(self._owner, batch_id)).record.status
+            status = (await self.files_api.cancel(self._owner, batch_id)).record.status
         except (Conflict, NotFound):
             return False
-        return found in (BatchStatus.CANCELLING, BatchStatus.CANCELLED)  # else it ended meanwhile
+        return status in (BatchStatus.CANCELLING, BatchStatus.CANCELLED)  # else it ended meanwhile
 
     async def clean_up(self, batch_id: BatchKey) -> None:
         with contextlib.suppress(NotFound):

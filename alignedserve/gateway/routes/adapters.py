@@ -43,24 +43,24 @@ class UnloadAdapterRequest(Schema):
 async def load_adapter(http: Request) -> Response:
     """Let requests name an adapter whose folder is inside lora.allowed_folder."""
     services = await rate_limited_services(http)
-    asked = await read_body(http, services, partial(parse, LoadAdapterRequest, ignored=ignored_fields_of(http)))
-    _check_name(http, asked.lora_name)
-    adapters = _adapters_of(http, asked.base_model_name)
-    if asked.lora_name in services.models and not adapters.find(asked.lora_name):
+    body = await read_body(http, services, partial(parse, LoadAdapterRequest, ignored=ignored_fields_of(http)))
+    _check_name(http, body.lora_name)
+    adapters = _adapters_of(http, body.base_model_name)
+    if body.lora_name in services.models and not adapters.find(body.lora_name):
         raise InvalidRequest("A model of this name is served.", param="lora_name")
-    load = partial(adapters.load, asked.lora_name, asked.lora_path, replaces=asked.load_inplace, key=key_of(http))
+    load = partial(adapters.load, body.lora_name, body.lora_path, replaces=body.load_inplace, key=key_of(http))
     await asyncio.to_thread(load)
-    return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' added successfully.")
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
 @router.post("/v1/unload_lora_adapter", response_model=None)
 async def unload_adapter(http: Request) -> Response:
     """Let no new request name an adapter that was loaded while serving."""
     services = await rate_limited_services(http)
-    asked = await read_body(http, services, partial(parse, UnloadAdapterRequest, ignored=ignored_fields_of(http)))
-    _check_name(http, asked.lora_name)
-    await asyncio.to_thread(_adapters_of(http, asked.base_model_name).unload, asked.lora_name, key_of(http))
-    return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' removed successfully.")
+    body = await read_body(http, services, partial(parse, UnloadAdapterRequest, ignored=ignored_fields_of(http)))
+    _check_name(http, body.lora_name)
+    await asyncio.to_thread(_adapters_of(http, body.base_model_name).unload, body.lora_name, key_of(http))
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 
 def _check_name(http: Request, name: str) -> None:

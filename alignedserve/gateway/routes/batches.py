@@ -25,8 +25,8 @@ _MAX_IDEMPOTENCY_KEY_LEN = 255
 async def create_batch(http: Request) -> Response:
     """Create a batch; its lines are validated after the response."""
     files_api, owner = await files_api_of(http)
-    asked = await read_body(http, services_of(http), partial(parse, CreateBatchRequest))
-    return JsonResponse(batch_view(await files_api.create(owner, asked, _idempotency_key(http))))
+    body = await read_body(http, services_of(http), partial(parse, CreateBatchRequest))
+    return JsonResponse(batch_view(await files_api.create(owner, body, _idempotency_key(http))))
 
 
 @router.get("/v1/batches", response_model=None)

@@ -31,8 +31,8 @@ async def create_conversation(http: Request) -> Response:
     """Create a conversation."""
     services, api = await _begin(http)
     ignored = ignored_fields_of(http)
-    asked = await read_body(http, services, partial(parse, CreateConversationRequest, ignored=ignored))
-    record = await api.stored_conversations().create(asked.items, asked.metadata, ignored)
+    body = await read_body(http, services, partial(parse, CreateConversationRequest, ignored=ignored))
+    record = await api.stored_conversations().create(body.items, body.metadata, ignored)
     return JsonResponse(conversation_view(record))
 
 
@@ -47,8 +47,8 @@ async def get_conversation(http: Request, conversation_id: str) -> Response:
 async def update_conversation(http: Request, conversation_id: str) -> Response:
     """Replace a conversation's metadata."""
     services, api = await _begin(http)
-    asked = await read_body(http, services, partial(parse, UpdateConversationRequest, ignored=ignored_fields_of(http)))
-    record = await api.stored_conversations().set_metadata(conversation_id, asked.metadata)
+    body = await read_body(http, services, partial(parse, UpdateConversationRequest, ignored=ignored_fields_of(http)))
+    record = await api.stored_conversations().set_metadata(conversation_id, body.metadata)
     return JsonResponse(conversation_view(record))
 
 
@@ -74,8 +74,8 @@ async def create_items(http: Request, conversation_id: str) -> Response:
     """Add items at the end of a conversation."""
     services, api = await _begin(http)
     ignored = ignored_fields_of(http)
-    asked = await read_body(http, services, partial(parse, CreateItemsRequest, ignored=ignored))
-    items = await api.stored_conversations().add_items(conversation_id, asked.items, ignored)
+    body = await read_body(http, services, partial(parse, CreateItemsRequest, ignored=ignored))
+    items = await api.stored_conversations().add_items(conversation_id, body.items, ignored)
     return JsonResponse({"first_id": "", "last_id": ""} | list_view(items, has_more=False))
 
 

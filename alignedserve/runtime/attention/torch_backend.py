@@ -34,8 +34,8 @@ _BUCKET_BYTES = 2 << 20
 # ... but fewer sequences than this leave cores idle.
 _MIN_BUCKET_SEQUENCES = 4
 # The fixed cost of one attention call, as bytes that it could read in that time: 24 us, at 0.76 us for 16 KiB (two
-# cores, Zen 4; benchmarks.engine.iteration_log compares predictions from it with measurements).
-CALL_BYTES = 512 << 10
+# cores, Zen 4; an earlier benchmark compared predictions from it with measurements).
+_CALL_BYTES = 512 << 10
 # Tokens that each bucket can grow before the plan is rebuilt.
 _SPARE_TOKENS = 8
 
@@ -135,7 +135,7 @@ class DecodePlan:
         widths = self._capacities // block_size
         # Rounding up to blocks and spare tokens are not padding: a batch of equal lengths reads them as well.
         num_padded = int((widths - np.minimum(blocks, widths)).sum())
-        self.padded_share = num_padded / (int(widths.sum()) + len(self._bounds) * CALL_BYTES / bytes_per_block)
+        self.padded_share = num_padded / (int(widths.sum()) + len(self._bounds) * _CALL_BYTES / bytes_per_block)
         self._run_offsets = np.cumsum(widths) - widths
         self._mask_offsets = self._run_offsets * block_size
         self._run_ids = self._build_run_ids(widths)

@@ -60,7 +60,7 @@ class PolicyEntry:
     @property
     def topology_together(self) -> Topology | None:
         """Return the first of its topologies whose workers do both phases; None: it needs separate ones."""
-        return next((one for one in self.topologies if not one.is_separate), None)
+        return next((topology for topology in self.topologies if not topology.is_separate), None)
 
     @property
     def schedules_prompts(self) -> bool:

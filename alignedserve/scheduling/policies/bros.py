@@ -227,18 +227,18 @@ class _Packing:
         num_tokens = packer.unchunked(row)
         if packer.num_places_left < 1 or not 0 < num_tokens <= packer.num_tokens_left:
             return _Outcome.NO_PLACE
-        found = self._find_blocks(row, num_tokens)
-        if found is None:
+        blocks = self._find_blocks(row, num_tokens)
+        if blocks is None:
             return _Outcome.NO_BLOCKS
-        if found.evictions and self._time_with(row, num_tokens, found.evictions) > budget_s:
+        if blocks.evictions and self._time_with(row, num_tokens, blocks.evictions) > budget_s:
             return _Outcome.NO_TIME  # before any eviction, as evictions are not undone
-        for part in found.evictions:
+        for part in blocks.evictions:
             packer.evict(*part)
             self._evicted.add(part.row)
-        partner = found.partner
+        partner = blocks.partner
         is_added = packer.add(row, num_tokens) if partner is None else packer.join(row, num_tokens, partner)
         assert is_added, "packs what does not fit"
-        if not found.evictions and packer.predicted_s() > budget_s:
+        if not blocks.evictions and packer.predicted_s() > budget_s:
             packer.withdraw(row)
             return _Outcome.NO_TIME
         return _Outcome.JOINED

@@ -72,8 +72,8 @@ class BlockSearch:
             num_own = self._num_blocks(victim) - is_sharing
             num_blocks = min(num_own, missing) if self._is_lazy else num_own
             if 0 < num_blocks < num_own:
-                kept = self._tokens_in(num_own - num_blocks)
-                self._leaving[victim] = packer.num_on_device(victim) - kept
+                tokens = self._tokens_in(num_own - num_blocks)
+                self._leaving[victim] = packer.num_on_device(victim) - tokens
                 return num_blocks
         if num_blocks:
             self._leaving[victim] = packer.num_on_device(victim)

@@ -117,8 +117,8 @@ class Sender(Generic[OutgoingT, CommandT]):
         """Begin a handoff: ask the receiver for blocks."""
         request_id = entry.request.request_id
         self._entries[request_id] = entry
-        asked = ReserveBlocks(request_id, entry.attempt, num_blocks, is_copy, may_wait, is_best_effort)
-        return Send(entry.target, asked)
+        reserve_blocks = ReserveBlocks(request_id, entry.attempt, num_blocks, is_copy, may_wait, is_best_effort)
+        return Send(entry.target, reserve_blocks)
 
     def answered(
         self, peer: str, message: BlocksReserved | ReservationRefused | BlocksTaken, now: float

@@ -68,7 +68,9 @@ class ChatLoad:
         silent_s = 0.0
         while silent_s < self._patience_s:
             await asyncio.sleep(min(1.0, max(self._patience_s - silent_s, 0.01)))
-            last_s = max([self.began_s, *(max([one.ended_s, *one.token_times_s[-1:]]) for one in self.outcomes)])
+            last_s = max(
+                [self.began_s, *(max([outcome.ended_s, *outcome.token_times_s[-1:]]) for outcome in self.outcomes)]
+            )
             silent_s = time.monotonic() - last_s if self._num_open else 0.0
 
     async def _send(self, request: LoadRequest, outcome: CompletionOutcome) -> None:

@@ -183,8 +183,8 @@ class _PhaseRunner:
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    found = group.exceptions[0]
-    return _first(found) if isinstance(found, BaseExceptionGroup) else found
+    exception = group.exceptions[0]
+    return _first(exception) if isinstance(exception, BaseExceptionGroup) else exception
 
 
 def _record_of(phase: Phase, chat: ChatLoad, log: DocumentsLog, began_s: float, failure: str | None) -> PhaseRecord:

@@ -161,7 +161,7 @@ class _ClosedLoop:
         await asyncio.sleep(stage_s)
         ended_s = time.monotonic()
         outcomes = [*self._ended, *self._open.values()]
-        num_tokens = sum(began_s <= at_s < ended_s for one in outcomes for at_s in one.token_times_s)
+        num_tokens = sum(began_s <= at_s < ended_s for outcome in outcomes for at_s in outcome.token_times_s)
         whole = [len(one.token_times_s) for one in self._ended if one.failure is None and one.token_times_s]
         num_of_one = sum(whole) / len(whole) if whole else self._output_len
         return num_tokens / (ended_s - began_s) / max(num_of_one, 1)

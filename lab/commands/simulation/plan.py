@@ -112,9 +112,9 @@ def _print(report: PlanReport) -> None:
     for name, words in report.about:
         if name in (_RUNNING, _ATTENTION) or name.startswith(EXPERTS):
             results().print(f"{name.capitalize()}: {words}.", markup=False, soft_wrap=True)
-    for one in report.plan.variations:
-        verdict = "holds" if one.holds else "does not hold"
-        results().print(f"  with {one.words}: {verdict}", markup=False, soft_wrap=True)
+    for variation in report.plan.variations:
+        verdict = "holds" if variation.holds else "does not hold"
+        results().print(f"  with {variation.words}: {verdict}", markup=False, soft_wrap=True)
     for line in report.plan.cautions:
         notes().print(line, markup=False, soft_wrap=True)
 

@@ -87,7 +87,7 @@ def _warnings(line: str | None, machines: Machines, run: _Recorded | None) -> li
     profiled = [profile.shape.name for profile in machines.profiles.values()]
     models = profiled if machines.model is None else [machines.model]
     if line is not None:
-        return list(dict.fromkeys(one for model in models for one in warnings_of(line, model, data_dir())))
+        return list(dict.fromkeys(warning for model in models for warning in warnings_of(line, model, data_dir())))
     if run is None or machines.model is None:
         return []
     return other_tokens("the recorded run", run.cluster.model.path, machines.model)
@@ -149,7 +149,7 @@ def _recorded(options: PlanOptions, folder: Path) -> _Recorded:
         raise RecordingError(f"{folder} has no request that got a token")
     workload = workload_of(requests, {})
     slo = Slo(options.ttft_s, options.tpot_s)
-    workload = replace(workload, requests=tuple(_with_objectives(one, slo) for one in workload.requests))
+    workload = replace(workload, requests=tuple(_with_objectives(request, slo) for request in workload.requests))
     fit = fit_machine(run, metadata.layout.block_bytes)
     cluster = metadata.config
     return _Recorded(workload, _profile(metadata.layout, fit), cluster, fit.slowdowns)
@@ -254,7 +254,7 @@ def _choices(options: PlanOptions, offers: tuple[Offer, ...], machines: Machines
         variant = parse_variant(text)
         policy_config(variant.name, variant.settings)
         policies.append(PolicyChoice(variant.label, variant.name, variant.settings))
-    if len({one.label for one in policies}) < len(policies):
+    if len({policy.label for policy in policies}) < len(policies):
         raise ConfigError("a policy was named twice")
     if options.max_cost is not None and any(offer.price_per_hour is None for offer in offers):
         raise ConfigError("--max-cost needs prices in --hardware, such as '4x h100 @2.5'")

@@ -115,7 +115,7 @@ def simulate_beside(options: ReplayOptions, run: ObservedRun, outstanding: Mappi
         costs_from = f"{options.costs}; links from this very run"
     think_s = think_times_s(requests_of(source), outstanding)
     comparisons = compare([requests], outstanding, machine, think_s)
-    num_others = sum(one.timed.class_name == OTHERS for one in requests)
+    num_others = sum(request.timed.class_name == OTHERS for request in requests)
     topology = topology_of(metadata.config)
     return SimulatedTimes(costs_from, options.costs is None, topology, len(requests), num_others, fit, comparisons)
 
@@ -155,7 +155,7 @@ def _plain_times(times: SimulatedTimes | None) -> dict[str, Any] | None:
         "num_others": times.num_others,
         "fit": {name: _plain_fit(worker) for name, worker in workers.items()}
         | {"links": asdict(replace(fit.links, submit_times_s=())), "slowdowns": fit.slowdowns._asdict()},
-        "comparisons": [asdict(one) | {"ratio": one.ratio} for one in times.comparisons],
+        "comparisons": [asdict(comparison) | {"ratio": comparison.ratio} for comparison in times.comparisons],
     }
 
 
@@ -214,9 +214,11 @@ def _print_times(times: SimulatedTimes | None) -> None:
     table = Table("class", "measure", title=printable(f"Simulated, with {costs}"))
     for name in ("real", "simulated", "ratio"):
         table.add_column(name, justify="right")
-    for one in times.comparisons:
-        ratio = "" if one.ratio is None else f"{one.ratio:.3f}"
-        table.add_row(one.class_name, one.measure, f"{one.real:.4g}", f"{one.simulated:.4g}", ratio)
+    for comparison in times.comparisons:
+        ratio = "" if comparison.ratio is None else f"{comparison.ratio:.3f}"
+        table.add_row(
+            comparison.class_name, comparison.measure, f"{comparison.real:.4g}", f"{comparison.simulated:.4g}", ratio
+        )
     results().print(table)
     fit = times.fit
     for name, worker in (("decode" if fit.prefill else times.topology.value, fit.decode), ("prefill", fit.prefill)):

@@ -69,7 +69,7 @@ def _run(planned: Sequence[PlannedCase], options: SimulateOptions) -> list[_Done
         processes = options.processes or num_cores()
         try:
             run_cases(
-                [one.case for one in planned],
+                [case.case for case in planned],
                 processes=processes,
                 progress=shown.update,
                 over=lambda result: over.update({result.case.name: result}),
@@ -77,13 +77,13 @@ def _run(planned: Sequence[PlannedCase], options: SimulateOptions) -> list[_Done
         except KeyboardInterrupt:
             if not over:
                 raise
-    return [_Done(one, over[one.case.name]) for one in planned if one.case.name in over]
+    return [_Done(case, over[case.case.name]) for case in planned if case.case.name in over]
 
 
 class _Bar:
     def __init__(self, bar: Progress, planned: Sequence[PlannedCase]) -> None:
         self._bar = bar
-        self._ends_s = {one.case.name: one.ends_s for one in planned}
+        self._ends_s = {case.case.name: case.ends_s for case in planned}
         self._steps: dict[str, int] = {}
         self._over: set[str] = set()
         self._task = bar.add_task("simulating", total=100 * len(planned), status="")

@@ -124,9 +124,9 @@ def _cluster(options: SimulateOptions) -> ClusterConfig:
                 raise ConfigError(f"--set {field}: here {place} says that")
         if field in _FOLLOWS and not options.costs.startswith(FITTED):
             raise ConfigError(f"--set {field}: memory follows from --model, --hardware and --tensor-parallel")
-    given = load_config(options.config, options.overrides)
-    if given.topology is not None:
-        require_effect(given)
+    config = load_config(options.config, options.overrides)
+    if config.topology is not None:
+        require_effect(config)
     sizes = () if options.config is not None else SERVER_SIZES
     cluster = load_config(options.config, (*sizes, *options.overrides))
     for name in ScalingConfig.__struct_fields__:
@@ -201,11 +201,11 @@ def _require_separate(options: SimulateOptions, given: Topology | None, configs:
 def _topology(options: SimulateOptions, cluster: ClusterConfig, entry: PolicyEntry) -> Topology | None:
     is_named = any(text.partition("=")[0].strip() == "topology" for text in options.overrides)
     is_served = options.config is not None and not options.policies
-    asked = cluster.topology if is_named or is_served else None
+    topology = cluster.topology if is_named or is_served else None
     if options.num_workers is not None and options.num_prefill is None and options.num_decode is None:
-        together = (asked, *entry.topologies, Topology.COLOCATED)  # the last one is refused, saying why
+        together = (topology, *entry.topologies, Topology.COLOCATED)  # the last one is refused, saying why
         return next(one for one in together if one is not None and not one.is_separate)
-    return asked
+    return topology
 
 
 def _sized(options: SimulateOptions, cluster: ClusterConfig, given: Topology | None) -> ClusterConfig:

@@ -147,8 +147,8 @@ def windows(runs: Sequence[ReportedRun]) -> Table:
 def _seconds(measure: Measure | None, *percents: int) -> list[str]:
     if measure is None:
         return [NOTHING] * len(percents)
-    found = measure.distribution
-    of_percent = {50: found.p50, 90: found.p90, 99: found.p99, 100: found.max}
+    distribution = measure.distribution
+    of_percent = {50: distribution.p50, 90: distribution.p90, 99: distribution.p99, 100: distribution.max}
     return [_duration(of_percent[percent]) for percent in percents]
 
 

@@ -72,14 +72,14 @@ def status(json_output: bool) -> bool:
             results().print(_models_table(record))
         for name, lines in words.items():
             results().print(f"The end of `alignedserve logs {name}`:", *lines, sep="\n  ", markup=False)
-        for one in _served(record) if is_own else ():
-            name = f"{one.name}: " if len(record.models) > 1 else ""
-            line = f"{name}{load_line(loads.get(one.deployment_id), one.topology)}"
+        for report in _served(record) if is_own else ():
+            name = f"{report.name}: " if len(record.models) > 1 else ""
+            line = f"{name}{load_line(loads.get(report.deployment_id), report.topology)}"
             results().print(printable(line), markup=False)
         results().print(record.version)
         if not is_own:
             results().print(f"This command is of another version, and cannot tell the load: {own_versions()}")
-    return not lost and not words and (not is_own or all(one.deployment_id in loads for one in _served(record)))
+    return not lost and not words and (not is_own or all(report.deployment_id in loads for report in _served(record)))
 
 
 def logs(actor: str | None, *, follow: bool) -> None:
@@ -237,7 +237,7 @@ def _loads(record: ClusterRecord) -> dict[str, ClusterStatus]:
 
 
 def _served(record: ClusterRecord) -> list[DeploymentReport]:
-    return [one for one in record.models if one.phase == "serving"]
+    return [model for model in record.models if model.phase == "serving"]
 
 
 def _nodes_table(record: ClusterRecord, lost: set[str]) -> Table:
@@ -252,8 +252,8 @@ def _nodes_table(record: ClusterRecord, lost: set[str]) -> Table:
 
 def _models_table(record: ClusterRecord) -> Table:
     table = Table("model", "state", "workers")
-    for one in record.models:
-        table.add_row(printable(one.name), escape(printable(one.state)), ", ".join(one.workers))
+    for model in record.models:
+        table.add_row(printable(model.name), escape(printable(model.state)), ", ".join(model.workers))
     return table
 
 
@@ -266,23 +266,23 @@ def _state_of(node: NodeRecord) -> str:
 def _as_document(
     record: ClusterRecord, lost: set[str], loads: Mapping[str, ClusterStatus], words: Mapping[str, list[str]]
 ) -> dict[str, object]:
-    load = next((loads[one.deployment_id] for one in _served(record) if one.deployment_id in loads), None)
+    load = next((loads[report.deployment_id] for report in _served(record) if report.deployment_id in loads), None)
     counts = ("num_queued", "num_prefilling", "num_pooled", "num_decoding", "num_prefill_workers", "num_decode_workers")
     return {
         "model": record.model,
         "topology": record.topology,
         "models": [
             {
-                "name": one.name,
-                "state": one.phase,
-                "failing": dict(one.failing),
-                "path": one.path,
-                "workers": list(one.workers),
-                "load": {name: getattr(loads[one.deployment_id], name) for name in counts}
-                if one.deployment_id in loads
+                "name": model.name,
+                "state": model.phase,
+                "failing": dict(model.failing),
+                "path": model.path,
+                "workers": list(model.workers),
+                "load": {name: getattr(loads[model.deployment_id], name) for name in counts}
+                if model.deployment_id in loads
                 else None,
             }
-            for one in record.models
+            for model in record.models
         ],
         "version": record.version,
         "is_ready": record.is_ready,
@@ -301,5 +301,5 @@ def _as_document(
             for node in record.nodes
         ],
         "load": {name: getattr(load, name) for name in counts} if load is not None else None,
-        "leans": {one.worker: one.lean for one in load.leans} if load is not None else {},
+        "leans": {lean.worker: lean.lean for lean in load.leans} if load is not None else {},
     }

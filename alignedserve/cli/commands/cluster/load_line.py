@@ -15,7 +15,7 @@ def load_line(load: ClusterStatus | None, topology: str) -> str:
         workers = f"{load.num_prefill_workers} prefill and {load.num_decode_workers} decode workers"
     if load.num_standby_workers:
         workers += f" ({load.num_standby_workers} standing by)"
-    leans = "".join(f"; {one.worker} leans {in_percent(one.lean, 0)} to prompts" for one in load.leans)
+    leans = "".join(f"; {lean.worker} leans {in_percent(lean.lean, 0)} to prompts" for lean in load.leans)
     prefixes = ""
     if load.prefixes.num_query_tokens:
         found = in_percent(load.prefixes.hit_rate, 0)

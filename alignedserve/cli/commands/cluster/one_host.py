@@ -23,8 +23,8 @@ def status(cluster: str | None, *, json_output: bool) -> bool:
         print_json(msgspec.to_builtins(report) | {"loads": loads, "is_whole": report.is_whole})
         return report.is_whole
     results().print(report.url, soft_wrap=True)
-    for one in report.deployments:
-        results().print(_model_line(one, report), soft_wrap=True, markup=False)
+    for deployment in report.deployments:
+        results().print(_model_line(deployment, report), soft_wrap=True, markup=False)
     results().print(_process_table(report))
     taken = report.total_bytes - report.available_bytes
     results().print(f"Memory of the host: {taken // MIB} of {report.total_bytes // MIB} MiB taken")
@@ -58,11 +58,11 @@ def _model_line(one: DeploymentReport, report: StatusReport) -> str:
 
 def _process_table(report: StatusReport) -> Table:
     table = Table("process", "model", "state", "memory")
-    model_of = {name: one.name for one in report.deployments for name in one.processes}
-    for one in report.processes:
-        memory = "-" if one.memory_bytes is None else f"{one.memory_bytes // MIB} MiB"
-        model = printable(model_of.get(one.name, "-"))
-        table.add_row(*(escape(cell) for cell in (one.name, model, _state_of(one), memory)))
+    model_of = {name: deployment.name for deployment in report.deployments for name in deployment.processes}
+    for process in report.processes:
+        memory = "-" if process.memory_bytes is None else f"{process.memory_bytes // MIB} MiB"
+        model = printable(model_of.get(process.name, "-"))
+        table.add_row(*(escape(cell) for cell in (process.name, model, _state_of(process), memory)))
     return table
 
 

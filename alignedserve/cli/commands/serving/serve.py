@@ -211,14 +211,16 @@ def _welcome(cluster: ServingCluster, seconds: float) -> Panel:
             (choice,) = plan.choices.values()
             table.add_row(f"[bold]{escape(plan.served.name)}[/]", _shape(choice.config))
         _describe(table, plan.served)
-    for one in cluster.on_demand:
-        table.add_row(f"[bold]{escape(one.order.subject)}[/]", f"asleep: loads on its first request{_leaves(one)}")
+    for demand in cluster.on_demand:
+        table.add_row(
+            f"[bold]{escape(demand.order.subject)}[/]", f"asleep: loads on its first request{_leaves(demand)}"
+        )
     describe_objectives(table, cluster.config.gateway, cluster.statuses())
     shortage = file_shortage(cluster.config.gateway)
     if shortage is not None:
         table.add_row("[yellow]warning[/]", escape(shortage))
     names = ", ".join(
-        [*(plan.served.name for plan in cluster.plans), *(one.order.subject for one in cluster.on_demand)]
+        [*(plan.served.name for plan in cluster.plans), *(demand.order.subject for demand in cluster.on_demand)]
     )
     table.add_row("Logs", str(cluster.folder / "logs"))
     table.add_row("Stop", "Ctrl-C")

@@ -84,7 +84,7 @@ class Views:
     def _ask(self) -> None:
         if self._round is None:
             listeners = list(self._listeners())
-            self._round = (self._announced, [one.serve_models.remote(self._announced) for one in listeners])
+            self._round = (self._announced, [listener.serve_models.remote(self._announced) for listener in listeners])
 
 
 def combined(deployment_ids: Iterable[str], answers: Sequence[_Heard]) -> dict[str, View]:
@@ -154,16 +154,16 @@ class DeploymentsDriver:
 
     @property
     def listed(self) -> tuple[str, ...]:
-        return tuple(one.deployment_id for one in self.logic.standings if one.phase is Phase.SERVING)
+        return tuple(standing.deployment_id for standing in self.logic.standings if standing.phase is Phase.SERVING)
 
     @property
     def announced(self) -> tuple[ServedDeployment, ...]:
         there = (
             self._site.announced(
-                one.deployment_id, _ANNOUNCED[one.phase], is_failing=one.deployment_id in self._failing
+                standing.deployment_id, _ANNOUNCED[standing.phase], is_failing=standing.deployment_id in self._failing
             )
-            for one in self.logic.standings
-            if one.phase in _ANNOUNCED
+            for standing in self.logic.standings
+            if standing.phase in _ANNOUNCED
         )
         found = (*there, *self._on_demand.sleeping(self.logic.standings))
         return tuple(sorted(found, key=lambda one: self._place(one.served.name)))
@@ -173,15 +173,15 @@ class DeploymentsDriver:
 
     @property
     def phases(self) -> dict[str, Phase]:
-        return {one.deployment_id: one.phase for one in self.logic.standings}
+        return {standing.deployment_id: standing.phase for standing in self.logic.standings}
 
     @property
     def is_changing(self) -> bool:
-        return any(one.phase is not Phase.SERVING for one in self.logic.standings)
+        return any(standing.phase is not Phase.SERVING for standing in self.logic.standings)
 
     def announce(self) -> None:
         self._announced = self.announced
-        names = dict.fromkeys(one.served.name for one in self._announced)
+        names = dict.fromkeys(deployment.served.name for deployment in self._announced)
         self._places = {name: place for place, name in enumerate(names)}
         self._views.announce(self._announced)
 
@@ -193,21 +193,22 @@ class DeploymentsDriver:
         yield from sorted(self._reports(problems), key=lambda one: self._place(one.name))
 
     def _reports(self, problems: Mapping[str, str]) -> Iterator[DeploymentReport]:
-        for one in self.logic.standings:
-            found = self._site.described(one.deployment_id) or Described("")
-            about = (one.deployment_id, one.name, found.path, one.phase.value, one.num_open)
-            leaves_in_s = self._on_demand.leaves_in_s(one.name) if one.phase is Phase.SERVING else None
-            failing = {name: problems[name] for name in found.processes if name in problems}
-            processes = (found.workers, found.processes, found.topology)
+        for standing in self.logic.standings:
+            described = self._site.described(standing.deployment_id) or Described("")
+            about = (standing.deployment_id, standing.name, described.path, standing.phase.value, standing.num_open)
+            leaves_in_s = self._on_demand.leaves_in_s(standing.name) if standing.phase is Phase.SERVING else None
+            failing = {name: problems[name] for name in described.processes if name in problems}
+            processes = (described.workers, described.processes, described.topology)
             yield DeploymentReport(*about, *processes, leaves_in_s=leaves_in_s, failing=failing)
         yield from self._on_demand.reports(self.logic.standings)
 
     def note_failing(self, failing: Collection[str], healths: Mapping[str, Health]) -> None:
         """Tell gateways of which deployments no worker is to be waited for. `failing`: processes that do not start."""
         found = frozenset(
-            one.deployment_id
-            for one in self.logic.standings
-            if one.phase in (Phase.SERVING, Phase.DRAINING) and self._are_failing(one.deployment_id, failing, healths)
+            standing.deployment_id
+            for standing in self.logic.standings
+            if standing.phase in (Phase.SERVING, Phase.DRAINING)
+            and self._are_failing(standing.deployment_id, failing, healths)
         )
         if found != self._failing:
             self._failing = found
@@ -233,7 +234,7 @@ class DeploymentsDriver:
             return None
         if not isinstance(order, RemoveModel):
             return Refused(f"{name} is a model on demand; remove it first")
-        phases = {one.phase for one in self.logic.standings if one.name == name}
+        phases = {standing.phase for standing in self.logic.standings if standing.name == name}
         if phases & {Phase.PREPARING, Phase.STARTING, Phase.PROVING}:
             return Refused(f"{name} is being loaded; remove it once it serves")
         self._on_demand.forget(name)
@@ -281,19 +282,21 @@ class DeploymentsDriver:
             yield Ended(deployment_id)
 
     def _look_at_demand(self, views: Mapping[str, View]) -> None:
-        for one in self.logic.standings:
-            if one.phase is Phase.SERVING and one.name not in self._on_demand:
-                self._note_on_demand(one.deployment_id)
+        for standing in self.logic.standings:
+            if standing.phase is Phase.SERVING and standing.name not in self._on_demand:
+                self._note_on_demand(standing.deployment_id)
         for order_id, order in [*self._on_demand.look(views, self.logic.standings)]:
-            for one in self.logic.standings:
-                if isinstance(order, RemoveModel) and (one.name, one.phase) == (order.name, Phase.SERVING):
-                    self._note_left(one.deployment_id)
+            for standing in self.logic.standings:
+                if isinstance(order, RemoveModel) and (standing.name, standing.phase) == (order.name, Phase.SERVING):
+                    self._note_left(standing.deployment_id)
             self._take(order_id, order)
         if self._announced != self.announced:  # one that sleeps cannot be loaded, or can again
             self.announce()
 
     def _note_left(self, deployment_id: str) -> None:
-        name = next((one.name for one in self.logic.standings if one.deployment_id == deployment_id), None)
+        name = next(
+            (standing.name for standing in self.logic.standings if standing.deployment_id == deployment_id), None
+        )
         if name is not None and name in self._on_demand:
             self._on_demand.note_left(name, deployment_id, self._site.loaded_adapters(deployment_id))
 

@@ -54,7 +54,7 @@ class OnDemandModels:
     """The models on demand of one cluster, as its driver looks after them. All methods on one thread."""
 
     def __init__(self, models: Iterable[ModelOnDemand] = ()) -> None:
-        self._models = {one.order.subject: one for one in models}
+        self._models = {model.order.subject: model for model in models}
         self._logic = OnDemandLogic()
         self._since: dict[str, float] = {}  # when each that is awake was first seen so
         self._lines_since: dict[str, float] = {}  # when lines of batches were first seen to wait for one that sleeps
@@ -115,7 +115,7 @@ class OnDemandModels:
         demands = self._demands(
             {name: views.get(_SLEEPING + name) for name in self._models if name not in serving}, now
         )
-        is_changing = bool(self._ordered) or any(one.phase is not Phase.SERVING for one in standings)
+        is_changing = bool(self._ordered) or any(standing.phase is not Phase.SERVING for standing in standings)
         for command in self._logic.look(awake, demands, now, is_changing=is_changing):
             self._ordered.add(command.name)
             order = self._models[command.name].order if isinstance(command, Load) else RemoveModel(command.name)
@@ -150,7 +150,7 @@ class OnDemandModels:
         return left_s if left_s is not None and left_s < float("inf") else None
 
     def reports(self, standings: Sequence[Standing]) -> Iterator[DeploymentReport]:
-        known = {one.name for one in standings}
+        known = {standing.name for standing in standings}
         for name, one in self._models.items():
             if name not in known:
                 problem = self._logic.problem(name, time.monotonic()) or ""
@@ -158,7 +158,7 @@ class OnDemandModels:
 
 
 def _serving(standings: Sequence[Standing]) -> dict[str, str]:
-    return {one.name: one.deployment_id for one in standings if one.phase is Phase.SERVING}
+    return {standing.name: standing.deployment_id for standing in standings if standing.phase is Phase.SERVING}
 
 
 def _use(view: View, awake_s: float) -> Use:

@@ -168,8 +168,8 @@ def _problem(models: Sequence[PlannedModel], node: NodeResources, num_nodes: int
 def _require_fits(model: PlannedModel, share: NodeShare, part: Part, context_len: int) -> None:
     choice = choose_share(model.plan, share, part.machine)
     if choice.served.max_context_len < min(context_len, model.served.max_context_len):
-        found = choice.served.max_context_len
-        raise NotEnoughMemory(f"there is room for contexts of {found} tokens of {model.served.name}")
+        max_context_len = choice.served.max_context_len
+        raise NotEnoughMemory(f"there is room for contexts of {max_context_len} tokens of {model.served.name}")
     require_room(model.served.name, holding_of(choice.config, model.served, part.gpus), part)
 
 

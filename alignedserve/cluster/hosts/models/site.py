@@ -107,8 +107,8 @@ class HostedDeployments:
         self, deployment_id: str, order: AddModel | ReplaceModel, replaced: str | None, asleep: Asleep
     ) -> "Future[Any]":
         """Begin to plan one more deployment; the result is for `note_prepared`, or an error of the tree."""
-        members = [one for one in self._members.values() if one.name not in self._joining.drains]
-        able = tuple(replace(one, others=dict(one.others)) for one in members)  # for a thread, as they are now
+        members = [member for member in self._members.values() if member.name not in self._joining.drains]
+        able = tuple(replace(member, others=dict(member.others)) for member in members)  # for a thread, as they are now
         device = self._joining.plan.config.engine.device
         around = Surroundings(able, dict(self._joining.models), dict(self._joining.wholes), device, asleep)
         return in_background(

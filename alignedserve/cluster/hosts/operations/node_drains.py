@@ -42,8 +42,8 @@ class NodeDrains:
             membership.keep_out(node_id, drained.ray_node.host)
         for node_id, member in members.items():
             if member.name in self._drains:
-                asked = DrainAsked(node_id, self._drains.is_given_back(member.name))
-                membership.on_event(asked, time.monotonic())
+                drain_asked = DrainAsked(node_id, self._drains.is_given_back(member.name))
+                membership.on_event(drain_asked, time.monotonic())
 
     def drain(self, order: DrainNode, nodes: Sequence[NodeRecord]) -> str:
         """Begin a drain, or give it another time; return what is said of it. Raises ResourceError."""

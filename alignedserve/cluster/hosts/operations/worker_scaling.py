@@ -72,11 +72,11 @@ class WorkerScaling:
         return _said(started, leaving)
 
     def _deployment_of(self, model: str | None) -> str:
-        standings = [one for one in self._joining.logic.standings if one.phase is Phase.SERVING]
-        found = [one for one in standings if model in (None, one.name)]
+        standings = [standing for standing in self._joining.logic.standings if standing.phase is Phase.SERVING]
+        found = [standing for standing in standings if model in (None, standing.name)]
         if len(found) == 1:
             return found[0].deployment_id
-        names = ", ".join(one.name for one in standings)
+        names = ", ".join(standing.name for standing in standings)
         if model is None:
             raise ConfigError(f"several models are served ({names}); say whose workers are meant with --model NAME")
         raise ConfigError(f"no model is served as {model}; there are {names}")

@@ -93,9 +93,9 @@ class RealTimeWork(NamedTuple):
 def real_time_work(table: RequestTable) -> RealTimeWork:
     work = IterationWork()
     if table.has_kernels:
-        found = native.real_time_decodes(table.columns, len(table))
-        work.add_decodes(found.num, found.context_len, found.longest, found.hidden_len, found.num_constrained)
-        return RealTimeWork(work, found.least_ttft_s)
+        decodes = native.real_time_decodes(table.columns, len(table))
+        work.add_decodes(decodes.num, decodes.context_len, decodes.longest, decodes.hidden_len, decodes.num_constrained)
+        return RealTimeWork(work, decodes.least_ttft_s)
     is_ready = table.is_real_time & table.is_decoding & (table.num_swapped == 0)
     note_decodes(work, table, np.flatnonzero(is_ready))
     return RealTimeWork(work, float(np.min(table.ttft_s, where=table.is_real_time, initial=np.inf)))
