@@ -76,7 +76,6 @@ class AttentionLibrary(NamedTuple):
 
 
 def installed_libraries(layout: BlockLayout, device: torch.device) -> list[AttentionLibrary]:
-    """Return the libraries for blocks like these that can be imported here; whether their kernels run is not known."""
     if device.type != "cuda" or layout.dtype not in _DTYPES:
         return []
     return [library for library in map(library_named, LIBRARIES) if library is not None]

@@ -24,7 +24,6 @@ OnFailure = Callable[[AttentionLibrary, Exception], None]
 
 
 def raise_failure(_library: AttentionLibrary, error: Exception) -> None:
-    """Raise what a library has raised: where its own times and results are asked for."""
     raise error
 
 

@@ -316,7 +316,6 @@ class GpuAttention(NamedTuple):
 
 
 def describe_gpu_attention(device: torch.device) -> GpuAttention:
-    """Describe the backends for the heads of an 8B Llama in bfloat16."""
     layout = BlockLayout(block_size=16, num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16")
     if not gpu_kernels_available(device):
         return GpuAttention("plain PyTorch: Triton is not installed", "plain PyTorch")

@@ -108,12 +108,10 @@ class SequenceTable:
         return request_id in self._row_of
 
     def row(self, request_id: RequestId) -> int:
-        """Return the row of a sequence in the table."""
         assert request_id in self._row_of, f"unknown request {request_id}"
         return self._row_of[request_id]
 
     def rows(self, request_ids: Sequence[RequestId]) -> IntArray:
-        """Return the rows of sequences in the table."""
         try:
             return np.array([self._row_of[request_id] for request_id in request_ids], np.int64)
         except KeyError as error:
@@ -128,7 +126,6 @@ class SequenceTable:
         return known.ids
 
     def add(self, sequence: NewSequence) -> int:
-        """Assign a row to the sequence and return it."""
         request_id, count = sequence.request_id, len(sequence.token_ids)
         assert request_id not in self._row_of, f"request {request_id} added twice"
         assert self._free_rows, "more sequences than max_sequences"
@@ -177,7 +174,6 @@ class SequenceTable:
         return self.hidden_block_tokens
 
     def append_blocks(self, request_id: RequestId, block_ids: Sequence[BlockId]) -> None:
-        """Extend the sequence's block table."""
         row = self.row(request_id)
         first = int(self.num_blocks[row])
         last = first + len(block_ids)
@@ -200,7 +196,6 @@ class SequenceTable:
         return False
 
     def lend_blocks(self, rows: IntArray, columns: IntArray, blocks: IntArray) -> None:
-        """Put blocks behind the rows' own, until the rows get others there."""
         assert (columns >= self.num_blocks[rows]).all(), "a loan in the place of a block"
         self.block_tables[rows, columns] = blocks
 
@@ -219,13 +214,11 @@ class SequenceTable:
         return self.block_tables[rows, columns], slots
 
     def blocks_of(self, rows: IntArray) -> IntArray:
-        """Return all blocks of the sequences in these rows."""
         counts = zip(rows.tolist(), self.num_blocks[rows].tolist(), strict=True)
         of_tokens = [self.block_tables[row, :count] for row, count in counts]
         return np.concatenate([self.state_tables[rows].reshape(-1), *of_tokens])
 
     def remove(self, request_id: RequestId) -> int:
-        """Free the row and return it."""
         row = self.row(request_id)
         del self._row_of[request_id]
         self.num_reversed -= self.sequence(row).is_reversed
@@ -238,7 +231,6 @@ class SequenceTable:
 
     @property
     def has_runs_left(self) -> bool:
-        """Return whether some sequence has tokens to compute that no slice may cut."""
         return any(self.num_computed[row] < runs[-1][0] + 1 for row, runs in self.whole_runs.items())
 
     def whole_slices(self, slices: Sequence[tuple[RequestId, int]]) -> Sequence[tuple[RequestId, int]]:
@@ -262,7 +254,6 @@ class SequenceTable:
         return whole
 
     def sequence(self, row: int) -> NewSequence:
-        """Return the sequence that was added to this row."""
         sequence = self.sequences[row]
         assert sequence is not None, f"row {row} is free"
         return sequence

@@ -47,7 +47,6 @@ class ReadWindow(NamedTuple):
     is_chunked: bool = False
 
     def first_read(self, lengths: IntArray) -> IntArray:
-        """Return the first position that the last token of contexts so long reads, perhaps below 0."""
         return (lengths - 1) // self.size * self.size if self.is_chunked else lengths - self.size
 
 
@@ -118,7 +117,6 @@ class DecodePlan:
 
     @property
     def buckets(self) -> tuple[DecodeBucket, ...]:
-        """Return views of the plan's arrays; on other devices than the CPU, copies of their present content."""
         if self._device.type == "cpu":
             return self._buckets
         return self._make_buckets()

@@ -267,12 +267,10 @@ class GpuPlanner:
 
     @property
     def latents(self) -> LatentTiling:
-        """The tiling of a model with latents."""
         return latent_tiling(self.storage.blocks.dtype, self.storage.device)
 
     @property
     def tile(self) -> int:
-        """The tokens that a decode reads at a time."""
         if self.latent_rank is not None:
             return self.latents.tokens
         blocks = self.storage.blocks
@@ -288,7 +286,6 @@ class GpuPlanner:
     def plan(
         self, decode_rows: IntArray, chunk_rows: IntArray, chunk_counts: IntArray, num_padding: int = 0
     ) -> GpuStep:
-        """Padding reads one slot of the storage's scratch block."""
         decodes = Decodes(self, decode_rows, num_padding) if len(decode_rows) + num_padding else None
         return GpuStep(decode_rows, decodes, self._chunks(chunk_rows, chunk_counts) if len(chunk_rows) else None)
 
@@ -324,7 +321,6 @@ class GpuPlanner:
         return layout.token_bytes // layout.num_layers
 
     def chunk_rows(self) -> ChunkRows:
-        """Return the rows that a program of chunks has, by which they are cut into tiles."""
         _, group, head_dim = self.heads
         if self.latent_rank is not None:
             return ChunkRows(self.latents.heads(group), self.latents.query_rows)
@@ -336,15 +332,12 @@ class GpuPlanner:
         return block_arrays(self._arrays, rows, lengths)
 
     def block_arrays(self, rows: IntArray, lengths: IntArray) -> BlockArrays:
-        """Return the arrays of contexts that chunks read, the entries of their block tables last."""
         return block_arrays(self._arrays, rows, lengths)
 
     def tables(self, entries: Tensor, starts: Tensor, is_reversed: Tensor) -> Sequence[BlockTables]:
-        """Return the block tables that these arrays make."""
         return [BlockTables(entries, starts, is_reversed)]
 
     def place_of(self, layer: int) -> tuple[int, int]:
-        """Return which of the tables a layer reads, and its place in the blocks."""
         return 0, layer
 
 
@@ -375,7 +368,6 @@ def choose_prompt_attention(planner: GpuPlanner, rings: GpuPlanner | None = None
 def prompt_choice(
     layout: BlockLayout, num_blocks: int, group: int, window: int | None, device: torch.device
 ) -> PromptChoice:
-    """Return which libraries compute prompts and chunks over so many blocks, as known or found out now."""
     installed = {library.name for library in installed_libraries(layout, device)}
     if not installed:
         return PromptChoice()

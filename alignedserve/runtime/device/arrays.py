@@ -84,7 +84,6 @@ class FixedArrays:
         self.fill(arrays)
 
     def fill(self, arrays: Sequence[Array]) -> None:
-        """Refill with arrays of the same dtypes and sizes, the last of any size that fits, on the current stream."""
         staged = torch.empty(self._packing.num_bytes, dtype=torch.uint8, pin_memory=self._packed.device.type == "cuda")
         used = self._packing.fill(staged.numpy(), arrays)
         self._packed[:used].copy_(staged[:used], non_blocking=True)

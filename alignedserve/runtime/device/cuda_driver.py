@@ -132,7 +132,6 @@ class RowRuns(NamedTuple):
         return cls(on_device[firsts], on_host[firsts], np.diff(firsts, append=len(on_device)))
 
     def slices(self) -> Iterator[tuple[slice, slice]]:
-        """Yield the rows of each run: the device's and the host's."""
         for own, there, count in zip(self.on_device.tolist(), self.on_host.tolist(), self.counts.tolist(), strict=True):
             yield slice(own, own + count), slice(there, there + count)
 

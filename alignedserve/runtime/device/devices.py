@@ -66,7 +66,6 @@ def _version_of_cuda() -> str | None:
 
 
 def device_type(device: str) -> str:
-    """Return the kind of a device by its name: cpu or cuda."""
     return device.partition(":")[0]
 
 

@@ -122,7 +122,6 @@ class SharedDevice:
         self._has_arrival.set()
 
     def is_alone(self) -> bool:
-        """Return whether no other worker asks to give way."""
         return not self._board.is_posted(time.monotonic())
 
     def begin(self, *, is_real_time: bool, has_prompt: bool = False, may_stop: bool = True) -> None:
@@ -139,7 +138,6 @@ class SharedDevice:
         self._computes_since_s, self._may_stop = time.monotonic(), may_stop
 
     def between_layers(self) -> None:
-        """Let an iteration for documents alone give way in its middle."""
         can_stop = self._computes_since_s is not None and self._may_stop
         if not can_stop or not self._board.is_posted(began_s := time.monotonic()):
             return
@@ -149,13 +147,11 @@ class SharedDevice:
         self._stopped_s += self._computes_since_s - began_s
 
     def take_stopped_s(self) -> float:
-        """Return how long the iteration that has ended stood still between its layers."""
         stopped_s, self._stopped_s = self._stopped_s, 0.0
         return stopped_s
 
     @contextlib.contextmanager
     def taken_within(self) -> Iterator[None]:
-        """Compute a chat within the iteration in progress, which stands still meanwhile."""
         now, is_best_effort = time.monotonic(), self._computes_since_s is not None
         self._earn(now)
         self._board.post(now + _POSTED_S, is_prompt=True)
@@ -173,7 +169,6 @@ class SharedDevice:
         self._earn(now)
 
     def close(self) -> None:
-        """Leave the board."""
         self._board.close()
 
     def _earn(self, now: float) -> None:

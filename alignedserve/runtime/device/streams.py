@@ -268,7 +268,6 @@ class CudaStreams:
 
 
 def streams_of(device: torch.device) -> DeviceStreams:
-    """Return the streams of this device: CudaStreams or HostStreams."""
     return CudaStreams(device) if device.type == "cuda" else HostStreams()
 
 

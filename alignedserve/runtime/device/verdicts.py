@@ -29,7 +29,6 @@ _suspects: dict[Path, Any] = {}  # files, and what is kept there if the device f
 
 
 def cache_folder() -> Path:
-    """Return the user's folder for what can be found out again."""
     return Path.home() / ".cache" / "alignedserve"
 
 
@@ -76,12 +75,10 @@ def keep(path: Path, verdict: Any) -> None:
 
 
 def suspect(path: Path, verdict: Any) -> None:
-    """Have this verdict kept if the device fails while this process computes on it."""
     _suspects[path] = verdict
 
 
 def accuse_suspects() -> None:
-    """Keep the verdicts on whatever may have made the device fail, so that the next process does without."""
     for path, verdict in _suspects.items():
         keep(path, verdict)
 

@@ -33,13 +33,11 @@ class DeviceChoice:
     is_warning: bool = False  # there is a GPU, and it is not used
 
     def log(self) -> None:
-        """Write the remark, if there is one, to the log."""
         if self.remark:
             logger.log(logging.WARNING if self.is_warning else logging.INFO, self.remark)
 
 
 def with_device(config: ClusterConfig, choice: DeviceChoice) -> ClusterConfig:
-    """Return the configuration with the device that was chosen."""
     replace = msgspec.structs.replace
     return replace(config, engine=replace(config.engine, device=choice.device))
 

@@ -192,7 +192,6 @@ class Engine:
             self._ranks.add_sequence(sequence)
 
     def append_blocks(self, request_id: RequestId, block_ids: Sequence[BlockId]) -> None:
-        """Extend the sequence's block table."""
         self._table.append_blocks(request_id, block_ids)
         if self._ranks is not None:
             self._ranks.append_blocks(request_id, block_ids)
@@ -225,16 +224,13 @@ class Engine:
             self._ranks.remove_sequence(request_id)
 
     def token_ids(self, request_id: RequestId) -> tuple[int, ...]:
-        """Return prompt and generated tokens so far."""
         row = self._table.row(request_id)
         return tuple(self._table.tokens[row, : self._table.num_tokens[row]].tolist())
 
     def num_computed(self, request_id: RequestId) -> int:
-        """Return the number of leading tokens whose keys and values lie in the blocks."""
         return int(self._table.num_computed[self._table.row(request_id)])
 
     def num_tokens(self, request_id: RequestId) -> int:
-        """Return the number of tokens known so far."""
         return int(self._table.num_tokens[self._table.row(request_id)])
 
     @torch.inference_mode()

@@ -23,7 +23,6 @@ class EngineOptions:
 
     @property
     def most_running(self) -> int:
-        """Return the sequences that may decode in one step."""
         return self.max_running or self.max_sequences
 
 

@@ -205,7 +205,6 @@ def answer_requests(connection: socket.socket, experts: LayerExperts, width: int
 
 
 def main(socket_descriptor: int, lifeline: int) -> int:
-    """Serve the worker at the other end of the socket until it closes; returns the process's exit status."""
     end_with_parent(lifeline)
     connection = socket.socket(fileno=socket_descriptor)
     first = receive_frame(connection)

@@ -44,7 +44,6 @@ class IterationTimer:
         self._num_made = 0
 
     def feasible(self, points: Sequence[Point], max_context_len: int) -> list[Point]:
-        """Return the points that fit the model and the blocks."""
         return feasible_points(
             points,
             max_context_len=max_context_len,

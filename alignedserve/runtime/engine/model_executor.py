@@ -158,7 +158,6 @@ class ModelExecutor:
         )
 
     def prepare(self, message: Message) -> "Sequence[Future[Any]]":
-        """Begin what the requests of a message need; return what they wait for."""
         self._turns.on_message(message)
         grammars = [
             self._grammars.compile(request.sampling.grammar, is_real_time=request.is_real_time)

@@ -142,7 +142,6 @@ def load_ranks(served: ServedModel, spec: RankEngineSpec, layout: BlockLayout, p
 
 @contextmanager
 def noted_progress(served: ServedModel, progress_path: Path | None) -> Iterator[LoadingProgress]:
-    """Note in a file how far the loading has come, and log its end."""
     config, began_s = served.decoder, time.monotonic()
     progress = LoadingProgress(progress_path, config.weight_bytes(served.dtype), config.num_layers)
     yield progress

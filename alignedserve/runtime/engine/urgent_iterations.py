@@ -28,7 +28,6 @@ class PassPace:
         self._launched.clear()
 
     def layer_launched(self) -> None:
-        """Wait until the device has few enough of the layers left that are launched."""
         if self._is_kept:
             self._launched.append(self._stream.record())
             if len(self._launched) > self._layers_ahead:
@@ -69,12 +68,10 @@ class UrgentIterations:
         self._waiting.append((threads.performer(work, completed), is_dealt_with))
 
     def pass_begins(self, slices: Iterable[tuple[RequestId, int]]) -> None:
-        """Note that a pass of these slices begins, within another or not."""
         if self._pace is not None and not self.is_within:
             self._pace.begin(sum(num_tokens for _, num_tokens in slices))
 
     def between_layers(self) -> None:
-        """Perform those that wait, while the pass in progress stands still."""
         if self._pace is not None and not self.is_within:
             self._pace.layer_launched()
         if not self._waiting or self._is_performing:
@@ -85,7 +82,6 @@ class UrgentIterations:
         self._stopped_s += time.monotonic() - began
 
     def perform_left(self) -> None:
-        """Perform iterations that came after their pass had ended."""
         self._perform(0.0)
 
     def _perform(self, answer_s: float) -> None:
@@ -99,6 +95,5 @@ class UrgentIterations:
             self._is_performing = self.is_within = False
 
     def take_stopped_s(self) -> float:
-        """Return how long the pass that has ended stood still."""
         stopped_s, self._stopped_s = self._stopped_s, 0.0
         return stopped_s

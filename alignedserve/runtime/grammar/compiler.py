@@ -30,7 +30,6 @@ def with_free_blanks(grammar: str) -> str:
 
 
 def has_free_blanks(grammar: str) -> bool:
-    """Return whether answers under this grammar may have any number of blanks in a row."""
     return grammar.startswith(" ")
 
 
@@ -58,7 +57,6 @@ class BlankRun:
         self._unread += token_ids
 
     def is_full(self, tokens: BlankTokens) -> bool:
-        """Return whether the run is so long that no more blanks are wanted."""
         unread, self._unread = self._unread, []
         text = self._decoder.decode(b"".join([tokens.texts[token_id] for token_id in unread]))
         if text:
@@ -150,7 +148,6 @@ class GrammarCompiler:
         return self._thread.submit(partial(self._compile, grammar), is_real_time=True)
 
     def release(self, grammar: str) -> None:
-        """Note that an answer with this grammar has ended."""
         with self._lock:
             self._followed[grammar] = None
             self._followed.move_to_end(grammar)

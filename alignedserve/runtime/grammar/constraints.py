@@ -27,17 +27,14 @@ def serialize(skeleton: str, parts: Mapping[str, GrammarPart]) -> str:
 
 
 def serialize_alone(part: GrammarPart) -> str:
-    """Return the grammar of an answer that is this part, from its first token to its last."""
     return orjson.dumps({"grammars": [part]}).decode()
 
 
 def quoted(text: str) -> str:
-    """Return a text as a literal."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def literal(pieces: Sequence[tuple[str, int | None]]) -> str:
-    """Return a text as literals and special tokens, each piece with the id of the token that it is, if any."""
     return " ".join(quoted(text) if token_id is None else special_token([token_id]) for text, token_id in pieces)
 
 
@@ -46,7 +43,6 @@ def special_token(token_ids: Sequence[int]) -> str:
 
 
 def json_value(schema: Mapping[str, Any]) -> str:
-    """Return the symbol for a JSON value of a normalized schema."""
     return f"%json {orjson.dumps(schema).decode()}"
 
 
@@ -97,7 +93,6 @@ class StructuredOutputs:
 
     @property
     def kind(self) -> str:
-        """Name of the field that is set."""
         return self._given()[0]
 
     def _given(self) -> list[str]:

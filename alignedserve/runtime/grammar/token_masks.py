@@ -195,7 +195,6 @@ class TokenMasks:
         self._executor = LLExecutor(num_threads)
 
     def add(self, row: int, sampling: SamplingParams, generated_token_ids: tuple[int, ...]) -> None:
-        """Add a row with a grammar, and its generated tokens so far."""
         ends = self._eos_token_ids if sampling.ignore_eos else ()
         early_ends = (*self._eos_token_ids, *sampling.stop_token_ids) if sampling.min_tokens else ends
         compiled = self._compiler.compile(sampling.grammar)
@@ -207,7 +206,6 @@ class TokenMasks:
         self._rows[row] = _Constrained(row, sampling.grammar, matcher, all_ends, has_jumps, *unwanted, blanks)
 
     def remove(self, row: int) -> None:
-        """Remove the row, if it has a grammar."""
         constrained = self._rows.pop(row, None)
         if constrained is not None:
             self._compiler.release(constrained.grammar)
@@ -252,11 +250,9 @@ class TokenMasks:
         return token_ids
 
     def has_any(self, rows: IntArray) -> bool:
-        """Return whether one of these rows has a grammar."""
         return bool(self._rows) and any(row in self._rows for row in rows.tolist())
 
     def failure(self, row: int) -> str | None:
-        """Return why the row's grammar could not be followed, if it could not."""
         constrained = self._rows.get(row)
         return None if constrained is None else constrained.failure
 

@@ -111,7 +111,6 @@ class GrammarTrials:
             weakref.finalize(self, lane.process.end)
 
     def start(self, grammar: str, turn: TrialTurn = ALONE) -> "Future[None]":
-        """Begin to try a grammar; the error of the result is a GrammarError."""
         key = blake2b(grammar.encode(), digest_size=16).digest()
         with self._lock:
             known = self._trials.get(key)
@@ -153,7 +152,6 @@ def _tells_nothing(result: "Future[None]") -> bool:
 
 
 def is_plain(grammar: str) -> bool:
-    """Return whether a grammar is such a schema: no expressions, references, intersections or large counts."""
     if len(grammar) > _MAX_BYTES:
         return False
     try:

@@ -47,7 +47,6 @@ def product_shapes(config: ModelConfig) -> tuple[ProductShape, ...]:
 
 
 def adaptable_modules(config: ModelConfig) -> dict[str, AdaptableModule]:
-    """Return the modules by their full names, under every prefix that files of this family use."""
     names = FAMILIES[config.family].names
     return {
         prefix + names.layer.format(layer=layer) + name: module

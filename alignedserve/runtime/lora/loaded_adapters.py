@@ -49,7 +49,6 @@ Changes = dict[str, AdapterChange]  # by name
 
 
 def loaded_file(folder: Path, deployment_id: str) -> Path:
-    """Return the file of a deployment in its node's folder. It need not exist."""
     file = folder / deployed_name("adapters", deployment_id)
     return file.with_name(f"{file.name}.json")
 
@@ -95,13 +94,11 @@ def with_loaded(changes: Changes, adapter: LoraAdapter, owner: str = "") -> Chan
 
 
 def without_loaded(changes: Changes, name: str) -> Changes:
-    """Return the changes after a loaded adapter was unloaded."""
     gone = msgspec.structs.replace(changes[name], number=_next_number(changes), is_loaded=False)
     return {**changes, name: gone}
 
 
 def merged(changes: Changes, others: Iterable[AdapterChange]) -> Changes:
-    """Return the changes with those of another node."""
     found = dict(changes)
     for other in others:
         own = found.get(other.name)

@@ -78,7 +78,6 @@ class SequenceAdapters:
         return matrices
 
     def remove(self, request_id: RequestId) -> None:
-        """Take back the adapter of a sequence that is removed, if it has one."""
         self._failures.pop(request_id, None)
         used = self._used.pop(request_id, None)
         if used is not None:
@@ -94,7 +93,6 @@ class SequenceAdapters:
         self.cache.close()
 
     def failures(self, request_ids: Iterable[RequestId]) -> dict[RequestId, str]:
-        """Return which of these sequences lack their adapter, and why."""
         if not self._failures:
             return {}
         return {request_id: self._failures[request_id] for request_id in request_ids if request_id in self._failures}

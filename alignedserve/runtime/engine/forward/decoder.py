@@ -76,7 +76,6 @@ class Decoder:
 
     @property
     def dtype_name(self) -> str:
-        """The dtype as block layouts spell it."""
         return dtype_name(self.dtype)
 
     @property
@@ -91,14 +90,12 @@ class Decoder:
             self._native_pass.between_layers = between_layers
 
     def give_way(self) -> None:
-        """Let another pass begin and end behind the layers of this pass, as between them. Nothing changes here."""
         told = (self.attention_s, self.chunk_attention_s, self.products_s, self.had_head)
         self._between_layers()
         self.attention_s, self.chunk_attention_s, self.products_s, self.had_head = told
 
     @property
     def has_native_head(self) -> bool:
-        """Return whether the native pass, if it takes a batch, computes the logits as well."""
         return self._native_pass is not None and self._native_pass.has_head
 
     @torch.inference_mode()

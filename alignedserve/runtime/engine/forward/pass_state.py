@@ -103,7 +103,6 @@ class PassState:
         self.chunk_attention_s = 0.0
 
     def begin(self, states: StateStorage | None) -> None:
-        """Mark what the pass is about to write: states of a model that has some, and rings."""
         self.states = states
         if states is not None and self.batch.states is not None:
             states.begin(self.batch.states)

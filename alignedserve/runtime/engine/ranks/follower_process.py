@@ -123,7 +123,6 @@ def _sequence_of(command: AddSequence, adapters: SequenceAdapters | None) -> New
 
 
 def main(socket_descriptor: int, copies_descriptor: int, lifeline: int) -> int:
-    """Follow the rank at the other end of the sockets until it closes; returns the process's exit status."""
     end_with_parent(lifeline)
     connection = socket.socket(fileno=socket_descriptor)
     first = receive_frame(connection)

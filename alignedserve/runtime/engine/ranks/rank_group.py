@@ -174,7 +174,6 @@ class RankGroup(MirroredRanks):
 
     @override
     def close(self) -> None:
-        """End the other ranks."""
         self._is_closed = True
         self.copies.end()
         self._end()

@@ -61,11 +61,9 @@ class RankEngineSpec(PartSpec, frozen=True, kw_only=True):
 
     @property
     def shards(self) -> tuple[TensorShard, ...]:
-        """Return every rank's share."""
         return tuple(TensorShard(rank, self.size) for rank in range(self.size))
 
     def layout(self, rank: int) -> BlockLayout:
-        """Return the layout of a rank's blocks."""
         return self.shards[rank].local(self.model.config).block_layout(self.block_size, self.cache_dtype)
 
     @property
@@ -74,7 +72,6 @@ class RankEngineSpec(PartSpec, frozen=True, kw_only=True):
         return self.num_blocks * sum(self.layout(rank).block_bytes for rank in range(self.size))
 
     def device(self, rank: int) -> torch.device:
-        """Return a rank's device."""
         return torch.device(self.devices[rank])
 
 

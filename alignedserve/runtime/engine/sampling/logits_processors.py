@@ -301,7 +301,6 @@ class LogitsProcessor:
             of_rows.pop(row, None)
 
     def record(self, rows: IntArray, chosen: IntArray) -> None:
-        """Record generated tokens, which later penalties count and which may begin a bad word."""
         if not self._seen and not self._bad_words:
             return
         for row, token_id in zip(rows.tolist(), chosen.tolist(), strict=True):

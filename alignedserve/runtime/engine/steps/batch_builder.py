@@ -89,7 +89,6 @@ class BatchBuilder:
         return self._build(rows[is_decode], rows[~is_decode], counts[~is_decode], hidden)
 
     def build_slices(self, slices: Slices, forced: Forced | None = None) -> StepBatch:
-        """Build the batch of these slices, with the tokens behind them that a grammar leaves no choice of."""
         request_ids, num_tokens = [part[0] for part in slices], [part[1] for part in slices]
         if not forced:
             return self.build(request_ids, num_tokens)

@@ -173,7 +173,6 @@ class BlockLoans:
 
 
 def num_lent_blocks(num_blocks: int, max_sequences: int, block_size: int) -> int:
-    """Return how many of an engine's blocks to keep for loans: for each sequence and a chunk, a small part of all."""
     return min(max_sequences + blocks_for(MOST_TOKENS, block_size) + 1, num_blocks // _LARGEST_SHARE)
 
 
@@ -250,7 +249,6 @@ class NextStep:
         self._launched = None
 
     def plan(self, launches: Sequence[StepLaunch]) -> None:
-        """Plan one more token of every sequence of the step that was launched last, unless it was divided."""
         self._planned = None
         launch = launches[-1]
         is_within = (self._table.num_computed[launch.rows] < self._table.max_context_len).all()

@@ -86,7 +86,6 @@ def _no_garbage_collected() -> Iterator[None]:
 
 
 def graph_sizes(max_sequences: int) -> list[int]:
-    """Return the batch sizes to record, ascending: padding a batch costs little, each size some memory and time."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 257, 16), *range(288, 513, 32), *range(576, 1025, 64)]
     return sorted({min(size, max_sequences) for size in sizes})
 

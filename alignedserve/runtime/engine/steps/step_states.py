@@ -103,14 +103,12 @@ class LateStates:
         self._new: set[int] = set()  # rows that have not been looked at
 
     def note(self, row: int) -> None:
-        """Note a sequence that was added to this row, whose blocks may still be on their way."""
         sequence = self._table.sequence(row)
         self._new.discard(row)
         if sequence.num_cached and not sequence.is_trial:
             self._new.add(row)
 
     def caught_up(self, slices: Slices) -> Slices:
-        """Return the slices with the tokens that are computed again, which do not count as computed any more."""
         if not self._new:
             return slices
         longer = []

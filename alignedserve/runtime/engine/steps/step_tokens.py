@@ -99,7 +99,6 @@ class JumpAhead:
         self._sampler = sampler
 
     def take(self, slices: Slices) -> Forced:
-        """Append what is forced after the last token of each decode among the slices; return it by sequence."""
         if self._masks is None or not self._masks.may_force:
             return {}
         forced: Forced = {}
