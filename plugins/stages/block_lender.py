@@ -1,7 +1,7 @@
 """Blocks that the first stage's engine lends to sequences that go ahead without one for their next token.
 
 When the token is asked for, the sequence has been given a block of its own, and the one slot that was written is copied
-there, on every stage. See steps/block_loans.py, which does the same on a GPU.
+there, on every stage. See steps/next_step.py, which does the same on a GPU.
 """
 
 from collections.abc import Sequence
