@@ -81,7 +81,7 @@ class _Received:
 
     def take(self, number: int) -> bytearray:
         with self._changed:
-            for older in [one for one in self._rows if one < number]:
+            for older in [row for row in self._rows if row < number]:
                 del self._rows[older]
             return self._rows.pop(number)
 

@@ -297,7 +297,9 @@ def _gpu_planner_of_rings(
     gpu_attention = importlib.import_module("alignedserve.runtime.attention.triton_backend")
     group, layout, window = config.group_size, storage.layout, config.sliding_window
     first, *of_rings = _sinks_of_parts(config, layout, scores)
-    all_rings = torch.cat([own for own in of_rings if own is not None]) if scores.sinks is not None else None
+    all_rings = (
+        torch.cat([of_ring for of_ring in of_rings if of_ring is not None]) if scores.sinks is not None else None
+    )
     plain = gpu_attention.GpuPlanner(table, storage, None, group, scores=scores._replace(sinks=first), **more)
     rung = gpu_attention.GpuRingPlanner(
         table, rings, storage, window, group, scores=scores._replace(sinks=all_rings), **more

@@ -151,7 +151,7 @@ class Decodes:
             window: decode_batch(first, lengths, part, heads)
             for window, part in zip(planner.windows, partitions, strict=True)
         }
-        more = ({window: batch._replace(tables=own) for window, batch in batches.items()} for own in others)
+        more = ({window: batch._replace(tables=other) for window, batch in batches.items()} for other in others)
         self._batches = [batches, *more]
 
     def run(self, queries: Tensor, out: Tensor, layer: int, is_windowed: bool) -> CompiledKernel | None:
@@ -182,7 +182,7 @@ class PagedChunks:
         *tiles, starts, is_reversed, entries = tensors
         ends = tiles.pop() if self._has_ends else None
         tables = self._planner.tables(entries, starts, is_reversed)
-        self._batches = [ChunkBatch(own, tiles, ends) for own in tables]
+        self._batches = [ChunkBatch(table, tiles, ends) for table in tables]
 
     def run(self, queries: Tensor, new: tuple[Tensor, Tensor], out: Tensor, layer: int, is_windowed: bool) -> None:
         assert self._batches, "a layer is computed before its arrays are bound"
@@ -486,11 +486,13 @@ class GpuRingPlanner(GpuPlanner):
 
     @override
     def block_arrays(self, rows: IntArray, lengths: IntArray) -> BlockArrays:
-        of_rings = [block_arrays(self._arrays._replace(block_tables=own), rows, lengths) for own in self._rings.tables]
+        of_rings = [
+            block_arrays(self._arrays._replace(block_tables=table), rows, lengths) for table in self._rings.tables
+        ]
         padding = (0, -len(of_rings[0].entries) % _ALIGNMENT)
-        return of_rings[0]._replace(entries=np.concatenate([np.pad(own.entries, padding) for own in of_rings]))
+        return of_rings[0]._replace(entries=np.concatenate([np.pad(of_ring.entries, padding) for of_ring in of_rings]))
 
     @override
     def tables(self, entries: Tensor, starts: Tensor, is_reversed: Tensor) -> Sequence[BlockTables]:
         of_rings = entries.view(len(self._rings.tables), -1)
-        return [BlockTables(own, starts, is_reversed) for own in of_rings]
+        return [BlockTables(of_ring, starts, is_reversed) for of_ring in of_rings]

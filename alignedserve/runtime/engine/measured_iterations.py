@@ -113,10 +113,14 @@ class KeptCalibration:
         for point, kept in zip(points[:_TRIED_AGAIN], seconds, strict=False):
             if not _agrees(min(kept), partial(measure, point)):
                 return ()
-        return tuple(Sample(point.work, one) for point, all_s in zip(points, seconds, strict=False) for one in all_s)
+        return tuple(
+            Sample(point.work, duration_s)
+            for point, all_s in zip(points, seconds, strict=False)
+            for duration_s in all_s
+        )
 
     def keep(self, points: Sequence[Point], samples: Sequence[Sample]) -> None:
-        seconds = [[one.seconds for one in samples if one.work == point.work] for point in points]
+        seconds = [[sample.seconds for sample in samples if sample.work == point.work] for point in points]
         if seconds[0]:
             keep(self._path(points), seconds)
 
@@ -137,7 +141,9 @@ def _checked(found: Any, num_points: int) -> list[list[float]]:
     if not isinstance(found, list) or len(found) != num_points:
         return []
     for seconds in found:
-        if not isinstance(seconds, list) or not all(isinstance(one, float) and 0.0 < one < 1e6 for one in seconds):
+        if not isinstance(seconds, list) or not all(
+            isinstance(value, float) and 0.0 < value < 1e6 for value in seconds
+        ):
             return []
     return found if all(found[:_TRIED_AGAIN]) else []
 

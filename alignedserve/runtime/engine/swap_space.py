@@ -189,7 +189,7 @@ class SlotSwapSpace(HostCaches):
         """`host_bytes`: memory for copies that is registered with a device now; those beyond it allocate their own."""
         # [blocks, keys and values of every layer, slots, elements], of each kind of layers
         self._slots = [kind.slots for kind in storage.kinds]
-        row_bytes = sum(own.shape[1] * own.shape[3] * own.element_size() for own in self._slots)  # of a token
+        row_bytes = sum(slots.shape[1] * slots.shape[3] * slots.element_size() for slots in self._slots)  # of a token
         super().__init__(storage, streams, row_bytes, host_bytes)
         self._parts: dict[RequestId, list[_Part]] = {}  # in the order of their tokens
 

@@ -219,7 +219,7 @@ def _check(wanted: Any) -> None:
     structures, triggers = wanted["structures"], wanted["triggers"]
     if not isinstance(structures, list) or not 1 <= len(structures) <= MAX_TAGS:
         raise InvalidRequest(f"'structures' must be a list of 1 to {MAX_TAGS} tags")
-    if not isinstance(triggers, list) or not triggers or not all(_is_text(one) and one for one in triggers):
+    if not isinstance(triggers, list) or not triggers or not all(_is_text(trigger) and trigger for trigger in triggers):
         raise InvalidRequest(f"'triggers' must be a list of texts of 1 to {_MAX_TEXT_LEN} characters")
     for tag in structures:
         if not isinstance(tag, dict) or tag.keys() != {"begin", "schema", "end"}:

@@ -20,7 +20,7 @@ def allowed_path(path: str, config: LoraConfig) -> Path:
         folder = Path(path).resolve()
     except (OSError, RuntimeError, ValueError) as error:  # such as links in a circle
         raise AdapterError("The adapter's path leads nowhere.") from error
-    if any(Path(own).resolve() == folder for own in config.adapters.values()):
+    if any(Path(adapter).resolve() == folder for adapter in config.adapters.values()):
         return folder
     if config.allowed_folder is None:
         raise AdapterError("Adapters are loaded only where lora.allowed_folder is set.")

@@ -58,7 +58,7 @@ def read_changes(file: Path) -> Changes:
     try:
         with file.open("rb") as stream:
             entries = msgspec.json.decode(stream.read(_MAX_FILE_BYTES), type=list[AdapterChange])
-        return {one.name: one for one in entries}
+        return {entry.name: entry for entry in entries}
     except FileNotFoundError:
         return {}
     except (OSError, msgspec.DecodeError) as error:
@@ -68,7 +68,7 @@ def read_changes(file: Path) -> Changes:
 def loaded_of(changes: Changes) -> dict[str, LoraAdapter]:
     """Return the adapters that are loaded, by name. Raises AdapterError for one that is none."""
     try:
-        return {one.name: one.adapter for one in changes.values() if one.is_loaded}
+        return {change.name: change.adapter for change in changes.values() if change.is_loaded}
     except InvalidRequest as error:
         raise AdapterError("an entry in the list of loaded adapters is not an adapter") from error
 
@@ -80,8 +80,8 @@ def read_loaded(file: Path) -> dict[str, LoraAdapter]:
 
 def write_changes(file: Path, changes: Changes) -> None:
     """Replace the file, inside `changing_loaded`. Of what was unloaded the latest is kept."""
-    unloaded = sorted((one for one in changes.values() if not one.is_loaded), key=lambda one: -one.number)
-    kept = [one for one in changes.values() if one.is_loaded] + unloaded[:_MAX_UNLOADED]
+    unloaded = sorted((change for change in changes.values() if not change.is_loaded), key=lambda one: -one.number)
+    kept = [change for change in changes.values() if change.is_loaded] + unloaded[:_MAX_UNLOADED]
     written = file.with_suffix(".new")
     written.write_bytes(msgspec.json.encode(kept))
     os.replace(written, file)
@@ -126,7 +126,7 @@ def exchange(file: Path, others: Iterable[AdapterChange]) -> tuple[AdapterChange
 
 
 def _next_number(changes: Changes) -> int:
-    return 1 + max((one.number for one in changes.values()), default=0)
+    return 1 + max((change.number for change in changes.values()), default=0)
 
 
 def carry_over(old: Path, new: Path, served: ServedModel) -> tuple[str, ...]:

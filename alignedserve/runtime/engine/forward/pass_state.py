@@ -157,11 +157,11 @@ class PassState:
         """
         rows = last.token_rows
         kept = {
-            id(one): (one[0].index_select(0, rows), one[1].index_select(0, rows))
-            for one in self.rotations
-            if one is not None
+            id(rotation): (rotation[0].index_select(0, rows), rotation[1].index_select(0, rows))
+            for rotation in self.rotations
+            if rotation is not None
         }
-        self.rotations = [None if one is None else kept[id(one)] for one in self.rotations]
+        self.rotations = [None if rotation is None else kept[id(rotation)] for rotation in self.rotations]
         if self.layer_embeddings is not None:
             self.layer_embeddings = self.layer_embeddings.index_select(0, rows)
         self.attention, self.last = last.attention, None
