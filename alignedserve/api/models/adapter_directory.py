@@ -1,7 +1,7 @@
 """The adapters that requests may name, from the configuration or loaded while serving.
 
-The latter are in a file of the node (`runtime/lora/loaded_adapters.py`), which its gateways and its batch worker share, so
-that one that is restarted knows them again. What a name means is in memory; the file is read when it has changed.
+Loaded adapters are in a file of the node (`runtime/lora/loaded_adapters.py`) for its gateways and its batch worker: a
+restarted process knows them again. What a name means is in memory; the file is read when it has changed.
 """
 
 import logging
