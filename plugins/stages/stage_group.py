@@ -166,6 +166,7 @@ class StageGroup(MirroredRanks):
         """Wait until all stages have done what they were sent. Raises ExchangeBroken."""
         self._received.wait(self._num_sent, _TIMEOUT_S)
 
+    @override
     def wait_for(self, event: Event) -> None:
         event.synchronize()
 

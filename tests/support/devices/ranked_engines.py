@@ -82,6 +82,7 @@ class ThreadRanks(MirroredRanks):
             thread.join(_TIMEOUT_S)
         assert not self.errors, self.errors
 
+    @override
     def wait_for(self, event: Event) -> None:
         event.synchronize()
         if self.errors:

@@ -96,6 +96,9 @@ class MirroredRanks(ABC):
         self._send(payload)
 
     @abstractmethod
+    def wait_for(self, event: Event) -> None: ...
+
+    @abstractmethod
     def kill(self) -> None:
         """End the other processes at once."""
 
@@ -160,6 +163,7 @@ class RankGroup(MirroredRanks):
         for follower in self._followers:
             follower.process.kill()
 
+    @override
     def wait_for(self, event: Event) -> None:
         """A sum within a replayed graph raises nothing itself, and never ends without all ranks."""
         began_s = time.monotonic()
