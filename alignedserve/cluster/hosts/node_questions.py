@@ -12,7 +12,7 @@ from ray.exceptions import RayError
 from alignedserve.cluster.hosts.members import HostedModel, Member
 from alignedserve.cluster.ray_polls import answers_so_far
 from alignedserve.process.loading_progress import Progress
-from alignedserve.runtime.lora.loaded_file import AdapterChange, Changes, merged
+from alignedserve.runtime.lora.loaded_adapters import AdapterChange, Changes, merged
 
 logger = logging.getLogger(__name__)
 

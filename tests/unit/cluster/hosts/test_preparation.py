@@ -23,7 +23,7 @@ from alignedserve.config.model_settings import load_models
 from alignedserve.config.sections import MIB
 from alignedserve.core.errors import ConfigError, NotEnoughMemory
 from alignedserve.core.request import LoraAdapter
-from alignedserve.runtime.lora.loaded_file import loaded_file, with_loaded, write_changes
+from alignedserve.runtime.lora.loaded_adapters import loaded_file, with_loaded, write_changes
 from alignedserve.runtime.model.model_files import read_config
 from tests.support.marks import each
 from tests.support.models.lora_folders import write_adapter
