@@ -32,7 +32,6 @@ from experiments.steady import LEAST_S, LEAST_SEEDS
 UNION = "aligned_slo"
 MODEL, LENGTHS = "opt-13b", "sharegpt"
 RATES: Mapping[str, float] = {"alise": 1.1, "apt_serve": 3.2, "bros": 10.0}
-_HIDDEN_RATIO = 0.5  # bytes of a hidden cache of OPT, whose query heads all have keys of their own
 
 COLUMNS: Mapping[str, str] = {
     "part": "load of",
@@ -60,7 +59,6 @@ class Ablated:
     paper: str
     name: str
     system: str = UNION  # of the paper's experiment
-    params: Mapping[str, Any] | None = None  # of the policy
     swap_format: str | None = None  # of the workers
 
     def case(self, seed: int, duration_s: float) -> LabelledCase:
@@ -82,25 +80,18 @@ class Ablated:
     def _set(self, made: LabelledCase) -> Any:
         """Return the configuration with the mechanism, which the simulated engine then has."""
         config, changed = made.case.config, msgspec.structs.replace
-        cluster = config.cluster
-        if self.swap_format is not None:
-            cluster = changed(cluster, decode=changed(cluster.decode, swap_format=self.swap_format))
-        if self.params is not None:
-            cluster = changed(cluster, scheduling=changed(cluster.scheduling, policy_params=dict(self.params)))
-            if "hidden_caches" in self.params:
-                config = replace(config, mechanisms=replace(config.mechanisms, hidden_ratio=_HIDDEN_RATIO))
-        return replace(config, cluster=cluster)
+        if self.swap_format is None:
+            return config
+        decode = changed(config.cluster.decode, swap_format=self.swap_format)
+        return replace(config, cluster=changed(config.cluster, decode=decode))
 
 
 SYSTEMS = (
     Ablated("alise", UNION),
     Ablated("alise", f"{UNION}, int8 swaps", swap_format="int8"),
-    Ablated("alise", f"{UNION}, levels", params={"levels": True}),
     Ablated("alise", "ALISE", "ALISE"),
     Ablated("alise", "ALISE, recomputing", "Recompute"),
     Ablated("apt_serve", UNION),
-    Ablated("apt_serve", f"{UNION}, hidden caches", params={"hidden_caches": True}),
-    Ablated("apt_serve", f"{UNION}, knapsack", params={"knapsack": True}),
     Ablated("apt_serve", "Apt-Serve", "apt_serve"),
     Ablated("apt_serve", "Apt-Serve, keys and values", "apt_serve, keys and values"),
     Ablated("bros", UNION),

@@ -4,9 +4,6 @@ Unset, it is the policy's own: elastic for the default policy, the paper's for a
 that separate workers alone have, and the policy runs on such, are they what was asked for.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 import msgspec
 
 from alignedserve.config.sections import ClusterConfig, Topology
@@ -34,7 +31,7 @@ def require_effect(config: ClusterConfig) -> None:
     topology, name = topology_of(config), config.scheduling.policy
     entry = policy_entry(name)
     if config.decode.pool_bytes:
-        _require_pooling(topology, name, config.scheduling.policy_params)
+        _require_pooling(topology, name)
     if topology.is_separate:
         return
     for section, field in _set_fields(config):
@@ -50,17 +47,13 @@ def require_effect(config: ClusterConfig) -> None:
         )
 
 
-def _require_pooling(topology: Topology, name: str, params: Mapping[str, Any]) -> None:
+def _require_pooling(topology: Topology, name: str) -> None:
     if topology.is_separate:
         raise ConfigError(
             "decode.pool_bytes has no effect in separate workers, whose pool is that of pool.memory_bytes"
         )
     if Mechanism.POOL not in policy_entry(name).uses:
         raise ConfigError(f"decode.pool_bytes has no effect with policy {name!r}, which lets no decode wait in a pool")
-    if params.get("hidden_caches"):
-        raise ConfigError(
-            "scheduling.policy_params.hidden_caches has no effect beside decode.pool_bytes; set one of them"
-        )
 
 
 def _set_fields(config: ClusterConfig) -> list[tuple[str, str]]:

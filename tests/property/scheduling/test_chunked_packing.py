@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from alignedserve.scheduling.chunked_packing import ChunkedPacking, Order, order_of
 from alignedserve.scheduling.policy import IterationPlan, WorkerView
+from lab.policies.chunked_packing import ChunkedPacking, Order, order_of
 from tests.harnesses.scheduling import assert_sound, view_of
 from tests.support.marks import slow
 

@@ -25,11 +25,11 @@ from alignedserve.scheduling.factory import (
     with_yielding,
 )
 from alignedserve.scheduling.iteration_scheduler import FcfsIterationScheduler, PolicyIterationScheduler
-from alignedserve.scheduling.policies import POLICIES
-from alignedserve.scheduling.policies.round_robin import RoundRobin
+from alignedserve.scheduling.policies import all_policies
 from alignedserve.scheduling.policy import IterationLimits, Mechanism
 from alignedserve.scheduling.scheduler import Scheduler
 from alignedserve.scheduling.topology import require_effect, topology_of
+from lab.policies.round_robin import RoundRobin
 from tests.harnesses.scheduling import EasyCosts
 from tests.support.marks import each
 
@@ -207,7 +207,7 @@ def of(**sections: Any) -> Topology:
 
 def test_unset_it_is_the_policys_own_and_elastic_for_the_default_one() -> None:
     assert of() is topology_of(ClusterConfig()) is Topology.ELASTIC
-    for name, entry in POLICIES.items():
+    for name, entry in all_policies().items():
         assert of(scheduling={"policy": name}) is entry.topologies[0]
     assert of(scheduling={"policy": "aligned"}) is Topology.DISAGGREGATED
     assert of(scheduling={"policy": "sarathi"}) is Topology.COLOCATED

@@ -93,7 +93,6 @@ class SloPacking:
             return
         rows = self._of_class(rows, are_chats)
         self._gain, self._decodes = None, decodes or IterationWork()
-        self._foresee(rows)
         for row in rows.tolist():
             if row in self._evicted or (row in packer and not self._is_extensible(row, budget_s)):
                 continue
@@ -126,9 +125,6 @@ class SloPacking:
         self._packer.withdraw(row)
         self._kept = 0
         return True
-
-    def _foresee(self, rows: Ints) -> None:
-        """Note what depends on the blocks that are free before any of these prompts takes some."""
 
     def _wanted(self, row: int) -> int:
         packer, rank = self._packer, self._rows.rank[row]

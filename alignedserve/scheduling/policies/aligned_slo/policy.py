@@ -19,7 +19,6 @@ import numpy as np
 
 from alignedserve.config.sections.scheduling import MAX_INTERFERENCE
 from alignedserve.core.class_floor import OVERDUE_S
-from alignedserve.scheduling.policies.aligned_slo.choices import HiddenPacking, by_density, in_levels
 from alignedserve.scheduling.policies.aligned_slo.floor import Floor
 from alignedserve.scheduling.policies.aligned_slo.forecast import (
     BEST_EFFORT,
@@ -86,10 +85,6 @@ class AlignedSloConfig:
     growth_tokens: int = 16  # newcomers leave blocks for this many more tokens of each request with objectives
     interference: float | None = None  # `scheduling.interference`: best effort prolongs gaps of chat by this factor
     best_effort_floor: float = 0.05  # share of the time, or of the tokens, that it has all the same; the router's
-    # What other papers' policies always do, for what it is worth (docs/experiments/ablations.md).
-    levels: bool = False  # ALISE's, of the time left
-    knapsack: bool = False  # Apt-Serve's, of first tokens where blocks are short
-    hidden_caches: bool = False  # Apt-Serve's, for first tokens for which blocks are short
 
     def __post_init__(self) -> None:
         if self.interference is not None and not 1.0 <= self.interference <= MAX_INTERFERENCE:
@@ -142,7 +137,8 @@ class AlignedSlo:
             interference = None
         forecast = self._forecast(view, cap_s, interference)
         loans = Loans(view, forecast, self._credit)
-        packing = self._packing_of(view)(view, forecast, loans, growth_tokens=self._config.growth_tokens)
+        packing_type = SloPacking if view.pool is None else PooledPacking
+        packing = packing_type(view, forecast, loans, growth_tokens=self._config.growth_tokens)
         allowed_s = forecast.allowed_s
         if interference is not None:
             packing.add_decodes(_ON_TIME, np.inf)
@@ -207,11 +203,6 @@ class AlignedSlo:
         waits for it now: its weights are read once for more documents then."""
         is_awaited = any(rows.num_waiting[rank] for rank in _REAL_TIME.ranks)
         return view.passes_stop and self._interference is None and not is_awaited
-
-    def _packing_of(self, view: WorkerView) -> type[SloPacking]:
-        if view.pool is not None:
-            return PooledPacking
-        return HiddenPacking if self._config.hidden_caches else SloPacking
 
     def _longest_s(self, view: WorkerView) -> tuple[float, float]:
         """Return how long an iteration may be for the sake of prompts that come meanwhile, and one that is worth
@@ -279,10 +270,6 @@ class AlignedSlo:
             rows = without_starving_chat(view.table, rows)
             copies_s = min(copies_s, interference.copies_s(view, real_time_work(view.table).decodes))
         rows, hold, is_floor_held, keeper = self._floor.apply(view, rows)
-        if config.levels:
-            rows = in_levels(rows, view.table, decode_s=runtime.decode_s, now=now)
-        if config.knapsack:
-            rows = by_density(rows, view.table, view.memory, now)
         return SloForecast(
             rows=rows,
             hold=hold,

@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 
 from alignedserve.scheduling.policies import make_policy
-from alignedserve.scheduling.policies.fastserve import queue_of
 from alignedserve.scheduling.policy import IterationPlan, WorkerView
 from alignedserve.scheduling.runtime_estimate import RequestRuntimeModel
+from lab.policies.fastserve import queue_of
 from tests.harnesses.scheduling import assert_sound, evicted_of, scheduled_of, view_of
 from tests.support.marks import each
 

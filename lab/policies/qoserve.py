@@ -14,7 +14,6 @@ import numpy as np
 from msgspec import Meta
 
 from alignedserve.costmodel.model import chunk_within
-from alignedserve.scheduling.chunked_packing import ChunkedPacking, ChunkRule, order_of
 from alignedserve.scheduling.packer import Packer
 from alignedserve.scheduling.policy import IterationPlan, WorkerView
 from alignedserve.scheduling.runtime_estimate import (
@@ -24,6 +23,7 @@ from alignedserve.scheduling.runtime_estimate import (
     remaining_output_len,
 )
 from alignedserve.scheduling.table import Bools, Floats, Ints, RequestTable, rows_where
+from lab.policies.chunked_packing import ChunkedPacking, ChunkRule, order_of
 
 
 @dataclass(frozen=True, slots=True)
