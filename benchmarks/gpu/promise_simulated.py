@@ -5,7 +5,7 @@ run live, request by request, beside what came of it there.
 
 By the data sheet (`roofline`, `calibrated`), and by costs fitted to iterations of that GPU (benchmarks.gpu.predicted).
 Phases and windows are those of the live run. What comes within a window is the difference of two runs that are cut off
-where it begins and ends. Writes the record and the table of docs/gpu.md.
+where it begins and ends. Writes the record, and prints it as a table.
 """
 
 import random
@@ -24,8 +24,7 @@ from alignedserve.costmodel.linear import LinearCoefficients, LinearIterationMod
 from benchmarks.gpu.predicted import SERVED_SHAPE, fitted_profile
 from benchmarks.gpu.timed_iterations import figures_of
 from benchmarks.measuring.arguments import parser_of
-from benchmarks.measuring.page_tables import put_table
-from benchmarks.measuring.recording import RESULTS, read_figures, write_result
+from benchmarks.measuring.recording import RESULTS, write_result
 from lab.costmodel.choice import WorkerSpec
 from lab.sim.cluster_hardware import ClusterHardware
 from lab.sim.config import SimConfig
@@ -35,8 +34,7 @@ from lab.sim.records import RequestRecord
 from lab.sim.simulation import BEGIN_S, Simulation
 from lab.workload.requests import ClosedLoop, TimedRequest, Workload, WorkloadDescription
 
-PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
-NAME, TABLE = "gpu/promise_simulated", "the promise, simulated"
+NAME = "gpu/promise_simulated"
 CHAT, DOCUMENTS, BOTH = "chat alone", "documents alone", "chat beside documents"
 FITTED = "fitted"
 BETWEEN = "fitted, and between"  # and the time between iterations as the live run had it, which no policy learns
@@ -308,20 +306,14 @@ def table(figures: dict[str, Any]) -> str:
     return "".join(lines)
 
 
-def with_table(page: str) -> str:
-    """Return the page with the table of the record."""
-    return put_table(page, TABLE, table(read_figures(NAME)))
-
-
 def main() -> None:
-    """Simulate, write the record and the table, and print it."""
+    """Simulate, write the record, and print it as a table."""
     parser_of(__doc__).parse_args()
     runs = live_runs(RESULTS / "gpu")
     figures = {name: live_figures(run) for name, run in zip(LIVE, runs, strict=True)}
     figures |= {source: simulate(runs[0], source) for source in SOURCES}
     write_result(NAME, figures)
     print(table(figures))
-    PAGE.write_text(with_table(PAGE.read_text()))
 
 
 if __name__ == "__main__":

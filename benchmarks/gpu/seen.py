@@ -36,10 +36,7 @@ def with_seen(page: str, records: dict[str, dict[str, Any]]) -> str:
     targets = "| figure | target | seen | |\n|---|---|---|---|\n" + "".join(
         f"| {one.what} | {_spaced(one.target)} | {_spaced(one.seen)} | {one.verdict} |\n" for one in found
     )
-    runs = "| part | day | GPU | driver | PyTorch | Triton |\n|---|---|---|---|---|---|\n" + "".join(
-        f"| `{name}` | {_run(record)} |\n" for name, record in records.items()
-    )
-    tables = {"gpu targets": targets, "gpu runs": runs}
+    tables = {"gpu targets": targets}
     if "promise" in records:
         tables["gpu promise"] = _promise(records["promise"]["figures"])
     if "list-copies" in records:
@@ -90,13 +87,6 @@ def _spaced(figure: str) -> str:
     why = figure.find("; left out: ")
     shown = figure if why < 0 else figure[:why] + "; others left out)"
     return shown.replace(".0%", "%").replace("%", " %")
-
-
-def _run(record: dict[str, Any]) -> str:
-    machine = record["machine"]
-    names = " + ".join(gpu["name"] for gpu in machine["gpus"])
-    torch = f"{machine['torch']}, CUDA {machine['cuda']}"
-    return " | ".join((record["measured_at"][:10], names, machine["driver"], torch, str(machine["triton"])))
 
 
 if __name__ == "__main__":

@@ -3,22 +3,21 @@
     python -m benchmarks.gpu.stops_simulated        # about three minutes of one core
 
 The loads of the live runs, by costs fitted to iterations of that GPU, and with what passed between iterations there. A
-stop waits for one layer in the simulator; live for up to three, as the host launches two ahead. Writes the record and
-the table of docs/gpu.md.
+stop waits for one layer in the simulator; live for up to three, as the host launches two ahead. Writes the record, and
+prints it as a table.
 """
 
 from typing import Any
 
-from benchmarks.gpu.promise_simulated import BETWEEN, BOTH, CHAT, FITTED, PAGE, live_runs, simulate
+from benchmarks.gpu.promise_simulated import BETWEEN, BOTH, CHAT, FITTED, live_runs, simulate
 from benchmarks.measuring.arguments import parser_of
-from benchmarks.measuring.page_tables import put_table
-from benchmarks.measuring.recording import RESULTS, read_figures, write_result
+from benchmarks.measuring.recording import RESULTS, write_result
 
-NAME, TABLE = "gpu/stops_simulated", "stops, simulated"
+NAME = "gpu/stops_simulated"
 
 
 def main() -> None:
-    """Simulate, print each run, and write the record and the table."""
+    """Simulate, print each run, write the record, and print it as a table."""
     parser_of(__doc__).parse_args()
     runs = []
     for number, live in enumerate(live_runs(RESULTS / "gpu"), 1):
@@ -30,7 +29,7 @@ def main() -> None:
                 )
                 print(runs[-1], flush=True)
     write_result(NAME, {"runs": runs})
-    PAGE.write_text(with_table(PAGE.read_text()))
+    print(table({"runs": runs}))
 
 
 def table(figures: dict[str, Any]) -> str:
@@ -55,11 +54,6 @@ def table(figures: dict[str, Any]) -> str:
         )
         lines.append(f"| {' | '.join(cells)} |\n")
     return "".join(lines)
-
-
-def with_table(page: str) -> str:
-    """Return the page with the table of the record."""
-    return put_table(page, TABLE, table(read_figures(NAME)))
 
 
 if __name__ == "__main__":

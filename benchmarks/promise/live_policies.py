@@ -16,7 +16,7 @@ longer than the run, and what held many of them at a time seemed to be the faste
 under `aligned_slo`: best-effort alone gives its throughput, real-time alone the share of the workers' time that it
 takes. Beside each run stands what the simulator makes of the same arrivals and lengths, with costs fitted to the
 recording of those runs, and to that of the very run, and how far its runs lie apart.
-The table stands in docs/benchmarks.md; tests/unit/docs/test_live_policies.py holds page and record together.
+The record has all of it, docs/benchmarks.md a table, and tests/unit/docs/test_live_policies.py compares them.
 """
 
 import shutil
@@ -40,12 +40,7 @@ from lab.commands.machine import describe_machine
 RECORD = "serving/live_policies"
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks.md"
 LEARNING_S = 10.0  # so that workers have learned what iterations cost
-_HEAD = (
-    "| topology, load | policy | both held | simulated | TTFT p50, p90, longest, s | TPOT p50, p90, s | longest gap, s "
-    "| documents, tokens/s | simulated |"
-)
 OWN_COSTS = "simulated_own_costs"  # of a row: with costs fitted to its own run
-_DIFFERS = 0.1  # from where on a difference between live and simulated is shown in bold
 Row = dict[str, Any]
 
 
@@ -108,58 +103,34 @@ def _percentiles(distribution: Mapping[str, float] | None) -> dict[str, float] |
 
 
 def table(figures: Mapping[str, Any]) -> str:
-    """Return the table: per topology and load first each kind alone, then every policy that was measured."""
-    rows = [_HEAD, "|---" * (_HEAD.count("|") - 1) + "|"]
-    for topology, of_topology in figures["topologies"].items():
-        alone = of_topology["alone"]
-        documents = round(alone[DOCUMENTS][DOCUMENTS]["tokens_per_s"])
-        for load in LOADS:
-            chat = _chat_cells(alone[load])
-            where = of_topology["machine"]
-            rows.append(f"| {topology}, {load} | each alone (`aligned_slo`), {where} | {chat} | {documents} | |")
-            for policy, measured in sorted(of_topology["both"].items()):
-                if load in measured:
-                    rows.append(f"| | `{policy}` | {_cells(measured[load])} |")
+    """Return the table: what chat held and documents had, each alone and by policy; light and heavy load."""
+    topologies = figures["topologies"]
+    policies = sorted({policy for of in topologies.values() for policy in of["both"]})
+    rows = [f"| | {' | '.join(topologies)} |", "|---" * (len(topologies) + 1) + "|"]
+    alone = (_alone_cell(of["alone"]) for of in topologies.values())
+    rows.append(f"| each alone (`aligned_slo`) | {' | '.join(alone)} |")
+    for policy in policies:
+        cells = (_cell(of["both"].get(policy, {})) for of in topologies.values())
+        rows.append(f"| `{policy}` | {' | '.join(cells)} |")
     return "\n".join(rows) + "\n"
 
 
-def _cells(measured: Mapping[str, Any]) -> str:
-    live, predicted = measured["live"], [measured[name] for name in ("simulated", OWN_COSTS) if measured.get(name)]
-    tokens = live[DOCUMENTS]["tokens_per_s"]
-    shown = _predicted([one[DOCUMENTS] for one in predicted], "tokens_per_s", tokens, _DIFFERS * tokens, "{:.0f}")
-    return f"{_chat_cells(live, *predicted)} | {tokens:.0f} | {shown or '-'}"
+def _alone_cell(alone: Mapping[str, Row]) -> str:
+    held = ", ".join(_held(alone[load]) for load in LOADS)
+    return f"{held}; {alone[DOCUMENTS][DOCUMENTS]['tokens_per_s']:.0f}"
 
 
-def _chat_cells(live: Row, *predicted: Row) -> str:
-    chat = live[CHAT]
-    held = chat["held"] or 0.0
-    shown = _predicted([one[CHAT] for one in predicted], "held", held, _DIFFERS, "{:.0%}")
-    ttft, tpot = chat["ttft_s"], chat["tpot_s"]
-    times = [
-        ", ".join(_seconds(ttft and ttft[name]) for name in ("p50", "p90", "max")),
-        ", ".join(_seconds(tpot and tpot[name], 3) for name in ("p50", "p90")),
-        _seconds(chat["longest_gap_s"]),
-    ]
-    return " | ".join([f"{held:.0%}", shown, *times])
+def _cell(measured: Mapping[str, Any]) -> str:
+    live = [measured[load]["live"] for load in LOADS if load in measured]
+    return f"{', '.join(map(_held, live))}; {', '.join(map(_documents, live))}" if live else "-"
 
 
-def _predicted(rows: Sequence[Mapping[str, Any]], name: str, seen: float, most: float, form: str) -> str:
-    """Return the means of the runs, and how far those of the last row lie apart.
-
-    A mean is in bold where it differs from what was seen by more than `most`, unless that may be such a run.
-    """
-    shown, ends = list[str](), list[float]()
-    for row in rows:
-        mean, ends = row[name] or 0.0, row.get(f"{name}_range") or []
-        is_such_a_run = bool(ends) and ends[0] <= seen <= ends[1]
-        text = form.format(mean)
-        shown.append(f"**{text}**" if abs(mean - seen) > most and not is_such_a_run else text)
-    apart = f" ({form.format(ends[0])} to {form.format(ends[1])})" if ends else ""
-    return ", ".join(shown) + apart
+def _held(live: Row) -> str:
+    return f"{live[CHAT]['held'] or 0.0:.0%}"
 
 
-def _seconds(value: float | None, digits: int = 2) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
+def _documents(live: Row) -> str:
+    return f"{live[DOCUMENTS]['tokens_per_s']:.0f}"
 
 
 def with_table(page: str) -> str:
@@ -235,7 +206,7 @@ def simulate_again(rows: dict[str, Row], recordings: Path, policy: str, topology
             for load, row in rows.items():
                 row[name] = simulated(machine, policy, topology, load, duration_s)
     for load, row in rows.items():
-        print(f"{topology}, {load}, {policy}: {_cells(row)}", flush=True)
+        print(f"{topology}, {load}, {policy}: {_cell({load: row})}", flush=True)
 
 
 def write_record(figures: Mapping[str, Any]) -> None:

@@ -17,10 +17,10 @@ def worth() -> str:
         at = record.of(part=part, system=system)
         seeds = {row["seed"] for row in at.rows}
         off = Record([row for row in record.of(part=part, system=_UNION).rows if row["seed"] in seeds])
-        lines.append([_OWN[part], _shown(system), str(len(at.rows)), *_cells(part, at, off)])
+        lines.append([_OWN[part], _shown(system), *_cells(part, at, off)])
     if not lines:
         return _NOT_YET
-    heads = ["load of", "system", "seeds", "s/token", "by the union's", "p99 response", "held", "best-effort tokens/s"]
+    heads = ["load of", "system", "s/token", "by the union's", "held", "best-effort tokens/s"]
     return table([*heads, "tokens/s", "longest gap", "completed of sent"], lines)
 
 
@@ -30,7 +30,6 @@ def _cells(part: str, at: Record, off: Record) -> list[str]:
     return [
         digits(at.mean(latency)),
         change(at.mean(latency) / off.mean(latency)) if off else "-",
-        seconds(at.mean("all.end_to_end_s.p99")),
         share(at.mean(held)) if held else "-",
         count(at.mean("be.loaded_tokens_per_s")) if has_best_effort else "-",
         count(at.mean("all.loaded_tokens_per_s")),

@@ -6,10 +6,11 @@ from functools import cache
 from experiments.common import Row
 from experiments.grid.record import PATH, Record
 from experiments.grid.systems import FIELD, UNION
-from experiments.pages.record import bold, bullets, digits, figures, seconds, share, states_of, table, warnings_of
+from experiments.pages.record import bold, bullets, digits, figures, seconds, states_of, table
 from experiments.steady import LEAST_S
 from experiments.validity.rows import is_stale, states
 
+_SHOWN = 12
 _NONE = "none over 98 %"
 
 
@@ -31,8 +32,7 @@ def rows() -> Sequence[Row]:
 
 def record() -> str:
     """Return how much of the record is of today's decision code."""
-    found = states("grid", rows())
-    return bullets([*warnings_of(rows(), found), *states_of("grid.jsonl", rows(), found)])
+    return bullets(states_of(rows(), states("grid", rows())))
 
 
 def progress() -> str:
@@ -142,9 +142,9 @@ def floor() -> str:
 
 
 def compared() -> str:
-    """Return every point, the furthest behind first."""
-    points = sorted(figures("grid")["points"], key=lambda row: row.get("ahead", 100.0))
-    head = ["point", "default", "best", "which", "ahead", "goodput", "BE tokens/s", "done", "fluid", "gap"]
+    """Return the points that are furthest behind."""
+    points = sorted(figures("grid")["points"], key=lambda row: row.get("ahead", 100.0))[:_SHOWN]
+    head = ["point", "default", "best", "which", "ahead", "goodput", "BE tokens/s", "gap"]
     return table(head, map(_cells, points))
 
 
@@ -152,8 +152,7 @@ def _cells(row: Row) -> list[str]:
     default = f"{row['default']:.1f} ± {row['default_half']:.1f} %"
     if "ahead" not in row:
         return [
-            row["point"], default, "-", _NONE, "-", "-", _number(row["default_be"]), share(row["default_completed"], 0),
-            share(row["default_fluidity"], 0), seconds(row["default_gap"]),
+            row["point"], default, "-", _NONE, "-", "-", _number(row["default_be"]), seconds(row["default_gap"]),
         ]  # fmt: skip
     ahead = f"{row['ahead']:+.1f} ± {row['ahead_half']:.1f}"
     return [
@@ -164,8 +163,6 @@ def _cells(row: Row) -> list[str]:
         bold(ahead) if row["ahead"] < -1 else ahead,
         _signed(row["gain"]),
         _pair(row, "be", _number),
-        _pair(row, "completed", lambda value: share(value, 0)),
-        _pair(row, "fluidity", lambda value: share(value, 0)),
         _pair(row, "gap", seconds),
     ]
 

@@ -4,39 +4,33 @@ from collections.abc import Sequence
 from statistics import mean
 
 from experiments.common import Row
-from experiments.pages.record import bold, bullets, digits, figures, table
+from experiments.pages.record import bold, bullets, figures, table
 from experiments.separation import BEHIND, NAME, PARTS
 
 
 def compared() -> str:
-    """Return every point of every part."""
+    """Return every point with the measured costs."""
     head = [
-        "costs",
         "point",
-        "requests/s",
         "elastic",
         "colocated",
         "best split",
         "ahead",
         "of colocated",
-        "moved",
         "seeds",
     ]
-    return table(head, map(_cells, figures(NAME)["compared"]))
+    return table(head, map(_cells, _of("calibrated")))
 
 
 def _cells(row: Row) -> list[str]:
     split = f"{row['split']}: " + (f"{row['split_held']:.1f} %" if row["split_held"] is not None else "abandoned")
     return [
-        row["part"],
         row["point"],
-        digits(row["rate"], 3),
         f"{row['elastic']:.1f} %",
         f"{row['colocated']:.1f} %",
         split,
         _lead(row["ahead"], row["ahead_half"], f"{row['num_abandoned']} of {row['num_seeds']}"),
         _lead(row["of_colocated"], row["of_colocated_half"]),
-        f"{row['handoffs']:.0f}",
         str(row["num_seeds"]),
     ]
 
@@ -70,24 +64,4 @@ def _said(part: str, rows: Sequence[Row]) -> str:
     )
 
 
-def hosts() -> str:
-    """Return what moves between hosts gain."""
-    head = ["costs", "point", "one host", "hosts apart", "with moves", "gain", "of one host", "moved", "seeds"]
-    cells = (
-        [
-            row["part"],
-            row["point"],
-            f"{row['alone'] + row['of_one_host']:.1f} %",
-            f"{row['alone']:.1f} %",
-            f"{row['moving']:.1f} %",
-            _lead(row["gain"], row["gain_half"]),
-            _lead(row["of_one_host"], row["of_one_host_half"]),
-            f"{row['handoffs']:.0f}",
-            str(row["num_seeds"]),
-        ]
-        for row in figures(NAME)["hosts"]
-    )
-    return table(head, cells)
-
-
-TABLES = {"compared": compared, "verdict": verdict, "hosts": hosts}
+TABLES = {"compared": compared, "verdict": verdict}

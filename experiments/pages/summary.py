@@ -90,26 +90,15 @@ def _alignedserve() -> dict[str, list[Compared]]:
 
 
 def _bros() -> dict[str, list[Compared]]:
-    def over(lengths: str, figure: str, shown: Callable[[float], str], *, is_more_better: bool = True) -> Compared:
-        of = runs("bros").of(part="figures 10, 11", lengths=lengths)
-        return Compared(*_pair(lambda policy: of.of(policy=policy), ("bros", _UNION), figure), shown, is_more_better)
-
     def headline(figure: str, shown: Callable[[float], str]) -> Compared:
         of = runs("bros").of(part="headline")
         return Compared(*_pair(lambda policy: of.of(policy=policy), ("bros", _UNION), figure), shown)
 
-    both = ("sharegpt", "lmsys")
-    latency, best_effort = "rt.normalized_s.mean", "be.loaded_requests_per_s"
     return {
         "BROS, burst of 120 s at 10/s (three seeds): held, best-effort requests/s": [
             headline("rt.attainment", share),
-            headline(best_effort, lambda value: f"{value:.2f}"),
+            headline("be.loaded_requests_per_s", lambda value: f"{value:.2f}"),
         ],
-        "BROS, all bursts of 60 s, ShareGPT and LMSYS: both objectives held": [
-            over(one, "rt.attainment", share) for one in both
-        ],
-        "the same, s/token": [over(one, latency, lambda value: digits(value, 2), is_more_better=False) for one in both],
-        "the same, best-effort requests/s": [over(one, best_effort, lambda value: f"{value:.2f}") for one in both],
     }
 
 
@@ -215,19 +204,17 @@ def _rates() -> list[list[str]]:
     points = (("sharegpt", "opt-13b"), ("sharegpt", "opt-30b"), ("sharegpt", "opt-66b"))
     others = (("humaneval", "opt-13b"), ("longbench", "opt-13b"))
     rows = []
-    for level in ("90%", "60%"):
-        for name, at in (("ShareGPT on OPT-13B, 30B, 66B", points), ("HumanEval, LongBench", others)):
-            theirs, ours = ([_rate(policy, point, level) for point in at] for policy in ("apt_serve", _UNION))
-            said = [_rate_verdict(one, other) for one, other in zip(theirs, ours, strict=True)]
-            cells = [", ".join("beyond" if one is None else f"{one:.2f}" for one in rates) for rates in (theirs, ours)]
-            burst = f"Apt-Serve, bursts of 300, {level.replace('%', ' %')} held if sent at"
-            rows.append([f"{burst}: {name}", *cells, ", ".join(said)])
+    for name, at in (("ShareGPT on OPT-13B, 30B, 66B", points), ("HumanEval, LongBench", others)):
+        theirs, ours = ([_rate(policy, point) for point in at] for policy in ("apt_serve", _UNION))
+        said = [_rate_verdict(one, other) for one, other in zip(theirs, ours, strict=True)]
+        cells = [", ".join("beyond" if one is None else f"{one:.2f}" for one in rates) for rates in (theirs, ours)]
+        rows.append([f"Apt-Serve, bursts of 300, 90 % held if sent at: {name}", *cells, _shortened(said)])
     return rows
 
 
-def _rate(policy: str, point: tuple[str, str], level: str) -> float | None:
+def _rate(policy: str, point: tuple[str, str]) -> float | None:
     of = Record(figures("apt_serve")["throughputs"]).of(policy=policy, dataset=point[0], model=point[1])
-    found = of.rows[0][f"rate at {level}"]
+    found = of.rows[0]["rate at 90%"]
     return None if found is None else float(found)
 
 
@@ -263,7 +250,11 @@ def _rows() -> list[list[str]]:
 def _row(name: str, compared: Sequence[Compared]) -> list[str]:
     theirs = ", ".join(one.text(one.theirs) for one in compared)
     ours = ", ".join(one.text(one.ours) for one in compared)
-    return [name, theirs, ours, ", ".join(one.verdict() for one in compared)]
+    return [name, theirs, ours, _shortened([one.verdict() for one in compared])]
+
+
+def _shortened(verdicts: Sequence[str]) -> str:
+    return verdicts[0] if len(set(verdicts)) == 1 else ", ".join(verdicts)
 
 
 TABLES: Mapping[str, Callable[[], str]] = {"claims": claims, "union": union, "worse": worse}

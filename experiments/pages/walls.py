@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping
 
 from experiments.common import Row
-from experiments.pages.record import bold, count, figures, table
-from experiments.walls import ACCELERATORS, NAME, SYSTEMS, half_of
+from experiments.pages.record import bold, figures, table
+from experiments.walls import NAME, SYSTEMS, half_of
 
 
 def compared() -> str:
@@ -31,26 +31,4 @@ def _gain(gain: float | None, half: float | None) -> str:
     return bold(said) if half is not None and gain > half else said
 
 
-def rooms() -> str:
-    """Return the prompt tokens per second that there is time for, by the workers that the decodes are on."""
-    on = range(1, ACCELERATORS + 1)
-    head = ["costs", "gap", "decodes", *(f"on {num}" for num in on)]
-    cells = (
-        [
-            row["part"],
-            f"{1e3 * row['gap_s']:.0f} ms",
-            str(row["num_decodes"]),
-            *_rates([row[f"on_{num}"] for num in on]),
-        ]
-        for row in figures(NAME)["rooms"]
-    )
-    return table(head, cells)
-
-
-def _rates(rates: list[float | None]) -> list[str]:
-    most = max(rate or 0.0 for rate in rates)
-    cells = ["-" if rate is None else count(rate) for rate in rates]
-    return [bold(cell) if rate == most else cell for cell, rate in zip(cells, rates, strict=True)]
-
-
-TABLES: Mapping[str, Callable[[], str]] = {"compared": compared, "rooms": rooms}
+TABLES: Mapping[str, Callable[[], str]] = {"compared": compared}

@@ -1,9 +1,9 @@
-"""What is predicted of a GPU: tables are those of the records, and the profile is the one fitted to what was timed."""
+"""What is predicted of a GPU: the table is that of the record, and the profile is fitted to what was timed."""
 
 from dataclasses import asdict
 
 from alignedserve.costmodel.linear import fit_error
-from benchmarks.gpu import predicted, promise_simulated, stops_simulated
+from benchmarks.gpu import predicted, promise_simulated
 from benchmarks.gpu.timed_iterations import KINDS, timed_iterations
 from benchmarks.gpu.timed_iterations import SHORT as HOST_BOUND
 from lab.costmodel.profile_file import read_profile
@@ -11,15 +11,10 @@ from lab.costmodel.profile_file import read_profile
 _WRITES_IT = "python -m benchmarks.gpu.predicted writes it"
 
 
-def test_the_tables_are_those_of_the_records() -> None:
-    for page, table, with_table, command in (
-        (predicted.PAGE, predicted.TABLE, predicted.with_table, "predicted"),
-        (promise_simulated.PAGE, promise_simulated.TABLE, promise_simulated.with_table, "promise_simulated"),
-        (promise_simulated.PAGE, stops_simulated.TABLE, stops_simulated.with_table, "stops_simulated"),
-    ):
-        text = page.read_text()
-        assert f"<!-- table: {table} -->" in text
-        assert with_table(text) == text, f"python -m benchmarks.gpu.{command} writes it"
+def test_the_table_is_that_of_the_record() -> None:
+    text = predicted.PAGE.read_text()
+    assert f"<!-- table: {predicted.TABLE} -->" in text
+    assert predicted.with_table(text) == text, _WRITES_IT
 
 
 def test_the_profile_is_fitted_to_what_was_timed() -> None:
