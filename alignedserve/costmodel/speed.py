@@ -11,7 +11,7 @@ _USUAL_CONTEXT_LEN = 512
 _FEW = 4  # requests that decode together
 
 
-class Speed(NamedTuple):
+class PredictedSpeed(NamedTuple):
     """Seconds that a worker needs with nothing else to do."""
 
     short_prompt_s: float  # of 64 tokens: no first token comes sooner
@@ -20,11 +20,11 @@ class Speed(NamedTuple):
     shared_token_s: float  # of four together
 
 
-def speed_of(costs: CostModel, *, max_tokens: int, max_context_len: int) -> Speed:
+def speed_of(costs: CostModel, *, max_tokens: int, max_context_len: int) -> PredictedSpeed:
     """Return the speed by a cost model. `max_tokens`: of an iteration. `max_context_len`: that its memory holds."""
     longest = max(max_context_len // 2, 1)
     context_len = min(_USUAL_CONTEXT_LEN, longest)
-    return Speed(
+    return PredictedSpeed(
         _prompt_s(costs, min(_SHORT_PROMPT_LEN, longest), max_tokens),
         _prompt_s(costs, min(_USUAL_PROMPT_LEN, longest), max_tokens),
         _token_s(costs, 1, context_len),

@@ -15,8 +15,7 @@ import numpy as np
 from alignedserve.core.ids import RequestId
 from alignedserve.costmodel.model import CostModel
 from alignedserve.costmodel.work import IterationWork
-from alignedserve.scheduling.block_users import HeldBlocks, num_shared
-from alignedserve.scheduling.shared_blocks import SharedBlocks
+from alignedserve.scheduling.shared_blocks import HeldBlocks, SharedBlocks, num_shared
 from alignedserve.scheduling.table import Bools, Ints, RequestTable
 
 

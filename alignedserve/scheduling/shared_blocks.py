@@ -7,14 +7,14 @@ latest tokens, so what it has left on the device is a prefix of its context. Whe
 into slots of the other, it leaves the block, and moves what it has there to one of its own.
 """
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 from alignedserve.core.ids import RequestId
 from alignedserve.scheduling.table import RequestTable
 
 
-class Pair(NamedTuple):
+class BlockPair(NamedTuple):
     """Two requests whose last blocks are one block."""
 
     real_time: RequestId
@@ -50,10 +50,10 @@ class SharedBlocks:
     def __len__(self) -> int:
         return len(self._partners) // 2
 
-    def pairs(self) -> Iterator[Pair]:
+    def pairs(self) -> Iterator[BlockPair]:
         for one, other in self._partners.items():
             if self._table.is_real_time[self._table.row(one)]:
-                yield Pair(one, other)
+                yield BlockPair(one, other)
 
     def partner(self, request_id: RequestId) -> RequestId | None:
         return self._partners.get(request_id)
@@ -83,3 +83,47 @@ class SharedBlocks:
         table = self._table
         num_tokens = int(table.num_cached[row]) + num_more - (0 if num_more else int(table.num_swapped[row]))
         return slots_in_last(num_tokens, self._block_size) if num_tokens else 0
+
+
+class UsedBlock(Protocol):
+    """A block that may have several users."""
+
+    @property
+    def num_users(self) -> int:
+        """Requests that use it now."""
+
+
+HeldBlocks = Mapping[RequestId, Sequence[UsedBlock]]  # the first blocks of requests, as far as they may be shared
+
+
+def num_shared(blocks: Sequence[UsedBlock]) -> int:
+    """Count a request's blocks that others use as well, by bisection; they are its first ones."""
+    if not blocks or blocks[0].num_users < 2:
+        return 0
+    below, above = 1, len(blocks)  # all before `below` are shared, none from `above` on
+    while below < above:
+        middle = (below + above) // 2
+        below, above = (middle + 1, above) if blocks[middle].num_users > 1 else (below, middle)
+    return below
+
+
+class LeavingUsers:
+    """Requests that leave one after the other, in a plan: which of their blocks others still use."""
+
+    __slots__ = ("_held", "_num_users")
+
+    def __init__(self, held: HeldBlocks, num_users: dict[int, int] | None = None) -> None:
+        self._held = held
+        self._num_users: dict[int, int] = num_users or {}  # by the identity of blocks that some have left
+
+    def copy(self) -> "LeavingUsers":
+        return LeavingUsers(self._held, dict(self._num_users))
+
+    def leave(self, request_id: RequestId, num_kept: int = 0) -> int:
+        """Note that a request leaves all but its first blocks; return how many of those it leaves are still used."""
+        num_users, num_still_used = self._num_users, 0
+        for block in self._held.get(request_id, ())[num_kept:]:
+            left = num_users.get(id(block), block.num_users) - 1
+            num_users[id(block)] = left
+            num_still_used += left > 0
+        return num_still_used

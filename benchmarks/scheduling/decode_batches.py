@@ -24,7 +24,7 @@ from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import BlocksLoaded, IterationCompleted, LoadBlocks, RunIteration
 from alignedserve.messages.workers import WorkerRegistered
 from alignedserve.process.heap import settle_heap
-from alignedserve.scheduling.policies.run_all import DistserveConfig, RunAllRequests
+from alignedserve.scheduling.policies.aligned import DistserveConfig, RunAllRequests
 from alignedserve.scheduling.policy import CandidateChoice, DeviceMemory, IterationLimits, IterationPlan, WorkerView
 from alignedserve.scheduling.scheduler import Scheduler
 from benchmarks.measuring.arguments import parser_of

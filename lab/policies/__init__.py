@@ -6,8 +6,8 @@ from functools import partial
 from types import MappingProxyType
 
 from alignedserve.scheduling.policies import BOTH, DISAGGREGATED, PolicyEntry
+from alignedserve.scheduling.policies.aligned import RunAllRequests
 from alignedserve.scheduling.policies.fcfs import FcfsConfig
-from alignedserve.scheduling.policies.run_all import RunAllRequests
 from alignedserve.scheduling.policy import CandidateChoice, Mechanism
 from lab.policies.edf import Edf, EdfConfig
 from lab.policies.fastgen import Fastgen, FastgenConfig

@@ -39,7 +39,7 @@ class QoServeConfig:
     watermark: Annotated[float, Meta(ge=0, lt=1)] = 0.01  # share of the blocks that a new prompt has to leave free
 
 
-class Standing(NamedTuple):
+class RowProgress(NamedTuple):
     """Where every row stands, worked out once for a decision."""
 
     num_remaining: Ints
@@ -47,7 +47,7 @@ class Standing(NamedTuple):
     next_s: Floats  # the next token is due; inf without such an objective
 
     @classmethod
-    def of(cls, table: RequestTable) -> "Standing":
+    def of(cls, table: RequestTable) -> "RowProgress":
         num_remaining = table.num_remaining
         return cls(num_remaining, (table.num_generated > 0) & (num_remaining == 1), table.next_token_due_s)
 
@@ -73,7 +73,7 @@ class QoServe:
 
     def plan(self, view: WorkerView) -> IterationPlan:
         table, config = view.table, self._config
-        standing = Standing.of(table)
+        standing = RowProgress.of(table)
         is_decoding, needs = standing.is_decoding, self._needs(view, standing)
         has_due = np.isfinite(needs.due_s)
         key = np.where(has_due, needs.due_s, table.arrival_s) + config.alpha_s * needs.num_tokens
@@ -89,7 +89,7 @@ class QoServe:
         budget, watermark = config.token_budget, config.watermark
         return ChunkedPacking(view, order, token_budget=budget, chunk_rule=rule, watermark=watermark).plan()
 
-    def _needs(self, view: WorkerView, standing: Standing) -> Needs:
+    def _needs(self, view: WorkerView, standing: RowProgress) -> Needs:
         table, runtime, prompts = view.table, self._runtime.of(view.costs), self._prompts.of(view.costs)
         num_remaining, is_decoding, next_s = standing
         to_prefill = np.where(is_decoding, 0, num_remaining)
@@ -118,7 +118,7 @@ class QoServe:
             relegated[yielding(kept, view.now, needs, importance)] = True
         return relegated
 
-    def _within_slack(self, view: WorkerView, standing: Standing) -> ChunkRule:
+    def _within_slack(self, view: WorkerView, standing: RowProgress) -> ChunkRule:
         table = view.table
         is_ready = standing.is_decoding & (table.num_blocks > 0) & (table.num_swapped == 0)
         due_s = float(standing.next_s[is_ready].min(initial=np.inf))

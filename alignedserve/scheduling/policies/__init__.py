@@ -11,14 +11,13 @@ import msgspec
 
 from alignedserve.config.sections import SchedulingConfig, Topology
 from alignedserve.core.errors import ConfigError
-from alignedserve.scheduling.policies.accelgen import Accelgen
-from alignedserve.scheduling.policies.accelgen_urgency import AccelgenConfig
+from alignedserve.scheduling.policies.accelgen import Accelgen, AccelgenConfig
+from alignedserve.scheduling.policies.aligned import AlignedConfig, RunAllRequests
 from alignedserve.scheduling.policies.aligned_slo.policy import AlignedSlo, AlignedSloConfig
 from alignedserve.scheduling.policies.alise import Alise, AliseConfig
 from alignedserve.scheduling.policies.apt_serve import AptServe, AptServeChunked, AptServeConfig
 from alignedserve.scheduling.policies.bros import Bros, BrosConfig
 from alignedserve.scheduling.policies.fcfs import Fcfs, FcfsConfig
-from alignedserve.scheduling.policies.run_all import AlignedConfig, RunAllRequests
 from alignedserve.scheduling.policy import CandidateChoice, IterationPolicy, Mechanism
 
 COLOCATED = (Topology.COLOCATED, Topology.ELASTIC)

@@ -24,9 +24,8 @@ import numpy as np
 from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.model import chunk_within
 from alignedserve.costmodel.work import IterationWork
-from alignedserve.scheduling.policies.bros_blocks import BlockSearch, FoundBlocks
 from alignedserve.scheduling.policy import IterationPlan, PlannedEviction, WorkerView
-from alignedserve.scheduling.sharing_packer import SharingPacker
+from alignedserve.scheduling.sharing_packer import BlockSearch, FoundBlocks, SharingPacker
 from alignedserve.scheduling.table import Floats, Ints
 from alignedserve.scheduling.table_operations import note_decodes
 

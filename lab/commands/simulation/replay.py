@@ -14,7 +14,7 @@ from alignedserve.config.sections import Topology
 from alignedserve.core.errors import ConfigError, RecordingError
 from alignedserve.core.request import RequestClass
 from alignedserve.messages.recording import RecordedPart
-from alignedserve.scheduling.topology import topology_of
+from alignedserve.scheduling.factory import topology_of
 from lab.commands.simulation.options import ReplayOptions
 from lab.costmodel.choice import FITTED, make_cost_model
 from lab.replay.component_replay import ComponentReplay, Difference, recordings_in

@@ -16,8 +16,8 @@ from alignedserve.config.sections import ClusterConfig, ScalingConfig, Topology
 from alignedserve.config.unset_sizes import with_fixed_sizes
 from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.model import AttentionKernel
+from alignedserve.scheduling.factory import require_effect, topology_of
 from alignedserve.scheduling.policies import PolicyEntry, policy_entry
-from alignedserve.scheduling.topology import require_effect, topology_of
 from lab.commands.simulation.options import SimulateOptions
 from lab.costmodel.choice import FITTED, WorkerSpec, attention_kernel
 from lab.costmodel.profile_file import MachineProfile, read_profile

@@ -21,14 +21,15 @@ from alignedserve.scheduling.factory import (
     make_iteration_scheduler,
     make_scheduler,
     make_yielding,
+    require_effect,
     resolve_policy,
+    topology_of,
     with_yielding,
 )
 from alignedserve.scheduling.iteration_scheduler import FcfsIterationScheduler, PolicyIterationScheduler
 from alignedserve.scheduling.policies import all_policies
 from alignedserve.scheduling.policy import IterationLimits, Mechanism
 from alignedserve.scheduling.scheduler import Scheduler
-from alignedserve.scheduling.topology import require_effect, topology_of
 from lab.policies.round_robin import RoundRobin
 from tests.harnesses.scheduling import EasyCosts
 from tests.support.marks import each

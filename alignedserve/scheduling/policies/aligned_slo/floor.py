@@ -22,19 +22,31 @@ Until then it takes what requests on time leave. Example: the share is a tenth; 
 memory and 20 s waits 20 * (0.5 / 0.1 - 1) = 80 s.
 """
 
-from typing import NamedTuple
+from dataclasses import replace
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from alignedserve.core.class_floor import ClassFloor
 from alignedserve.core.ids import RequestId
-from alignedserve.scheduling.policies.aligned_slo.forecast import LATE, LONGEST_WAIT, STARVING, counts_of, in_order
+from alignedserve.costmodel.work import IterationWork
+from alignedserve.scheduling.policies.aligned_slo.forecast import (
+    BEST_EFFORT,
+    LATE,
+    LONGEST_WAIT,
+    PRESSING,
+    STARVING,
+    RankGroup,
+    counts_of,
+    in_order,
+    rows_of,
+)
 from alignedserve.scheduling.policy import IterationPlan, WorkerView
 from alignedserve.scheduling.table import Bools, Ints, RequestTable, rows_where
 from kernels.cpu.request_table import RowForecasts
 
 
-class Keeper(NamedTuple):
+class KeptForDocument(NamedTuple):
     """A document that has waited far too long, and may pass no chat: what other documents free is kept for it."""
 
     row: int
@@ -47,7 +59,7 @@ class FlooredRows(NamedTuple):
     rows: RowForecasts
     hold: Ints  # the rank by which a request keeps its memory: only one of a better rank takes it
     is_first_held: bool  # the first starving one has its memory before requests on time; True without one
-    keeper: Keeper | None = None  # without a floor of tokens
+    keeper: KeptForDocument | None = None  # without a floor of tokens
 
 
 class Floor:
@@ -60,7 +72,7 @@ class Floor:
         self._longest_wait_s = LONGEST_WAIT * starvation_s
         self._tokens = ClassFloor(best_effort_floor)
         self._next_tokens = 0  # of the first document that has waited too long, and has not begun
-        self._keeper: Keeper | None = None
+        self._keeper: KeptForDocument | None = None
         self._of_chat, self._of_documents = _ClassShare(share), _ClassShare(share)
 
     def apply(self, view: WorkerView, rows: RowForecasts) -> FlooredRows:
@@ -106,7 +118,7 @@ class Floor:
             if self._tokens.owed_share:
                 waiting = waiting[waited_s[waiting] <= self._longest_wait_s]
             elif waited_s[first] > self._longest_wait_s:
-                self._keeper = Keeper(first, int(table.num_blocks[~table.is_real_time].sum()))
+                self._keeper = KeptForDocument(first, int(table.num_blocks[~table.is_real_time].sum()))
         return behind(rows, waiting) if len(waiting) else rows
 
     def _few_beginning(self, view: WorkerView, rows: RowForecasts) -> RowForecasts:
@@ -221,3 +233,102 @@ def behind(rows: RowForecasts, moved: Ints, *, first: Ints | None = None) -> Row
         num_ready=counts_of(rank[rows.is_ready]),
         num_waiting=counts_of(rank[~rows.is_ready]),
     )
+
+
+_GAPS_LOST = 2.0  # of those that the real-time part alone would make
+_WEIGHT = 1 / 16  # of the latest real-time part in their mean
+DOCUMENTS = RankGroup.of(STARVING, PRESSING, BEST_EFFORT)  # once no real-time request is starving
+
+
+class RealTimePacking(Protocol):
+    """An iteration in construction."""
+
+    @property
+    def work(self) -> IterationWork:
+        """As packed so far."""
+
+    def add_decodes(self, group: RankGroup, budget_s: float) -> None:
+        """Add next tokens within this time."""
+
+    def add_prompts(self, group: RankGroup, budget_s: float) -> None:
+        """Add prompts, and caches from the host, within this time."""
+
+    def plan(self) -> IterationPlan:
+        """Return the plan."""
+
+
+def has_gaps(table: RequestTable) -> bool:
+    """Return whether a real-time request waits for a token after its first one."""
+    return bool(np.any(table.is_real_time & (table.num_generated > 0)))
+
+
+def without_starving_chat(table: RequestTable, rows: RowForecasts) -> RowForecasts:
+    """Return the forecasts with real-time requests that have waited too long first in the rank of their objectives.
+
+    They are part of what best effort is measured against, and so do not go with it.
+    """
+    starving = np.flatnonzero((rows.rank == STARVING) & table.is_real_time)
+    return behind(rows, starving) if len(starving) else rows
+
+
+class Interference:
+    """Knows what best effort is owed, and whether requests come here between two of their tokens."""
+
+    def __init__(self, bound: float, floor: float) -> None:
+        """`bound`: at least 1. `floor`: the share of best effort in the time, at least 0 and below 1."""
+        self._bound = bound
+        self._owed_share = floor / (1.0 - floor)
+        self._owed_s = 0.0
+        self._usual_s: float | None = None  # mean of the real-time parts
+        self._came_s = -np.inf  # when a request last came between two of its tokens
+
+    def without_gaps_s(self, now: float, memory_s: float) -> float:
+        """Return how long an iteration may take now that no gap runs: inf unless requests came in theirs lately."""
+        if self._usual_s is None or now - self._came_s > memory_s:
+            return np.inf
+        return _GAPS_LOST * self._usual_s
+
+    def copies_s(self, view: WorkerView, decodes: IterationWork) -> float:
+        """Return how long copies that make room for others may take beside these real-time decodes."""
+        return self._bound * view.costs.iteration_s(decodes)
+
+    def pack(self, packing: RealTimePacking, view: WorkerView, rows: RowForecasts, allowed_s: float) -> IterationPlan:
+        """Add best effort to the packed real-time part, and return the plan. `allowed_s`: by objectives."""
+        alone_s = _alone_s(packing.work, view)
+        self._usual_s = alone_s if self._usual_s is None else self._usual_s + _WEIGHT * (alone_s - self._usual_s)
+        if _has_newcomers(view.table):
+            self._came_s = view.now
+        unit_s = _unit_s(packing.work, view, rows) - alone_s
+        share_s = self._owed_share * alone_s
+        self._owed_s = min(self._owed_s, unit_s) + share_s
+        until_s = max(min(allowed_s, self._bound * alone_s), alone_s + self._owed_s)
+        packing.add_decodes(DOCUMENTS, until_s)
+        packing.add_prompts(DOCUMENTS, until_s)
+        plan = packing.plan()
+        self._owed_s = max(self._owed_s - max(view.costs.iteration_s(packing.work) - alone_s, 0.0), 0.0)
+        return replace(plan, alone_s=alone_s)
+
+
+def _has_newcomers(table: RequestTable) -> bool:
+    return bool(np.any(table.is_real_time & (table.num_generated > 0) & (table.service_s == 0.0)))
+
+
+def _alone_s(work: IterationWork, view: WorkerView) -> float:
+    alone = work.copy()
+    alone.swap_out_tokens = 0.0
+    return view.costs.iteration_s(alone)
+
+
+def _unit_s(work: IterationWork, view: WorkerView, rows: RowForecasts) -> float:
+    table, trial = view.table, work.copy()
+    ready = rows_of(DOCUMENTS, table, rows, is_ready=True, at_most=1)
+    waiting = ready if len(ready) else rows_of(DOCUMENTS, table, rows, is_ready=False, at_most=1)
+    if not len(waiting):
+        return 0.0
+    row = int(waiting[0])
+    if len(ready):
+        trial.add_decode(int(table.context_len[row]), is_constrained=bool(table.is_constrained[row]))
+    else:
+        trial.add_chunk(1, int(table.num_cached[row]), is_last=True)
+        trial.swap_in_tokens += view.memory.copy_tokens(int(table.num_swapped[row]))
+    return view.costs.iteration_s(trial)

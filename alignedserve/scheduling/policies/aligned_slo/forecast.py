@@ -3,6 +3,7 @@
 The kernel computes the same as the plain form here, to the last bit: a decision needs a hundred small operations.
 """
 
+import heapq
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +15,7 @@ from alignedserve.scheduling.runtime_estimate import (
     RequestRuntimeModel,
     remaining_output_len,
 )
-from alignedserve.scheduling.table import Bools, Floats, Ints, RequestTable
+from alignedserve.scheduling.table import Bools, Floats, Ints, RequestTable, rows_where
 from alignedserve.scheduling.table_operations import note_decodes
 from kernels.cpu import request_table as native
 from kernels.cpu.request_table import RowForecasts
@@ -31,14 +32,14 @@ LONGEST_WAIT = 10.0
 _NO_ROWS = np.empty(0, np.int64)
 
 
-class Group(NamedTuple):
+class RankGroup(NamedTuple):
     """Ranks that are packed together."""
 
     ranks: tuple[int, ...]
     bits: int  # one for each of them
 
     @classmethod
-    def of(cls, *ranks: int) -> "Group":
+    def of(cls, *ranks: int) -> "RankGroup":
         return cls(ranks, sum(1 << rank for rank in ranks))
 
 
@@ -116,12 +117,12 @@ def is_any_silent(table: RequestTable, forecast: RowForecasts, since_s: float) -
     return bool(np.any(lacks & (table.last_token_s < since_s)))
 
 
-def num_of(group: Group, forecast: RowForecasts) -> int:
+def num_of(group: RankGroup, forecast: RowForecasts) -> int:
     return sum([forecast.num_ready[rank] + forecast.num_waiting[rank] for rank in group.ranks])
 
 
 def rows_of(
-    group: Group, table: RequestTable, forecast: RowForecasts, *, is_ready: bool, at_most: int | None = None
+    group: RankGroup, table: RequestTable, forecast: RowForecasts, *, is_ready: bool, at_most: int | None = None
 ) -> Ints:
     """Return the first `at_most` rows of this group, ready or waiting ones, sorted by `in_order`."""
     counts = forecast.num_ready if is_ready else forecast.num_waiting
@@ -240,3 +241,56 @@ def _least(values: Floats, counts: Bools) -> float:
 
 def counts_of(rank: Ints) -> tuple[int, ...]:
     return tuple(np.bincount(rank, minlength=_NUM_RANKS).tolist())
+
+
+MOST_PROMPTS = 256  # that are looked at, the first ones due: later ones have time
+
+
+def num_contending(rows: RowForecasts) -> int:
+    return sum(rows.num_waiting[URGENT : ON_TIME + 1])
+
+
+def relegated(table: RequestTable, rows: RowForecasts, stretch: float) -> RowForecasts:
+    own_stretch = stretch if rows.num_waiting[LATE] else 1.0
+    is_waiting = (rows.rank >= URGENT) & (rows.rank <= ON_TIME) & ~rows.is_ready
+    waiting = rows_where(is_waiting & (table.num_generated == 0) & np.isfinite(rows.slack_s))
+    if len(waiting) > MOST_PROMPTS:
+        waiting = waiting[np.argpartition(rows.slack_s[waiting], MOST_PROMPTS)[:MOST_PROMPTS]]
+    alone_s, slack_s = rows.left_s[waiting], rows.slack_s[waiting]
+    yielding = giving_way(slack_s, alone_s, table.priority[waiting], stretch=stretch, own_stretch=own_stretch)
+    if not yielding:
+        return rows
+    rank, claim = rows.rank.copy(), rows.claim.copy()
+    rank[waiting[yielding]] = claim[waiting[yielding]] = LATE
+    return rows._replace(rank=rank, claim=claim, num_waiting=counts_of(rank[~rows.is_ready]))
+
+
+def giving_way(
+    slack_s: Floats, alone_s: Floats, priority: Ints, *, stretch: float = 1.0, own_stretch: float = 1.0
+) -> list[int]:
+    """Return which of these prompts give way, by their places.
+
+    `alone_s`: to compute each. `stretch`: how many times as long it keeps those after it waiting. `own_stretch`: how
+    many times as long it takes until its own token.
+    """
+    by_due = np.argsort(slack_s, kind="stable")
+    before_s = stretch * (np.cumsum(alone_s[by_due]) - alone_s[by_due])
+    if np.all(before_s + own_stretch * alone_s[by_due] <= slack_s[by_due]):
+        return []
+    waited_s, yielding = 0.0, []
+    kept: list[tuple[int, float, int]] = []  # the one to give way first on top
+    for place in by_due.tolist():
+        most_s = float(slack_s[place] - own_stretch * alone_s[place])  # to wait for others
+        if most_s < 0:
+            yielding.append(place)
+            continue
+        heapq.heappush(kept, (-int(priority[place]), -float(alone_s[place]), place))
+        while waited_s > most_s:
+            other = heapq.heappop(kept)[2]
+            yielding.append(other)
+            if other == place:
+                break
+            waited_s -= stretch * float(alone_s[other])
+        else:
+            waited_s += stretch * float(alone_s[place])
+    return yielding

@@ -13,13 +13,14 @@
 """
 
 import math
+from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
 
 from alignedserve.config.sections.scheduling import MAX_INTERFERENCE
 from alignedserve.core.class_floor import OVERDUE_S
-from alignedserve.scheduling.policies.aligned_slo.floor import Floor
+from alignedserve.scheduling.policies.aligned_slo.floor import Floor, Interference, has_gaps, without_starving_chat
 from alignedserve.scheduling.policies.aligned_slo.forecast import (
     BEST_EFFORT,
     LATE,
@@ -27,33 +28,70 @@ from alignedserve.scheduling.policies.aligned_slo.forecast import (
     PRESSING,
     STARVING,
     URGENT,
-    Group,
+    RankGroup,
     Situation,
     SloForecast,
     forecast_rows,
     is_any_silent,
+    num_contending,
     num_of,
     real_time_work,
+    relegated,
 )
-from alignedserve.scheduling.policies.aligned_slo.interference import Interference, has_gaps, without_starving_chat
-from alignedserve.scheduling.policies.aligned_slo.loans import LoanCredit, Loans
-from alignedserve.scheduling.policies.aligned_slo.packing import SloPacking
+from alignedserve.scheduling.policies.aligned_slo.packing import Lenders, LoanCredit, SloPacking
 from alignedserve.scheduling.policies.aligned_slo.pool import PooledPacking
-from alignedserve.scheduling.policies.aligned_slo.relegation import num_contending, relegated
-from alignedserve.scheduling.policies.aligned_slo.reserve import PromptReserve
 from alignedserve.scheduling.policy import IterationPlan, WorkerView
 from alignedserve.scheduling.runtime_estimate import (
+    PrefillTimes,
     RefreshedEstimate,
     fit_request_runtime,
     measure_prefill_times,
     remaining_output_len,
 )
-from alignedserve.scheduling.table import rows_where
+from alignedserve.scheduling.table import RequestTable, rows_where
 from kernels.cpu.request_table import RowForecasts
 
-_STARVING, _ON_TIME, _LATE = Group.of(STARVING), Group.of(URGENT, ON_TIME), Group.of(LATE)
-_REAL_TIME, _PRESSING = Group.of(URGENT, ON_TIME, LATE), Group.of(PRESSING)
-_OTHERS = Group.of(STARVING, BEST_EFFORT)
+_NUM_PROMPTS = 64
+_COVERED = 0.9  # of them
+
+
+class PromptReserve:
+    """Knows how long the latest prompts of chat take."""
+
+    def __init__(self, share: float) -> None:
+        """`share`: of the time left that documents have while a chat is not ahead enough; 1: nothing is kept."""
+        self._share = share
+        self._latest_s: deque[float] = deque(maxlen=_NUM_PROMPTS)
+        self._num_seen = 0  # requests that have come to the worker
+        self._usual_s = 0.0
+
+    def note(self, table: RequestTable, prompts: PrefillTimes) -> None:
+        """Note prompts that have come: real-time ones with an objective for their first token."""
+        if table.num_added == self._num_seen:
+            return
+        has_come = table.is_real_time & (table.order >= self._num_seen)
+        rows = np.flatnonzero(has_come & (table.num_generated == 0) & np.isfinite(table.ttft_s))
+        self._num_seen = table.num_added
+        if len(rows):
+            self._latest_s.extend(prompts.of(table.num_remaining[rows]).tolist())
+            self._usual_s = sorted(self._latest_s)[math.ceil(_COVERED * len(self._latest_s)) - 1]
+
+    def until_s(self, ahead_s: float, *, alone_s: float, budget_s: float, longest_s: float, stretch: float) -> float:
+        """Return how long the iteration may be with documents, of `budget_s`.
+
+        `ahead_s`: time until a chat's next token is due by its mean gap. `alone_s`: of the iteration without documents.
+        `longest_s`: the longest prompt that can be in time. `stretch`: times as long as alone that it takes in parts.
+        """
+        if not self._usual_s or self._usual_s * stretch <= longest_s:
+            return budget_s
+        kept_s = min(self._usual_s, longest_s)
+        least_s = alone_s + self._share * max(budget_s - alone_s, 0.0)
+        return min(max(ahead_s - kept_s, least_s), budget_s)
+
+
+_STARVING, _ON_TIME, _LATE = RankGroup.of(STARVING), RankGroup.of(URGENT, ON_TIME), RankGroup.of(LATE)
+_REAL_TIME, _PRESSING = RankGroup.of(URGENT, ON_TIME, LATE), RankGroup.of(PRESSING)
+_OTHERS = RankGroup.of(STARVING, BEST_EFFORT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +174,7 @@ class AlignedSlo:
             cap_s = min(cap_s, interference.without_gaps_s(view.now, self._config.memory_s))
             interference = None
         forecast = self._forecast(view, cap_s, interference)
-        loans = Loans(view, forecast, self._credit)
+        loans = Lenders(view, forecast, self._credit)
         packing_type = SloPacking if view.pool is None else PooledPacking
         packing = packing_type(view, forecast, loans, growth_tokens=self._config.growth_tokens)
         allowed_s = forecast.allowed_s

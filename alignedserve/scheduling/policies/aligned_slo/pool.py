@@ -25,8 +25,7 @@ import numpy as np
 from typing_extensions import override
 
 from alignedserve.scheduling.policies.aligned_slo.forecast import ON_TIME, SloForecast, in_order
-from alignedserve.scheduling.policies.aligned_slo.loans import Loans
-from alignedserve.scheduling.policies.aligned_slo.packing import SloPacking
+from alignedserve.scheduling.policies.aligned_slo.packing import Lenders, SloPacking
 from alignedserve.scheduling.policy import IterationPlan, WorkerView
 from alignedserve.scheduling.runtime_estimate import remaining_output_len
 from alignedserve.scheduling.table import Ints
@@ -38,7 +37,7 @@ _ITERATIONS_AHEAD = 2  # of copies back
 class PooledPacking(SloPacking):
     """One decision of `aligned_slo` beside a pool; without requests there or on their way it is as without one."""
 
-    def __init__(self, view: WorkerView, forecast: SloForecast, loans: Loans, *, growth_tokens: int) -> None:
+    def __init__(self, view: WorkerView, forecast: SloForecast, loans: Lenders, *, growth_tokens: int) -> None:
         super().__init__(view, forecast, loans, growth_tokens=growth_tokens)
         assert view.pool is not None, "a worker without a pool"
         self._pool, row = view.pool, view.table.row

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from alignedserve.scheduling.policies import make_policy
-from alignedserve.scheduling.policies.aligned_slo.reserve import PromptReserve
+from alignedserve.scheduling.policies.aligned_slo.policy import PromptReserve
 from alignedserve.scheduling.runtime_estimate import measure_prefill_times
 from tests.harnesses.scheduling import EasyCosts, assert_sound, scheduled_of, table_of, view_of
 from tests.support.marks import each

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from alignedserve.costmodel.work import IterationWork
-from alignedserve.scheduling.policies.aligned_slo.parts import in_parts_s
+from alignedserve.scheduling.policies.aligned_slo.packing import in_parts_s
 from lab.costmodel.choice import WorkerSpec, make_cost_model
 
 

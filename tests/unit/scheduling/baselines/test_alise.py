@@ -7,8 +7,8 @@ import pytest
 
 from alignedserve.core.errors import ConfigError
 from alignedserve.scheduling.policies import make_policy
+from alignedserve.scheduling.policies.alise import Preemption
 from alignedserve.scheduling.policy import IterationPlan, WorkerView
-from alignedserve.scheduling.priority_packing import Preemption
 from alignedserve.scheduling.runtime_estimate import RequestRuntimeModel
 from tests.harnesses.scheduling import assert_sound, evicted_of, scheduled_of, view_of
 from tests.support.marks import each
