@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from alignedserve.config.sections import Topology
-from alignedserve.costmodel.calibration import CALIBRATIONS
+from alignedserve.costmodel.roofline import CALIBRATIONS
 from benchmarks.measuring.intervals import interval
 from experiments.common import (
     RESULTS,
@@ -40,8 +40,8 @@ from experiments.grid.points import MAX_TOTAL, OUTSTANDING, TRACES
 from experiments.grid.systems import HARDWARE, MODEL, UNION, System
 from experiments.steady import LEAST_S, LEAST_SEEDS
 from lab.costmodel.choice import WorkerSpec
-from lab.sim.cluster_hardware import ClusterHardware
 from lab.sim.config import SimConfig
+from lab.sim.policies import ClusterHardware
 from lab.sim.result import SimulationResult
 from lab.sim.sweep import Case, WorkloadLine
 

@@ -29,8 +29,7 @@ from experiments.common import (
 )
 from experiments.steady import LEAST_S, LEAST_SEEDS, is_long, is_served
 from lab.costmodel.choice import WorkerSpec
-from lab.sim.cluster_hardware import ClusterHardware
-from lab.sim.policies import with_policy
+from lab.sim.policies import ClusterHardware, with_policy
 from lab.sim.result import SimulationResult
 
 MODEL, HARDWARE = "opt-13b", "h100"

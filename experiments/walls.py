@@ -19,7 +19,7 @@ from statistics import mean
 import msgspec
 
 from alignedserve.config.sections import Topology
-from alignedserve.costmodel.links import LinkModel
+from alignedserve.costmodel.hardware import LinkModel
 from alignedserve.costmodel.model import CostModel, chunk_within
 from alignedserve.costmodel.work import IterationWork
 from benchmarks.measuring.intervals import interval
@@ -39,8 +39,8 @@ from experiments.common import (
 from experiments.grid.points import MIXED, SEEDS, TIGHT, Point
 from experiments.grid.systems import HARDWARE, MODEL, UNION, System
 from lab.costmodel.choice import WorkerSpec, make_cost_model
-from lab.sim.cluster_hardware import ClusterHardware
 from lab.sim.config import SimConfig
+from lab.sim.policies import ClusterHardware
 from lab.sim.result import SimulationResult
 from lab.sim.sweep import Case
 

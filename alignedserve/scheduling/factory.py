@@ -18,9 +18,8 @@ from alignedserve.config.sections import (
 from alignedserve.config.unset_sizes import SIZES, DefaultSize
 from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.linear import Sample
-from alignedserve.costmodel.model import CostModel
+from alignedserve.costmodel.model import CostModel, PredictedSpeed, speed_of
 from alignedserve.costmodel.online import learned_from
-from alignedserve.costmodel.speed import PredictedSpeed, speed_of
 from alignedserve.scheduling.iteration_scheduler import (
     FcfsIterationScheduler,
     IterationScheduler,

@@ -4,7 +4,7 @@ import msgspec
 
 from alignedserve.config.sections import DecodeWorkerConfig
 from alignedserve.core.block_layout import BlockLayout
-from alignedserve.costmodel.speed import PredictedSpeed
+from alignedserve.costmodel.model import PredictedSpeed
 from alignedserve.messages.measurements import WorkerSpeed
 from alignedserve.messages.workers import WorkerRegistered
 

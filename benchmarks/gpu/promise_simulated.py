@@ -26,10 +26,9 @@ from benchmarks.gpu.timed_iterations import figures_of
 from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.recording import RESULTS, write_result
 from lab.costmodel.choice import WorkerSpec
-from lab.sim.cluster_hardware import ClusterHardware
 from lab.sim.config import SimConfig
 from lab.sim.engine import IterationLine
-from lab.sim.policies import simulated_policy, with_policy
+from lab.sim.policies import ClusterHardware, simulated_policy, with_policy
 from lab.sim.records import RequestRecord
 from lab.sim.simulation import BEGIN_S, Simulation
 from lab.workload.requests import ClosedLoop, TimedRequest, Workload, WorkloadDescription

@@ -23,9 +23,8 @@ from alignedserve.config.sections import ClusterConfig, DecodeWorkerConfig, Pref
 from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.recording import read_figures, write_result
 from lab.costmodel.choice import WorkerSpec
-from lab.sim.cluster_hardware import ClusterHardware
 from lab.sim.config import SimConfig
-from lab.sim.policies import simulated_policy, with_policy
+from lab.sim.policies import ClusterHardware, simulated_policy, with_policy
 from lab.sim.result import SimulationResult
 from lab.sim.simulation import Simulation
 from lab.sim.sweep import WorkloadLine

@@ -15,8 +15,8 @@ from alignedserve.scheduling.policies import policy_entry
 from alignedserve.scheduling.policy import Mechanism
 from benchmarks.promise.live_load import BEST_EFFORT, CHAT, DOCUMENTS, SEED, STEADY_S, real_time, settings
 from lab.commands.simulation.replay import replay_folder
+from lab.replay.component_replay import read_run_metadata
 from lab.replay.fitting import fit_machine
-from lab.replay.run_file import read_run_metadata
 from lab.replay.simulated import SimulatedMachine, fitted_machine, simulated_requests
 from lab.sim.policies import with_policy
 from lab.sim.records import RequestRecord

@@ -16,7 +16,7 @@ from pathlib import Path
 from alignedserve.scheduling.policies import PolicyEntry, all_policies, policy_entry
 
 ROOT = Path(__file__).parents[2]
-_FIRST = tuple(f"lab.sim.{name}" for name in ("simulation", "policies", "sweep", "cluster_hardware"))
+_FIRST = tuple(f"lab.sim.{name}" for name in ("simulation", "policies", "sweep"))
 _OF = ("alignedserve.", "lab.", "router", "kvpool", "prefill_worker", "decode_worker", "kernels.cpu")
 _NOT_OF = (  # carry decisions and make none
     "alignedserve.messages",

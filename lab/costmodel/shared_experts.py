@@ -13,8 +13,8 @@ from itertools import pairwise
 from math import sqrt
 
 from alignedserve.core.errors import ConfigError
+from alignedserve.costmodel.hardware import LinkModel
 from alignedserve.costmodel.linear import LinearCoefficients
-from alignedserve.costmodel.links import LinkModel
 from alignedserve.costmodel.model_shapes import ModelShape
 
 BATCH = 16  # decodes for which the experts that an iteration reads are counted

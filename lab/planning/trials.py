@@ -18,12 +18,11 @@ from lab.costmodel.profile_file import MachineProfile
 from lab.planning.candidates import Candidate
 from lab.planning.experts import with_shared_experts
 from lab.planning.hardware_list import RECORDED
-from lab.sim.cluster_hardware import ClusterHardware
 from lab.sim.config import NO_SLOWDOWNS, SimConfig, Slowdowns
-from lab.sim.policies import simulated_policy, with_policy
+from lab.sim.policies import ClusterHardware, simulated_policy, with_policy
 from lab.sim.result import ALL, ClassResult, SimulationResult
 from lab.sim.sweep import Case, WorkloadLine, part_of
-from lab.workload.feasibility import require_feasible
+from lab.workload.rates import require_feasible
 from lab.workload.requests import Window, Workload
 
 HOPELESS = 0.75  # attained, of a window or of a short workload: what cannot reach it is abandoned

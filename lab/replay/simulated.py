@@ -10,8 +10,7 @@ from alignedserve.core.block_layout import BlockLayout
 from alignedserve.costmodel.linear import Sample
 from alignedserve.costmodel.model import CostModel
 from alignedserve.messages.recording import RunMetadata
-from lab.replay.fitting import MachineFit
-from lab.replay.jitter import JitteryCosts, Ratio
+from lab.replay.fitting import JitteryCosts, MachineFit, Ratio
 from lab.replay.observed import ObservedRequest, ObservedRun
 from lab.sim.config import NO_SLOWDOWNS, SimConfig, SimLinks, Slowdowns
 from lab.sim.records import Ending, GapSample, OpenRequest, RequestRecord

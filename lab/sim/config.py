@@ -9,8 +9,8 @@ import msgspec
 from alignedserve.config.sections import ClusterConfig, Topology
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import ConfigError
+from alignedserve.costmodel.hardware import LinkModel
 from alignedserve.costmodel.linear import Sample
-from alignedserve.costmodel.links import LinkModel
 from alignedserve.costmodel.model import CostModel
 from alignedserve.scheduling.factory import resolve_policy, with_yielding
 from alignedserve.scheduling.policy import DeviceMemory, Mechanism

@@ -19,9 +19,8 @@ from alignedserve.core.errors import ConfigError
 from alignedserve.core.request import RequestClass, Slo
 from lab.workload.arrivals import GapDistribution, Renewal
 from lab.workload.catalogue import Library
-from lab.workload.distributions import FloatArray, ValueDistribution
+from lab.workload.distributions import DrawnLengths, FloatArray, IntArray, Lengths, ValueDistribution, whole
 from lab.workload.grammar import MAX_SPAN_S, RECORDED, ClassSpec, ClientLimit, parse_classes
-from lab.workload.lengths import DrawnLengths, IntArray, Lengths, whole
 from lab.workload.prompt_texts import after_instruction, conversation
 from lab.workload.recordings import Extract, RecordedSource, Recording
 from lab.workload.requests import ClosedLoop, TextRun, TimedRequest, Workload, WorkloadDescription

@@ -14,8 +14,7 @@ from numpy.random import Generator
 
 from alignedserve.core.errors import ConfigError
 from lab.workload.arrivals import RateProfile
-from lab.workload.distributions import ValueDistribution, parse_number
-from lab.workload.lengths import IntArray, Lengths, LengthSource, whole
+from lab.workload.distributions import IntArray, Lengths, LengthSource, ValueDistribution, parse_number, whole
 from lab.workload.recordings import ClientDaySource, TraceSource
 from lab.workload.servegen import read_clients
 from lab.workload.text_lines import columns_of, is_json, parse_length, parsed_lines, read_lines

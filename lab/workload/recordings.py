@@ -10,8 +10,7 @@ from numpy.random import Generator
 
 from alignedserve.core.errors import ConfigError
 from lab.workload import traces
-from lab.workload.distributions import FloatArray
-from lab.workload.lengths import IntArray, Lengths
+from lab.workload.distributions import FloatArray, IntArray, Lengths
 from lab.workload.requests import TextRun
 from lab.workload.servegen import ClientDay
 from lab.workload.traces import TraceRow

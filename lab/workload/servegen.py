@@ -14,8 +14,7 @@ from numpy.random import Generator
 
 from alignedserve.core.errors import ConfigError
 from lab.workload.arrivals import gamma_gaps, weibull_gaps
-from lab.workload.distributions import FloatArray
-from lab.workload.lengths import IntArray, Lengths, joined, whole
+from lab.workload.distributions import FloatArray, IntArray, Lengths, joined, whole
 from lab.workload.text_lines import parsed_lines, read_lines
 
 WINDOW_S = 600.0

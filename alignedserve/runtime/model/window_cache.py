@@ -4,7 +4,7 @@ See BlockLayout.with_rings, and docs/decisions/0081-windows-that-forget.md.
 """
 
 from alignedserve.core.errors import ConfigError
-from alignedserve.costmodel.memory import rings_pay
+from alignedserve.costmodel.model_shapes import rings_pay
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.encoder.encoder_config import EncoderConfig
 

@@ -17,10 +17,9 @@ from alignedserve.messages.recording import RecordedPart
 from alignedserve.scheduling.factory import topology_of
 from lab.commands.simulation.options import ReplayOptions
 from lab.costmodel.choice import FITTED, make_cost_model
-from lab.replay.component_replay import ComponentReplay, Difference, recordings_in
+from lab.replay.component_replay import ComponentReplay, Difference, read_part, read_run_metadata, recordings_in
 from lab.replay.fitting import MachineFit, WorkerFit, fit_machine
 from lab.replay.observed import ObservedRun
-from lab.replay.run_file import read_part, read_run_metadata
 from lab.replay.simulated import (
     OTHERS,
     Comparison,

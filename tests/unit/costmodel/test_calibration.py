@@ -2,10 +2,9 @@
 
 import pytest
 
-from alignedserve.costmodel.calibration import CALIBRATIONS, PLAIN, Calibration
 from alignedserve.costmodel.hardware import hardware
 from alignedserve.costmodel.model_shapes import model_shape
-from alignedserve.costmodel.roofline import RooflineModel
+from alignedserve.costmodel.roofline import CALIBRATIONS, PLAIN, Calibration, RooflineModel
 from alignedserve.costmodel.work import IterationWork
 from benchmarks.simulation.calibration import chunk_ratios, error_of, overheads
 from lab.costmodel.choice import WorkerSpec, make_cost_model

@@ -9,7 +9,7 @@ import pytest
 
 from alignedserve.core.block_layout import LayerHeads
 from alignedserve.core.errors import ConfigError
-from alignedserve.costmodel.hardware import hardware
+from alignedserve.costmodel.hardware import LinkModel, hardware
 from alignedserve.costmodel.linear import (
     LinearCoefficients,
     LinearIterationModel,
@@ -17,7 +17,6 @@ from alignedserve.costmodel.linear import (
     fit_error,
     fit_linear,
 )
-from alignedserve.costmodel.links import LinkModel
 from alignedserve.costmodel.model import AttentionKernel
 from alignedserve.costmodel.model_shapes import model_shape
 from alignedserve.costmodel.roofline import RooflineModel

@@ -5,14 +5,11 @@ from dataclasses import replace
 import pytest
 
 from alignedserve.core.errors import ConfigError
-from alignedserve.costmodel.hardware import HARDWARE, hardware
-from alignedserve.costmodel.links import LinkModel, nvlink_link, pcie_link
-from alignedserve.costmodel.memory import num_cache_blocks
+from alignedserve.costmodel.hardware import HARDWARE, LinkModel, hardware, nvlink_link, pcie_link
 from alignedserve.costmodel.model import AttentionKernel
-from alignedserve.costmodel.model_shapes import MODEL_SHAPES, ModelShape, model_shape
+from alignedserve.costmodel.model_shapes import MODEL_SHAPES, ModelShape, model_shape, num_cache_blocks
 from alignedserve.costmodel.roofline import Efficiency, RooflineModel
-from lab.costmodel.curve import Curve
-from lab.costmodel.published.llama_layers import collective_curve
+from lab.costmodel.published.llama_layers import Curve, collective_curve
 from lab.profiling.shapes import OPT_125M
 from tests.support.costs import decodes, prefill
 from tests.support.marks import each

@@ -2,7 +2,7 @@
 
 import pytest
 
-from alignedserve.costmodel.speed import speed_of
+from alignedserve.costmodel.model import speed_of
 from tests.harnesses.scheduling import EasyCosts
 
 

@@ -5,10 +5,9 @@ from dataclasses import replace
 
 from alignedserve.core.request import Slo
 from lab.sim.config import SimConfig
-from lab.sim.misses import MissWatch
 from lab.sim.records import OpenRequest
 from lab.sim.result import SimulationResult
-from lab.sim.simulation import Simulation
+from lab.sim.simulation import MissWatch, Simulation
 from lab.sim.sweep import WorkloadLine
 from lab.workload.requests import TimedRequest
 from tests.harnesses.simulation import colocated

@@ -7,9 +7,8 @@ from alignedserve.core.errors import ConfigError
 from alignedserve.scheduling.policies import all_policies
 from alignedserve.scheduling.policy import Mechanism
 from lab.costmodel.choice import WorkerSpec
-from lab.sim.cluster_hardware import ClusterHardware
 from lab.sim.config import SimMechanisms
-from lab.sim.policies import as_predicted_for, mechanisms_for, simulated_policy, with_policy
+from lab.sim.policies import ClusterHardware, as_predicted_for, mechanisms_for, simulated_policy, with_policy
 from lab.workload.requests import ClosedLoop
 from tests.harnesses.simulation import timed, workload_of
 from tests.support.marks import each

@@ -6,7 +6,7 @@ from alignedserve.core.errors import ConfigError
 from lab.loadgen.load_plan import plan_synthetic
 from lab.workload.build import build_workload
 from lab.workload.catalogue import Library
-from lab.workload.lengths import LengthLimits
+from lab.workload.distributions import LengthLimits
 from lab.workload.requests import LEAD_IN, ClosedLoopRun, TextRun, Window, Workload, turns_of, window_of
 from tests.support.marks import each
 

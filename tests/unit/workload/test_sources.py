@@ -19,8 +19,8 @@ from lab.workload.catalogue import (
     read_tasks,
     read_texts,
 )
+from lab.workload.distributions import Lengths
 from lab.workload.grammar import parse_classes
-from lab.workload.lengths import Lengths
 from lab.workload.recordings import ClientDaySource, Extract, TraceSource
 from lab.workload.servegen import QUANTILES, WINDOW_S, read_clients
 from tests.support.marks import each
