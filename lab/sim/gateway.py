@@ -24,7 +24,7 @@ from alignedserve.prefix_cache.block_hashes import BlockHasher, prefix_root
 from lab.sim.components import Network
 from lab.sim.engine import EOS, TOKEN, SimulatedAnswer
 from lab.sim.event_queue import EventQueue
-from lab.sim.records import Ending, GapSample, OpenRequest, RequestRecord
+from lab.sim.records import GapSample, RequestEnding, RequestRecord, SimulatedRequest
 from lab.sim.routers import RouterChoice
 from lab.workload.requests import NO_SLO, ClosedLoopRun, TimedRequest, Workload
 from router.state import LengthPredicted
@@ -90,7 +90,7 @@ GATEWAY = "gateway-0"
 
 
 @dataclass(slots=True)
-class _SentRequest(OpenRequest):
+class _SentRequest(SimulatedRequest):
     request: Request
     router: str
 
@@ -153,9 +153,9 @@ class SimulatedGateway:
             case RequestInterrupted():
                 self._resume([message.request_id])
             case RequestRejected():
-                self._end(message.request_id, Ending.REJECTED, self._event_queue.now)
+                self._end(message.request_id, RequestEnding.REJECTED, self._event_queue.now)
             case RequestFailed():
-                self._end(message.request_id, Ending.FAILED, self._event_queue.now)
+                self._end(message.request_id, RequestEnding.FAILED, self._event_queue.now)
             case ClusterStatus():
                 self.statuses[event.peer] = message
                 self._routers.observe(event.peer, message)
@@ -174,18 +174,18 @@ class SimulatedGateway:
                 sent.num_cached_tokens = delta.num_cached_tokens
             sent.token_times_s.append(time_s)
             if delta.finish_reason is not None:
-                self._end(delta.request_id, Ending.COMPLETED, time_s)
+                self._end(delta.request_id, RequestEnding.COMPLETED, time_s)
 
     def cut_off(self) -> None:
         for request_id in list(self._open):
-            self._close(request_id, Ending.UNFINISHED, self._event_queue.now)
+            self._close(request_id, RequestEnding.UNFINISHED, self._event_queue.now)
 
     @property
     def has_sent_all(self) -> bool:
         """True once all requests of the open loops are sent, and a given time of sending is over."""
         return self._has_begun_all and (not self._ends_s or bool(self.loaded_tokens_per_s))
 
-    def open_requests(self) -> Iterable[OpenRequest]:
+    def open_requests(self) -> Iterable[SimulatedRequest]:
         return self._open.values()
 
     # --- sending
@@ -264,10 +264,10 @@ class SimulatedGateway:
             num_tokens[under_way.timed.class_name] += len(under_way.token_times_s)
         self.loaded_tokens_per_s = {name: number / seconds for name, number in num_tokens.items()}
 
-    def _end(self, request_id: RequestId, ending: Ending, time_s: float) -> None:
+    def _end(self, request_id: RequestId, ending: RequestEnding, time_s: float) -> None:
         timed = self._close(request_id, ending, time_s)
         finished_s = time_s - self._origin_s
-        if ending is Ending.COMPLETED:
+        if ending is RequestEnding.COMPLETED:
             self._plan_all(self._loops.after(timed, finished_s))
         else:
             self._plan_all(self._loops.next_after(timed.class_name, finished_s))
@@ -277,7 +277,7 @@ class SimulatedGateway:
         if not (self._open or self._num_to_come):
             self._on_idle()
 
-    def _close(self, request_id: RequestId, ending: Ending, time_s: float) -> TimedRequest:
+    def _close(self, request_id: RequestId, ending: RequestEnding, time_s: float) -> TimedRequest:
         under_way = self._open.pop(request_id)
         del self.answers[request_id]
         timed = under_way.timed

@@ -18,7 +18,7 @@ from alignedserve.core.metrics import (
 from alignedserve.messages.gateways import ClusterStatus, Demand, LengthTotals
 from alignedserve.messages.measurements import IterationLogTotals
 from lab.sim.engine import IterationLine, SimulatedEngine
-from lab.sim.records import Ending, GapSample, RequestRecord
+from lab.sim.records import GapSample, RequestEnding, RequestRecord
 from lab.sim.routers import SimulatedRouter
 
 ALL = "all"  # every class together
@@ -191,12 +191,12 @@ class _Span(NamedTuple):
 
 def _class_of(records: Sequence[RequestRecord], gaps: Sequence[GapSample], span: _Span) -> ClassResult:
     duration_s, loaded_s = span.duration_s, span.last_sent_s - span.first_sent_s
-    completed = [record for record in records if record.ending is Ending.COMPLETED]
+    completed = [record for record in records if record.ending is RequestEnding.COMPLETED]
     num_met = sum(record.has_met_slo for record in records)
     num_timely = sum(record.num_timely_tokens for record in records)
     num_due, num_in_time = (sum(record.deadlines[place] for record in records) for place in (0, 1))
     gaps_s = _measure_gaps(gaps)
-    counts = {ending.value: sum(record.ending is ending for record in records) for ending in Ending}
+    counts = {ending.value: sum(record.ending is ending for record in records) for ending in RequestEnding}
     return ClassResult(
         num_sent=len(records),
         num_by_ending=counts,

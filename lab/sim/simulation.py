@@ -31,7 +31,7 @@ from lab.sim.copies import MemoryLinks, SharedCores, SimulatedCopier
 from lab.sim.engine import EOS, SimulatedEngine
 from lab.sim.event_queue import EventQueue
 from lab.sim.gateway import GATEWAY, SimulatedGateway, SimulatedTexts
-from lab.sim.records import GapSample, OpenRequest, RequestRecord
+from lab.sim.records import GapSample, RequestRecord, SimulatedRequest
 from lab.sim.result import RouterResult, SimulationResult, classes_of, total_of, worker_of
 from lab.sim.routers import RouterChoice, SimulatedRouter
 from lab.workload.requests import Workload, turns_of
@@ -114,7 +114,7 @@ class MissWatch:
         self._ended: Counter[str] = Counter()
         self._num_seen = 0
 
-    def is_over(self, records: Sequence[RequestRecord], under_way: Iterable[OpenRequest], now: float) -> bool:
+    def is_over(self, records: Sequence[RequestRecord], under_way: Iterable[SimulatedRequest], now: float) -> bool:
         """Return whether more requests miss than a limit allows. `records`: all that have ended, in their order."""
         for record in records[self._num_seen :]:
             self._ended[record.class_name] += not record.has_met_slo
@@ -123,11 +123,11 @@ class MissWatch:
         missed.update(request.timed.class_name for request in under_way if _is_late(request, now))
         return any(missed[name] > limit for name, limit in self._limits.items())
 
-    def is_settled(self, under_way: Iterable[OpenRequest], now: float) -> bool:
+    def is_settled(self, under_way: Iterable[SimulatedRequest], now: float) -> bool:
         return all(_is_late(request, now) for request in under_way if request.timed.class_name in self._limits)
 
 
-def _is_late(request: OpenRequest, now: float) -> bool:
+def _is_late(request: SimulatedRequest, now: float) -> bool:
     slo, times, arrival_s = request.timed.slo, request.token_times_s, request.arrival_s
     first_s = times[0] if times else now
     if slo.ttft_s is not None and first_s > arrival_s + slo.ttft_s:

@@ -21,7 +21,7 @@ from lab.sim.result import ALL, SimulationResult
 from lab.sim.simulation import Simulation
 from lab.workload.build import build_workload
 from lab.workload.catalogue import Library
-from lab.workload.requests import Window, Workload, sped_up, window_of
+from lab.workload.requests import TimeWindow, Workload, sped_up, window_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class WorkloadLine:
     num_requests: int | None = None
     duration_s: float | None = None  # seconds of arrivals
     data_dir: Path | None = None  # for names that are not part of the package
-    window: Window | None = None  # of the whole, where no more is wanted
+    window: TimeWindow | None = None  # of the whole, where no more is wanted
     speed: float = 1.0  # of the arrivals in it
 
     def build(self) -> Workload:
@@ -42,7 +42,7 @@ class WorkloadLine:
         return part_of(whole, self.window, self.speed)
 
 
-def part_of(workload: Workload, window: Window | None, speed: float) -> Workload:
+def part_of(workload: Workload, window: TimeWindow | None, speed: float) -> Workload:
     """Return a window of a workload (None: all of it) at a speed of its own."""
     workload = workload if window is None else window_of(workload, window)
     return workload if speed == 1.0 else sped_up(workload, speed)

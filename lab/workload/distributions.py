@@ -159,7 +159,7 @@ _MAX_ROUNDS = 200  # of drawing again what a limit dropped
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Lengths:
+class TokenLengths:
     """Tokens of requests, row by row, and the terms that a trace states for them.
 
     None where a recording lacks the column.
@@ -174,25 +174,25 @@ class Lengths:
         assert column is not None, "lengths without any column"
         return len(column)
 
-    def take(self, rows: IntArray) -> "Lengths":
-        return Lengths(
+    def take(self, rows: IntArray) -> "TokenLengths":
+        return TokenLengths(
             prompt_len=None if self.prompt_len is None else self.prompt_len[rows],
             output_len=None if self.output_len is None else self.output_len[rows],
             terms=None if self.terms is None else self.terms[rows],
         )
 
-    def draw(self, rng: Generator, count: int) -> "Lengths":
+    def draw(self, rng: Generator, count: int) -> "TokenLengths":
         return self.take(rng.integers(len(self), size=count))
 
 
-def joined(pieces: Sequence[Lengths]) -> Lengths:
+def joined(pieces: Sequence[TokenLengths]) -> TokenLengths:
     """Concatenate the rows; a column that one of the parts lacks is left out."""
 
     def column(columns: list[NDArray[Any] | None]) -> NDArray[Any] | None:
         present = [column for column in columns if column is not None]
         return np.concatenate(present) if len(present) == len(columns) else None
 
-    return Lengths(
+    return TokenLengths(
         column([piece.prompt_len for piece in pieces]),
         column([piece.output_len for piece in pieces]),
         column([piece.terms for piece in pieces]),
@@ -202,7 +202,7 @@ def joined(pieces: Sequence[Lengths]) -> Lengths:
 class LengthSource(Protocol):
     """Source that lengths of requests are drawn from."""
 
-    def draw(self, rng: Generator, count: int) -> Lengths:
+    def draw(self, rng: Generator, count: int) -> TokenLengths:
         """Draw `count` rows. The same generator gives the same rows."""
 
 
@@ -212,24 +212,24 @@ def whole(drawn: FloatArray) -> IntArray:
 
 @dataclass(frozen=True, slots=True)
 class DrawnLengths:
-    """Lengths of a recording, with distributions for the columns that it lacks or that were given explicitly."""
+    """TokenLengths of a recording, with distributions for the columns that it lacks or that were given explicitly."""
 
     source: LengthSource | None
     prompt: ValueDistribution | None = None
     output: ValueDistribution | None = None
 
-    def draw(self, rng: Generator, count: int) -> Lengths:
+    def draw(self, rng: Generator, count: int) -> TokenLengths:
         """Draw `count` rows. Raises ConfigError where a column is missing."""
-        lengths = Lengths(None, None) if self.source is None else self.source.draw(rng, count)
+        lengths = TokenLengths(None, None) if self.source is None else self.source.draw(rng, count)
         return self.completed(lengths, rng, count)
 
-    def completed(self, found: Lengths, rng: Generator, count: int) -> Lengths:
+    def completed(self, found: TokenLengths, rng: Generator, count: int) -> TokenLengths:
         prompt_len = found.prompt_len if self.prompt is None else whole(self.prompt.draw(rng, count))
         output_len = found.output_len if self.output is None else whole(self.output.draw(rng, count))
         for name, column in (("prompt", prompt_len), ("output", output_len)):
             if column is None:
                 raise ConfigError(f"{name}= is missing: nothing says how long a {name} is")
-        return Lengths(prompt_len, output_len, found.terms)
+        return TokenLengths(prompt_len, output_len, found.terms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +250,7 @@ class LengthLimits:
         """Return the lengths to ask for."""
         return _limited(lengths, self.output_scale, self.max_output)
 
-    def cut(self, lengths: Lengths) -> tuple[Lengths, IntArray]:
+    def cut(self, lengths: TokenLengths) -> tuple[TokenLengths, IntArray]:
         """Return the rows that are left, and their numbers."""
         assert lengths.prompt_len is not None, "limits come after the columns are complete"
         assert lengths.output_len is not None, "limits come after the columns are complete"
@@ -260,9 +260,9 @@ class LengthLimits:
             kept = np.flatnonzero(prompt_len + output_len <= self.max_total)
         return replace(lengths, prompt_len=prompt_len, output_len=output_len).take(kept), kept
 
-    def draw(self, source: LengthSource, rng: Generator, count: int) -> Lengths:
+    def draw(self, source: LengthSource, rng: Generator, count: int) -> TokenLengths:
         """Draw `count` rows within the limits; dropped ones are drawn again. Raises ConfigError if hardly any fits."""
-        pieces: list[Lengths] = []
+        pieces: list[TokenLengths] = []
         num_kept = 0
         for _ in range(_MAX_ROUNDS):
             kept, _numbers = self.cut(source.draw(rng, max(64, count - num_kept)))

@@ -10,7 +10,7 @@ from lab.sim.report import tables
 from lab.sim.report.document import document, figure, named_values, table
 from lab.sim.report.svg import (
     MAX_STYLES,
-    Frame,
+    PlotFrame,
     Scale,
     dash,
     element,
@@ -170,12 +170,12 @@ def against_rate(
         if measured is not None:
             points[run.policy].append((run.rate, measured))
     y = Scale(0.0, 1.0) if is_share else from_zero([level for line in points.values() for _, level in line])
-    frame = Frame(from_zero(report.rates), y, "offered requests per second", y_label)
+    frame = PlotFrame(from_zero(report.rates), y, "offered requests per second", y_label)
     lines = [_marked_line(frame, policy, report.style_of(policy), line) for policy, line in points.items()]
     return frame.picture(f"{y_label} against rate", frame.axes(y_is_share=is_share), *lines)
 
 
-def _marked_line(frame: Frame, policy: str, style: int, points: Sequence[tuple[float, float]]) -> str:
+def _marked_line(frame: PlotFrame, policy: str, style: int, points: Sequence[tuple[float, float]]) -> str:
     placed = [frame.at(x, y) for x, y in points]
     line = [_curve(style, placed)] if placed else []
     marks = [
@@ -196,7 +196,7 @@ def distribution(
     report: Report, runs: Sequence[ReportedRun], class_name: str, x_label: str, measure: Callable[[ClassResult], object]
 ) -> str:
     curves = [(run.policy, found.curve) for run in runs if (found := _measured(run, class_name, measure)) is not None]
-    frame = Frame(
+    frame = PlotFrame(
         logarithmic([curve[place] for _, curve in curves for place in (1, -1)]),
         Scale(0.0, 1.0),
         x_label,

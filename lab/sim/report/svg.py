@@ -95,7 +95,7 @@ def _round_step(step: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class PlotFrame:
     """The inside of a plot, with its two axes."""
 
     x: Scale

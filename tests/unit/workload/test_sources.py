@@ -19,7 +19,7 @@ from lab.workload.catalogue import (
     read_tasks,
     read_texts,
 )
-from lab.workload.distributions import Lengths
+from lab.workload.distributions import TokenLengths
 from lab.workload.grammar import parse_classes
 from lab.workload.recordings import ClientDaySource, Extract, TraceSource
 from lab.workload.servegen import QUANTILES, WINDOW_S, read_clients
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 SHIPPED_NAMES = sorted(name for name, entry in SOURCES.items() if entry.is_shipped)
 
 
-def columns(lengths: Lengths) -> tuple[list[int], list[int]]:
+def columns(lengths: TokenLengths) -> tuple[list[int], list[int]]:
     assert lengths.prompt_len is not None
     assert lengths.output_len is not None
     return lengths.prompt_len.tolist(), lengths.output_len.tolist()
