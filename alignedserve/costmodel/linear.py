@@ -188,7 +188,7 @@ def fit_linear(
     straight = _fit_bent(samples, seconds, 0.0)
     largest = max(sample.work.num_tokens for sample in samples)
     places = [bend for bend in bends if bend < largest] if straight.misfit > _LEAST_MISFIT else []
-    bent = min((_fit_bent(samples, seconds, bend) for bend in places), key=lambda one: one.misfit, default=straight)
+    bent = min((_fit_bent(samples, seconds, bend) for bend in places), key=lambda fit: fit.misfit, default=straight)
     best = bent if bent.misfit < _BENT_MISFIT * straight.misfit else straight
     return LinearIterationModel(best.coefficients, swap_token_s)
 

@@ -187,7 +187,7 @@ def check_yielding(scheduling: SchedulingConfig, topology: Topology, available: 
         return
     used = wanted_mechanisms(scheduling) & available & _NOT_YIELDING
     if used:
-        what = " and ".join(sorted(one.value for one in used))
+        what = " and ".join(sorted(mechanism.value for mechanism in used))
         raise ConfigError(
             f"scheduling.yield_between_layers cannot be had with policy {scheduling.policy!r}, which uses {what}; "
             "leave it out, or set scheduling.policy=aligned_slo"
@@ -264,7 +264,7 @@ def resolve_policy(config: ClusterConfig) -> ClusterConfig:
         scheduling = msgspec.structs.replace(scheduling, policy_params=params)
     if _may_yield(scheduling) and scheduling.best_effort_floor is None:
         scheduling = msgspec.structs.replace(scheduling, best_effort_floor=config.router.best_effort_floor)
-    own = policy_config(scheduling.policy, params_of(scheduling))
+    parameters = policy_config(scheduling.policy, params_of(scheduling))
     router: dict[str, Any] = {}
     if config.router.direct_handoff is None:
         router["direct_handoff"] = entry.is_direct
@@ -275,14 +275,14 @@ def resolve_policy(config: ClusterConfig) -> ClusterConfig:
     if config.batching.policy is None:
         batching["policy"] = entry.batching
     if _PACK_SHARE in entry.batching_settings:
-        batching.setdefault(_PACK_SHARE, config.batching.pack_share or getattr(own, _PACK_SHARE))
+        batching.setdefault(_PACK_SHARE, config.batching.pack_share or getattr(parameters, _PACK_SHARE))
     elif config.batching.pack_share is not None:
         raise ConfigError(f"batching.{_PACK_SHARE} has no effect with policy {scheduling.policy!r}; leave it out")
-    own_order = entry.prefill_order
+    prefill_order = entry.prefill_order
     if batching.get(_PACK_SHARE) is not None:
         # What packs slack goes by objectives, and so do the prompts that wait for it.
-        own_order = _CLASSED_ORDERS.get(own_order, own_order)
-    router["prefill_order"] = config.router.prefill_order or own_order
+        prefill_order = _CLASSED_ORDERS.get(prefill_order, prefill_order)
+    router["prefill_order"] = config.router.prefill_order or prefill_order
     knows_classes = router["prefill_order"] not in _CLASSED_ORDERS
     if config.batching.best_effort_floor is None and knows_classes and topology.is_separate:
         batching["best_effort_floor"] = config.router.best_effort_floor

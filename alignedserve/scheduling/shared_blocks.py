@@ -51,16 +51,16 @@ class SharedBlocks:
         return len(self._partners) // 2
 
     def pairs(self) -> Iterator[BlockPair]:
-        for one, other in self._partners.items():
-            if self._table.is_real_time[self._table.row(one)]:
-                yield BlockPair(one, other)
+        for request_id, other in self._partners.items():
+            if self._table.is_real_time[self._table.row(request_id)]:
+                yield BlockPair(request_id, other)
 
     def partner(self, request_id: RequestId) -> RequestId | None:
         return self._partners.get(request_id)
 
     def partner_rows(self) -> dict[int, int]:
         row = self._table.row
-        return {row(one): row(other) for one, other in self._partners.items()}
+        return {row(request_id): row(other) for request_id, other in self._partners.items()}
 
     def share(self, request_id: RequestId, other: RequestId) -> None:
         is_real_time, row = self._table.is_real_time, self._table.row

@@ -85,8 +85,8 @@ class _Iteration:
         late = self._forecast.is_late
         self._add_decodes(np.flatnonzero(self._is_decode & ~late))
         prompts = np.flatnonzero(~self._is_decode & ~late)
-        kept, postponed = self._feasible(prompts)
-        self._add_prompts(kept, is_late=False)
+        feasible, postponed = self._feasible(prompts)
+        self._add_prompts(feasible, is_late=False)
         self._add_decodes(np.flatnonzero(self._is_decode & late))
         rest = np.concatenate((np.array(postponed, np.int64), np.flatnonzero(~self._is_decode & late)))
         has_none = self._view.table.num_blocks[rest] == 0

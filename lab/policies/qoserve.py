@@ -109,13 +109,13 @@ class QoServe:
         table = view.table
         is_prompt = ~is_decoding & np.isfinite(needs.due_s)
         relegated: Bools = is_prompt & (view.now + needs.needed_s > needs.due_s)
-        kept = rows_where(is_prompt & ~relegated)
-        if len(kept) < 2:
+        in_time = rows_where(is_prompt & ~relegated)
+        if len(in_time) < 2:
             return relegated
         importance = np.where(table.is_real_time, 0, _BEST_EFFORT) + table.priority
-        if np.ptp(importance[kept]):
-            kept = kept[np.lexsort((table.order[kept], key[kept]))]
-            relegated[yielding(kept, view.now, needs, importance)] = True
+        if np.ptp(importance[in_time]):
+            in_time = in_time[np.lexsort((table.order[in_time], key[in_time]))]
+            relegated[yielding(in_time, view.now, needs, importance)] = True
         return relegated
 
     def _within_slack(self, view: WorkerView, standing: RowProgress) -> ChunkRule:

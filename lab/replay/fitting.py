@@ -243,8 +243,8 @@ def _fit_worker(worker: _WorkerIterations, slowdowns: Slowdowns) -> WorkerFit:
     samples = worker.alone(slowdowns)
     costs = fit_mean(samples)
     ratios: dict[str, list[Ratio]] = {}
-    for one, ratio in zip(worker.iterations, _ratios(costs, samples), strict=True):
-        ratios.setdefault(one.worker, []).append(ratio)
+    for iteration, ratio in zip(worker.iterations, _ratios(costs, samples), strict=True):
+        ratios.setdefault(iteration.worker, []).append(ratio)
     return WorkerFit(costs, fit_error(costs, samples), {name: tuple(found) for name, found in ratios.items()})
 
 

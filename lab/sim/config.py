@@ -169,7 +169,7 @@ class SimConfig:
             Mechanism.HIDDEN_CACHE: self.mechanisms.hidden_ratio is not None,
             Mechanism.SHARED_BLOCKS: self.mechanisms.has_shared_blocks,
         }
-        return frozenset(one for one, is_there in has.items() if is_there)
+        return frozenset(mechanism for mechanism, is_there in has.items() if is_there)
 
     def decode_name(self, number: int) -> str:
         """Return the name of a worker that decodes, as in a cluster."""

@@ -161,8 +161,8 @@ class SimulatedEngine:
 
     def forget(self) -> None:
         """Lose every sequence, as with the worker's process; what was counted stays."""
-        for kept in (self._on_host, self._hidden, self._sequences):
-            kept.clear()
+        for caches in (self._on_host, self._hidden, self._sequences):
+            caches.clear()
         self._latest, self._num_blocks = _SteadyIteration((), IterationWork(), (), 0), 0
 
     def timeline(self) -> list[IterationLine]:

@@ -385,8 +385,8 @@ class Simulation:
     def _add_node(self, node: int, prefillers: list[str], decoders: list[str]) -> None:
         for prefiller in prefillers:
             self._network.link(prefiller, _pool(node))
-        for one, other in combinations(decoders if self._config.can_move else (), 2):
-            self._network.link(one, other)
+        for worker, other in combinations(decoders if self._config.can_move else (), 2):
+            self._network.link(worker, other)
         pools = [_pool(node)] if self._config.cluster.node_pool is not None else []
         for decoder in decoders:
             for peer in pools + prefillers:

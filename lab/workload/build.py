@@ -148,9 +148,11 @@ class _ClassTraffic:
             raise ConfigError("repeat= needs a duration")
         extract = Extract(spec.start_s, duration_s, spec.rate, spec.is_repeated)
         recording = self._source.record(self._generator(_Purpose.ARRIVALS), extract)
-        found = self._drawn.completed(recording.lengths, self._generator(_Purpose.LENGTHS), len(recording.arrival_s))
-        lengths, kept = spec.limits.cut(found)
-        return replace(recording.take(kept), lengths=lengths)
+        completed = self._drawn.completed(
+            recording.lengths, self._generator(_Purpose.LENGTHS), len(recording.arrival_s)
+        )
+        lengths, rows = spec.limits.cut(completed)
+        return replace(recording.take(rows), lengths=lengths)
 
     # --- closed loop
 

@@ -74,9 +74,9 @@ def read_texts(path: Path, *, prompt: Sequence[str], output: str, where: Mapping
         fields = msgspec.json.decode(line, type=dict[str, object])
         if any(fields.get(name) != wanted for name, wanted in where.items()):
             return None
-        found = [fields.get(name) for name in (*prompt, output)]
-        texts = [text for text in found if isinstance(text, str)]
-        if len(texts) < len(found):
+        values = [fields.get(name) for name in (*prompt, output)]
+        texts = [text for text in values if isinstance(text, str)]
+        if len(texts) < len(values):
             raise ValueError(f"needs texts named {', '.join((*prompt, output))}")
         return "\n".join(text for text in texts[:-1] if text), texts[-1]
 

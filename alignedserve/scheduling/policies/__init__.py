@@ -203,9 +203,9 @@ def require_policy(scheduling: SchedulingConfig, topology: Topology, available: 
     name = scheduling.policy
     entry, parameters = policy_entry(name), policy_config(name, scheduling.policy_params)
     if topology not in entry.topologies:
-        able = " or ".join(one.value for one in entry.topologies)
+        able = " or ".join(item.value for item in entry.topologies)
         raise ConfigError(f"policy {name!r} is for {able} workers; set topology={entry.topologies[0].value}")
     missing = entry.needs_with(parameters) - available
     if missing:
-        wanted = ", ".join(sorted(one.value for one in missing))
+        wanted = ", ".join(sorted(item.value for item in missing))
         raise ConfigError(f"policy {name!r} needs what these workers do not have: {wanted} (a simulated engine can)")

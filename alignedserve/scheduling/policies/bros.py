@@ -252,9 +252,9 @@ class _Packing:
 
     def _find_blocks(self, row: int, num_tokens: int) -> FoundBlocks | None:
         search = BlockSearch(self._view, self.packer)
-        found = search.find(row, num_tokens, partial(self._victims, row), may_take=not self._is_short)
-        self._is_short |= found is None
-        return found
+        blocks = search.find(row, num_tokens, partial(self._victims, row), may_take=not self._is_short)
+        self._is_short |= blocks is None
+        return blocks
 
     def _victims(self, row: int) -> Iterator[int]:
         """Iterate over victims for this request: best-effort ones, the last in order first, then real-time ones.

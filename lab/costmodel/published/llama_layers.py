@@ -25,11 +25,11 @@ class Curve:
     """
 
     def __init__(self, points: Iterable[tuple[float, float]]) -> None:
-        found = list(points)
-        assert len(found) >= 2, "one point is no curve"
-        assert all(left[0] < right[0] for left, right in pairwise(found)), "x must rise"
-        self._xs = [x for x, _ in found]
-        self._ys = list(accumulate((y for _, y in found), max))
+        ordered = list(points)
+        assert len(ordered) >= 2, "one point is no curve"
+        assert all(left[0] < right[0] for left, right in pairwise(ordered)), "x must rise"
+        self._xs = [x for x, _ in ordered]
+        self._ys = list(accumulate((y for _, y in ordered), max))
 
     def at(self, x: float) -> float:
         if x <= self._xs[0]:

@@ -212,9 +212,9 @@ def distribution(
 
 def _measured(run: ReportedRun, class_name: str, measure: Callable[[ClassResult], object]) -> Measure | None:
     result = run.of_class(class_name)
-    found = None if result is None else measure(result)
-    assert found is None or isinstance(found, Measure)
-    return found
+    seconds = None if result is None else measure(result)
+    assert seconds is None or isinstance(seconds, Measure)
+    return seconds
 
 
 # --- workers

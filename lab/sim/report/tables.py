@@ -114,8 +114,8 @@ def headlines(report: Report) -> Table:
         for name in report.classes
     ]
     names = ("policy", "rate", *(("class",) if has_classes else ()))
-    told = [heading for heading, is_told in (("tokens again", has_again), ("cached", has_hits)) if is_told]
-    return Table((*names, *_HEADLINES, *told), rows, len(names))
+    shown_headings = [heading for heading, is_told in (("tokens again", has_again), ("cached", has_hits)) if is_told]
+    return Table((*names, *_HEADLINES, *shown_headings), rows, len(names))
 
 
 def steadiness(report: Report) -> Table:

@@ -278,19 +278,19 @@ def giving_way(
     if np.all(before_s + own_stretch * alone_s[by_due] <= slack_s[by_due]):
         return []
     waited_s, yielding = 0.0, []
-    kept: list[tuple[int, float, int]] = []  # the one to give way first on top
-    for place in by_due.tolist():
-        most_s = float(slack_s[place] - own_stretch * alone_s[place])  # to wait for others
+    staying: list[tuple[int, float, int]] = []  # the one to give way first on top
+    for prompt in by_due.tolist():
+        most_s = float(slack_s[prompt] - own_stretch * alone_s[prompt])  # to wait for others
         if most_s < 0:
-            yielding.append(place)
+            yielding.append(prompt)
             continue
-        heapq.heappush(kept, (-int(priority[place]), -float(alone_s[place]), place))
+        heapq.heappush(staying, (-int(priority[prompt]), -float(alone_s[prompt]), prompt))
         while waited_s > most_s:
-            other = heapq.heappop(kept)[2]
+            other = heapq.heappop(staying)[2]
             yielding.append(other)
-            if other == place:
+            if other == prompt:
                 break
             waited_s -= stretch * float(alone_s[other])
         else:
-            waited_s += stretch * float(alone_s[place])
+            waited_s += stretch * float(alone_s[prompt])
     return yielding

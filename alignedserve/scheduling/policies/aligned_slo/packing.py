@@ -446,7 +446,7 @@ class SloPacking:
 
     def _force_one(self) -> None:
         rows = in_order(np.arange(len(self._table)), self._table, self._rows._replace(rank=self._forecast.hold))
-        row = next(one for one in rows.tolist() if one not in self._evicted)
+        row = next(candidate for candidate in rows.tolist() if candidate not in self._evicted)
         packer = self._packer
         while self._view.can_evict and packer.blocks_needed(row, packer.remaining(row)) > packer.num_free:
             victim = self._victims.pop()

@@ -216,7 +216,7 @@ class PooledPacking(SloPacking):
         if self._leaving or self._num_returning or self._pool.is_busy:
             return  # what is on its way makes room, or computes
         away = [
-            one for one in in_order(np.arange(len(self._table)), self._table, self._rows).tolist() if one in self._away
+            row for row in in_order(np.arange(len(self._table)), self._table, self._rows).tolist() if row in self._away
         ]
         self._evicted |= self._away
         if len(self._evicted) < len(self._table):
