@@ -36,7 +36,10 @@ _LENT = ("prefill", "candidate_buffer_bytes")  # by elastic workers as well, for
 
 
 def topology_of(config: ClusterConfig) -> Topology:
-    """Return the topology of this configuration. Raises ConfigError for an unknown policy."""
+    """Return the topology that is set, or else the policy's first; separate workers where settings of such are set.
+
+    Raises ConfigError for an unknown policy.
+    """
     able = policy_entry(config.scheduling.policy).topologies
     if config.topology is not None:
         return config.topology

@@ -33,7 +33,7 @@ class Mechanism(enum.Enum):
 class CandidateChoice(enum.Enum):
     """Requests elsewhere for which blocks are short, among which a separate decode worker lets its policy choose."""
 
-    NONE = "none"  # they wait for free blocks
+    NONE = "none"  # all wait for free blocks
     OVER_BEST_EFFORT = "over best-effort"  # real-time ones, while best-effort ones hold blocks
     ALL = "all"
 
@@ -168,7 +168,7 @@ _MOST_STRETCH = 3.0  # of a single iteration: one long rest of the machine tells
 class IterationHistory:
     """Durations of past iterations. Updated by the worker, read by policies.
 
-    An urgent one counts as a part of the iteration in which it ran, which follows.
+    An urgent iteration counts as part of the iteration in which it runs.
     """
 
     num_iterations: int = 0
@@ -182,8 +182,8 @@ class IterationHistory:
     _ended_s: float = -math.inf
     _earlier_max_s: float = 0.0
     _current_max_s: float = 0.0
-    _urgent_s: float = 0.0  # of urgent ones, since the last that was not
-    _urgent_took_s: float = 0.0  # of those that were predicted
+    _urgent_s: float = 0.0  # of urgent iterations, since the last ordinary one
+    _urgent_took_s: float = 0.0  # of urgent iterations with a prediction
     _urgent_predicted_s: float = 0.0
     _urgent_ttft_s: float = math.inf
 
@@ -194,7 +194,7 @@ class IterationHistory:
     def note_error(self, predicted_s: float, duration_s: float, now: float, *, is_urgent: bool = False) -> None:
         """Note how long the iteration that ends now was predicted to take, and took.
 
-        What lies between two that follow each other counts, as it does for the next token; a rest does not.
+        Time between consecutive iterations counts, as the next token waits for it too; a rest does not.
         """
         predicted_s, duration_s = predicted_s + self._urgent_predicted_s, duration_s + self._urgent_took_s
         self._urgent_predicted_s, self._urgent_took_s = (predicted_s, duration_s) if is_urgent else (0.0, 0.0)

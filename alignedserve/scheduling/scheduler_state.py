@@ -32,9 +32,9 @@ from alignedserve.scheduling.table_operations import growing_rows, note_complete
 class EvictionResult(NamedTuple):
     """Blocks and tokens that an eviction moved."""
 
-    num_blocks: int  # that it leaves, its last ones
+    num_blocks: int  # freed, the last of the request
     num_swapped: int  # tokens copied to the host
-    is_last_shared: bool = False  # the last of those blocks is another's as well, and so not free
+    is_last_shared: bool = False  # the last freed block has another user, and is not free
 
 
 class Flight(NamedTuple):
@@ -299,7 +299,7 @@ class SchedulerState:
     def note_forced(self, request_id: RequestId, num_tokens: int) -> None:
         """Note that a request of the iteration computed `num_tokens` more than planned.
 
-        Its grammar forced them, and they are in blocks that it has. `completed` follows.
+        Its grammar forced them; the request has their blocks. `completed` follows.
         """
         table, row = self.table, self.table.row(request_id)
         self.work.add_chunk(num_tokens, int(table.context_len[row]), is_last=False)
@@ -308,7 +308,7 @@ class SchedulerState:
         self._scheduled = None
 
     def completed(self, *, now: float, duration_s: float, is_urgent: bool = False) -> Bools:
-        """Note its end; return which of its requests computed all that was left, and so sampled a token.
+        """Note the end of the iteration; return which of its requests computed all their tokens, and so sampled.
 
         `is_urgent`: it ran within another one.
         """
@@ -341,8 +341,7 @@ class SchedulerState:
         return entered
 
     def _leave_shared(self, row: int, num_tokens: int) -> int:
-        """Take a best-effort request that has no room beside its partner out of the block that it shares; return the
-        tokens that it has there, which move to a block of its own."""
+        """Move a best-effort request without room beside its partner to a block of its own; return the moved tokens."""
         table, block_size = self.table, self._memory.block_size
         request_id = table.request_ids[row]
         other = self.shared.partner(request_id)

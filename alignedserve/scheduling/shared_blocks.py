@@ -1,10 +1,12 @@
 """Blocks shared by two requests, a real-time one from the left and a best-effort one from the right (BROS, section 5).
 
-Only the last block of a cache is partly filled, so a pair shares the last block on the device of each: no request is in
-two pairs. As long as their slots do not meet, both use the block as if it were their own. Where the real-time request
-goes on into slots of the other, just those are copied to the host first (lazy checkpointing): they hold the other's
-latest tokens, so what it has left on the device is a prefix of its context. Where the best-effort request would go on
-into slots of the other, it leaves the block, and moves what it has there to one of its own.
+Only the last block of a cache is partly filled: a pair shares the last block of each, and no request is in two pairs.
+Where the real-time request grows into slots of the best-effort one, just those slots are copied to the host first (lazy
+checkpointing). They hold its latest tokens, so the rest on the device is a prefix of the context. A best-effort request
+that would grow into real-time slots leaves the block and moves its tokens to a block of its own.
+
+Prefixes are shared otherwise: whole blocks at the start of a context. Two requests that share a block share all earlier
+blocks, so the number of users never grows along a request's blocks.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -63,7 +63,7 @@ class SharingPacker(Packer):
         other = self._partners.get(row)
         if other is None or not self._table.is_real_time[row]:
             return None
-        joins = other in self._joined  # then it has no slot there but by this plan
+        joins = other in self._joined  # the slots there come from this plan alone
         beside = self._slots_after(other) if joins else slots_in_last(self.num_on_device(other), self._block_size)
         overlap = num_overwritten(self._slots_with(row, num_tokens), beside, self._block_size)
         return Overwritten(other, overlap) if overlap else None

@@ -57,7 +57,7 @@ class YieldConfig:
 
 @dataclass(slots=True)
 class StoppablePass:
-    """The pass in flight, as it was forecast, and what has run within it."""
+    """The pass in flight: its forecast, and its stops so far."""
 
     started_s: float
     predicted_s: float

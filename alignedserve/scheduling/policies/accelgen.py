@@ -242,7 +242,7 @@ class _Batch:
                 packer.num_free += blocks_due
 
     def _evict_until(self, row: int, num_tokens: int, num_whole: int, blocks_due: int) -> bool:
-        """Evict requests that can wait longer than this one, the longest first, while it lacks blocks.
+        """Evict requests that can wait longer, the longest first, while blocks are missing.
 
         Return False if even all of them would not free `num_whole` blocks.
         """
@@ -254,7 +254,7 @@ class _Batch:
         if not self._has_victims or not self._may_preempt[row]:
             return num_whole <= num_spare_blocks
         victims = self._victims(row)
-        self._has_victims = bool(victims)  # requests behind this one in the queue find no more of them
+        self._has_victims = bool(victims)  # later requests in the queue find no more victims
         if num_whole > num_spare_blocks + packer.num_freed_by(victims):
             return False
         while victims and wanted > packer.num_free - blocks_due:

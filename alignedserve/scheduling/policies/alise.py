@@ -27,7 +27,12 @@ class Preemption(enum.Enum):
 
 
 class PriorityPacking:
-    """One decision. `level`: per row, 0 the best; `wait_s`: estimated time until it runs, compared within a level."""
+    """Packs one iteration by levels, 0 the best; within a level by arrival. `wait_s`: estimated wait of each row.
+
+    A newcomer (new, dropped or swapped out) displaces only worse levels, so that equals never evict each other in turn.
+    A request on the device that needs one more block may displace any request behind it. Victims go by level, then by
+    wait, the worst and longest first; caches are swapped in ahead of their turn in the opposite order.
+    """
 
     def __init__(
         self, view: WorkerView, level: Ints, wait_s: Floats, *, preemption: Preemption, watermark: float
@@ -80,7 +85,7 @@ class PriorityPacking:
 
     def _continue(self, row: int) -> None:
         if self._packer.is_evicted(row):
-            self._is_closed = True  # no request behind it takes the blocks that it lacked
+            self._is_closed = True  # later requests do not take the blocks that were missing
             return
         packer = self._packer
         num_tokens = 1 if self._is_decoding[row] else min(packer.remaining(row), packer.num_tokens_left)

@@ -67,11 +67,11 @@ class _Items:
 
 
 def select(candidates: KnapsackItems, budget: SelectionBudget) -> Selection:
-    """Select greedily, or around the best single candidate if that alone has a greater value.
+    """Select candidates greedily by gain per block, or around the best single candidate if its value is greater.
 
-    If only blocks are short, the value is at least half of the optimum (Apt-Serve, section 5): all items up to and
-    including the first that does not fit have at least the optimal value, and that one alone at most the value of the
-    best single candidate. Places, tokens and the limit on hidden tokens have no such bound.
+    A candidate is left out, gets a hidden cache, or keys and values: the first cache is one item, the step
+    to keys and values another. If only blocks are short, the value is at least half of the optimum (Apt-Serve,
+    section 5). Places, tokens and the limit on hidden tokens have no such bound.
     """
     if not len(candidates.value) or not budget.is_left:
         return Selection(np.zeros(0, np.int64), np.zeros(0, np.bool_), np.zeros(0, np.int64), 0.0)

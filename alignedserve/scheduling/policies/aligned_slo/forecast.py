@@ -146,7 +146,7 @@ def rows_of(
 def in_order(rows: Ints, table: RequestTable, forecast: RowForecasts) -> Ints:
     """Sort rows by rank, priority, time left and arrival at the worker.
 
-    Starving requests go by arrival, so that shorter ones do not keep them waiting.
+    Starving requests go by arrival: shorter requests do not delay longer ones.
     """
     rank = forecast.rank[rows]
     left_s = np.where(rank == STARVING, 0.0, forecast.left_s[rows])
@@ -172,7 +172,7 @@ def _plain_forecast(table: RequestTable, situation: Situation, prompts: PrefillT
     is_urgent = is_on_time & (np.minimum(slack_s - alone_s, deadline_slack_s) < horizon_s)
     of_chat = np.where(is_urgent, URGENT, np.where(is_on_time, ON_TIME, LATE))
     claim = np.where(table.is_real_time, of_chat, np.where(is_pressing, PRESSING, BEST_EFFORT))
-    waited_s = now - table.arrival_s - table.service_s  # in all: once it goes first it does so to its end
+    waited_s = now - table.arrival_s - table.service_s  # in all: a request that starves goes first to its end
     longest_s = LONGEST_WAIT * situation.starvation_s
     has_waited = waited_s > np.minimum(situation.starvation_s + situation.patience * left_s, longest_s)
     # Others than these are urgent once they are due.
@@ -268,10 +268,12 @@ def relegated(table: RequestTable, rows: RowForecasts, stretch: float) -> RowFor
 def giving_way(
     slack_s: Floats, alone_s: Floats, priority: Ints, *, stretch: float = 1.0, own_stretch: float = 1.0
 ) -> list[int]:
-    """Return which of these prompts give way, by their places.
+    """Choose the fewest prompts to be late so that all others have their first token in time (Moore, 1968).
 
-    `alone_s`: to compute each. `stretch`: how many times as long it keeps those after it waiting. `own_stretch`: how
-    many times as long it takes until its own token.
+    Prompts compute one after the other by due time. Up to the first late prompt, the least important gives way; of
+    equals the longest. `stretch`: decodes beside a prompt make later prompts wait so many times `alone_s`;
+    `own_stretch`: and the prompt itself. Example: prompts of 3, 1 and 1 s are due in 3, 3.5 and 4 s: the first gives
+    way.
     """
     by_due = np.argsort(slack_s, kind="stable")
     before_s = stretch * (np.cumsum(alone_s[by_due]) - alone_s[by_due])

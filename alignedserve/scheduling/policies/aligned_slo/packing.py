@@ -46,7 +46,11 @@ class LoanCredit:
 
 
 class Lenders:
-    """Finds who may lend in one decision."""
+    """Chats that can lend their memory to late first tokens in one decision.
+
+    A lender keeps its cache on the host or in the pool: none is computed again. Loans stop when the lent caches would
+    fill the device.
+    """
 
     def __init__(self, view: WorkerView, forecast: SloForecast, credit: LoanCredit) -> None:
         self._view = view

@@ -56,7 +56,17 @@ _COVERED = 0.9  # of them
 
 
 class PromptReserve:
-    """Knows how long the latest prompts of chat take."""
+    """The time by which documents leave chats ahead of their mean gap: what the next long prompt takes.
+
+        usual   = what nine of ten of the latest prompts of chat take alone
+        reserve = 0 if stretch * usual <= longest, else min(usual, longest)
+        until   = max(ahead - reserve, alone + share * (budget - alone))
+
+    `longest`: the longest prompt that could be in time. `stretch`: times as long as alone that a prompt takes in parts.
+    `ahead`: until the first next token is due by mean gaps. `alone`: the iteration without documents. Example: chats
+    have a mean gap of 50 ms, prompts take 400 ms, iterations alone 20 ms. A chat is ahead by 400 ms after 13 tokens:
+    until then documents prolong iterations by 2 to 3 ms, later by 25.
+    """
 
     def __init__(self, share: float) -> None:
         """`share`: of the time left that documents have while a chat is not ahead enough; 1: nothing is kept."""
@@ -77,11 +87,6 @@ class PromptReserve:
             self._usual_s = sorted(self._latest_s)[math.ceil(_COVERED * len(self._latest_s)) - 1]
 
     def until_s(self, ahead_s: float, *, alone_s: float, budget_s: float, longest_s: float, stretch: float) -> float:
-        """Return how long the iteration may be with documents, of `budget_s`.
-
-        `ahead_s`: time until a chat's next token is due by its mean gap. `alone_s`: of the iteration without documents.
-        `longest_s`: the longest prompt that can be in time. `stretch`: times as long as alone that it takes in parts.
-        """
         if not self._usual_s or self._usual_s * stretch <= longest_s:
             return budget_s
         kept_s = min(self._usual_s, longest_s)
