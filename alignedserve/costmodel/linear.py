@@ -179,7 +179,7 @@ def fit_linear(
 ) -> LinearIterationModel:
     """Return the model whose squared relative errors on these samples are least, with no coefficient negative.
 
-    It is bent at one of `bends` where that is clearly nearer. A kind of work that no sample has costs nothing. Samples
+    The line bends at one of `bends` where the fit is clearly nearer. A kind of work that no sample has costs nothing. Samples
     without any time, or none at all, are a broken call.
     """
     assert samples, "nothing to fit"

@@ -42,9 +42,9 @@ class LearningCostModel(CostModel, Protocol):
     """Cost model that a worker corrects as it goes. Deterministic: the same observations give the same predictions."""
 
     def observe(self, work: IterationWork, seconds: float, grammar_s: float | None = None) -> None:
-        """Learn that an iteration of this work took so long (above 0).
+        """Learn the duration of an iteration, above 0.
 
-        `grammar_s`: of it, the seconds that it waited for the grammars of its rows; None: that was not measured.
+        `grammar_s`: the part spent waiting for grammars; None: not measured.
         """
 
 

@@ -283,7 +283,7 @@ def resolve_policy(config: ClusterConfig) -> ClusterConfig:
         raise ConfigError(f"batching.{_PACK_SHARE} has no effect with policy {scheduling.policy!r}; leave it out")
     prefill_order = entry.prefill_order
     if batching.get(_PACK_SHARE) is not None:
-        # What packs slack goes by objectives, and so do the prompts that wait for it.
+        # Packed slack goes by objectives; so do prompts that wait for slack.
         prefill_order = _CLASSED_ORDERS.get(prefill_order, prefill_order)
     router["prefill_order"] = config.router.prefill_order or prefill_order
     knows_classes = router["prefill_order"] not in _CLASSED_ORDERS

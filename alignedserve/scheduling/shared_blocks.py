@@ -80,7 +80,7 @@ class SharedBlocks:
     def used_slots(self, row: int, num_more: int = 0) -> int:
         """Return the slots that a row will have in its last block after `num_more` tokens; 0: it has no block.
 
-        Before it computes more tokens, its cache comes back from the host, so that counts as well.
+        A cache on the host comes back before a row computes, and counts.
         """
         table = self._table
         num_tokens = int(table.num_cached[row]) + num_more - (0 if num_more else int(table.num_swapped[row]))
@@ -95,11 +95,11 @@ class UsedBlock(Protocol):
         """Requests that use it now."""
 
 
-HeldBlocks = Mapping[RequestId, Sequence[UsedBlock]]  # the first blocks of requests, as far as they may be shared
+HeldBlocks = Mapping[RequestId, Sequence[UsedBlock]]  # the shareable first blocks of requests
 
 
 def num_shared(blocks: Sequence[UsedBlock]) -> int:
-    """Count a request's blocks that others use as well, by bisection; they are its first ones."""
+    """Count the first blocks of a request that have other users, by bisection."""
     if not blocks or blocks[0].num_users < 2:
         return 0
     below, above = 1, len(blocks)  # all before `below` are shared, none from `above` on
@@ -110,7 +110,7 @@ def num_shared(blocks: Sequence[UsedBlock]) -> int:
 
 
 class LeavingUsers:
-    """Requests that leave one after the other, in a plan: which of their blocks others still use."""
+    """Counts blocks still in use while the requests of a plan leave one by one."""
 
     __slots__ = ("_held", "_num_users")
 

@@ -219,7 +219,7 @@ class FoundBlocks:
 
 
 class BlockSearch:
-    """One search: what has to leave the device for one request, in the order in which it was found."""
+    """One search for blocks: evictions for one request, in the order of finding."""
 
     def __init__(self, view: WorkerView, packer: SharingPacker) -> None:
         self._packer = packer
@@ -267,7 +267,7 @@ class BlockSearch:
     def _take(self, victim: int, missing: int) -> int:
         packer, partner = self._packer, self._partner(victim)
         if self._is_real_time[victim]:
-            if partner is not None:  # it leaves the block as well, which would not be free otherwise
+            if partner is not None:  # both leave the block, or it would not be free
                 self._leaving[partner] = packer.num_on_device(partner) - self._tokens_in(self._num_blocks(partner) - 1)
             num_blocks = self._num_blocks(victim)
         else:

@@ -57,7 +57,7 @@ class YieldConfig:
 
 @dataclass(slots=True)
 class StoppablePass:
-    """The pass in flight: its forecast, and its stops so far."""
+    """The pass in flight with forecast and stops."""
 
     started_s: float
     predicted_s: float

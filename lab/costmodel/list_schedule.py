@@ -3,8 +3,8 @@
     keys charged = max(sum of the contexts, longest block * multiprocessors / heads) + what blocks cost
 
 A block of threads reads a part of one context for one head, at the rate of one of the accelerator's multiprocessors,
-which share the memory's rate evenly. So a straggler costs nothing as long as the others keep all multiprocessors busy
-beside it. That is the least that a schedule takes; where a kernel's blocks come in the worst order, the longest last,
+which share the memory's rate evenly. A straggler costs nothing while other contexts keep all multiprocessors
+busy. That is the least that a schedule takes; where a kernel's blocks come in the worst order, the longest last,
 it takes at most the sum and the longest block together. docs/costmodels.md has an example, the sources, and how far
 measurements bear this out.
 """

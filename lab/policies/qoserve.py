@@ -53,7 +53,7 @@ class RowProgress(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """What is due of every row, and what it takes."""
+    """The due time of every row, and the work until then."""
 
     due_s: Floats  # time of the next token, without a TTFT that of the last one; inf without either
     needed_s: Floats  # until then, alone on the worker
@@ -82,7 +82,7 @@ class QoServe:
             is_behind |= self._relegated(view, is_decoding, needs, key)
         is_behind &= ~is_decoding
         level = np.where(table.is_real_time, is_behind, 2)
-        # Decodes come before prompts, so that the time that they leave is known.
+        # Decodes come first: their rest of the time is for prompts.
         group = np.where(is_decoding, level, np.where(is_behind, 3 + level, 3))
         order = order_of(view, key, group=group, level=level)
         rule = self._within_slack(view, standing) if config.dynamic_chunks else Packer.remaining
@@ -129,10 +129,10 @@ _BEST_EFFORT = 1 << 32  # less important than any priority of a real-time reques
 
 
 def yielding(rows: Ints, now: float, needs: Needs, importance: Ints) -> list[int]:
-    """Return those of these rows, which compute one after the other, that go behind so that others are in time.
+    """Choose the prompts to demote so that the rest meet their deadlines, computed one after the other.
 
-    Where one would be late, the least important of it and those before it yield (a larger number; of equals the one
-    that takes longest), as long as they are less important than it.
+    For a late prompt the least important prompt so far yields (the largest number; of equals the longest), if it is
+    less important than the late one.
     """
     late_s, yielded = now, []
     before: list[tuple[int, float, int]] = []

@@ -28,7 +28,7 @@ from alignedserve.costmodel.work import IterationWork
 from lab.replay.observed import ObservedCopy, ObservedIteration, ObservedRun
 from lab.sim.config import NO_SLOWDOWNS, SimLinks, Slowdowns
 
-_RUN_LENGTH = 256  # a machine that others use too is slow for seconds, in which policies learn that it is
+_RUN_LENGTH = 256  # a shared machine is slow for seconds, and policies learn it meanwhile
 
 
 class Ratio(NamedTuple):

@@ -80,7 +80,7 @@ class SimRouters:
 
 @dataclass(frozen=True, slots=True)
 class SimWorkerLoss:
-    """The loss of a worker, with its memory and all that it computes, and its return."""
+    """The loss of a worker with its memory and work, and its return."""
 
     worker: str  # by name: worker-N, or prefill-N and decode-N where they are separate
     at_s: float  # in seconds of the workload
@@ -187,5 +187,5 @@ class SimConfig:
 
     @property
     def moves_between_nodes(self) -> bool:
-        """True if they hand them over to those of other nodes too."""
+        """True if workers hand requests over to other nodes."""
         return self.can_move and self.num_pools > 1 and self.cluster.router.moves_between_nodes

@@ -94,7 +94,7 @@ class MemoryLinks:
 
 
 class SimulatedCopier:
-    """Performs one worker's copies. Its arenas are keyed by the peer that offered one, or that it is offered to."""
+    """Performs one worker's copies. Arenas are keyed by peer, offering or offered."""
 
     def __init__(self, worker: str, pool: str, memory_links: MemoryLinks, *, is_through_host: bool = False) -> None:
         self._is_through_host = is_through_host

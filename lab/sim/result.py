@@ -48,7 +48,7 @@ class ClassResult:
     num_sent: int
     num_by_ending: dict[str, int]
     attainment: float | None  # requests that did not complete count as missed
-    ttft_attainment: float | None  # of this objective alone
+    ttft_attainment: float | None  # by first tokens alone
     tpot_attainment: float | None
     token_attainment: float | None  # share of the tokens with an objective that met it (AccelGen)
     p99_attainment: float | None  # of all objectives, with the 99th percentile of each request's gaps for their mean

@@ -85,8 +85,8 @@ def run_cases(
 ) -> list[CaseResult]:
     """Simulate all cases, `processes` at a time (1: in this process); return results in their order.
 
-    A case that fails, even with its process, is a result with an error; the others continue. `over` gets each result as
-    soon as it is there. Ctrl-C ends all processes before it is raised.
+    A failed case, or a process that dies, is a result with an error; other cases continue. `over` gets each result at
+    once. Ctrl-C ends all processes before it is raised.
     """
     with CasePool(min(processes, len(cases))) as pool:
         return pool.run(cases, progress, over)
@@ -146,7 +146,7 @@ def _library(data_dir: Path | None) -> Library:
 @dataclass(slots=True)
 class _WorkerProcess:
     process: SpawnProcess
-    link: Connection  # pickles, over a pipe that only this process and that child of its own have
+    link: Connection  # pickles over a pipe between this process and its child alone
     number: int | None = None
 
 

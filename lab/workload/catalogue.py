@@ -67,7 +67,7 @@ def count_pieces(text: str) -> int:
 def read_texts(path: Path, *, prompt: Sequence[str], output: str, where: Mapping[str, str] = NO_FILTER) -> TokenLengths:
     """Read the lengths of prompts (fields of a JSON object per line, joined by newlines) and of their answers.
 
-    Only the rows whose other fields are as `where` says. Raises ConfigError.
+    Only rows with the fields of `where`. Raises ConfigError.
     """
 
     def parse(line: str) -> tuple[str, str] | None:
@@ -274,7 +274,7 @@ SOURCES: Mapping[str, SourceEntry] = {
     "summarization": SourceEntry(_APEX, _apex("summarization"), _MIT, "APEX: long prompts"),
 }  # fmt: skip
 
-# The models whose tokenizers counted the lengths, as far as the sources name them.
+# Models whose tokenizers counted the lengths, where sources name a model.
 TOKENS_OF: Mapping[str, str] = {
     **dict.fromkeys(("alpaca_vicuna", "arxiv", "arxiv_full", "lmsys_vicuna", "sharegpt", "sharegpt_full"), "llama-2"),
     "servegen": "deepseek-r1",

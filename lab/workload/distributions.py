@@ -25,7 +25,7 @@ class ValueDistribution:
 
     @property
     def constant(self) -> float | None:
-        """Return the number that is always drawn, if there is one."""
+        """Return the only number that can be drawn; None: several can."""
         return self.arguments[0] if self.kind == "constant" else None
 
     def draw(self, rng: Generator, count: int) -> FloatArray:

@@ -112,7 +112,7 @@ class ClassSpec:
     tpot_s: ValueDistribution | None = None
     deadline_s: ValueDistribution | None = None
     priority: int = 0
-    tenant: str = ""  # the client that its requests count for, of the others that share the class of requests
+    tenant: str = ""  # the client, among several in one class of requests
     weight: float = 1.0  # of that client's share
     tier: str | None = None
     max_tokens: int | ClientLimit = ClientLimit.CONTEXT

@@ -12,7 +12,7 @@ _ARRIVALS = ("rate", "arrivals", "outstanding", "wave")  # the keys that say whe
 
 
 def as_recorded(line: str) -> str:
-    """Return the line; that of a mere trace plays it as it was recorded."""
+    """Return the line; a bare trace gets its recorded arrivals."""
     line = line.strip()
     return line if not line or set(line) & set(",;=:") else f"{line}, arrivals={RECORDED}"
 

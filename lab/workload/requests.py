@@ -150,7 +150,7 @@ def turns_of(request: TimedRequest) -> Iterator[TimedRequest]:
 
 
 def in_every_turn(request: TimedRequest, change: Callable[[TimedRequest], TimedRequest]) -> TimedRequest:
-    """Return the request, and the turns after it, changed one by one."""
+    """Return the request and its later turns, each changed."""
     changed = [change(turn) for turn in turns_of(request)]
     first = changed.pop()
     while changed:

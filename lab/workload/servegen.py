@@ -119,7 +119,7 @@ class ClientDay:
 
 def _between(quantiles: FloatArray, shares: FloatArray) -> FloatArray:
     levels = np.array(QUANTILES)
-    below = np.searchsorted(levels, shares, side="right") - 1  # a share is below 1, so that there is one above
+    below = np.searchsorted(levels, shares, side="right") - 1  # shares are below 1: a level above exists
     part = (shares - levels[below]) / (levels[below + 1] - levels[below])
     rows = np.arange(len(shares))
     lower, upper = quantiles[rows, below], quantiles[rows, below + 1]

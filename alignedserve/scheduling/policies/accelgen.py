@@ -50,9 +50,9 @@ class Pivot(NamedTuple):
 class Urgency(NamedTuple):
     """Urgency of each request, by row."""
 
-    slo_s: Floats  # of its next iteration
-    remaining_s: Floats  # T_r: the time that it can still wait
-    may_preempt: Bools  # whether evicting others can still help it
+    slo_s: Floats  # of the next iteration
+    remaining_s: Floats  # T_r: the request can still wait so long
+    may_preempt: Bools  # evicting others still helps
 
 
 def find_pivot(costs: CostModel, config: AccelgenConfig) -> Pivot:

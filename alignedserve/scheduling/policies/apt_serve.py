@@ -256,7 +256,7 @@ class _Step:
         self._begun = table.by_arrival(np.flatnonzero(has_cache & ~is_decoding))  # prompts longer than an iteration
         self._waiting = np.flatnonzero(~has_cache)
         self._num_places_left = view.limits.max_running_requests - len(self._running) - len(self._begun)
-        # Prompts that have begun continue, so the blocks that they will need are kept for them.
+        # Prompts that have begun continue: their later blocks are kept free.
         self._num_free = view.memory.num_free - int(self._more_blocks(self._begun).sum())
         self._num_tokens_left = view.limits.max_tokens
 
@@ -321,7 +321,7 @@ class _Step:
     # --- parts
 
     def _rows_to_decode(self) -> Ints:
-        """Return running rows without those whose hidden cache is costly, which pause until it is not.
+        """Return running rows; rows with a costly hidden cache pause until it is cheap.
 
         They pause until they are past their SLO at the latest, and not at all if no other request runs.
         """

@@ -15,7 +15,7 @@ WINDOW_S = 8.0  # of one worker's timeline that is shown
 
 @dataclass(frozen=True, slots=True)
 class ReportedRun:
-    """One policy at one rate: its result, or its error."""
+    """A policy at a rate: the result or the error."""
 
     policy: str
     rate: float  # requests per second that were offered

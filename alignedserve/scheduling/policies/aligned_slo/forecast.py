@@ -243,7 +243,7 @@ def counts_of(rank: Ints) -> tuple[int, ...]:
     return tuple(np.bincount(rank, minlength=_NUM_RANKS).tolist())
 
 
-MOST_PROMPTS = 256  # that are looked at, the first ones due: later ones have time
+MOST_PROMPTS = 256  # looked at, by due time: later prompts have time
 
 
 def num_contending(rows: RowForecasts) -> int:

@@ -318,7 +318,7 @@ class SloPacking:
         return [row for row in holders[order].tolist() if row not in self._evicted]
 
     def _evict_for(self, row: int, *, is_growth: bool) -> bool:
-        """Evict one victim for this row; return False if there is none.
+        """Evict a victim for this row; return False without a victim.
 
         A newcomer displaces only late or best-effort requests of a worse rank than its own, and if it is urgent also
         those ahead of their schedule; a request that grows displaces any behind it.
@@ -341,7 +341,7 @@ class SloPacking:
     def _weakest(self, row: int) -> int:
         """Return the rank from whose holders a newcomer takes no memory, nor from those before it.
 
-        Documents take it from none, those that press neither: who gives it may press next, and computes it all again.
+        Documents never evict others: an evicted document could become urgent and be recomputed.
         """
         if self._is_starving(row):
             return LATE

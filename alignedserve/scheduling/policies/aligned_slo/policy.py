@@ -265,7 +265,7 @@ class AlignedSlo:
         return max(share * tightest_s, least_s), max(config.stopped_share * tightest_s, least_s)
 
     def _tightest_ttft_s(self, view: WorkerView, tightest_s: float, decodes_s: float) -> float:
-        """Return the first-token objective that bounds iterations, as prompts may come with it; inf without one.
+        """Return the first-token objective of prompts that may come, which bounds iterations; inf without objectives.
 
         `tightest_s`: of the requests that there are. `decodes_s`: what the real-time decodes alone, or a single one,
         take. An objective of which that is more than `tight_share` is not held by delaying other work: it is ignored.

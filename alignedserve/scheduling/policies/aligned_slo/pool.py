@@ -35,7 +35,7 @@ _ITERATIONS_AHEAD = 2  # of copies back
 
 
 class PooledPacking(SloPacking):
-    """One decision of `aligned_slo` beside a pool; without requests there or on their way it is as without one."""
+    """One decision of `aligned_slo` beside a pool; with an empty pool it decides like its base."""
 
     def __init__(self, view: WorkerView, forecast: SloForecast, loans: Lenders, *, growth_tokens: int) -> None:
         super().__init__(view, forecast, loans, growth_tokens=growth_tokens)
