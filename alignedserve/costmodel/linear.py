@@ -179,8 +179,7 @@ def fit_linear(
 ) -> LinearIterationModel:
     """Return the model whose squared relative errors on these samples are least, with no coefficient negative.
 
-    The line bends at one of `bends` where the fit is clearly nearer. A kind of work that no sample has costs nothing. Samples
-    without any time, or none at all, are a broken call.
+    The line bends at one of `bends` where the fit is clearly nearer. A kind of work without samples costs nothing.
     """
     assert samples, "nothing to fit"
     seconds = np.array([sample.seconds for sample in samples])

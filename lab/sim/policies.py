@@ -70,7 +70,7 @@ def simulated_on(cluster_hardware: ClusterHardware, cluster: ClusterConfig) -> S
 def simulated_as_profiled(profile: MachineProfile, cluster: ClusterConfig) -> SimConfig:
     """Configure this cluster on a profiled machine (`alignedserve profile`), with all caches in host memory.
 
-    Workers have the `kv_cache_bytes` of the configuration. Workers share no cores: each is as fast as the profiled worker.
+    Workers have the `kv_cache_bytes` of the configuration. Each is as fast as the profiled worker.
     """
     costs, link = profile.cost_model(), profile.memory_link
     context_len = _context_len(profile.shape, cluster)
