@@ -72,12 +72,11 @@ class PlannedShare(NamedTuple):
 class IterationPlan:
     """A policy's answer: evictions, then scheduled requests get their cache back from the host, then the pass.
 
-    Uploaded requests get their cache back from the host as well, but compute nothing yet. `DeviceMemory.blocks_needed`
-    of the scheduled requests is within the free blocks and those that the evictions free (`SharingPacker.blocks_needed`
-    where blocks are shared: once all have computed, the slots of no pair may meet). No row is both scheduled and
-    evicted, except to change the kind of its cache. With an empty plan the worker is idle until the next event.
-    Requests that leave to the pool free their blocks later, and may be scheduled until then; those that come back have
-    theirs from now on, and compute later.
+    Uploaded requests get their cache back from the host too, but compute nothing yet. Scheduled requests fit into the
+    free blocks and the blocks of evictions; where blocks are shared, the slots of no pair may meet. A row is both
+    scheduled and evicted only to change the kind of its cache. With an empty plan the worker is idle until the next
+    event. Requests that leave to the pool free their blocks later, and may be scheduled until then. Requests that come
+    back hold blocks from now on, and compute later.
     """
 
     scheduled: tuple[ScheduledRequest, ...] = ()
@@ -141,15 +140,6 @@ class DeviceMemory:
             slots = np.where(is_hidden, np.ceil(num_tokens * self.hidden_ratio).astype(np.int64), num_tokens)
         whole: Ints = (slots + (self.block_size - 1)) // self.block_size
         return whole + self.state_blocks if self.state_blocks else whole
-
-    def blocks_needed(self, table: RequestTable, part: ScheduledRequest, *, is_evicted: bool = False) -> int:
-        """Return the free blocks for the tokens that a request computes and for its cache on the host."""
-        row = part.row
-        num_cached = 0 if is_evicted else int(table.num_cached[row])
-        is_hidden = part.is_hidden or (bool(table.is_hidden[row]) and not is_evicted)
-        wanted = self.blocks_for(num_cached + part.num_tokens, is_hidden=is_hidden)
-        held = 0 if is_evicted else int(table.num_blocks[row])
-        return max(wanted - held, 0)
 
 
 @dataclass(frozen=True, slots=True)
