@@ -108,7 +108,7 @@ class SimConfig:
     unmeasured_costs: CostModel | None = None  # the part of an iteration that no engine measures, so no policy learns
     can_stop: bool = False  # whether its engine can stop a pass between two layers, and does unless the cluster forbids
     context_len: int | None = None  # of the model; None: what a decode worker's memory holds
-    slowdowns: Slowdowns = NO_SLOWDOWNS  # of iterations by those of other workers of the machine (shared_cores.py)
+    slowdowns: Slowdowns = NO_SLOWDOWNS  # of iterations by those of other workers of the machine (copies.py)
     num_pools: int = 1  # nodes: prefill and decode workers are distributed over them
     routers: SimRouters = SimRouters()
     losses: tuple[SimWorkerLoss, ...] = ()  # each of another worker

@@ -2,7 +2,7 @@
 
 - Requests that can still hold their objectives go before those that cannot (Apt-Serve, section 4.2), and those that
   would miss them by waiting for one more iteration go first (AccelGen, section 4.3). Where not all can, the fewest
-  prompts give way (relegation.py).
+  prompts give way (forecast.py).
 - The iteration lasts no longer than the least slack of its requests allows, nor so long that a prompt that arrives
   meanwhile would be late (BROS, constraint 6; AccelGen, equation 6); best-effort work fills the rest of that time.
 - Requests that can wait are ordered by predicted remaining time, the shortest first, until they have waited too long;
