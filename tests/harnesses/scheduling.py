@@ -9,6 +9,7 @@ from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request, RequestClass, SamplingParams, Slo
 from alignedserve.costmodel.model import CostModel
 from alignedserve.costmodel.work import IterationWork
+from alignedserve.scheduling.policies import make_policy
 from alignedserve.scheduling.policy import (
     DeviceMemory,
     EvictionMode,
@@ -224,3 +225,13 @@ def assert_sound(view: WorkerView, plan: IterationPlan, *, is_finished: bool = T
         SlotModel(view).apply(plan)
     else:
         assert num_free >= 0
+
+
+def planned(
+    policy: str, rows: Mapping[str, Mapping[str, Any]], settings: Mapping[str, Any] | None = None, **worker: Any
+) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """Return what a policy schedules and evicts on a worker with these rows; the plan is sound."""
+    view = view_of(rows, **worker)
+    plan = make_policy(policy, settings).plan(view)
+    assert_sound(view, plan)
+    return scheduled_of(view, plan), evicted_of(view, plan)
