@@ -227,7 +227,7 @@ def assert_sound(view: WorkerView, plan: IterationPlan, *, is_finished: bool = T
         assert num_free >= 0
 
 
-def planned(
+def decision_of(
     policy: str, rows: Mapping[str, Mapping[str, Any]], settings: Mapping[str, Any] | None = None, **worker: Any
 ) -> tuple[dict[str, int], list[tuple[str, str]]]:
     """Return what a policy schedules and evicts on a worker with these rows; the plan is sound."""

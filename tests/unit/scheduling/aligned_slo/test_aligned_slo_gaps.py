@@ -9,7 +9,7 @@ import pytest
 from alignedserve.scheduling.policies import make_policy
 from alignedserve.scheduling.policies.aligned_slo.policy import PromptReserve
 from alignedserve.scheduling.runtime_estimate import measure_prefill_times
-from tests.harnesses.scheduling import EasyCosts, assert_sound, scheduled_of, table_of, view_of
+from tests.harnesses.scheduling import EasyCosts, assert_sound, decision_of, scheduled_of, table_of, view_of
 from tests.support.marks import each
 
 # Its next token is due in 90 ms, and by the mean of its gaps in 300 ms. It takes 12 ms.
@@ -26,10 +26,9 @@ _AHEAD = {
 def _tokens_of_question(answer: dict[str, Any], due_in_s: float, history: Sequence[float] = (), **view_as: Any) -> int:
     """Return tokens of 120, which take 132 ms with the answer's next token."""
     question = {"prompt_len": 120, "ttft_s": 0.4, "arrival_s": 0.6 + due_in_s}
-    view = view_of({"answer": answer, "question": question}, now=1.0, history=history, **view_as)
-    plan = make_policy("aligned_slo").plan(view)
-    assert_sound(view, plan)
-    return scheduled_of(view, plan)["question"]
+    return decision_of("aligned_slo", {"answer": answer, "question": question}, now=1.0, history=history, **view_as)[0][
+        "question"
+    ]
 
 
 def test_a_prompt_is_cut_where_that_leaves_it_in_time() -> None:
@@ -81,10 +80,9 @@ def test_a_prompt_of_several_iterations_takes_the_time_that_others_are_ahead() -
     def tokens(first_token_s: float, due_in_s: float) -> int:
         answer = _AHEAD | {"first_token_s": first_token_s, "ttft_s": 1.0}
         question = {"prompt_len": 600, "ttft_s": 1.0, "arrival_s": due_in_s}
-        view = view_of({"answer": answer, "question": question}, now=1.0, history=[0.2])
-        plan = make_policy("aligned_slo").plan(view)
-        assert_sound(view, plan)
-        return scheduled_of(view, plan)["question"]
+        return decision_of("aligned_slo", {"answer": answer, "question": question}, now=1.0, history=[0.2])[0][
+            "question"
+        ]
 
     assert tokens(0.3, due_in_s=0.75) == 69  # nine parts are in time
     assert tokens(0.3, due_in_s=0.65) == 258  # three are, nine would be late
@@ -99,10 +97,7 @@ def test_parts_count_on_what_later_gaps_give_back_for_one_prompt_at_a_time() -> 
         answer = _AHEAD | {"first_token_s": 0.09, "ttft_s": 1.0, "max_tokens": 200}
         question = {"prompt_len": 600, "ttft_s": 1.0, "arrival_s": 0.65}
         rows = {"answer": answer, "question": question} | dict.fromkeys(others, question | {"prompt_len": 630})
-        view = view_of(rows, now=1.0, history=[0.08])
-        plan = make_policy("aligned_slo").plan(view)
-        assert_sound(view, plan)
-        return scheduled_of(view, plan)["question"]
+        return decision_of("aligned_slo", rows, now=1.0, history=[0.08])[0]["question"]
 
     assert tokens() > 300
     assert tokens("another") == 69

@@ -11,16 +11,13 @@ from alignedserve.costmodel.work import IterationWork
 from alignedserve.scheduling.policies import make_policy
 from alignedserve.scheduling.policies.aligned_slo.packing import in_parts_s
 from lab.costmodel.choice import WorkerSpec, make_cost_model
-from tests.harnesses.scheduling import EasyCosts, assert_sound, evicted_of, scheduled_of, view_of
+from tests.harnesses.scheduling import EasyCosts, decision_of, scheduled_of, view_of
 
 Rows = dict[str, dict[str, Any]]
 
 
 def planned(rows: Rows, **worker: Any) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    view = view_of(rows, **worker)
-    plan = make_policy("aligned_slo").plan(view)
-    assert_sound(view, plan)
-    return scheduled_of(view, plan), evicted_of(view, plan)
+    return decision_of("aligned_slo", rows, **worker)
 
 
 def crowd(**short: Any) -> Rows:

@@ -6,7 +6,7 @@ import pytest
 
 from alignedserve.scheduling.policies import make_policy
 from alignedserve.scheduling.policy import WorkerView
-from tests.harnesses.scheduling import assert_sound, evicted_of, scheduled_of, view_of
+from tests.harnesses.scheduling import assert_sound, decision_of, evicted_of, scheduled_of, view_of
 
 # Its next token is due in 90 ms: an iteration may take 81. It takes 12 ms, and has nothing ahead of its schedule.
 _ANSWER = {
@@ -27,10 +27,7 @@ def _evicted_for_question(document_len: int) -> list[tuple[str, str]]:
         "document": {"be": True, "prompt_len": document_len, "num_generated": 3},
     }
     num_blocks = 7 + -(-(document_len + 3) // 16)
-    view = view_of(rows, now=1.0, num_blocks=num_blocks, num_free_host=10_000)
-    plan = make_policy("aligned_slo").plan(view)
-    assert_sound(view, plan)
-    return evicted_of(view, plan)
+    return decision_of("aligned_slo", rows, now=1.0, num_blocks=num_blocks, num_free_host=10_000)[1]
 
 
 def test_a_cache_is_copied_out_within_the_time_of_an_iteration_and_else_dropped() -> None:
@@ -40,10 +37,7 @@ def test_a_cache_is_copied_out_within_the_time_of_an_iteration_and_else_dropped(
 
 def _is_back(num_swapped: int, **beside: dict[str, Any]) -> bool:
     document = {"be": True, "prompt_len": num_swapped - 3, "num_generated": 4, "num_swapped": num_swapped}
-    view = view_of({**beside, "document": document}, now=1.0)
-    plan = make_policy("aligned_slo").plan(view)
-    assert_sound(view, plan)
-    return "document" in scheduled_of(view, plan)
+    return "document" in decision_of("aligned_slo", {**beside, "document": document}, now=1.0)[0]
 
 
 def test_a_cache_comes_back_within_the_time_of_an_iteration() -> None:

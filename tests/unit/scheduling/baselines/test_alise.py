@@ -9,7 +9,7 @@ from alignedserve.core.errors import ConfigError
 from alignedserve.scheduling.policies import make_policy
 from alignedserve.scheduling.policies.alise import Preemption
 from alignedserve.scheduling.runtime_estimate import RequestRuntimeModel
-from tests.harnesses.scheduling import planned, view_of
+from tests.harnesses.scheduling import decision_of, view_of
 from tests.support.marks import each
 
 _RUNTIME = RequestRuntimeModel(prefill_token_s=0.001, decode_context_s=0.00001, decode_s=0.010)  # level 0: below 0.16 s
@@ -36,7 +36,7 @@ _Rows = dict[str, dict[str, Any]]
 
 def _decide(rows: _Rows, worker: dict[str, Any], **config: Any) -> tuple[dict[str, int], list[tuple[str, str]]]:
     rows = {name: {"max_tokens": 1000, **fields} for name, fields in rows.items()}
-    return planned("alise", rows, {"runtime": _RUNTIME, **config}, **worker)
+    return decision_of("alise", rows, {"runtime": _RUNTIME, **config}, **worker)
 
 
 def _uploads(rows: _Rows, worker: dict[str, Any]) -> list[str]:

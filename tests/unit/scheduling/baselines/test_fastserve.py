@@ -7,7 +7,7 @@ import numpy as np
 from alignedserve.scheduling.policies import make_policy
 from alignedserve.scheduling.runtime_estimate import RequestRuntimeModel
 from lab.policies.fastserve import queue_of
-from tests.harnesses.scheduling import planned, scheduled_of, view_of
+from tests.harnesses.scheduling import decision_of, scheduled_of, view_of
 from tests.support.marks import each
 
 _RUNTIME = RequestRuntimeModel(prefill_token_s=0.001, decode_context_s=0.0, decode_s=0.010)  # quanta: 10, 20, 40, 80 ms
@@ -25,7 +25,7 @@ _FULL = {"now": 13.0, "num_blocks": 5, "num_free_host": 1000}
 
 
 def _decide(rows: _Rows, worker: dict[str, Any], **config: Any) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    return planned("fastserve", rows, {"runtime": _RUNTIME, **config}, **worker)
+    return decision_of("fastserve", rows, {"runtime": _RUNTIME, **config}, **worker)
 
 
 def _queue(prefill: float, service: float, num_promotions: int = 0) -> int:
