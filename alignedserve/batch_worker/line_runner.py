@@ -2,7 +2,7 @@
 
 from contextlib import ExitStack
 
-from alignedserve.api.anthropic.errors import anthropic_error_body
+from alignedserve.api.anthropic.message_format import anthropic_error_body
 from alignedserve.api.errors import (
     GenerationError,
     Overloaded,
@@ -12,7 +12,7 @@ from alignedserve.api.errors import (
     error_body,
     http_error_of,
 )
-from alignedserve.api.models.usable_models import is_usable
+from alignedserve.api.models.model_registry import is_usable
 from alignedserve.api.openai.generation import Generation
 from alignedserve.api.openai.response_format import collect_body
 from alignedserve.api.responses.background_events import generate_body

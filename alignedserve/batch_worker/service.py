@@ -23,7 +23,7 @@ from alignedserve.keys.shared import SharedKeys
 from alignedserve.keys.watch import KeysFile, KeysWatch
 from alignedserve.process.background_tasks import start_background
 from alignedserve.process.process_spec import ProcessSpec
-from alignedserve.runtime.model.served_deployment import DeploymentState, ServedDeployment
+from alignedserve.runtime.model.served_model import DeploymentState, ServedDeployment
 
 logger = logging.getLogger(__name__)
 
