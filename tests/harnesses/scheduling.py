@@ -228,7 +228,7 @@ def assert_sound(view: WorkerView, plan: IterationPlan, *, is_finished: bool = T
 
 
 def decision_of(
-    policy: str, rows: Mapping[str, Mapping[str, Any]], settings: Mapping[str, Any] | None = None, **worker: Any
+    policy: str, rows: Mapping[str, Any], settings: Mapping[str, Any] | None = None, **worker: Any
 ) -> tuple[dict[str, int], list[tuple[str, str]]]:
     """Return what a policy schedules and evicts on a worker with these rows; the plan is sound."""
     view = view_of(rows, **worker)
