@@ -64,8 +64,7 @@ from alignedserve.runtime.kv.arena_files import ARENA_PREFIX, arena_folder, remo
 from alignedserve.runtime.lora.adapter_folders import with_adapters
 from alignedserve.runtime.model.hub.local_models import with_local_model
 from alignedserve.runtime.model.named_models import model_path
-from alignedserve.scheduling.factory import resolve_policy
-from alignedserve.scheduling.topology import require_effect
+from alignedserve.scheduling.factory import require_effect, resolve_policy
 
 logger = logging.getLogger(__name__)
 
