@@ -10,8 +10,8 @@ from alignedserve.costmodel.linear import Sample
 from alignedserve.costmodel.model import CostModel
 from alignedserve.costmodel.online import learned_from
 from alignedserve.messages.workers import WorkerRegistered
+from alignedserve.prefix_cache.cached_blocks import budget_of
 from alignedserve.prefix_cache.contexts import PrefixCache
-from alignedserve.prefix_cache.kept_states import budget_of
 from alignedserve.scheduling.factory import (
     admission_share,
     limits_of,
@@ -22,7 +22,7 @@ from alignedserve.scheduling.factory import (
 )
 from alignedserve.scheduling.policies import policy_entry
 from alignedserve.scheduling.policy import DeviceMemory
-from alignedserve.worker_core.registration import num_active, registration_of, with_speed
+from alignedserve.worker_core.router_link import num_active, registration_of, with_speed
 from decode_worker.batching.batch_order import DecodeLimits, SwitchLimits
 from decode_worker.batching.running_batch import RunningBatch
 from decode_worker.batching.scheduled_batch import DecodeBatch, ScheduledBatch

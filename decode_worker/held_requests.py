@@ -9,8 +9,7 @@ from alignedserve.messages.fields import NO_BATCH
 from alignedserve.messages.iterations import BlockCopied, BlockReplacement
 from alignedserve.messages.workers import PrefillRequest
 from alignedserve.prefix_cache.cached_blocks import CachedBlock, CachingAllocator
-from alignedserve.prefix_cache.contexts import CachedContext, PrefixCache
-from alignedserve.prefix_cache.states_on_way import StatesOnWay
+from alignedserve.prefix_cache.contexts import CachedContext, PrefixCache, StatesOnWay
 from alignedserve.scheduling.block_users import num_shared
 from alignedserve.scheduling.policy import DeviceMemory, ScheduledRequest
 from alignedserve.scheduling.scheduler_state import Progress, SchedulerState

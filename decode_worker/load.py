@@ -1,10 +1,14 @@
 """Load of a decode worker, as reported to the router."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from alignedserve.messages.caches import DecodePace
+from alignedserve.messages.events import Send
+from alignedserve.messages.handshake import Role
 from alignedserve.messages.request_notes import Cause
 from alignedserve.messages.workers import PACKED_FROM, JoinedBatch, WorkerLoad
+from alignedserve.scheduling.policy import IterationHistory
 from alignedserve.worker_core.request_notes import WaitingRequest
 from decode_worker.batching.batch_order import BatchOrder
 from decode_worker.batching.begun import span_of
@@ -130,3 +134,40 @@ class LoadCounter:
         shortest, longest = max(span[0], int(span[1] / _WIDEST_JOIN)), span[1]
         start, stop = shortest // _SPAN_STEP * _SPAN_STEP, -(-(longest + 1) // _SPAN_STEP) * _SPAN_STEP
         return JoinedBatch(self._order.running_id, start, stop)
+
+
+_LEAST_CHANGE = 0.1  # share of what was told last
+
+
+class Pace:
+    """Seconds that an iteration of the running batch takes: by the cost model, or without one a mean of the latest."""
+
+    def __init__(self, pool_name: str, decode_s: Callable[[], float | None] | None) -> None:
+        """`decode_s`: by the cost model; None: there is none. It gives None where nothing decodes."""
+        self._pool_name = pool_name
+        self._decode_s = decode_s
+        self._history = IterationHistory()
+        self._told_s: float | None = None  # None: the pool is not linked
+
+    def connected(self, role: Role, peer: str) -> None:
+        if role is Role.KV_POOL and peer == self._pool_name:
+            self._told_s = 0.0
+
+    def disconnected(self, peer: str) -> None:
+        if peer == self._pool_name:
+            self._told_s = None
+
+    def note(self, duration_s: float) -> None:
+        self._history.note(duration_s)
+
+    def report(self) -> list[Send]:
+        iteration_s = self.iteration_s()
+        if self._told_s is None or abs(iteration_s - self._told_s) <= _LEAST_CHANGE * self._told_s:
+            return []
+        self._told_s = iteration_s
+        return [Send(self._pool_name, DecodePace(iteration_s))]
+
+    def iteration_s(self) -> float:
+        """Return the time of an iteration of the running requests; if nothing runs, of the last ones."""
+        predicted_s = self._decode_s() if self._decode_s is not None else None
+        return self._history.mean_s if predicted_s is None else predicted_s

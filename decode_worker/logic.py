@@ -61,13 +61,11 @@ from alignedserve.worker_core.router_link import RouterLink
 from decode_worker.batching.batch_order import BatchOrder, DecodeLimits, waiting_batch
 from decode_worker.batching.begun import BatchMember
 from decode_worker.batching.candidates import Candidates
-from decode_worker.batching.entries import Entries
-from decode_worker.batching.eviction import EvictionCommand, Evictions
+from decode_worker.batching.eviction import Entries, EvictionCommand, Evictions
 from decode_worker.batching.running_batch import RunningBatch
 from decode_worker.batching.scheduled_batch import DecodeBatch
 from decode_worker.block_peers import BlockPeers
-from decode_worker.load import LoadCounter
-from decode_worker.pace import Pace
+from decode_worker.load import LoadCounter, Pace
 from decode_worker.state import Candidate, set_predicted_length
 
 DecodeEvent = CommonEvent | IterationCompleted | BlocksLoaded | BlocksOffloaded

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.messages.iterations import Addition, RunIteration, StateKept, Swap, Swaps
-from alignedserve.prefix_cache.states_on_way import Passed
+from alignedserve.prefix_cache.contexts import Passed
 from alignedserve.scheduling.iteration_scheduler import Slices
 from alignedserve.scheduling.policy import EvictionMode, IterationPlan, PlannedEviction, PlannedShare, ScheduledRequest
 from alignedserve.scheduling.shared_blocks import AllocationResult

@@ -3,6 +3,7 @@
 import enum
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from typing_extensions import override
 
@@ -14,7 +15,7 @@ from alignedserve.messages.fields import NO_BATCH
 from alignedserve.messages.gateways import TokenDelta
 from alignedserve.messages.workers import SetPredictedLength
 from alignedserve.scheduling.scheduler_state import Progress
-from alignedserve.worker_core.handoff.buffer_space import BufferSlot
+from alignedserve.worker_core.handoff import BufferSlot
 from alignedserve.worker_core.request import WorkerRequest
 
 
@@ -147,3 +148,10 @@ class Loading:
 
     candidate: Candidate
     block_ids: tuple[BlockId, ...]
+
+
+class Lending(NamedTuple):
+    """Memory that an elastic worker lends to others of its node."""
+
+    buffer_bytes: int
+    peers: tuple[str, ...]  # as planned

@@ -19,6 +19,7 @@ from itertools import chain
 
 from msgspec.structs import replace
 
+from alignedserve.config.sections import BatchingConfig, PoolConfig
 from alignedserve.core.attempts import is_same_epoch, next_step
 from alignedserve.core.ids import BatchId, RequestId
 from alignedserve.messages.caches import (
@@ -60,12 +61,39 @@ from alignedserve.messages.prefixes import (
 )
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import SetPredictedLength
-from kvpool.lease_table import LeaseTable
+from kvpool.lease_table import LeaseTable, WaitingReservations
+from kvpool.policies import make_batch_former
 from kvpool.policies.batch_former import AlignedBatch, BatchFormer, BatchLimits, LengthRange
 from kvpool.prefix_store import PrefixStore, StoreCommand
-from kvpool.reservations import WaitingReservations
 from kvpool.state import NO_GENERATION, Lease, LeaseStage, PooledRequest, Reservation, SetBlockGeneration
-from kvpool.waiting_forms import LINK_WAIT_S, WaitingForms
+
+LINK_WAIT_S = 1.0  # many times what a link takes between two hosts
+
+
+class WaitingForms:
+    """The questions that wait, in the order in which they came."""
+
+    def __init__(self, wait_s: float) -> None:
+        self._wait_s = wait_s
+        self._waiting: dict[BatchId, tuple[FormBatch, float]] = {}  # with the end of the wait
+
+    def add(self, form: FormBatch, now: float) -> None:
+        self._waiting[form.batch_id] = (form, now + self._wait_s)
+
+    def linked(self, worker: str) -> list[FormBatch]:
+        return self._take([form for form, _ in self._waiting.values() if form.worker == worker])
+
+    def expired(self, now: float) -> list[FormBatch]:
+        return self._take([form for form, ends_s in self._waiting.values() if ends_s <= now])
+
+    def clear(self) -> None:
+        self._waiting.clear()
+
+    def _take(self, forms: list[FormBatch]) -> list[FormBatch]:
+        for form in forms:
+            del self._waiting[form.batch_id]
+        return forms
+
 
 PoolCommand = StoreCommand
 
@@ -392,3 +420,34 @@ class PoolLogic:
             return commands
         self._reported = load
         return [*commands, *self._to_router(load)]
+
+
+def make_logic(
+    *,
+    config: PoolConfig,
+    batching: BatchingConfig,
+    arena: ArenaOffered,
+    block_size: int,
+    first_lease: int,
+    link_wait_s: float = LINK_WAIT_S,
+    takes_requests: bool = True,
+    state_blocks: int = 0,
+) -> PoolLogic:
+    """Build the logic; `first_lease` should differ after each restart. Raises ConfigError naming the field."""
+    former = make_batch_former(
+        batching.policy or "density_first",
+        block_size=block_size,
+        starvation_s=batching.starvation_s,
+        best_effort_floor=batching.best_effort_floor,
+    )
+    return PoolLogic(
+        arena=arena,
+        block_size=block_size,
+        batch_former=former,
+        lease_s=config.lease_s,
+        first_lease=first_lease,
+        link_wait_s=link_wait_s,
+        takes_requests=takes_requests,
+        state_blocks=state_blocks,
+        floor=batching.best_effort_floor or 0.0,
+    )

@@ -30,8 +30,7 @@ from alignedserve.messages.prefixes import (
     ReservedPart,
     StorePrefixBlocks,
 )
-from alignedserve.prefix_cache.cached_blocks import CachedBlock, CachedBlocks, context_of
-from alignedserve.prefix_cache.kept_states import state_names
+from alignedserve.prefix_cache.cached_blocks import CachedBlock, CachedBlocks, context_of, state_names
 from kvpool.state import NO_GENERATION, SetBlockGeneration
 
 PrefixMessage = StorePrefixBlocks | PrefixBlocksWritten | FindPrefix | PrefixReleased

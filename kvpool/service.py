@@ -16,7 +16,7 @@ from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.kv.transfers.block_server import BlockServer
 from alignedserve.runtime.kv.transfers.host_blocks import ArenaBuffer
-from kvpool.factory import make_logic
+from kvpool.logic import make_logic
 from kvpool.state import SetBlockGeneration
 
 _BEYOND_NODE = "tcp"  # the transport to other nodes

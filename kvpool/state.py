@@ -7,8 +7,8 @@ from alignedserve.core.ids import BatchId, BlockId, LeaseId, RequestId
 from alignedserve.core.turn_class import TurnClass
 from alignedserve.messages.caches import BlocksWritten, Handoff
 from alignedserve.messages.fields import NO_BATCH
-from alignedserve.worker_core.deadlines import urgent_at_s
-from alignedserve.worker_core.handoff.receiver import is_described
+from alignedserve.worker_core.handoff import is_described
+from alignedserve.worker_core.request import urgent_at_s
 
 NO_GENERATION = 0
 

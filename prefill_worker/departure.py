@@ -1,6 +1,6 @@
 """Departure of a computed request from a prefill worker: to the pool, or first to a decode worker if it is urgent.
 
-It is a handoff (worker_core/handoff/sender.py), copied beside the running iteration. A request that a decode worker
+It is a handoff (worker_core/handoff.py), copied beside the running iteration. A request that a decode worker
 took is then offered to the pool as a copy, which is dropped if the pool is full; one that it did not take goes to the
 pool. Without a pool it waits for one.
 """
@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from alignedserve.messages.events import Send
 from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.iterations import OffloadBlocks
-from alignedserve.worker_core.handoff.lender import Lender
-from alignedserve.worker_core.handoff.sender import Contents, HandoffEnd, Outgoing, Sender
+from alignedserve.worker_core.handoff import Contents, HandoffEnd, Lender, Outgoing, Sender
 from alignedserve.worker_core.router_link import RouterLink
 from prefill_worker.state import PrefillJob
 

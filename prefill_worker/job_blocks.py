@@ -11,8 +11,7 @@ from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.messages.iterations import BlockCopied, BlockReplacement, StateKept
 from alignedserve.messages.prefixes import PrefixBlocksChanged
 from alignedserve.prefix_cache.cached_blocks import CachingAllocator
-from alignedserve.prefix_cache.contexts import CachedContext, PrefixCache
-from alignedserve.prefix_cache.states_on_way import Passed, StatesOnWay
+from alignedserve.prefix_cache.contexts import CachedContext, Passed, PrefixCache, StatesOnWay
 from prefill_worker.state import PrefillJob
 
 _KEPT_SHARE = 0.25  # of blocks and places, from best effort

@@ -15,7 +15,15 @@ worker that is lost before it acknowledged them are preempted (RequestPreempted:
 were departing to a lost pool reserve again when it is back. Candidate buffers are in candidate_buffers.py.
 """
 
+from collections.abc import Mapping
+
+import msgspec
+
+from alignedserve.config.sections import PrefillWorkerConfig, PrefixCacheConfig, SchedulingConfig
+from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.ids import LeaseId, RequestId
+from alignedserve.costmodel.linear import Sample
+from alignedserve.costmodel.model import CostModel
 from alignedserve.messages.caches import (
     ArenaOffered,
     BlocksReserved,
@@ -52,17 +60,49 @@ from alignedserve.messages.iterations import (
 )
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import PrefillRequest, SetPredictedLength, WorkerLoad, WorkerRegistered
+from alignedserve.prefix_cache.cached_blocks import budget_of
 from alignedserve.prefix_cache.contexts import PrefixCache
+from alignedserve.scheduling.factory import limits_of, make_iteration_scheduler, measured_speed
 from alignedserve.scheduling.iteration_scheduler import IterationScheduler, Slices
-from alignedserve.worker_core.iteration_cycle import IterationCycle
+from alignedserve.worker_core.iteration_cycle import IterationCycle, UrgentCycle
 from alignedserve.worker_core.request_notes import WaitingRequest
-from alignedserve.worker_core.router_link import RouterLink
-from prefill_worker.candidate_buffers import CandidateBuffers
+from alignedserve.worker_core.router_link import RouterLink, with_speed
+from prefill_worker.candidate_buffers import CandidateBuffers, PlaceOrder
 from prefill_worker.departure import Departure, DepartureCommand
 from prefill_worker.job_blocks import JobBlocks
-from prefill_worker.place_order import PlaceOrder
 from prefill_worker.state import JobStage, PrefillJob, waiting_cause
-from prefill_worker.urgent_jobs import UrgentJobs
+
+
+class UrgentJobs:
+    """Chooses what the next iteration computes, and an urgent one within it."""
+
+    def __init__(self, scheduler: IterationScheduler) -> None:
+        self._scheduler = scheduler
+        self.cycle = UrgentCycle()
+
+    @property
+    def may_begin(self) -> bool:
+        """True if something has changed since it was last asked whether an urgent iteration is to begin."""
+        return self.cycle.may_begin and self._scheduler.may_yield
+
+    def came(self, job: PrefillJob) -> None:
+        if job.is_real_time:
+            self.cycle.came(job.request.request_id)
+
+    def choose(self, now: float) -> Slices:
+        """Choose the slices of the next iteration, by a policy that has seen all that came before."""
+        self.cycle.pass_began()
+        return self._scheduler.choose(now)
+
+    def choose_urgent(self, jobs: Mapping[RequestId, PrefillJob], now: float) -> Slices:
+        """Choose the slices of an urgent iteration, which begins then; none: it does not pay. `jobs`: all."""
+        came = [jobs[request_id] for request_id in self.cycle.ask() if request_id in jobs]
+        ready = [job.request.request_id for job in came if job.stage is JobStage.COMPUTING and not job.is_aborted]
+        slices = self._scheduler.choose_urgent(ready, now)
+        if slices:
+            self.cycle.began()
+        return slices
+
 
 CopyEvent = BlocksLoaded | BlocksOffloaded | BlocksRelayed
 PrefillEvent = CommonEvent | IterationCompleted | CopyEvent | BufferOpened
@@ -392,3 +432,45 @@ class PrefillLogic:
             num_prefix_hit_tokens=self._blocks.num_hit_tokens,
         )
         return self._router.load(load)
+
+
+def buffer_blocks_of(config: PrefillWorkerConfig, layout: BlockLayout, num_decode_workers: int) -> int:
+    """Return the blocks of the candidate buffer that each decode worker has in a prefill worker's memory."""
+    return layout.blocks_in(config.candidate_buffer_bytes) // num_decode_workers
+
+
+def make_logic(
+    *,
+    registered: WorkerRegistered,
+    config: PrefillWorkerConfig,
+    scheduling: SchedulingConfig,
+    eos_token_ids: frozenset[int],
+    costs: CostModel | None = None,
+    measured: tuple[Sample, ...] = (),
+    prefix_cache: PrefixCacheConfig | None = None,
+    num_layers: int | None = None,
+    state_blocks: int = 0,
+) -> PrefillLogic:
+    """Build the logic of one prefill worker. Without `costs` it learns them, beginning with `measured` iterations.
+
+    `prefix_cache`: None: it has none. `num_layers`: of the model, between which a pass may stop. `state_blocks`: of
+    every request, before those of its tokens. Raises ConfigError naming what is unknown.
+    """
+    max_context_len = registered.num_blocks * registered.block_size
+    speed = measured_speed(limits_of(config), costs, measured, max_context_len=max_context_len)
+    scheduler = make_iteration_scheduler(scheduling, limits_of(config), costs, measured, num_layers)
+    told = msgspec.structs.replace(registered, is_fcfs=not scheduler.prioritizes_real_time)
+    return PrefillLogic(
+        registered=with_speed(told, speed),
+        max_running_requests=config.max_running_requests,
+        scheduler=scheduler,
+        eos_token_ids=eos_token_ids,
+        prefixes=_prefixes(registered, prefix_cache, state_blocks),
+        state_blocks=state_blocks,
+    )
+
+
+def _prefixes(registered: WorkerRegistered, config: PrefixCacheConfig | None, state_blocks: int) -> PrefixCache | None:
+    if config is None or not config.enabled:
+        return None
+    return PrefixCache(registered.block_size, states=budget_of(config, registered.num_blocks, state_blocks))

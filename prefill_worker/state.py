@@ -9,7 +9,7 @@ from alignedserve.messages.caches import Handoff
 from alignedserve.messages.request_notes import Cause
 from alignedserve.messages.workers import PrefillRequest
 from alignedserve.prefix_cache.contexts import CachedContext
-from alignedserve.worker_core.handoff.sender import HandoffStage, Outgoing
+from alignedserve.worker_core.handoff import HandoffStage, Outgoing
 from alignedserve.worker_core.request import WorkerRequest
 
 

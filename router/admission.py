@@ -1,14 +1,88 @@
 """Admission: which requests the router accepts, and after what time a rejected one is worth another try."""
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+
 from alignedserve.config.sections import RouterConfig
+from alignedserve.core.lifecycle import Stage
 from alignedserve.core.request import Request
 from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.gateways import RequestFailed, RequestRejected
-from router.overload import WaitingChats
 from router.placement import Placement
-from router.policies.forecast import DrainForecast
-from router.request_registry import RequestRegistry
+from router.request_registry import DrainForecast, RequestRegistry
 from router.state import TrackedRequest
+
+# Of the longest wait: while none has waited for that long nobody is refused, as a burst that has just come is no
+# overload, and its speed is not known yet.
+LEAST_WAITED = 0.125
+LATE_SHARE = 0.1  # of the speed: the floor of a worker, for chats that are overdue
+
+
+@dataclass(slots=True)
+class _Waiting:
+    since_s: float
+    weight: float
+    num_tokens: int = 0  # of their prompts, to compute
+    num_late: int = 0  # of these, of chats that are late
+
+
+class WaitingChats:
+    """Knows which chats wait for their first token, by tenant, as of the last tick and with those accepted since."""
+
+    def __init__(self, longest_s: float | None) -> None:
+        self._longest_s = longest_s
+        self._by_tenant: dict[str, _Waiting] = {}
+        self._speed = DrainForecast()
+        self._num_computed = 0  # tokens of prompts, as last looked at
+
+    def note(self, requests: Iterable[TrackedRequest], num_computed: int, now: float) -> None:
+        """Look at all requests again. `num_computed`: tokens of prompts, since the router began."""
+        if self._longest_s is None:
+            return
+        have_waited, num_new = bool(self._by_tenant), num_computed - self._num_computed
+        self._num_computed = num_computed
+        self._by_tenant.clear()
+        for tracked in requests:
+            if _awaits_first_token(tracked):
+                self.accepted(tracked, now)
+        if not self._by_tenant:
+            self._speed.idle()
+        elif num_new or not have_waited:  # a prompt counts when it has ended, however long that took
+            self._speed.observe(num_new if have_waited else 0, now)
+
+    def accepted(self, tracked: TrackedRequest, now: float) -> None:
+        if self._longest_s is None:
+            return
+        request, num_tokens = tracked.request, tracked.num_prefill_tokens
+        own = self._by_tenant.get(request.tenant)
+        if own is None:
+            own = self._by_tenant[request.tenant] = _Waiting(request.arrival_s, request.weight)
+        own.since_s = min(own.since_s, request.arrival_s)
+        own.num_tokens += num_tokens
+        own.num_late += num_tokens * (tracked.turn_due_s <= now)
+
+    def refused_for_s(self, request: Request, now: float) -> float | None:
+        """Return after what time a newcomer is worth another try; None: it is not refused."""
+        own, longest_s = self._by_tenant.get(request.tenant), self._longest_s
+        if longest_s is None or own is None or (waited_s := now - own.since_s) < LEAST_WAITED * longest_s:
+            return None
+        share = (own.num_tokens + request.prompt_len) / own.weight  # of each tenant that has as much, by its weight
+        others = self._by_tenant.values()
+        num_tokens = sum(min(other.num_tokens, share * other.weight) for other in others)
+        num_late = sum(min(other.num_late, share * other.weight) for other in others)
+        if (speed := self._speed.tokens_per_s) is None:
+            return None
+        all_s, late_s = (num_tokens + request.prompt_len) / speed, num_late / (LATE_SHARE * speed)
+        on_time_s = (num_tokens - num_late + request.prompt_len) / speed
+        is_late = request.slo.ttft_s is None or on_time_s > request.slo.ttft_s
+        if waited_s + all_s <= longest_s and not (is_late and waited_s + late_s > longest_s):
+            return None
+        return self._speed.seconds_for(round(num_tokens))
+
+
+def _awaits_first_token(tracked: TrackedRequest) -> bool:
+    has_none = tracked.prefilled_s is None and not tracked.num_emitted
+    return tracked.is_real_time and has_none and tracked.stage in (Stage.QUEUED, Stage.PREFILLING)
 
 
 class Admission:

@@ -19,7 +19,7 @@ requests in the same way, while their holder still lives. The router never sees 
 
 from collections.abc import Iterable
 
-from alignedserve.config.sections import RouterConfig
+from alignedserve.config.sections import BatchingConfig, RouterConfig
 from alignedserve.core.attempts import beyond_unreported, is_report_due, next_epoch
 from alignedserve.core.ids import RequestId, WorkerName
 from alignedserve.core.lifecycle import Stage
@@ -54,16 +54,15 @@ from alignedserve.messages.workers import (
 )
 from router.admission import Admission
 from router.adoption import Adoption
-from router.moves.leans import Leans
+from router.bypass import Bypass, DirectHandoff, PackedBypass, UrgentBypass
+from router.leans import FarLeans, Leans
 from router.ownership import OwnershipTransitions
 from router.peer_announcements import announce_all, announce_prefiller, need_pool, need_prefiller, need_receiver
 from router.placement import Placement
-from router.policies.bypass import Bypass
-from router.policies.prefill_order import PrefillOrder
-from router.prediction.late_predictions import expected_len, note_prediction
+from router.prefill_choice import PrefillChoice
+from router.prefill_order import PrefillOrder, make_prefill_order
 from router.prefill_queue import PrefillQueue
-from router.prefills.prefill_choice import PrefillChoice
-from router.request_registry import RequestRegistry, RouterRecords
+from router.request_registry import RequestRegistry, RouterRecords, expected_len, note_prediction
 from router.state import DrainRequested, LengthPredicted, TrackedRequest, WorkerRecord, dispatched
 from router.status import QueueForecast, RouterCounters, status_of
 
@@ -398,3 +397,21 @@ class RouterLogic:
         requests, forecast = self._registry.requests.values(), QueueForecast(now, self._admission.real_time_wait_s())
         status = status_of(requests, self._placement, self._counters, self._last_attempt, forecast)
         return [Send(gateway, status) for gateway in self._gateways]
+
+
+def make_logic(*, config: RouterConfig, batching: BatchingConfig) -> RouterLogic:
+    """Build the logic; what is unset defaults to `aligned_slo`. Raises ConfigError naming the field."""
+    placement = Placement(max_candidate_requests=config.max_candidate_requests, batching=batching)
+    return RouterLogic(
+        config=config,
+        placement=placement,
+        order=make_prefill_order(config.prefill_order or "least_slack"),
+        bypass=_bypass(config, batching),
+        leans=FarLeans(placement.links) if config.moves_between_nodes else Leans(),
+    )
+
+
+def _bypass(config: RouterConfig, batching: BatchingConfig) -> Bypass:
+    if config.direct_handoff:
+        return DirectHandoff()
+    return UrgentBypass() if batching.pack_share is None else PackedBypass()

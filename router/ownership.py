@@ -13,10 +13,9 @@ from alignedserve.messages.fields import NO_BATCH
 from alignedserve.messages.gateways import AbortRequest
 from alignedserve.messages.pools import BatchFormed, BatchReceived, CopyKept, CopyLost, DropRequest, RequestPooled
 from alignedserve.messages.workers import MoveRequest, RequestMoved, RequestStayed
+from router.bypass import Bypass
 from router.placement import Placement
-from router.policies.bypass import Bypass
-from router.prediction.late_predictions import tell_holder
-from router.request_registry import RequestRegistry
+from router.request_registry import RequestRegistry, tell_holder
 from router.state import TrackedRequest, WorkerRecord
 
 

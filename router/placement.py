@@ -16,15 +16,10 @@ from alignedserve.costmodel.links import LearnedLinks
 from alignedserve.messages.pools import FormBatch, PoolLoad, PoolRegistered
 from alignedserve.messages.prefixes import PrefixBlocksChanged
 from alignedserve.messages.workers import WorkerLoad, WorkerRegistered
-from router.batching.batch_requests import BatchRequests
-from router.pool_records import PooledRecord, PoolRecord
-from router.state import DispatchedPrefill, TrackedRequest, WorkerRecord
-from router.workers.adapter_index import AdapterIndex
-from router.workers.late_prompts import LatePrompts
-from router.workers.longest_contexts import LongestContexts
-from router.workers.prefillers import Prefillers, is_as_free, requests_at
-from router.workers.prefix_index import PrefixIndex
-from router.workers.standbys import Standbys
+from router.batch_requests import BatchRequests
+from router.prefix_index import AdapterIndex, PrefixIndex
+from router.state import DispatchedPrefill, PooledRecord, PoolRecord, TrackedRequest, WorkerRecord
+from router.worker_orders import LatePrompts, LongestContexts, Prefillers, Standbys, is_as_free, requests_at
 
 
 class Placement:

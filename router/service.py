@@ -17,12 +17,10 @@ from alignedserve.process.logic_driver import LogicDriver
 from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.runtime.model.served_model import ServedModel
 from router.async_predictor import AsyncLengthPredictor, PredictingLogic
-from router.factory import make_logic
-from router.logic import RouterEvent
+from router.logic import RouterEvent, make_logic
 from router.prediction import learnt_lengths, make_length_predictor
-from router.request_notes import RouterNotes
+from router.request_notes import RouterNotes, standings_of
 from router.request_registry import RouterRecords
-from router.standings import standings_of
 from router.state import DrainRequested, LengthPredicted
 
 

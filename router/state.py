@@ -1,16 +1,19 @@
 """The router's records of requests and workers."""
 
 import enum
+import heapq
 import math
+from collections import OrderedDict
+from collections.abc import Generator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from alignedserve.core.attempts import is_same_epoch
 from alignedserve.core.class_floor import turn_due_s
 from alignedserve.core.ids import BatchId, RequestId
 from alignedserve.core.lifecycle import Stage, advance
 from alignedserve.core.request import Request, RequestClass
-from alignedserve.messages.cluster_view import BatchShape
+from alignedserve.messages.cluster_view import BatchShape, LengthTree
 from alignedserve.messages.prefixes import BLOCK_NAME_BYTES
 from alignedserve.messages.workers import PACKED_FROM, IterationLogReport, WorkerLoad, WorkerRegistered
 
@@ -364,3 +367,122 @@ class WorkerRecord:
     @property
     def num_blocks_used(self) -> int:
         return self.registered.num_blocks - self.load.num_free_blocks if self.load is not None else 0
+
+
+RankT = TypeVar("RankT", float, int, tuple[int, int], tuple[float, int], tuple[int, float, int], tuple[float, int, int])
+
+_MIN_STALE = 32  # fewer stale entries are not worth a rebuild
+
+
+class Ranked(NamedTuple, Generic[RankT]):
+    """An entry of a ranking; entries compare by rank, then name."""
+
+    rank: RankT
+    name: str
+
+
+class Ranking(Generic[RankT]):
+    """Each name has at most one rank. The first is found at once, a rank is changed in logarithmic time.
+
+    A binary heap: a rank that is replaced leaves a stale entry, which is dropped when it comes to the top, or with all
+    others as soon as more than half of the heap is stale.
+    """
+
+    def __init__(self) -> None:
+        self._ranks: dict[str, RankT] = {}
+        self._heap: list[Ranked[RankT]] = []
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    def put(self, name: str, rank: RankT) -> None:
+        if self._ranks.get(name) == rank:
+            return
+        self._ranks[name] = rank
+        heapq.heappush(self._heap, Ranked(rank, name))
+        if len(self._heap) > 2 * len(self._ranks) + _MIN_STALE:
+            self._heap = [Ranked(rank, name) for name, rank in self._ranks.items()]
+            heapq.heapify(self._heap)
+
+    def discard(self, name: str) -> None:
+        self._ranks.pop(name, None)
+
+    def first(self) -> Ranked[RankT] | None:
+        """Return the entry with the smallest rank, ties by name; None if there is none."""
+        heap, ranks = self._heap, self._ranks
+        while heap and ranks.get(heap[0].name) != heap[0].rank:
+            heapq.heappop(heap)
+        return heap[0] if heap else None
+
+    def in_order(self) -> Generator[str, None, None]:
+        passed = []
+        try:
+            while (first := self.first()) is not None:
+                self.discard(first.name)
+                passed.append(first)
+                yield first.name
+        finally:
+            for rank, name in passed:
+                self.put(name, rank)
+
+
+class PooledRecord(NamedTuple):
+    """A request that waits in a pool."""
+
+    num_blocks: int
+    since_s: float
+    is_real_time: bool = False
+    late_at_s: float = math.inf  # when the next token of a chat is late
+
+
+@dataclass(slots=True)
+class PoolRecord:
+    """One registered pool."""
+
+    name: str
+    epoch: int  # counts registrations: a restarted pool has another one
+    num_blocks: int
+    layout_digest: str = ""
+    num_blocks_used: int = 0
+    num_blocks_kept: int = 0
+    num_reserved: int = 0  # requests that wait for free blocks there, after their prefill
+    lengths: LengthTree = field(default_factory=LengthTree)  # of those that wait for a batch
+    large_requests: dict[RequestId, tuple[int, float]] = field(
+        default_factory=dict
+    )  # pooled requests larger than a busy worker's share: blocks, since when
+    pooled: OrderedDict[RequestId, PooledRecord] = field(
+        default_factory=OrderedDict
+    )  # requests that wait there for a batch or are on their way, as the router knows them; the oldest first
+    pooled_real_time: dict[RequestId, int] = field(default_factory=dict)  # the real-time ones of these: blocks
+    late: Ranking[float] = field(default_factory=Ranking)  # those by when their next token is late
+
+    def add_pooled(self, request_id: RequestId, record: PooledRecord) -> None:
+        self.pooled[request_id] = record
+        if record.is_real_time:
+            self.pooled_real_time[request_id] = record.num_blocks
+        if math.isfinite(record.late_at_s):
+            self.late.put(request_id, record.late_at_s)
+
+    def remove_pooled(self, request_id: RequestId) -> bool:
+        self.pooled_real_time.pop(request_id, None)
+        self.late.discard(request_id)
+        self.large_requests.pop(request_id, None)
+        return self.pooled.pop(request_id, None) is not None
+
+    @property
+    def num_pooled(self) -> int:
+        return len(self.pooled)
+
+    @property
+    def oldest_s(self) -> float:
+        return next(iter(self.pooled.values())).since_s
+
+    @property
+    def late_at_s(self) -> float:
+        """When the next token of one of its chats is late first; infinite: none has an objective."""
+        first = self.late.first()
+        return first.rank if first is not None else math.inf
+
+    @property
+    def oldest_blocks(self) -> int:
+        return next(iter(self.pooled.values())).num_blocks

@@ -9,13 +9,81 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
+from alignedserve.config.sections import PrefixCacheConfig
 from alignedserve.core.block_allocator import BlockAllocator
 from alignedserve.core.ids import BlockId
 from alignedserve.messages.prefixes import PrefixBlocksChanged, names_told
-from alignedserve.prefix_cache.block_hashes import BlockHash, NamedBlock
-from alignedserve.prefix_cache.kept_states import KeptStates
+from alignedserve.prefix_cache.block_hashes import BlockHash, NamedBlock, block_hash
+
+Block = TypeVar("Block")  # a cached one
+
+
+@dataclass(frozen=True, slots=True)
+class StateBudget:
+    """What states may take of a worker's blocks."""
+
+    num_blocks: int  # of one
+    max_states: int  # that are kept
+
+
+def budget_of(config: PrefixCacheConfig, num_blocks: int, state_blocks: int) -> StateBudget | None:
+    """Return what states may take of so many blocks; None: they have no blocks of their own."""
+    return StateBudget(state_blocks, int(config.state_share * num_blocks) // state_blocks) if state_blocks else None
+
+
+class KeptStates(Generic[Block]):
+    """The blocks behind which states are kept, by use."""
+
+    def __init__(self) -> None:
+        self._blocks: OrderedDict[Block, None] = OrderedDict()  # those used last come last
+        self.observers: list[Callable[[Block], None]] = []  # called with a block whose state came or went
+        self.num_used = 0  # contexts that began with one, since it was made
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def add(self, block: Block) -> None:
+        self._blocks[block] = None
+        self._tell(block)
+
+    def remove(self, block: Block) -> None:
+        del self._blocks[block]
+        self._tell(block)
+
+    def use(self, block: Block) -> None:
+        self._blocks.move_to_end(block)
+        self.num_used += 1
+
+    def oldest(self) -> Block:
+        return next(iter(self._blocks))
+
+    def _tell(self, block: Block) -> None:
+        for observer in self.observers:
+            observer(block)
+
+
+class KeptEdge(NamedTuple):
+    """An edge of blocks, in tokens of a context, where an iteration leaves its states for later contexts."""
+
+    num_tokens: int
+    state_ids: tuple[BlockId, ...]
+    is_latest: bool  # in place of the one before
+
+
+def state_names(edge: BlockHash, num_blocks: int) -> list[NamedBlock]:
+    """Return the names under which a pool keeps the states behind the block of this hash, one block after another.
+
+    Like blocks that follow it, whose place in a context is behind its tokens. No block of tokens has such a name: in
+    place of tokens it has one byte.
+    """
+    names = list[NamedBlock]()
+    for number in range(num_blocks):
+        packed = bytes([number % 256])
+        names.append(NamedBlock(block_hash(names[-1].block_hash if names else edge, packed), packed))
+    return names
+
 
 MAX_COUNTED_USES = 8  # more uses do not make a block more valuable
 REMEMBERED_SHARE = 4  # blocks that have left and are remembered, by those in the cache

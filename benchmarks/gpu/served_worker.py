@@ -40,9 +40,8 @@ from alignedserve.scheduling.factory import resolve_policy
 from alignedserve.worker_core.iteration_log import IterationRecord
 from benchmarks.gpu.timed_gateway import TimedGateway
 from decode_worker.colocated.logic import ColocatedLogic
-from decode_worker.colocated.service import ColocatedWorker
-from decode_worker.lending import Lending
-from decode_worker.start import start_colocated_worker
+from decode_worker.service import ColocatedWorker, start_colocated_worker
+from decode_worker.state import Lending
 from router.service import Router
 
 WORKER, GATEWAY = "decode-0", "gateway-0"

@@ -14,9 +14,12 @@ Under the elastic topology the router may move one that decodes to another worke
 keeps decodes, the policy may let one wait there: pooled_decodes.py.
 """
 
+from collections.abc import Collection
+
 import msgspec
 
 from alignedserve.core.ids import RequestId
+from alignedserve.core.request import Request
 from alignedserve.messages.events import (
     CommonEvent,
     HangUp,
@@ -43,18 +46,86 @@ from alignedserve.messages.workers import PrefillRequest, SetPredictedLength, Wo
 from alignedserve.prefix_cache.contexts import PrefixCache
 from alignedserve.scheduling.policy import DeviceMemory, IterationPlan
 from alignedserve.scheduling.scheduler import Scheduler
+from alignedserve.scheduling.urgent_plans import UrgentPlans
 from alignedserve.scheduling.yielding import Yielding
-from alignedserve.worker_core.iteration_cycle import IterationCycle
+from alignedserve.worker_core.iteration_cycle import IterationCycle, UrgentCycle
 from alignedserve.worker_core.iteration_log import IterationLog
 from alignedserve.worker_core.request_notes import WaitingRequest
 from alignedserve.worker_core.router_link import RouterLink
 from decode_worker.colocated.moves import MoveCommand, RequestMoves
 from decode_worker.colocated.pooled_decodes import PooledCommand, PooledDecodes, is_of_link
 from decode_worker.colocated.pooled_prefixes import PooledPrefixes, PoolEvent
-from decode_worker.colocated.urgent_prompts import UrgentPrompts
-from decode_worker.colocated.waiting_causes import causes_of
 from decode_worker.held_requests import HeldRequest, HeldRequests
 from decode_worker.plan_performer import PlanPerformer
+
+
+class UrgentPrompts:
+    """Begins and ends urgent iterations of the prompts that have come."""
+
+    def __init__(self, held: HeldRequests, scheduler: Scheduler, performer: PlanPerformer, yielding: Yielding) -> None:
+        self._held = held
+        self._scheduler = scheduler
+        self._performer = performer
+        self._plans = UrgentPlans(held.state, scheduler, yielding)
+        self._began_s = 0.0
+        self.cycle = UrgentCycle()
+        self.members: tuple[HeldRequest, ...] = ()  # of the urgent iteration in flight
+
+    def came(self, request: Request) -> None:
+        if request.is_real_time:
+            self.cycle.came(request.request_id)
+
+    def pass_began(self, now: float) -> None:
+        """Note the iteration that has begun; the policy has seen all that came before."""
+        self.cycle.pass_began()
+        self._plans.pass_began(now)
+
+    def begin(self, now: float) -> RunIteration | None:
+        """Begin an iteration of what has come, within the one in flight; None: it waits for the end of that."""
+        if not self.cycle.may_begin:
+            return None
+        rows = self._waiting_rows()
+        if not rows:
+            return None
+        self._held.foresee_hits()
+        view = self._held.state.view(limits=self._scheduler.limits, costs=self._scheduler.costs, now=now)
+        plan = self._plans.begin(view, rows)
+        if plan is None:
+            return None
+        self.cycle.began()
+        self.members, self._began_s = self._held.of_parts(plan.scheduled), now
+        return msgspec.structs.replace(self._performer.perform(plan, self.members, now), is_urgent=True)
+
+    def end(self, event: IterationCompleted, now: float) -> IterationCompleted | None:
+        """Note the end of the urgent iteration, which has been dealt with; return that of the pass, if it was kept."""
+        self._plans.end(event.duration_s(self._began_s, now))
+        self.members = ()
+        return self.cycle.end()
+
+    def _waiting_rows(self) -> list[int]:
+        waiting = [one for one in map(self._held.get, self.cycle.ask()) if one is not None]
+        kept = [one for one in waiting if not (one.is_prefilled or one.is_aborted or one.is_finished)]
+        self.cycle.keep(one.request.request_id for one in kept)
+        return [self._held.state.table.row(one.request.request_id) for one in kept]
+
+
+def causes_of(held: HeldRequests, members: Collection[HeldRequest], max_running: int) -> list[WaitingRequest]:
+    """Return the waiting requests. `members`: of the latest iteration, `max_running` at most."""
+    computing = {member.request.request_id for member in members}
+    num_running = len(computing)
+    waiting = [waiter for waiter in held if waiter.request.request_id not in computing and not waiter.is_finished]
+    is_full = num_running >= max_running
+    return [
+        WaitingRequest(waiter.request.request_id, _cause_of(waiter, held, is_full), num_running) for waiter in waiting
+    ]
+
+
+def _cause_of(one: HeldRequest, held: HeldRequests, is_full: bool) -> Cause:
+    if is_full:
+        return Cause.BATCH_FULL
+    num_missing = held.blocks_for(one.context_len) - len(one.block_ids)
+    return Cause.BLOCKS_SHORT if held.state.num_free < num_missing else Cause.OTHERS_FIRST
+
 
 ColocatedEvent = CommonEvent | IterationCompleted | BufferOpened | BlocksOffloaded | BlocksLoaded
 ColocatedCommand = SendTo | RunIteration | MoveCommand | PooledCommand | HangUp

@@ -40,8 +40,8 @@ from alignedserve.messages.iterations import (
 )
 from alignedserve.messages.pools import DropRequest
 from alignedserve.scheduling.policy import PoolView
-from alignedserve.worker_core.handoff.sender import HandoffEnd, HandoffStage
-from decode_worker.colocated.handoffs import Departing, HandoffCommand, Handoffs
+from alignedserve.worker_core.handoff import HandoffEnd, HandoffStage
+from decode_worker.colocated.moves import Departing, HandoffCommand, Handoffs
 from decode_worker.held_requests import HeldRequest, HeldRequests
 
 _FIRST_BYTES_PER_S = 2e9  # of a link that nothing is known of

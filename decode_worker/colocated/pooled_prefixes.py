@@ -32,9 +32,8 @@ from alignedserve.messages.prefixes import (
     StorePrefixBlocks,
 )
 from alignedserve.messages.workers import PrefillRequest, SetPredictedLength
-from alignedserve.prefix_cache.cached_blocks import CachedBlock, CachedBlocks, context_of
+from alignedserve.prefix_cache.cached_blocks import CachedBlock, CachedBlocks, context_of, state_names
 from alignedserve.prefix_cache.contexts import PrefixCache
-from alignedserve.prefix_cache.kept_states import state_names
 from decode_worker.block_peers import BlockPeers
 from decode_worker.colocated.prefix_loads import LoadCommand, PrefixLoads, TokensPerS
 from decode_worker.held_requests import HeldRequests

@@ -5,11 +5,8 @@ from types import MappingProxyType
 from typing import Protocol
 
 from alignedserve.core.errors import ConfigError
-from kvpool.policies.batch_former import BatchFormer
-from kvpool.policies.class_order import ClassedBatchFormer
+from kvpool.policies.batch_former import BatchFormer, ClassedBatchFormer, FcfsBatchFormer, TurnBatchFormer
 from kvpool.policies.density_first import DensityFirstBatchFormer, DensityFirstConfig
-from kvpool.policies.fcfs import FcfsBatchFormer
-from kvpool.policies.turn_order import TurnBatchFormer
 
 
 class _Builder(Protocol):

@@ -13,9 +13,8 @@ from itertools import islice
 
 from alignedserve.core.ids import RequestId
 from alignedserve.messages.cluster_view import LengthTree
-from kvpool.ordered_entries import Entry, OrderedEntries
 from kvpool.policies.batch_former import AlignedBatch, BatchLimits, LengthRange, batch_of
-from kvpool.quad_tree import ROOT, QuadTree, order_entry
+from kvpool.quad_tree import ROOT, Entry, OrderedEntries, QuadTree, order_entry
 from kvpool.state import PooledRequest
 
 DEFAULT_STARVATION_S = 2.0

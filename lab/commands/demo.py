@@ -11,13 +11,13 @@ from typing import NamedTuple
 from rich.progress import Progress
 from rich.table import Table
 
-from lab.commands.options import DemoOptions
 from alignedserve.cli.console import FAILURE, INTERRUPTED, notes, printable, progress, results, to_json, write_json
 from alignedserve.client.openai_client import CompletionCall, CompletionOutcome, OpenAiClient
 from alignedserve.cluster.local_ray.worker_template import WorkerTemplate
 from alignedserve.config.environment import client_api_key
 from alignedserve.config.model_settings import load_models
 from alignedserve.pocket.tasks import is_correct
+from lab.commands.options import DemoOptions
 from lab.evaluation.batch_alignment import Alignment, alignment_of
 from lab.evaluation.checked_trace import (
     HANDOFFS_REFUSED,

@@ -7,11 +7,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from lab.commands.options import ProfileOptions
 from alignedserve.cli.console import notes, progress, results, to_json, write_json
 from alignedserve.core.percent import in_percent
 from alignedserve.costmodel.linear import LinearCoefficients
 from lab.commands.machine import describe_machine
+from lab.commands.options import ProfileOptions
 from lab.commands.output_folder import command_line, make_folder, write_file
 from lab.profiling.profile import PointResult, ProfileResult, ProfileSpec, run_profile
 

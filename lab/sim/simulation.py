@@ -17,9 +17,9 @@ from alignedserve.messages.events import TICK_S
 from alignedserve.messages.handshake import Role
 from alignedserve.scheduling.factory import calibration_s, limits_of
 from alignedserve.scheduling.policy import IterationLimits
-from alignedserve.worker_core.registration import registration_of
+from alignedserve.worker_core.router_link import registration_of
 from decode_worker import factory as decode_factory
-from kvpool import factory as pool_factory
+from kvpool import logic as pool_logic
 from kvpool.state import SetBlockGeneration
 from lab.sim.calibration import calibrated, points_of
 from lab.sim.checks import check_fit, check_losses, check_policy
@@ -36,8 +36,8 @@ from lab.sim.result import RouterResult, SimulationResult, classes_of, total_of,
 from lab.sim.routers import RouterChoice, SimulatedRouter
 from lab.sim.shared_cores import SharedCores
 from lab.workload.requests import Workload
-from prefill_worker import factory as prefill_factory
-from router import factory as router_factory
+from prefill_worker import logic as prefill_logic
+from router import logic as router_logic
 
 Progress = Callable[[float, int], None]  # simulated seconds since the first request, number of ended requests
 
@@ -79,7 +79,7 @@ class Simulation:
         self._workers: dict[str, SimulatedWorker] = {}
         self._memory_links = MemoryLinks(self._event_queue, config.links, config.layout.block_bytes)
         num_decode = config.cluster.decode.count // (1 if config.moves_between_nodes else config.num_pools)
-        buffer_blocks = prefill_factory.buffer_blocks_of(config.cluster.prefill, config.layout, num_decode)
+        buffer_blocks = prefill_logic.buffer_blocks_of(config.cluster.prefill, config.layout, num_decode)
         cores = SharedCores(self._event_queue, config.slowdowns) if any(config.slowdowns) else None
         self._memory = SharedMemory(block_bytes=config.layout.block_bytes, buffer_blocks=buffer_blocks, cores=cores)
         self._build(names)
@@ -151,7 +151,7 @@ class Simulation:
 
     def _router_logic(self) -> AnyLogic:
         cluster = self._config.cluster
-        return router_factory.make_logic(config=cluster.router, batching=cluster.batching)
+        return router_logic.make_logic(config=cluster.router, batching=cluster.batching)
 
     def _add_component(self, name: str, role: Role, logic: AnyLogic) -> SimulatedComponent:
         component = SimulatedComponent(name, role, logic, self._event_queue, self._network)
@@ -164,7 +164,7 @@ class Simulation:
         if num_blocks < 1:
             raise ConfigError(f"pool.memory_bytes holds no block of {layout.block_bytes} bytes")
         arena = self._memory.make_pool(_pool(node), num_blocks, layout.digest().hex())
-        logic = pool_factory.make_logic(
+        logic = pool_logic.make_logic(
             config=pool,
             batching=config.cluster.batching,
             arena=arena,
@@ -187,7 +187,7 @@ class Simulation:
         name = f"prefill-{number}"
         costs = self._config.costs_of(name, is_prefill=True)
         make = partial(
-            prefill_factory.make_logic,
+            prefill_logic.make_logic,
             registered=registered,
             config=config,
             scheduling=self._config.cluster.scheduling,

@@ -7,10 +7,9 @@ from types import MappingProxyType
 from alignedserve.config.sections import RouterConfig
 from alignedserve.core.errors import ConfigError
 from alignedserve.runtime.model.served_model import ServedModel
-from router.prediction.encoders import HashedNgrams, PromptEncoder
+from router.prediction.encoders import HashedNgrams, PromptEncoder, TokenEmbeddings
 from router.prediction.journal import LearntLengths
 from router.prediction.predictor import LengthPredictor, PredictorConfig
-from router.prediction.token_embeddings import TokenEmbeddings
 
 CLASS_MEAN = "class_mean"  # no predictor: the mean of recent requests of the same class
 

@@ -15,10 +15,10 @@ from alignedserve.core.request import SamplingParams
 from alignedserve.process.process_spec import POOL
 from alignedserve.runtime.kv.shm_arena import Arena
 from decode_worker.colocated.logic import ColocatedLogic
-from decode_worker.colocated.service import ColocatedWorker
+from decode_worker.service import ColocatedWorker
 from kvpool.logic import PoolLogic
 from kvpool.service import KvPool
-from router.workers.prefix_index import PrefixIndex
+from router.prefix_index import PrefixIndex
 from tests.harnesses.clusters.in_process import RoomCluster, running, small_config
 from tests.harnesses.clusters.two_nodes import FAR, two_nodes
 from tests.support.waiting import holds

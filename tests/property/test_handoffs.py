@@ -21,9 +21,7 @@ from alignedserve.core.request import Request
 from alignedserve.messages.caches import BlockRun, BlocksTaken, BlocksWritten, CancelReservation, ReserveBlocks
 from alignedserve.messages.events import Send
 from alignedserve.messages.iterations import BlocksOffloaded, OffloadBlocks
-from alignedserve.worker_core.handoff.buffer_space import BufferSpace
-from alignedserve.worker_core.handoff.receiver import Incoming, Receiver
-from alignedserve.worker_core.handoff.sender import Contents, HandoffEnd, Outgoing, Sender
+from alignedserve.worker_core.handoff import BufferSpace, Contents, HandoffEnd, Incoming, Outgoing, Receiver, Sender
 from tests.support.marks import many
 from tests.support.samples import request
 

@@ -21,8 +21,8 @@ from alignedserve.scheduling.policy import Mechanism
 from decode_worker.colocated.logic import ColocatedLogic
 from kvpool.logic import PoolLogic
 from prefill_worker.logic import PrefillLogic
+from router.prefix_index import PrefixIndex
 from router.state import TrackedRequest, WorkerRecord
-from router.workers.prefix_index import PrefixIndex
 from tests.harnesses.clusters.cluster_shape import Shape
 from tests.harnesses.clusters.logic_cluster import LogicCluster
 from tests.property.test_every_request_ends_once import check_answers, check_nothing_is_held, some_steps

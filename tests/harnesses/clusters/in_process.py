@@ -39,14 +39,13 @@ from alignedserve.runtime.kv.lending.candidate_memory import CandidateMemory
 from alignedserve.runtime.kv.transfers.transports import lends_device_memory
 from alignedserve.runtime.lora.adapter_folders import with_adapters
 from alignedserve.runtime.model.served_model import ServedModel, resolve_model
-from alignedserve.worker_core.registration import registration_of
+from alignedserve.worker_core.router_link import registration_of
 from decode_worker import factory as decode_factory
-from decode_worker.colocated.service import ColocatedWorker
 from decode_worker.factory import max_held, memory_of
 from decode_worker.logic import DecodeLogic
-from decode_worker.service import DecodeWorker
+from decode_worker.service import ColocatedWorker, DecodeWorker
 from kvpool.service import KvPool
-from prefill_worker import factory as prefill_factory
+from prefill_worker import logic as prefill_logic
 from prefill_worker.service import PrefillWorker
 from router.service import Router
 from tests.harnesses.client_gateway import ClientGateway
@@ -170,7 +169,7 @@ class RoomCluster:
         process_spec = self._process_spec(Role.PREFILL_WORKER, name)
         self.engines[name] = executor
         make = partial(
-            prefill_factory.make_logic,
+            prefill_logic.make_logic,
             registered=self._registered(executor, section.max_running_requests, can_prefill=True, can_decode=False),
             config=section,
             scheduling=self.config.scheduling,

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from lab.commands.options import DemoOptions
 from alignedserve.pocket.tasks import PocketTask, Skill
 from lab.commands import demo as demo_module
 from lab.commands.demo import demo
+from lab.commands.options import DemoOptions
 from lab.evaluation.checked_trace import (
     LONGEST_READING,
     WrongAnswer,

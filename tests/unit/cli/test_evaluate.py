@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from lab.commands.options import EvalOptions
 from alignedserve.core.errors import ConfigError
 from alignedserve.pocket.tasks import OFFERED_SKILLS, Skill
 from lab.commands.evaluate import evaluate
+from lab.commands.options import EvalOptions
 from lab.evaluation.accuracy import CONTEXT_BUCKETS, EvalAnswer, make_items, score
 from lab.evaluation.pocket_calls import CONTEXT_LEN, pocket_tokenizer
 from lab.evaluation.questions import make_questions

@@ -14,9 +14,8 @@ from alignedserve.messages.handshake import Role
 from alignedserve.scheduling.policies import make_policy
 from alignedserve.scheduling.policy import DeviceMemory
 from alignedserve.scheduling.scheduler_state import Progress, SchedulerState
-from decode_worker.batching.admission import Admission
-from decode_worker.batching.scheduled_batch import ScheduledBatch
-from decode_worker.pace import Pace
+from decode_worker.batching.scheduled_batch import Admission, ScheduledBatch
+from decode_worker.load import Pace
 from decode_worker.state import Candidate
 from tests.harnesses.decode import scheduled_batch
 from tests.harnesses.scheduling import EasyCosts

@@ -1,6 +1,6 @@
 """Blocks of the buffers in prefill workers' memory, as the decode worker gives them out."""
 
-from alignedserve.worker_core.handoff.buffer_space import BufferSlot, BufferSpace
+from alignedserve.worker_core.handoff import BufferSlot, BufferSpace
 from tests.support.marks import each
 from tests.support.samples import blocks
 

@@ -11,7 +11,7 @@ from alignedserve.core.request import SampledToken
 from alignedserve.messages.iterations import Addition, IterationCompleted, IterationTimes, RunIteration
 from alignedserve.messages.measurements import SPREAD_EDGES, IterationLogTotals
 from alignedserve.worker_core.iteration_log import IterationLog, IterationRecord, totals_of
-from decode_worker.iteration_log_writer import write_iterations
+from decode_worker.service import write_iterations
 from decode_worker.state import RunningRequest
 from tests.support.marks import each
 from tests.support.samples import R1, request

@@ -15,13 +15,12 @@ from alignedserve.messages.pools import (
     FormBatch,
 )
 from alignedserve.messages.workers import JoinedBatch
-from kvpool.logic import PoolCommand
+from kvpool.logic import LINK_WAIT_S, PoolCommand
 from kvpool.policies import make_batch_former
 from kvpool.policies.batch_former import BatchFormer
 from kvpool.policies.density_first import DensityFirstBatchFormer, DensityFirstConfig
 from kvpool.quad_tree import QuadTree
 from kvpool.state import PooledRequest
-from kvpool.waiting_forms import LINK_WAIT_S
 from tests.harnesses.pool import (
     ASKED,
     BATCH,

@@ -9,7 +9,7 @@ from alignedserve.messages.events import Received, Send, Ticked
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.pools import PoolLoad, PoolRegistered
 from kvpool.logic import PoolLogic
-from kvpool.policies.fcfs import FcfsBatchFormer
+from kvpool.policies.batch_former import FcfsBatchFormer
 from tests.harnesses.pool import (
     ARENA,
     FORM,

@@ -5,7 +5,7 @@ from typing import Any
 from alignedserve.core.class_floor import OVERDUE_S
 from alignedserve.core.request import RequestClass, Slo
 from alignedserve.messages.workers import PrefillRequest
-from prefill_worker.place_order import PlaceOrder
+from prefill_worker.candidate_buffers import PlaceOrder
 from prefill_worker.state import JobStage, PrefillJob
 from tests.support.samples import request
 

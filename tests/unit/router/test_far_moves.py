@@ -5,8 +5,8 @@ from dataclasses import replace as changed
 from alignedserve.config.sections import BatchingConfig, RouterConfig
 from alignedserve.core.request import Slo
 from alignedserve.costmodel.links import LearnedLinks
-from router.factory import make_logic
-from router.moves.far_moves import FAR_REST_S, HELD_S, FarLeans
+from router.leans import FAR_REST_S, HELD_S, FarLeans
+from router.logic import make_logic
 from router.state import WorkerRecord
 from tests.support.marks import each
 from tests.unit.router.test_leans import decoded_by, elastic, moved

@@ -9,7 +9,7 @@ from alignedserve.core.ids import RequestId
 from alignedserve.core.lifecycle import Stage
 from alignedserve.core.request import Slo
 from alignedserve.messages.workers import WorkerLoad
-from router.moves.leans import MAX_MOVES, REST_S, Leans
+from router.leans import MAX_MOVES, REST_S, Leans
 from router.state import DispatchedPrefill, TrackedRequest, WorkerRecord
 from tests.support.samples import request, worker
 

@@ -1,6 +1,6 @@
 """Requests that fit no worker are told so at once."""
 
-from router.workers.longest_contexts import LongestContexts
+from router.worker_orders import LongestContexts
 from tests.harnesses.placement import placement
 from tests.support.marks import each
 from tests.support.samples import request, worker

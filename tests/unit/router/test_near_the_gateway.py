@@ -6,7 +6,7 @@ from alignedserve.messages.gateways import GatewayRegistered
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.pools import PoolRegistered, RequestPooled
 from alignedserve.messages.workers import PrefillCompleted, PrefillRequest
-from router.workers.prefillers import is_as_free
+from router.worker_orders import is_as_free
 from tests.harnesses.router import RouterHarness
 from tests.support.marks import each
 from tests.support.samples import GATEWAY, epoch, request, worker

@@ -6,7 +6,7 @@ import pytest
 
 from alignedserve.core.lifecycle import Stage
 from alignedserve.core.request import Slo
-from router.overload import WaitingChats
+from router.admission import WaitingChats
 from router.state import TrackedRequest
 from tests.support.marks import each
 from tests.support.samples import GATEWAY, PREFILL, request

@@ -7,7 +7,7 @@ from alignedserve.core.lifecycle import Stage
 from alignedserve.core.request import RequestClass, Slo
 from alignedserve.messages.request_notes import MAX_STANDINGS, Standing
 from alignedserve.messages.workers import PrefillCompleted
-from router.standings import standings_of
+from router.request_notes import standings_of
 from tests.harnesses.router import RouterHarness, connected_router, decoding, pooled, prefilling
 from tests.support.marks import each
 from tests.support.samples import DECODE, POOL, PREFILL, R1, request

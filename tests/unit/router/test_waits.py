@@ -8,7 +8,7 @@ from alignedserve.core.request import RequestClass, Slo
 from alignedserve.messages.gateways import ResumeRequest
 from alignedserve.messages.pools import PoolRegistered
 from alignedserve.messages.workers import PrefillCompleted, PrefillRequest, WorkerLoad
-from router.policies.prefill_order import FcfsOrder, PrefillOrder
+from router.prefill_order import FcfsOrder, PrefillOrder
 from router.state import DispatchedPrefill, WorkerRecord
 from tests.harnesses.router import RouterHarness, connected_router
 from tests.support.marks import each

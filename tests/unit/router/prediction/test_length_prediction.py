@@ -10,18 +10,26 @@ import numpy as np
 import pytest
 
 from alignedserve.core.request import Request, RequestClass
-from router.policies.forecast import DrainForecast, OutputLengthForecast, doubled_past
-from router.prediction.encoders import KEY_LEN, WINDOW, HashedNgrams, PromptCode, Vector, normalised, window_of
-from router.prediction.mlp import LengthMlp
+from router.prediction.encoders import (
+    KEY_LEN,
+    WINDOW,
+    HashedNgrams,
+    PromptCode,
+    TokenEmbeddings,
+    Vector,
+    normalised,
+    window_of,
+)
 from router.prediction.predictor import (
     FinishedRequests,
+    LengthMlp,
     LengthPredictor,
     LengthPrior,
     Prediction,
     PredictionSource,
     PredictorConfig,
 )
-from router.prediction.token_embeddings import TokenEmbeddings
+from router.request_registry import DrainForecast, OutputLengthForecast, doubled_past
 from tests.support.marks import each
 from tests.support.models.tiny_gguf import HIDDEN, write_tiny_gguf
 from tests.support.samples import request

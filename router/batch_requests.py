@@ -23,11 +23,8 @@ from alignedserve.core.ids import BatchId, WorkerName
 from alignedserve.costmodel.links import LearnedLinks
 from alignedserve.messages.pools import FormBatch
 from alignedserve.messages.workers import JoinedBatch, WorkerLoad
-from router.batching.far_batches import FarBatch, choose_far_batches, is_spare, num_left
-from router.batching.overdue_pools import Nodes, OverduePools, is_batch_awaited
-from router.pool_records import PoolRecord
-from router.ranking import Ranking
-from router.state import BatchKind, WorkerRecord
+from router.state import BatchKind, PoolRecord, Ranking, WorkerRecord
+from router.waiting_pools import FarBatch, Nodes, OverduePools, choose_far_batches, is_batch_awaited, is_spare, num_left
 
 _AHEAD_BY_TURN = 1 / 8  # of a worker's places: requests that it has ahead of need while tenants share
 

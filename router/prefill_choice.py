@@ -20,20 +20,136 @@ Example: a has 1 500 tokens to compute and the adapter, b nothing to compute. At
 a and costs 0.2 s more at b: it goes to b, which has the adapter from then on. With 500 tokens at a: to a.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from alignedserve.core.ids import RequestId
+from alignedserve.core.lifecycle import Stage
 from alignedserve.core.request import RequestClass
+from alignedserve.messages.workers import WorkerLoad
 from router.placement import Placement
-from router.prediction.late_predictions import expected_len
 from router.prefill_queue import Turn
-from router.prefills.look_ahead import is_decoded_soon, wants_more
-from router.prefills.promised_room import PromisedRoom
-from router.request_registry import RequestRegistry
-from router.state import NO_HIT, PrefixHit, TrackedRequest, WorkerRecord
-from router.workers.adapter_index import LOAD_S
-from router.workers.prefix_index import hit_of
+from router.prefix_index import LOAD_S, hit_of
+from router.request_registry import RequestRegistry, expected_len
+from router.state import NO_HIT, PoolRecord, PrefixHit, TrackedRequest, WorkerRecord
+
+_PROMPTS_S = 0.1
+_FALLBACK_TOKENS = 512.0  # where a worker does not tell its speed
+_MEASURED_TOKENS = 64  # of the prompt whose time a separate prefill worker tells
+_MORE_PLACES = 1 / 16
+_POOLED_SHARE = 1 / 4
+_LEAST_POOLED = 4
+
+
+def wants_more(
+    worker: WorkerRecord, pool: PoolRecord | None, beside: Collection[WorkerRecord], *, is_real_time: bool
+) -> bool:
+    """Return whether a worker has less of a class than it may have to wait for. `beside`: workers of its node."""
+    num_real_time_tokens = (
+        worker.num_real_time_tokens if is_real_time else worker.num_prefill_tokens - worker.num_real_time_tokens
+    )
+    if num_real_time_tokens >= _allowed_tokens(worker) and num_real_time_tokens:
+        return False
+    if worker.registered.can_decode:
+        return _has_places(worker, is_real_time=is_real_time)
+    places = on_the_way = 0
+    for one in beside:
+        places += one.num_places
+        on_the_way += one.num_prompts(is_real_time=is_real_time)
+    pooled = 0
+    if pool is not None:
+        pooled = len(pool.pooled_real_time) if is_real_time else pool.num_pooled - len(pool.pooled_real_time)
+    return on_the_way + pooled < max(_POOLED_SHARE * places, _LEAST_POOLED)
+
+
+def is_decoded_soon(num_tokens: int, pool: PoolRecord | None, beside: Collection[WorkerRecord]) -> bool:
+    """Return whether a prompt of so many tokens, computed now, would find room to decode.
+
+    Where slack is packed (BatchingConfig.pack_share), a request with a TPOT objective waits for that before its first
+    token, as after it every second counts as a gap: until a decode worker of the node has room for it, beside all that
+    its room is promised to, while fewer wait with their first token than there are workers. What best effort waits for
+    does not count: it goes after these. Where a worker keeps lengths apart, the pool needs many to choose from.
+    `beside`: the workers of the node.
+    """
+    rooms: list[int] = []
+    waiting = len(pool.pooled_real_time) if pool is not None else 0
+    for worker in beside:
+        if worker.num_places and not worker.is_draining:
+            if not worker.takes_any_length:
+                return True
+            rooms.append(worker.room)
+            waiting += worker.load.num_real_time_candidates if worker.load is not None else 0
+    if not rooms:
+        return True
+    return waiting < len(rooms) and num_tokens <= max(rooms)
+
+
+def _allowed_tokens(worker: WorkerRecord) -> float:
+    speed, short_prompt_s = worker.prompt_tokens_per_s, worker.registered.speed.short_prompt_s
+    if speed > 1:
+        return _PROMPTS_S * speed
+    return _PROMPTS_S * _MEASURED_TOKENS / short_prompt_s if short_prompt_s else _FALLBACK_TOKENS
+
+
+def _has_places(worker: WorkerRecord, *, is_real_time: bool) -> bool:
+    if is_real_time:
+        num_held = worker.num_real_time_prompts + len(worker.decoding_real_time)
+    else:
+        num_held = len(worker.prefilling) + len(worker.decoding)
+    places = worker.num_places
+    return num_held < places + max(1, int(_MORE_PLACES * places))
+
+
+_MORE_TOKENS = 96  # for what it grows by until the others are there, and for time of its own that it adds to iterations
+
+
+@dataclass(slots=True)
+class _Promise:
+    num_tokens: int
+    load: WorkerLoad | None = None  # of the worker that has it, as it was told before it had it
+    has_arrived: bool = False
+
+
+class PromisedRoom:
+    """What is promised. Reads requests and workers."""
+
+    def __init__(self, requests: Mapping[RequestId, TrackedRequest], workers: Mapping[str, WorkerRecord]) -> None:
+        self._requests = requests
+        self._workers = workers
+        self._promises: dict[RequestId, _Promise] = {}
+        self._promised: dict[str, None] = {}  # workers whose room is
+
+    def add(self, tracked: TrackedRequest) -> None:
+        self._promises[tracked.request.request_id] = _Promise(tracked.num_prefill_tokens + _MORE_TOKENS)
+
+    def count(self) -> None:
+        for name in self._promised:
+            if (worker := self._workers.get(name)) is not None:
+                worker.num_promised = 0
+        self._promised = {}
+        for request_id, promise in list(self._promises.items()):
+            tracked = self._requests.get(request_id)
+            if tracked is None or self._is_settled(tracked, promise):
+                del self._promises[request_id]
+                continue
+            having = tracked.destination if tracked.stage is Stage.PREFILLING else tracked.holder
+            if (worker := self._workers.get(having or "")) is not None:
+                of_states = worker.registered.state_blocks * worker.registered.block_size
+                worker.num_promised += promise.num_tokens + of_states
+                self._promised[worker.name] = None
+
+    def _is_settled(self, tracked: TrackedRequest, promise: _Promise) -> bool:
+        if tracked.stage not in (Stage.PREFILLING, Stage.DECODING):
+            return True
+        worker = self._workers.get(tracked.holder or "")
+        if tracked.stage is Stage.PREFILLING or worker is None:
+            return worker is None
+        if not promise.has_arrived:
+            promise.has_arrived, promise.load = True, worker.load
+            return False
+        return worker.load is not promise.load
+
 
 _WORK_OF_REAL_TIME = 3.0
 _WORK_OF_BEST_EFFORT = 4.0

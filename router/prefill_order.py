@@ -1,8 +1,11 @@
 """The order in which queued requests go to prefill workers: by class, where a policy knows classes, then by a key."""
 
 import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Protocol
 
+from alignedserve.core.errors import ConfigError
 from alignedserve.core.request import Request, RequestClass
 
 OrderKey = tuple[float, ...]
@@ -85,3 +88,22 @@ def first_token_s(request: Request) -> float:
     if not request.is_real_time:
         return min(slo.deadline_s, LONGEST_DEADLINE_S)
     return min(DEFAULT_TTFT_S[RequestClass.REAL_TIME], slo.deadline_s)
+
+
+PREFILL_ORDERS: Mapping[str, Callable[[], PrefillOrder]] = MappingProxyType(
+    {
+        "deadline": DeadlineOrder,
+        "fcfs": FcfsOrder,
+        "fcfs_classed": FcfsByClassOrder,
+        "least_slack": LeastSlackOrder,
+        "shortest_prompt": ShortestPromptOrder,
+    }
+)
+
+
+def make_prefill_order(name: str) -> PrefillOrder:
+    """Return the prefill order of this name. Raises ConfigError listing the valid names."""
+    if name not in PREFILL_ORDERS:
+        known = ", ".join(sorted(PREFILL_ORDERS))
+        raise ConfigError(f"router.prefill_order: unknown order {name!r}; known: {known}")
+    return PREFILL_ORDERS[name]()
