@@ -171,8 +171,8 @@ class HeldRequests:
     def begin_copies(self) -> tuple[BlockCopied, ...]:
         """Return the copies that requests begin blocks of their own with, once these are allocated.
 
-        What they are copied from may leave the cache meanwhile: nothing but the iteration itself writes there, after
-        the copies, as none may be loaded (`is_copying_out`).
+        Their sources may leave the cache meanwhile: only the iteration itself writes there, after the copies
+        (`is_copying_out`).
         """
         copies = [
             BlockCopied(source.block_id, tracked.block_ids[tracked.num_shareable]) for tracked, source in self._to_copy
@@ -211,10 +211,8 @@ class HeldRequests:
         return self._prefixes.add(request.request_id, request.prefix_root, token_ids)
 
     def _wait(self, tracked: HeldRequest) -> None:
-        """Foresee what a request without blocks will find cached.
-
-        A token is left to compute; two where there are tokens already, so that it does not look like a decode.
-        """
+        """Foresee what a request without blocks will find cached; a token is left to compute, or two, unlike a
+        decode."""
         if tracked.context is not None and self._prefixes is not None:
             num_left = 2 if tracked.generated_token_ids else 1
             self._shareable.pop(tracked.request.request_id, None)
@@ -251,10 +249,7 @@ class HeldRequests:
         return bool(is_whole and is_alone and table.is_decoding[row])
 
     def has_room_beside(self, num_blocks: int, leaving: HeldRequest | None = None) -> bool:
-        """Return whether every request here could still have what it may soon need, alone, while these are held.
-
-        `leaving`: they are this one's, which needs no others.
-        """
+        """Return whether every request could still have what it may soon need, alone, while these are held."""
         return all(
             self.has_room_for(held.request, held.context_len, num_blocks) for held in self if held is not leaving
         )
@@ -266,10 +261,7 @@ class HeldRequests:
 
     @property
     def can_compute(self) -> bool:
-        """Return whether any request here could be alone in the next iteration, which policies count on.
-
-        False only while a request that has grown far needs blocks that are on their way.
-        """
+        """Return whether any request here could be alone in the next iteration, which policies count on."""
         left = self._num_usable
         return not self.num_away or all(self.blocks_for(held.context_len) <= left for held in self)
 
@@ -290,7 +282,6 @@ class HeldRequests:
         self.num_away -= len(block_ids)
 
     def cache_held(self, num_blocks: int) -> None:
-        """Note that blocks which were held for a load are cached now, and free until a request uses them."""
         self.num_away -= num_blocks
         self.state.settle(self.allocator.num_free)
 
@@ -309,7 +300,6 @@ class HeldRequests:
         return self.state.detach(request_id)
 
     def free_detached(self, tracked: HeldRequest) -> None:
-        """Free the blocks of a detached request that has left; its cached blocks stay."""
         self.num_away -= len(tracked.block_ids)
         self._leave_blocks(tracked, 0)
 

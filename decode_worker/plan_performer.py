@@ -90,8 +90,7 @@ class PlanPerformer:
         joined: Mapping[int, tuple[BlockId, ...]],
         swaps: _Swaps,
     ) -> _Entered:
-        """Give the scheduled requests their blocks, if they may grow; `joined`: the blocks of others, by the rows that
-        share them now."""
+        """Give the scheduled requests their blocks, if they may grow; `joined`: shared blocks of others, by row."""
         additions: list[Addition] = []
         extensions: list[tuple[RequestId, tuple[BlockId, ...]]] = []
         table = self._state.table
@@ -111,10 +110,8 @@ class PlanPerformer:
         return _Entered(tuple(additions), tuple(extensions))
 
     def _slices(self, scheduled: tuple[ScheduledRequest, ...], members: tuple[HeldRequest, ...]) -> Slices:
-        """Return the slices of the iteration.
-
-        They are the same object as last time if they are the same, so that none has to be looked at again.
-        """
+        """Return the slices of the iteration: the same object as last time if equal, so that none is looked at
+        again."""
         latest = self._latest
         if scheduled != latest.scheduled or members != latest.members:
             pairs = zip(members, scheduled, strict=True)
@@ -125,8 +122,7 @@ class PlanPerformer:
     def _bring_in(
         self, tracked: HeldRequest, entered: AllocationResult, shared: tuple[BlockId, ...], swaps: _Swaps
     ) -> tuple[BlockId, ...]:
-        """Allocate the request's new blocks, `shared` behind them; its cache on the host is swapped in with the
-        iteration, and what it has in a block that it leaves to another moves with it."""
+        """Allocate the request's new blocks, `shared` behind them; its swapped cache comes in with the iteration."""
         allocated = self._held.allocator.allocate(entered.num_blocks)
         assert allocated is not None, "a plan that does not fit"
         num_brought = entered.num_swapped + entered.num_moved

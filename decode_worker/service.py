@@ -90,7 +90,6 @@ def _columns_of(record: IterationRecord, clock_to_date_s: float) -> dict[str, An
 
 
 def try_write_iterations(path: Path, records: Sequence[IterationRecord]) -> None:
-    """Write the records, if there are any; log a warning if that fails."""
     if not records:
         return
     try:
@@ -163,8 +162,8 @@ class ColocatedWorker:
         pool_at: str | None = None,
         transport: str = AUTO,
     ) -> None:
-        """`make`: makes its logic, out of what can be recorded. `memory`: to lend to others of its node, if requests
-        move between them. `pool_at`: the pool of its node, if that keeps anything for it."""
+        """`make`: makes its logic. `memory`: to lend to others of its node. `pool_at`: the pool of its node, if it
+        keeps any."""
         logic = make()
         self._executor = executor
         self._iteration_log_path = process_spec.log_folder / f"{process_spec.name}.iterations.jsonl"
@@ -193,7 +192,6 @@ class ColocatedWorker:
             self._driver.links.dial(self._pool_at)
 
     async def close(self) -> None:
-        """Close the links, stop the threads, free what is lent and write the iteration log."""
         await self._driver.close()
         self._executor.close()
         if self._copies is not None:
@@ -304,7 +302,7 @@ async def start_colocated_worker(
     prefix_cache: PrefixCacheConfig,
     process_spec: ProcessSpec,
 ) -> ColocatedWorker:
-    """Start a worker that computes prompts and tokens. `lending`: None: requests do not move between workers."""
+    """Start a worker that computes prompts and tokens. `lending`: None: requests do not move."""
     scheduling = with_yielding(scheduling, can_stop=can_stop(engine_config.device, served), decodes_here=True)
     start = _Start(config, scheduling, engine_config, served, process_spec)
     stages = far_stages(process_spec, served)

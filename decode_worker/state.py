@@ -47,7 +47,6 @@ class RunningRequest(WorkerRequest):
 
     @override
     def append(self, token: SampledToken, eos_token_ids: frozenset[int]) -> TokenDelta:
-        """Add the next token: the cache of all tokens before it lies in the blocks."""
         self.num_computed = self.context_len
         return WorkerRequest.append(self, token, eos_token_ids)
 
@@ -143,7 +142,7 @@ def set_predicted_length(known: Iterable[WorkerRequest], message: SetPredictedLe
 
 
 @dataclass(slots=True)
-class Loading:
+class LoadingCandidate:
     """A candidate on its way into the running batch: its cache is being copied into this worker's blocks."""
 
     candidate: Candidate

@@ -59,7 +59,6 @@ class LeaseTable:
         return list(self._leases.values())
 
     def can_allocate(self, num_blocks: int) -> bool:
-        """Return True if `num_blocks` are free, or would be without the kept copies."""
         return num_blocks <= self.allocator.num_free + self._num_kept_blocks
 
     def copies_to_evict(self, num_blocks: int) -> list[Lease]:

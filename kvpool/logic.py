@@ -114,9 +114,9 @@ class PoolLogic:
         state_blocks: int = 0,
         floor: float = 0.0,
     ) -> None:
-        """`link_wait_s`: time that a batch waits for the link of its worker; 0: links that are not there never come.
+        """`link_wait_s`: time that a batch waits for its worker's link; 0: links that are not there never come.
         `state_blocks`: of every request, before those of its tokens. `floor`: of best effort in reserved blocks.
-        `takes_requests`: from routers, with which it registers; False: it keeps what workers give it for themselves.
+        `takes_requests`: from routers, with which it registers; False: it keeps prefix blocks alone.
         """
         self._takes_requests = takes_requests
         self._arena = arena
@@ -140,10 +140,7 @@ class PoolLogic:
         self._formed: FormedBatch | None = None  # the last one
 
     def on_event(self, event: CommonEvent, now: float) -> list[PoolCommand]:
-        """Return the commands that follow from an event.
-
-        Same state, event and now always give the same commands. Touches nothing outside self.
-        """
+        """Return the commands that follow; the same state, event and now always give the same. Touches only self."""
         match event:
             case Received(peer, message):
                 commands = self._on_message(peer, message, now)

@@ -240,10 +240,7 @@ class PrefixStore:
         return PrefixFound(message.request_id, lease_id, copy, tuple(block.packed_tokens for block in found))
 
     def _behind_state(self, found: list[CachedBlock]) -> tuple[list[CachedBlock], list[CachedBlock]]:
-        """Return the first of these blocks, up to the last one behind which states are kept, and the blocks of these.
-
-        All, and none, where blocks of tokens are enough.
-        """
+        """Return the blocks up to the last with states, and the blocks of these states; all, where none are kept."""
         if not self._state_blocks:
             return found, []
         for count in range(len(found), 0, -1):

@@ -69,8 +69,7 @@ class Lease:
         )
 
     def is_described_by(self, peer: str, written: BlocksWritten, block_size: int, state_blocks: int = 0) -> bool:
-        """Return whether this peer may say so of the lease, and says it of exactly its first blocks. `state_blocks`:
-        of those, before the ones of its tokens."""
+        """Return whether this peer may describe the lease, and describes exactly its first blocks."""
         is_holder = self.stage is LeaseStage.RESERVED and self.holder == peer
         is_its = (written.request.request_id, written.attempt) == (self.request_id, self.attempt)
         return is_holder and is_its and is_described(written, self.block_ids, self.lease_id, block_size, state_blocks)
@@ -102,7 +101,7 @@ class PooledRequest:
 
     @classmethod
     def of(cls, lease: Lease, tpot_s: float | None) -> "PooledRequest":
-        """Describe a lease with content. `tpot_s`: of the slowest decode worker; None: not known yet."""
+        """`tpot_s`: of the slowest decode worker; None: not known yet."""
         content = lease.content
         assert content is not None, "nothing to index"
         num_blocks = len(lease.block_ids)

@@ -46,7 +46,6 @@ class Departure:
         )
 
     def begin(self, job: PrefillJob) -> Sequence[DepartureCommand]:
-        """Ask the job's target for blocks; without a target it waits for the pool."""
         is_bypass = job.bypass_to is not None and self._lender.lends_to(job.bypass_to)
         target = job.bypass_to if is_bypass else self.pool
         if target is None:

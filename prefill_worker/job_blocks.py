@@ -53,10 +53,7 @@ class JobBlocks:
         return self._state_blocks + blocks_for(num_tokens, self._block_size)
 
     def leave_room(self, job: PrefillJob, jobs: Iterable[PrefillJob], max_jobs: int) -> bool:
-        """Return whether real-time jobs keep their share of blocks and places beside this best-effort one.
-
-        Best effort waits here for room in the pool, with the blocks that it has computed: it would keep chat out.
-        """
+        """Return whether real-time jobs keep their share of blocks and places beside this best-effort one."""
         beside = [other for other in jobs if other.block_ids and not other.is_real_time]
         num_blocks = sum(len(other.block_ids) for other in beside) + self.count_for(job.context_len)
         num_jobs, share = len(beside) + 1, 1.0 - _KEPT_SHARE
@@ -66,7 +63,7 @@ class JobBlocks:
     def allocate(self, job: PrefillJob) -> bool:
         """Give a job all its blocks, cached ones first; return False if too few are free.
 
-        One that is to be loaded waits while states are copied, as their source may be among its blocks.
+        A job to be loaded waits while states are copied, as their source may be among its blocks.
         """
         prefixes = self._prefixes
         if job.has_copy and (self._states_to_copy or self._is_copying):
@@ -136,7 +133,6 @@ class JobBlocks:
     def begin_states(
         self, jobs: Mapping[RequestId, PrefillJob], slices: Iterable[tuple[RequestId, int]]
     ) -> tuple[StateKept, ...]:
-        """Note what an iteration computes; return where it leaves states for later jobs."""
         if not self._states.are_kept:
             return ()
         kept: list[StateKept] = []
@@ -169,11 +165,9 @@ class JobBlocks:
     # --- reports
 
     def changes(self) -> PrefixBlocksChanged | None:
-        """Return, for the router, which blocks have come and gone since it was last told; None: there are none."""
         return None if self._prefixes is None else self._prefixes.blocks.told_changes()
 
     def all_cached(self) -> PrefixBlocksChanged | None:
-        """Return, for a router that is new, all cached blocks; None: there are none."""
         return None if self._prefixes is None else self._prefixes.blocks.told_all()
 
     def _context_of(self, job: PrefillJob) -> CachedContext | None:

@@ -323,10 +323,7 @@ class PrefillLogic:
         return [run, *requests]
 
     def _admit(self, now: float) -> list[PrefillCommand]:
-        """Allocate blocks for the next jobs, in order, up to the first that does not fit yet.
-
-        A job asks for the pool's copy only once it has blocks of its own, so that a granted copy can always be loaded.
-        """
+        """Allocate blocks for the next jobs, in order, up to the first that does not fit; only then ask for a copy."""
         requests: list[PrefillCommand] = []
         num_holding = sum(bool(job.block_ids) for job in self._jobs.values())
         for job in self._order.of(self._jobs.values(), now):
@@ -453,8 +450,8 @@ def make_logic(
 ) -> PrefillLogic:
     """Build the logic of one prefill worker. Without `costs` it learns them, beginning with `measured` iterations.
 
-    `prefix_cache`: None: it has none. `num_layers`: of the model, between which a pass may stop. `state_blocks`: of
-    every request, before those of its tokens. Raises ConfigError naming what is unknown.
+    `prefix_cache`: None: none. `num_layers`: of the model, between which a pass may stop. `state_blocks`: of every
+    request, before those of its tokens. Raises ConfigError naming what is unknown.
     """
     max_context_len = registered.num_blocks * registered.block_size
     speed = measured_speed(limits_of(config), costs, measured, max_context_len=max_context_len)

@@ -84,10 +84,7 @@ async def start_prefill_worker(
     prefix_cache: PrefixCacheConfig,
     process_spec: ProcessSpec,
 ) -> PrefillWorker:
-    """Start a prefill worker.
-
-    `decoders`: names of the decode workers of this node; `num_far_decoders`: how many others have, at first.
-    """
+    """`decoders`: names of the decode workers of this node; `num_far_decoders`: how many other nodes have, at first."""
     scheduling = with_yielding(scheduling, can_stop=can_stop(engine_config.device, served), decodes_here=False)
     layout, pool_name = served.block_layout(engine_config.block_size), process_spec.pool_name
     budget = BufferBudget(

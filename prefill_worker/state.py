@@ -74,8 +74,8 @@ class PrefillJob(WorkerRequest):
     def num_usable(self, handoff: Handoff, *, takes_whole: bool = False) -> int:
         """Return how many of its first tokens have their cache in this copy; at least one is left to compute.
 
-        `takes_whole`: a part of the copy is of no use, as its states stand behind all of its tokens.
-        Tokens that an earlier attempt generated and the client never received may differ from the client's.
+        `takes_whole`: a part of the copy is of no use. Tokens that never reached the client may differ from the
+        client's.
         """
         num_usable = min(handoff.copy.context_len, self.context_len - 1)
         num_generated = max(num_usable - self.request.prompt_len, 0)

@@ -1,13 +1,13 @@
-"""Adoption: requests that workers go on decoding while they have no router, and that the next one takes over there.
+"""Adoption: requests that workers go on decoding without a router, and that the next router takes over there.
 
 A worker tells what it decodes when it registers (WorkerRegistered.decoding), a gateway what it waits for and from whom
 (ResumeRequest.holder). They come in any order:
-- The worker first: the request is *unclaimed* until its gateway resumes it. After a while without, the worker is told
-  to release it: its client has gone, or its gateway.
-- The gateway first: the request is *awaited* from the worker that it names, and queued when that one registers without
-  it, or does not come in time, or the gateway loses its link to it.
-Both: the request stays where it is, under the attempt that the worker has. Unless tokens are missing to the client,
-which were sent by a worker before that one: then it is computed again.
+- - The worker first: the request is *unclaimed* until its gateway resumes it. After a while without, its client or
+  gateway has gone, and the worker is told to release it.
+- - The gateway first: the request is *awaited* from the named worker. It is queued when the worker registers without it
+  or does not come in time, or when the gateway loses its link to the worker.
+- - Both: the request stays with the worker, under the worker's attempt. If an earlier worker's tokens never reached the
+  client, it is computed again.
 """
 
 from dataclasses import dataclass
@@ -57,12 +57,12 @@ class Adoption:
         commands = []
         for decoded in decoding:
             commands += self._found(worker, decoded, now)
-        for awaited in [one for one in self._awaited.values() if one.holder == worker.name]:
+        for awaited in [awaited for awaited in self._awaited.values() if awaited.holder == worker.name]:
             self._queue(awaited)
         return commands
 
     def worker_lost(self, worker: str) -> None:
-        self._unclaimed = {key: one for key, one in self._unclaimed.items() if one.worker != worker}
+        self._unclaimed = {key: entry for key, entry in self._unclaimed.items() if entry.worker != worker}
 
     def resume(self, tracked: TrackedRequest, holder: str, now: float) -> list[Send]:
         """Track a request that the router does not know: adopted, awaited of its holder, or queued."""
@@ -89,27 +89,25 @@ class Adoption:
         return [] if unclaimed is None else [unclaimed.release()]
 
     def num_at(self, worker: str) -> int:
-        """Return how many requests a worker has, or may have, that are not adopted yet."""
-        unclaimed = sum(one.worker == worker for one in self._unclaimed.values())
-        return unclaimed + sum(one.holder == worker for one in self._awaited.values())
+        unclaimed = sum(entry.worker == worker for entry in self._unclaimed.values())
+        return unclaimed + sum(entry.holder == worker for entry in self._awaited.values())
 
     def tick(self, now: float) -> list[Send]:
-        """Queue what was awaited for too long, and have released what was not claimed in time."""
-        for awaited in [one for one in self._awaited.values() if one.until_s <= now]:
+        for awaited in [entry for entry in self._awaited.values() if entry.until_s <= now]:
             self._queue(awaited)
-        late = [request_id for request_id, one in self._unclaimed.items() if one.until_s <= now]
+        late = [request_id for request_id, entry in self._unclaimed.items() if entry.until_s <= now]
         return [self._unclaimed.pop(request_id).release() for request_id in late]
 
     def _found(self, worker: WorkerRecord, decoded: DecodedRequest, now: float) -> list[Send]:
         request_id = decoded.request_id
-        found = _Unclaimed(worker.name, decoded, now + _UNCLAIMED_S)
+        unclaimed = _Unclaimed(worker.name, decoded, now + _UNCLAIMED_S)
         tracked = self._registry.requests.get(request_id)
         if tracked is not None:
-            return [] if self._adopt(tracked, worker, decoded) else [found.release()]
+            return [] if self._adopt(tracked, worker, decoded) else [unclaimed.release()]
         other = self._unclaimed.get(request_id)
         if other is not None and other.decoded.attempt >= decoded.attempt:
-            return [found.release()]
-        self._unclaimed[request_id] = found
+            return [unclaimed.release()]
+        self._unclaimed[request_id] = unclaimed
         return [] if other is None else [other.release()]
 
     def _adopt(self, tracked: TrackedRequest, worker: WorkerRecord, decoded: DecodedRequest) -> bool:

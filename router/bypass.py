@@ -3,9 +3,9 @@
 AlignedServe trades the wait for a batch against alignment (section 4.4, TTFT); for a request with a token SLO that wait
 is bounded (design, section 1, step 8): alignment is an objective, the SLO is a constraint.
 
-Example: requests have lately waited 80 ms in the pool. A request with `tpot_s` 0.05 and 900 tokens goes straight to
-the decode worker with a free slot that runs lengths nearest to 900, of those with up to eight chats or, where all have
-more, of those with the fewest; one with `tpot_s` 0.2 waits for its batch.
+Example: requests have lately waited 80 ms in the pool. A request with `tpot_s` 0.05 and 900 tokens goes straight to the
+decode worker with a free slot that runs lengths nearest to 900, of those with up to eight chats or, where all have
+more, of those with the fewest; with `tpot_s` 0.2 it waits for its batch.
 """
 
 from collections.abc import Iterable
@@ -28,8 +28,7 @@ class Bypass(Protocol):
     def observe_waiting(self, wait_s: float) -> None:
         """Learn how long the request that waits longest in the pool has waited by now."""
 
-    def observe_bypass(self) -> None:
-        """Learn that a request bypassed the pool."""
+    def observe_bypass(self) -> None: ...
 
     def target(self, request: Request, context_len: int, workers: Iterable[WorkerRecord]) -> WorkerRecord | None:
         """Return the decode worker for a request that bypasses the pool; None: it can wait, or no worker has a slot."""
@@ -62,7 +61,7 @@ class UrgentBypass:
         self._expected_wait_s = max(wait_s, shorter_s)
 
     def observe_waiting(self, wait_s: float) -> None:
-        """A pool full of documents is known before the first of them has left it."""
+        """A pool full of documents shows before the first of them has left it."""
         self._expected_wait_s = max(wait_s, self._expected_wait_s)
 
     def observe_bypass(self) -> None:
@@ -70,10 +69,9 @@ class UrgentBypass:
         self._expected_wait_s *= 1 - _FADING
 
     def target(self, request: Request, context_len: int, workers: Iterable[WorkerRecord]) -> WorkerRecord | None:
-        """Chooses a worker with a free slot if there is any, of those with few chats.
+        """Choose a worker with a free slot and few chats; of equals, the one whose running lengths are nearest.
 
-        Of equals the one whose running lengths are nearest: by lengths alone all would go to one worker until it is
-        full, the last of them waiting for the end of the first.
+        By lengths alone all would go to one worker until it is full.
         """
         tpot_s = request.slo.tpot_s
         if not request.is_real_time or tpot_s is None or self._expected_wait_s <= tpot_s:

@@ -52,7 +52,7 @@ from alignedserve.messages.workers import (
     WorkerLoad,
     WorkerRegistered,
 )
-from router.admission import Admission
+from router.admission import QueueAdmission
 from router.adoption import Adoption
 from router.bypass import Bypass, DirectHandoff, PackedBypass, UrgentBypass
 from router.leans import FarLeans, Leans
@@ -84,7 +84,7 @@ class RouterLogic:
             registry=self._registry, placement=placement, max_tokens_per_worker=config.max_prefill_tokens_per_worker
         )
         self._gateways: dict[str, str] = {}  # those that are connected, and their nodes
-        self._admission = Admission(config=config, registry=self._registry, placement=placement)
+        self._admission = QueueAdmission(config=config, registry=self._registry, placement=placement)
         self._bypass = bypass
         self._leans = leans
         self._ownership = OwnershipTransitions(registry=self._registry, placement=self._placement, bypass=self._bypass)
@@ -95,10 +95,7 @@ class RouterLogic:
         self._has_joined = False  # since the last report: a gateway that waits to be ready is told at the next tick
 
     def on_event(self, event: RouterEvent, now: float) -> list[Send]:
-        """Return the commands that follow from an event.
-
-        Same state, event and now always give the same commands. Touches nothing outside self.
-        """
+        """Return the commands that follow; the same state, event and now always give the same. Touches only self."""
         if not isinstance(event, Received):
             commands = self._on_other(event, now)
         elif isinstance(event.message, PoolLoad):  # changes no decision, and is frequent
@@ -313,7 +310,6 @@ class RouterLogic:
 
     @property
     def records(self) -> RouterRecords:
-        """Return what it knows, to be read."""
         return RouterRecords(self._registry, self._placement, self._gateways, self._admission.drain)
 
     def num_left(self, names: Iterable[str]) -> dict[str, int]:

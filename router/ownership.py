@@ -44,7 +44,6 @@ class OwnershipTransitions:
         return commands + tell_holder(tracked)
 
     def batch_formed(self, message: BatchFormed, now: float) -> list[Send]:
-        """Take the pool's answer to a FormBatch: the members are on their way to the worker."""
         worker = self._placement.workers.get(message.worker)
         is_expected = worker is not None and worker.pending_batch == message.batch_id
         if worker is not None and is_expected and not message.members:
@@ -117,10 +116,8 @@ class OwnershipTransitions:
         return []
 
     def _move_copy(self, tracked: TrackedRequest, pool: str) -> list[Send]:
-        """Record that the request was granted by this pool, if that is news: its own message is still on its way.
-
-        The copy that another pool kept of it, when it left that pool's node, is older.
-        """
+        """Record that this pool granted the request, if its own message is still on its way; an older copy elsewhere
+        goes."""
         if pool not in self._placement.pools or self._placement.copy_of(tracked) == pool:
             return []
         commands = self._registry.drop_copies(tracked)
@@ -134,20 +131,14 @@ class OwnershipTransitions:
         return self._record_copy(tracked, pool, message.attempt)
 
     def _record_copy(self, tracked: TrackedRequest, pool: str, attempt: int) -> list[Send]:
-        """Record a copy, or tell the pool to drop it if another pool has one already.
-
-        Only this attempt and earlier ones: the request may be there once more by now, on its way back from a worker.
-        """
+        """Record a copy, or tell the pool to drop it, up to this attempt, if another pool has one."""
         if self._placement.copy_of(tracked) not in (None, pool):
             return [Send(pool, DropRequest(tracked.request.request_id, attempt))]
         self._placement.set_copy(tracked, pool)
         return []
 
     def copy_lost(self, pool: str, message: CopyLost) -> list[Send]:
-        """Interrupt a request that was on its way to a worker which the pool has lost.
-
-        The batch is not waited for, even if the request has moved on since: all of it was lost with the link.
-        """
+        """Interrupt a request on its way to a worker that the pool has lost. Its whole batch was lost with the link."""
         worker = self._placement.workers.get(message.worker)
         if worker is not None and message.batch_id != NO_BATCH and worker.pending_batch == message.batch_id:
             self._placement.cancel_batch_request(worker)

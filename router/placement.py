@@ -134,10 +134,7 @@ class Placement:
         self._standbys.set_draining(names, self.workers)
 
     def is_leaving(self, tracked: TrackedRequest, moved: Collection[str]) -> bool:
-        """Return True if the request has to go elsewhere: what it needs next will not take it any more.
-
-        That is any of those named, or a pool that drains, with the workers which would take its batches.
-        """
+        """Return whether the request has to go elsewhere: it depends on a named peer, or its pool drains."""
         if any(self.depends_on(tracked, name) for name in moved):
             return True
         if tracked.stage is Stage.POOLED:
@@ -163,7 +160,6 @@ class Placement:
             self._rank_node(pool.name)
 
     def clear_refusals(self) -> None:
-        """Allow every FormBatch again: something has changed that may let a batch be formed."""
         for worker in list(self._refused.values()):
             self._clear_refusal(worker)
 
@@ -290,19 +286,16 @@ class Placement:
     # --- choices
 
     def least_loaded_prefiller(self, *, is_real_time: bool = False, at_full_pool: bool = False) -> WorkerRecord | None:
-        """Return the worker with the least wait (see prefillers.py) among those that can take a prefill now.
+        """Return the worker with the least wait (worker_orders.py) that can take a prefill now.
 
-        `is_real_time`: of a prompt that goes before best-effort ones. `at_full_pool`: among those whose pool has no
-        room for what they have computed, as reported last; else among the others.
+        `is_real_time`: of a prompt that goes before best-effort ones. `at_full_pool`: of the workers whose pool has no
+        room for what they have computed, as reported last; else of the rest.
         """
         name = self._prefillers[at_full_pool][is_real_time].least_loaded()
         return self.workers[name] if name is not None else None
 
     def near_prefiller(self, node: str, least: WorkerRecord, *, is_real_time: bool = False) -> WorkerRecord | None:
-        """Return the least loaded worker of this node that can take a prefill now, if it is about as free as `least`.
-
-        See prefillers.py. Its pool has room if that of `least` has.
-        """
+        """Return the least loaded prefiller of this node if it is about as free as `least` (worker_orders.py)."""
         name = self._prefillers[self._is_pool_full(least)][is_real_time].least_loaded_of(node)
         near = self.workers.get(name or "")
         if near is None or near is least:

@@ -64,13 +64,13 @@ def wants_more(
 
 
 def is_decoded_soon(num_tokens: int, pool: PoolRecord | None, beside: Collection[WorkerRecord]) -> bool:
-    """Return whether a prompt of so many tokens, computed now, would find room to decode.
+    """Return whether a prompt of so many tokens, computed now, would find room to decode. `beside`: workers of the
+    node.
 
-    Where slack is packed (BatchingConfig.pack_share), a request with a TPOT objective waits for that before its first
-    token, as after it every second counts as a gap: until a decode worker of the node has room for it, beside all that
-    its room is promised to, while fewer wait with their first token than there are workers. What best effort waits for
-    does not count: it goes after these. Where a worker keeps lengths apart, the pool needs many to choose from.
-    `beside`: the workers of the node.
+    Where slack is packed (BatchingConfig.pack_share), a request with a TPOT objective waits for room before its first
+    token, as after it every second counts as a gap: until a decode worker of the node has room beside all that is
+    promised, while fewer requests wait with their first token than there are workers. Waiting best effort does not
+    count: it goes after them. Where a worker keeps lengths apart, the pool needs many to choose from.
     """
     rooms: list[int] = []
     waiting = len(pool.pooled_real_time) if pool is not None else 0
@@ -183,10 +183,7 @@ class PrefillChoice:
         self._held: tuple[RequestId, float] | None = None  # the last prompt held back until it is decoded soon
 
     def next(self, gateways: Mapping[str, str], now: float) -> ChosenPrefill | None:
-        """Take the next request out of the queue, and return it with its worker; None: no worker can have one now.
-
-        `gateways`: with their nodes.
-        """
+        """Take the next request out of the queue; None: no worker can have one now. `gateways`: with their nodes."""
         for turn in self._registry.queue.turns(now):
             seeker = self._seeker(turn, now)
             chosen = self._place(seeker, gateways)
@@ -212,10 +209,10 @@ class PrefillChoice:
         return None
 
     def _counted_beside(self, tracked: TrackedRequest, turn: Turn) -> RequestClass | None:
-        """Return the class whose prompts at a worker leave less room for this one; None: all of them.
+        """Return the class whose prompts leave less room for this one; None: all classes.
 
-        Real-time prompts pass best-effort ones there; and a best-effort one that the floor lets go would never find a
-        place between them.
+        Real-time prompts pass best effort. A best-effort prompt that the floor lets go would never find a place among
+        them.
         """
         is_apart = turn.is_by_floor or self._passes_documents(tracked)
         return tracked.request.request_class if is_apart else None

@@ -76,10 +76,8 @@ class LeastSlackOrder:
 
 
 def first_token_s(request: Request) -> float:
-    """Return the seconds after its arrival within which a request's first token is due.
-
-    A deadline for the last token (lines of batches have one) brings the first token no later than itself.
-    """
+    """Return the seconds after its arrival until a request's first token is due, no later than a deadline for the
+    last."""
     slo = request.slo
     if slo.ttft_s is not None:
         return slo.ttft_s

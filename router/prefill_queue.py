@@ -138,8 +138,8 @@ class PrefillQueue:
     ) -> None:
         """Add a request with `num_tokens` to compute, which must not be queued already.
 
-        `due_s`: the time from which its first token is late; infinite if it has no objective, or had its first token.
-        `num_answer_tokens`: that are expected to follow.
+        `due_s`: when its first token is late; infinite: no objective, or it had its first token. `num_answer_tokens`:
+        expected.
         """
         assert request.request_id not in self._waiting, "a request queued twice"
         is_real_time = request.is_real_time
@@ -162,10 +162,9 @@ class PrefillQueue:
     def ahead_of(self, request_id: RequestId, now: float, known: Turns | None = None) -> Ahead | None:
         """Return what leaves before this request; None: it is not queued. Looks at all requests.
 
-        `known`: what was found at this very moment for others; this one's is added.
-
-        A best-effort one waits for those before it, and for real-time requests as long as they wait and the floor has
-        not let it pass: `(its tokens + those before it) * (1 - floor) / floor` of their tokens.
+        `known`: turns found at this very moment for other requests; more are added. Best effort waits for requests
+        before it, and for real time as long as it waits and the floor does not pass: `(its tokens + tokens before) * (1
+        - floor) / floor`.
         """
         if (own := self._waiting.get(request_id)) is None:
             return None
@@ -186,10 +185,9 @@ class PrefillQueue:
         return iter(self._waiting)
 
     def turns(self, now: float) -> tuple[Turn, ...]:
-        """Return whose turn it is: one request, and after those that a floor lets go, the one that they pass.
+        """Return whose turn it is: the requests that a floor lets go, and last the request that they pass.
 
-        No later request overtakes these. Each goes if no worker has room for those before it: what a floor lets go
-        never holds up what it passes.
+        No later request overtakes them. Each goes if no worker has room for those before: the floor holds up nothing.
         """
         turns: list[Turn] = []
         real_time, best_effort = self._first_real_time(now), self._first(TurnClass.BEST_EFFORT)
@@ -205,9 +203,10 @@ class PrefillQueue:
         return any(shares.is_shared(now) for shares in self._shares.values())
 
     def is_bounded(self, request_id: RequestId, now: float) -> bool:
-        """Return whether a request whose turn it is goes only where less of its class waits (look_ahead.py).
+        """Return whether a request whose turn it is goes only where less of its class waits
+        (prefill_choice.wants_more).
 
-        Where tenants share the class; but for one on time whose tenant holds less there than its share.
+        So it is where tenants share the class, except on time within its tenant's share.
         """
         waiting = self._waiting[request_id]
         shares = self._lines[waiting.turn_class].shares
@@ -224,7 +223,6 @@ class PrefillQueue:
                 self._lines[turn_class].tenants.lowered(request.tenant)
 
     def release(self, request: Request) -> None:
-        """Note that a request which was taken is at no worker any more."""
         self._shares[self._is_first(request)].release(request.tenant)
 
     def take(self, request_id: RequestId) -> None:

@@ -76,10 +76,8 @@ class PrefixIndex:
         return peer in self._pools
 
     def far_pool(self, tracked: TrackedRequest, worker: WorkerRecord) -> WorkerName | None:
-        """Return the pool of another node that has clearly more of a request than this worker and its own pool have.
-
-        None: there is none. The most blocks first, then by name.
-        """
+        """Return the pool of another node with clearly more of a request than this worker and its pool have, ties by
+        name."""
         own, registered = worker.registered.pool_name, worker.registered
         if len(self._pools) < 2 or not (tracked.block_names and registered.can_decode):
             return None
@@ -104,10 +102,7 @@ class PrefixIndex:
                 del self._expected[first]
 
     def runs(self, block_names: bytes) -> dict[str, int]:
-        """Return how many of a context's blocks, from its first on, each worker has or will have; none has 0.
-
-        A run ends with the last block of which workers tell, or where what is expected ends.
-        """
+        """Return how many of a context's blocks, from its first on, each worker has or will have; none has 0."""
         holders, expected = self._holders, self._expected
         if not self._may_have(block_names):
             return {}
@@ -169,8 +164,7 @@ class PrefixIndex:
 def hit_of(tracked: TrackedRequest, worker: WorkerRecord, runs: Mapping[str, int]) -> PrefixHit:
     """Return which part of a request a worker need not compute, by the runs of workers and pools.
 
-    What the pool of its node has it loads, which counts as most of a hit. At least one token is computed, for the next
-    one.
+    Loading from the pool of its node counts as most of a hit. At least one token is computed.
     """
     own, pooled = runs.get(worker.name, 0), runs.get(worker.registered.pool_name, 0)
     num_blocks = max(own, _LOADED * pooled) if pooled else own

@@ -40,7 +40,6 @@ class RouterNotes:
         self._pool_cause: Cause | None = None
 
     def observe(self, event: Any, now: float, commands: Sequence[Any]) -> list[Send]:
-        """Note what this decision means to single requests; return what is to be sent."""
         kind = type(event)
         if kind is Received:
             heard = _HEARD.get(type(event.message))

@@ -60,10 +60,7 @@ class DrainForecast:
         self._last_s: float | None = None
 
     def observe(self, num_tokens: int, now: float) -> None:
-        """Learn that `num_tokens` left since the last call.
-
-        Several may leave at the same moment: what counts is their sum by the time, not each one's rate.
-        """
+        """Learn that `num_tokens` left since the last call: several at one moment count by their sum."""
         if self._last_s is not None:
             seconds = max(now - self._last_s, 0.0)
             kept = math.exp(-seconds / _MEMORY_S)
@@ -105,7 +102,6 @@ def note_prediction(tracked: TrackedRequest, predicted_len: float) -> list[Send]
 
 
 def tell_holder(tracked: TrackedRequest) -> list[Send]:
-    """Tell a late prediction to the holder that the request has now, which may have got it without."""
     if not tracked.is_prediction_late or tracked.holder is None:
         return []
     return [
@@ -159,10 +155,7 @@ class RequestRegistry:
         return commands
 
     def resume_from(self, tracked: TrackedRequest, generated_token_ids: tuple[int, ...]) -> list[Send]:
-        """Queue a request again, to be recomputed up to these tokens; its holder, if any, releases it.
-
-        One that has lost too many holders without coming further fails.
-        """
+        """Queue a request again, to be recomputed up to these tokens, or fail it after too many losses."""
         tracked.set_generated(generated_token_ids)
         if tracked.num_retries > self._max_retries:
             return self.fail(tracked, FailureKind.WORKER_LOST, "its workers were lost again and again")
@@ -184,10 +177,7 @@ class RequestRegistry:
         return commands
 
     def take(self, tracked: TrackedRequest, num_tokens: int) -> None:
-        """Take a request out of the queue for a worker, which computes so many tokens of its prompt, and its answer.
-
-        Its tenant is charged for them once: what is lost and computed again costs nothing.
-        """
+        """Take a request out of the queue; charge its tenant once for so many tokens of its prompt, and its answer."""
         self.queue.take(tracked.request.request_id)
         tracked.has_been_taken = True
         if tracked.charged_len is None:
@@ -215,7 +205,6 @@ class RequestRegistry:
         return [*self._end(tracked, Stage.FAILED), Send(tracked.gateway, failed)]
 
     def drop_copies(self, tracked: TrackedRequest) -> list[Send]:
-        """Tell the pool that may keep a copy of the request to drop it."""
         pool, tracked.copy_at = self._placement.copy_of(tracked), None
         if pool is None:
             return []

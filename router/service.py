@@ -32,10 +32,8 @@ class TimelineRelay:
         self._gateways = records.gateways
 
     def relay(self, peer: str, message: Message, now: float) -> Sequence[Send] | None:
-        """Pass a question to every other gateway, and an answer to the asking one; leave all else to the logic.
-
-        Where requests stand is answered here.
-        """
+        """Pass a question to every other gateway, its answer back; say where requests stand; leave the rest to the
+        logic."""
         match message:
             case AskTimeline():
                 return self._ask(peer, message)
@@ -53,7 +51,7 @@ class TimelineRelay:
         return [Send(peer, TimelineTold(message.number, peer, num_asked=len(asked))), *asked]
 
 
-class Router:
+class RouterService:
     """The one router of a cluster. Gateways, workers and pools connect to it."""
 
     def __init__(
@@ -65,10 +63,8 @@ class Router:
         process_spec: ProcessSpec,
         state_folder: Path | None = None,
     ) -> None:
-        """Raise ConfigError or ModelError if the configured policies cannot be built.
-
-        `state_folder`: for what outlives this process; None: nothing does.
-        """
+        """Raise ConfigError or ModelError for policies that cannot be built. `state_folder`: of what outlives this
+        process."""
         self._epoch = secrets.token_hex(4)
         make = partial(make_logic, config=config, batching=batching)
         logic = self._logic = make()
@@ -89,7 +85,6 @@ class Router:
         )
 
     async def start(self, *, listen_at: str) -> None:
-        """Accept gateways, workers and pools."""
         await self._driver.links.listen(listen_at)
 
     async def drain(self, draining: tuple[str, ...], moved: tuple[str, ...]) -> dict[str, int]:
@@ -98,7 +93,6 @@ class Router:
         return self._logic.num_left(draining)
 
     async def num_left(self, names: tuple[str, ...]) -> dict[str, int]:
-        """Return how many requests each of these workers and pools has."""
         return self._logic.num_left(names)
 
     async def registrations(self) -> dict[str, str]:
@@ -106,7 +100,6 @@ class Router:
         return {name: f"{self._epoch}-{number}" for name, number in self._logic.registrations.items()}
 
     async def close(self) -> None:
-        """Drop the links."""
         await self._driver.close()
         if self._predictor is not None:
             self._predictor.close()

@@ -224,7 +224,6 @@ class WorkerRecord:
         return self.end_prefill(request_id)
 
     def end_prefill(self, request_id: RequestId) -> DispatchedPrefill | None:
-        """Remove and return a prefill, completed or not, if the worker has it."""
         prefill = self.prefilling.pop(request_id, None)
         if prefill is not None:
             self.num_prefill_tokens -= prefill.num_tokens
@@ -244,20 +243,18 @@ class WorkerRecord:
             self.num_late_tokens += prefill.num_tokens
 
     def num_tokens_before(self, *, is_real_time: bool) -> int:
-        """Return the tokens of prompts that it computes before one that it is given now.
+        """Return the tokens of prompts that it computes before a prompt given to it now.
 
-        Before a real-time prompt those of real-time requests that are not late, before others all: so its policy
-        orders them, if it knows classes and does not leave their order alone.
+        Before a real-time prompt go punctual real-time ones, before best effort all: unless its policy is FCFS.
         """
         passes = is_real_time and not self.registered.is_fcfs
         return self.num_real_time_tokens - self.num_late_tokens if passes else self.num_prefill_tokens
 
     def wait_s(self, *, is_real_time: bool) -> float:
-        """Return the predicted time until it could begin with a prompt that it is given now.
+        """Return the predicted time until it could begin with a prompt that is given to it now.
 
-        Example: 3 000 tokens before it at 5 000 tokens/s: 0.6 s. What its decodes leave of its time is not looked at,
-        as prompts that are urgent go before them. Workers that do not tell their speed are not elastic: theirs are
-        compared by tokens.
+        Example: 3 000 tokens before it at 5 000 tokens/s: 0.6 s. Its decodes do not count, as urgent prompts go before
+        them. Workers that do not tell their speed are compared by tokens.
         """
         return self.num_tokens_before(is_real_time=is_real_time) / self.prompt_tokens_per_s
 
@@ -278,11 +275,12 @@ class WorkerRecord:
         leaves_room: bool,
         passes_late: bool = False,
     ) -> bool:
-        """Return whether it may be given a prompt of that many tokens; one above the allowance waits for all others.
+        """Return whether it may be given a prompt of that many tokens; a prompt above the allowance waits for all
+        others.
 
-        `beside`: only prompts of this class count; None: all do. `passes_late`: nor do real-time ones that are late,
-        as the worker computes those after it. A worker that does both phases takes any, as its own policy orders them,
-        but for an eighth of its places, which best effort leaves to others (`leaves_room`).
+        `beside`: only prompts of this class count; None: all do. `passes_late`: late real-time prompts do not count, as
+        the worker computes them later. A worker of both phases takes any prompt, except that best effort leaves it an
+        eighth of its places (`leaves_room`).
         """
         if self.registered.can_decode:
             num_held = len(self.prefilling) + len(self.decoding)
@@ -348,10 +346,8 @@ class WorkerRecord:
 
     @property
     def room(self) -> int:
-        """Return the longest context that may join what a decode worker runs, where slack is packed; none from 0 on.
-
-        Beside what room is promised to (promised_room.py).
-        """
+        """Return the longest context that may join what it runs, where slack is packed, beside promised room; none:
+        from 0 on."""
         load, registered = self.load, self.registered
         if load is None or not load.num_running:
             return self.tokens_in(registered.num_blocks) - self.num_promised

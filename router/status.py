@@ -61,10 +61,7 @@ class RouterCounters:
             self.queue_times = self.queue_times.with_time(now - tracked.request.arrival_s)
 
     def count_prefill(self, tracked: TrackedRequest | None, worker: WorkerRecord, num_tokens: int, now: float) -> None:
-        """Count a prompt that a worker has computed, and how long it took, the first time.
-
-        `tracked`: None: the request has ended meanwhile.
-        """
+        """Count a prompt that a worker has computed, and its time, once. `tracked`: None: the request has ended."""
         worker.done.num_prompt_tokens += num_tokens
         self.num_prompt_tokens += num_tokens
         if tracked is not None and tracked.dispatched_s is not None and tracked.prefilled_s is None:
@@ -101,10 +98,7 @@ def demand_of(requests: Iterable[TrackedRequest], placement: Placement, queue: Q
 
 
 def _num_at_risk(real_time: Iterable[TrackedRequest], queue: QueueForecast) -> int:
-    """Count requests whose first token, which they have not had, is due before the queue is through.
-
-    Batches add no node.
-    """
+    """Count requests whose first token is due before the queue is through."""
     through_s = queue.now + queue.wait_s
     waiting = [
         tracked.request for tracked in real_time if tracked.stage is Stage.QUEUED and not tracked.generated_token_ids
@@ -178,7 +172,6 @@ def status_of(
 
 
 def adapter_loads(requests: Iterable[TrackedRequest], workers: Iterable[WorkerRecord]) -> AdapterLoads:
-    """Count the requests of each LoRA adapter by its name; nothing where no worker takes any."""
     max_adapters = min(
         (worker.registered.max_adapters for worker in workers if worker.registered.max_adapters), default=0
     )
@@ -244,10 +237,7 @@ def worker_status(worker: WorkerRecord) -> WorkerStatus:
 
 
 def trees_of(requests: Collection[TrackedRequest], placement: Placement) -> tuple[PlacedTree, ...]:
-    """Return the trees of all pools; where requests wait in none, that of the requests' contexts on their arrival.
-
-    Workers that prefill and decode keep a request, so that the router has none of the pools' trees then.
-    """
+    """Return the trees of all pools; where requests wait in none, that of contexts on their arrival."""
     pools = [pool for pool in placement.pools.values() if pool.lengths.max_len]
     if pools:
         return tuple(PlacedTree(pool.name, pool.lengths) for pool in pools)

@@ -69,17 +69,12 @@ class Prefillers:
 
 
 def is_as_free(near_tokens: int, near_requests: float, tokens: int, requests: float) -> bool:
-    """Return whether a worker near the gateway is about as free as the least loaded one.
-
-    It has at most 256 tokens more to prefill, and at most an eighth more requests, and one.
-    """
+    """Return whether a worker near the gateway is about as free as the least loaded one."""
     return near_tokens <= tokens + _MORE_TOKENS and near_requests <= (1 + _MORE_SHARE) * requests + _MORE_REQUESTS
 
 
 def requests_at(worker: WorkerRecord, beside: Collection[WorkerRecord], pools: Mapping[str, PoolRecord]) -> float:
-    """Return how many requests a worker has that does both phases; of a prefill worker, those for each decode worker
-    beside it, which will get what it prefills. `beside`: the workers of its pool.
-    """
+    """Return the requests of a worker of both phases; of a prefill worker, per decode worker of its pool (`beside`)."""
     if worker.registered.can_decode:
         return len(worker.prefilling) + len(worker.decoding)
     pool = pools.get(worker.registered.pool_name)
@@ -107,10 +102,8 @@ class LongestContexts:
         self._of_decodes.discard(name)
 
     def can_hold(self, request: Request) -> bool:
-        """Return whether its prompt fits a worker that computes prompts, and all of it one that decodes.
-
-        Where there is no such worker it is taken to fit: one may come.
-        """
+        """Return whether its prompt fits some worker that computes prompts, and all of it one that decodes; none: it
+        fits."""
         return _fits(request.prompt_len, self._of_prompts) and _fits(request.max_context_len, self._of_decodes)
 
 
@@ -119,7 +112,7 @@ def _fits(num_tokens: int, workers: Ranking[int]) -> bool:
     return longest is None or num_tokens <= -longest.rank
 
 
-class GivenPrompt(NamedTuple):
+class DispatchedPrompt(NamedTuple):
     """A prompt that a worker was given; in the order of the times from which they are late."""
 
     due_s: float
@@ -132,19 +125,18 @@ class LatePrompts:
     """Tells, once, which of the prompts given to workers have become late. Those that ended are told as well."""
 
     def __init__(self) -> None:
-        self._given: list[GivenPrompt] = []  # a heap
+        self._dispatched: list[DispatchedPrompt] = []  # a heap
 
     def __len__(self) -> int:
-        return len(self._given)
+        return len(self._dispatched)
 
     def add(self, worker: str, request_id: RequestId, prefill: DispatchedPrefill) -> None:
-        """Add a prompt that a worker is given, unless it is never late."""
         if prefill.is_real_time and prefill.due_s < math.inf:
-            heapq.heappush(self._given, GivenPrompt(prefill.due_s, request_id, prefill.attempt, worker))
+            heapq.heappush(self._dispatched, DispatchedPrompt(prefill.due_s, request_id, prefill.attempt, worker))
 
-    def take(self, now: float) -> Iterator[GivenPrompt]:
-        while self._given and self._given[0].due_s <= now:
-            yield heapq.heappop(self._given)
+    def take(self, now: float) -> Iterator[DispatchedPrompt]:
+        while self._dispatched and self._dispatched[0].due_s <= now:
+            yield heapq.heappop(self._dispatched)
 
 
 class Standbys:

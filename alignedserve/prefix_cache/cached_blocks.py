@@ -73,10 +73,9 @@ class KeptEdge(NamedTuple):
 
 
 def state_names(edge: BlockHash, num_blocks: int) -> list[NamedBlock]:
-    """Return the names under which a pool keeps the states behind the block of this hash, one block after another.
+    """Return the names under which a pool keeps the states behind this block, as blocks that follow it.
 
-    Like blocks that follow it, whose place in a context is behind its tokens. No block of tokens has such a name: in
-    place of tokens it has one byte.
+    No block of tokens has such a name: in place of tokens it has one byte.
     """
     names = list[NamedBlock]()
     for number in range(num_blocks):
@@ -102,16 +101,13 @@ class ValuedBlock(Protocol):
 
 
 def saved_cost(block: ValuedBlock) -> float:
-    """Return what a block saves, by how often it was used.
-
-    What it costs to compute depends little on its place: attention over 32 768 tokens costs an 8B model as much as its
-    products, and with that for a factor fewer tokens are found.
+    """Return what a block saves, by how often it was used: the value of the block evicted last plus its uses.
 
     Frequency with dynamic aging (GreedyDual: Cherkasova, "Improving WWW proxies performance with
-    greedy-dual-size-frequency caching", 1998): a block's value is the value of the one evicted last, plus how often it
-    was used. The first term makes values age, and where uses are equal the order is that of the latest use. Blocks of
-    one cache have the same size, so that bytes cancel out. Counts outlive blocks for a while, so that a block that
-    keeps coming back is told from a new one. What was tried and lost, and the figures: docs/prefix-cache.md.
+    greedy-dual-size-frequency caching", 1998). The first term ages values; equal uses go by the latest use. Blocks of
+    one cache have one size, so bytes cancel out. The place of a block counts little: attention over 32 768 tokens costs
+    an 8B model as much as its products. Counts outlive blocks for a while, so that a returning block is told from a new
+    one. Figures: docs/prefix-cache.md.
     """
     return float(min(block.num_uses, MAX_COUNTED_USES))
 
@@ -137,7 +133,6 @@ class CachedBlock:
 
     @property
     def is_leaf(self) -> bool:
-        """True if it could leave now."""
         return not self.num_users and not self.num_children
 
 
@@ -208,9 +203,9 @@ class CachedBlocks:
     def store(
         self, parent: CachedBlock | None, block_hash: BlockHash, packed_tokens: bytes, block_id: BlockId
     ) -> CachedBlock | None:
-        """Add a block with one user, who holds all blocks before it; return it.
+        """Add a block with one user, who holds all blocks before it; return it, or the equal block that is there.
 
-        If it is there already that one is returned, unchanged. None: another block has this hash, and keeps it.
+        None: another block has this hash, and keeps it.
         """
         assert parent is None or parent.num_users, "a block after one that may leave"
         if block_hash in self._blocks:
@@ -227,8 +222,7 @@ class CachedBlocks:
         return block
 
     def acquire(self, blocks: Iterable[CachedBlock], *, is_use: bool = True) -> None:
-        """Add one user to each of these blocks, which begin a context. Without `is_use` it says nothing of their use:
-        it only keeps them."""
+        """Add one user to each of these blocks, which begin a context. Without `is_use` they are only kept."""
         for block in blocks:
             assert block.block_hash in self._blocks, "a block that has left is acquired"
             self.num_unused -= not block.num_users
@@ -250,10 +244,9 @@ class CachedBlocks:
                     self._offer(block)
 
     def evict(self, count: int) -> list[BlockId]:
-        """Remove this many blocks without users, the least valuable leaf first; return their ids, which are free.
+        """Remove this many blocks without users, the least valuable leaf first; return the ids, now free.
 
-        A leaf leaves with its state, and once there is none, the states that were used last the longest ago: so there
-        may be more.
+        A leaf leaves with its state; once no leaf is left, the longest unused states go: there may be more ids.
         """
         assert count <= self.num_unused, "more blocks evicted than have no users"
         freed: list[BlockId] = []
@@ -301,7 +294,6 @@ class CachedBlocks:
         return state_ids
 
     def take_changes(self) -> BlockChanges:
-        """Return what has come and gone since it was last asked."""
         if not self._changes:
             return BlockChanges((), ())
         changes, self._changes = self._changes, {}
@@ -309,10 +301,8 @@ class CachedBlocks:
         return BlockChanges(stored, tuple([block_hash for block_hash, is_stored in changes.items() if not is_stored]))
 
     def told_changes(self) -> PrefixBlocksChanged | None:
-        """Return, for routers, what has come and gone since it was last asked; None: nothing to tell.
-
-        Routers are told of about one block in four (`names_told`).
-        """
+        """Return, for routers, the changes since the last call, of about one block in four (`names_told`); None:
+        none."""
         stored, removed = (names_told(hashes) for hashes in self.take_changes())
         return PrefixBlocksChanged(stored, removed) if stored or removed else None
 
@@ -376,7 +366,6 @@ class CachingAllocator:
 
     @property
     def num_free(self) -> int:
-        """Number of blocks that nothing uses, cached or not."""
         unused = 0 if self._cached is None else self._cached.num_unused
         return self._allocator.num_free + unused
 
@@ -390,5 +379,4 @@ class CachingAllocator:
         return self._allocator.allocate(count)
 
     def free(self, block_ids: Iterable[BlockId]) -> None:
-        """Free blocks that are not cached."""
         self._allocator.free(block_ids)

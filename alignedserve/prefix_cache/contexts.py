@@ -124,7 +124,6 @@ class WaitingRuns(BlockObserver):
             self._changed[context] = None
 
     def state_changed(self, block: CachedBlock) -> None:
-        """Note that the states behind a block are kept now, or are not any more."""
         depth = block.depth
         self._changed |= {one: None for one in self._all if depth < len(one.run) and one.run[depth] is block}
 
@@ -164,8 +163,9 @@ class PrefixCache:
     """The cached blocks of a worker's memory, and the contexts of its requests."""
 
     def __init__(self, block_size: int, *, takes_whole: bool = False, states: StateBudget | None = None) -> None:
-        """`takes_whole`: no part of a block is of use: it has a state, which stands behind all of its tokens.
-        `states`: contexts have states in blocks of their own, and go on where these are kept; None: they have none."""
+        """`takes_whole`: a part of a block is of no use, as a state stands behind all of its tokens.
+        `states`: contexts go on where states are kept, in blocks of their own; None: they have none.
+        """
         self.block_size, self._takes_whole = block_size, takes_whole
         self.states = states
         self.blocks = CachedBlocks(block_size)
@@ -177,11 +177,9 @@ class PrefixCache:
         self.num_hit_tokens = 0  # of those, taken from the cache
 
     def add(self, request_id: RequestId, root: BlockHash, token_ids: tuple[int, ...]) -> CachedContext:
-        """Return a new context of these tokens, which neither waits nor holds anything."""
         return CachedContext(request_id, root, self.names_of(root, token_ids))
 
     def names_of(self, root: BlockHash, token_ids: tuple[int, ...]) -> list[NamedBlock]:
-        """Return the names of the full blocks of these tokens, which begin a context."""
         return list(self._hasher.named(root, token_ids))
 
     def wait(self, context: CachedContext, max_hit_tokens: int) -> None:
@@ -200,11 +198,9 @@ class PrefixCache:
         return min(len(context.run) * self.block_size, context.max_hit_tokens)
 
     def take_changed(self) -> list[CachedContext]:
-        """Return the contexts that wait and whose runs have changed since it was last asked."""
         return self._waiting.take_changed()
 
     def enter(self, context: CachedContext, context_len: int) -> EnteredRun:
-        """Become a user of the blocks of its run, and stop waiting."""
         num_tokens = self.num_foreseen(context)
         run, num_whole = self._waiting.remove(context), num_tokens // self.block_size
         context.held += run[:num_whole]
@@ -228,8 +224,8 @@ class PrefixCache:
         return EnteredRun(context.held, None, len(context.held) * size, state)
 
     def edges_in(self, context: CachedContext, first: int, last: int, *, is_answer: bool) -> list[tuple[int, bool]]:
-        """Return the edges behind `first` up to `last` tokens of a context where its states are to be kept, and of each
-        whether it replaces the one before. `is_answer`: the tokens are of its answer."""
+        """Return the edges behind `first` up to `last` tokens where states are to be kept, and whether each replaces
+        the last."""
         if context.is_closed:
             return []
         edges = [(edge, False) for edge in context.edges if first < edge <= last and not self._has_state(context, edge)]
@@ -242,8 +238,8 @@ class PrefixCache:
         return block is not None and bool(block.state_ids)
 
     def room_for_state(self, context: CachedContext, num_coming: int, *, is_latest: bool) -> list[BlockId]:
-        """Forget states that one more takes the place of; return their blocks, which are free. `num_coming`: other
-        states that are to be kept soon."""
+        """Forget states whose place one more takes; return their free blocks. `num_coming`: other states to be kept
+        soon."""
         assert self.states is not None, "states that are not kept"
         freed: list[BlockId] = []
         if is_latest and context.latest is not None:
@@ -265,10 +261,8 @@ class PrefixCache:
         return True
 
     def keep_loaded_state(self, block: CachedBlock, state_ids: tuple[BlockId, ...]) -> list[BlockId] | None:
-        """Keep states that came from elsewhere behind a cached block; return the blocks of those that leave for them.
-
-        None: they are of no use here.
-        """
+        """Keep states from elsewhere behind a cached block; return the blocks of states that leave for them; None: no
+        use."""
         assert self.states is not None, "states that are not kept"
         if block.state_ids or not self.states.max_states:
             return None
@@ -296,8 +290,8 @@ class PrefixCache:
     ) -> Iterator[AdoptedBlock]:
         """Store the blocks that a context has computed since; yield blocks that equal cached ones replace.
 
-        `num_full`: its blocks that are full and computed. `block_ids`: of all its blocks, behind `num_before` others;
-        what is adopted is written there.
+        `num_full`: its full, computed blocks. `block_ids`: of all its blocks, behind `num_before` others; adopted ones
+        are written there.
         """
         held, names = context.held, context.names
         if context.is_closed:
@@ -347,14 +341,12 @@ class StatesOnWay:
         return self._budget is not None and self._budget.max_states > 0
 
     def has_coming(self, request_id: RequestId) -> bool:
-        """Return whether an iteration in flight leaves states of this request."""
         return request_id in self._coming
 
     def begin(
         self, request_id: RequestId, context: CachedContext, passed: Passed, *, num_kept_free: int
     ) -> Iterator[StateKept]:
-        """Take blocks for the states at edges that a request passes, and yield them; none where fewer than
-        `num_kept_free` would be left."""
+        """Take and yield blocks for the states at passed edges; none where fewer than `num_kept_free` would be left."""
         assert self._prefixes is not None, "states without a cache"
         edges = self._prefixes.edges_in(context, passed.first, passed.last, is_answer=passed.is_answer)
         for num_tokens, is_latest in edges:

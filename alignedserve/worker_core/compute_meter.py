@@ -30,13 +30,11 @@ class ComputeMeter:
         self._left: list[tuple[RequestId, str]] = []  # the engine since untold seconds were last looked for
 
     def happened(self, event: object) -> None:
-        """Note an event, before the logic gets it."""
         if isinstance(event, IterationCompleted):
             self._split()
             self._ended = (self._slices.get(event.is_urgent, ()), event)
 
     def commanded(self, command: object) -> None:
-        """Note a command that has been performed."""
         if not isinstance(command, RunIteration):
             return
         for request_id in command.removals:

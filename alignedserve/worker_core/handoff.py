@@ -106,11 +106,9 @@ class Sender(Generic[OutgoingT, CommandT]):
         return len(self._entries)
 
     def __iter__(self) -> Iterator[OutgoingT]:
-        """Iterate over all handoffs as they are now, in the order in which they began."""
         return iter(list(self._entries.values()))
 
     def get(self, request_id: RequestId) -> OutgoingT | None:
-        """Return the handoff of this request, if there is one."""
         return self._entries.get(request_id)
 
     def ask(
@@ -122,7 +120,6 @@ class Sender(Generic[OutgoingT, CommandT]):
         may_wait: bool = False,
         is_best_effort: bool = False,
     ) -> Send:
-        """Begin a handoff: ask the receiver for blocks."""
         request_id = entry.request.request_id
         self._entries[request_id] = entry
         reserve_blocks = ReserveBlocks(request_id, entry.attempt, num_blocks, is_copy, may_wait, is_best_effort)
@@ -131,7 +128,6 @@ class Sender(Generic[OutgoingT, CommandT]):
     def answered(
         self, peer: str, message: BlocksReserved | ReservationRefused | BlocksTaken, now: float
     ) -> Sequence[CommandT]:
-        """Return what follows from a receiver's answer."""
         entry = self._entries.get(message.request_id)
         awaited_in = HandoffStage.OFFERED if isinstance(message, BlocksTaken) else HandoffStage.ASKED
         if entry is None or (entry.target, entry.attempt, entry.stage) != (peer, message.attempt, awaited_in):
@@ -185,7 +181,6 @@ class Sender(Generic[OutgoingT, CommandT]):
         return [] if entry.stage is HandoffStage.COPYING else [*self._cancel(entry), *self._aborted(entry)]
 
     def give_up(self, entry: OutgoingT, now: float) -> Sequence[CommandT | Send]:
-        """End a handoff that cannot go on: the sender keeps the request."""
         return [*self._cancel(entry), *self._ended(entry, HandoffEnd.FAILED, now)]
 
     def _end(self, entry: OutgoingT, how: HandoffEnd, now: float) -> Sequence[CommandT]:
@@ -226,10 +221,8 @@ class BufferSpace:
         self.version = 0  # changes with the free blocks
 
     def opened(self, peer: str, num_blocks: int, *, is_far: bool = False) -> None:
-        """Add the empty buffer that a prefill worker offers, in place of any it offered before.
-
-        `is_far`: it is beside another pool than this worker; requests come straight into it, and nothing else does.
-        """
+        """Add the empty buffer that a worker offers, in place of an earlier one. `is_far`: only direct requests come
+        in."""
         self._far.pop(peer, None)
         if is_far:
             self._far[peer] = None
@@ -239,22 +232,18 @@ class BufferSpace:
         self._link_epochs[peer] = self._num_link_epochs
 
     def lost(self, peer: str) -> None:
-        """Remove the buffer of a prefill worker that is gone."""
         self._allocators.pop(peer, None)
         self._far.pop(peer, None)
         self._link_epochs.pop(peer, None)
 
     def holds(self, slot: BufferSlot) -> bool:
-        """Return whether the slot's buffer still exists."""
         return self._link_epochs.get(slot.peer) == slot.link_epoch
 
     def is_far(self, slot: BufferSlot) -> bool:
-        """Return whether the slot's buffer is beside another pool."""
         return slot.peer in self._far
 
     @property
     def num_used(self) -> int:
-        """Number of blocks in use, over all buffers."""
         return sum(allocator.num_used for allocator in self._allocators.values())
 
     @property
@@ -313,20 +302,17 @@ class Lender:
         return self._link_epochs.get(peer)
 
     def connected(self, peer: str) -> OpenBuffer:
-        """Open a buffer for a worker that is new or back."""
         self._num_link_epochs += 1
         self._link_epochs[peer] = self._num_link_epochs
         return OpenBuffer(peer, self._num_link_epochs)
 
     def opened(self, event: BufferOpened) -> list[Send]:
-        """Offer the buffer to the worker that it was made for, if that is still linked."""
         if self._link_epochs.get(event.peer) != event.link_epoch or event.offered is None:
             return []
         self._lent[event.peer] = None
         return [Send(event.peer, event.offered)]
 
     def disconnected(self, peer: str) -> CloseBuffer:
-        """Close the buffer of a worker that is gone."""
         del self._link_epochs[peer]
         self._lent.pop(peer, None)
         return CloseBuffer(peer)
@@ -343,7 +329,7 @@ class Incoming:
     is_aborted: bool = False
 
 
-class Receiver:
+class HandoffReceiver:
     """Reservations by request."""
 
     def __init__(
@@ -409,7 +395,6 @@ class Receiver:
             self._give_up(request_id, entry)
 
     def cancel_all(self, peer: str | None = None) -> None:
-        """Give up all that is to come, or what is to come from this sender."""
         for request_id, entry in list(self._entries.items()):
             if peer in (None, entry.slot.peer):
                 self._give_up(request_id, entry)
@@ -432,10 +417,7 @@ class Receiver:
 def is_described(
     written: BlocksWritten, block_ids: tuple[BlockId, ...], generation: int, block_size: int, state_blocks: int
 ) -> bool:
-    """Return whether an offer is of exactly the first of these blocks, as many as its context takes.
-
-    `state_blocks`: of those, before the ones of its tokens.
-    """
+    """Return whether an offer is of exactly the first of these blocks, as many as its context takes."""
     copy = written.copy
     if not 0 < copy.num_blocks <= len(block_ids):
         return False  # checked before the runs are expanded: they may claim anything

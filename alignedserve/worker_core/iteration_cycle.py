@@ -46,7 +46,6 @@ class IterationCycle(Generic[RequestT, CommandT]):
 
     @property
     def is_running(self) -> bool:
-        """True while an iteration is in flight."""
         return bool(self._started)
 
     def start(
@@ -58,10 +57,10 @@ class IterationCycle(Generic[RequestT, CommandT]):
         is_switching: bool = False,
         alone_s: float = 0.0,
     ) -> None:
-        """Begin an iteration of these requests; `has_changed`: others than in the last one. `alone_s`: of its real-time
-        part, as in the plan.
+        """Begin an iteration of these requests; `has_changed`: others than in the last. `alone_s`: of its real-time
+        part.
 
-        One without requests makes copies alone, and is not in the log. One that begins while another is in flight is
+        An iteration without requests only copies, and is not logged. One that begins while another is in flight is
         urgent, and ends before it.
         """
         is_logged = self._iteration_log is not None and bool(members)
@@ -80,10 +79,8 @@ class IterationCycle(Generic[RequestT, CommandT]):
         return event.duration_s(started_s, now)
 
     def outcome(self, event: IterationCompleted, requests: _Requests[RequestT]) -> list[CommandT | Send | SendTo]:
-        """Add the sampled tokens to their requests; return the messages to gateways and router.
-
-        Scores of a prompt go before its token, reports to the router last: no client waits for them.
-        """
+        """Add the sampled tokens to their requests; return the messages: prompt scores first, reports to the router
+        last."""
         commands: list[CommandT | Send | SendTo] = []
         scored = [
             SendTo(
@@ -139,11 +136,10 @@ class UrgentCycle:
 
     @property
     def may_begin(self) -> bool:
-        """True if something has changed since it was last asked what has come, and no urgent iteration runs."""
+        """True if there is news since the last question, and no urgent iteration runs."""
         return self._has_news and not self._is_running
 
     def came(self, request_id: RequestId) -> None:
-        """Note a real-time request that has come, or can be computed now."""
         self._came[request_id] = None
         self._has_news = True
 
@@ -153,16 +149,14 @@ class UrgentCycle:
         self._has_news = False
 
     def ask(self) -> list[RequestId]:
-        """Return what has come, in that order, of which an urgent iteration may be made now."""
+        """Return, in order, the requests of which an urgent iteration may be made now."""
         self._has_news = False
         return list(self._came)
 
     def keep(self, request_ids: Iterable[RequestId]) -> None:
-        """Forget all but these."""
         self._came = dict.fromkeys(request_ids)
 
     def began(self) -> None:
-        """Note that an urgent iteration has begun."""
         assert not self._is_running, "two urgent iterations at once"
         self._is_running = True
 
@@ -174,7 +168,7 @@ class UrgentCycle:
         return True
 
     def end(self) -> IterationCompleted | None:
-        """Note the end of the urgent iteration, which has been dealt with; return that of the pass, if it was kept."""
+        """Note the end of the urgent iteration; return the end of the pass, if it was kept."""
         assert self._is_running, "an urgent iteration ended that was not begun"
         self._is_running, self._has_news = False, bool(self._came)
         kept, self._kept = self._kept, None

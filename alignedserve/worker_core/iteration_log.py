@@ -71,7 +71,6 @@ class IterationRecord(NamedTuple):
 
     @property
     def parts_s(self) -> float:
-        """Sum of the measured parts of `wall_s`."""
         waiting_s = self.nothing_to_do_s + self.waiting_for_prefill_s + self.prefetch_not_ready_s
         return waiting_s + self.turnaround_s + self.prepare_s + self.forward_s + self.sampling_s
 
@@ -130,10 +129,7 @@ class IterationLog:
         is_switching: bool = False,
         alone_s: float = 0.0,
     ) -> None:
-        """Begin a record. `running`: the members of this iteration; `has_changed`: not those of the last one.
-
-        `alone_s`: see IterationRecord. One that begins within another is urgent.
-        """
+        """Begin a record; `alone_s`: see IterationRecord. A record that begins within another is urgent."""
         if self._completed_s is None:
             self._completed_s = now
         waits, shape = _NO_WAITS, self._shape
@@ -194,10 +190,7 @@ class IterationLog:
             self._completed_s = now
 
     def take_totals(self, now: float) -> IterationLogTotals | None:
-        """Return the sums since it last returned some, for the router; None if there are none, or within a second.
-
-        Iterations that have left the latest records without being taken are not counted.
-        """
+        """Return the sums since the last call, for the router; None: none, or called within a second."""
         if self._completed_s is None:
             self._completed_s = now  # idle from here on
         is_early = self._reported_s is not None and now - self._reported_s < _REPORT_PAUSE_S
@@ -210,12 +203,10 @@ class IterationLog:
         return totals_of(list(islice(reversed(self._records), num_fresh)))
 
     def take_tokens(self) -> int:
-        """Return how many tokens were generated since this was last asked."""
         num_tokens, self._num_tokens = self._num_tokens, 0
         return num_tokens
 
     def records(self) -> tuple[IterationRecord, ...]:
-        """Return the latest iterations, oldest first."""
         return tuple(self._records)
 
 
@@ -278,8 +269,7 @@ def totals_of(records: Sequence[IterationRecord]) -> IterationLogTotals:
 def _split_wait(since: float, until: float, running: Collection[IterationMember]) -> WaitingTimes:
     """Split a wait by what the first of the requests that end it was waiting for.
 
-    All processes of a host share the clock. An arrival by another host's clock may lie anywhere; it is clamped to
-    between the start of the wait and the grant, which is by this host's clock.
+    All processes of a host share the clock; an arrival by another host's clock is clamped.
     """
     granted = min(max(min(request.granted_s for request in running), since), until)
     arrived = min(max(min(request.request.arrival_s for request in running), since), granted)

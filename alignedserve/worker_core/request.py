@@ -33,7 +33,6 @@ class WorkerRequest:
 
     @property
     def is_real_time(self) -> bool:
-        """Whether a client reads its tokens as they come."""
         return self.request.is_real_time
 
     def __post_init__(self) -> None:
@@ -45,10 +44,8 @@ class WorkerRequest:
         self._prompt_keys = self.request.cache_keys
 
     def append(self, token: SampledToken, eos_token_ids: frozenset[int]) -> TokenDelta:
-        """Add the token sampled from its whole context, and return the message part for its gateway.
-
-        That has no token if only the prompt was asked about. One function: it is called for every token.
-        """
+        """Add the token sampled from its whole context; return the message part for its gateway, if the client wants
+        tokens."""
         request_id, token_id, logprob, embedding = token
         index = self.context_len - self._prompt_len
         num_cached_tokens = 0 if index else self.num_hit_tokens
@@ -67,7 +64,6 @@ class WorkerRequest:
         return TokenDelta(request_id, index, (token_id,), logprobs, finished, num_cached_tokens)
 
     def tokens_between(self, start: int, stop: int) -> tuple[int, ...]:
-        """Return known tokens of its context, as the prefix cache knows them."""
         prompt, prompt_len = self._prompt_keys, self._prompt_len
         if start >= prompt_len:
             return tuple(self.generated_token_ids[start - prompt_len : stop - prompt_len])
@@ -102,15 +98,14 @@ class WorkerRequest:
         return False
 
     def preempted(self, *, is_refused: bool = False) -> RequestPreempted:
-        """Build the report that its only cache is gone. `is_refused`: the copy did not verify."""
         generated = tuple(self.generated_token_ids)
         return RequestPreempted(self.request.request_id, self.attempt, generated, handoff_refused=is_refused)
 
 
 def urgent_at_s(request: Request, num_generated: int, token_s: float | None) -> float | None:
-    """Return when waiting must end: the remaining tokens must fit, in half of the time to the deadline at most.
+    """Return when waiting must end, so that the remaining tokens fit in at most half of the time; None: no deadline.
 
-    `token_s`: from one token to the next; None: not known yet, and half of the time is kept. None: it has no deadline.
+    `token_s`: from one token to the next; None: not known yet, and half of the time is kept.
     """
     deadline_s = request.slo.deadline_s
     if deadline_s is None:

@@ -84,7 +84,6 @@ class WorkerNotes:
         self._within: dict[RequestId, None] = {}  # for which it has stood still
 
     def observe(self, event: Any, now: float, commands: Sequence[Any]) -> list[SendTo]:
-        """Note what this decision means to single requests; return what is to be sent."""
         if type(event) is Received:
             heard = _HEARD.get(type(event.message))
             if heard is not None:

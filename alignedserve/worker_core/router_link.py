@@ -41,12 +41,12 @@ class RouterLink:
         """True once there was a router, which is told of everything."""
         return self._router is not None
 
-    def connected(self, router: str, kept: Iterable[WorkerRequest] = ()) -> list[Send]:
-        """Register with a router that is new or back, and so knows nothing of this worker nor of what it has kept."""
+    def connected(self, router: str, members: Iterable[WorkerRequest] = ()) -> list[Send]:
+        """Register with a router that is new or back, with the requests that go on here."""
         self._router = router
         self._reported = None
         decoding = tuple(
-            DecodedRequest(request.request.request_id, request.attempt, request.num_received) for request in kept
+            DecodedRequest(request.request.request_id, request.attempt, request.num_received) for request in members
         )
         latest_attempt = self._latest_attempt
         return self.send(msgspec.structs.replace(self._registered, latest_attempt=latest_attempt, decoding=decoding))
@@ -56,26 +56,22 @@ class RouterLink:
         self._latest_attempt = max(self._latest_attempt, attempt)
 
     def send(self, message: Message) -> list[Send]:
-        """Send to the router, if there is one."""
         return [Send(self._router, message)] if self._router is not None else []
 
     # --- requests
 
-    def prefilled(self, one: WorkerRequest) -> list[Send]:
+    def prefilled(self, member: WorkerRequest) -> list[Send]:
         """Report that all but the token sampled last is computed, as far as it was not cached."""
-        num_tokens = one.request.prompt_len + max(len(one.generated_token_ids) - 1, 0) - one.num_hit_tokens
-        return self.send(PrefillCompleted(one.request.request_id, one.attempt, num_tokens))
+        num_tokens = member.request.prompt_len + max(len(member.generated_token_ids) - 1, 0) - member.num_hit_tokens
+        return self.send(PrefillCompleted(member.request.request_id, member.attempt, num_tokens))
 
-    def finished(self, one: WorkerRequest) -> list[Send]:
-        """Report that the answer is complete."""
-        return self.send(RequestFinished(one.request.request_id, one.attempt, len(one.generated_token_ids)))
+    def finished(self, member: WorkerRequest) -> list[Send]:
+        return self.send(RequestFinished(member.request.request_id, member.attempt, len(member.generated_token_ids)))
 
-    def failed(self, one: WorkerRequest | PrefillRequest, kind: FailureKind, reason: str) -> list[Send]:
-        """Report that this attempt has failed."""
-        return self.send(AttemptFailed(one.request.request_id, one.attempt, kind, reason))
+    def failed(self, member: WorkerRequest | PrefillRequest, kind: FailureKind, reason: str) -> list[Send]:
+        return self.send(AttemptFailed(member.request.request_id, member.attempt, kind, reason))
 
     def stayed(self, request_id: RequestId, attempt: int) -> list[Send]:
-        """Report that a request is not handed over."""
         return self.send(RequestStayed(request_id, attempt))
 
     # --- load
@@ -90,7 +86,6 @@ class RouterLink:
         self._reported = None
 
     def load(self, load: WorkerLoad) -> list[Send]:
-        """Report the load, if it has changed."""
         if self._router is None or load == self._reported:
             return []
         self._reported = load
@@ -116,11 +111,8 @@ def registration_of(
     max_adapters: int = 0,
     num_active: int = 0,
 ) -> WorkerRegistered:
-    """Build the registration of a worker with that many blocks.
-
-    `pool_name`: the KV pool beside it, if it has one. `node`: where it runs, among several. `max_adapters`: of LoRA in
-    its memory. `num_active`: see WorkerRegistered.
-    """
+    """`pool_name`: the pool beside the worker. `node`: where it runs, among several. `num_active`: see
+    WorkerRegistered."""
     return WorkerRegistered(
         num_blocks=num_blocks,
         block_size=layout.block_size,

@@ -89,8 +89,10 @@ class BatchOrder:
         *,
         packs: bool = False,
     ) -> None:
-        """`is_mixing_cheaper`: whether decodes of these contexts cost less beside the running ones than after them;
-        None: never, so batches of different lengths stay apart. `packs`: one that has waited too long joins as well."""
+        """`is_mixing_cheaper`: whether decodes of these contexts cost less beside the running ones; None: lengths stay
+        apart.
+        `packs`: a batch that has waited too long joins as well.
+        """
         self._limits = limits
         self._is_mixing_cheaper = is_mixing_cheaper
         self._packs = packs
@@ -142,8 +144,7 @@ class BatchOrder:
     ) -> list[Candidate]:
         """Return the candidates that may enter now, in order: candidate requests first, else the next batch's.
 
-        `num_blocks`: held by running requests. `real_time`: of these, what real-time ones hold. This also starts the
-        next batch when it is due: its requests are then candidate requests of the running batch.
+        `num_blocks`: held by running requests; `real_time`: of these. The next batch starts when it is due.
         """
         all_candidates, running = list(candidates), Holding(num_running, num_blocks)
         self._forget_empty(_by_id(all_candidates))
@@ -223,8 +224,7 @@ class BatchOrder:
             self.version += 1
 
     def _is_due(self, following: WaitingBatch, own: list[Candidate], running: Holding, now: float) -> bool:
-        """Return whether the next batch enters: it has waited for too long, or little enough runs and no candidate is
-        left to join that (`own`)."""
+        """Return whether the next batch enters: it has waited too long, or little runs and no candidate is left."""
         return self._has_waited(following, now) or (not own and self._may_follow(following, *running))
 
     def _may_follow(self, following: WaitingBatch, num_running: int, num_blocks: int) -> bool:

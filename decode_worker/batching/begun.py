@@ -8,7 +8,7 @@ from alignedserve.core.ids import BatchId, BlockId, RequestId
 from alignedserve.messages.iterations import RunIteration
 from alignedserve.worker_core.request import WorkerRequest
 from decode_worker.held_requests import HeldRequest
-from decode_worker.state import Candidate, Loading, RunningRequest
+from decode_worker.state import Candidate, LoadingCandidate, RunningRequest
 
 # A request is admitted only if every request of the batch can then generate this many tokens without an eviction.
 FORESEEN_TOKENS = 32
@@ -22,7 +22,7 @@ class Begun(NamedTuple):
     command: RunIteration | None  # None: only they
     members: Collection[BatchMember]
     has_changed: bool = True  # other members than in the iteration before
-    loads: tuple[Loading, ...] = ()
+    loads: tuple[LoadingCandidate, ...] = ()
     alone_s: float = 0.0  # of its real-time part, as in the plan
 
 
@@ -30,7 +30,7 @@ class LoadingCandidates:
     """Candidates whose caches are being copied in, with the blocks that they are copied into."""
 
     def __init__(self) -> None:
-        self._entries: dict[RequestId, Loading] = {}
+        self._entries: dict[RequestId, LoadingCandidate] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -50,18 +50,15 @@ class LoadingCandidates:
         entries = self._entries.values()
         return sum(growth_of(entry.candidate, len(entry.block_ids) - state_blocks, block_size) for entry in entries)
 
-    def add(self, loading: Loading) -> None:
+    def add(self, loading: LoadingCandidate) -> None:
         self._entries[loading.candidate.request.request_id] = loading
 
-    def pop(self, request_id: RequestId) -> Loading:
+    def pop(self, request_id: RequestId) -> LoadingCandidate:
         return self._entries.pop(request_id)
 
 
 def growth_of(one: WorkerRequest, num_held: int, block_size: int) -> int:
-    """Return the blocks that a request lacks for its next FORESEEN_TOKENS, or up to its limit.
-
-    `num_held`: blocks of its tokens.
-    """
+    """Return the blocks that a request lacks for its next FORESEEN_TOKENS. `num_held`: blocks of its tokens."""
     foreseen = min(one.context_len + FORESEEN_TOKENS, one.max_context_len)
     return max(blocks_for(foreseen, block_size) - num_held, 0)
 

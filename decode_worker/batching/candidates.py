@@ -31,7 +31,7 @@ from alignedserve.messages.caches import (
 )
 from alignedserve.messages.events import Send
 from alignedserve.messages.fields import NO_BATCH
-from alignedserve.worker_core.handoff import BufferSlot, BufferSpace, Incoming, Receiver
+from alignedserve.worker_core.handoff import BufferSlot, BufferSpace, HandoffReceiver, Incoming
 from decode_worker.state import CacheLocation, Candidate
 
 HEEDED_S = 5.0  # many times what the pool's word takes to the router, and the router's to here
@@ -42,7 +42,9 @@ class Candidates:
 
     def __init__(self, pool_name: str, block_size: int, *, knows_classes: bool = False, state_blocks: int = 0) -> None:
         self.space = BufferSpace()
-        self.receiver = Receiver(self.space, block_size, state_blocks=state_blocks)  # of requests from prefill workers
+        self.receiver = HandoffReceiver(
+            self.space, block_size, state_blocks=state_blocks
+        )  # of requests from prefill workers
         self._pool_name = pool_name
         self._knows_classes = knows_classes
         self.version = 0  # changes with the candidates, and with which of them should be moved
@@ -94,10 +96,7 @@ class Candidates:
         return candidate.far_pool or self._pool_name
 
     def peers_in_use(self, moving: Iterable[Candidate]) -> set[str]:
-        """Return the pools that granted something which is here or moves, and those who have buffer blocks for it.
-
-        `moving`: candidates that are being copied in or out. For membership only.
-        """
+        """Return the pools and buffer owners of all that is here or moves; for membership only."""
         returned = (candidate for candidate, _ in self._returned.values())
         known = (*self._entries.values(), *self._returning.values(), *returned, *moving)
         buffers = (*(candidate.slot for candidate in known), *self._prefetching.values())
@@ -111,7 +110,6 @@ class Candidates:
     # --- prefetch
 
     def prefetch(self, candidate: Candidate) -> list[Send]:
-        """Ask for a copy from the pool into a buffer, if one has free blocks."""
         if candidate.location is not CacheLocation.POOL or candidate.pool_copy is None or not candidate.may_prefetch:
             return []
         slot = self.space.for_prefetch(candidate.num_copied_blocks)
@@ -228,8 +226,8 @@ class Candidates:
     def returned(self, message: RequestReturned, now: float) -> Candidate | None:
         """Note the outcome of a return to the pool; return the candidate if its cache must be considered lost.
 
-        A candidate that the pool did not take stays, to join any running batch. If the pool was lost meanwhile, it may
-        never have told the router that it had taken the request.
+        A candidate that the pool did not take stays, to join any running batch. A pool lost meanwhile may never have
+        told the router that it had taken the request.
         """
         self.version += 1
         candidate = self._returning.pop((message.request_id, message.attempt), None)
@@ -254,8 +252,7 @@ class Candidates:
             del self._returned[request_id]
 
     def unheeded(self, now: float) -> list[Candidate]:
-        """Remove and return what the pool has taken back and the router has not heeded: its link to the pool was lost,
-        and with it that word; what comes later is stale."""
+        """Remove and return what the pool has taken back and the router has not heeded: the pool's word was lost."""
         late = [candidate for candidate, since_s in self._returned.values() if now - since_s >= HEEDED_S]
         for candidate in late:
             del self._returned[candidate.request.request_id]

@@ -18,7 +18,7 @@ from decode_worker.batching.batch_order import BatchOrder, Holding
 from decode_worker.batching.begun import BatchMember, Leaving
 from decode_worker.batching.candidates import Candidates
 from decode_worker.batching.scheduled_batch import DecodeBatch
-from decode_worker.state import CacheLocation, Candidate, Loading
+from decode_worker.state import CacheLocation, Candidate, LoadingCandidate
 
 _EVICTIONS_PER_ITERATION = 8  # of an outgoing batch, so that a switch is short and its copies keep up
 
@@ -36,7 +36,6 @@ class Evictions:
         self.num_evictions = 0
 
     def get(self, request_id: RequestId) -> Candidate | None:
-        """Return the candidate it will be, if its cache is being copied out."""
         candidate, _ = self._evicting.get(request_id, (None, None))
         return candidate
 
@@ -44,10 +43,7 @@ class Evictions:
         return [candidate for candidate, _ in self._evicting.values()]
 
     def evict_outgoing(self, now: float, token_s: float) -> list[OffloadBlocks]:
-        """Evict the batch that is being replaced, except chats with a TPOT objective and documents that are urgent.
-
-        `token_s`: from one token of a request to the next.
-        """
+        """Evict the batch that is being replaced, but chats with a TPOT objective and urgent documents."""
         if not self._order.is_switching:
             return []
         outgoing = [running for running in self._batch if self._order.is_outgoing(running)]
@@ -121,10 +117,7 @@ class Evictions:
         return [offload]
 
     def _stays(self, running: BatchMember) -> bool:
-        """Return whether its next token must not be late: alignment is an objective, the SLO is a constraint.
-
-        Chat without an objective leaves to other chat, and not to a batch of best effort.
-        """
+        """Return whether its next token must not be late. Chat without an objective leaves to other chat alone."""
         has_slo = running.request.slo.tpot_s is not None
         return running.is_real_time and (has_slo or (self._order.knows_classes and self._order.is_best_effort))
 
@@ -155,10 +148,8 @@ class Entries:
         self._evictions = evictions
 
     def may_enter(self, now: float) -> Iterator[Candidate]:
-        """Return the candidates that may enter, in order, up to the first that would break what runs.
-
-        Each one taken counts for the next, as this is a generator. Candidates being copied are skipped.
-        """
+        """Yield the candidates that may enter, in order, up to the first that would break what runs; each counts for
+        the next."""
         if not self._candidates:
             return
         num_taken = self._batch.num_blocks - self._batch.num_free
@@ -177,11 +168,8 @@ class Entries:
             if not is_copied and not is_still_here:
                 yield candidate
 
-    def admitted(self, now: float) -> Iterator[Loading]:
-        """Return the candidates that fit, in order, up to the first that does not, with blocks of their own.
-
-        Where classes are known, few best-effort ones are copied at a time: a chat's cache comes after these.
-        """
+    def admitted(self, now: float) -> Iterator[LoadingCandidate]:
+        """Return the candidates that fit, in order, with blocks of their own; few best-effort copies run at a time."""
         if not self._batch.has_place and not self._order.is_overdue(now):
             return
         num_best_effort = 0
@@ -194,7 +182,7 @@ class Entries:
                 num_best_effort += 1
             block_ids = self._batch.blocks_if_fits(candidate)
             if block_ids is not None:
-                yield Loading(candidate, block_ids)
+                yield LoadingCandidate(candidate, block_ids)
             elif candidate.request.request_id != self._order.by_floor:
                 return
 
@@ -206,8 +194,7 @@ class Entries:
         )
         return Holding(len(running) + len(loading), num_blocks)
 
-    def load(self, entering: Iterable[Loading]) -> list[LoadBlocks]:
-        """Copy the caches of these candidates in: where classes are known, a chat's without waiting for documents'."""
+    def load(self, entering: Iterable[LoadingCandidate]) -> list[LoadBlocks]:
         loads: dict[tuple[bool, str], list[Load]] = {}
         for entry in entering:
             candidate = entry.candidate

@@ -9,8 +9,8 @@ from alignedserve.messages.iterations import Addition, IterationCompleted, RunIt
 from alignedserve.messages.workers import WorkerRegistered
 from alignedserve.worker_core.request import WorkerRequest
 from decode_worker.batching.begun import Begun, Leaving, LoadingCandidates, growth_of
-from decode_worker.batching.slack_packing import Packing, SlackPacking
-from decode_worker.state import Candidate, Loading, RunningRequest
+from decode_worker.batching.slack_packing import SlackPack, SlackPacking
+from decode_worker.state import Candidate, LoadingCandidate, RunningRequest
 
 Slices = tuple[tuple[RequestId, int], ...]
 Extensions = tuple[tuple[RequestId, tuple[BlockId, ...]], ...]
@@ -43,11 +43,10 @@ class RunningBatch:
         num_blocks: int,
         block_size: int,
         max_running_requests: int,
-        packing: Packing | None = None,
+        packing: SlackPack | None = None,
         state_blocks: int = 0,
     ) -> None:
-        """`packing`: None: no objective holds a candidate back, and batches of different lengths stay apart.
-        `state_blocks`: of every request, before those of its tokens."""
+        """`packing`: None: no objective holds a candidate back, and batches of different lengths stay apart."""
         self._allocator = BlockAllocator(num_blocks)
         self._block_size, self._state_blocks = block_size, state_blocks
         self._max_running_requests = max_running_requests
@@ -70,10 +69,9 @@ class RunningBatch:
         cls,
         registered: WorkerRegistered,
         max_running_requests: int,
-        packing: Packing | None = None,
+        packing: SlackPack | None = None,
         state_blocks: int = 0,
     ) -> "RunningBatch":
-        """Build the empty batch of this worker."""
         return cls(
             num_blocks=registered.num_blocks,
             block_size=registered.block_size,
@@ -92,32 +90,26 @@ class RunningBatch:
         return self._running[request_id]
 
     def get(self, request_id: RequestId) -> RunningRequest | None:
-        """Return the request, if it runs."""
         return self._running.get(request_id)
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks of the worker."""
         return self._allocator.num_blocks
 
     @property
     def has_place(self) -> bool:
-        """True if one more request may be here."""
         return self.num_holding < self._max_running_requests
 
     @property
     def num_free(self) -> int:
-        """Number of free blocks."""
         return self._allocator.num_free
 
     @property
     def num_holding(self) -> int:
-        """Number of requests that run or are being loaded."""
         return len(self._running) + len(self.loading)
 
     @property
     def is_empty(self) -> bool:
-        """True if no request runs, is being loaded or is being evicted."""
         return not (self._running or self.loading or self._num_leaving_blocks)
 
     def never_fits(self, candidate: Candidate) -> bool:
@@ -125,7 +117,6 @@ class RunningBatch:
         return False
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Return the number of blocks that hold this many tokens."""
         return self._state_blocks + blocks_for(num_tokens, self._block_size)
 
     # --- coming in
@@ -150,16 +141,14 @@ class RunningBatch:
         running = sum(growth_of(one, len(one.block_ids) - beside, size) for one in self._running.values())
         return running + self.loading.growth(size, beside)
 
-    def load(self, loading: Loading) -> None:
-        """Add a candidate whose cache is being copied in."""
+    def load(self, loading: LoadingCandidate) -> None:
         if self._foreseen is not None:
             self._foreseen += growth_of(
                 loading.candidate, len(loading.block_ids) - self._state_blocks, self._block_size
             )
         self.loading.add(loading)
 
-    def loaded(self, request_id: RequestId) -> Loading:
-        """Remove and return an entry whose copy has ended, successfully or not."""
+    def loaded(self, request_id: RequestId) -> LoadingCandidate:
         self._foreseen = None
         return self.loading.pop(request_id)
 
@@ -223,15 +212,11 @@ class RunningBatch:
         return Begun(RunIteration(*changes, slices), self._running.values(), has_changed=has_changed)
 
     def completed(self, event: IterationCompleted, now: float, duration_s: float) -> None:
-        """Learn what it cost; what was computed is noted by `append`."""
         if self.packing is not None:
             self.packing.completed(duration_s, event.grammar_s)
 
     def slices(self) -> Slices:
-        """Return the tokens to compute by request, all up to its next token.
-
-        The same tuple as for the iteration before, if only contexts have changed.
-        """
+        """Return the tokens to compute by request; the same tuple as last time if only contexts have changed."""
         if self._decodes_of == self.version and not self._has_stalled:
             return self._decodes
         slices = tuple((key, running.num_remaining) for key, running in self._running.items() if not running.is_stalled)
@@ -240,7 +225,6 @@ class RunningBatch:
         return slices
 
     def take_changes(self) -> Changes:
-        """Return and reset the removals, additions and extensions for the iteration that begins."""
         removals, self._removals = tuple(self._removals), []
         additions, self._additions = tuple(self._additions.values()), {}
         extensions, self._extensions = tuple(self._extensions.items()), {}
@@ -249,15 +233,12 @@ class RunningBatch:
     # --- leaving
 
     def drop(self, running: WorkerRequest) -> None:
-        """Remove a request and free its blocks."""
         self._allocator.free(self._take_out(running.request.request_id).block_ids)
 
     def can_leave(self, running: WorkerRequest) -> bool:
-        """Return whether it can be copied out: always."""
         return True
 
     def num_cached(self, running: WorkerRequest) -> int:
-        """Return the tokens of the request whose cache exists."""
         return self._running[running.request.request_id].num_computed
 
     def begin_eviction(self, running: WorkerRequest) -> Leaving:

@@ -29,7 +29,7 @@ from decode_worker.batching.begun import FORESEEN_TOKENS, Begun, Leaving, Loadin
 from decode_worker.batching.running_batch import RunningBatch
 from decode_worker.held_requests import HeldRequest, HeldRequests
 from decode_worker.plan_performer import PlanPerformer
-from decode_worker.state import Candidate, Loading
+from decode_worker.state import Candidate, LoadingCandidate
 
 _STARVATION_S = 60.0  # a candidate that has waited so long here enters as if nothing had an objective
 
@@ -49,7 +49,6 @@ class AdmissionRoom:
         self._now = now
 
     def admits(self, candidate: Candidate) -> bool:
-        """Return whether the candidate may enter beside what runs or was noted; one may that runs alone."""
         beside = self._chats if candidate.is_real_time else self._work
         if not beside.num_decodes or self._now - candidate.granted_s >= _STARVATION_S:
             return True
@@ -67,7 +66,7 @@ class AdmissionRoom:
             self._allowed_s = min(self._allowed_s, self._share * tpot_s)
 
 
-class Admission:
+class ObjectiveAdmission:
     """The bound of one worker. Reads its table, and changes nothing."""
 
     def __init__(self, table: RequestTable, costs: CostModel, share: float) -> None:
@@ -84,10 +83,10 @@ class Admission:
         *,
         by_floor: RequestId | None = None,
     ) -> Iterator[Candidate]:
-        """Return the candidates that may enter beside running and loading requests, up to the first that may not.
+        """Yield the candidates that may enter beside running and loading requests, up to the first that may not.
 
-        Real-time candidates go first; among them, those that can still hold their mean gap. `by_floor`: goes before
-        all, and holds up none of them.
+        Real-time candidates go first, those that can hold their mean gap before late ones. `by_floor`: goes before all,
+        and holds up none.
         """
         table, work, chats, least_s = self._table, IterationWork(), IterationWork(), self._least_s()
         note_decodes(work, table, np.flatnonzero(table.num_blocks > 0))
@@ -156,9 +155,7 @@ class ScheduledBatch:
         choice: CandidateChoice,
         admission_share: float | None = None,
     ) -> None:
-        """`memory`: empty. `max_held`: requests that the engine has places for, paused ones included.
-
-        `choice`: the candidates that do not fit among which the policy chooses; it must know caches in other memories.
+        """`max_held`: requests that the engine has places for. `choice`: the candidates among which the policy chooses.
         `admission_share`: of a TPOT objective that an iteration may take; None: candidates enter while blocks are free.
         """
         self.costs = scheduler.costs
@@ -168,7 +165,7 @@ class ScheduledBatch:
         self.table = self._state.table
         self.admission = None
         if admission_share is not None:
-            self.admission = Admission(self.table, self.costs, admission_share)
+            self.admission = ObjectiveAdmission(self.table, self.costs, admission_share)
         self._performer = PlanPerformer(self._held)
         self._block_size = memory.block_size
         self._max_running_requests = max_running_requests
@@ -190,12 +187,10 @@ class ScheduledBatch:
         return self._held[request_id]
 
     def get(self, request_id: RequestId) -> HeldRequest | None:
-        """Return the request, if it is here."""
         return self._held.get(request_id)
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks of the worker."""
         return self._held.allocator.num_blocks
 
     @property
@@ -205,7 +200,6 @@ class ScheduledBatch:
 
     @property
     def num_free(self) -> int:
-        """Number of free blocks."""
         return self._state.num_free
 
     @property
@@ -219,11 +213,9 @@ class ScheduledBatch:
         return self._performer.num_preemptions
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Return the number of blocks that hold this many tokens."""
         return self._held.blocks_for(num_tokens)
 
     def never_fits(self, candidate: Candidate) -> bool:
-        """Return whether the request could not end here even alone."""
         return self.blocks_for(candidate.max_context_len) > self.num_blocks
 
     # --- coming in
@@ -239,8 +231,8 @@ class ScheduledBatch:
     def view(self, candidates: Iterable[Candidate], now: float) -> None:
         """Let the policy choose among these candidates too, in order, within the places and blocks that may be held.
 
-        Those that displace best-effort requests alone come up to the first that would not fit if all of these left, as
-        in `blocks_if_fits`: the policy keeps less for growth, and would drop other chats a few tokens later.
+        Candidates that displace best effort alone come up to the first that would not fit if all of it left, as in
+        `blocks_if_fits`: else the policy would drop other chats a few tokens later.
         """
         chosen: dict[RequestId, Candidate] = {}
         room = self._room_without_best_effort() if self._choice is CandidateChoice.OVER_BEST_EFFORT else math.inf
@@ -261,22 +253,19 @@ class ScheduledBatch:
                 num_cached = candidate.num_cached
                 self._state.add_elsewhere(candidate.request, now, candidate.progress(num_cached, 0))
 
-    def load(self, loading: Loading) -> None:
+    def load(self, loading: LoadingCandidate) -> None:
         """Add a candidate whose cache is being copied in. Its row stays for now: iterations know rows by number."""
         self.loading.add(loading)
 
-    def loaded(self, request_id: RequestId) -> Loading:
-        """Remove and return an entry whose copy has ended, successfully or not."""
+    def loaded(self, request_id: RequestId) -> LoadingCandidate:
         return self.loading.pop(request_id)
 
     def enter(self, candidate: Candidate, block_ids: tuple[BlockId, ...], num_cached: int, now: float) -> None:
-        """Add a request with the cache of `num_cached` tokens in these blocks."""
         self.version += 1
         self._in_view.pop(candidate.request.request_id, None)
         self._held.enter(candidate, block_ids, num_cached, now)
 
     def free(self, block_ids: Iterable[BlockId]) -> None:
-        """Free the blocks of a request that was to be loaded and is not."""
         self._held.free_held(tuple(block_ids))
 
     def set_predicted_length(self, request_id: RequestId, predicted_len: float) -> None:
@@ -304,7 +293,6 @@ class ScheduledBatch:
         return Begun(command, members, has_changed=has_changed, loads=loads, alone_s=own.alone_s)
 
     def completed(self, event: IterationCompleted, now: float, duration_s: float) -> None:
-        """Note the end of the iteration, before any request leaves because of it."""
         self._performer.completed()
         for request_id, num_tokens in event.forced:
             self._state.note_forced(request_id, num_tokens)
@@ -313,11 +301,7 @@ class ScheduledBatch:
     # --- leaving
 
     def take_dropped(self) -> list[HeldRequest]:
-        """Remove and return the requests of which plans have dropped the whole cache since the last call.
-
-        Prefill workers compute them again. Here their prompts would be in everyone's iterations, and while chat fills
-        the memory they would be dropped again before they have their next token.
-        """
+        """Remove and return the requests whose whole cache plans have dropped: prefill workers compute them again."""
         if self.num_preemptions == self._num_dropped:
             return []
         self._num_dropped = self.num_preemptions
@@ -330,7 +314,6 @@ class ScheduledBatch:
         return dropped
 
     def drop(self, running: WorkerRequest) -> None:
-        """Remove a request and free its blocks."""
         self.version += 1
         self._held.drop(self._held[running.request.request_id])
 
@@ -339,7 +322,6 @@ class ScheduledBatch:
         return self._held.is_portable(running.request.request_id)
 
     def num_cached(self, running: WorkerRequest) -> int:
-        """Return the tokens of the request whose cache exists."""
         return int(self.table.num_cached[self.table.row(running.request.request_id)])
 
     def begin_eviction(self, running: WorkerRequest) -> Leaving:
@@ -351,7 +333,6 @@ class ScheduledBatch:
         return Leaving(tuple(leaving.block_ids), progress.num_cached, *since_s, progress.service_s)
 
     def end_eviction(self, block_ids: tuple[BlockId, ...]) -> None:
-        """Free the blocks of an evicted request, whose copy is complete."""
         self._held.free_held(block_ids)
 
     # --- times
@@ -361,7 +342,6 @@ class ScheduledBatch:
         return decode_s(self.table, self.costs)
 
     def is_mixing_cheaper(self, context_lens: Collection[int]) -> bool:
-        """Return whether decodes of these contexts cost less beside the running ones than after them."""
         return is_mixing_cheaper(self.table, self.costs, context_lens)
 
     # --- inside
@@ -383,12 +363,12 @@ class ScheduledBatch:
         )
         return _Split(iteration_plan, chosen)
 
-    def _hold(self, chosen: Iterable[Candidate]) -> tuple[Loading, ...]:
+    def _hold(self, chosen: Iterable[Candidate]) -> tuple[LoadingCandidate, ...]:
         loads = []
         for candidate in chosen:
             num_blocks = self.blocks_for(candidate.num_cached)
             if num_blocks <= self.num_free:
-                loads.append(Loading(candidate, self._held.hold(num_blocks)))
+                loads.append(LoadingCandidate(candidate, self._held.hold(num_blocks)))
         return tuple(loads)
 
     def _forget(self, request_id: RequestId) -> None:
@@ -405,10 +385,8 @@ class ScheduledBatch:
         return candidate.is_real_time or self._choice is CandidateChoice.ALL
 
     def _has_room_for_any(self) -> bool:
-        """Return whether every request in the table would fit alone, beside the blocks of those being copied.
-
-        Else the policy waits for the end of a copy: it could not make room even by evicting all.
-        """
+        """Return whether every request in the table would fit alone beside blocks being copied; else the policy
+        waits."""
         num_away = self._held.num_away
         if not num_away:
             return True

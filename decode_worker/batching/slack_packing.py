@@ -44,7 +44,7 @@ _GROWTH = 8  # tokens by which each grows while a prompt is computed and copied
 _PROBED, _LEAST_TOKEN_S = 4096, 1e-10
 
 
-class Packing(NamedTuple):
+class SlackPack(NamedTuple):
     """How a worker packs: the share of an objective that an iteration may take, and what iterations cost."""
 
     share: float
@@ -61,7 +61,7 @@ class _Held(NamedTuple):
 class SlackPacking:
     """The bound of one worker, and the order of its candidates. Reads running requests, and learns what they cost."""
 
-    def __init__(self, running: Mapping[RequestId, RunningRequest], packing: Packing) -> None:
+    def __init__(self, running: Mapping[RequestId, RunningRequest], packing: SlackPack) -> None:
         self._running = running
         self._share, self._costs, self._learner = packing
         self._until = (1.0 + self._share) / 2  # of an objective, with what waits here already
@@ -81,10 +81,7 @@ class SlackPacking:
         *,
         by_floor: RequestId | None = None,
     ) -> Iterator[Candidate]:
-        """Return the candidates that may enter beside running and loading requests, up to the first that may not.
-
-        `by_floor`: goes before all; None where classes are not known.
-        """
+        """Yield the candidates that may enter beside running and loading requests, up to the first that may not."""
         work, least_s = self._work(), self._costs.iteration_s(self._least)
         held = [one for running in self._running.values() if (one := self._held(running, now, least_s)) is not None]
         if not held:  # what enters stays for a while, and those with an objective may be back by then
@@ -165,8 +162,8 @@ class SlackPacking:
         return inf if tpot_s is None or self._share * tpot_s < least_s else self._share * tpot_s
 
     def wants_more(self, num_waiting: int) -> bool:
-        """Return whether more may be granted, while so many wait here: few, so that they go to the first worker with
-        room."""
+        """Return whether more may be granted while so many wait here: few, so that the first worker with room gets
+        them."""
         return num_waiting < max(_LEAST_AHEAD, _AHEAD * len(self._running))
 
     # --- what it costs

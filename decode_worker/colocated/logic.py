@@ -76,12 +76,11 @@ class UrgentPrompts:
             self.cycle.came(request.request_id)
 
     def pass_began(self, now: float) -> None:
-        """Note the iteration that has begun; the policy has seen all that came before."""
         self.cycle.pass_began()
         self._plans.pass_began(now)
 
     def begin(self, now: float) -> RunIteration | None:
-        """Begin an iteration of what has come, within the one in flight; None: it waits for the end of that."""
+        """Begin an iteration of new prompts within the pass in flight; None: they wait for its end."""
         if not self.cycle.may_begin:
             return None
         rows = self._waiting_rows()
@@ -97,7 +96,7 @@ class UrgentPrompts:
         return msgspec.structs.replace(self._performer.perform(plan, self.members, now), is_urgent=True)
 
     def end(self, event: IterationCompleted, now: float) -> IterationCompleted | None:
-        """Note the end of the urgent iteration, which has been dealt with; return that of the pass, if it was kept."""
+        """Note the end of the urgent iteration; return the end of the pass, if it was kept."""
         self._plans.end(event.duration_s(self._began_s, now))
         self.members = ()
         return self.cycle.end()
@@ -148,9 +147,10 @@ class ColocatedLogic:
         decode_pool: str | None = None,
         yielding: Yielding | None = None,
     ) -> None:
-        """`memory`: empty, with as many blocks as the worker has registered. `prefixes`: the prefix cache in it, empty;
-        None: there is none. `prefix_pool`: the pool of its node, if that keeps prefix blocks; `decode_pool`: the same,
-        if it keeps decodes. `yielding`: whether a pass stops between two layers; None: never."""
+        """`memory`: empty. `prefixes`: the empty prefix cache in it; None: none. `yielding`: whether a pass stops;
+        None: never.
+        `prefix_pool`: the pool of its node, if it keeps prefix blocks; `decode_pool`: the same, if it keeps decodes.
+        """
         assert memory.num_blocks == memory.num_free == registered.num_blocks, "memory that is not the worker's"
         self._registered = registered
         self._scheduler = scheduler
@@ -221,10 +221,8 @@ class ColocatedLogic:
     # --- peers and messages
 
     def _on_router(self, peer: str, now: float) -> list[ColocatedCommand]:
-        """Register with a router that comes (back): it knows nothing of what is here.
-
-        What decodes goes on, and the router is told; its gateways resume the rest there, from the beginning.
-        """
+        """Register with a router that comes (back). Decodes go on; gateways resume the rest there, from the
+        beginning."""
         commands: list[ColocatedCommand] = []
         if self._moves is not None:
             commands += self._moves.abort_all(now)

@@ -55,11 +55,11 @@ from alignedserve.worker_core.handoff import (
     BufferSpace,
     Contents,
     HandoffEnd,
+    HandoffReceiver,
     HandoffStage,
     Incoming,
     Lender,
     Outgoing,
-    Receiver,
     Sender,
 )
 from alignedserve.worker_core.router_link import RouterLink
@@ -204,7 +204,9 @@ class Arrivals:
         self._far: set[str] = set()  # workers of other nodes that lend a buffer; membership only
         self._rests_until_s: dict[str, float] = {}  # from peers whose buffers could not be read
         self._space = BufferSpace()
-        self.receiver = Receiver(self._space, registered.block_size, held.free_held, state_blocks=held.blocks_for(0))
+        self.receiver = HandoffReceiver(
+            self._space, registered.block_size, held.free_held, state_blocks=held.blocks_for(0)
+        )
         self.num_taken = 0
 
     # --- other workers
@@ -224,10 +226,7 @@ class Arrivals:
     # --- one request, step by step
 
     def reserve(self, peer: str, message: ReserveBlocks, now: float) -> list[ArrivalCommand]:
-        """Hold blocks for a request, here and in the buffer, if there are enough of both.
-
-        Not while that buffer is likely out of reach: a request is decoded by neither worker until a try has ended.
-        """
+        """Hold blocks for a request, here and in the buffer, unless the buffer is likely out of reach."""
         self._router.observe(message.attempt)
         may_come = now >= self._rests_until_s.get(peer, now)
         return [self.receiver.reserve(peer, message, lambda: self._hold(peer, message) if may_come else None)]
@@ -323,7 +322,6 @@ class RequestMoves:
         return [*self._departures.leave(now)]
 
     def hang_up_unused(self, now: float) -> list[HangUp]:
-        """Hang up on workers of other nodes that were not needed for long."""
         leaving = {entry.target for entry in self._departures.sender}
         return self._peers.hang_up_unused(now, lambda: self._arrivals.receiver.peers() | leaving)
 

@@ -74,8 +74,8 @@ class PrefixOffers:
     """
 
     def __init__(self, cached: CachedBlocks, *, state_blocks: int = 0) -> None:
-        """`state_blocks`: of contexts whose states have blocks of their own: what ends at kept ones is offered alone,
-        with these, which a pool keeps like blocks that follow."""
+        """`state_blocks`: of contexts whose states have blocks of their own, which a pool keeps like blocks that
+        follow."""
         self._cached = cached
         self._state_blocks = state_blocks
         self._of_states: dict[CachedBlock, list[CachedBlock]] = {}  # as such blocks, by the one before them
@@ -100,7 +100,6 @@ class PrefixOffers:
         self._new.pop(block, None)
 
     def state_changed(self, block: CachedBlock) -> None:
-        """Note that the states behind a block are kept now, or are not any more."""
         for of_state in self._of_states.pop(block, ()):
             self._new.pop(of_state, None)
         if block.state_ids:
@@ -128,7 +127,7 @@ class PrefixOffers:
         self._rests_until_s = self._gathers_until_s = 0.0
 
     def disconnected(self) -> None:
-        """Stop: a pool that is gone wants nothing. Copies under way end by themselves."""
+        """Stop; copies under way end by themselves."""
         self._pool = None
         self._new.clear()
         self._offered.clear()
@@ -288,7 +287,6 @@ class PooledPrefixes:
         return [] if message.prefix_pool is None else self._peers.needed(message.prefix_pool, now)
 
     def hang_up_unused(self, now: float) -> list[HangUp]:
-        """Hang up on pools of other nodes that had no use for long."""
         return self._peers.hang_up_unused(now, self._loads.pools_in_use)
 
     def ask(self, message: PrefillRequest, now: float) -> list[PoolCommand] | None:

@@ -129,7 +129,6 @@ class PrefixLoads:
     # --- a request
 
     def ask(self, message: PrefillRequest, now: float) -> list[LoadCommand] | None:
-        """Ask the pool for a request's prefix; None: admit the request now."""
         request = message.request
         is_private = not request.prefix_root or request.sampling.num_prompt_logprobs is not None
         far = message.prefix_pool
@@ -223,10 +222,7 @@ class PrefixLoads:
         return pool in self._links and self._links[pool].is_open
 
     def _is_worth_while(self, num_blocks: int, pool: str, now: float, *, behind: _Waiting | None = None) -> bool:
-        """Return whether loading `num_blocks` from this pool is probably faster than computing them.
-
-        `behind`: the request whose load would bring them, where that is so.
-        """
+        """Return whether loading `num_blocks` from this pool is probably faster than computing them."""
         link = self._links[pool]
         if num_blocks < 1 or now < link.rests_until_s:
             return False

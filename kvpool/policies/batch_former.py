@@ -41,7 +41,6 @@ class AlignedBatch:
     num_blocks: int  # decode memory needed on admission
 
     def as_formed(self, batch_id: BatchId, worker: WorkerName) -> FormedBatch:
-        """Describe it for people who look on."""
         lengths, num_requests = self.lengths, len(self.request_ids)
         return FormedBatch(batch_id, worker, lengths.start, lengths.stop, num_requests, self.num_blocks)
 
@@ -51,23 +50,16 @@ class BatchFormer(Protocol):
 
     is_aligned: bool  # its batches are of similar length
 
-    def insert(self, pooled: PooledRequest, now: float) -> None:
-        """Add a request; its id must be new."""
+    def insert(self, pooled: PooledRequest, now: float) -> None: ...
 
-    def remove(self, request_id: RequestId) -> None:
-        """Take a request out; it must be there."""
+    def remove(self, request_id: RequestId) -> None: ...
 
     def form(self, limits: BatchLimits, now: float) -> AlignedBatch | None:
-        """Choose a batch within both limits, or None. Removes nothing: the caller removes what it grants.
-
-        A request larger than `max_blocks` by itself is passed over, and stays for a larger limit.
-        """
+        """Choose a batch within both limits, or None; the caller removes what it grants. Larger requests stay."""
 
     def join(self, lengths: LengthRange, limits: BatchLimits, now: float) -> AlignedBatch | None:
-        """Choose requests to join a running batch of these lengths, the oldest first, or None. Removes nothing.
-
-        None as well if the policy ignores lengths.
-        """
+        """Choose requests to join a running batch of these lengths, the oldest first; None also if lengths are
+        ignored."""
 
     def seen(self) -> LengthTree:
         """Return how many requests wait in which range of lengths; an empty tree if the policy ignores lengths."""

@@ -70,8 +70,7 @@ class DensityFirstBatchFormer:
         return self._served(builder.chosen, now)
 
     def join(self, lengths: LengthRange, limits: BatchLimits, now: float) -> AlignedBatch | None:
-        """A request larger than the limit by itself is passed over; the first other that does not fit
-        ends the choice.
+        """Pass over requests larger than the limit; the first other that does not fit ends the choice.
 
         In a leaf that the range covers only in part, the oldest `4 * max_requests` are looked at.
         """
@@ -117,11 +116,7 @@ class DensityFirstBatchFormer:
 
 
 def _densest(tree: QuadTree, limits: BatchLimits, node: int) -> int:
-    """Return the first node within both limits, or leaf, on the way down from a node through the children with most
-    requests.
-
-    A child in which every request exceeds the limit by itself is skipped; ties go to the left.
-    """
+    """Return the first node within both limits, or leaf, on the way down through the children with most requests."""
     while node < tree.first_leaf:
         if tree.num_blocks[node] <= limits.max_blocks and tree.num_requests[node] <= limits.max_requests:
             break

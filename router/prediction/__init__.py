@@ -17,8 +17,7 @@ CLASS_MEAN = "class_mean"  # no predictor: the mean of recent requests of the sa
 def make_length_predictor(config: RouterConfig, served: ServedModel) -> LengthPredictor | None:
     """Return the predictor that `router.length_predictor` names; None for the mean of the class.
 
-    Raises ConfigError listing the valid names, or saying what an encoder needs; ModelError where its files are missing
-    or malformed.
+    Raises ConfigError listing the valid names or an encoder's needs; ModelError for missing or malformed files.
     """
     name = config.length_predictor
     if name == CLASS_MEAN:

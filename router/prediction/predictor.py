@@ -63,7 +63,6 @@ class LengthMlp:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the earlier requests, as they will be when all are there."""
         return self._inputs.nbytes + self._targets.nbytes
 
     def predict(self, features: Vector) -> float:
@@ -123,7 +122,7 @@ class PredictionSource(enum.Enum):
     PRIOR = "prior"  # too few have finished for more than a mean
 
 
-class Prediction(NamedTuple):
+class LengthPrediction(NamedTuple):
     """Expected output tokens of a request, from 1 (or its limit, if that is 0) to its limit."""
 
     output_len: float
@@ -162,7 +161,6 @@ class FinishedRequests:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all arrays, as they will be when the store is full."""
         return self._keys.nbytes + self._output_lens.nbytes
 
     def add(self, key: Vector, output_len: float) -> None:
@@ -191,7 +189,6 @@ class LengthPrior:
         self._by_length: dict[tuple[RequestClass, int], OutputLengthForecast] = {}
 
     def predict(self, request: Request) -> float:
-        """Return the expected number of output tokens, never above the request's limit."""
         return self._by_length.get(_kind(request), self._by_class).predict(request)
 
     def observe(self, request: Request, num_generated: int) -> None:
@@ -213,33 +210,29 @@ class LengthPredictor:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of what it has learnt from."""
         return self._mlp.num_bytes + self._finished.num_bytes
 
     @property
     def num_features(self) -> int:
-        """Return the length of its prompts' features."""
         return self._encoder.num_features
 
     def encode(self, request: Request) -> PromptCode:
         """Encode the prompt for `predict` and `learn`; the slow part where the encoder is neural."""
         return self._encoder.encode(request.prompt_token_ids)
 
-    def predict(self, request: Request, code: PromptCode) -> Prediction:
-        """Predict the output length; changes no state."""
+    def predict(self, request: Request, code: PromptCode) -> LengthPrediction:
         similar = self._finished.search(
             code.key, num_wanted=self._config.num_neighbours, least_similarity=self._encoder.least_similarity
         )
         if len(similar.output_lens):
             mean = float(similar.similarities @ similar.output_lens / similar.similarities.sum())
-            return Prediction(_within_limit(mean, request), PredictionSource.RETRIEVAL)
+            return LengthPrediction(_within_limit(mean, request), PredictionSource.RETRIEVAL)
         if self._mlp.num_learnt >= self._config.fewest_learnt:
             expected = self._mlp.predict(_features(request, code))
-            return Prediction(_within_limit(expected, request), PredictionSource.MLP)
-        return Prediction(_within_limit(self._prior.predict(request), request), PredictionSource.PRIOR)
+            return LengthPrediction(_within_limit(expected, request), PredictionSource.MLP)
+        return LengthPrediction(_within_limit(self._prior.predict(request), request), PredictionSource.PRIOR)
 
     def learn(self, request: Request, code: PromptCode, num_generated: int) -> None:
-        """Learn from a request that finished after `num_generated` tokens."""
         self._finished.add(code.key, float(num_generated))
         self._mlp.learn(_features(request, code), float(num_generated))
         self._prior.observe(request, num_generated)

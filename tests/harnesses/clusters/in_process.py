@@ -47,7 +47,7 @@ from decode_worker.service import ColocatedWorker, DecodeWorker
 from kvpool.service import KvPool
 from prefill_worker import logic as prefill_logic
 from prefill_worker.service import PrefillWorker
-from router.service import Router
+from router.service import RouterService
 from tests.harnesses.client_gateway import ClientGateway
 from tests.support.devices.counting_engine import CountingEngine
 from tests.support.devices.device_stand_in import Machine
@@ -123,7 +123,7 @@ class RoomCluster:
         self.books: dict[str, AddressBook] = {}  # of processes on nodes of their own
         self.authority: CertificateAuthority | None = None  # for TLS between nodes
         self.pools: dict[str, str] = {}  # of their nodes
-        self.components: dict[str, Router | KvPool | PrefillWorker | DecodeWorker | ColocatedWorker] = {}
+        self.components: dict[str, RouterService | KvPool | PrefillWorker | DecodeWorker | ColocatedWorker] = {}
         self.engines: dict[str, CountingEngine] = {}
 
     async def start(self) -> None:
@@ -138,7 +138,7 @@ class RoomCluster:
         await self.gateway.start()
 
     async def start_router(self) -> None:
-        router = Router(
+        router = RouterService(
             config=self.config.router,
             batching=self.config.batching,
             served=self.served,

@@ -14,7 +14,7 @@ from alignedserve.messages.handshake import Role
 from alignedserve.scheduling.policies import make_policy
 from alignedserve.scheduling.policy import DeviceMemory
 from alignedserve.scheduling.scheduler_state import Progress, SchedulerState
-from decode_worker.batching.scheduled_batch import Admission, ScheduledBatch
+from decode_worker.batching.scheduled_batch import ObjectiveAdmission, ScheduledBatch
 from decode_worker.load import Pace
 from decode_worker.state import Candidate
 from tests.harnesses.decode import scheduled_batch
@@ -48,7 +48,7 @@ class Worker:
             self.state.hold(1)
             of = request(f"running{number}", prompt_len=99, **class_of(tpot_s))
             self.state.attach(of, 0.0, Progress(8.0, 1, 99, 1, 0.0, 0.0))
-        self.admission = Admission(self.state.table, EasyCosts(), SHARE)
+        self.admission = ObjectiveAdmission(self.state.table, EasyCosts(), SHARE)
 
     def within(self, *candidates: Candidate, loading: tuple[Candidate, ...] = (), now: float = 0.0) -> list[str]:
         return [str(one.request.request_id) for one in self.admission.within(candidates, loading, now)]

@@ -4,7 +4,7 @@ from alignedserve.core.ids import BatchId
 from alignedserve.core.request import SampledToken
 from decode_worker.batching.begun import span_of
 from decode_worker.batching.running_batch import RunningBatch
-from decode_worker.state import Candidate, Loading, RunningRequest
+from decode_worker.state import Candidate, LoadingCandidate, RunningRequest
 from tests.support.samples import blocks, handoff, request
 
 
@@ -72,7 +72,7 @@ def test_what_is_being_copied_in_grows_too() -> None:
     first = candidate("r1", 7)
     taken = harness.batch.blocks_if_fits(first)
     assert taken is not None
-    harness.batch.load(Loading(first, taken))
+    harness.batch.load(LoadingCandidate(first, taken))
     assert harness.batch.blocks_if_fits(candidate("r2", 7)) is None
 
 

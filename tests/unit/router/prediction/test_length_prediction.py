@@ -23,9 +23,9 @@ from router.prediction.encoders import (
 from router.prediction.predictor import (
     FinishedRequests,
     LengthMlp,
+    LengthPrediction,
     LengthPredictor,
     LengthPrior,
-    Prediction,
     PredictionSource,
     PredictorConfig,
 )
@@ -63,7 +63,7 @@ def learn(predictor: LengthPredictor, of: Request, output_len: int) -> None:
     predictor.learn(of, predictor.encode(of), output_len)
 
 
-def predict(predictor: LengthPredictor, of: Request) -> Prediction:
+def predict(predictor: LengthPredictor, of: Request) -> LengthPrediction:
     return predictor.predict(of, predictor.encode(of))
 
 
