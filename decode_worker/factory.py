@@ -170,7 +170,8 @@ def make_colocated_logic(
     is_plain = memory.hidden_ratio is None and not memory.has_shared_blocks
     prefixes = None
     if prefix_cache is not None and prefix_cache.enabled and is_plain:
-        prefixes = _prefix_cache(prefix_cache, memory, takes_whole=has_states)
+        states = budget_of(prefix_cache, memory.num_blocks, memory.state_blocks)
+        prefixes = PrefixCache(memory.block_size, takes_whole=has_states or states is not None, states=states)
     yielding = make_yielding(scheduling, num_layers)
     return ColocatedLogic(
         registered=_with_speed(registered, config, costs, measured),
@@ -182,11 +183,6 @@ def make_colocated_logic(
         yielding=yielding,
         decode_pool=decode_pool,
     )
-
-
-def _prefix_cache(config: PrefixCacheConfig, memory: DeviceMemory, *, takes_whole: bool) -> PrefixCache:
-    states = budget_of(config, memory.num_blocks, memory.state_blocks)
-    return PrefixCache(memory.block_size, takes_whole=takes_whole or states is not None, states=states)
 
 
 def _with_speed(

@@ -60,7 +60,17 @@ class LoadCounter:
         if counts == self._reported and not is_due:
             return None
         self._reported = counts
-        return self._load_of(counts)
+        return WorkerLoad(
+            num_running=counts.num_running,
+            num_candidate_requests=counts.num_joining,
+            num_batch_candidates=counts.num_following,
+            num_candidate_blocks=counts.num_blocks,
+            num_free_blocks=self._batch.num_free,
+            num_handoffs_verified=counts.num_verified,
+            num_evictions=counts.num_evictions,
+            running=counts.running,
+            num_real_time_candidates=counts.num_real_time,
+        )
 
     def waiting(self) -> Iterator[WaitingRequest]:
         num_running = self._batch.num_holding
@@ -74,19 +84,6 @@ class LoadCounter:
             num_verified,
             self._evictions.num_evictions + self._batch.num_preemptions,
             self._running_range(num_iterations),
-        )
-
-    def _load_of(self, counts: _LoadCounts) -> WorkerLoad:
-        return WorkerLoad(
-            num_running=counts.num_running,
-            num_candidate_requests=counts.num_joining,
-            num_batch_candidates=counts.num_following,
-            num_candidate_blocks=counts.num_blocks,
-            num_free_blocks=self._batch.num_free,
-            num_handoffs_verified=counts.num_verified,
-            num_evictions=counts.num_evictions,
-            running=counts.running,
-            num_real_time_candidates=counts.num_real_time,
         )
 
     def _cause_of(self, candidate: Candidate) -> Cause:

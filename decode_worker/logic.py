@@ -180,7 +180,10 @@ class DecodeLogic:
             case AbortRequest():
                 return self._abort(message.request_id, message.attempt)
             case ArenaOffered():
-                return self._offered(peer, message)
+                is_buffer = not self._peers.is_pool(peer)
+                if is_buffer:
+                    self._candidates.buffer_offered(peer, message)
+                return [MapArena(peer, message, stamps=is_buffer)]
             case BlocksPrefetched():
                 missed = self._candidates.prefetched(message)
                 if missed is None:
@@ -201,12 +204,6 @@ class DecodeLogic:
             case BlocksWritten():
                 return self._written(peer, message, now)
         raise AssertionError(f"a decode worker does not take {type(message).__name__}")
-
-    def _offered(self, peer: str, message: ArenaOffered) -> list[DecodeCommand]:
-        is_buffer = not self._peers.is_pool(peer)
-        if is_buffer:
-            self._candidates.buffer_offered(peer, message)
-        return [MapArena(peer, message, stamps=is_buffer)]
 
     def _granted(self, pool: str, message: BatchGranted, now: float) -> list[DecodeCommand]:
         self._router.await_load()

@@ -98,7 +98,7 @@ class LeaseTable:
             self._num_kept_blocks += len(lease.block_ids)
             heapq.heappush(self._kept, lease.reclaim_key)
             if len(self._kept) > 2 * self._num_kept + _MAX_SKIPPED:
-                self._compact_heap()
+                self._kept = sorted({key for key in self._kept if self._is_kept(key[-1])})
 
     def shorten(self, lease: Lease, num_blocks: int) -> tuple[BlockId, ...]:
         """Free the blocks of a lease after the first `num_blocks`, and return them."""
@@ -121,9 +121,6 @@ class LeaseTable:
         if lease.stage is LeaseStage.KEPT:
             self._num_kept -= 1
             self._num_kept_blocks -= len(lease.block_ids)
-
-    def _compact_heap(self) -> None:
-        self._kept = sorted({key for key in self._kept if self._is_kept(key[-1])})
 
     def _is_kept(self, lease_id: LeaseId) -> bool:
         lease = self._leases.get(lease_id)

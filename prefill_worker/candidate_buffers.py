@@ -82,14 +82,11 @@ class CandidateBuffers:
         )
         if not self._has_pool:
             return [_not_prefetched(peer, relay)]
-        self._queue_prefetch(peer, relay, is_best_effort=message.is_best_effort)
-        return self._next()
-
-    def _queue_prefetch(self, peer: str, relay: RelayBlocks, *, is_best_effort: bool) -> None:
         place = len(self._waiting)
-        while place and not is_best_effort and self._waiting[place - 1].is_best_effort:
+        while place and not message.is_best_effort and self._waiting[place - 1].is_best_effort:
             place -= 1
-        self._waiting.insert(place, _WaitingCopy(peer, relay, is_best_effort))
+        self._waiting.insert(place, _WaitingCopy(peer, relay, message.is_best_effort))
+        return self._next()
 
     def cancel(self, peer: str, message: CancelPrefetch) -> list[BufferCommand]:
         """Remove a prefetch from the queue; one that has started continues and is answered as usual."""

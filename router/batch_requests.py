@@ -73,7 +73,9 @@ class BatchRequests:
         `is_shared`: whether several tenants share the cluster now. A pool gets no FormBatch while unanswered ones may
         take all that is pooled: most would come back empty.
         """
-        self._note_waited(now)
+        while (first := self._waiting.first()) is not None and now - first.rank >= self._batching.starvation_s:
+            self._waiting.discard(first.name)
+            self._changed[first.name] = None
         if not self._changed:
             return []
         self._by_turn = is_shared(now)
@@ -139,11 +141,6 @@ class BatchRequests:
     def least_share(self, pool: str) -> int:
         known = [worker for worker in self._nodes.get(pool, {}).values() if worker.registered.can_decode]
         return min((self._share(worker) for worker in known), default=0)
-
-    def _note_waited(self, now: float) -> None:
-        while (first := self._waiting.first()) is not None and now - first.rank >= self._batching.starvation_s:
-            self._waiting.discard(first.name)
-            self._changed[first.name] = None
 
     def _wait(self, name: str, now: float) -> None:
         """Look again when the oldest or a large request or worker has waited for `starvation_s`, or a chat's token is

@@ -120,7 +120,10 @@ class RouterLogic:
     ) -> list[Send]:
         match event:
             case LengthPredicted():
-                return self._length_predicted(event)
+                tracked = self._registry.requests.get(event.request_id)
+                if tracked is None:
+                    return []
+                return note_prediction(tracked, event.predicted_len)
             case PeerConnected(role, peer):
                 if role is Role.GATEWAY:
                     self._gateways[peer] = ""
@@ -130,7 +133,11 @@ class RouterLogic:
             case PeerDisconnected(_, peer):
                 return self._on_disconnected(peer)
             case DrainRequested():
-                return self._drain_workers(event)
+                self._placement.set_draining(event.draining)
+                requests = self._registry.requests.values()
+                return self._registry.move(
+                    [request for request in requests if self._placement.is_leaving(request, event.moved)]
+                )
             case Ticked():
                 return self._on_tick(now)
 
@@ -275,12 +282,6 @@ class RouterLogic:
         self._placement.adapters.fail(peer, tracked.adapter)
         return self._registry.fail(tracked, message.kind, message.reason)
 
-    def _length_predicted(self, event: LengthPredicted) -> list[Send]:
-        tracked = self._registry.requests.get(event.request_id)
-        if tracked is None:
-            return []
-        return note_prediction(tracked, event.predicted_len)
-
     # --- losses
 
     def _on_disconnected(self, peer: str) -> list[Send]:
@@ -300,13 +301,6 @@ class RouterLogic:
         if worker is None:
             return commands
         return commands + announce_prefiller(worker, self._placement.workers.values(), is_lost=True)
-
-    def _drain_workers(self, event: DrainRequested) -> list[Send]:
-        self._placement.set_draining(event.draining)
-        requests = self._registry.requests.values()
-        return self._registry.move(
-            [request for request in requests if self._placement.is_leaving(request, event.moved)]
-        )
 
     @property
     def records(self) -> RouterRecords:

@@ -58,7 +58,8 @@ class Placement:
     def register(self, peer: str, message: WorkerRegistered | PoolRegistered) -> str | None:
         """Add a worker or pool that (re)connected, holding nothing; return why it is refused, or None."""
         self.remove(peer)
-        known = self._layout_digest()
+        of_workers = (worker.registered.layout_digest for worker in self.workers.values())
+        known = next(of_workers, next((pool.layout_digest for pool in self.pools.values()), None))
         if known is not None and known != message.layout_digest:
             return "its blocks are not of the size, dtype and shape of the cluster's; start all with one configuration"
         if isinstance(message, WorkerRegistered):
@@ -73,10 +74,6 @@ class Placement:
         self.pools[peer] = PoolRecord(peer, self._num_pool_epochs, message.num_blocks, message.layout_digest)
         self._rank_node(peer)
         return None
-
-    def _layout_digest(self) -> str | None:
-        of_workers = (worker.registered.layout_digest for worker in self.workers.values())
-        return next(of_workers, next((pool.layout_digest for pool in self.pools.values()), None))
 
     def _add_worker(self, worker: WorkerRecord) -> None:
         registered = worker.registered

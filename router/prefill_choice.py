@@ -185,7 +185,9 @@ class PrefillChoice:
     def next(self, gateways: Mapping[str, str], now: float) -> ChosenPrefill | None:
         """Take the next request out of the queue; None: no worker can have one now. `gateways`: with their nodes."""
         for turn in self._registry.queue.turns(now):
-            seeker = self._seeker(turn, now)
+            tracked = self._registry.requests[turn.request_id]
+            is_bounded = self._registry.queue.is_bounded(turn.request_id, now)
+            seeker = _Seeker(tracked, self._counted_beside(tracked, turn), is_bounded, now)
             chosen = self._place(seeker, gateways)
             if chosen is not None:
                 self._registry.take(chosen.tracked, chosen.tracked.num_prefill_tokens - chosen.hit.num_tokens)
@@ -193,11 +195,6 @@ class PrefillChoice:
                     self._promised.add(chosen.tracked)
                 return chosen
         return None
-
-    def _seeker(self, turn: Turn, now: float) -> _Seeker:
-        tracked = self._registry.requests[turn.request_id]
-        is_bounded = self._registry.queue.is_bounded(turn.request_id, now)
-        return _Seeker(tracked, self._counted_beside(tracked, turn), is_bounded, now)
 
     def _place(self, seeker: _Seeker, gateways: Mapping[str, str]) -> ChosenPrefill | None:
         tracked = seeker.tracked

@@ -131,10 +131,6 @@ class CachedBlock:
     ticket: int = 0  # of that moment; 0: it has users
     state_ids: tuple[BlockId, ...] = ()  # where the states behind it are kept; none: nowhere
 
-    @property
-    def is_leaf(self) -> bool:
-        return not self.num_users and not self.num_children
-
 
 class BlockChanges(NamedTuple):
     """Blocks that have come and gone; none is in both."""
@@ -323,7 +319,7 @@ class CachedBlocks:
         parent = block.parent
         if parent is not None:
             parent.num_children -= 1
-            if parent.is_leaf:
+            if not parent.num_users and not parent.num_children:
                 self._offer(parent)
         for observer in self.observers:
             observer.removed(block)

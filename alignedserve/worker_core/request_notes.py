@@ -99,7 +99,9 @@ class WorkerNotes:
                 if said is not None:
                     said(self, command.peer, command.message, now)
             elif kind is LoadBlocks:
-                self._loading(command, now)
+                source = command.source.partition(" ")[0]  # of the names of an arena that a process lends
+                for load in command.loads:
+                    self._note(load.request_id, Step.LOADING, now, peer=source)
         for command in commands:  # after what is said of requests that have ended, which leave the engine with it
             if type(command) is RunIteration:
                 self._iteration(command, now)
@@ -232,11 +234,6 @@ class WorkerNotes:
         self._followed.pop(message.request.request_id, None)
 
     # --- what it does
-
-    def _loading(self, command: LoadBlocks, now: float) -> None:
-        source = command.source.partition(" ")[0]  # of the names of an arena that a process lends
-        for load in command.loads:
-            self._note(load.request_id, Step.LOADING, now, peer=source)
 
     def _stop(self, event: IterationCompleted, now: float) -> None:
         if event.is_urgent:

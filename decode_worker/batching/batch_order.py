@@ -147,7 +147,9 @@ class BatchOrder:
         `num_blocks`: held by running requests; `real_time`: of these. The next batch starts when it is due.
         """
         all_candidates, running = list(candidates), Holding(num_running, num_blocks)
-        self._forget_empty(_by_id(all_candidates))
+        for batch_id in [batch_id for batch_id in self._waiting if batch_id not in _by_id(all_candidates)]:
+            del self._waiting[batch_id]
+            self.version += 1
         if self._floor is None:
             following = next(iter(self._waiting.values()), None)
             return self._choose(_by_id(all_candidates), following, running, now)
@@ -217,11 +219,6 @@ class BatchOrder:
             return own
         self._take_up(following, members, num_running)
         return by_id.get(NO_BATCH, []) + members
-
-    def _forget_empty(self, by_id: _ById) -> None:
-        for batch_id in [batch_id for batch_id in self._waiting if batch_id not in by_id]:
-            del self._waiting[batch_id]
-            self.version += 1
 
     def _is_due(self, following: WaitingBatch, own: list[Candidate], running: Holding, now: float) -> bool:
         """Return whether the next batch enters: it has waited too long, or little runs and no candidate is left."""

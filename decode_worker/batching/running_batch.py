@@ -130,16 +130,13 @@ class RunningBatch:
         if self.is_empty:
             return self._allocator.allocate(num_blocks)
         if self._foreseen is None:
-            self._foreseen = self._foreseen_blocks()
+            size, beside = self._block_size, self._state_blocks
+            running = sum(growth_of(one, len(one.block_ids) - beside, size) for one in self._running.values())
+            self._foreseen = running + self.loading.growth(size, beside)
         foreseen = self._foreseen + growth_of(candidate, num_blocks - self._state_blocks, self._block_size)
         if num_blocks + foreseen > self._allocator.num_free:
             return None
         return self._allocator.allocate(num_blocks)
-
-    def _foreseen_blocks(self) -> int:
-        size, beside = self._block_size, self._state_blocks
-        running = sum(growth_of(one, len(one.block_ids) - beside, size) for one in self._running.values())
-        return running + self.loading.growth(size, beside)
 
     def load(self, loading: LoadingCandidate) -> None:
         if self._foreseen is not None:

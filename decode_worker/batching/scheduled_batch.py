@@ -238,7 +238,7 @@ class ScheduledBatch:
         room = self._room_without_best_effort() if self._choice is CandidateChoice.OVER_BEST_EFFORT else math.inf
         for candidate in candidates if self._has_choice() else ():
             request_id = candidate.request.request_id
-            if self._is_here(request_id) or not self._may_displace(candidate):
+            if self._is_here(request_id) or not (candidate.is_real_time or self._choice is CandidateChoice.ALL):
                 continue
             room -= self._blocks_with_growth(candidate)
             if room < 0 or self.num_holding + len(chosen) >= self._max_held:
@@ -380,9 +380,6 @@ class ScheduledBatch:
             table = self.table
             return bool(np.any(~table.is_real_time & (table.num_blocks > 0)))
         return self._choice is CandidateChoice.ALL
-
-    def _may_displace(self, candidate: Candidate) -> bool:
-        return candidate.is_real_time or self._choice is CandidateChoice.ALL
 
     def _has_room_for_any(self) -> bool:
         """Return whether every request in the table would fit alone beside blocks being copied; else the policy

@@ -83,7 +83,10 @@ class UrgentPrompts:
         """Begin an iteration of new prompts within the pass in flight; None: they wait for its end."""
         if not self.cycle.may_begin:
             return None
-        rows = self._waiting_rows()
+        waiting = [one for one in map(self._held.get, self.cycle.ask()) if one is not None]
+        kept = [one for one in waiting if not (one.is_prefilled or one.is_aborted or one.is_finished)]
+        self.cycle.keep(one.request.request_id for one in kept)
+        rows = [self._held.state.table.row(one.request.request_id) for one in kept]
         if not rows:
             return None
         self._held.foresee_hits()
@@ -100,12 +103,6 @@ class UrgentPrompts:
         self._plans.end(event.duration_s(self._began_s, now))
         self.members = ()
         return self.cycle.end()
-
-    def _waiting_rows(self) -> list[int]:
-        waiting = [one for one in map(self._held.get, self.cycle.ask()) if one is not None]
-        kept = [one for one in waiting if not (one.is_prefilled or one.is_aborted or one.is_finished)]
-        self.cycle.keep(one.request.request_id for one in kept)
-        return [self._held.state.table.row(one.request.request_id) for one in kept]
 
 
 def causes_of(held: HeldRequests, members: Collection[HeldRequest], max_running: int) -> list[WaitingRequest]:
@@ -362,7 +359,10 @@ class ColocatedLogic:
             return []
         commands = self._completed(event, now)
         if not event.is_urgent:
-            self._drop_ended(now)
+            for tracked in [tracked for tracked in self._requests if tracked.is_aborted or tracked.is_finished]:
+                self._requests.drop(tracked)
+                if tracked.successor is not None:
+                    self._admit(tracked.successor, now)
             return commands
         assert self._urgent is not None, "an urgent iteration of a worker that has none"
         kept = self._urgent.end(event, now)
@@ -377,19 +377,15 @@ class ColocatedLogic:
         self._scheduler.completed(
             self._state, now=now, duration_s=duration_s, grammar_s=event.grammar_s, is_urgent=event.is_urgent
         )
-        has_prompts = self._completes_prompts(event)
+        by_id = self._requests.by_id
+        may_be_new = event.is_urgent or not self._are_prefilled
+        has_prompts = may_be_new and any(not by_id[token.request_id].is_prefilled for token in event.sampled)
         outcome = self._iterations.outcome(event, self._requests.by_id)
         # The tokens of the filled blocks are known by now, but of those that nobody waits for any more.
         self._requests.store_filled({*event.failed, *self._aborted_jumps(event)})
         # The router hears of blocks before it hears that a prompt is complete, as it ceases to expect them then. What
         # decodes fill is told with the next tick: thousands of workers tell a router at most so often.
         return [*(self._tell_blocks() if has_prompts else ()), *outcome]
-
-    def _drop_ended(self, now: float) -> None:
-        for tracked in [tracked for tracked in self._requests if tracked.is_aborted or tracked.is_finished]:
-            self._requests.drop(tracked)
-            if tracked.successor is not None:
-                self._admit(tracked.successor, now)
 
     def _aborted_jumps(self, event: IterationCompleted) -> list[RequestId]:
         return [request_id for request_id, _ in event.forced if self._requests[request_id].is_aborted]
@@ -432,11 +428,6 @@ class ColocatedLogic:
             num_prefix_evictions=prefixes.blocks.num_evicted if prefixes is not None else 0,
         )
         return self._router.load(load)
-
-    def _completes_prompts(self, event: IterationCompleted) -> bool:
-        by_id = self._requests.by_id
-        may_be_new = event.is_urgent or not self._are_prefilled
-        return may_be_new and any(not by_id[token.request_id].is_prefilled for token in event.sampled)
 
     def _tell_blocks(self, *, is_new: bool = False) -> list[ColocatedCommand]:
         if self._prefixes is None or not self._router.is_connected:

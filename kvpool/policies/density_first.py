@@ -59,7 +59,8 @@ class DensityFirstBatchFormer:
         if limits.max_requests < 1 or tree.smallest[ROOT] > limits.max_blocks:
             return None
         builder = _BatchBuilder(tree, limits)
-        urgent = self._most_urgent(limits.max_blocks, now)
+        entry = next(self._deadlines.up_to(limits.max_blocks), None)
+        urgent = self._tree[entry[2]] if entry is not None and entry[0] <= now else None
         if urgent is not None:
             start = tree.leaf_of(urgent.context_len)
             builder.take_around(urgent, start)
@@ -85,10 +86,6 @@ class DensityFirstBatchFormer:
 
     def seen(self) -> LengthTree:
         return self._tree.seen()
-
-    def _most_urgent(self, max_blocks: int, now: float) -> PooledRequest | None:
-        entry = next(self._deadlines.up_to(max_blocks), None)
-        return self._tree[entry[2]] if entry is not None and entry[0] <= now else None
 
     def _first_range(self, limits: BatchLimits, now: float) -> int:
         before_s = now - self._starvation_s
