@@ -232,8 +232,8 @@ class HeldRequests:
         first = self.num_of_states(tracked)
         if first and not num_kept:
             self.allocator.free(tracked.block_ids[:first])
-        own = tracked.block_ids[max(num_kept, first + tracked.num_shareable) :]
-        self.allocator.free(own[:-1] if shares_last else own)
+        private_ids = tracked.block_ids[max(num_kept, first + tracked.num_shareable) :]
+        self.allocator.free(private_ids[:-1] if shares_last else private_ids)
         if tracked.context is not None and self._prefixes is not None:
             self._prefixes.leave(tracked.context, max(num_kept - first, 0))
         del tracked.block_ids[num_kept:]
@@ -288,7 +288,7 @@ class HeldRequests:
     @property
     def num_promised(self) -> int:
         needs = (self.blocks_for(held.context_len + 1) - len(held.block_ids) for held in self)
-        return sum(max(need, 0) for one, need in zip(self, needs, strict=True) if one.block_ids)
+        return sum(max(need, 0) for holder, need in zip(self, needs, strict=True) if holder.block_ids)
 
     def detach(self, tracked: HeldRequest) -> Progress:
         """Take a request whose cache is on the device out of the scheduler and the engine; its blocks stay held."""

@@ -103,9 +103,9 @@ class LoadCounter:
             num_joining = sum(self._order.joins_running(candidate) for candidate in staying)
             num_blocks = sum(self._batch.blocks_for(candidate.context_len) for candidate in staying)
             self._waiting_of = versions
-            following = [one for one in staying if not self._order.joins_running(one)]
+            following = [candidate for candidate in staying if not self._order.joins_running(candidate)]
             counted = following if self._order.knows_classes else staying if self._batch.packing is not None else ()
-            num_real_time = sum(one.is_real_time for one in counted)
+            num_real_time = sum(candidate.is_real_time for candidate in counted)
             self._waiting = _CandidateCounts(num_joining, len(staying) - num_joining, num_blocks, num_real_time)
         return self._waiting
 

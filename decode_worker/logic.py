@@ -88,8 +88,8 @@ class DecodeLogic:
         """`batch`: empty; None: all requests are in every iteration, and no objective bounds it. `state_blocks`: of
         every request, before those of its tokens."""
         self._registered, most = registered, limits.max_running_requests
-        own = RunningBatch.of_worker(registered, most, state_blocks=state_blocks) if batch is None else batch
-        self._batch: DecodeBatch = own
+        running_batch = RunningBatch.of_worker(registered, most, state_blocks=state_blocks) if batch is None else batch
+        self._batch: DecodeBatch = running_batch
         knows_classes = limits.switch.best_effort_floor is not None
         self._candidates = Candidates(
             registered.pool_name, registered.block_size, knows_classes=knows_classes, state_blocks=state_blocks
@@ -346,9 +346,9 @@ class DecodeLogic:
         self._batch.drop(stuck)
         return self._fail_too_large(stuck)
 
-    def _fail_too_large(self, one: WorkerRequest) -> list[DecodeCommand]:
+    def _fail_too_large(self, request: WorkerRequest) -> list[DecodeCommand]:
         reason = "its context needs more cache blocks than a decode worker has"
-        return [*self._router.failed(one, FailureKind.UNSERVABLE, reason)]
+        return [*self._router.failed(request, FailureKind.UNSERVABLE, reason)]
 
     # --- ending an iteration
 

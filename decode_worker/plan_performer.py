@@ -60,18 +60,19 @@ class PlanPerformer:
     def _begin_states(
         self, members: Sequence[HeldRequest], scheduled: Sequence[ScheduledRequest]
     ) -> tuple[StateKept, ...]:
-        states = self._held.states
-        if not states.are_kept:
+        keeper = self._held.states
+        if not keeper.are_kept:
             return ()
-        kept: list[StateKept] = []
+        states: list[StateKept] = []
         for tracked, part in zip(members, scheduled, strict=True):
             if tracked.context is not None:
                 first = int(self._state.table.num_cached[part.row])
                 slice_ = Passed(first, first + part.num_tokens, tracked.is_prefilled)
                 # Beside them every request may need a block soon.
-                kept += states.begin(tracked.request.request_id, tracked.context, slice_, num_kept_free=len(self._held))
+                request_id = tracked.request.request_id
+                states += keeper.begin(request_id, tracked.context, slice_, num_kept_free=len(self._held))
         self._state.settle(self._held.allocator.num_free)
-        return tuple(kept)
+        return tuple(states)
 
     def completed(self) -> None:
         self._held.is_copying_out = False

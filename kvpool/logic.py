@@ -70,31 +70,6 @@ from kvpool.state import NO_GENERATION, Lease, LeaseStage, PooledRequest, Reserv
 LINK_WAIT_S = 1.0  # many times what a link takes between two hosts
 
 
-class WaitingForms:
-    """The questions that wait, in the order in which they came."""
-
-    def __init__(self, wait_s: float) -> None:
-        self._wait_s = wait_s
-        self._waiting: dict[BatchId, tuple[FormBatch, float]] = {}  # with the end of the wait
-
-    def add(self, form: FormBatch, now: float) -> None:
-        self._waiting[form.batch_id] = (form, now + self._wait_s)
-
-    def linked(self, worker: str) -> list[FormBatch]:
-        return self._take([form for form, _ in self._waiting.values() if form.worker == worker])
-
-    def expired(self, now: float) -> list[FormBatch]:
-        return self._take([form for form, ends_s in self._waiting.values() if ends_s <= now])
-
-    def clear(self) -> None:
-        self._waiting.clear()
-
-    def _take(self, forms: list[FormBatch]) -> list[FormBatch]:
-        for form in forms:
-            del self._waiting[form.batch_id]
-        return forms
-
-
 PoolCommand = StoreCommand
 
 
@@ -135,7 +110,7 @@ class PoolLogic:
         self._workers: dict[str, None] = {}  # linked now
         self._pace_s: dict[str, float] = {}  # of decode workers: an iteration, and so each token, takes so long
         self._link_wait_s = link_wait_s
-        self._waiting_forms = WaitingForms(link_wait_s)
+        self._waiting_forms: dict[BatchId, tuple[FormBatch, float]] = {}  # with the end of the wait for a link
         self._reported: PoolLoad | None = None
         self._formed: FormedBatch | None = None  # the last one
 
@@ -149,7 +124,8 @@ class PoolLogic:
             case PeerDisconnected(_, peer):
                 commands = self._on_disconnected(peer, now)
             case Ticked():
-                refused = [self._refused(form) for form in self._waiting_forms.expired(now)]
+                expired = self._take_forms([form for form, ends_s in self._waiting_forms.values() if ends_s <= now])
+                refused = [self._refused(form) for form in expired]
                 commands = [*self._end_expired(now), *chain(*refused), *self._report()]
         return commands
 
@@ -158,13 +134,14 @@ class PoolLogic:
     def _on_connected(self, role: Role, peer: str, now: float) -> list[PoolCommand]:
         if role is not Role.ROUTER:
             self._workers[peer] = None
-            asked = [self._form(form, now) for form in self._waiting_forms.linked(peer)]
-            return [Send(peer, self._arena), *chain(*asked)]
+            forms = self._take_forms([form for form, _ in self._waiting_forms.values() if form.worker == peer])
+            granted = [self._form(form, now) for form in forms]
+            return [Send(peer, self._arena), *chain(*granted)]
         self._router = peer
         changed = self._prefixes.cached.told_all()
-        kept = [] if changed is None else [Send(peer, changed)]
+        cached = [] if changed is None else [Send(peer, changed)]
         if not self._takes_requests:
-            return [*kept]
+            return [*cached]
         self._reported = None
         # What a router knew of this pool ended with its link: it recomputes those requests, so their blocks are freed.
         # Workers still wait for theirs, and are told to drop what they have written.
@@ -172,10 +149,15 @@ class PoolLogic:
         commands = [command for lease in self._lease_table.all() for command in self._invalidate(lease)]
         return [
             Send(peer, PoolRegistered(self._lease_table.num_blocks, self._arena.layout_digest, self._known_attempt)),
-            *kept,
+            *cached,
             *commands,
             *self._serve_reservations(now),
         ]
+
+    def _take_forms(self, forms: list[FormBatch]) -> list[FormBatch]:
+        for form in forms:
+            del self._waiting_forms[form.batch_id]
+        return forms
 
     def _on_disconnected(self, peer: str, now: float) -> list[PoolCommand]:
         if peer == self._router:
@@ -297,7 +279,7 @@ class PoolLogic:
         if message.worker not in self._workers:  # it would never get the grant, nor release it
             if not self._link_wait_s:
                 return self._refused(message)
-            self._waiting_forms.add(message, now)
+            self._waiting_forms[message.batch_id] = (message, now + self._link_wait_s)
             return []
         batch = self._choose(message, now)
         if batch is None:
@@ -356,12 +338,12 @@ class PoolLogic:
 
     def _fetch_copy(self, peer: str, message: FetchCopy, now: float) -> list[PoolCommand]:
         leases = self._lease_table.of_request(message.request_id)
-        kept = [lease for lease in leases if lease.stage is LeaseStage.KEPT and lease.attempt <= message.attempt]
+        copies = [lease for lease in leases if lease.stage is LeaseStage.KEPT and lease.attempt <= message.attempt]
         if not self._takes_requests:
-            kept = [lease for lease in leases if lease.stage is LeaseStage.POOLED and lease.holder == peer]
-        if not kept:
+            copies = [lease for lease in leases if lease.stage is LeaseStage.POOLED and lease.holder == peer]
+        if not copies:
             return [Send(peer, CopyMissing(message.request_id, message.attempt))]
-        best = max(kept, key=lambda lease: lease.attempt)
+        best = max(copies, key=lambda lease: lease.attempt)
         return [Send(peer, CopyGranted(self._grant(best, peer, now), message.attempt))]
 
     # --- ends of leases

@@ -141,7 +141,7 @@ class PrefixStore:
                 return ReservedPart(len(part.blocks)), []  # another block has its name, so it cannot be kept
             num_known, parent = num_known + 1, known
         rest = part.blocks[num_known:]
-        num_written = next((at for at, one in enumerate(rest) if one.block_hash not in self._written_by), len(rest))
+        num_written = next((at for at, block in enumerate(rest) if block.block_hash not in self._written_by), len(rest))
         if num_written or not rest:
             return ReservedPart(num_known + num_written), []
         return self._lease(peer, parent, rest, num_known, now)
@@ -186,12 +186,12 @@ class PrefixStore:
             assert stored is not None, "its name was free while it was written"
             run.append(stored)
             self._checksums[block_id] = checksum
-        kept = tuple(block.block_id for block in run[len(writing.before) :])
+        stored_ids = tuple(block.block_id for block in run[len(writing.before) :])
         self._forget_written(writing)
-        freed = self._free(writing.block_ids[len(kept) :])
-        if kept:
+        freed = self._free(writing.block_ids[len(stored_ids) :])
+        if stored_ids:
             self._generation = self._generation or int(self._take_lease())
-            freed.insert(0, SetBlockGeneration(kept, self._generation))
+            freed.insert(0, SetBlockGeneration(stored_ids, self._generation))
         return [*freed, *self._release(run)]
 
     def _end_writing(self, lease_ids: list[LeaseId]) -> list[StoreCommand]:
@@ -227,25 +227,25 @@ class PrefixStore:
     # --- blocks to read
 
     def _find(self, peer: str, message: FindPrefix) -> PrefixFound:
-        found, states = self._behind_state(list(self._kept(message)))
-        if not found:
+        run_found, states = self._behind_state(list(self._kept(message)))
+        if not run_found:
             return PrefixFound(message.request_id)
-        lent = [*found, *states]
+        lent = [*run_found, *states]
         run = context_of(lent[-1])
         self.cached.acquire(run)
         lease_id = self._take_lease()
         self._lent[lease_id] = _Lent(peer, run, message.num_before)
         runs = tuple(BlockRun(block.block_id, 1, self._checksums[block.block_id]) for block in lent)
-        copy = BlockCopy(self._generation, len(found) * self._block_size, runs, message.num_before)
-        return PrefixFound(message.request_id, lease_id, copy, tuple(block.packed_tokens for block in found))
+        copy = BlockCopy(self._generation, len(run_found) * self._block_size, runs, message.num_before)
+        return PrefixFound(message.request_id, lease_id, copy, tuple(block.packed_tokens for block in run_found))
 
-    def _behind_state(self, found: list[CachedBlock]) -> tuple[list[CachedBlock], list[CachedBlock]]:
+    def _behind_state(self, blocks: list[CachedBlock]) -> tuple[list[CachedBlock], list[CachedBlock]]:
         """Return the blocks up to the last with states, and the blocks of these states; all, where none are kept."""
         if not self._state_blocks:
-            return found, []
-        for count in range(len(found), 0, -1):
-            if states := self._states_of(found[count - 1]):
-                return found[:count], states
+            return blocks, []
+        for count in range(len(blocks), 0, -1):
+            if states := self._states_of(blocks[count - 1]):
+                return blocks[:count], states
         return [], []
 
     def _states_of(self, edge: CachedBlock) -> list[CachedBlock]:

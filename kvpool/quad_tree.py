@@ -54,43 +54,43 @@ class OrderedEntries:
         if not self._chunks:
             self._chunks, self._lasts, self._smallest = [[entry]], [entry], [size]
             return
-        place = min(bisect_left(self._lasts, entry), len(self._lasts) - 1)
-        chunk = self._chunks[place]
+        index = min(bisect_left(self._lasts, entry), len(self._lasts) - 1)
+        chunk = self._chunks[index]
         insort(chunk, entry)
-        self._lasts[place] = chunk[-1]
-        if size < self._smallest[place]:
-            self._smallest[place] = size
+        self._lasts[index] = chunk[-1]
+        if size < self._smallest[index]:
+            self._smallest[index] = size
         if len(chunk) > _MAX_CHUNK:
             half = len(chunk) // 2
-            self._replace(place, 1, [chunk[:half], chunk[half:]])
+            self._replace(index, 1, [chunk[:half], chunk[half:]])
 
     def remove(self, entry: Entry) -> None:
-        place = bisect_left(self._lasts, entry)
-        chunk = self._chunks[place]
+        index = bisect_left(self._lasts, entry)
+        chunk = self._chunks[index]
         position = bisect_left(chunk, entry)
         del chunk[position]
         if not chunk or (len(chunk) < _MIN_CHUNK and len(self._chunks) > 1):
-            self._shrink(place)
+            self._shrink(index)
         else:
-            self._lasts[place] = chunk[-1]
-            if entry[3] == self._smallest[place] and entry[3] not in map(_blocks_of, chunk):
-                self._smallest[place] = min(map(_blocks_of, chunk))
+            self._lasts[index] = chunk[-1]
+            if entry[3] == self._smallest[index] and entry[3] not in map(_blocks_of, chunk):
+                self._smallest[index] = min(map(_blocks_of, chunk))
         if entry[3] == self.smallest and entry[3] not in self._smallest:
             self.smallest = min(self._smallest, default=NO_SIZE)
 
-    def _shrink(self, place: int) -> None:
-        first = max(0, min(place, len(self._chunks) - 2))
+    def _shrink(self, index: int) -> None:
+        first = max(0, min(index, len(self._chunks) - 2))
         merged = [entry for chunk in self._chunks[first : first + 2] for entry in chunk]
         if len(merged) > _MAX_CHUNK:
-            self._replace(place, 1, [self._chunks[place]])
+            self._replace(index, 1, [self._chunks[index]])
         else:
             self._replace(first, 2, [merged])
 
-    def _replace(self, place: int, count: int, chunks: list[list[Entry]]) -> None:
+    def _replace(self, index: int, count: int, chunks: list[list[Entry]]) -> None:
         chunks = [chunk for chunk in chunks if chunk]
-        self._chunks[place : place + count] = chunks
-        self._lasts[place : place + count] = [chunk[-1] for chunk in chunks]
-        self._smallest[place : place + count] = [min(map(_blocks_of, chunk)) for chunk in chunks]
+        self._chunks[index : index + count] = chunks
+        self._lasts[index : index + count] = [chunk[-1] for chunk in chunks]
+        self._smallest[index : index + count] = [min(map(_blocks_of, chunk)) for chunk in chunks]
 
     def up_to(self, max_blocks: int) -> Iterator[Entry]:
         for chunk, smallest in zip(self._chunks, self._smallest, strict=True):
@@ -100,13 +100,13 @@ class OrderedEntries:
     def first_fit(self, max_blocks: int, max_requests: int) -> FitResult:
         entries: list[Entry] = []
         smallest_left = NO_SIZE
-        for place, smallest in enumerate(self._smallest):
+        for index, smallest in enumerate(self._smallest):
             if self.smallest > max_blocks:  # nothing that follows fits
-                return FitResult(entries, min(smallest_left, *self._smallest[place:]))
+                return FitResult(entries, min(smallest_left, *self._smallest[index:]))
             if smallest > max_blocks:
                 smallest_left = min(smallest_left, smallest)
                 continue
-            for entry in self._chunks[place]:
+            for entry in self._chunks[index]:
                 size = entry[3]
                 if size > max_blocks:
                     smallest_left = min(smallest_left, size)

@@ -82,10 +82,10 @@ class CandidateBuffers:
         )
         if not self._has_pool:
             return [_not_prefetched(peer, relay)]
-        place = len(self._waiting)
-        while place and not message.is_best_effort and self._waiting[place - 1].is_best_effort:
-            place -= 1
-        self._waiting.insert(place, _WaitingCopy(peer, relay, message.is_best_effort))
+        index = len(self._waiting)
+        while index and not message.is_best_effort and self._waiting[index - 1].is_best_effort:
+            index -= 1
+        self._waiting.insert(index, _WaitingCopy(peer, relay, message.is_best_effort))
         return self._next()
 
     def cancel(self, peer: str, message: CancelPrefetch) -> list[BufferCommand]:
@@ -212,7 +212,7 @@ class PlaceOrder:
                 placed += job.stage is not JobStage.DEPARTING and not job.is_real_time
         if not self.knows_classes:
             return waiting
-        by_class: dict[TurnClass, list[PrefillJob]] = {one: [] for one in TurnClass}
+        by_class: dict[TurnClass, list[PrefillJob]] = {turn_class: [] for turn_class in TurnClass}
         for job in waiting:
             by_class[_class_of(job, now)].append(job)
         waiting = [job for of_class in by_class.values() for job in of_class]

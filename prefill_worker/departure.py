@@ -67,15 +67,15 @@ class Departure:
                 return self.begin(job)
         match how:
             case HandoffEnd.FAILED if not is_optional:
-                told = self._router.failed(job, FailureKind.INTERNAL, "its cache cannot be copied to the KV pool")
+                reports = self._router.failed(job, FailureKind.INTERNAL, "its cache cannot be copied to the KV pool")
             case HandoffEnd.REFUSED if not is_optional:
                 reason = "the KV pool is too small for it"
-                told = self._router.failed(job, FailureKind.UNSERVABLE, reason)
+                reports = self._router.failed(job, FailureKind.UNSERVABLE, reason)
             case HandoffEnd.UNKNOWN if not is_optional:
-                told = self._router.send(job.preempted())
+                reports = self._router.send(job.preempted())
             case _:
-                told = []
-        return [*told, *self._forget(job)]
+                reports = []
+        return [*reports, *self._forget(job)]
 
 
 def _contents_of(entry: Departing, now: float) -> Contents:

@@ -76,18 +76,18 @@ class JobBlocks:
             job.block_ids = self._allocator.allocate(num_blocks) or ()
             return bool(job.block_ids)
         prefixes.wait(context, (job.context_len - 1) // self._block_size * self._block_size)
-        found = context.run[: prefixes.num_foreseen(context) // self._block_size]
-        num_free = self.num_free - sum(not block.num_users for block in found)
-        if num_blocks - len(found) > num_free:
+        cached = context.run[: prefixes.num_foreseen(context) // self._block_size]
+        num_free = self.num_free - sum(not block.num_users for block in cached)
+        if num_blocks - len(cached) > num_free:
             prefixes.leave(context)
             return False
         run = prefixes.enter(context, job.context_len)
         if run.state is not None:
             self._states_to_copy.append((job, run.state.state_ids))
-        own = self._allocator.allocate(num_blocks - len(run.held))
-        assert own is not None, "fewer blocks than were counted"
-        of_states, own = own[: self._state_blocks], own[self._state_blocks :]
-        job.block_ids = (*of_states, *(block.block_id for block in run.held), *own)
+        private_ids = self._allocator.allocate(num_blocks - len(run.held))
+        assert private_ids is not None, "fewer blocks than were counted"
+        of_states, private_ids = private_ids[: self._state_blocks], private_ids[self._state_blocks :]
+        job.block_ids = (*of_states, *(block.block_id for block in run.held), *private_ids)
         job.num_hit_tokens = run.num_tokens
         return True
 
@@ -109,7 +109,7 @@ class JobBlocks:
         """Free the blocks of a job that has left; cached blocks stay in the cache until they are needed."""
         context, request_id = job.context, job.request.request_id
         self._states.settle(request_id, context, is_whole=False)
-        self._states_to_copy = [one for one in self._states_to_copy if one[0] is not job]
+        self._states_to_copy = [entry for entry in self._states_to_copy if entry[0] is not job]
         self._replacements = [replacement for replacement in self._replacements if replacement.request_id != request_id]
         num_states = self._state_blocks if job.block_ids else 0
         self._allocator.free(job.block_ids[:num_states])
@@ -135,14 +135,14 @@ class JobBlocks:
     ) -> tuple[StateKept, ...]:
         if not self._states.are_kept:
             return ()
-        kept: list[StateKept] = []
+        states: list[StateKept] = []
         for request_id, num_tokens in slices:
             job = jobs[request_id]
             first, job.num_passed = job.num_passed, job.num_passed + num_tokens
             if job.context is not None:
                 passed = Passed(first, job.num_passed, is_answer=False)
-                kept += self._states.begin(request_id, job.context, passed, num_kept_free=0)
-        return tuple(kept)
+                states += self._states.begin(request_id, job.context, passed, num_kept_free=0)
+        return tuple(states)
 
     def take_replacements(self) -> tuple[BlockReplacement, ...]:
         """Return the blocks that the engine has to replace by others, each once."""

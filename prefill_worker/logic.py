@@ -15,8 +15,6 @@ worker that is lost before it acknowledged them are preempted (RequestPreempted:
 were departing to a lost pool reserve again when it is back. Candidate buffers are in candidate_buffers.py.
 """
 
-from collections.abc import Mapping
-
 import msgspec
 
 from alignedserve.config.sections import PrefillWorkerConfig, PrefixCacheConfig, SchedulingConfig
@@ -72,38 +70,6 @@ from prefill_worker.departure import Departure, DepartureCommand
 from prefill_worker.job_blocks import JobBlocks
 from prefill_worker.state import JobStage, PrefillJob, waiting_cause
 
-
-class UrgentJobs:
-    """Chooses what the next iteration computes, and an urgent one within it."""
-
-    def __init__(self, scheduler: IterationScheduler) -> None:
-        self._scheduler = scheduler
-        self.cycle = UrgentCycle()
-
-    @property
-    def may_begin(self) -> bool:
-        """True if something has changed since it was last asked whether an urgent iteration is to begin."""
-        return self.cycle.may_begin and self._scheduler.may_yield
-
-    def came(self, job: PrefillJob) -> None:
-        if job.is_real_time:
-            self.cycle.came(job.request.request_id)
-
-    def choose(self, now: float) -> Slices:
-        """Choose the slices of the next iteration, by a policy that has seen all that came before."""
-        self.cycle.pass_began()
-        return self._scheduler.choose(now)
-
-    def choose_urgent(self, jobs: Mapping[RequestId, PrefillJob], now: float) -> Slices:
-        """Choose the slices of an urgent iteration, which begins then; none: it does not pay. `jobs`: all."""
-        came = [jobs[request_id] for request_id in self.cycle.ask() if request_id in jobs]
-        ready = [job.request.request_id for job in came if job.stage is JobStage.COMPUTING and not job.is_aborted]
-        slices = self._scheduler.choose_urgent(ready, now)
-        if slices:
-            self.cycle.began()
-        return slices
-
-
 CopyEvent = BlocksLoaded | BlocksOffloaded | BlocksRelayed
 PrefillEvent = CommonEvent | IterationCompleted | CopyEvent | BufferOpened
 WorkCommand = RunIteration | LoadBlocks | OffloadBlocks | RelayBlocks | MapArena | OpenBuffer | CloseBuffer
@@ -137,7 +103,7 @@ class PrefillLogic:
         self._additions: dict[RequestId, Addition] = {}  # entering with the next iteration
         self._removals: list[RequestId] = []
         self._num_reused_tokens = self._num_recomputed_tokens = 0  # of retried requests
-        self._urgent = UrgentJobs(scheduler)
+        self._urgent = UrgentCycle()
         self._pool: str | None = None
         self._router = RouterLink(registered)
         self._departure = Departure(self._buffers.lender, self._router, self._forget)
@@ -241,7 +207,7 @@ class PrefillLogic:
             earlier.successor, earlier.successor_s = message, now
             return commands
         self._jobs[request.request_id] = job
-        self._urgent.came(job)
+        self._came(job)
         return commands
 
     def _abort(self, request_id: RequestId, attempt: int | None = None) -> list[DepartureCommand]:
@@ -307,10 +273,14 @@ class PrefillLogic:
 
     def _start_iteration(self, now: float) -> list[PrefillCommand]:
         is_urgent = self._iterations.is_running
-        if is_urgent and not self._urgent.may_begin:
+        if is_urgent and not (self._urgent.may_begin and self._scheduler.may_yield):
             return []
         requests = self._admit(now)
-        slices = self._urgent.choose_urgent(self._jobs, now) if is_urgent else self._urgent.choose(now)
+        if is_urgent:
+            slices = self._choose_urgent(now)
+        else:
+            self._urgent.pass_began()  # the policy has seen all that came before
+            slices = self._scheduler.choose(now)
         if not slices:
             return requests
         additions, self._additions = tuple(self._additions.values()), {}
@@ -321,6 +291,18 @@ class PrefillLogic:
         states = self._blocks.begin_states(self._jobs, slices)
         run = RunIteration(removals, additions, (), slices, None, replacements, copies, is_urgent, states)
         return [run, *requests]
+
+    def _choose_urgent(self, now: float) -> Slices:
+        came = [self._jobs[request_id] for request_id in self._urgent.ask() if request_id in self._jobs]
+        ready = [job.request.request_id for job in came if job.stage is JobStage.COMPUTING and not job.is_aborted]
+        slices = self._scheduler.choose_urgent(ready, now)
+        if slices:
+            self._urgent.began()
+        return slices
+
+    def _came(self, job: PrefillJob) -> None:
+        if job.is_real_time:
+            self._urgent.came(job.request.request_id)
 
     def _admit(self, now: float) -> list[PrefillCommand]:
         """Allocate blocks for the next jobs, in order, up to the first that does not fit; only then ask for a copy."""
@@ -346,7 +328,7 @@ class PrefillLogic:
 
     def _enter(self, job: PrefillJob, num_cached: int, now: float) -> None:
         job.stage, job.num_passed = JobStage.COMPUTING, num_cached
-        self._urgent.came(job)
+        self._came(job)
         generated, predicted = len(job.generated_token_ids), job.predicted_output_len
         self._scheduler.enter(
             *(job.request, now),
@@ -362,7 +344,7 @@ class PrefillLogic:
         self._additions[job.request.request_id] = addition
 
     def _iteration_completed(self, event: IterationCompleted, now: float) -> list[PrefillCommand]:
-        if self._urgent.cycle.keeps(event):
+        if self._urgent.keeps(event):
             return []
         duration_s = self._iterations.end(event, now)
         self._scheduler.completed(now, duration_s, event.grammar_s, is_urgent=event.is_urgent, turn_s=event.turn_s)
@@ -376,11 +358,11 @@ class PrefillLogic:
             if not job.generated_token_ids:
                 job.first_token_s = now
         changed = self._blocks.changes()
-        told = self._router.send(changed) if changed is not None else []
-        commands = [*told, *self._iterations.outcome(event, self._jobs)]
+        reports = self._router.send(changed) if changed is not None else []
+        commands = [*reports, *self._iterations.outcome(event, self._jobs)]
         if event.is_urgent:
-            kept = self._urgent.cycle.end()
-            return commands if kept is None else [*commands, *self._iteration_completed(kept, now)]
+            ended_pass = self._urgent.end()
+            return commands if ended_pass is None else [*commands, *self._iteration_completed(ended_pass, now)]
         for job in [job for job in self._jobs.values() if job.is_aborted and not job.is_copying]:
             commands += self._end(job)
         return commands
@@ -456,9 +438,9 @@ def make_logic(
     max_context_len = registered.num_blocks * registered.block_size
     speed = measured_speed(limits_of(config), costs, measured, max_context_len=max_context_len)
     scheduler = make_iteration_scheduler(scheduling, limits_of(config), costs, measured, num_layers)
-    told = msgspec.structs.replace(registered, is_fcfs=not scheduler.prioritizes_real_time)
+    with_order = msgspec.structs.replace(registered, is_fcfs=not scheduler.prioritizes_real_time)
     return PrefillLogic(
-        registered=with_speed(told, speed),
+        registered=with_speed(with_order, speed),
         max_running_requests=config.max_running_requests,
         scheduler=scheduler,
         eos_token_ids=eos_token_ids,

@@ -11,6 +11,8 @@ more, of those with the fewest; with `tpot_s` 0.2 it waits for its batch.
 from collections.abc import Iterable
 from typing import Protocol
 
+from typing_extensions import override
+
 from alignedserve.core.request import Request
 from router.state import WorkerRecord
 
@@ -80,28 +82,18 @@ class UrgentBypass:
         return min(able, key=lambda worker: _order_of(worker, context_len), default=None)
 
 
-class PackedBypass:
+class PackedBypass(UrgentBypass):
     """Lets requests with a TPOT objective go straight to the decode worker with most room, where slack is packed.
 
-    Their prompts have waited until some have room (look_ahead.py). While a worker keeps lengths apart, as UrgentBypass.
+    Their prompts have waited until some have room (prefill_choice.is_decoded_soon). While a worker keeps lengths
+    apart, it is an UrgentBypass.
     """
 
-    def __init__(self) -> None:
-        self._otherwise = UrgentBypass()
-
-    def observe_wait(self, wait_s: float) -> None:
-        self._otherwise.observe_wait(wait_s)
-
-    def observe_waiting(self, wait_s: float) -> None:
-        self._otherwise.observe_waiting(wait_s)
-
-    def observe_bypass(self) -> None:
-        self._otherwise.observe_bypass()
-
+    @override
     def target(self, request: Request, context_len: int, workers: Iterable[WorkerRecord]) -> WorkerRecord | None:
         known = list(workers)
         if not all(worker.takes_any_length for worker in known):
-            return self._otherwise.target(request, context_len, known)
+            return super().target(request, context_len, known)
         if not request.is_real_time or request.slo.tpot_s is None:
             return None
         able = [worker for worker in known if worker.has_real_time_slot]

@@ -141,7 +141,7 @@ class OwnershipTransitions:
         """Interrupt a request on its way to a worker that the pool has lost. Its whole batch was lost with the link."""
         worker = self._placement.workers.get(message.worker)
         if worker is not None and message.batch_id != NO_BATCH and worker.pending_batch == message.batch_id:
-            self._placement.cancel_batch_request(worker)
+            self._placement.batch_requests.cancel(worker)
         if message.request_id not in self._registry.requests:
             return [Send(pool, DropRequest(message.request_id, epoch_end(message.attempt)))]
         tracked = self._registry.current(message.request_id, message.attempt)

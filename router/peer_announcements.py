@@ -61,16 +61,16 @@ def _names(*names: str) -> tuple[WorkerName, ...]:
     return tuple(map(WorkerName, names))
 
 
-def _is_near(one: WorkerRecord, other: WorkerRecord) -> bool:
-    return one.registered.pool_name == other.registered.pool_name
+def _is_near(worker: WorkerRecord, other: WorkerRecord) -> bool:
+    return worker.registered.pool_name == other.registered.pool_name
 
 
 def _is_prefiller(registered: WorkerRegistered) -> bool:
     return registered.can_prefill and not registered.can_decode
 
 
-def _are_linked(one: WorkerRecord, other: WorkerRecord) -> bool:
-    return one.registered.can_move and one.registered.pool_name == other.registered.pool_name
+def _are_linked(worker: WorkerRecord, other: WorkerRecord) -> bool:
+    return worker.registered.can_move and worker.registered.pool_name == other.registered.pool_name
 
 
 def _is_decoder(registered: WorkerRegistered) -> bool:

@@ -5,6 +5,8 @@ orders up to date: workers that can prefill by load, those with a free slot, tho
 concerns a pool looks at the workers of its node.
 """
 
+import heapq
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 
 import msgspec
@@ -19,7 +21,7 @@ from alignedserve.messages.workers import WorkerLoad, WorkerRegistered
 from router.batch_requests import BatchRequests
 from router.prefix_index import AdapterIndex, PrefixIndex
 from router.state import DispatchedPrefill, PooledRecord, PoolRecord, TrackedRequest, WorkerRecord
-from router.worker_orders import LatePrompts, LongestContexts, Prefillers, Standbys, is_as_free, requests_at
+from router.worker_orders import LongestContexts, Prefillers, Standbys, is_as_free, requests_at
 
 
 class Placement:
@@ -29,7 +31,7 @@ class Placement:
         self.workers: dict[str, WorkerRecord] = {}
         self.pools: dict[str, PoolRecord] = {}
         self.packs = batching.pack_share is not None  # requests of any length into the slack of what runs
-        self._num_pooled = 0
+        self.num_pooled = 0
         self._num_pool_epochs = 0
         self._num_registrations = 0  # of workers
         self._nodes: dict[str, dict[str, WorkerRecord]] = {}  # workers by the pool of their node
@@ -37,7 +39,7 @@ class Placement:
             at_full_pool: {is_real_time: Prefillers(is_real_time=is_real_time) for is_real_time in (False, True)}
             for at_full_pool in (False, True)
         }
-        self._late_prompts = LatePrompts()
+        self._due_prompts: list[tuple[float, RequestId, int, str]] = []  # heap of prompts at workers: due, attempt
         self.longest_contexts = LongestContexts()
         self._free: dict[str, WorkerRecord] = {}  # decode workers with a slot for chat
         self.prefixes = PrefixIndex()
@@ -45,7 +47,7 @@ class Placement:
         self.links = LearnedLinks()  # to decode workers from pools of other nodes
         self._standbys = Standbys(self._nodes, self._rank)
         self._refused: dict[str, WorkerRecord] = {}  # perhaps more than have `refused_kinds`
-        self._batch_requests = BatchRequests(
+        self.batch_requests = BatchRequests(
             pools=self.pools,
             nodes=self._nodes,
             links=self.links,
@@ -89,8 +91,8 @@ class Placement:
         if (pool := self.pools.pop(peer, None)) is None:
             return
         self.prefixes.forget(peer)
-        self._num_pooled -= pool.num_pooled
-        self._batch_requests.pool_lost(peer)
+        self.num_pooled -= pool.num_pooled
+        self.batch_requests.pool_lost(peer)
         self._rank_node(peer)
         self.clear_refusals()
 
@@ -107,7 +109,7 @@ class Placement:
         self.longest_contexts.discard(name)
         for records in (self._free, self._refused):
             records.pop(name, None)
-        self._batch_requests.worker_lost(worker)
+        self.batch_requests.worker_lost(worker)
         self._standbys.settle(pool)
 
     def __contains__(self, peer: str) -> bool:
@@ -174,14 +176,16 @@ class Placement:
         self.prefixes.expect(worker.name, prefill.block_names)
         if prefill.adapter:
             self.adapters.use(worker, prefill.adapter)
-        self._late_prompts.add(worker.name, request_id, prefill)
+        if prefill.is_real_time and prefill.due_s < math.inf:
+            heapq.heappush(self._due_prompts, (prefill.due_s, request_id, prefill.attempt, worker.name))
         self._rank(worker)
 
     def note_late_prompts(self, now: float) -> None:
-        for late in self._late_prompts.take(now) if len(self._late_prompts) else ():
-            worker = self.workers.get(late.worker)
+        while self._due_prompts and self._due_prompts[0][0] <= now:  # also of prompts that have ended
+            _, request_id, attempt, name = heapq.heappop(self._due_prompts)
+            worker = self.workers.get(name)
             if worker is not None:
-                worker.note_late(late.request_id, late.attempt)
+                worker.note_late(request_id, attempt)
                 self._rank(worker)
 
     def complete_prefill(self, worker: WorkerRecord, request_id: RequestId, attempt: int) -> bool:
@@ -240,10 +244,10 @@ class Placement:
         self.set_copy(tracked, pool)
         record = PooledRecord(num_blocks, tracked.pooled_s, tracked.is_real_time, tracked.next_late_s)
         self.pools[pool].add_pooled(tracked.request.request_id, record)
-        self._num_pooled += 1
-        if num_blocks > self._batch_requests.least_share(pool):
+        self.num_pooled += 1
+        if num_blocks > self.batch_requests.least_share(pool):
             self.pools[pool].large_requests[tracked.request.request_id] = (num_blocks, tracked.pooled_s)
-        self._batch_requests.note_change(pool)
+        self.batch_requests.note_change(pool)
         self.clear_refusals()
 
     def set_copy(self, tracked: TrackedRequest, pool: str) -> None:
@@ -266,8 +270,8 @@ class Placement:
             self._clear_refusal(worker)
         if tracked.stage is Stage.POOLED and tracked.holder in self.pools:
             pool = self.pools[tracked.holder]
-            self._num_pooled -= pool.remove_pooled(request_id)
-            self._batch_requests.note_change(pool.name)
+            self.num_pooled -= pool.remove_pooled(request_id)
+            self.batch_requests.note_change(pool.name)
 
     def depends_on(self, tracked: TrackedRequest, peer: str) -> bool:
         """Return True if the request may be lost with this peer: held by it, or on its way to it."""
@@ -275,10 +279,6 @@ class Placement:
             return True
         worker = self.workers.get(tracked.holder or "")
         return tracked.is_prefilled and worker is not None and worker.registered.pool_name == peer
-
-    @property
-    def num_pooled(self) -> int:
-        return self._num_pooled
 
     # --- choices
 
@@ -297,8 +297,8 @@ class Placement:
         near = self.workers.get(name or "")
         if near is None or near is least:
             return near
-        near_tokens, tokens = (one.num_tokens_before(is_real_time=is_real_time) for one in (near, least))
-        near_requests, requests = (requests_at(one, self.beside(one), self.pools) for one in (near, least))
+        near_tokens, tokens = (worker.num_tokens_before(is_real_time=is_real_time) for worker in (near, least))
+        near_requests, requests = (requests_at(worker, self.beside(worker), self.pools) for worker in (near, least))
         return near if is_as_free(near_tokens, near_requests, tokens, requests) else None
 
     def beside(self, worker: WorkerRecord) -> Collection[WorkerRecord]:
@@ -321,15 +321,12 @@ class Placement:
     def batches_to_form(
         self, now: float, is_shared: Callable[[float], bool] = lambda _: False
     ) -> list[tuple[str, FormBatch]]:
-        return self._batch_requests.to_send(now, is_shared)
+        return self.batch_requests.to_send(now, is_shared)
 
     def close_batch_request(self, worker: WorkerRecord, *, is_empty: bool, now: float) -> None:
-        self._batch_requests.close(worker, is_empty=is_empty, now=now)
+        self.batch_requests.close(worker, is_empty=is_empty, now=now)
         if is_empty:
             self._refused[worker.name] = worker
-
-    def cancel_batch_request(self, worker: WorkerRecord) -> None:
-        self._batch_requests.cancel(worker)
 
     # --- the orders of workers
 
@@ -345,7 +342,7 @@ class Placement:
     def _rank_node(self, pool: str) -> None:
         for worker in self._nodes.get(pool, {}).values():
             self._rank(worker)
-        self._batch_requests.note_change(pool)
+        self.batch_requests.note_change(pool)
 
     def _rank(self, worker: WorkerRecord) -> None:
         name, registered = worker.name, worker.registered
@@ -355,4 +352,4 @@ class Placement:
         else:
             self._free.pop(name, None)
         if not registered.can_prefill:  # such a worker takes no batch
-            self._batch_requests.note_change(registered.pool_name)
+            self.batch_requests.note_change(registered.pool_name)

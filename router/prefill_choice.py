@@ -29,7 +29,7 @@ from alignedserve.core.lifecycle import Stage
 from alignedserve.core.request import RequestClass
 from alignedserve.messages.workers import WorkerLoad
 from router.placement import Placement
-from router.prefill_queue import Turn
+from router.prefill_queue import QueueTurn
 from router.prefix_index import LOAD_S, hit_of
 from router.request_registry import RequestRegistry, expected_len
 from router.state import NO_HIT, PoolRecord, PrefixHit, TrackedRequest, WorkerRecord
@@ -54,9 +54,9 @@ def wants_more(
     if worker.registered.can_decode:
         return _has_places(worker, is_real_time=is_real_time)
     places = on_the_way = 0
-    for one in beside:
-        places += one.num_places
-        on_the_way += one.num_prompts(is_real_time=is_real_time)
+    for other in beside:
+        places += other.num_places
+        on_the_way += other.num_prompts(is_real_time=is_real_time)
     pooled = 0
     if pool is not None:
         pooled = len(pool.pooled_real_time) if is_real_time else pool.num_pooled - len(pool.pooled_real_time)
@@ -205,7 +205,7 @@ class PrefillChoice:
                 return self._near_gateway(ChosenPrefill(tracked, worker, hit), gateways, runs, seeker)
         return None
 
-    def _counted_beside(self, tracked: TrackedRequest, turn: Turn) -> RequestClass | None:
+    def _counted_beside(self, tracked: TrackedRequest, turn: QueueTurn) -> RequestClass | None:
         """Return the class whose prompts leave less room for this one; None: all classes.
 
         Real-time prompts pass best effort. A best-effort prompt that the floor lets go would never find a place among
@@ -235,7 +235,9 @@ class PrefillChoice:
         able = [worker for worker in holders if self._placement.can_prefill_now(worker)]
         if not able:
             return least
-        return min((least, *able), key=lambda one: (self._cost_s(tracked, one, runs), one is not least, one.name))
+        return min(
+            (least, *able), key=lambda worker: (self._cost_s(tracked, worker, runs), worker is not least, worker.name)
+        )
 
     def _cost_s(self, tracked: TrackedRequest, worker: WorkerRecord, runs: Mapping[str, int]) -> float:
         weight = _WORK_OF_REAL_TIME if tracked.is_real_time else _WORK_OF_BEST_EFFORT

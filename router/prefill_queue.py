@@ -43,21 +43,21 @@ Turns = dict[tuple[TurnClass, ...], dict[RequestId, tuple[Any, ...]]]
 """Places of requests by the classes that share their turns."""
 
 
-class Held(NamedTuple):
+class QueuedLoad(NamedTuple):
     """The queued requests of a class."""
 
     num_requests: int
     num_tokens: int  # to compute
 
 
-class Turn(NamedTuple):
+class QueueTurn(NamedTuple):
     """A request whose turn it is."""
 
     request_id: RequestId
     is_by_floor: bool  # best effort before real time
 
 
-class Ahead(NamedTuple):
+class QueueAhead(NamedTuple):
     """What leaves the queue before a request, as far as it is known."""
 
     num_requests: int  # the floor aside
@@ -128,10 +128,10 @@ class PrefillQueue:
         is_apart = self.order.knows_classes or not self._num_real_time_tokens
         return self._num_real_time_tokens if is_apart else self.num_tokens
 
-    def held(self, *, is_real_time: bool) -> Held:
+    def held(self, *, is_real_time: bool) -> QueuedLoad:
         if is_real_time:
-            return Held(self._num_real_time, self._num_real_time_tokens)
-        return Held(len(self) - self._num_real_time, self.num_tokens - self._num_real_time_tokens)
+            return QueuedLoad(self._num_real_time, self._num_real_time_tokens)
+        return QueuedLoad(len(self) - self._num_real_time, self.num_tokens - self._num_real_time_tokens)
 
     def push(
         self, request: Request, num_tokens: int, due_s: float = math.inf, *, num_answer_tokens: float = 0.0
@@ -157,46 +157,46 @@ class PrefillQueue:
         self._put(waiting)
 
     def num_before(self, request_id: RequestId, now: float) -> int:
-        return len(self._before(own, now)) if (own := self._waiting.get(request_id)) is not None else 0
+        return len(self._before(waiting, now)) if (waiting := self._waiting.get(request_id)) is not None else 0
 
-    def ahead_of(self, request_id: RequestId, now: float, known: Turns | None = None) -> Ahead | None:
+    def ahead_of(self, request_id: RequestId, now: float, known: Turns | None = None) -> QueueAhead | None:
         """Return what leaves before this request; None: it is not queued. Looks at all requests.
 
         `known`: turns found at this very moment for other requests; more are added. Best effort waits for requests
         before it, and for real time as long as it waits and the floor does not pass: `(its tokens + tokens before) * (1
         - floor) / floor`.
         """
-        if (own := self._waiting.get(request_id)) is None:
+        if (waiting := self._waiting.get(request_id)) is None:
             return None
-        before = self._before(own, now, known)
+        before = self._before(waiting, now, known)
         by_class = dict.fromkeys(TurnClass, 0)
         for other in before:
             by_class[other.turn_class] += other.queued.num_tokens
         real_time = by_class[TurnClass.ON_TIME] + by_class[TurnClass.LATE]
-        if own.turn_class is not TurnClass.BEST_EFFORT:
-            return Ahead(len(before), real_time + self._by_floor(real_time), None)
+        if waiting.turn_class is not TurnClass.BEST_EFFORT:
+            return QueueAhead(len(before), real_time + self._by_floor(real_time), None)
         best_effort = by_class[TurnClass.BEST_EFFORT]
         if not self._floor.owed_share:
-            return Ahead(len(before), best_effort + real_time, None)
-        until_floor = max(best_effort + own.queued.num_tokens - self._floor.owed, 0.0) / self._floor.owed_share
-        return Ahead(len(before), best_effort + min(real_time, until_floor), best_effort + until_floor)
+            return QueueAhead(len(before), best_effort + real_time, None)
+        until_floor = max(best_effort + waiting.queued.num_tokens - self._floor.owed, 0.0) / self._floor.owed_share
+        return QueueAhead(len(before), best_effort + min(real_time, until_floor), best_effort + until_floor)
 
     def __iter__(self) -> Iterator[RequestId]:
         return iter(self._waiting)
 
-    def turns(self, now: float) -> tuple[Turn, ...]:
+    def turns(self, now: float) -> tuple[QueueTurn, ...]:
         """Return whose turn it is: the requests that a floor lets go, and last the request that they pass.
 
         No later request overtakes them. Each goes if no worker has room for those before: the floor holds up nothing.
         """
-        turns: list[Turn] = []
+        turns: list[QueueTurn] = []
         real_time, best_effort = self._first_real_time(now), self._first(TurnClass.BEST_EFFORT)
         if (overdue := self._overdue(now)) is not None and overdue != real_time:
-            turns.append(Turn(overdue, False))
+            turns.append(QueueTurn(overdue, False))
         if best_effort is not None and self._floor.is_due(self._waiting[best_effort].queued.num_tokens):
-            turns.append(Turn(best_effort, real_time is not None))
+            turns.append(QueueTurn(best_effort, real_time is not None))
         if (last := real_time or best_effort) is not None and (not turns or turns[-1].request_id != last):
-            turns.append(Turn(last, False))
+            turns.append(QueueTurn(last, False))
         return tuple(turns)
 
     def is_shared(self, now: float) -> bool:
@@ -261,29 +261,30 @@ class PrefillQueue:
             return 0.0
         return min(owed, float(self.num_tokens - self._num_real_time_tokens))
 
-    def _before(self, own: _Waiting, now: float, known: Turns | None = None) -> list[_Waiting]:
-        classes = _CLASSES_OF[own.turn_class is not TurnClass.BEST_EFFORT]
-        shares = self._lines[own.turn_class].shares
+    def _before(self, waiting: _Waiting, now: float, known: Turns | None = None) -> list[_Waiting]:
+        classes = _CLASSES_OF[waiting.turn_class is not TurnClass.BEST_EFFORT]
+        shares = self._lines[waiting.turn_class].shares
         if shares.num_waiting == 1:
-            place = (self._class_at(own, now), own.entry)
-            return [one for one in self._waiting.values() if (self._class_at(one, now), one.entry) < place]
-        beside = [one for one in self._waiting.values() if one.turn_class in classes]
-        others = [one for one in self._waiting.values() if one.turn_class < classes[0]]
+            rank = (self._class_at(waiting, now), waiting.entry)
+            return [entry for entry in self._waiting.values() if (self._class_at(entry, now), entry.entry) < rank]
+        beside = [entry for entry in self._waiting.values() if entry.turn_class in classes]
+        others = [entry for entry in self._waiting.values() if entry.turn_class < classes[0]]
         turns = None if known is None else known.get(classes)
         if turns is None:
             turns = self._turns_of(beside, shares, now)
             if known is not None:
                 known[classes] = turns
-        own_turn = turns[own.entry.request_id]
-        return others + [one for one in beside if turns[one.entry.request_id] < own_turn]
+        own_turn = turns[waiting.entry.request_id]
+        return others + [entry for entry in beside if turns[entry.entry.request_id] < own_turn]
 
     def _turns_of(self, beside: Iterable[_Waiting], shares: FairShares, now: float) -> dict[RequestId, tuple[Any, ...]]:
         counters: dict[str, tuple[float, int, float]] = {}
         turns: dict[RequestId, tuple[Any, ...]] = {}
-        for turn_class, entry, one in sorted((self._class_at(one, now), one.entry, one) for one in beside):
-            known = counters.get(one.tenant)
-            counter, order, weight = known or (*shares.counter(one.tenant), shares.weight(one.tenant))
-            counters[one.tenant] = counter + one.cost / weight, order, weight
+        ranked = sorted((self._class_at(waiting, now), waiting.entry, waiting) for waiting in beside)
+        for turn_class, entry, waiting in ranked:
+            known = counters.get(waiting.tenant)
+            counter, order, weight = known or (*shares.counter(waiting.tenant), shares.weight(waiting.tenant))
+            counters[waiting.tenant] = counter + waiting.cost / weight, order, weight
             lead = DEADLINE_LEAD if turn_class is TurnClass.ON_TIME else 0.0
             turns[entry.request_id] = (counter - lead, order, turn_class, entry)
         return turns

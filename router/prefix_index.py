@@ -78,12 +78,12 @@ class PrefixIndex:
     def far_pool(self, tracked: TrackedRequest, worker: WorkerRecord) -> WorkerName | None:
         """Return the pool of another node with clearly more of a request than this worker and its pool have, ties by
         name."""
-        own, registered = worker.registered.pool_name, worker.registered
+        near_pool, registered = worker.registered.pool_name, worker.registered
         if len(self._pools) < 2 or not (tracked.block_names and registered.can_decode):
             return None
         runs = self.runs(tracked.block_names)
-        least = max(runs.get(worker.name, 0), runs.get(own, 0)) + -(-_FAR_TOKENS // registered.block_size)
-        far = [(-runs.get(name, 0), name) for name in self._pools if name != own and runs.get(name, 0) >= least]
+        least = max(runs.get(worker.name, 0), runs.get(near_pool, 0)) + -(-_FAR_TOKENS // registered.block_size)
+        far = [(-runs.get(name, 0), name) for name in self._pools if name != near_pool and runs.get(name, 0) >= least]
         return WorkerName(min(far)[1]) if far else None
 
     # --- what is to come
@@ -109,36 +109,36 @@ class PrefixIndex:
         ends: dict[int, int] = {}  # of runs, by the worker's bit
         running, end = -1, 0  # workers that hold every block so far that is told, and where the last one of these ends
         furthest = 0  # end of what is expected
-        for place, name in enumerate(split_names(block_names)):
+        for index, name in enumerate(split_names(block_names)):
             if name in expected:
-                self._note_expected(ends, running, place, block_names)
+                self._note_expected(ends, running, index, block_names)
                 furthest = max(ends.values(), default=0)
             if is_told(name):
                 having = holders.get(name, 0) & running
                 if end and having != running:
                     _note_ends(ends, running & ~having, end)
-                running, end = having, place + 1
-            if not running and place >= furthest:
+                running, end = having, index + 1
+            if not running and index >= furthest:
                 break
         if end:
             _note_ends(ends, running, end)
         return {self._workers[bit]: length for bit, length in ends.items()}
 
     def _may_have(self, block_names: bytes) -> bool:
-        for place in range(0, len(block_names), BLOCK_NAME_BYTES):
-            name = block_names[place : place + BLOCK_NAME_BYTES]
+        for index in range(0, len(block_names), BLOCK_NAME_BYTES):
+            name = block_names[index : index + BLOCK_NAME_BYTES]
             if name in self._expected:
                 return True
             if is_told(name):
                 return name in self._holders
         return False
 
-    def _note_expected(self, ends: dict[int, int], running: int, place: int, block_names: bytes) -> None:
-        rest = block_names[place * BLOCK_NAME_BYTES :]
+    def _note_expected(self, ends: dict[int, int], running: int, index: int, block_names: bytes) -> None:
+        rest = block_names[index * BLOCK_NAME_BYTES :]
         for worker, expected in self._expected[rest[:BLOCK_NAME_BYTES]]:
             bit = self._bits[worker]
-            if bit & running or ends.get(bit, 0) >= place:
-                ends[bit] = max(ends.get(bit, 0), place + _num_common(rest, expected))
+            if bit & running or ends.get(bit, 0) >= index:
+                ends[bit] = max(ends.get(bit, 0), index + _num_common(rest, expected))
 
     def _bit_of(self, worker: str) -> int:
         bit = self._bits.get(worker)
@@ -166,9 +166,9 @@ def hit_of(tracked: TrackedRequest, worker: WorkerRecord, runs: Mapping[str, int
 
     Loading from the pool of its node counts as most of a hit. At least one token is computed.
     """
-    own, pooled = runs.get(worker.name, 0), runs.get(worker.registered.pool_name, 0)
-    num_blocks = max(own, _LOADED * pooled) if pooled else own
-    return PrefixHit(min(int(num_blocks * worker.registered.block_size), tracked.num_prefill_tokens - 1), own)
+    num_cached, pooled = runs.get(worker.name, 0), runs.get(worker.registered.pool_name, 0)
+    num_blocks = max(num_cached, _LOADED * pooled) if pooled else num_cached
+    return PrefixHit(min(int(num_blocks * worker.registered.block_size), tracked.num_prefill_tokens - 1), num_cached)
 
 
 def _note_ends(ends: dict[int, int], ended: int, end: int) -> None:
@@ -199,12 +199,12 @@ class AdapterIndex:
         most = worker.registered.max_adapters
         if not most:
             return
-        own = self._of_worker.setdefault(worker.name, OrderedDict())
-        own[adapter] = None
-        own.move_to_end(adapter)
+        adapters = self._of_worker.setdefault(worker.name, OrderedDict())
+        adapters[adapter] = None
+        adapters.move_to_end(adapter)
         self._holders.setdefault(adapter, {})[worker.name] = None
-        while len(own) > most:
-            evicted, _ = own.popitem(last=False)
+        while len(adapters) > most:
+            evicted, _ = adapters.popitem(last=False)
             self._drop(worker.name, evicted)
 
     def has(self, worker: str, adapter: bytes) -> bool:
@@ -215,9 +215,9 @@ class AdapterIndex:
 
     def fail(self, worker: str, adapter: bytes) -> None:
         """Forget an adapter of a worker where a request of it has failed: perhaps it cannot be loaded there."""
-        own = self._of_worker.get(worker)
-        if own is not None and adapter in own:
-            del own[adapter]
+        adapters = self._of_worker.get(worker)
+        if adapters is not None and adapter in adapters:
+            del adapters[adapter]
             self._drop(worker, adapter)
 
     def forget(self, worker: str) -> None:

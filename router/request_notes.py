@@ -21,7 +21,7 @@ from alignedserve.messages.workers import (
     RequestStayed,
 )
 from router.placement import Placement
-from router.prefill_queue import Held, Turns
+from router.prefill_queue import QueuedLoad, Turns
 from router.request_registry import RouterRecords
 from router.state import LengthPredicted, TrackedRequest
 
@@ -199,13 +199,13 @@ def _standing(tracked: TrackedRequest, records: RouterRecords, now: float, turns
     )
 
 
-def _others(tracked: TrackedRequest, where: str, records: RouterRecords) -> Held:
+def _others(tracked: TrackedRequest, where: str, records: RouterRecords) -> QueuedLoad:
     worker, pool = records.placement.workers.get(where), records.placement.pools.get(where)
     if pool is not None:
-        return Held(max(pool.num_pooled - 1, 0), 0)
+        return QueuedLoad(max(pool.num_pooled - 1, 0), 0)
     if worker is None:
-        return Held(0, 0)
+        return QueuedLoad(0, 0)
     prefill = worker.prefilling.get(tracked.request.request_id)
     if prefill is None:
-        return Held(max(len(worker.decoding) - 1, 0), 0)
-    return Held(len(worker.prefilling) - 1, worker.num_prefill_tokens - prefill.num_tokens)
+        return QueuedLoad(max(len(worker.decoding) - 1, 0), 0)
+    return QueuedLoad(len(worker.prefilling) - 1, worker.num_prefill_tokens - prefill.num_tokens)

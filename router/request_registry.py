@@ -63,9 +63,9 @@ class DrainForecast:
         """Learn that `num_tokens` left since the last call: several at one moment count by their sum."""
         if self._last_s is not None:
             seconds = max(now - self._last_s, 0.0)
-            kept = math.exp(-seconds / _MEMORY_S)
-            self._num_tokens = kept * self._num_tokens + num_tokens
-            self._seconds = kept * self._seconds + seconds
+            fading = math.exp(-seconds / _MEMORY_S)
+            self._num_tokens = fading * self._num_tokens + num_tokens
+            self._seconds = fading * self._seconds + seconds
         self._last_s = now
 
     def idle(self) -> None:

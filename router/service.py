@@ -38,8 +38,8 @@ class TimelineRelay:
             case AskTimeline():
                 return self._ask(peer, message)
             case TimelineTold():
-                told = msgspec.structs.replace(message, num_asked=None)
-                return [Send(message.asker, told)] if message.asker in self._gateways else []
+                answer = msgspec.structs.replace(message, num_asked=None)
+                return [Send(message.asker, answer)] if message.asker in self._gateways else []
             case AskStandings():
                 standings = standings_of(self._records, message.request_ids, now)
                 return [Send(peer, StandingsTold(message.number, standings))]
@@ -47,8 +47,8 @@ class TimelineRelay:
 
     def _ask(self, peer: str, message: AskTimeline) -> list[Send]:
         question = msgspec.structs.replace(message, asker=peer)
-        asked = [Send(gateway, question) for gateway in self._gateways if gateway != peer]
-        return [Send(peer, TimelineTold(message.number, peer, num_asked=len(asked))), *asked]
+        questions = [Send(gateway, question) for gateway in self._gateways if gateway != peer]
+        return [Send(peer, TimelineTold(message.number, peer, num_asked=len(questions))), *questions]
 
 
 class RouterService:

@@ -287,12 +287,12 @@ class WorkerRecord:
             return not leaves_room or num_held < (1.0 - _KEPT_SHARE) * self.registered.max_running_requests
         match beside:
             case RequestClass.REAL_TIME:
-                given = self.num_real_time_tokens - passes_late * self.num_late_tokens
+                num_before = self.num_real_time_tokens - passes_late * self.num_late_tokens
             case RequestClass.BEST_EFFORT:
-                given = self.num_prefill_tokens - self.num_real_time_tokens
+                num_before = self.num_prefill_tokens - self.num_real_time_tokens
             case None:
-                given = self.num_prefill_tokens
-        return not self.prefilling or num_tokens <= allowance - given
+                num_before = self.num_prefill_tokens
+        return not self.prefilling or num_tokens <= allowance - num_before
 
     @property
     def num_places(self) -> int:

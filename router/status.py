@@ -106,10 +106,6 @@ def _num_at_risk(real_time: Iterable[TrackedRequest], queue: QueueForecast) -> i
     return sum(request.arrival_s + first_token_s(request) < through_s for request in waiting)
 
 
-def _is_poolless(worker: WorkerRecord, placement: Placement) -> bool:
-    return not worker.registered.can_decode and worker.registered.pool_name not in placement.pools
-
-
 def _num_by_stage(requests: Iterable[TrackedRequest]) -> dict[Stage, int]:
     stages = [tracked.stage for tracked in requests]
     return {stage: stages.count(stage) for stage in _COUNTED}
@@ -149,7 +145,7 @@ def status_of(
         lengths=counters.lengths,
         latest_attempt=latest_attempt,
         demand=demand,
-        leans=tuple(WorkerLean(one.name, one.lean) for one in workers if one.registered.can_move),
+        leans=tuple(WorkerLean(worker.name, worker.lean) for worker in workers if worker.registered.can_move),
         prefixes=PrefixTotals(
             sum(load.num_prefix_query_tokens for load in loads),
             sum(load.num_prefix_hit_tokens for load in loads),
@@ -159,13 +155,16 @@ def status_of(
         num_places=demand.num_decode_places,
         real_time=tier_load(requests, RequestClass.REAL_TIME, queue.now),
         best_effort=tier_load(requests, RequestClass.BEST_EFFORT, queue.now),
-        workers=tuple(worker_status(one) for one in workers),
+        workers=tuple(worker_status(worker) for worker in workers),
         trees=trees_of(requests, placement),
         times=RequestTimes(counters.queue_times, counters.prefill_times, counters.inference_times),
         num_prompt_tokens=counters.num_prompt_tokens,
         num_tokens=counters.num_tokens,
-        block_size=max((one.registered.block_size for one in workers), default=0),
-        num_poolless_workers=sum(_is_poolless(worker, placement) for worker in workers),
+        block_size=max((worker.registered.block_size for worker in workers), default=0),
+        num_poolless_workers=sum(
+            (not worker.registered.can_decode and worker.registered.pool_name not in placement.pools)
+            for worker in workers
+        ),
         speed=slowest(workers),
         adapters=adapter_loads(requests, workers),
     )
@@ -192,9 +191,9 @@ def slowest(workers: Iterable[WorkerRecord]) -> WorkerSpeed:
     """Return the speed that every worker has at least: for prompts and for tokens of those that compute them."""
     speed = WorkerSpeed()
     for worker in workers:
-        told, registered = worker.registered.speed, worker.registered
-        prompts = (told.short_prompt_s, told.prompt_s) if registered.can_prefill else (0.0, 0.0)
-        tokens = (told.token_s, told.shared_token_s) if registered.can_decode else (0.0, 0.0)
+        measured, registered = worker.registered.speed, worker.registered
+        prompts = (measured.short_prompt_s, measured.prompt_s) if registered.can_prefill else (0.0, 0.0)
+        tokens = (measured.token_s, measured.shared_token_s) if registered.can_decode else (0.0, 0.0)
         speed = speed.slower(WorkerSpeed(*prompts, *tokens))
     return speed
 

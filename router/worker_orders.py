@@ -9,14 +9,10 @@ Where loads are about equal, a request goes to a worker of its gateway's node: i
 worker with the requests of one gateway sends one message per iteration. What this may cost is bounded by `is_as_free`.
 """
 
-import heapq
-import math
-from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Mapping
 
-from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request
-from router.state import DispatchedPrefill, PoolRecord, Ranking, WorkerRecord
+from router.state import PoolRecord, Ranking, WorkerRecord
 
 _MORE_TOKENS = 256  # to prefill before its own: less than an iteration of most devices
 _MORE_REQUESTS = 1.0
@@ -78,9 +74,9 @@ def requests_at(worker: WorkerRecord, beside: Collection[WorkerRecord], pools: M
     if worker.registered.can_decode:
         return len(worker.prefilling) + len(worker.decoding)
     pool = pools.get(worker.registered.pool_name)
-    num_requests = sum(len(one.prefilling) + len(one.decoding) for one in beside)
+    num_requests = sum(len(other.prefilling) + len(other.decoding) for other in beside)
     num_requests += pool.num_pooled if pool is not None else 0
-    return num_requests / max(1, sum(one.registered.can_decode for one in beside))
+    return num_requests / max(1, sum(other.registered.can_decode for other in beside))
 
 
 class LongestContexts:
@@ -112,33 +108,6 @@ def _fits(num_tokens: int, workers: Ranking[int]) -> bool:
     return longest is None or num_tokens <= -longest.rank
 
 
-class DispatchedPrompt(NamedTuple):
-    """A prompt that a worker was given; in the order of the times from which they are late."""
-
-    due_s: float
-    request_id: RequestId
-    attempt: int
-    worker: str
-
-
-class LatePrompts:
-    """Tells, once, which of the prompts given to workers have become late. Those that ended are told as well."""
-
-    def __init__(self) -> None:
-        self._dispatched: list[DispatchedPrompt] = []  # a heap
-
-    def __len__(self) -> int:
-        return len(self._dispatched)
-
-    def add(self, worker: str, request_id: RequestId, prefill: DispatchedPrefill) -> None:
-        if prefill.is_real_time and prefill.due_s < math.inf:
-            heapq.heappush(self._dispatched, DispatchedPrompt(prefill.due_s, request_id, prefill.attempt, worker))
-
-    def take(self, now: float) -> Iterator[DispatchedPrompt]:
-        while self._dispatched and self._dispatched[0].due_s <= now:
-            yield heapq.heappop(self._dispatched)
-
-
 class Standbys:
     """The draining workers and the standbys of all nodes: `WorkerRecord.is_draining`, `is_standby`."""
 
@@ -167,16 +136,20 @@ class Standbys:
         worker.is_draining = self._rests(worker)
 
     def settle(self, node: str) -> None:
-        able = [one for _, one in sorted(self._nodes.get(node, {}).items()) if one.registered.can_decode]
-        able = [one for one in able if one.registered.num_active and one.name not in self._draining]
+        able = [member for _, member in sorted(self._nodes.get(node, {}).items()) if member.registered.can_decode]
+        able = [member for member in able if member.registered.num_active and member.name not in self._draining]
         if not able:
             return
-        num_missing = able[0].registered.num_active - sum(not one.is_standby for one in able)
-        for one in [one for one in able if one.is_standby][: max(num_missing, 0)]:
-            self._change(one, is_standby=False)
-        idle = [one for one in reversed(able) if not one.is_standby and not one.prefilling and not one.decoding]
-        for one in idle[: max(-num_missing, 0)]:
-            self._change(one, is_standby=True)
+        num_missing = able[0].registered.num_active - sum(not member.is_standby for member in able)
+        for member in [member for member in able if member.is_standby][: max(num_missing, 0)]:
+            self._change(member, is_standby=False)
+        idle = [
+            member
+            for member in reversed(able)
+            if not member.is_standby and not member.prefilling and not member.decoding
+        ]
+        for member in idle[: max(-num_missing, 0)]:
+            self._change(member, is_standby=True)
 
     def _change(self, worker: WorkerRecord, *, is_standby: bool) -> None:
         worker.is_standby = is_standby

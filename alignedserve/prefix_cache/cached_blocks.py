@@ -264,13 +264,13 @@ class CachedBlocks:
         """Remove a block without users, and all that follow it; return their ids, which are free."""
         assert not block.num_users, "a block that is used is dropped"
         dropped = {block: None}
-        for one in sorted(self._blocks.values(), key=lambda one: one.depth):
-            if one.parent in dropped:
-                dropped[one] = None
+        for descendant in sorted(self._blocks.values(), key=lambda descendant: descendant.depth):
+            if descendant.parent in dropped:
+                dropped[descendant] = None
         freed: list[BlockId] = []
-        for one in reversed(dropped):
-            freed += [*self.drop_state(one), one.block_id]
-            self._remove(one)
+        for descendant in reversed(dropped):
+            freed += [*self.drop_state(descendant), descendant.block_id]
+            self._remove(descendant)
         return freed
 
     def keep_state(self, block: CachedBlock, state_ids: tuple[BlockId, ...]) -> None:

@@ -125,7 +125,9 @@ class WaitingRuns(BlockObserver):
 
     def state_changed(self, block: CachedBlock) -> None:
         depth = block.depth
-        self._changed |= {one: None for one in self._all if depth < len(one.run) and one.run[depth] is block}
+        self._changed |= {
+            context: None for context in self._all if depth < len(context.run) and context.run[depth] is block
+        }
 
     def _prolong(self, context: CachedContext) -> bool:
         run, names, num_before = context.run, context.names, len(context.run)
@@ -249,14 +251,14 @@ class PrefixCache:
             freed += self.blocks.drop_state(self.blocks.states.oldest())
         return freed
 
-    def keep_state(self, context: CachedContext, kept: KeptEdge) -> bool:
+    def keep_state(self, context: CachedContext, edge: KeptEdge) -> bool:
         """Keep what an iteration has left at an edge; return False if there is no use for it."""
-        at = kept.num_tokens // self.block_size - 1
+        at = edge.num_tokens // self.block_size - 1
         block = context.held[at] if at < len(context.held) else None
         if block is None or block.state_ids:
             return False
-        self.blocks.keep_state(block, kept.state_ids)
-        if kept.is_latest:
+        self.blocks.keep_state(block, edge.state_ids)
+        if edge.is_latest:
             context.latest = block
         return True
 
@@ -357,10 +359,10 @@ class StatesOnWay:
 
     def settle(self, request_id: RequestId, context: CachedContext | None, *, is_whole: bool) -> None:
         """Keep what an iteration has left, once its blocks are cached. Unless `is_whole` it is of no use."""
-        for kept in self._coming.pop(request_id, ()):
+        for edge in self._coming.pop(request_id, ()):
             assert self._prefixes is not None, "states without a cache"
-            if not (is_whole and context is not None and self._prefixes.keep_state(context, kept)):
-                self._allocator.free(kept.state_ids)
+            if not (is_whole and context is not None and self._prefixes.keep_state(context, edge)):
+                self._allocator.free(edge.state_ids)
 
     def _take(self, context: CachedContext, num_kept_free: int, *, is_latest: bool) -> tuple[BlockId, ...] | None:
         assert self._prefixes is not None, "states without a cache"

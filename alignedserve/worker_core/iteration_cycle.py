@@ -90,12 +90,12 @@ class IterationCycle(Generic[RequestT, CommandT]):
             for scores in event.prompt_scores
         ]
         eos_token_ids, proceed = self._eos_token_ids, self._proceed
-        told = [
+        sampled = [
             (running.request.reply_to, running, running.append(token, eos_token_ids))
             for token in event.sampled
             if not (running := requests[token.request_id]).is_aborted
         ]
-        for _, running, delta in told:
+        for _, running, delta in sampled:
             if not running.is_prefilled:
                 running.is_prefilled = True
                 commands += self._router.prefilled(running)
@@ -110,9 +110,9 @@ class IterationCycle(Generic[RequestT, CommandT]):
             commands += self._release(running)
             commands += self._router.failed(running, *_failure(reasons.get(request_id)))
         emitted: list[SendTo] = []
-        for address in dict.fromkeys([gateway for gateway, _, _ in told]):  # few: a pass for each costs less than lists
-            own = [delta for gateway, _, delta in told if gateway == address]
-            emitted += [SendTo(address, TokensEmitted(tuple(joined(own) if event.forced else own)))]
+        for address in dict.fromkeys([gateway for gateway, _, _ in sampled]):  # few: a pass each is cheaper
+            deltas = [delta for gateway, _, delta in sampled if gateway == address]
+            emitted += [SendTo(address, TokensEmitted(tuple(joined(deltas) if event.forced else deltas)))]
         return [*scored, *emitted, *commands]
 
 
@@ -171,5 +171,5 @@ class UrgentCycle:
         """Note the end of the urgent iteration; return the end of the pass, if it was kept."""
         assert self._is_running, "an urgent iteration ended that was not begun"
         self._is_running, self._has_news = False, bool(self._came)
-        kept, self._kept = self._kept, None
-        return kept
+        ended_pass, self._kept = self._kept, None
+        return ended_pass

@@ -5,40 +5,24 @@ the remainder of the others, so that their sum is a check:
     waiting     from the end of the last iteration until the logic starts this one, by cause
     turnaround  from there until the computing thread begins, and from its end until the logic is notified
     prepare, forward, sampling: as the engine measured them
-The cause of a wait is found from the requests that end it. Before any of them had arrived there was nothing to do;
-until one of them was granted to this worker, the worker waited for prefill (queue, prefill and pool); until the start,
-prefetch was not ready.
+The requests that end a wait tell its cause. Before any of them had arrived there was nothing to do; until one of them
+was granted to this worker, it waited for prefill (queue, prefill and pool); until the start, prefetch was not ready.
 """
 
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from alignedserve.core.request import Request
 from alignedserve.messages.cluster_view import BatchShape
 from alignedserve.messages.iterations import IterationCompleted, IterationTimes
 from alignedserve.messages.measurements import SPREAD_EDGES, IterationLogTotals
+from alignedserve.worker_core.request import WorkerRequest
 
 _NUM_RECORDS = 8192
 _REPORT_PAUSE_S = 1.0
-
-
-class IterationMember(Protocol):
-    """The fields of a request that the log reads."""
-
-    @property
-    def request(self) -> Request:
-        """As it arrived."""
-
-    @property
-    def granted_s(self) -> float:
-        """Time at which it was granted to this worker."""
-
-    @property
-    def context_len(self) -> int:
-        """Prompt and generated tokens."""
 
 
 class IterationRecord(NamedTuple):
@@ -91,19 +75,15 @@ class WaitingTimes(NamedTuple):
 _NO_WAITS = WaitingTimes(0.0, 0.0, 0.0)
 
 
+@dataclass(slots=True)
 class _Begun:
-    __slots__ = ("alone_s", "is_switching", "num_yields", "shape", "started_s", "waits", "within_s")
-
-    def __init__(
-        self, started_s: float, shape: "_BatchShape", waits: WaitingTimes, *, is_switching: bool, alone_s: float
-    ) -> None:
-        self.started_s = started_s
-        self.shape = shape
-        self.waits = waits
-        self.is_switching = is_switching
-        self.alone_s = alone_s
-        self.num_yields = 0
-        self.within_s = 0.0  # of urgent iterations, whose entries have it
+    started_s: float
+    shape: "_BatchShape"
+    waits: WaitingTimes
+    is_switching: bool
+    alone_s: float
+    num_yields: int = 0
+    within_s: float = 0.0  # of urgent iterations, whose entries have it
 
 
 class IterationLog:
@@ -123,7 +103,7 @@ class IterationLog:
     def iteration_started(
         self,
         now: float,
-        running: Collection[IterationMember],
+        running: Collection[WorkerRequest],
         *,
         has_changed: bool,
         is_switching: bool = False,
@@ -138,7 +118,7 @@ class IterationLog:
         elif now > self._completed_s:
             waits = _split_wait(self._completed_s, now, running)
         shape.update(running, has_changed=has_changed)
-        self._begun.append(_Begun(now, shape, waits, is_switching=is_switching, alone_s=alone_s))
+        self._begun.append(_Begun(now, shape, waits, is_switching, alone_s))
 
     def iteration_completed(self, now: float, event: IterationCompleted) -> None:
         """Finish the record begun last. Lengths and members may change only after it."""
@@ -222,7 +202,7 @@ class _BatchShape:
         self.size = self.sum = self.shortest = self.longest = 0
         self._has_all_grown = False
 
-    def update(self, running: Collection[IterationMember], *, has_changed: bool) -> None:
+    def update(self, running: Collection[WorkerRequest], *, has_changed: bool) -> None:
         if self._has_all_grown and not has_changed and len(running) == self.size:
             self.sum += self.size
             self.shortest += 1
@@ -266,7 +246,7 @@ def totals_of(records: Sequence[IterationRecord]) -> IterationLogTotals:
     )
 
 
-def _split_wait(since: float, until: float, running: Collection[IterationMember]) -> WaitingTimes:
+def _split_wait(since: float, until: float, running: Collection[WorkerRequest]) -> WaitingTimes:
     """Split a wait by what the first of the requests that end it was waiting for.
 
     All processes of a host share the clock; an arrival by another host's clock is clamped.

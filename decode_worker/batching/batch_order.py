@@ -154,7 +154,9 @@ class BatchOrder:
             following = next(iter(self._waiting.values()), None)
             return self._choose(_by_id(all_candidates), following, running, now)
         urgent = self._choose_real_time(all_candidates, running, real_time or Holding(), now)
-        urgent.sort(key=lambda one: one.granted_s)  # or those that come straight here would pass a batch without end
+        urgent.sort(
+            key=lambda candidate: candidate.granted_s
+        )  # or those that come straight here would pass a batch without end
         others = [candidate for candidate in all_candidates if not candidate.is_real_time]
         chosen: list[Candidate] = []
         if all(batch.is_best_effort for batch in self._waiting.values()):
@@ -176,20 +178,22 @@ class BatchOrder:
         self, candidates: list[Candidate], running: Holding, real_time: Holding, now: float
     ) -> list[Candidate]:
         following = next((batch for batch in self._waiting.values() if not batch.is_best_effort), None)
-        members = [one for one in candidates if following is not None and one.batch_id == following.batch_id]
-        own = [one for one in candidates if one.is_real_time and self.joins_running(one)]
+        members = [
+            candidate for candidate in candidates if following is not None and candidate.batch_id == following.batch_id
+        ]
+        joining = [candidate for candidate in candidates if candidate.is_real_time and self.joins_running(candidate)]
         if running.num_requests == real_time.num_requests:
-            chosen = self._choose(_by_id([*own, *members]), following, running, now)
-            return [one for one in chosen if one.is_real_time]
-        if following is None or not self._is_due(following, own, real_time, now):
-            return own
+            chosen = self._choose(_by_id([*joining, *members]), following, running, now)
+            return [candidate for candidate in chosen if candidate.is_real_time]
+        if following is None or not self._is_due(following, joining, real_time, now):
+            return joining
         if self._is_full(following):
             self._take_up(following, members, running.num_requests)
         else:
             self._begin(following)
             for candidate in members:
                 candidate.batch_id = NO_BATCH
-        return own + [candidate for candidate in members if candidate.is_real_time]
+        return joining + [candidate for candidate in members if candidate.is_real_time]
 
     def _with_floor(
         self, floor: ClassFloor, urgent: list[Candidate], chosen: list[Candidate], others: list[Candidate]
@@ -207,22 +211,22 @@ class BatchOrder:
     def _choose(self, by_id: _ById, following: WaitingBatch | None, running: Holding, now: float) -> list[Candidate]:
         num_running = running.num_requests
         is_overdue = following is not None and self._has_waited(following, now)
-        own = by_id.get(NO_BATCH, []) + by_id.get(self.running_id, []) * (self.running_id != NO_BATCH)
-        if following is None or (own and not is_overdue):
-            return own
+        joining = by_id.get(NO_BATCH, []) + by_id.get(self.running_id, []) * (self.running_id != NO_BATCH)
+        if following is None or (joining and not is_overdue):
+            return joining
         members = by_id.get(following.batch_id, [])
         if (self._packs or not is_overdue) and self._should_mix(members, num_running):
             self._begin(following)
             self._join(members)
-            return own + members
-        if not self._is_due(following, own, running, now):
-            return own
+            return joining + members
+        if not self._is_due(following, joining, running, now):
+            return joining
         self._take_up(following, members, num_running)
         return by_id.get(NO_BATCH, []) + members
 
-    def _is_due(self, following: WaitingBatch, own: list[Candidate], running: Holding, now: float) -> bool:
+    def _is_due(self, following: WaitingBatch, joining: list[Candidate], running: Holding, now: float) -> bool:
         """Return whether the next batch enters: it has waited too long, or little runs and no candidate is left."""
-        return self._has_waited(following, now) or (not own and self._may_follow(following, *running))
+        return self._has_waited(following, now) or (not joining and self._may_follow(following, *running))
 
     def _may_follow(self, following: WaitingBatch, num_running: int, num_blocks: int) -> bool:
         limits = self._limits

@@ -57,9 +57,9 @@ class LoadingCandidates:
         return self._entries.pop(request_id)
 
 
-def growth_of(one: WorkerRequest, num_held: int, block_size: int) -> int:
+def growth_of(request: WorkerRequest, num_held: int, block_size: int) -> int:
     """Return the blocks that a request lacks for its next FORESEEN_TOKENS. `num_held`: blocks of its tokens."""
-    foreseen = min(one.context_len + FORESEEN_TOKENS, one.max_context_len)
+    foreseen = min(request.context_len + FORESEEN_TOKENS, request.max_context_len)
     return max(blocks_for(foreseen, block_size) - num_held, 0)
 
 

@@ -42,9 +42,7 @@ class Candidates:
 
     def __init__(self, pool_name: str, block_size: int, *, knows_classes: bool = False, state_blocks: int = 0) -> None:
         self.space = BufferSpace()
-        self.receiver = HandoffReceiver(
-            self.space, block_size, state_blocks=state_blocks
-        )  # of requests from prefill workers
+        self.receiver = HandoffReceiver(self.space, block_size, state_blocks=state_blocks)
         self._pool_name = pool_name
         self._knows_classes = knows_classes
         self.version = 0  # changes with the candidates, and with which of them should be moved
@@ -76,9 +74,11 @@ class Candidates:
         if candidate.slot is not None and candidate.location is not CacheLocation.PREFETCHING:
             self.space.free(candidate.slot)
         commands: list[Send] = []
-        if candidate.location is CacheLocation.PREFETCHING and candidate.slot is not None:
-            commands.append(_cancel(candidate, candidate.slot))
-        return commands + self._release(candidate)
+        if candidate.location is CacheLocation.PREFETCHING and (slot := candidate.slot) is not None:
+            commands.append(Send(slot.peer, CancelPrefetch(candidate.request.request_id, slot.generation)))
+        if candidate.lease_id is not None:
+            commands.append(Send(self._granted_by(candidate), LeasesReleased((candidate.lease_id,))))
+        return commands
 
     def abort(self, request_id: RequestId) -> list[Send]:
         self.version += 1
@@ -87,10 +87,6 @@ class Candidates:
             candidate.is_aborted = True  # its blocks are being read
             return []
         return self.release(candidate)
-
-    def _release(self, candidate: Candidate) -> list[Send]:
-        lease_id = candidate.lease_id
-        return [Send(self._granted_by(candidate), LeasesReleased((lease_id,)))] if lease_id is not None else []
 
     def _granted_by(self, candidate: Candidate) -> str:
         return candidate.far_pool or self._pool_name
@@ -172,7 +168,7 @@ class Candidates:
 
     def to_move(self) -> list[Candidate]:
         """Return the candidates in the order in which they are copied ahead: real-time ones first, where it matters."""
-        return sorted(self._entries.values(), key=lambda one: self._knows_classes and not one.is_real_time)
+        return sorted(self._entries.values(), key=lambda candidate: self._knows_classes and not candidate.is_real_time)
 
     def copy_of(self, candidate: Candidate) -> tuple[str, BlockCopy]:
         source, copy = self._granted_by(candidate), candidate.pool_copy
@@ -192,12 +188,8 @@ class Candidates:
             for candidate in self
             if candidate.lease_id is None and candidate.location is CacheLocation.BUFFER and not candidate.must_stay
         ]
-        longest = max(
-            able,
-            key=lambda one: (not self._is_dropped_late(one), one.context_len, one.request.request_id),
-            default=None,
-        )
-        return self.return_to_pool(longest, now) if longest is not None else []
+        sizes = [(not self._is_dropped_late(entry), entry.context_len, entry.request.request_id) for entry in able]
+        return self.return_to_pool(able[sizes.index(max(sizes))], now) if sizes else []
 
     def return_to_pool(self, candidate: Candidate, now: float) -> list[Send]:
         """Return it to the pool, for another batch. A cache that lies only in a buffer is copied there first."""
@@ -320,7 +312,3 @@ class Candidates:
 
 def _is_at(candidate: Candidate, peer: str) -> bool:
     return candidate.slot is not None and candidate.slot.peer == peer
-
-
-def _cancel(candidate: Candidate, slot: BufferSlot) -> Send:
-    return Send(slot.peer, CancelPrefetch(candidate.request.request_id, slot.generation))

@@ -174,7 +174,7 @@ class Entries:
             return
         num_best_effort = 0
         if self._order.knows_classes:
-            num_best_effort = sum(not one.is_real_time for one in self._batch.loading.candidates())
+            num_best_effort = sum(not candidate.is_real_time for candidate in self._batch.loading.candidates())
         for candidate in self.may_enter(now):
             if self._order.knows_classes and not candidate.is_real_time:
                 if num_best_effort >= _MOST_BEST_EFFORT_LOADS:
@@ -187,9 +187,9 @@ class Entries:
                 return
 
     def _real_time_holding(self) -> Holding:
-        running = [one for one in self._batch if one.is_real_time]
+        running = [running for running in self._batch if running.is_real_time]
         loading = [candidate for candidate in self._batch.loading.candidates() if candidate.is_real_time]
-        num_blocks = sum(len(one.block_ids) for one in running) + sum(
+        num_blocks = sum(len(running.block_ids) for running in running) + sum(
             candidate.num_copied_blocks for candidate in loading
         )
         return Holding(len(running) + len(loading), num_blocks)

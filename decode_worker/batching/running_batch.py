@@ -131,8 +131,8 @@ class RunningBatch:
             return self._allocator.allocate(num_blocks)
         if self._foreseen is None:
             size, beside = self._block_size, self._state_blocks
-            running = sum(growth_of(one, len(one.block_ids) - beside, size) for one in self._running.values())
-            self._foreseen = running + self.loading.growth(size, beside)
+            growing = (growth_of(entry, len(entry.block_ids) - beside, size) for entry in self._running.values())
+            self._foreseen = sum(growing) + self.loading.growth(size, beside)
         foreseen = self._foreseen + growth_of(candidate, num_blocks - self._state_blocks, self._block_size)
         if num_blocks + foreseen > self._allocator.num_free:
             return None

@@ -95,8 +95,8 @@ class ObjectiveAdmission:
         for candidate in loading:
             room.note(candidate)
 
-        def turn(one: Candidate) -> tuple[bool, TurnClass]:
-            return one.request.request_id != by_floor, _class_of(one, now, least_s=least_s)
+        def turn(candidate: Candidate) -> tuple[bool, TurnClass]:
+            return candidate.request.request_id != by_floor, _class_of(candidate, now, least_s=least_s)
 
         for candidate in sorted(candidates, key=turn):
             if room.admits(candidate):
@@ -279,18 +279,18 @@ class ScheduledBatch:
         """Plan and begin the next iteration; None: there is nothing to do."""
         if not len(self.table) or not self._has_room_for_any():
             return None
-        own, chosen = self._split(self._scheduler.plan(self._state, now))
-        has_copies_out = any(part.how is EvictionMode.SWAP for part in own.evictions)
-        if not own.scheduled and not has_copies_out:
-            self._performer.evict(own.evictions, now)
+        device_plan, chosen = self._split(self._scheduler.plan(self._state, now))
+        has_copies_out = any(part.how is EvictionMode.SWAP for part in device_plan.evictions)
+        if not device_plan.scheduled and not has_copies_out:
+            self._performer.evict(device_plan.evictions, now)
             loads = self._hold(chosen)
             return Begun(None, (), loads=loads) if loads else None
-        members = self._held.of_parts(own.scheduled)
-        self._state.begin(own)
-        command = self._performer.perform(own, members, now)
+        members = self._held.of_parts(device_plan.scheduled)
+        self._state.begin(device_plan)
+        command = self._performer.perform(device_plan, members, now)
         loads = () if has_copies_out else self._hold(chosen)
         has_changed, self._members = members != self._members, members
-        return Begun(command, members, has_changed=has_changed, loads=loads, alone_s=own.alone_s)
+        return Begun(command, members, has_changed=has_changed, loads=loads, alone_s=device_plan.alone_s)
 
     def completed(self, event: IterationCompleted, now: float, duration_s: float) -> None:
         self._performer.completed()
@@ -308,9 +308,9 @@ class ScheduledBatch:
         table = self.table
         rows = np.flatnonzero((table.num_blocks == 0) & (table.num_cached == 0) & (table.num_swapped == 0))
         held = [self._held.get(table.request_ids[row]) for row in rows.tolist()]
-        dropped = [one for one in held if one is not None and not one.is_aborted]
-        for one in dropped:
-            self.drop(one)
+        dropped = [request for request in held if request is not None and not request.is_aborted]
+        for request in dropped:
+            self.drop(request)
         return dropped
 
     def drop(self, running: WorkerRequest) -> None:

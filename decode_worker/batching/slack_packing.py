@@ -83,13 +83,14 @@ class SlackPacking:
     ) -> Iterator[Candidate]:
         """Yield the candidates that may enter beside running and loading requests, up to the first that may not."""
         work, least_s = self._work(), self._costs.iteration_s(self._least)
-        held = [one for running in self._running.values() if (one := self._held(running, now, least_s)) is not None]
+        bounds = (self._held(running, now, least_s) for running in self._running.values())
+        held = [bound for bound in bounds if bound is not None]
         if not held:  # what enters stays for a while, and those with an objective may be back by then
             held.append(_Held(self._until * self._tightest_s, 0.0, 1.0))
         for candidate in loading:
             _note(work, candidate)
             held += self._held_of_new(candidate, least_s)
-        for candidate in sorted(candidates, key=lambda one: self._turn(one, now, least_s, by_floor)):
+        for candidate in sorted(candidates, key=lambda entry: self._turn(entry, now, least_s, by_floor)):
             if work.num_decodes and self._with(work, candidate) > _allowed_s(held, _num_left(candidate)):
                 return
             _note(work, candidate)
@@ -157,8 +158,8 @@ class SlackPacking:
         num_tokens = int((allowed_s - shortest_s) / token_s) - _GROWTH * len(self._running)
         return min(max(num_tokens, 0) // ROOM_STEP * ROOM_STEP, ANY_LENGTH)
 
-    def _bound_s(self, one: WorkerRequest, least_s: float) -> float:
-        tpot_s = _tpot_of(one)
+    def _bound_s(self, request: WorkerRequest, least_s: float) -> float:
+        tpot_s = _tpot_of(request)
         return inf if tpot_s is None or self._share * tpot_s < least_s else self._share * tpot_s
 
     def wants_more(self, num_waiting: int) -> bool:
@@ -172,7 +173,9 @@ class SlackPacking:
         """Note the iteration that begins, of all running requests that do not stall."""
         self._begun = self._work() if self._learner is not None else None
         least_s = self._costs.iteration_s(self._least)
-        tightest_s = min((self._bound_s(one, least_s) for one in self._running.values()), default=inf) / self._share
+        tightest_s = (
+            min((self._bound_s(running, least_s) for running in self._running.values()), default=inf) / self._share
+        )
         if tightest_s <= self._tightest_s or now - self._seen_s > _MEMORY_S:
             self._tightest_s, self._seen_s = tightest_s, now
 
@@ -201,15 +204,18 @@ def _note(work: IterationWork, candidate: Candidate) -> None:
 
 
 def _allowed_s(held: Iterable[_Held], num_left: float) -> float:
-    return min((one.allowed_s + one.ahead_s / min(one.num_left, num_left) for one in held), default=inf)
+    return min((bound.allowed_s + bound.ahead_s / min(bound.num_left, num_left) for bound in held), default=inf)
 
 
-def _tpot_of(one: WorkerRequest) -> float | None:
-    return one.request.slo.tpot_s if one.is_real_time else None
+def _tpot_of(request: WorkerRequest) -> float | None:
+    return request.request.slo.tpot_s if request.is_real_time else None
 
 
-def _num_left(one: WorkerRequest) -> float:
-    expected, num_generated = one.predicted_output_len or one.request.sampling.max_tokens, len(one.generated_token_ids)
+def _num_left(request: WorkerRequest) -> float:
+    expected, num_generated = (
+        request.predicted_output_len or request.request.sampling.max_tokens,
+        len(request.generated_token_ids),
+    )
     return max(expected - num_generated if expected > num_generated else num_generated, 1.0)
 
 

@@ -83,10 +83,10 @@ class UrgentPrompts:
         """Begin an iteration of new prompts within the pass in flight; None: they wait for its end."""
         if not self.cycle.may_begin:
             return None
-        waiting = [one for one in map(self._held.get, self.cycle.ask()) if one is not None]
-        kept = [one for one in waiting if not (one.is_prefilled or one.is_aborted or one.is_finished)]
-        self.cycle.keep(one.request.request_id for one in kept)
-        rows = [self._held.state.table.row(one.request.request_id) for one in kept]
+        came = [held for held in map(self._held.get, self.cycle.ask()) if held is not None]
+        waiting = [held for held in came if not (held.is_prefilled or held.is_aborted or held.is_finished)]
+        self.cycle.keep(held.request.request_id for held in waiting)
+        rows = [self._held.state.table.row(held.request.request_id) for held in waiting]
         if not rows:
             return None
         self._held.foresee_hits()
@@ -116,10 +116,10 @@ def causes_of(held: HeldRequests, members: Collection[HeldRequest], max_running:
     ]
 
 
-def _cause_of(one: HeldRequest, held: HeldRequests, is_full: bool) -> Cause:
+def _cause_of(tracked: HeldRequest, held: HeldRequests, is_full: bool) -> Cause:
     if is_full:
         return Cause.BATCH_FULL
-    num_missing = held.blocks_for(one.context_len) - len(one.block_ids)
+    num_missing = held.blocks_for(tracked.context_len) - len(tracked.block_ids)
     return Cause.BLOCKS_SHORT if held.state.num_free < num_missing else Cause.OTHERS_FIRST
 
 
@@ -231,9 +231,9 @@ class ColocatedLogic:
                 commands += self._abort(tracked.request.request_id)
         self._postponed.clear()
         if self._pooled is not None:
-            self._pooled.abort_all()
-        kept = [tracked for tracked in self._requests if tracked.can_outlast_router]
-        return [*commands, *self._router.connected(peer, kept), *self._tell_blocks(is_new=True)]
+            self._pooled.loads.abort_all()
+        decoding = [tracked for tracked in self._requests if tracked.can_outlast_router]
+        return [*commands, *self._router.connected(peer, decoding), *self._tell_blocks(is_new=True)]
 
     def _add_candidate(self, message: PrefillRequest, now: float, *, may_ask: bool = True) -> list[ColocatedCommand]:
         request, request_id = message.request, message.request.request_id
@@ -247,12 +247,12 @@ class ColocatedLogic:
         if earlier is not None:
             earlier.successor = message
             return aborted
-        linked, asked = [], None
+        linked, questions = [], None
         if self._pooled is not None and may_ask:
-            linked, asked = self._pooled.link(message, now), self._pooled.ask(message, now)
-        if asked is None:
+            linked, questions = self._pooled.link(message, now), self._pooled.loads.ask(message, now)
+        if questions is None:
             self._admit(message, now)
-        return [*aborted, *linked, *(asked or ())]
+        return [*aborted, *linked, *(questions or ())]
 
     def _on_pool(self, pooled: PooledPrefixes, event: PoolEvent, now: float) -> list[ColocatedCommand]:
         outcome = pooled.on_event(event, now)
@@ -282,14 +282,14 @@ class ColocatedLogic:
     def _admit_postponed(self, now: float) -> list[ColocatedCommand]:
         # Each as if it came now: an earlier attempt at it may have come from another worker meanwhile.
         postponed, self._postponed = self._postponed, {}
-        return [one for message in postponed.values() for one in self._add_candidate(message, now, may_ask=False)]
+        return [sent for message in postponed.values() for sent in self._add_candidate(message, now, may_ask=False)]
 
     def _set_predicted_length(self, message: SetPredictedLength) -> list[ColocatedCommand]:
         tracked = self._requests.get(message.request_id)
         if tracked is not None and tracked.set_predicted_length(message):
             self._state.set_predicted_length(message.request_id, message.predicted_output_len)
         if self._pooled is not None:
-            self._pooled.set_predicted_length(message)
+            self._pooled.loads.set_predicted_length(message)
         postponed = self._postponed.get(message.request_id)
         if postponed is not None and postponed.attempt == message.attempt:
             predicted_len = message.predicted_output_len
@@ -304,9 +304,9 @@ class ColocatedLogic:
         if postponed is not None and (attempt is None or postponed.attempt <= attempt):
             del self._postponed[request_id]
         if self._pooled is not None:
-            self._pooled.abort(request_id, attempt)
+            self._pooled.loads.abort(request_id, attempt)
         parts = (self._moves, self._decodes)
-        return [one for part in parts if part is not None for one in part.abort(request_id, attempt)]
+        return [command for part in parts if part is not None for command in part.abort(request_id, attempt)]
 
     # --- starting an iteration
 
@@ -365,8 +365,8 @@ class ColocatedLogic:
                     self._admit(tracked.successor, now)
             return commands
         assert self._urgent is not None, "an urgent iteration of a worker that has none"
-        kept = self._urgent.end(event, now)
-        return commands if kept is None else [*commands, *self._iteration_completed(kept, now)]
+        ended_pass = self._urgent.end(event, now)
+        return commands if ended_pass is None else [*commands, *self._iteration_completed(ended_pass, now)]
 
     def _completed(self, event: IterationCompleted, now: float) -> list[ColocatedCommand]:
         self._performer.completed()
@@ -400,7 +400,7 @@ class ColocatedLogic:
         """Return the requests that are not in the latest iteration, and why."""
         held_back = [WaitingRequest(request_id, Cause.BLOCKS_HELD) for request_id in self._postponed]
         if self._pooled is not None:
-            held_back += [WaitingRequest(request_id, Cause.PREFIX) for request_id in self._pooled.waiting()]
+            held_back += [WaitingRequest(request_id, Cause.PREFIX) for request_id in self._pooled.loads.waiting()]
         max_running = self._registered.num_places or self._registered.max_running_requests
         return held_back + causes_of(self._requests, self._computing, max_running)
 
@@ -410,7 +410,7 @@ class ColocatedLogic:
 
     def _report(self) -> list[Send]:
         num_running = len(self._computing) if self._iterations.is_running else 0
-        num_held_back = len(self._postponed) + (len(self._pooled) if self._pooled is not None else 0)
+        num_held_back = len(self._postponed) + (len(self._pooled.loads) if self._pooled is not None else 0)
         prefixes = self._prefixes
         load = WorkerLoad(
             num_waiting=len(self._requests) + num_held_back - num_running,

@@ -4,10 +4,9 @@ Where the router knows of another node's pool that has clearly more, it names th
 with it on demand, and asks it in place of its own.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import NamedTuple
 
 from alignedserve.core.ids import RequestId
 from alignedserve.messages.caches import ArenaOffered
@@ -31,11 +30,11 @@ from alignedserve.messages.prefixes import (
     ReservedPart,
     StorePrefixBlocks,
 )
-from alignedserve.messages.workers import PrefillRequest, SetPredictedLength
+from alignedserve.messages.workers import PrefillRequest
 from alignedserve.prefix_cache.cached_blocks import CachedBlock, CachedBlocks, context_of, state_names
 from alignedserve.prefix_cache.contexts import PrefixCache
 from decode_worker.block_peers import BlockPeers
-from decode_worker.colocated.prefix_loads import LoadCommand, PrefixLoads, TokensPerS
+from decode_worker.colocated.prefix_loads import PoolCommand, PoolOutcome, PrefixLoads, TokensPerS
 from decode_worker.held_requests import HeldRequests
 
 _OFFERED_BYTES = 64 << 20  # in one offer: loads of blocks wait for its copies
@@ -48,7 +47,6 @@ _NO_REQUEST = RequestId("")  # blocks of a prefix belong to none
 
 OfferCommand = Send | OffloadBlocks
 PoolEvent = CommonEvent | IterationCompleted | BufferOpened | BlocksOffloaded | BlocksLoaded
-PoolCommand = OfferCommand | LoadCommand | MapArena | UnmapArena
 
 
 @dataclass(slots=True, eq=False)
@@ -107,10 +105,10 @@ class PrefixOffers:
             if self._pool is not None:
                 self._new |= dict.fromkeys(self._up_to_states(block))
 
-    def skip(self, blocks: list[CachedBlock]) -> None:
+    def skip(self, blocks: Iterable[CachedBlock]) -> None:
         for block in blocks:
-            for one in (block, *self._of_states.get(block, ())):
-                self._new.pop(one, None)
+            for offered in (block, *self._of_states.get(block, ())):
+                self._new.pop(offered, None)
 
     # --- the pool
 
@@ -205,11 +203,11 @@ class PrefixOffers:
 
 
 def _as_blocks(edge: CachedBlock) -> list[CachedBlock]:
-    found, parent = list[CachedBlock](), edge
+    blocks, parent = list[CachedBlock](), edge
     for name, block_id in zip(state_names(edge.block_hash, len(edge.state_ids)), edge.state_ids, strict=True):
         parent = CachedBlock(name.block_hash, parent, name.packed_tokens, block_id, parent.depth + 1)
-        found.append(parent)
-    return found
+        blocks.append(parent)
+    return blocks
 
 
 def _edge_of(of_state: CachedBlock) -> CachedBlock | None:
@@ -236,14 +234,6 @@ def _part_of(offer: _Offer) -> PrefixPart:
     return PrefixPart(offer.num_before, parent.block_hash if parent is not None else named[0].block_hash, named)
 
 
-class PoolOutcome(NamedTuple):
-    """Commands and requests that follow from an event."""
-
-    commands: Sequence[PoolCommand] = ()
-    ready: Sequence[PrefillRequest] = ()  # requests to be admitted: they wait for the pool no more
-    again: Sequence[PrefillRequest] = ()  # those that may ask it again, as if they came now
-
-
 class PooledPrefixes:
     """Offers and loads, and the events that are about them."""
 
@@ -254,17 +244,7 @@ class PooledPrefixes:
         state_blocks = 0 if prefixes.states is None else prefixes.states.num_blocks
         self._offers = PrefixOffers(prefixes.blocks, state_blocks=state_blocks)
         prefixes.blocks.observers.append(self._offers)
-        self._loads = PrefixLoads(held, prefixes, tokens_per_s, pool)
-
-    def __len__(self) -> int:
-        return len(self._loads)
-
-    def waiting(self) -> list[RequestId]:
-        return self._loads.waiting()
-
-    @property
-    def num_loaded_tokens(self) -> int:
-        return self._loads.num_loaded_tokens
+        self.loads = PrefixLoads(held, prefixes, tokens_per_s, pool)
 
     def takes(self, event: PoolEvent) -> bool:
         match event:
@@ -287,21 +267,7 @@ class PooledPrefixes:
         return [] if message.prefix_pool is None else self._peers.needed(message.prefix_pool, now)
 
     def hang_up_unused(self, now: float) -> list[HangUp]:
-        return self._peers.hang_up_unused(now, self._loads.pools_in_use)
-
-    def ask(self, message: PrefillRequest, now: float) -> list[PoolCommand] | None:
-        """Ask the pool for a request's prefix; None: admit the request now."""
-        asked = self._loads.ask(message, now)
-        return None if asked is None else [*asked]
-
-    def abort(self, request_id: RequestId, attempt: int | None) -> None:
-        self._loads.abort(request_id, attempt)
-
-    def abort_all(self) -> None:
-        self._loads.abort_all()
-
-    def set_predicted_length(self, message: SetPredictedLength) -> None:
-        self._loads.set_predicted_length(message)
+        return self._peers.hang_up_unused(now, self.loads.pools_in_use)
 
     def on_event(self, event: PoolEvent, now: float) -> PoolOutcome:
         match event:
@@ -310,23 +276,22 @@ class PooledPrefixes:
             case Received(peer, ArenaOffered() as offered):
                 if peer == self._pool:
                     self._offers.connected(peer, offered.block_bytes)
-                self._loads.connected(peer, offered.block_bytes)
+                self.loads.connected(peer, offered.block_bytes)
                 return PoolOutcome([MapArena(peer, offered)])
             case PeerDisconnected(_, peer):
                 if peer == self._pool:
                     self._offers.disconnected()
-                return PoolOutcome([UnmapArena(peer)], self._loads.disconnected(peer).ready)
+                return PoolOutcome([UnmapArena(peer)], self.loads.disconnected(peer))
             case Received(_, PrefixBlocksReserved() as reserved):
                 return PoolOutcome(self._offers.reserved(reserved, now))
-            case Received(peer, PrefixFound() as found):
-                outcome = self._loads.found(peer, found, now)
-                return PoolOutcome(outcome.commands, outcome.ready)
+            case Received(peer, PrefixFound() as answer):
+                return self.loads.found(peer, answer, now)
             case BlocksOffloaded():
                 return PoolOutcome(self._offers.offloaded(event, now))
             case BlocksLoaded():
-                loaded = self._loads.loaded(event, now)
-                self._offers.skip(loaded.kept)
-                return PoolOutcome(loaded.commands, loaded.ready, loaded.again)
+                outcome = self.loads.loaded(event, now)
+                self._offers.skip(outcome.loaded)
+                return outcome
             case Received(_, message):
                 raise AssertionError(f"a pool sends no {type(message).__name__} to such a worker")
         return PoolOutcome()

@@ -176,9 +176,9 @@ class ClassedBatchFormer:
 
     def __init__(self, make: Callable[[], BatchFormer], *, floor: float) -> None:
         """`make`: makes the former of one class. `floor`: the share of best effort while real-time requests wait."""
-        self._formers = {one: make() for one in TurnClass}
+        self._formers = {turn_class: make() for turn_class in TurnClass}
         self.is_aligned = self._formers[TurnClass.BEST_EFFORT].is_aligned
-        self._waiting: dict[TurnClass, dict[RequestId, PooledRequest]] = {one: {} for one in TurnClass}
+        self._waiting: dict[TurnClass, dict[RequestId, PooledRequest]] = {turn_class: {} for turn_class in TurnClass}
         self._since_s: dict[RequestId, float] = {}  # when late ones came
         self._late_floor, self._floor = OverdueFloor(), ClassFloor(floor)
         self._floors = {TurnClass.LATE: self._late_floor, TurnClass.BEST_EFFORT: self._floor}
@@ -224,7 +224,7 @@ class ClassedBatchFormer:
     # --- inside
 
     def _classes(self, limits: BatchLimits) -> list[TurnClass]:
-        return [one for one in TurnClass if one is not TurnClass.BEST_EFFORT or not limits.is_for_real_time]
+        return [every for every in TurnClass if every is not TurnClass.BEST_EFFORT or not limits.is_for_real_time]
 
     def _due_by_floor(self, now: float) -> Iterator[TurnClass]:
         late, best_effort = (next(iter(self._waiting[floor].values()), None) for floor in self._floors)
@@ -241,7 +241,7 @@ class ClassedBatchFormer:
             max_blocks=limits.max_blocks - first.num_blocks,
             max_requests=limits.max_requests - len(chosen),
         )
-        later = [one for one in self._classes(limits) if one > chosen[0].turn_class]
+        later = [turn_class for turn_class in self._classes(limits) if turn_class > chosen[0].turn_class]
         joining = self._join(first.lengths, left, later, now, chosen)
         return batch_of([*chosen, *joining], by_turn=limits.by_turn) if joining else first
 
@@ -256,8 +256,8 @@ class ClassedBatchFormer:
         joining: list[PooledRequest] = []
         taken = {request.request_id for request in chosen}
         for turn_class in classes:
-            earlier = (one for other in TurnClass if other < turn_class for one in self._waiting[other])
-            if any(one not in taken for one in earlier):
+            earlier = (request for other in TurnClass if other < turn_class for request in self._waiting[other])
+            if any(request not in taken for request in earlier):
                 break
             members = self._members(self._formers[turn_class].join(lengths, limits, now))
             joining += members
@@ -275,13 +275,13 @@ class ClassedBatchFormer:
         return [self._waiting[self._class_of(request_id)][request_id] for request_id in batch.request_ids]
 
     def _class_of(self, request_id: RequestId) -> TurnClass:
-        return next(one for one in TurnClass if request_id in self._waiting[one])
+        return next(turn_class for turn_class in TurnClass if request_id in self._waiting[turn_class])
 
     def _noted(self, batch: AlignedBatch) -> AlignedBatch:
         members = self._members(batch)
         leaving = set(batch.request_ids)
         for turn_class, floor in self._floors.items():
-            staying = (one for one in self._waiting[turn_class].values() if one.request_id not in leaving)
+            staying = (request for request in self._waiting[turn_class].values() if request.request_id not in leaving)
             following = next(staying, None)
             for member in members:
                 if member.turn_class is turn_class:
@@ -291,14 +291,14 @@ class ClassedBatchFormer:
         return batch
 
 
-def _merged(one: LengthTree, other: LengthTree) -> LengthTree:
-    if not one.leaves or not other.leaves:
-        return one if one.leaves else other
-    leaf_len = max(one.leaf_len, other.leaf_len)
+def _merged(first: LengthTree, other: LengthTree) -> LengthTree:
+    if not first.leaves or not other.leaves:
+        return first if first.leaves else other
+    leaf_len = max(first.leaf_len, other.leaf_len)
     leaves: dict[int, tuple[int, int]] = {}
-    for tree in (one, other):
+    for tree in (first, other):
         for leaf in tree.leaves:
             index = leaf.index * tree.leaf_len // leaf_len
             requests, blocks = leaves.get(index, (0, 0))
             leaves[index] = (requests + leaf.num_requests, blocks + leaf.num_blocks)
-    return tree_of(leaves, leaf_len=leaf_len, max_len=max(one.max_len, other.max_len))
+    return tree_of(leaves, leaf_len=leaf_len, max_len=max(first.max_len, other.max_len))

@@ -161,9 +161,9 @@ class _BatchBuilder:
             node = parent
 
     def _take_from(self, entries: OrderedEntries) -> None:
-        found = entries.first_fit(self._blocks_left, self._requests_left)
-        self._choose(found.entries)
-        self._is_full = found.smallest_left <= self._max_blocks
+        fitting = entries.first_fit(self._blocks_left, self._requests_left)
+        self._choose(fitting.entries)
+        self._is_full = fitting.smallest_left <= self._max_blocks
 
     def _choose(self, entries: list[Entry]) -> None:
         for entry in entries:

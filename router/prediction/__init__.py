@@ -40,10 +40,6 @@ def learnt_lengths(
     return LearntLengths(folder, encoder=encoder, num_features=predictor.num_features)
 
 
-def _hashed_ngrams(config: RouterConfig, served: ServedModel) -> PromptEncoder:
-    return HashedNgrams()
-
-
 def _token_embeddings(config: RouterConfig, served: ServedModel) -> PromptEncoder:
     if served.has_random_weights:
         raise ConfigError("router.length_predictor token_embeddings needs trained weights; model.random_weights is set")
@@ -54,7 +50,7 @@ def _token_embeddings(config: RouterConfig, served: ServedModel) -> PromptEncode
 
 ENCODERS: Mapping[str, Callable[[RouterConfig, ServedModel], PromptEncoder]] = MappingProxyType(
     {
-        "hashed_ngrams": _hashed_ngrams,
+        "hashed_ngrams": lambda config, served: HashedNgrams(),
         "token_embeddings": _token_embeddings,
     }
 )

@@ -64,12 +64,12 @@ class LearntLengths:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            found = [self._records(path) for path in (self._old, self._path)]
-            self._begin(found[1])
+            logs = [self._records(path) for path in (self._old, self._path)]
+            self._begin(logs[1])
         except OSError as error:
             self._give_up(error)
             return
-        for records in found:
+        for records in logs:
             for record in records:
                 yield self._decode(record)
 

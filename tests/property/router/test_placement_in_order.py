@@ -69,7 +69,7 @@ class EagerPlacement(Placement):
         for worker in self.workers.values():
             self._rank(worker)
         for pool in self.pools:
-            self._batch_requests.note_change(pool)
+            self.batch_requests.note_change(pool)
 
 
 class TwinRouter:
