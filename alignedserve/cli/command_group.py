@@ -6,6 +6,7 @@ from typing import Any
 
 import typer
 from typer.core import TyperGroup
+from typing_extensions import override
 
 LAB_COMMANDS = ("bench", "certify", "demo", "eval", "gpu-check", "plan", "profile", "replay", "simulate")
 
@@ -13,9 +14,11 @@ LAB_COMMANDS = ("bench", "certify", "demo", "eval", "gpu-check", "plan", "profil
 class CommandGroup(TyperGroup):
     """Looks for the laboratory's commands only when the core has none of that name, or when all are listed."""
 
+    @override
     def list_commands(self, ctx: Any) -> list[str]:
         return [*super().list_commands(ctx), *self._lab]
 
+    @override
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         command = super().get_command(ctx, cmd_name)
         if command is None and cmd_name in LAB_COMMANDS:

@@ -7,7 +7,6 @@ products. Kernels reach a share of either. Between two of them are LAUNCH_S; a s
 as the host needs for its launches, if that is longer. Kernels and bytes: `benchmarks/results/gpu/ledger.json`.
 """
 
-import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -82,7 +81,6 @@ class Target(NamedTuple):
 
 
 def targets(ledger: Ledger) -> Iterator[Target]:
-    """Yield the figures that the GPU path is to have, by the ledger."""
     dense = ledger[DENSE.name]
     gpu = GPUS[0]
 
@@ -107,7 +105,6 @@ def targets(ledger: Ledger) -> Iterator[Target]:
 
 
 def targets_table(ledger: Ledger) -> str:
-    """Return the figures as a table of a page."""
     lines = ["| figure | at most | by the ledger | |", "|---|---|---|---|"]
     for one in targets(ledger):
         verdict = HELD if one.is_held else f"{MISSED}: {one.cause}"
@@ -117,21 +114,20 @@ def targets_table(ledger: Ledger) -> str:
 
 
 def estimates_table(ledger: Ledger) -> str:
-    """Return the milliseconds of steps as a table of a page."""
     headings = ["GPU", "model", *map(_size, _COLUMNS), "prompt", "mixed"]
     lines = [_row(headings), "|---" * len(headings) + "|"]
     for gpu in GPUS:
         name = gpu.name
         for form in MODELS:
             cells = [_cell(ledger, gpu, form, step) for step in (*_COLUMNS, PROMPT, MIXED_AHEAD)]
-            if any(cells) and (gpu is GPUS[0] or not _is_special(form)):
+            if any(cells):
                 lines.append(_row([name, form.name, *cells]))
                 name = ""
     return "\n".join(lines) + "\n"
 
 
 def steps_table(ledger: Ledger) -> str:
-    """Return kernels, bytes and waits of each model's steps as a table of a page."""
+    """Return kernels, bytes and waits of each model's steps."""
     lines = ["| model | step | kernels | of a layer | GB | over ideal | waits |", "|---" * 7 + "|"]
     for form in MODELS:
         name = form.name
@@ -145,24 +141,11 @@ def steps_table(ledger: Ledger) -> str:
     return "\n".join(lines) + "\n"
 
 
-TABLES = {"targets": targets_table, "steps": steps_table, "estimates": estimates_table}
-
-
-def with_tables(page: str, ledger: Ledger) -> str:
-    """Return a page whose tables, each below its marker, are those of the ledger."""
-    for name, table in TABLES.items():
-        place = re.compile(rf"(?<=^<!-- ledger: {name} -->\n\n)(?:\|.*\n)*", re.MULTILINE)
-        assert len(place.findall(page)) == 1, f"one place for the {name}"
-        page = place.sub(table(ledger).replace("\\", r"\\"), page)
-    return page
-
-
 def _row(cells: list[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
 def _cell(ledger: Ledger, gpu: Gpu, form: ModelForm, step: StepForm) -> str:
-    """Return the milliseconds, where weights and cache fit."""
     if memory_bytes(form, step) > USABLE * gpu.memory_bytes:
         return ""
     if form in (NARROW, NARROWER) and not gpu.float8_per_s:
@@ -171,13 +154,7 @@ def _cell(ledger: Ledger, gpu: Gpu, form: ModelForm, step: StepForm) -> str:
     return f"{milliseconds:.1f}" if milliseconds < 100 else f"{milliseconds:.0f}"
 
 
-def _is_special(form: ModelForm) -> bool:
-    """Return whether a form is shown for one GPU alone."""
-    return form is NARROW or form.num_adapters > 0 or form.has_grammar
-
-
 def _size(step: StepForm) -> str:
-    """Return sequences and tokens as pages write them."""
     return f"{step.num_decodes} x {step.context_len:,}".replace(",", " ")
 
 
@@ -185,7 +162,7 @@ def main() -> None:
     """Print the tables."""
     parser_of(__doc__).parse_args()
     ledger = read()
-    for table in TABLES.values():
+    for table in (targets_table, steps_table, estimates_table):
         print(table(ledger))
 
 

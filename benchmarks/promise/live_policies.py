@@ -16,7 +16,7 @@ longer than the run, and what held many of them at a time seemed to be the faste
 under `aligned_slo`: best-effort alone gives its throughput, real-time alone the share of the workers' time that it
 takes. Beside each run stands what the simulator makes of the same arrivals and lengths, with costs fitted to the
 recording of those runs, and to that of the very run, and how far its runs lie apart.
-The table stands in docs/benchmarks.md; tests/unit/docs/test_live_policies.py holds page and record together.
+The record has all of it, docs/benchmarks.md a table, and tests/unit/docs/test_live_policies.py compares them.
 """
 
 import shutil
@@ -40,17 +40,11 @@ from lab.commands.machine import describe_machine
 RECORD = "serving/live_policies"
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks.md"
 LEARNING_S = 10.0  # so that workers have learned what iterations cost
-_HEAD = (
-    "| topology, load | policy | both held | simulated | TTFT p50, p90, longest, s | TPOT p50, p90, s | longest gap, s "
-    "| documents, tokens/s | simulated |"
-)
 OWN_COSTS = "simulated_own_costs"  # of a row: with costs fitted to its own run
-_DIFFERS = 0.1  # from where on a difference between live and simulated is shown in bold
 Row = dict[str, Any]
 
 
 def systems() -> Iterator[tuple[str, str]]:
-    """Walk the policies that run live, each with every topology in which it does."""
     for name, entry in sorted(POLICIES.items()):
         if Mechanism.KNOWN_LENGTHS not in entry.needs:
             yield from ((name, topology) for topology in TOPOLOGIES if Topology(topology) in entry.topologies)
@@ -60,7 +54,6 @@ def systems() -> Iterator[tuple[str, str]]:
 
 
 def measure_alone(folder: Path, topology: str, recording: Path, duration_s: float) -> dict[str, Row]:
-    """Measure each kind of work alone under `aligned_slo`, and leave a recording of it all."""
     options = ("--policy", "aligned_slo", "--record", str(recording))
     with served(folder, settings("aligned_slo", topology), *options) as port:
         # First, as a chat's objective bounds iterations for a while after it.
@@ -73,7 +66,6 @@ def measure_alone(folder: Path, topology: str, recording: Path, duration_s: floa
 def measure(
     folder: Path, policy: str, topology: str, loads: Sequence[str], duration_s: float, recording: Path
 ) -> dict[str, Row]:
-    """Measure a policy in a topology, under each of these loads in turn, and leave a recording of them."""
     with served(folder, settings(policy, topology), "--policy", policy, "--record", str(recording)) as port:
         traffic_report(port, folder, [real_time("heavy"), BEST_EFFORT], LEARNING_S)
         return {
@@ -83,7 +75,6 @@ def measure(
 
 
 def row_of(report: Mapping[str, Any]) -> Row:
-    """Return what a row keeps of a report of `bench serve`, by class."""
     return {
         one["name"]: {
             "completed": one["num_completed"],
@@ -108,62 +99,37 @@ def _percentiles(distribution: Mapping[str, float] | None) -> dict[str, float] |
 
 
 def table(figures: Mapping[str, Any]) -> str:
-    """Return the table: per topology and load first each kind alone, then every policy that was measured."""
-    rows = [_HEAD, "|---" * (_HEAD.count("|") - 1) + "|"]
-    for topology, of_topology in figures["topologies"].items():
-        alone = of_topology["alone"]
-        documents = round(alone[DOCUMENTS][DOCUMENTS]["tokens_per_s"])
-        for load in LOADS:
-            chat = _chat_cells(alone[load])
-            where = of_topology["machine"]
-            rows.append(f"| {topology}, {load} | each alone (`aligned_slo`), {where} | {chat} | {documents} | |")
-            for policy, measured in sorted(of_topology["both"].items()):
-                if load in measured:
-                    rows.append(f"| | `{policy}` | {_cells(measured[load])} |")
+    """Return the table: what chat held and documents had, each alone and by policy; light and heavy load."""
+    topologies = figures["topologies"]
+    policies = sorted({policy for of in topologies.values() for policy in of["both"]})
+    rows = [f"| | {' | '.join(topologies)} |", "|---" * (len(topologies) + 1) + "|"]
+    alone = (_alone_cell(of["alone"]) for of in topologies.values())
+    rows.append(f"| each alone (`aligned_slo`) | {' | '.join(alone)} |")
+    for policy in policies:
+        cells = (_cell(of["both"].get(policy, {})) for of in topologies.values())
+        rows.append(f"| `{policy}` | {' | '.join(cells)} |")
     return "\n".join(rows) + "\n"
 
 
-def _cells(measured: Mapping[str, Any]) -> str:
-    live, predicted = measured["live"], [measured[name] for name in ("simulated", OWN_COSTS) if measured.get(name)]
-    tokens = live[DOCUMENTS]["tokens_per_s"]
-    shown = _predicted([one[DOCUMENTS] for one in predicted], "tokens_per_s", tokens, _DIFFERS * tokens, "{:.0f}")
-    return f"{_chat_cells(live, *predicted)} | {tokens:.0f} | {shown or '-'}"
+def _alone_cell(alone: Mapping[str, Row]) -> str:
+    held = ", ".join(_held(alone[load]) for load in LOADS)
+    return f"{held}; {alone[DOCUMENTS][DOCUMENTS]['tokens_per_s']:.0f}"
 
 
-def _chat_cells(live: Row, *predicted: Row) -> str:
-    chat = live[CHAT]
-    held = chat["held"] or 0.0
-    shown = _predicted([one[CHAT] for one in predicted], "held", held, _DIFFERS, "{:.0%}")
-    ttft, tpot = chat["ttft_s"], chat["tpot_s"]
-    times = [
-        ", ".join(_seconds(ttft and ttft[name]) for name in ("p50", "p90", "max")),
-        ", ".join(_seconds(tpot and tpot[name], 3) for name in ("p50", "p90")),
-        _seconds(chat["longest_gap_s"]),
-    ]
-    return " | ".join([f"{held:.0%}", shown, *times])
+def _cell(measured: Mapping[str, Any]) -> str:
+    live = [measured[load]["live"] for load in LOADS if load in measured]
+    return f"{', '.join(map(_held, live))}; {', '.join(map(_documents, live))}" if live else "-"
 
 
-def _predicted(rows: Sequence[Mapping[str, Any]], name: str, seen: float, most: float, form: str) -> str:
-    """Return the means of the runs, and how far those of the last row lie apart.
-
-    A mean is in bold where it differs from what was seen by more than `most`, unless that may be such a run.
-    """
-    shown, ends = list[str](), list[float]()
-    for row in rows:
-        mean, ends = row[name] or 0.0, row.get(f"{name}_range") or []
-        is_such_a_run = bool(ends) and ends[0] <= seen <= ends[1]
-        text = form.format(mean)
-        shown.append(f"**{text}**" if abs(mean - seen) > most and not is_such_a_run else text)
-    apart = f" ({form.format(ends[0])} to {form.format(ends[1])})" if ends else ""
-    return ", ".join(shown) + apart
+def _held(live: Row) -> str:
+    return f"{live[CHAT]['held'] or 0.0:.0%}"
 
 
-def _seconds(value: float | None, digits: int = 2) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
+def _documents(live: Row) -> str:
+    return f"{live[DOCUMENTS]['tokens_per_s']:.0f}"
 
 
 def with_table(page: str) -> str:
-    """Return the page with the table as the record has it now."""
     figures = read_figures(RECORD)
     return page if figures is None else put_table(page, "chat beside documents, live", table(figures))
 
@@ -205,19 +171,16 @@ def measure_all(
 
 
 def _forget(figures: dict[str, Any], rows: Sequence[tuple[str, str]]) -> None:
-    """Forget these policies in their topologies."""
     for policy, topology in rows:
         figures["topologies"].get(topology, {"both": {}})["both"].pop(policy, None)
 
 
 def _new_recording(folder: Path) -> Path:
-    """Return this folder for a recording, without an earlier one."""
     shutil.rmtree(folder, ignore_errors=True)
     return folder
 
 
 def _check_machine(topology: str, of_topology: dict[str, Any]) -> None:
-    """Raise RuntimeError where rows of this topology are of another machine."""
     machine = describe_machine()["cpu"]
     if of_topology["both"] and of_topology["machine"] != machine:
         raise RuntimeError(
@@ -235,11 +198,10 @@ def simulate_again(rows: dict[str, Row], recordings: Path, policy: str, topology
             for load, row in rows.items():
                 row[name] = simulated(machine, policy, topology, load, duration_s)
     for load, row in rows.items():
-        print(f"{topology}, {load}, {policy}: {_cells(row)}", flush=True)
+        print(f"{topology}, {load}, {policy}: {_cell({load: row})}", flush=True)
 
 
 def write_record(figures: Mapping[str, Any]) -> None:
-    """Write the record as far as it is."""
     write_result(RECORD, figures, command="python -m benchmarks.promise.live_policies")
 
 

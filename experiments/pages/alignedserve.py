@@ -1,6 +1,6 @@
 """Tables of docs/experiments/alignedserve.md."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from benchmarks.measuring.intervals import interval
 from experiments.pages.record import Record, bullets, change, count, milliseconds, runs, share, table
@@ -25,23 +25,6 @@ def _of(part: str, **labels: object) -> Record:
     return runs("alignedserve").of(part=part, **labels)
 
 
-def headline(kernel: str) -> str:
-    """Return OPT-2.7B, 95 % short, with this kernel."""
-    rows = []
-    for system, name in _SYSTEMS.items():
-        of = _of("headline", kernel=kernel, system=system)
-        cells = [
-            f"{count(of.mean(_TOKENS))} ({count(of.spread(_TOKENS))})",
-            f"{milliseconds(of.mean(_TBT))} ({1e3 * of.spread(_TBT):.0f})",
-            milliseconds(of.mean(_TPOT)),
-            count(of.mean("ledger.batch")),
-            f"{of.mean('ledger.spread'):.1f}",
-        ]
-        rows.append([name, *cells])
-    heads = [_KERNELS[kernel], "tokens/s", "p99 TBT", "p99 TPOT of a request", "batch", "longest by mean"]
-    return table(heads, rows)
-
-
 def claims() -> str:
     """Return the headline against the baselines, beside the paper's claims."""
     rows = []
@@ -61,60 +44,12 @@ def claims() -> str:
 
 
 def _ratios(means: Mapping[str, Record], system: str, figure: str) -> str:
-    """Return by how much the system is better than each baseline."""
     ours = means[system].mean(figure)
     theirs = [means[name].mean(figure) for name in _BASELINES]
     return ", ".join(f"{ours / one if figure == _TOKENS else one / ours:.2f}" for one in theirs)
 
 
-def eight() -> str:
-    """Return eight accelerators, with what the systems have of each other's."""
-    means = {name: _of("eight accelerators", system=name) for name in _COMPARED}
-    rows = []
-    for name, of in means.items():
-        cells = [count(of.mean(_TOKENS)), milliseconds(of.mean(_TBT)), milliseconds(of.mean(_TPOT))]
-        if name in _BASELINES:
-            ours = means["aligned"].mean(_TOKENS), means["aligned_slo"].mean(_TOKENS)
-            cells.append(", ".join(f"{one / of.mean(_TOKENS):.2f}" for one in ours))
-        else:
-            cells.append("")
-        rows.append([name, *cells])
-    return table(["", "tokens/s", "p99 TBT", "p99 TPOT of a request", "tokens/s of aligned, aligned_slo by its"], rows)
-
-
-def _tokens_and_gap(part: str, points: Mapping[str, Mapping[str, str]]) -> str:
-    rows = []
-    for name, labels in points.items():
-        of = [_of(part, **labels, system=system) for system in _COMPARED]
-        rows.append([name, *(f"{count(one.mean(_TOKENS))}, {milliseconds(one.mean(_TBT))}" for one in of)])
-    return table(["", *_COMPARED], rows)
-
-
-def models() -> str:
-    """Return other models, and fewer short prompts."""
-    points = {
-        f"{model.upper()}, {short.replace('%', ' %')}": {"model": model, "lengths": short}
-        for model, short in (
-            *((model, "95% short") for model in ("opt-2.7b", "opt-6.7b", "opt-13b", "opt-30b")),
-            ("opt-2.7b", "70% short"),
-        )
-    }
-    return _tokens_and_gap("figures 7, 9", points)
-
-
-def recordings() -> str:
-    """Return the three recordings with both kernels."""
-    names = {"ShareGPT": "sharegpt", "LongBench": "longbench", "Azure": "azure"}
-    points = {
-        f"{name}, {said}": {"lengths": lengths, "kernel": kernel}
-        for name, lengths in names.items()
-        for kernel, said in ((_STRAGGLER, "one block per sequence"), (_BALANCED, "load-balanced"))
-    }
-    return _tokens_and_gap("figures 8, 10", points)
-
-
 def parts() -> str:
-    """Return AlignedServe without its parts."""
     means = {name: _of("figure 14", system=name).mean(_TOKENS) for name in ("aligned", *_ABLATED)}
     rows = [["aligned", "", count(means["aligned"]), ""]]
     paper = {"aligned w/o P": "-14.7 %", "aligned w/o P&B": "a further -28.5 %", "aligned w/o B": ""}
@@ -130,23 +65,6 @@ _ABLATED = {
     "aligned w/o P&B": "and without batches by length (`batching.policy=fcfs`)",
     "aligned w/o B": "batches first come, first served alone",
 }
-
-
-def within_30_ms() -> str:
-    """Return the share of iterations within 30 ms, aligned and first come, first served."""
-    figure = "iteration.within_30ms"
-    points: Mapping[str, Sequence[Record]] = {
-        "Azure": [_of("figure 14", system=name) for name in ("aligned", "aligned w/o B")],
-        **{
-            name: [
-                _of("figures 8, 10", system="aligned", lengths=name.lower(), kernel=_STRAGGLER),
-                _of("figure 13", system="aligned w/o B", lengths=name.lower()),
-            ]
-            for name in ("ShareGPT", "LongBench")
-        },
-    }
-    rows = [[name, *(share(one.mean(figure)) for one in of)] for name, of in points.items()]
-    return table(["iterations within 30 ms", "aligned (paper: 90 %)", "fcfs (paper: under 10 %)"], rows)
 
 
 # --- rates: ten minutes, decode attention as a list schedule
@@ -190,7 +108,6 @@ def steady() -> str:
 
 
 def _gains(points: Mapping[str, Mapping[str, object]]) -> str:
-    """Return what aligned serves at each point, by what the others do, as far as they were simulated."""
     rows = []
     for name, labels in points.items():
         of = {system: runs("alignedserve").of(**labels, seed=1, system=system) for system in _COMPARED}
@@ -206,7 +123,6 @@ def _gains(points: Mapping[str, Mapping[str, object]]) -> str:
 
 
 def steady_kernels() -> str:
-    """Return the headline by kernel, for queries with a head of keys each and for four to one."""
     points = {
         f"{_model_name(model)}, `{kernel}`": {
             "part": _part_of(model, kernel),
@@ -224,49 +140,14 @@ def _part_of(model: str, kernel: str) -> str:
     return "steady" if kernel == _SCHEDULED else "steady, kernels"
 
 
-def steady_others() -> str:
-    """Return the other figures: recordings, models, shares of short prompts, eight accelerators."""
-    points: dict[str, Mapping[str, object]] = {
-        f"{name}, OPT-13B": {"part": "steady, recordings", "lengths": name.lower()}
-        for name in ("ShareGPT", "LongBench", "Azure")
-    }
-    for row in runs("alignedserve").of(part="steady, models", system="aligned").rows:
-        name = f"{_model_name(row['model'])}, {row['lengths'].replace('%', ' %')}"
-        points[name] = {"part": "steady, models", "model": row["model"], "lengths": row["lengths"]}
-    if _of("steady, eight accelerators"):
-        points["OPT-13B, 2 + 6 workers"] = {"part": "steady, eight accelerators"}
-    return _gains(points)
-
-
 def _model_name(model: str) -> str:
     family, _, rest = model.partition("-")
     return f"{_NAMES[family]}-{rest.upper()}"
 
 
-def steady_parts() -> str:
-    """Return AlignedServe without its parts, as rates."""
-    whole = _of("steady, recordings", lengths="azure", system="aligned")
-    if not (whole and _of("steady, parts")):
-        return _NOT_YET
-    ours, paper = whole.mean(_LOADED), {"aligned w/o P": "-14.7 %", "aligned w/o P&B": "-39.0 %", "aligned w/o B": ""}
-    rows = [["aligned", "", count(ours), ""]]
-    for name, said in _ABLATED.items():
-        tokens = _of("steady, parts", system=name).mean(_LOADED)
-        rows.append([said, paper[name], count(tokens), change(tokens / ours)])
-    return table(["Azure, OPT-13B, `paged_v1`", "paper", "tokens/s", "change"], rows)
-
-
 TABLES: Mapping[str, Callable[[], str]] = {
     "steady": steady,
     "steady, kernels": steady_kernels,
-    "steady, others": steady_others,
-    "steady, parts": steady_parts,
-    "headline, one block": lambda: headline(_STRAGGLER),
-    "headline, balanced": lambda: headline(_BALANCED),
     "claims": claims,
-    "eight": eight,
-    "models": models,
-    "recordings": recordings,
     "parts": parts,
-    "within 30 ms": within_30_ms,
 }

@@ -34,7 +34,6 @@ def _of(part: str, **labels: object) -> Record:
 
 
 def latency() -> str:
-    """Return seconds per token on OPT-13B."""
     rows = []
     for system, name in _SYSTEMS.items():
         part = "figure 8" if system in ("Recompute", "Defer") else "figure 6"
@@ -54,7 +53,6 @@ def _latency(of: Record, figure: str = _LATENCY) -> str:
 
 
 def rates() -> str:
-    """Return requests/s at 0.2 s/token."""
     rows = []
     for model in _MODELS:
         for lengths, name in _LENGTHS.items():
@@ -85,56 +83,7 @@ def _times(ours: str, theirs: str) -> str:
     return f"more than {int(10 * times) / 10:.1f}" if is_bound else f"{times:.1f}"
 
 
-def choices() -> str:
-    """Return ageing, predictions and the older attention."""
-    rows = [
-        ["ALISE (K = 60 s)", *_choice(("ALISE",), "figure 6")],
-        ["K = 10, 30, 300 s, none", *_choice((*(f"ALISE, K = {one} s" for one in (10, 30, 300)), "ALISE, no ageing"))],
-        [_ERRORS, *_choice(("ALISE, our predictor", "ALISE, class mean"))],
-        ["`aligned_slo`", *_choice(("aligned_slo",), "figure 6")],
-        [_ERRORS, *_choice(("aligned_slo, our predictor", "aligned_slo, class mean"))],
-        [
-            "one block of threads per sequence: vLLM, ALISE, `aligned_slo`",
-            *_choice(("vLLM", "ALISE", "aligned_slo"), "one block per sequence"),
-        ],
-    ]
-    return table(["", "Alpaca 28/s", "ShareGPT 2.2/s"], rows)
-
-
-_ERRORS = "with our predictor's errors; only the mean of the class known"
-
-
-def _choice(systems: tuple[str, ...], part: str = "choices") -> list[str]:
-    points = {"alpaca": 28, "sharegpt": 2.2}
-    return [
-        ", ".join(
-            digits(_of(part, model="opt-13b", lengths=lengths, rate=rate, policy=system).mean(_LATENCY))
-            for system in systems
-        )
-        for lengths, rate in points.items()
-    ]
-
-
-def responses() -> str:
-    """Return the mean and the 99th percentile of the response, in seconds."""
-    points = {"ShareGPT 1.7/s": ("figure 6", 1.7), "2.2/s": ("figure 6", 2.2), "3/s": ("figure 6", 3.0)}
-    points["1.5/s over 600 s"] = ("long trace", 1.5)
-    rows = []
-    for system in ("vLLM", "ALISE", "aligned_slo"):
-        of = [
-            _of(part, model="opt-13b", lengths="sharegpt", rate=rate, policy=system) for part, rate in points.values()
-        ]
-        rows.append([_SYSTEMS[system], *map(_response, of)])
-    return table(["mean, p99 of the response, s", *points], rows)
-
-
-def _response(of: Record) -> str:
-    return ", ".join(f"{of.mean(f'all.end_to_end_s.{one}'):.0f}" for one in ("mean", "p99")) if of else ""
-
-
 TABLES: Mapping[str, Callable[[], str]] = {
     "latency": latency,
     "rates": rates,
-    "choices": choices,
-    "responses": responses,
 }

@@ -5,7 +5,7 @@ from functools import partial
 from itertools import zip_longest
 
 from experiments.pages.record import Record, figures, runs, share, table
-from experiments.pages.steady import SteadyFigures, steady
+from experiments.pages.steady import steady
 
 _KV_ONLY = "apt_serve, keys and values"
 _NAMES = {"fcfs": "vLLM", _KV_ONLY: "Apt-Serve, keys and values", "apt_serve": "Apt-Serve"}
@@ -61,30 +61,8 @@ def _bursts(part: str, dataset: str, rate: float, policy: str, variations: Itera
     return between.join(share(value).removesuffix(" %") for value in of) + " %"
 
 
-def bursts() -> str:
-    """Return Figure 9."""
-    names = {"fcfs": "vLLM", "sarathi": "Sarathi-Serve", "apt_serve": "Apt-Serve", _UNION: f"`{_UNION}`"}
-    rows = [
-        [
-            f"{_LENGTHS[dataset]} {rate:g}/s",
-            *(_bursts("figure 9", dataset, rate, policy, (1.0, 5.0, 10.0), ", ") for policy in names),
-        ]
-        for dataset, rate in (("sharegpt", 3.8), ("humaneval", 9.0))
-    ]
-    return table(["", *names.values()], rows)
-
-
-def costs() -> str:
-    """Return what is held with iteration times that others have measured."""
-    rows = []
-    for name, source in {"vLLM's fit": "vllm", "DistServe's fit": "distserve"}.items():
-        for rate in (3.0, 6.0):
-            of = [_at("costs", costs=source, rate=rate, policy=policy) for policy in _COMPARED]
-            rows.append([f"{name}, {rate:g}/s", *(share(one.mean(_HELD)) for one in of)])
-    return table(["ShareGPT, OPT-13B", *map(_name, _COMPARED)], rows)
-
-
-def _rates(level: str) -> str:
+def rates_at_90() -> str:
+    level = "90%"
     points = [("sharegpt", model) for model in _MODELS] + [("humaneval", "opt-13b"), ("longbench", "opt-13b")]
     rows = []
     for dataset, model in points:
@@ -113,21 +91,8 @@ def _rate_cell(dataset: str, model: str, policy: str, rate: float | None, baseli
     return f"{text} ({rate / baseline:.1f})" if is_compared and baseline else text
 
 
-def rates_at_90() -> str:
-    """Return Figure 8 at 90 %."""
-    return _rates("90%")
-
-
-def rates_at_60() -> str:
-    """Return Figure 8 at 60 %."""
-    return _rates("60%")
-
-
 TABLES: Mapping[str, Callable[[], str]] = {
-    "steady": partial(steady, "apt_serve", SteadyFigures("all", _HELD, "all.requests_per_s", "completed/s")),
+    "steady": partial(steady, "apt_serve", "all", _HELD),
     "attainment": attainment,
-    "bursts": bursts,
-    "costs": costs,
     "rates at 90": rates_at_90,
-    "rates at 60": rates_at_60,
 }

@@ -6,10 +6,11 @@ from functools import cache
 from experiments.common import Row
 from experiments.grid.record import PATH, Record
 from experiments.grid.systems import FIELD, UNION
-from experiments.pages.record import bold, bullets, digits, figures, seconds, share, states_of, table, warnings_of
+from experiments.pages.record import bold, bullets, digits, figures, seconds, states_of, table
 from experiments.steady import LEAST_S
 from experiments.validity.rows import is_stale, states
 
+_SHOWN = 12
 _NONE = "none over 98 %"
 
 
@@ -30,13 +31,10 @@ def rows() -> Sequence[Row]:
 
 
 def record() -> str:
-    """Return how much of the record is of today's decision code."""
-    found = states("grid", rows())
-    return bullets([*warnings_of(rows(), found), *states_of("grid.jsonl", rows(), found)])
+    return bullets(states_of(rows(), states("grid", rows())))
 
 
 def progress() -> str:
-    """Return how much of the grid is done."""
     counts, level = figures("grid")["counts"], figures("grid")["all"]
     done, hours = level["num_points"], counts["simulated_s"] / 3600
     return bullets(
@@ -72,7 +70,6 @@ def verdict() -> str:
 
 
 def totals() -> str:
-    """Return the counts over all points and over every level of a factor."""
     counted = ("num_points", "num_contested", "num_held", "num_served", "num_behind", "num_ahead", "num_open")
     levels = [("all", figures("grid")["all"])]
     levels += [(name.replace("=", " "), level) for name, level in figures("grid")["by_level"].items()]
@@ -85,7 +82,6 @@ def totals() -> str:
 
 
 def beside() -> str:
-    """Return what the default's chat loses beside best-effort work, over all pairs of points, by trace and by load."""
     points = {row["point"]: row for row in figures("grid")["points"]}
     loaded = {f"{name.removesuffix('/be')}/alone": row for name, row in points.items() if name.endswith("/be")}
     pairs = [(points[name], row) for name, row in loaded.items() if name in points]
@@ -102,7 +98,6 @@ def beside() -> str:
 
 
 def _stale_points() -> set[str]:
-    """Return the points where an older code has decided something of the default."""
     found = rows()
     return {
         str(row["point"])
@@ -127,7 +122,6 @@ def _beside_cells(name: str, pairs: Sequence[tuple[Row, Row]]) -> list[str]:
 
 
 def floor() -> str:
-    """Return what chat attains where documents have no floor, beside what it attains with one."""
     lines = [
         [
             row["point"],
@@ -142,9 +136,8 @@ def floor() -> str:
 
 
 def compared() -> str:
-    """Return every point, the furthest behind first."""
-    points = sorted(figures("grid")["points"], key=lambda row: row.get("ahead", 100.0))
-    head = ["point", "default", "best", "which", "ahead", "goodput", "BE tokens/s", "done", "fluid", "gap"]
+    points = sorted(figures("grid")["points"], key=lambda row: row.get("ahead", 100.0))[:_SHOWN]
+    head = ["point", "default", "best", "which", "ahead", "goodput", "BE tokens/s", "gap"]
     return table(head, map(_cells, points))
 
 
@@ -152,8 +145,7 @@ def _cells(row: Row) -> list[str]:
     default = f"{row['default']:.1f} ± {row['default_half']:.1f} %"
     if "ahead" not in row:
         return [
-            row["point"], default, "-", _NONE, "-", "-", _number(row["default_be"]), share(row["default_completed"], 0),
-            share(row["default_fluidity"], 0), seconds(row["default_gap"]),
+            row["point"], default, "-", _NONE, "-", "-", _number(row["default_be"]), seconds(row["default_gap"]),
         ]  # fmt: skip
     ahead = f"{row['ahead']:+.1f} ± {row['ahead_half']:.1f}"
     return [
@@ -164,8 +156,6 @@ def _cells(row: Row) -> list[str]:
         bold(ahead) if row["ahead"] < -1 else ahead,
         _signed(row["gain"]),
         _pair(row, "be", _number),
-        _pair(row, "completed", lambda value: share(value, 0)),
-        _pair(row, "fluidity", lambda value: share(value, 0)),
         _pair(row, "gap", seconds),
     ]
 

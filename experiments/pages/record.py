@@ -8,12 +8,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from experiments.validity.rows import State, num_bursts, states, system_of
+from experiments.validity.rows import State, is_stale, num_bursts, states, system_of
 
 RESULTS = Path(__file__).parent.parent / "results"
 Row = dict[str, Any]
 _WIDTH = 100
-_KNEW_MORE = " (schedulers knew [more](leak.md))"
 _NO_BREAK = "\N{NO-BREAK SPACE}"
 
 
@@ -24,14 +23,12 @@ class Record:
         self.rows = rows
 
     def of(self, **labels: object) -> "Record":
-        """Return the rows with these labels."""
         return Record([row for row in self.rows if all(row.get(name) == value for name, value in labels.items())])
 
     def __bool__(self) -> bool:
         return bool(self.rows)
 
     def values(self, figure: str) -> list[float]:
-        """Return a figure of every row."""
         return [float(row[figure]) for row in self.rows]
 
     def mean(self, figure: str) -> float:
@@ -50,12 +47,10 @@ class Record:
 
 @cache
 def figures(name: str) -> Any:
-    """Return all figures of results/NAME.json."""
     return json.loads((RESULTS / f"{name}.json").read_text())["figures"]
 
 
 def runs(name: str) -> Record:
-    """Return the runs of results/NAME.json."""
     return Record(figures(name)["runs"])
 
 
@@ -71,29 +66,24 @@ def share(value: float, digits: int = 1) -> str:
 
 
 def change(ratio: float) -> str:
-    """Return a ratio as a change in percent, with its sign."""
     return f"{100 * (ratio - 1):+.1f} %"
 
 
 def seconds(value: float) -> str:
-    """Return a time, below 0.3 s in milliseconds."""
     if value < 0.3:
         return f"{1e3 * value:.0f} ms"
     return f"{value:.2f} s" if value < 1 else f"{value:.1f} s" if value < 10 else f"{value:.0f} s"
 
 
 def milliseconds(value: float) -> str:
-    """Return a time in milliseconds."""
     return f"{count(1e3 * value)} ms"
 
 
 def count(value: float) -> str:
-    """Return a number without a fraction, thousands apart."""
     return f"{value:,.0f}".replace(",", " ")
 
 
 def digits(value: float, num: int = 3) -> str:
-    """Return a number in `num` significant digits."""
     if value == 0:
         return "0"
     text = f"{value:#.{num}g}".removesuffix(".")
@@ -101,17 +91,14 @@ def digits(value: float, num: int = 3) -> str:
 
 
 def bold(text: str) -> str:
-    """Return the text as what stands out in a table."""
     return f"**{text}**"
 
 
 def bold_best(cells: Sequence[str], values: Sequence[float]) -> list[str]:
-    """Return the cells, those of the highest value in bold."""
     return [bold(cell) if value == max(values) else cell for cell, value in zip(cells, values, strict=True)]
 
 
 def table(headings: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """Return a table of a page."""
     head = list(headings)
     lines = [head, *map(list, rows)]
     assert all(len(line) == len(head) for line in lines), lines
@@ -127,13 +114,9 @@ def bullets(items: Iterable[str]) -> str:
 
 
 def provenance(name: str) -> str:
-    """Return which decision code made a record and whether it is today's, the rows that each made, and what they are.
-
-    A row that is stale, or no rate, is said to be so.
-    """
+    """Return how many rows of a record are of which decision code; rows that are stale, or no rates, stand out."""
     rows = figures(name)["runs"]
-    found = states(name, rows)
-    said = [*warnings_of(rows, found), *codes_of(f"{name}.json", rows, found)]
+    said = states_of(rows, states(name, rows))
     bursts = num_bursts(rows)
     if bursts:
         reason = "requests sent within less than ten minutes, or fewer than five seeds"
@@ -141,55 +124,22 @@ def provenance(name: str) -> str:
     return bullets(said)
 
 
-def warnings_of(rows: Sequence[Row], found: Sequence[State]) -> list[str]:
-    """Return what a page says of rows that are stale. `found`: the state of each."""
-    return [
-        f"**{state.value[0].upper()}{state.value[1:]}: {_share_of(found.count(state), rows)}**"
-        for state in (State.OLDER, State.UNKNOWN)
-        if state in found
-    ]
+def states_of(rows: Sequence[Row], found: Sequence[State]) -> list[str]:
+    """Return how many rows are of each state, and the systems of the stale ones. `found`: the state of each row."""
+    counts: dict[State, Counter[str]] = {}
+    for row, state in zip(rows, found, strict=True):
+        counts.setdefault(state, Counter())[system_of(row)] += 1
+    said = []
+    for state, of in sorted(counts.items(), key=lambda one: not is_stale(one[0])):
+        systems = ", ".join(f"`{system}` ({number})" for system, number in of.most_common())
+        text = f"{state.value[0].upper()}{state.value[1:]}: {_share_of(of.total(), rows)}"
+        said.append(f"**{text}**: {systems}" if is_stale(state) else text)
+    return said
 
 
 def _share_of(number: int, rows: Sequence[Row]) -> str:
     return f"all {_num(len(rows), 'row')}" if number == len(rows) else f"{number} of {_num(len(rows), 'row')}"
 
 
-def codes_of(file: str, rows: Sequence[Row], found: Sequence[State]) -> list[str]:
-    """Return the digests of the code that made the rows of a file, and which rows each made."""
-    made: dict[tuple[State, str, bool], list[Row]] = {}
-    for row, state in zip(rows, found, strict=True):
-        made.setdefault((state, str(row.get("code", "")), bool(row.get("knew_more"))), []).append(row)
-    return [
-        f"`results/{file}`{f' of `{code}`' if code else ''}, {_num(len(of), 'row')} {state.value}"
-        f"{_KNEW_MORE if knew_more else ''}: {_names(of, rows) if len(made) > 1 else 'all'}"
-        for (state, code, knew_more), of in made.items()
-    ]
-
-
-def states_of(file: str, rows: Sequence[Row], found: Sequence[State]) -> list[str]:
-    """Return how many rows of each system are of each state: for a record that many digests have made."""
-    counts: dict[State, Counter[str]] = {}
-    for row, state in zip(rows, found, strict=True):
-        counts.setdefault(state, Counter())[system_of(row)] += 1
-    return [
-        f"`results/{file}`, {_num(of.total(), 'row')} {state.value}: "
-        f"{', '.join(f'`{system}` ({number})' for system, number in of.most_common())}"
-        for state, of in counts.items()
-    ]
-
-
 def _num(value: int, noun: str) -> str:
     return f"{value} {noun}" if value == 1 else f"{value} {noun}s"
-
-
-def _names(of: Sequence[Row], rows: Sequence[Row]) -> str:
-    """Return the systems of these rows, with their parts where the others of a system are of another commit."""
-    names = []
-    for name in sorted(set(map(system_of, of))):
-        parts, others = ({_part(row) for row in some if system_of(row) == name} for some in (of, rows))
-        names.append(f"`{name}`" if parts == others else f"`{name}` ({', '.join(sorted(parts))})")
-    return ", ".join(names)
-
-
-def _part(row: Row) -> str:
-    return str(row.get("part") or row.get("figure"))

@@ -36,7 +36,6 @@ class Compared(NamedTuple):
     is_more_better: bool = True
 
     def text(self, value: float) -> str:
-        """Return a figure as text."""
         return self.shown(value)
 
     def verdict(self) -> str:
@@ -90,26 +89,15 @@ def _alignedserve() -> dict[str, list[Compared]]:
 
 
 def _bros() -> dict[str, list[Compared]]:
-    def over(lengths: str, figure: str, shown: Callable[[float], str], *, is_more_better: bool = True) -> Compared:
-        of = runs("bros").of(part="figures 10, 11", lengths=lengths)
-        return Compared(*_pair(lambda policy: of.of(policy=policy), ("bros", _UNION), figure), shown, is_more_better)
-
     def headline(figure: str, shown: Callable[[float], str]) -> Compared:
         of = runs("bros").of(part="headline")
         return Compared(*_pair(lambda policy: of.of(policy=policy), ("bros", _UNION), figure), shown)
 
-    both = ("sharegpt", "lmsys")
-    latency, best_effort = "rt.normalized_s.mean", "be.loaded_requests_per_s"
     return {
         "BROS, burst of 120 s at 10/s (three seeds): held, best-effort requests/s": [
             headline("rt.attainment", share),
-            headline(best_effort, lambda value: f"{value:.2f}"),
+            headline("be.loaded_requests_per_s", lambda value: f"{value:.2f}"),
         ],
-        "BROS, all bursts of 60 s, ShareGPT and LMSYS: both objectives held": [
-            over(one, "rt.attainment", share) for one in both
-        ],
-        "the same, s/token": [over(one, latency, lambda value: digits(value, 2), is_more_better=False) for one in both],
-        "the same, best-effort requests/s": [over(one, best_effort, lambda value: f"{value:.2f}") for one in both],
     }
 
 
@@ -171,7 +159,6 @@ def _apt_serve() -> dict[str, list[Compared]]:
 
 
 def _steady() -> dict[str, list[Compared]]:
-    """Return the rates of both pages that have some: what is held at each, and the longest gap."""
     found: dict[str, list[Compared]] = {}
     for page, name, of, figure in (
         ("bros", "BROS", "rt", "rt.attainment"),
@@ -192,7 +179,6 @@ def _steady() -> dict[str, list[Compared]]:
 
 
 def _held(at: Record, of: str, figure: str) -> float:
-    """Return what is held at a rate; nothing of one that is not served."""
     return at.mean(figure) if is_served(at.values(f"{of}.completed_of_arrived")) else 0.0
 
 
@@ -211,23 +197,20 @@ def _of_policy(of: Record, policy: str) -> Record:
 
 
 def _rates() -> list[list[str]]:
-    """Return effective throughput, which may lie beyond the highest rate that was tried."""
     points = (("sharegpt", "opt-13b"), ("sharegpt", "opt-30b"), ("sharegpt", "opt-66b"))
     others = (("humaneval", "opt-13b"), ("longbench", "opt-13b"))
     rows = []
-    for level in ("90%", "60%"):
-        for name, at in (("ShareGPT on OPT-13B, 30B, 66B", points), ("HumanEval, LongBench", others)):
-            theirs, ours = ([_rate(policy, point, level) for point in at] for policy in ("apt_serve", _UNION))
-            said = [_rate_verdict(one, other) for one, other in zip(theirs, ours, strict=True)]
-            cells = [", ".join("beyond" if one is None else f"{one:.2f}" for one in rates) for rates in (theirs, ours)]
-            burst = f"Apt-Serve, bursts of 300, {level.replace('%', ' %')} held if sent at"
-            rows.append([f"{burst}: {name}", *cells, ", ".join(said)])
+    for name, at in (("ShareGPT on OPT-13B, 30B, 66B", points), ("HumanEval, LongBench", others)):
+        theirs, ours = ([_rate(policy, point) for point in at] for policy in ("apt_serve", _UNION))
+        said = [_rate_verdict(one, other) for one, other in zip(theirs, ours, strict=True)]
+        cells = [", ".join("beyond" if one is None else f"{one:.2f}" for one in rates) for rates in (theirs, ours)]
+        rows.append([f"Apt-Serve, bursts of 300, 90 % held if sent at: {name}", *cells, _shortened(said)])
     return rows
 
 
-def _rate(policy: str, point: tuple[str, str], level: str) -> float | None:
+def _rate(policy: str, point: tuple[str, str]) -> float | None:
     of = Record(figures("apt_serve")["throughputs"]).of(policy=policy, dataset=point[0], model=point[1])
-    found = of.rows[0][f"rate at {level}"]
+    found = of.rows[0]["rate at 90%"]
     return None if found is None else float(found)
 
 
@@ -238,12 +221,10 @@ def _rate_verdict(theirs: float | None, ours: float | None) -> str:
 
 
 def union() -> str:
-    """Return `aligned_slo` beside each paper's policy."""
     return table(["", "the paper's policy", f"`{_UNION}`", "it is"], _rows())
 
 
 def worse() -> str:
-    """Return why it is worse, with the rows of that table in which it is."""
     of_reasons: dict[str, list[str]] = {}
     last = ""
     for name, *_, verdicts in _rows():
@@ -263,7 +244,11 @@ def _rows() -> list[list[str]]:
 def _row(name: str, compared: Sequence[Compared]) -> list[str]:
     theirs = ", ".join(one.text(one.theirs) for one in compared)
     ours = ", ".join(one.text(one.ours) for one in compared)
-    return [name, theirs, ours, ", ".join(one.verdict() for one in compared)]
+    return [name, theirs, ours, _shortened([one.verdict() for one in compared])]
+
+
+def _shortened(verdicts: Sequence[str]) -> str:
+    return verdicts[0] if len(set(verdicts)) == 1 else ", ".join(verdicts)
 
 
 TABLES: Mapping[str, Callable[[], str]] = {"claims": claims, "union": union, "worse": worse}

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
-from experiments.pages.record import Record, bold, bold_best, count, digits, milliseconds, runs, seconds, share, table
+from experiments.pages.record import Record, bold, bold_best, count, runs, seconds, share, table
 
 _WAITING = "bros, long prompts wait"
 _POLICIES = ("fcfs", "sarathi", "bros", _WAITING, "accelgen", "alise", "apt_serve", "aligned_slo")
@@ -15,8 +15,6 @@ _POINTS = {
     "arXiv 1/s": ("arxiv", 1.0),
     "arXiv 2.5/s": ("arxiv", 2.5),
 }
-_TRACES = {"code": "azure_code", "Mooncake": "mooncake", "arXiv": "arxiv"}
-_KERNELS = {"one block of threads per sequence": "one_block_per_sequence", "load-balanced": "load_balanced"}
 _HELD, _BEST_EFFORT, _GOODPUT = "rt.attainment", "be.tokens_per_s", "rt.goodput_per_s"
 
 
@@ -33,8 +31,6 @@ def _by_policy(title: str, cells: Callable[[list[Record]], list[str]]) -> str:
 
 
 def held() -> str:
-    """Return the share of requests that held both objectives, and p99 TBT."""
-
     def cells(policies: list[Record]) -> list[str]:
         held = [one.mean(_HELD) for one in policies]
         best = bold_best([share(value) if value > 0.99 else share(value, 0) for value in held], held)
@@ -44,8 +40,6 @@ def held() -> str:
 
 
 def throughput() -> str:
-    """Return best-effort tokens and real-time requests within objectives."""
-
     def cells(policies: list[Record]) -> list[str]:
         tokens, requests = ([one.mean(name) for one in policies] for name in (_BEST_EFFORT, _GOODPUT))
         few, rare = max(tokens) < 100, max(requests) < 0.5
@@ -56,35 +50,7 @@ def throughput() -> str:
     return _by_policy("best-effort tokens/s; real-time requests within objectives per second", cells)
 
 
-def separate() -> str:
-    """Return tokens/s and p99 TBT on separate workers."""
-    rows = []
-    for kernel, label in _KERNELS.items():
-        for policy in ("distserve", "aligned", _UNION):
-            of = [
-                runs("unseen").of(part="separate workers", kernel=label, policy=policy, trace=trace)
-                for trace in _TRACES.values()
-            ]
-            cells = [f"{count(one.mean('all.tokens_per_s'))}, {milliseconds(one.mean('all.tbt_s.p99'))}" for one in of]
-            rows.append([f"{policy}, {kernel}" if policy == "distserve" else policy, *cells])
-    return table(["", *_TRACES], rows)
-
-
-def spreads() -> str:
-    """Return by how much the seeds of a trace lie apart, in points of the share held."""
-    policies = ("bros", _WAITING, _UNION)
-    rows = []
-    for policy in policies:
-        of = [
-            runs("unseen").of(part="mixed", trace=trace, rate=rate, policy=policy) for trace, rate in _POINTS.values()
-        ]
-        rows.append([policy, *(digits(100 * one.spread(_HELD), 2) for one in of)])
-    return table(["points", *_POINTS], rows)
-
-
 TABLES: Mapping[str, Callable[[], str]] = {
     "held": held,
     "throughput": throughput,
-    "separate": separate,
-    "spreads": spreads,
 }

@@ -12,20 +12,18 @@ _STRAGGLERS = (
     " ([more](alignedserve.md#aligned_slo))."
 )
 _LARGER_BATCHES = (
-    "Nothing bounds an iteration where no request has an objective, and its batches hold more requests, and more unlike"
-    " ones, than those of `aligned` ([both](alignedserve.md#the-headline-opt-27b-95--short))."
+    "Nothing bounds an iteration where no request has an objective; its batches are larger and more mixed than"
+    " `aligned`'s ([both](alignedserve.md#the-headline-opt-27b-95--short))."
 )
 _BEST_EFFORT = (
     "First tokens in time, and shorter gaps, are paid for in best-effort work ([more](bros.md#why-they-differ))."
 )
 _DEADLINES = (
-    "In an overload of thirty times it gives long documents up, which alone have deadlines, for many short requests;"
-    " without one, at 0.07 and 0.1/s, it holds 99 and 94 % of the deadlines for 99 and 96"
+    "In an overload of thirty times it gives up long documents, the only requests with deadlines, for short requests"
     " ([more](accelgen.md#figure-11-opt-13b-8-requestss-three-seeds-of-100-s))."
 )
 _MORE_REQUESTS = (
-    "It ends twice as many requests, of which each has fewer tokens, and computes 28 % more tokens of prompts for them,"
-    " so 19 % more in all"
+    "It ends twice as many requests with fewer tokens each, and computes 28 % more prompt tokens, 19 % more in all"
     " ([more](accelgen.md#other-models-other-rates-bursts-of-50-and-200-s))."
 )
 _LONG_ITERATIONS = (
@@ -33,20 +31,17 @@ _LONG_ITERATIONS = (
     " ([more](accelgen.md#other-models-other-rates-bursts-of-50-and-200-s))."
 )
 _SHORT_FIRST = (
-    "Without objectives what has far less left to do goes first, so long answers pay for the mean; with hardly any"
-    " overtaking (`patience=1`) the p99 is 6 % above ALISE's in place of 28, and the mean as ALISE's"
+    "Without objectives the request with far less left to do goes first, so long answers pay for the mean"
     " ([more](alise.md#the-record-bursts-of-15-to-120-s))."
 )
 _BURSTS = (
-    "A burst is where a policy must know which answers are short, and it is not told; of three seeds with one burst"
-    " each it is ahead in two"
+    "A burst is where a policy must know which answers are short; of three seeds with one burst each it leads in two"
     " ([more](apt_serve.md#opt-13b-at-the-papers-rates-bursts-of-300-requests))."
 )
 WHY: Mapping[str, str] = {  # by the names of the rows
     "AlignedServe, burst of 600 (three seeds), tokens/s: waves as long as the longest, balanced": _STRAGGLERS,
     "the same, p99 TBT": _LARGER_BATCHES,
     "BROS, burst of 120 s at 10/s (three seeds): held, best-effort requests/s": _BEST_EFFORT,
-    "the same, best-effort requests/s": _BEST_EFFORT,
     "the same: iteration-level SLOs, deadlines held": _DEADLINES,
     "AccelGen, tokens/s: Llama-2-13B, OPT-175B, Llama-3-70B": _MORE_REQUESTS,
     "the same, iteration-level SLOs": _LONG_ITERATIONS,

@@ -1,23 +1,21 @@
 """The ledger of the GPU path: kernels and bytes of single steps, counted without a GPU; then what they should be.
 
-Writes benchmarks/results/gpu/ledger.json and the tables of docs/gpu.md.
+Writes benchmarks/results/gpu/ledger.json.
 
 python -m benchmarks.gpu.ledger
 python -m benchmarks.gpu.ledger --only 8B    # models of this name alone, printed kernel by kernel; writes nothing
 """
 
 import argparse
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.gpu.estimates import targets_table, with_tables
+from benchmarks.gpu.estimates import targets_table
 from benchmarks.gpu.ledger.counted_steps import count_model
 from benchmarks.gpu.ledger.forms import MODELS, STEPS
 from benchmarks.gpu.ledger.ledger import PATH, Kernels, LedgerStep, written
 
-PAGE = Path(__file__).parents[3] / "docs" / "gpu.md"
 _MIB = 1 << 20
 
 
@@ -35,12 +33,10 @@ def main() -> None:
         return
     PATH.parent.mkdir(exist_ok=True)
     PATH.write_text(written(ledger))
-    PAGE.write_text(with_tables(PAGE.read_text(), ledger))
     print(targets_table(ledger))
 
 
 def _table(title: str, step: LedgerStep) -> Table:
-    """Return a step kernel by kernel."""
     table = Table(title=f"{title}: {step.kernels} kernels, {step.num_bytes / 1e9:.2f} GB", title_justify="left")
     for heading in ("", "kernel", "launches", "MiB read", "MiB written", "10^9 operations"):
         table.add_column(heading)

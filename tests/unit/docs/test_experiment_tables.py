@@ -31,27 +31,22 @@ def test_an_unknown_table_is_an_error() -> None:
         with_tables("<!-- table: none -->\n\n", {})
 
 
-def test_a_record_of_several_codes_says_which_rows_are_of_which(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_of_several_codes_says_how_many_rows_are_of_which_and_names_the_stale(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     rows = [
-        {"policy": "fcfs", "part": "figure 1", "code": digests()["fcfs"]},
-        {"policy": "bros", "part": "figure 1", "code": digests()["bros"]},
-        {"policy": "bros", "part": "figure 2", "code": "2222222"},
-        {"policy": "bros", "part": "figure 3", "code": ""},
+        {"policy": "fcfs", "code": digests()["fcfs"]},
+        {"policy": "bros", "code": digests()["bros"]},
+        {"policy": "bros", "code": "2222222"},
+        {"policy": "bros", "code": ""},
     ]
-    monkeypatch.setattr(record, "figures", lambda _: {"runs": rows})
-    said = " ".join(record.provenance("some").split())
-    assert "**Measured with an older decision code: 1 of 4 rows**" in said
-    assert "**Measured with a decision code that is not known: 1 of 4 rows**" in said
-    assert f"`results/some.json` of `{digests()['fcfs']}`, 1 row of today's decision code: `fcfs`" in said
-    assert "`results/some.json` of `2222222`, 1 row measured with an older decision code: `bros` (figure 2)" in said
-
-
-def test_a_record_says_where_schedulers_knew_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [{"policy": "fcfs", "figure": "11", "code": "1111111"}]
-    monkeypatch.setattr(record, "figures", lambda _: {"runs": [{**rows[0], "knew_more": True}]})
-    assert "(schedulers knew [more](leak.md)): all" in record.provenance("some").replace("\n ", "")
-    monkeypatch.setattr(record, "figures", lambda _: {"runs": rows})
-    assert "schedulers knew" not in record.provenance("some")
+    of_seeds = [dict[str, object](row, rate=1, seed=seed, sent_s=600.0) for row in rows for seed in range(5)]
+    monkeypatch.setattr(record, "figures", lambda _: {"runs": of_seeds})
+    assert " ".join(record.provenance("some").split()) == (
+        "- **Measured with an older decision code: 5 of 20 rows**: `bros` (5) "
+        "- **Measured with a decision code that is not known: 5 of 20 rows**: `bros` (5) "
+        "- Of today's decision code: 10 of 20 rows"
+    )
 
 
 def test_rows_that_are_no_rates_are_called_bursts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +63,7 @@ def test_rows_that_are_no_rates_are_called_bursts(monkeypatch: pytest.MonkeyPatc
 
 
 def _rate(policy: str, seed: int, completed: float, *, sent_s: float = 600.0) -> dict[str, object]:
-    figures = {"held": 0.9 + seed / 100, "rt.completed_of_arrived": completed, "rt.fluidity": 0.5, "x": 1.0}
+    figures = {"held": 0.9 + seed / 100, "rt.completed_of_arrived": completed, "rt.fluidity": 0.5}
     labels = {"part": "steady", "rate": 2.0, "policy": policy, "seed": seed, "sent_s": sent_s}
     return labels | figures | {"rt.longest_gap_s": float(seed), "be.loaded_tokens_per_s": 10.0}
 
@@ -78,10 +73,10 @@ def test_a_rate_has_its_interval_and_one_that_is_not_served_stands_in_brackets(m
     rows += [_rate("few", seed, 1.0) for seed in range(1, 5)]
     rows += [_rate("short", seed, 1.0, sent_s=60.0) for seed in range(1, 6)]
     monkeypatch.setattr(steady, "runs", lambda _: record.Record(rows))
-    table = steady.steady("some", steady.SteadyFigures("rt", "held", "x", "x/s"))
+    table = steady.steady("some", "rt", "held")
     assert table.splitlines()[2:] == [
-        "| 2 | `fcfs` | 93.0 ± 2.0 % | yes | 97.0 % | 50.0 % | 5.0 s | 1.00 | 10.0 |",
-        "| 2 | `bros` | (93.0 ± 2.0 %) | **no** | 90.0 % | 50.0 % | 5.0 s | 1.00 | 10.0 |",
+        "| 2 | `fcfs` | 93.0 ± 2.0 % | yes | 97.0 % | 50.0 % | 5.0 s | 10 |",
+        "| 2 | `bros` | (93.0 ± 2.0 %) | **no** | 90.0 % | 50.0 % | 5.0 s | 10 |",
     ]
     monkeypatch.setattr(steady, "runs", lambda _: record.Record(rows[10:]))
-    assert steady.steady("some", steady.SteadyFigures("rt", "held", "x", "x/s")) == "- No rate has been simulated yet"
+    assert steady.steady("some", "rt", "held") == "- No rate has been simulated yet"

@@ -1,9 +1,9 @@
-"""What is predicted of a GPU: tables are those of the records, and the profile is the one fitted to what was timed."""
+"""What is predicted of a GPU: the table is that of the record, and the profile is fitted to what was timed."""
 
 from dataclasses import asdict
 
 from alignedserve.costmodel.linear import fit_error
-from benchmarks.gpu import predicted, promise_simulated, stops_simulated
+from benchmarks.gpu import predicted
 from benchmarks.gpu.timed_iterations import KINDS, timed_iterations
 from benchmarks.gpu.timed_iterations import SHORT as HOST_BOUND
 from lab.costmodel.profile_file import read_profile
@@ -11,15 +11,10 @@ from lab.costmodel.profile_file import read_profile
 _WRITES_IT = "python -m benchmarks.gpu.predicted writes it"
 
 
-def test_the_tables_are_those_of_the_records() -> None:
-    for page, table, with_table, command in (
-        (predicted.PAGE, predicted.TABLE, predicted.with_table, "predicted"),
-        (promise_simulated.PAGE, promise_simulated.TABLE, promise_simulated.with_table, "promise_simulated"),
-        (promise_simulated.PAGE, stops_simulated.TABLE, stops_simulated.with_table, "stops_simulated"),
-    ):
-        text = page.read_text()
-        assert f"<!-- table: {table} -->" in text
-        assert with_table(text) == text, f"python -m benchmarks.gpu.{command} writes it"
+def test_the_table_is_that_of_the_record() -> None:
+    text = predicted.PAGE.read_text()
+    assert f"<!-- table: {predicted.TABLE} -->" in text
+    assert predicted.with_table(text) == text, _WRITES_IT
 
 
 def test_the_profile_is_fitted_to_what_was_timed() -> None:
@@ -35,18 +30,3 @@ def test_the_profile_is_fitted_to_what_was_timed() -> None:
         assert error.median < 0.1, kind
     sheet = predicted.predicted(predicted.FOLDER)["kinds"][HOST_BOUND]["roofline"]
     assert sheet["median"] < 0.6, "no data sheet knows what the host needs for its launches"
-
-
-def test_the_load_is_the_one_that_ran() -> None:
-    live = promise_simulated.live_runs(predicted.FOLDER)[0]
-    for phase in live.phases():
-        if phase.name == promise_simulated.DOCUMENTS:
-            continue
-        begins_s = 0.0 if phase.name == promise_simulated.CHAT else live.documents_alone_s
-        chats = promise_simulated.drawn_chats(live.load, begins_s, phase.ends_s)
-        counted = [one for one in chats if phase.begins_s <= one.arrival_s]
-        chat = live.found["phases"][phase.name]["chat"]
-        seconds = phase.ends_s - phase.begins_s
-        assert len(counted) == chat["num"]
-        assert abs(sum(one.prompt_len for one in counted) / seconds - chat["prompt_tokens_per_s"]) < 1e-6
-        assert abs(sum(one.output_len for one in counted) / seconds - chat["output_tokens_per_s"]) < 1e-6

@@ -1,12 +1,10 @@
-"""A step of the GPU path has the kernels, bytes and waits of the ledger, and the page the tables that follow."""
+"""A step of the GPU path has the kernels, bytes and waits of the ledger."""
 
 import pytest
 
 pytest.importorskip("triton")
 
-from benchmarks.gpu.estimates import with_tables
 from benchmarks.gpu.ledger import ledger
-from benchmarks.gpu.ledger.__main__ import PAGE
 from benchmarks.gpu.ledger.counted_steps import count_model
 from benchmarks.gpu.ledger.forms import DENSE, FEW
 
@@ -15,8 +13,3 @@ MENDED = "where that is meant, run python -m benchmarks.gpu.ledger and say in th
 
 def test_a_step_launched_ahead_is_as_in_the_ledger() -> None:
     assert count_model(DENSE, (FEW,))[FEW.name] == ledger.read()[DENSE.name][FEW.name], MENDED
-
-
-def test_the_page_says_what_the_ledger_gives() -> None:
-    page = PAGE.read_text()
-    assert with_tables(page, ledger.read()) == page
