@@ -5,7 +5,7 @@ The life of a request on a decode worker:
    memory unless it can run at once. An urgent one comes straight from a prefill worker. (batching/candidates.py)
 2. When its batch is due (batching/batch_order.py) and its blocks and those of its next iterations fit, its cache is
    copied into this worker's blocks beside the running iteration, verified, and it enters with the next one. A copy that
-   does not verify is a miss: RequestPreempted sends the request back to be recomputed. (batching/entries.py)
+   does not verify is a miss: RequestPreempted sends the request back to be recomputed. (batching/eviction.py)
 3. Every iteration gives it one token, or more where its grammar forces them, which go straight to its gateway. Where a
    policy decides, it may pause, leave for the host, or lose its cache, to be computed again by a prefill worker
    (batching/scheduled_batch.py); 5 is then for switches.

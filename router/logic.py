@@ -8,7 +8,7 @@ The life of a request in the router:
    BatchReceived those that have arrived.
    An urgent request goes straight from its prefill worker to a decode worker, and only a copy of it to the pool.
 5. LengthPredicted gives the expected output length. Nothing waits for it: a request dispatched earlier carries the mean
-   of its class, and those that hold it get SetPredictedLength (late_predictions.py).
+   of its class, and those that hold it get SetPredictedLength (request_registry.py).
 6. RequestFinished ends it and drops the pool's copy. Before that, a decode worker may return it to the pool
    (RequestPooled again), or RequestPreempted sends it back to the queue, to be recomputed from the pool's copy.
 A router that is new knows no request: what workers decode meanwhile goes on there (adoption.py).

@@ -45,7 +45,7 @@ class CachedContext:
     held: list[CachedBlock] = field(default_factory=list)  # its first blocks, as far as it uses cached ones
     is_waiting: bool = False
     is_closed: bool = False  # it stores nothing more
-    edges: tuple[int, ...] = ()  # in tokens, where its states are to be kept (kept_states.py)
+    edges: tuple[int, ...] = ()  # in tokens, where its states are to be kept (PrefixCache.edges_in)
     latest: CachedBlock | None = None  # the last one that its answer has passed
 
     @property

@@ -1,7 +1,7 @@
 """Decodes of this worker that wait in the pool of its node, because others need the device's memory.
 
 The life of such a request:
-1. The policy lets it leave: it is handed over to the pool as to another worker (handoffs.py), and its blocks are free.
+1. The policy lets it leave: it is handed over to the pool as to another worker (moves.py), and its blocks are free.
    It stays this worker's, in the policy's table, with its cache elsewhere. The pool has its length in the quad-tree.
 2. The policy lets it come back: blocks are held for it, and the pool grants the copy (FetchCopy, CopyGranted), which is
    loaded while others compute.
