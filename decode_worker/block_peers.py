@@ -1,7 +1,7 @@
 """The prefill workers and pools with which a decode worker exchanges blocks.
 
-It keeps links to the pool and the prefill workers of its own node. Those of other nodes, which may be thousands, it
-links with when the router says that it is about to need one, and hangs up when it had no use for `LINK_IDLE_S`.
+It keeps links to the pool and the prefill workers of its own node. Other nodes may have thousands: it links with a
+peer there when the router is about to need it, and hangs up after `LINK_IDLE_S` without use.
 """
 
 from collections.abc import Callable, Collection

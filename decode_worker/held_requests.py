@@ -21,7 +21,7 @@ _FORESEEN_TOKENS = 256  # of a request, while another moves
 
 @dataclass(slots=True, eq=False)
 class HeldRequest(WorkerRequest):
-    """One request on such a worker; its progress is in the table."""
+    """One request of a worker with a policy; its progress is in the table."""
 
     block_ids: list[BlockId] = field(default_factory=list)  # those of its states first, if it has some
     is_in_engine: bool = False

@@ -6,10 +6,10 @@ The life of a request on a decode worker:
 2. When its batch is due (batching/batch_order.py) and its blocks and those of its next iterations fit, its cache is
    copied into this worker's blocks beside the running iteration, verified, and it enters with the next one. A copy that
    does not verify is a miss: RequestPreempted sends the request back to be recomputed. (batching/eviction.py)
-3. Every iteration gives it one token, or more where its grammar forces them, which go straight to its gateway. Where a
+3. Every iteration adds a token, or more where the grammar forces them, and sends them to its gateway. Where a
    policy decides, it may pause, leave for the host, or lose its cache, to be computed again by a prefill worker
    (batching/scheduled_batch.py); 5 is then for switches.
-4. It ends with its stop token or its limit: blocks freed, RequestFinished. Or the client leaves: AbortRequest.
+4. Its stop token or limit ends it: blocks freed, RequestFinished. Or the client leaves: AbortRequest.
 5. When the next iteration would not fit, the longest request (while two batches mix, of the outgoing one) is evicted
    into a prefill worker's memory, from where it is loaded again. When its batch has ended, it returns to the pool.
    If no buffer has space for it, it is preempted and recomputed later. (batching/eviction.py)
@@ -151,7 +151,7 @@ class DecodeLogic:
         self._pace.connected(role, peer)
         if role is not Role.ROUTER:
             return []
-        # A router that comes (back) knows nothing of what we hold: its gateways resume those requests through it.
+        # A new router knows no request here: its gateways resume them.
         dropped: list[DecodeCommand] = [*self._candidates.clear()]
         for running in list(self._batch):
             dropped += self._abort(running.request.request_id)

@@ -184,7 +184,7 @@ class ColocatedWorker:
         )
 
     async def start(self, *, router_at: str, listen_at: str | None = None) -> None:
-        """Connect to the router; where it listens, others of its node connect to it."""
+        """Connect to the router; with `listen_at`, let other workers of the node connect."""
         if listen_at is not None:
             await self._driver.links.listen(listen_at)
         self._driver.links.dial(router_at)

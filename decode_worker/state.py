@@ -32,7 +32,6 @@ class RunningRequest(WorkerRequest):
 
     @classmethod
     def of_candidate(cls, candidate: "Candidate", block_ids: tuple[BlockId, ...], num_cached: int) -> "RunningRequest":
-        """Build it as it enters, with the cache of `num_cached` tokens in these blocks."""
         return cls(
             candidate.request,
             candidate.attempt,
@@ -79,9 +78,9 @@ class Candidate(WorkerRequest):
     has_lost_pool: bool = False  # while it was on its way back there
     may_prefetch: bool = True  # a prefill worker that has lost the pool answers at once, again and again
     first_token_s: float = 0.0
-    last_token_s: float = 0.0  # or when it came here, if that is not known
-    service_s: float = 0.0  # that it spent in iterations before
-    far_pool: str | None = None  # the pool of another node that granted it; None: that of this node
+    last_token_s: float = 0.0  # or its arrival here
+    service_s: float = 0.0  # spent in earlier iterations
+    far_pool: str | None = None  # another node's pool that granted it; None: this node's
 
     @classmethod
     def of(
@@ -150,7 +149,7 @@ class LoadingCandidate:
 
 
 class Lending(NamedTuple):
-    """Memory that an elastic worker lends to others of its node."""
+    """Memory that an elastic worker lends to its node."""
 
     buffer_bytes: int
     peers: tuple[str, ...]  # as planned

@@ -143,8 +143,7 @@ class PoolLogic:
         if not self._takes_requests:
             return [*cached]
         self._reported = None
-        # What a router knew of this pool ended with its link: it recomputes those requests, so their blocks are freed.
-        # Workers still wait for theirs, and are told to drop what they have written.
+        # A new link begins without this pool's requests: the router recomputes them, so their blocks are freed.
         self._waiting_forms.clear()
         commands = [command for lease in self._lease_table.all() for command in self._invalidate(lease)]
         return [

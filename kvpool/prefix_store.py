@@ -3,7 +3,7 @@
 The life of a block here:
 1. A worker offers it (StorePrefixBlocks). If it is new, and a block is free or one of less value can leave, it gets a
    place to write to, under a lease of its own: PrefixBlocksReserved.
-2. PrefixBlocksWritten with its checksum: it is kept, and stamped as everything is that can be read.
+2. PrefixBlocksWritten brings its checksum: the pool keeps the block and stamps it as readable.
 3. A worker asks for the blocks that follow what it has (FindPrefix) and gets the longest run that is kept, with tokens
    and checksums. Blocks that are lent stay until PrefixReleased, or until the worker is lost.
 States that have blocks of their own are kept like blocks that follow the one behind which they stand; a run is lent up
@@ -138,7 +138,7 @@ class PrefixStore:
             if known is None:
                 break
             if known.parent is not parent or known.packed_tokens != block.packed_tokens:
-                return ReservedPart(len(part.blocks)), []  # another block has its name, so it cannot be kept
+                return ReservedPart(len(part.blocks)), []  # another block has its name
             num_known, parent = num_known + 1, known
         rest = part.blocks[num_known:]
         num_written = next((at for at, block in enumerate(rest) if block.block_hash not in self._written_by), len(rest))

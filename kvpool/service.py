@@ -1,4 +1,4 @@
-"""The running pool: its logic, its links and the arena that it owns."""
+"""The running pool: its logic, links and arena."""
 
 import secrets
 from functools import partial

@@ -187,7 +187,7 @@ def _not_prefetched(peer: str, relay: RelayBlocks) -> Send:
     return Send(peer, BlocksPrefetched(relay.request_id, relay.generation, None))
 
 
-_MOST_NOT_COMPUTED = 2  # documents: one that is computed, by the floor of its policy, and one behind it
+_MOST_NOT_COMPUTED = 2  # documents: one computed by the policy's floor, and the next
 
 
 class PlaceOrder:

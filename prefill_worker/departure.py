@@ -28,7 +28,7 @@ class Departing(Outgoing):
 
 
 class Departure:
-    """Decides where jobs go, and what follows when they are there, or do not get there."""
+    """Decides where jobs go, and what follows from their arrival or failure."""
 
     def __init__(
         self, lender: Lender, router: RouterLink, forget: Callable[[PrefillJob], Sequence[DepartureCommand]]

@@ -2,7 +2,7 @@
 
 The life of a request on a prefill worker:
 1. PrefillRequest: it waits, in the router's order (real-time first if a policy schedules iterations), until blocks for
-   its whole context are free. What it begins with may be cached here from others before it. A retry asks the pool
+   its whole context are free. Earlier prompts may have left its first blocks cached here. A retry asks the pool
    instead: a copy of an earlier attempt is loaded. Only the tokens after that are computed.
 2. Iterations compute it in chunks under the token budget; the last chunk samples the next token.
 3. The token goes to the gateway at once. If it completes the answer, the blocks are freed: RequestFinished.
@@ -10,9 +10,9 @@ The life of a request on a prefill worker:
    worker that the router named (about its candidate buffer here), and then to the pool for a copy.
 5. BlocksReserved: the blocks are copied beside the running iteration. BlocksWritten offers the request;
    with BlocksTaken it is its receiver's, and the blocks here are freed.
-A router that is back knows nothing of this worker's jobs, so its return aborts them. Jobs offered to a pool or decode
-worker that is lost before it acknowledged them are preempted (RequestPreempted: only the router can know); jobs that
-were departing to a lost pool reserve again when it is back. Candidate buffers are in candidate_buffers.py.
+A returning router knows none of this worker's jobs, so they are aborted. Jobs offered to a pool or decode worker that
+is lost before it acknowledged them are preempted (RequestPreempted: only the router can know); jobs that were departing
+to a lost pool reserve again when it is back. Candidate buffers are in candidate_buffers.py.
 """
 
 import msgspec

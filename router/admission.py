@@ -85,9 +85,7 @@ class WaitingChats:
         tenant, longest_s = self._by_tenant.get(request.tenant), self._longest_s
         if longest_s is None or tenant is None or (waited_s := now - tenant.since_s) < LEAST_WAITED * longest_s:
             return None
-        share = (
-            tenant.num_tokens + request.prompt_len
-        ) / tenant.weight  # of each tenant that has as much, by its weight
+        share = (tenant.num_tokens + request.prompt_len) / tenant.weight  # by weight
         others = self._by_tenant.values()
         num_tokens = sum(min(other.num_tokens, share * other.weight) for other in others)
         num_late = sum(min(other.num_late, share * other.weight) for other in others)

@@ -75,7 +75,7 @@ class AsyncLengthPredictor:
                 if self._num_pending < _MAX_WAITING and request.request_id not in refused:
                     self._num_pending += 1
                     self._put(partial(self._predict, gateway, request))
-                return  # one that is refused as it is here already goes on
+                return  # a duplicate is refused, and the request goes on
             case Received(_, RequestFinished() as message):
                 self._put(partial(self._learn, message.request_id, message.num_generated))
             case Received(_, AbortRequest() as message):

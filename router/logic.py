@@ -292,7 +292,7 @@ class RouterLogic:
         if peer not in self._placement:
             return commands
         lost = [tracked for tracked in self._registry.requests.values() if self._placement.depends_on(tracked, peer)]
-        # On its way to a worker that is lost, it may still be where it was: nothing else tells that one to release it.
+        # A request on its way to a lost worker may still be at the giver, which only this tells to release it.
         commands += [send for tracked in lost if tracked.holder != peer for send in self._ownership.call_back(tracked)]
         commands += self._registry.interrupt(lost)
         worker = self._placement.workers.get(peer)

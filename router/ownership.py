@@ -55,7 +55,7 @@ class OwnershipTransitions:
                 continue  # it has ended, or its worker's message was faster
             if is_expected:
                 tracked.destination = message.worker
-            else:  # granted to a worker that was lost; if the restarted one gets it, it is told to release it
+            else:  # granted to a lost worker; a restarted one that gets the request is told to release it
                 commands += self._registry.interrupt([tracked])
         return commands
 

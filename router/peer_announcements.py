@@ -26,7 +26,7 @@ def announce_all(decoder: WorkerRecord, workers: Iterable[WorkerRecord]) -> list
 def announce_prefiller(
     prefiller: WorkerRecord, workers: Iterable[WorkerRecord], *, is_lost: bool = False
 ) -> list[Send]:
-    """Announce a worker that hands requests over, or that it is lost, to the workers of its node that dial it."""
+    """Announce a worker that hands requests over, or its loss, to the node's workers that dial it."""
     if prefiller.registered.can_move:
         after = [worker for worker in workers if _are_linked(worker, prefiller) and worker.name > prefiller.name]
         return [Send(worker.name, _change(prefiller.name, is_lost=is_lost)) for worker in after]

@@ -1,23 +1,22 @@
 """Chooses the next prompt and the worker that computes it.
 
-The least loaded worker that may have another prompt gets the first of the queue; where loads are about equal, one of
-the node of the request's gateway. A worker whose pool has no room for what it has computed comes after all others.
+The least loaded worker that may have another prompt gets the first of the queue; where loads are about equal, a
+worker of the node of the request's gateway. Workers whose pool is full come after all others.
 
-A worker that has the beginning of the prompt cached gets it instead if that is worth more than its load costs. Both are
-counted in tokens at its speed: what it has to compute before the prompt, what is left of the prompt to compute, and for
-each request that it holds one for every token that the new one will generate, as each of them makes an iteration longer
-by about the time of one prompt token. What is left of the prompt counts three times, or four where only a deadline
-counts: it is work that others wait for, and what a busy worker computes a second time makes all that it is given later
-wait. So a prompt waits for one like it that is being computed, up to three times as long as to compute it beside that
-one would take.
-Example: both workers compute 5 000 tokens/s and have nothing to compute. a holds 4 requests, b 10, with 1 000 of a chat
-prompt's 1 060 tokens cached. With an answer of 32 tokens it costs a 3 * 1 060 + 4 * 32 = 3 308 tokens, b 3 * 60 + 10 *
-32 = 500: it goes to b. With an answer of 1 000 it costs 7 180 and 10 180: to a.
+A worker that has the beginning of the prompt cached gets it instead if the hit is worth more than the worker's load
+costs. Both are counted in tokens at its speed: what it has to compute before the prompt, what is left of the prompt
+to compute, and for each request that it holds one for every token that the new one will generate, as each makes an
+iteration longer by about the time of one prompt token. The rest of the prompt counts three times, or four where
+only a deadline counts: others wait for it, and tokens computed twice on a busy worker delay every later prompt. So
+a prompt waits for a similar one under way, up to three times as long as computing it beside would take.
+Example: both workers compute 5 000 tokens/s and have nothing to compute. a holds 4 requests, b 10, with 1 000 of a
+chat prompt's 1 060 tokens cached. With an answer of 32 tokens it costs a 3 * 1 060 + 4 * 32 = 3 308 tokens, b 3 *
+60 + 10 * 32 = 500: it goes to b. With an answer of 1 000 it costs 7 180 and 10 180: to a.
 
-A worker that has the adapter of a request gets it likewise: one that does not costs 0.2 s more, for which it would load
-the adapter and evict another. So each adapter stays with few workers, and one in demand comes to be on many.
-Example: a has 1 500 tokens to compute and the adapter, b nothing to compute. At 5 000 tokens/s a prompt waits 0.3 s at
-a and costs 0.2 s more at b: it goes to b, which has the adapter from then on. With 500 tokens at a: to a.
+The adapter of a request counts likewise: a worker without it costs 0.2 s more, for loading the adapter and evicting
+another. So each adapter stays with few workers, and an adapter in demand spreads to many.
+Example: a has 1 500 tokens to compute and the adapter, b nothing to compute. At 5 000 tokens/s a prompt waits 0.3 s
+at a and costs 0.2 s more at b: it goes to b, which has the adapter from then on. With 500 tokens at a: to a.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -101,13 +100,13 @@ def _has_places(worker: WorkerRecord, *, is_real_time: bool) -> bool:
     return num_held < places + max(1, int(_MORE_PLACES * places))
 
 
-_MORE_TOKENS = 96  # for what it grows by until the others are there, and for time of its own that it adds to iterations
+_MORE_TOKENS = 96  # for growth until the next load, and for the time that it adds to iterations
 
 
 @dataclass(slots=True)
 class _Promise:
     num_tokens: int
-    load: WorkerLoad | None = None  # of the worker that has it, as it was told before it had it
+    load: WorkerLoad | None = None  # of its worker, as told before the request arrived
     has_arrived: bool = False
 
 
@@ -157,7 +156,7 @@ _MOST_HELD_S = 5.0  # a prompt is held back for a decode worker with room
 
 
 class ChosenPrefill(NamedTuple):
-    """A request that leaves the queue, its worker, and what that one has of it."""
+    """A request that leaves the queue, its worker, and the worker's cached part of it."""
 
     tracked: TrackedRequest
     worker: WorkerRecord
@@ -166,8 +165,8 @@ class ChosenPrefill(NamedTuple):
 
 class _Seeker(NamedTuple):
     tracked: TrackedRequest
-    beside: RequestClass | None  # whose prompts at a worker leave less room for it; None: all of them
-    is_bounded: bool  # to workers that have less than tenants may have there who share its class
+    beside: RequestClass | None  # whose prompts leave less room for it; None: all
+    is_bounded: bool  # to workers with less of its class than sharing tenants may have there
     now: float
 
 
@@ -206,10 +205,10 @@ class PrefillChoice:
         return None
 
     def _counted_beside(self, tracked: TrackedRequest, turn: QueueTurn) -> RequestClass | None:
-        """Return the class whose prompts leave less room for this one; None: all classes.
+        """Return the class of prompts that leave less room for the prompt; None: all classes.
 
-        Real-time prompts pass best effort. A best-effort prompt that the floor lets go would never find a place among
-        them.
+        Real-time prompts pass best effort. A best-effort prompt that the floor lets go would never find a place
+        among them.
         """
         is_apart = turn.is_by_floor or self._passes_documents(tracked)
         return tracked.request.request_class if is_apart else None

@@ -3,7 +3,7 @@
 Where the policy knows classes, real-time requests that can still hold their first-token objective go first, then late
 real-time ones, then best-effort ones; within a class the policy's key decides. While real-time requests wait, best
 effort has a share of the tokens that leave the queue, the floor, so that it never starves. Nothing else lets a
-best-effort request pass a real-time one. A late one that is overdue has such a share beside those on time.
+best-effort request pass a real-time one. Overdue late requests have such a share beside punctual ones.
 
 Where several tenants wait in a class, the one with the lowest virtual token counter goes (core/fair_shares.py), and of
 its requests the first by class and key. A real-time request that can still hold its objective passes late ones of other
@@ -58,7 +58,7 @@ class QueueTurn(NamedTuple):
 
 
 class QueueAhead(NamedTuple):
-    """What leaves the queue before a request, as far as it is known."""
+    """The known requests and tokens that leave the queue before a request."""
 
     num_requests: int  # the floor aside
     num_tokens: float  # of requests that are queued by now, with what the floor lets go meanwhile
@@ -185,9 +185,10 @@ class PrefillQueue:
         return iter(self._waiting)
 
     def turns(self, now: float) -> tuple[QueueTurn, ...]:
-        """Return whose turn it is: the requests that a floor lets go, and last the request that they pass.
+        """Return whose turn it is: requests that a floor lets go, and last the request passed by them.
 
-        No later request overtakes them. Each goes if no worker has room for those before: the floor holds up nothing.
+        No later request overtakes them. Each goes if no worker has room for those before: the floor holds up
+        nothing.
         """
         turns: list[QueueTurn] = []
         real_time, best_effort = self._first_real_time(now), self._first(TurnClass.BEST_EFFORT)

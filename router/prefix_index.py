@@ -184,7 +184,7 @@ def _num_common(names: bytes, others: bytes) -> int:
     return (length - (difference.bit_length() + 7) // 8) // BLOCK_NAME_BYTES
 
 
-LOAD_S = 0.2  # that loading one delays its prompt, with what those pay that are evicted for it
+LOAD_S = 0.2  # that loading an adapter delays its prompt, with the cost of an eviction
 
 
 class AdapterIndex:

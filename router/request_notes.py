@@ -36,7 +36,7 @@ class RouterNotes:
     def __init__(self, records: RouterRecords) -> None:
         self._records = records
         self._notes = NoteBuffer()
-        self._queue_cause: Cause | None = None  # as last told to those that wait, like the next
+        self._queue_cause: Cause | None = None  # as last told to waiting requests, like the next
         self._pool_cause: Cause | None = None
 
     def observe(self, event: Any, now: float, commands: Sequence[Any]) -> list[Send]:
@@ -186,7 +186,7 @@ def _standing(tracked: TrackedRequest, records: RouterRecords, now: float, turns
             request_id, tracked.stage, where, num_tokens_before=others.num_tokens, num_others=others.num_requests
         )
     ahead = records.registry.queue.ahead_of(request_id, now, turns)
-    if ahead is None:  # its gateway has yet to say from which token it goes on
+    if ahead is None:  # until its gateway tells the token to go on from
         return Standing(request_id, tracked.stage)
     most = ahead.num_tokens_at_most
     return Standing(

@@ -25,7 +25,7 @@ from router.state import DrainRequested, LengthPredicted
 
 
 class TimelineRelay:
-    """A Relay (process.logic_driver). It keeps nothing: an answer names the gateway that it is for."""
+    """A Relay (process.logic_driver) without a memory: an answer names its gateway."""
 
     def __init__(self, records: RouterRecords) -> None:
         self._records = records

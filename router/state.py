@@ -134,7 +134,7 @@ class DispatchedPrefill:
     """A prefill given to a worker and not yet reported as completed."""
 
     attempt: int
-    num_tokens: int  # to compute there: without those that the worker has cached, as far as that is known here
+    num_tokens: int  # to compute there: without tokens known to be cached
     is_real_time: bool = False
     due_s: float = math.inf  # when its first token is late
     block_names: bytes = b""  # of the blocks that it computes and then has cached
@@ -144,8 +144,8 @@ class DispatchedPrefill:
 class PrefixHit(NamedTuple):
     """Part of a request that a worker need not compute."""
 
-    num_tokens: int = 0  # those that it loads from its node's pool count less
-    num_blocks: int = 0  # that it has itself
+    num_tokens: int = 0  # tokens to load from its node's pool count less
+    num_blocks: int = 0  # in its own cache
 
 
 NO_HIT = PrefixHit()
@@ -253,7 +253,7 @@ class WorkerRecord:
     def wait_s(self, *, is_real_time: bool) -> float:
         """Return the predicted time until it could begin with a prompt that is given to it now.
 
-        Example: 3 000 tokens before it at 5 000 tokens/s: 0.6 s. Its decodes do not count, as urgent prompts go before
+        Example: 3 000 tokens before it at 5 000 tokens/s: 0.6 s. Decodes do not count: urgent prompts go before
         them. Workers that do not tell their speed are compared by tokens.
         """
         return self.num_tokens_before(is_real_time=is_real_time) / self.prompt_tokens_per_s

@@ -80,7 +80,7 @@ def requests_at(worker: WorkerRecord, beside: Collection[WorkerRecord], pools: M
 
 
 class LongestContexts:
-    """The workers by the tokens that their cache blocks hold, those that compute prompts and those that decode."""
+    """Workers by the tokens that their cache blocks hold, for prompts and for decodes."""
 
     def __init__(self) -> None:
         self._of_prompts: Ranking[int] = Ranking()  # tokens, negated: the longest first
@@ -98,7 +98,7 @@ class LongestContexts:
         self._of_decodes.discard(name)
 
     def can_hold(self, request: Request) -> bool:
-        """Return whether its prompt fits some worker that computes prompts, and all of it one that decodes; none: it
+        """Return whether its prompt fits some prefilling worker, and its whole context a decoding one; none: it
         fits."""
         return _fits(request.prompt_len, self._of_prompts) and _fits(request.max_context_len, self._of_decodes)
 

@@ -73,7 +73,7 @@ class KeptEdge(NamedTuple):
 
 
 def state_names(edge: BlockHash, num_blocks: int) -> list[NamedBlock]:
-    """Return the names under which a pool keeps the states behind this block, as blocks that follow it.
+    """Return a pool's names of the states behind this block, which it keeps like following blocks.
 
     No block of tokens has such a name: in place of tokens it has one byte.
     """
@@ -97,15 +97,15 @@ class ValuedBlock(Protocol):
 
     @property
     def num_uses(self) -> int:
-        """Contexts that began with this block, the one that computed it included."""
+        """Contexts that began with this block, the first included."""
 
 
 def saved_cost(block: ValuedBlock) -> float:
     """Return what a block saves, by how often it was used: the value of the block evicted last plus its uses.
 
     Frequency with dynamic aging (GreedyDual: Cherkasova, "Improving WWW proxies performance with
-    greedy-dual-size-frequency caching", 1998). The first term ages values; equal uses go by the latest use. Blocks of
-    one cache have one size, so bytes cancel out. The place of a block counts little: attention over 32 768 tokens costs
+    greedy-dual-size-frequency caching", 1998). The first term ages values; equal uses go by the latest use. Bytes
+    cancel out: blocks have one size. The place of a block counts little: attention over 32 768 tokens costs
     an 8B model as much as its products. Counts outlive blocks for a while, so that a returning block is told from a new
     one. Figures: docs/prefix-cache.md.
     """
@@ -117,7 +117,7 @@ SavedCost = Callable[[ValuedBlock], float]
 
 @dataclass(slots=True, eq=False)
 class CachedBlock:
-    """One full block of tokens whose cache is in this memory."""
+    """One full block of tokens whose cache is in memory."""
 
     block_hash: BlockHash
     parent: "CachedBlock | None"  # the block before it; None: it is a context's first
@@ -145,8 +145,7 @@ class BlockObserver(Protocol):
     def stored(self, block: CachedBlock) -> None:
         """Note a block that has come."""
 
-    def removed(self, block: CachedBlock) -> None:
-        """Note a block that has left; none that follows it is there any more."""
+    def removed(self, block: CachedBlock) -> None: ...
 
 
 class CachedBlocks:
@@ -191,7 +190,7 @@ class CachedBlocks:
         return run
 
     def match(self, parent: CachedBlock | None, name: NamedBlock) -> CachedBlock | None:
-        """Return the block after `parent` that has both this hash and these tokens, if it is there."""
+        """Return the block after `parent` with both this hash and these tokens, if any."""
         block = self._blocks.get(name.block_hash)
         is_same = block is not None and block.parent is parent and block.packed_tokens == name.packed_tokens
         return block if is_same else None
@@ -199,7 +198,7 @@ class CachedBlocks:
     def store(
         self, parent: CachedBlock | None, block_hash: BlockHash, packed_tokens: bytes, block_id: BlockId
     ) -> CachedBlock | None:
-        """Add a block with one user, who holds all blocks before it; return it, or the equal block that is there.
+        """Add a block with one user, who holds all blocks before it; return the new or an equal block.
 
         None: another block has this hash, and keeps it.
         """
@@ -218,7 +217,7 @@ class CachedBlocks:
         return block
 
     def acquire(self, blocks: Iterable[CachedBlock], *, is_use: bool = True) -> None:
-        """Add one user to each of these blocks, which begin a context. Without `is_use` they are only kept."""
+        """Add a user to each of these first blocks of a context. Without `is_use` they are only kept."""
         for block in blocks:
             assert block.block_hash in self._blocks, "a block that has left is acquired"
             self.num_unused -= not block.num_users
@@ -338,7 +337,7 @@ class CachedBlocks:
 
 
 def context_of(block: CachedBlock | None) -> list[CachedBlock]:
-    """Return the blocks from the first of its context to this one; None: there are none."""
+    """Return the blocks of its context up to this block; None: no blocks."""
     run: list[CachedBlock] = []
     while block is not None:
         run.append(block)

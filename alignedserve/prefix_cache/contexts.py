@@ -1,12 +1,12 @@
 """Contexts that use the prefix cache of a worker: what each may take from it while it waits, holds, and leaves there.
 
 The life of a context:
-1. It waits: the longest run of cached blocks with which it begins is kept up to date as blocks come and go. Nothing is
-   held for it, so that it can lose them again: running requests go first.
+1. It waits: the longest run of cached blocks with which it begins is kept up to date as blocks come and go. It holds no
+   block and may lose some: running requests go first.
 2. It enters: it becomes a user of the blocks of its run, and computes the rest in blocks of its own. At least one token
    is left to compute: if that lies in a block of the run, it gets a copy of this block, to fill from that token on.
-3. A block that it has filled is stored, at the end of the iteration, for others to use. If another context has stored
-   the same one meanwhile, this one uses that and its own is freed.
+3. A block that it has filled is stored, at the end of the iteration, for others to use. If another context was faster,
+   both use the stored block, and the second is freed.
 4. It leaves, or loses its memory to another: what it held stays cached until the memory is needed.
 """
 
@@ -58,10 +58,10 @@ class CachedContext:
 class EnteredRun(NamedTuple):
     """A context's part in the cache as it enters."""
 
-    held: list[CachedBlock]  # that it uses now
-    copied: CachedBlock | None  # whose first tokens it begins its next block with
-    num_tokens: int  # in all of them
-    state: CachedBlock | None = None  # behind which the states are that it begins with; None: there are none
+    held: list[CachedBlock]  # used now
+    copied: CachedBlock | None  # its first tokens begin the next block
+    num_tokens: int  # in all blocks
+    state: CachedBlock | None = None  # with the states to begin with behind it; None: no states
 
 
 class AdoptedBlock(NamedTuple):
@@ -292,8 +292,8 @@ class PrefixCache:
     ) -> Iterator[AdoptedBlock]:
         """Store the blocks that a context has computed since; yield blocks that equal cached ones replace.
 
-        `num_full`: its full, computed blocks. `block_ids`: of all its blocks, behind `num_before` others; adopted ones
-        are written there.
+        `num_full`: full and computed blocks. `block_ids`: of the whole context, behind `num_before` other blocks;
+        adopted ids are written there.
         """
         held, names = context.held, context.names
         if context.is_closed:

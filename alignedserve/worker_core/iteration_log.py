@@ -136,7 +136,7 @@ class IterationLog:
             self._begun[-1].within_s += wall_s
         else:
             wall_s = now - self._completed_s - begun.within_s
-            # An urgent one that began when this pass had ended is in its way back.
+            # An urgent iteration that began after this pass ended is part of the way back.
             turnaround_s = max(began - started + now - ended - (begun.within_s - times.yielded_s), 0.0)
         record = IterationRecord(
             self._num_iterations,

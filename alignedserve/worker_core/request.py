@@ -88,7 +88,7 @@ class WorkerRequest:
         return True
 
     def set_predicted_length(self, message: SetPredictedLength) -> bool:
-        """Set the prediction of this attempt or of its successor; return whether it is of this one."""
+        """Set the prediction of this attempt, or of its successor: False then."""
         if self.attempt == message.attempt:
             self.predicted_output_len = message.predicted_output_len
             return True

@@ -1,7 +1,7 @@
-"""Notes of a worker about its requests, read from what its logic is told and what it decides.
+"""Notes of a worker about its requests, read from its logic's events and commands.
 
-It stands beside the logic and changes nothing there: neither what is recorded nor what is simulated knows of it. All
-kinds of workers have the same one, as they say the same things with the same messages.
+They stand beside the logic and change nothing there: recordings and simulations know nothing of them. All kinds of
+workers share them, as they say the same things with the same messages.
 """
 
 import enum
@@ -102,7 +102,7 @@ class WorkerNotes:
                 source = command.source.partition(" ")[0]  # of the names of an arena that a process lends
                 for load in command.loads:
                     self._note(load.request_id, Step.LOADING, now, peer=source)
-        for command in commands:  # after what is said of requests that have ended, which leave the engine with it
+        for command in commands:  # after the words about ended requests, which leave the engine with it
             if type(command) is RunIteration:
                 self._iteration(command, now)
         return self._tick(now) if type(event) is Ticked else []

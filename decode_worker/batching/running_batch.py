@@ -27,8 +27,8 @@ class Changes(NamedTuple):
 class Growth(NamedTuple):
     """Blocks that the next iterations lack."""
 
-    num_stalled: int  # requests that skip this iteration, for want of a block
-    num_missing: int  # blocks wanting in this iteration and the one after it
+    num_stalled: int  # requests without a block, which skip this iteration
+    num_missing: int  # blocks wanting in this and the next iteration
 
 
 class RunningBatch:
@@ -164,7 +164,7 @@ class RunningBatch:
     # --- iterations
 
     def grow(self) -> Growth:
-        """Give one more block to each request that fills its last one; a request that gets none stalls."""
+        """Give a block to each request that fills its last; without one a request stalls."""
         num_stalled = num_soon = 0
         block_size = self._block_size
         self._foreseen = None
@@ -190,7 +190,7 @@ class RunningBatch:
         return Growth(num_stalled, num_stalled + num_soon - num_coming)
 
     def stuck(self) -> RunningRequest | None:
-        """Return the only request if it stalls, so that no other one will ever free a block for it."""
+        """Return the only request if it stalls: no other will ever free a block."""
         only = next(iter(self._running.values())) if len(self._running) == 1 and self.num_holding == 1 else None
         return only if only is not None and only.is_stalled else None
 

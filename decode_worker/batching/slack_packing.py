@@ -34,8 +34,8 @@ from alignedserve.scheduling.decode_costs import is_cheap_beside
 from alignedserve.worker_core.request import WorkerRequest
 from decode_worker.state import Candidate, RunningRequest
 
-PATIENCE_S = 1.0  # then it goes before those that came later, whatever their lengths
-_MEMORY_S = 30.0  # for so long an objective bounds what else enters after its last request
+PATIENCE_S = 1.0  # then a candidate goes before later ones of any length
+_MEMORY_S = 30.0  # for which an objective bounds entries after its last request
 
 _SPREAD, _FREE = 8, 0.1  # a context of so many times the mean is to prolong an iteration by at most this share
 _LEAST_AHEAD, _AHEAD = 2, 1 / 16  # candidates that wait here: at least, and of what runs

@@ -7,7 +7,7 @@ The life of a request on a colocated worker:
    What a request begins with may be cached from others before it: then it computes only the rest.
 3. A request that has computed its whole context samples a token, which goes straight to its gateway. With the first
    one PrefillCompleted tells the router that its prompt is done.
-4. It ends with its stop token or its limit: blocks freed, or cached for others, RequestFinished. Or the client leaves:
+4. Its stop token or limit ends it: RequestFinished, and its blocks are freed or stay cached. Or its client leaves:
    AbortRequest.
 Requests are never sent back to the router: a preempted one waits here and resumes with the tokens it has generated.
 Under the elastic topology the router may move one that decodes to another worker: moves.py. Where the pool of the node
@@ -257,7 +257,7 @@ class ColocatedLogic:
     def _on_pool(self, pooled: PooledPrefixes, event: PoolEvent, now: float) -> list[ColocatedCommand]:
         outcome = pooled.on_event(event, now)
         commands: list[ColocatedCommand] = [*outcome.commands]
-        for message in outcome.ready:  # each as if it came now, but that it has asked
+        for message in outcome.ready:  # each as if new, but without another question
             commands += self._add_candidate(message, now, may_ask=False)
         for message in outcome.again:
             commands += self._add_candidate(message, now)
@@ -383,8 +383,8 @@ class ColocatedLogic:
         outcome = self._iterations.outcome(event, self._requests.by_id)
         # The tokens of the filled blocks are known by now, but of those that nobody waits for any more.
         self._requests.store_filled({*event.failed, *self._aborted_jumps(event)})
-        # The router hears of blocks before it hears that a prompt is complete, as it ceases to expect them then. What
-        # decodes fill is told with the next tick: thousands of workers tell a router at most so often.
+        # The router hears of blocks before the end of their prompt, when it ceases to expect them. Blocks that decodes
+        # fill are told with the next tick: thousands of workers tell a router at most so often.
         return [*(self._tell_blocks() if has_prompts else ()), *outcome]
 
     def _aborted_jumps(self, event: IterationCompleted) -> list[RequestId]:

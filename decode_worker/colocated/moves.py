@@ -1,6 +1,6 @@
 """Requests that move between the workers of a node while they decode, with their caches.
 
-Each worker lends every other one a buffer in its memory. A move has a giver and a receiver:
+Workers lend each other buffers in their memory. A move has a giver and a receiver:
 1. The router sends MoveRequest to the giver, which asks the receiver for blocks and decodes the request meanwhile.
 2. The receiver holds blocks of its own and as many of its buffer at the giver: BlocksReserved. Otherwise
    ReservationRefused, and the request stays.
@@ -194,7 +194,7 @@ class Departures(Handoffs):
 
 
 class Arrivals:
-    """The buffers that other workers lend this one, and the requests on their way out of them."""
+    """The buffers that other workers lend this one, and requests on their way out of a buffer."""
 
     def __init__(self, held: HeldRequests, router: RouterLink, registered: WorkerRegistered) -> None:
         self._held = held

@@ -2,7 +2,7 @@
 
 The life of such a request:
 1. The policy lets it leave: it is handed over to the pool as to another worker (moves.py), and its blocks are free.
-   It stays this worker's, in the policy's table, with its cache elsewhere. The pool has its length in the quad-tree.
+   The request stays in the worker's table, with its cache elsewhere. The pool has its length in the quad-tree.
 2. The policy lets it come back: blocks are held for it, and the pool grants the copy (FetchCopy, CopyGranted), which is
    loaded while others compute.
 3. Once verified it decodes on, and the lease is given back (LeasesReleased).

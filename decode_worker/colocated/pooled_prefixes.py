@@ -1,7 +1,8 @@
-"""A worker's part in the prefix blocks that pools keep: it offers its own to that of its node, and loads what it lacks.
+"""A worker's part in the prefix blocks that pools keep: it offers its blocks to its node's pool, and loads missing
+ones.
 
-Where the router knows of another node's pool that has clearly more, it names that with the request: the worker links
-with it on demand, and asks it in place of its own.
+Where the router knows of another node's pool with clearly more, it names that pool with the request: the worker
+links with it on demand, and asks it instead.
 """
 
 from collections.abc import Iterable, Iterator
@@ -62,10 +63,10 @@ class PrefixOffers:
     """The blocks that the pool may lack, the offer under way, and the copies that follow from it.
 
     The worker offers all blocks that have entered its cache since the last offer, in one message. The pool answers with
-    places for the blocks that it lacks and keeps. These are copied and reported with their checksums. There is one
-    offer at a time, so that a slow pool gets fewer and larger ones. After its copies comes a rest several times as
-    long, so that copies take a small part of one core at most. Offers are a quarter of a second apart, or a second if
-    little is new, as a message costs as much as the copy of a block.
+    places for the blocks that it lacks and keeps. These are copied and reported with their checksums. One offer is
+    under way at a time: a slow pool gets fewer and larger ones. After its copies comes a rest several times as long, so
+    that copies take a small part of one core at most. Offers are a quarter of a second apart, or a second if little is
+    new, as a message costs as much as the copy of a block.
 
     Nothing is held for a copy, as policies count on free blocks. A block that left the cache before its copy was done
     may have been overwritten meanwhile: neither it nor the blocks after it are reported.

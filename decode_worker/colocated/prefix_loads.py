@@ -1,7 +1,7 @@
 """Requests that wait for prefix blocks out of a pool, which this worker loads where that is faster than computing.
 
 The life of such a request:
-1. It arrives, and this worker has only part of its prefix cached. If computing the rest would take longer than loading
+1. On its arrival the worker has only part of its prefix cached. If computing the rest would take longer than loading
    it, behind what is being copied already, the worker asks the pool (FindPrefix). If another request already waits for
    the next block, both wait together, where that is faster too.
 2. PrefixFound: the worker compares the pool's run with the request's tokens. If loading it is still worth while and
@@ -52,8 +52,8 @@ class PoolOutcome(NamedTuple):
 
 @dataclass(slots=True)
 class _PoolLink:
-    first_s: float = 0.0  # that a block takes as far as is known
-    block_s: float = 0.0  # the same, as learned
+    first_s: float = 0.0  # for a block, by assumption
+    block_s: float = 0.0  # for a block, as learned
     known_until_s: float = float("-inf")
     rests_until_s: float = float("-inf")
     ended_s: float = float("-inf")  # when the latest load did
@@ -68,14 +68,14 @@ class _PoolLink:
 @dataclass(slots=True, eq=False)
 class _Waiting:
     message: PrefillRequest
-    pool: str  # that it loads from
-    names: list[NamedBlock]  # of the full blocks that it could take
-    num_here: int  # of those, that it began with here
-    lease_id: LeaseId | None = None  # of the pool's blocks, while they are loaded
-    copy: BlockCopy | None = None  # of these
-    block_ids: tuple[BlockId, ...] = ()  # to load them into
-    num_loaded: int = 0  # of these
-    began_s: float = 0.0  # when the part in hand was asked for
+    pool: str  # the source
+    names: list[NamedBlock]  # of the full blocks to take
+    num_here: int  # names of blocks cached here
+    lease_id: LeaseId | None = None  # of the pool's blocks, during the load
+    copy: BlockCopy | None = None  # in the pool
+    block_ids: tuple[BlockId, ...] = ()  # to load into
+    num_loaded: int = 0
+    began_s: float = 0.0  # of the part in hand
     is_aborted: bool = False
     followers: list[PrefillRequest] = field(default_factory=list)  # that wait for the same
 
@@ -234,7 +234,7 @@ class PrefixLoads:
             num_blocks_before = behind.num_left
             loads.remove(behind)
         block_s = self._block_s(pool, now)
-        # Loads take turns, part by part: one that is longer has as many before this one is over, and the one in hand.
+        # Loads take turns, part by part: a longer load copies as many blocks meanwhile, and its part in hand.
         most = num_blocks_before + self._part_len(block_s)
         beside = sum(min(load.num_left, most) for load in loads)
         if pool == self._own_pool:

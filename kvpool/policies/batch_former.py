@@ -130,7 +130,7 @@ class FcfsBatchFormer:
 
 
 class TurnBatchFormer:
-    """BatchFormer that chooses by turn where its limits say so, and else as another does."""
+    """BatchFormer that chooses by turn where its limits say so, and else as the given former does."""
 
     def __init__(self, otherwise: BatchFormer) -> None:
         self._otherwise = otherwise

@@ -33,7 +33,7 @@ Records = npt.NDArray[np.void]
 class LearntRequest(NamedTuple):
     """A request that has finished."""
 
-    request: Request  # as far as the predictor looks at it: of the same length, with other tokens
+    request: Request  # what the predictor reads: the length, with other tokens
     code: PromptCode
     num_generated: int
 
