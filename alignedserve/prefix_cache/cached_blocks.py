@@ -9,15 +9,13 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 from alignedserve.config.sections import PrefixCacheConfig
 from alignedserve.core.block_allocator import BlockAllocator
 from alignedserve.core.ids import BlockId
 from alignedserve.messages.prefixes import PrefixBlocksChanged, names_told
 from alignedserve.prefix_cache.block_hashes import BlockHash, NamedBlock, block_hash
-
-Block = TypeVar("Block")  # a cached one
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,33 +31,33 @@ def budget_of(config: PrefixCacheConfig, num_blocks: int, state_blocks: int) -> 
     return StateBudget(state_blocks, int(config.state_share * num_blocks) // state_blocks) if state_blocks else None
 
 
-class KeptStates(Generic[Block]):
+class KeptStates:
     """The blocks behind which states are kept, by use."""
 
     def __init__(self) -> None:
-        self._blocks: OrderedDict[Block, None] = OrderedDict()  # those used last come last
-        self.observers: list[Callable[[Block], None]] = []  # called with a block whose state came or went
+        self._blocks: OrderedDict[CachedBlock, None] = OrderedDict()  # the latest used last
+        self.observers: list[Callable[[CachedBlock], None]] = []  # called with a block whose state came or went
         self.num_used = 0  # contexts that began with one, since it was made
 
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def add(self, block: Block) -> None:
+    def add(self, block: "CachedBlock") -> None:
         self._blocks[block] = None
         self._tell(block)
 
-    def remove(self, block: Block) -> None:
+    def remove(self, block: "CachedBlock") -> None:
         del self._blocks[block]
         self._tell(block)
 
-    def use(self, block: Block) -> None:
+    def use(self, block: "CachedBlock") -> None:
         self._blocks.move_to_end(block)
         self.num_used += 1
 
-    def oldest(self) -> Block:
+    def oldest(self) -> "CachedBlock":
         return next(iter(self._blocks))
 
-    def _tell(self, block: Block) -> None:
+    def _tell(self, block: "CachedBlock") -> None:
         for observer in self.observers:
             observer(block)
 
@@ -86,33 +84,6 @@ def state_names(edge: BlockHash, num_blocks: int) -> list[NamedBlock]:
 
 MAX_COUNTED_USES = 8  # more uses do not make a block more valuable
 REMEMBERED_SHARE = 4  # blocks that have left and are remembered, by those in the cache
-
-
-class ValuedBlock(Protocol):
-    """A block with the two numbers that eviction looks at: its uses, and the blocks before it."""
-
-    @property
-    def depth(self) -> int:
-        """Blocks before this one in its context."""
-
-    @property
-    def num_uses(self) -> int:
-        """Contexts that began with this block, the first included."""
-
-
-def saved_cost(block: ValuedBlock) -> float:
-    """Return what a block saves, by how often it was used: the value of the block evicted last plus its uses.
-
-    Frequency with dynamic aging (GreedyDual: Cherkasova, "Improving WWW proxies performance with
-    greedy-dual-size-frequency caching", 1998). The first term ages values; equal uses go by the latest use. Bytes
-    cancel out: blocks have one size. The place of a block counts little: attention over 32 768 tokens costs
-    an 8B model as much as its products. Counts outlive blocks for a while, so that a returning block is told from a new
-    one. Figures: docs/prefix-cache.md.
-    """
-    return float(min(block.num_uses, MAX_COUNTED_USES))
-
-
-SavedCost = Callable[[ValuedBlock], float]
 
 
 @dataclass(slots=True, eq=False)
@@ -149,14 +120,18 @@ class BlockObserver(Protocol):
 
 
 class CachedBlocks:
-    """All cached blocks of one memory. It allocates nothing: ids of blocks come in, and those evicted go out."""
+    """All cached blocks of one memory. It allocates nothing: ids of blocks come in, and evicted ids go out.
 
-    def __init__(
-        self, block_size: int, *, cost: SavedCost = saved_cost, remembered_share: int = REMEMBERED_SHARE
-    ) -> None:
-        """`block_size`: tokens of a block. `remembered_share`: see eviction.py."""
+    A block without users has the value of the block evicted last plus its uses: frequency with dynamic aging
+    (GreedyDual: Cherkasova, "Improving WWW proxies performance with greedy-dual-size-frequency caching", 1998). The
+    first term ages values; equal uses go by the latest use. Blocks have one size, so bytes cancel out, and their
+    place counts little: attention over 32 768 tokens costs an 8B model as much as its products. Counts outlive
+    blocks for a while. Figures: docs/prefix-cache.md.
+    """
+
+    def __init__(self, block_size: int, *, remembered_share: int = REMEMBERED_SHARE) -> None:
+        """`remembered_share`: evicted blocks whose uses are remembered, by the blocks in the cache."""
         self._block_size = block_size
-        self._cost = cost
         self._remembered_share = remembered_share
         self._blocks: dict[BlockHash, CachedBlock] = {}
         self._leaves: list[tuple[float, int, CachedBlock]] = []  # a heap; an entry with an old ticket is void
@@ -165,7 +140,7 @@ class CachedBlocks:
         self._former_uses: OrderedDict[BlockHash, int] = OrderedDict()  # of blocks evicted, the latest of them last
         self._changes: dict[BlockHash, bool] = {}  # True: stored
         self.observers: list[BlockObserver] = []
-        self.states: KeptStates[CachedBlock] = KeptStates()  # behind some of the blocks
+        self.states = KeptStates()  # behind some of the blocks
         self.num_unused = 0  # blocks without users, and blocks of states, which `evict` frees
         self.num_evicted = 0  # since it was made
 
@@ -234,7 +209,7 @@ class CachedBlocks:
                 self.num_unused += 1
                 self._num_tickets += 1
                 block.ticket = self._num_tickets
-                block.value = self._age + self._cost(block)
+                block.value = self._age + min(block.num_uses, MAX_COUNTED_USES)
                 if not block.num_children:
                     self._offer(block)
 
