@@ -109,10 +109,7 @@ class DecodeLogic:
         self.iteration_log = IterationLog()
         self._router = RouterLink(registered)
         self._iterations: IterationCycle[BatchMember, DecodeCommand] = IterationCycle(
-            router=self._router,
-            eos_token_ids=eos_token_ids,
-            release=self._release,
-            iteration_log=self.iteration_log,
+            router=self._router, eos_token_ids=eos_token_ids, release=self._release, iteration_log=self.iteration_log
         )
 
     def on_event(self, event: DecodeEvent, now: float) -> list[DecodeCommand]:

@@ -102,12 +102,7 @@ class DecodeWorker:
     """One decode worker on one event loop."""
 
     def __init__(
-        self,
-        *,
-        make: "partial[DecodeLogic]",
-        executor: ModelExecutor,
-        process_spec: ProcessSpec,
-        transport: str = AUTO,
+        self, *, make: "partial[DecodeLogic]", executor: ModelExecutor, process_spec: ProcessSpec, transport: str = AUTO
     ) -> None:
         logic = make()
         self._executor = executor

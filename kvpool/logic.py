@@ -53,12 +53,7 @@ from alignedserve.messages.pools import (
     PoolRegistered,
     RequestPooled,
 )
-from alignedserve.messages.prefixes import (
-    FindPrefix,
-    PrefixBlocksWritten,
-    PrefixReleased,
-    StorePrefixBlocks,
-)
+from alignedserve.messages.prefixes import FindPrefix, PrefixBlocksWritten, PrefixReleased, StorePrefixBlocks
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import SetPredictedLength
 from kvpool.lease_table import LeaseTable, WaitingReservations

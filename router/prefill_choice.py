@@ -282,11 +282,7 @@ class PrefillChoice:
         return now - self._held[1] >= _MOST_HELD_S
 
     def _near_gateway(
-        self,
-        chosen: ChosenPrefill,
-        gateways: Mapping[str, str],
-        runs: Mapping[str, int],
-        seeker: _Seeker,
+        self, chosen: ChosenPrefill, gateways: Mapping[str, str], runs: Mapping[str, int], seeker: _Seeker
     ) -> ChosenPrefill:
         tracked = chosen.tracked
         near = self._placement.near_prefiller(

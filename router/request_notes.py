@@ -13,13 +13,7 @@ from alignedserve.messages.events import PeerDisconnected, Received, Send, Ticke
 from alignedserve.messages.gateways import RequestInterrupted, ResumeRequest, SubmitRequest
 from alignedserve.messages.pools import BatchFormed, RequestPooled
 from alignedserve.messages.request_notes import MAX_STANDINGS, Cause, NoteBuffer, RequestNote, Standing, Step
-from alignedserve.messages.workers import (
-    MoveRequest,
-    PrefillRequest,
-    RequestMoved,
-    RequestPreempted,
-    RequestStayed,
-)
+from alignedserve.messages.workers import MoveRequest, PrefillRequest, RequestMoved, RequestPreempted, RequestStayed
 from router.placement import Placement
 from router.prefill_queue import QueuedLoad, Turns
 from router.request_registry import RouterRecords

@@ -20,15 +20,7 @@ import msgspec
 
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request
-from alignedserve.messages.events import (
-    CommonEvent,
-    HangUp,
-    PeerConnected,
-    Received,
-    Send,
-    SendTo,
-    Ticked,
-)
+from alignedserve.messages.events import CommonEvent, HangUp, PeerConnected, Received, Send, SendTo, Ticked
 from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.gateways import AbortRequest
 from alignedserve.messages.handshake import Role
@@ -169,10 +161,7 @@ class ColocatedLogic:
             self._decodes = PooledDecodes(self._requests, decode_pool, swap_s=scheduler.costs.swap_s)
         self._moves = RequestMoves(self._requests, self._router, registered) if registered.can_move else None
         self._iterations: IterationCycle[HeldRequest, ColocatedCommand] = IterationCycle(
-            router=self._router,
-            eos_token_ids=eos_token_ids,
-            release=self._finish,
-            iteration_log=self.iteration_log,
+            router=self._router, eos_token_ids=eos_token_ids, release=self._finish, iteration_log=self.iteration_log
         )
         self._urgent = None
         if yielding is not None:

@@ -87,13 +87,7 @@ class _Waiting:
 class PrefixLoads:
     """The requests that wait, and the cost of the link to the pool, which is learned."""
 
-    def __init__(
-        self,
-        held: HeldRequests,
-        prefixes: PrefixCache,
-        tokens_per_s: TokensPerS,
-        own_pool: str,
-    ) -> None:
+    def __init__(self, held: HeldRequests, prefixes: PrefixCache, tokens_per_s: TokensPerS, own_pool: str) -> None:
         self._held = held
         self._prefixes = prefixes
         self._cached = prefixes.blocks

@@ -237,9 +237,7 @@ class ClassedBatchFormer:
     def _filled(self, first: AlignedBatch, limits: BatchLimits, now: float) -> AlignedBatch:
         chosen = self._members(first)
         left = replace(
-            limits,
-            max_blocks=limits.max_blocks - first.num_blocks,
-            max_requests=limits.max_requests - len(chosen),
+            limits, max_blocks=limits.max_blocks - first.num_blocks, max_requests=limits.max_requests - len(chosen)
         )
         later = [turn_class for turn_class in self._classes(limits) if turn_class > chosen[0].turn_class]
         joining = self._join(first.lengths, left, later, now, chosen)

@@ -49,8 +49,5 @@ def _token_embeddings(config: RouterConfig, served: ServedModel) -> PromptEncode
 
 
 ENCODERS: Mapping[str, Callable[[RouterConfig, ServedModel], PromptEncoder]] = MappingProxyType(
-    {
-        "hashed_ngrams": lambda config, served: HashedNgrams(),
-        "token_embeddings": _token_embeddings,
-    }
+    {"hashed_ngrams": lambda config, served: HashedNgrams(), "token_embeddings": _token_embeddings}
 )

@@ -21,15 +21,7 @@ from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import Addition, OffloadBlocks, UnmapArena
 from alignedserve.messages.workers import AttemptFailed, RequestPreempted
 from decode_worker.logic import DecodeCommand
-from tests.harnesses.decode import (
-    EOS,
-    DecodeHarness,
-    loads,
-    offloads,
-    run,
-    runs,
-    to_router,
-)
+from tests.harnesses.decode import EOS, DecodeHarness, loads, offloads, run, runs, to_router
 from tests.support.marks import each
 from tests.support.samples import POOL, PREFILL, R1, R2, blocks, handoff, request
 

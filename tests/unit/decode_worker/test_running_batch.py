@@ -21,16 +21,8 @@ def append_token(running: RunningRequest) -> None:
 class RunningBatchHarness:
     """A running batch, here of at most three."""
 
-    def __init__(
-        self,
-        num_blocks: int,
-        max_running_requests: int = 3,
-    ) -> None:
-        self.batch = RunningBatch(
-            num_blocks=num_blocks,
-            block_size=4,
-            max_running_requests=max_running_requests,
-        )
+    def __init__(self, num_blocks: int, max_running_requests: int = 3) -> None:
+        self.batch = RunningBatch(num_blocks=num_blocks, block_size=4, max_running_requests=max_running_requests)
 
     def enter(self, name: str, prompt_len: int, max_tokens: int = 40) -> RunningRequest:
         one = candidate(name, prompt_len, max_tokens)

@@ -16,11 +16,7 @@ from alignedserve.messages.cluster_view import MAX_RANGES, FormedBatch, LengthLe
 from alignedserve.messages.events import PeerDisconnected, Send, Ticked
 from alignedserve.messages.fields import NO_BATCH
 from alignedserve.messages.handshake import Role
-from alignedserve.messages.pools import (
-    BatchFormed,
-    DropRequest,
-    FormBatch,
-)
+from alignedserve.messages.pools import BatchFormed, DropRequest, FormBatch
 from alignedserve.messages.workers import JoinedBatch
 from kvpool.logic import LINK_WAIT_S, PoolCommand
 from kvpool.policies import make_batch_former

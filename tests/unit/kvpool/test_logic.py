@@ -18,19 +18,7 @@ from alignedserve.process.process_spec import POOL, ProcessSpec
 from kvpool.logic import PoolLogic
 from kvpool.policies.batch_former import FcfsBatchFormer
 from kvpool.service import KvPool
-from tests.harnesses.pool import (
-    ARENA,
-    FORM,
-    L1,
-    L2,
-    PoolHarness,
-    freed,
-    grants,
-    leased,
-    reserved,
-    taken,
-    written,
-)
+from tests.harnesses.pool import ARENA, FORM, L1, L2, PoolHarness, freed, grants, leased, reserved, taken, written
 from tests.support.marks import each
 from tests.support.samples import PREFILL, R1, R2, R3, ROUTER, request
 

@@ -10,21 +10,9 @@ from alignedserve.core.request import Slo
 from alignedserve.messages.caches import BlocksTaken
 from alignedserve.messages.events import Send
 from alignedserve.messages.fields import FailureKind
-from alignedserve.messages.gateways import (
-    AbortRequest,
-    RequestFailed,
-    ResumeRequest,
-    SubmitRequest,
-)
+from alignedserve.messages.gateways import AbortRequest, RequestFailed, ResumeRequest, SubmitRequest
 from alignedserve.messages.handshake import Role
-from alignedserve.messages.pools import (
-    BatchFormed,
-    BatchReceived,
-    CopyKept,
-    CopyLost,
-    PoolRegistered,
-    RequestPooled,
-)
+from alignedserve.messages.pools import BatchFormed, BatchReceived, CopyKept, CopyLost, PoolRegistered, RequestPooled
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import (
     AttemptFailed,
