@@ -32,7 +32,6 @@ from decode_worker.logic import DecodeLogic
 
 
 def batch_limits_of(config: DecodeWorkerConfig, batching: BatchingConfig, *, num_blocks: int) -> DecodeLimits:
-    """Return the limits of the running batch of a worker with this many blocks."""
     share = batching.low_running_share
     low_running = max(min(int(share * config.max_running_requests), batching.min_requests), 1)
     enough = batching.enough_requests(config.max_running_requests)
@@ -88,7 +87,6 @@ def _packing(share: float, costs: CostModel | None, measured: tuple[Sample, ...]
 
 
 def engine_places(config: DecodeWorkerConfig, scheduling: SchedulingConfig) -> int:
-    """Return the most requests that the engine of a separate decode worker holds, paused ones included."""
     return max_held(config) if policy_entry(scheduling.policy).schedules_iterations else config.max_running_requests
 
 
@@ -107,7 +105,6 @@ def colocated_registration(
     node: str = "",
     max_adapters: int = 0,
 ) -> WorkerRegistered:
-    """Build the registration of a colocated worker. `pool_name`: of its node. `can_move`: it is elastic."""
     registered = registration_of(
         layout,
         num_blocks,

@@ -46,7 +46,6 @@ class HeldRequests:
     """Requests by id, in order of arrival, and what the engine has yet to hear of requests that have left."""
 
     def __init__(self, memory: DeviceMemory, prefixes: PrefixCache | None = None) -> None:
-        """`memory`: empty. `prefixes`: the prefix cache in it, empty; None: requests share nothing."""
         self.state = SchedulerState(memory)
         self.allocator = CachingAllocator(memory.num_blocks, None if prefixes is None else prefixes.blocks)
         self._prefixes = prefixes
@@ -93,7 +92,6 @@ class HeldRequests:
         return int(table.num_cached[table.row(tracked.request.request_id)])
 
     def is_reversed(self, tracked: HeldRequest) -> bool:
-        """Return whether a request fills its blocks from the right, as best-effort ones do where blocks are shared."""
         return self._has_shared_blocks and not tracked.is_real_time
 
     def of_parts(self, scheduled: Sequence[ScheduledRequest]) -> tuple[HeldRequest, ...]:
@@ -110,7 +108,6 @@ class HeldRequests:
         self._wait(tracked)
 
     def drop(self, tracked: HeldRequest) -> None:
-        """Remove a request and free its blocks; cached blocks stay in the cache until they are needed."""
         request_id = tracked.request.request_id
         del self._requests[request_id]
         self.states.settle(request_id, tracked.context, is_whole=False)
@@ -136,13 +133,10 @@ class HeldRequests:
             tracked.is_on_host = False
 
     def num_of_states(self, tracked: HeldRequest) -> int:
-        """Return how many of a request's first blocks are those of its states: it has them with its first own block."""
         return self._state_blocks if len(tracked.block_ids) > tracked.num_shareable else 0
 
     def blocks_for(self, num_tokens: int) -> int:
         return self._state_blocks + -(-num_tokens // self.block_size)
-
-    # --- the prefix cache
 
     def foresee_hits(self) -> None:
         """Tell the table what requests without blocks would find cached now; to be called before every plan."""
@@ -196,7 +190,6 @@ class HeldRequests:
         self.state.settle(self.allocator.num_free)
 
     def leave_blocks(self, tracked: HeldRequest, num_kept: int, *, is_swapped: bool, shares_last: bool) -> None:
-        """Free all but the first blocks of a request that is evicted. `shares_last`: the last is another's as well."""
         self._leave_blocks(tracked, num_kept, shares_last=shares_last)
         if tracked.context is not None:
             tracked.context.is_closed = is_swapped and not self._has_exact_swaps
@@ -242,20 +235,17 @@ class HeldRequests:
     # --- requests that move between workers
 
     def is_portable(self, request_id: RequestId) -> bool:
-        """Return whether its whole cache is on this device, as keys and values, and only its next token is missing."""
         table, row = self.state.table, self.state.table.row(request_id)
         is_whole = not table.is_hidden[row] and not table.num_swapped[row] and table.num_blocks[row] > 0
         is_alone = self.state.shared.partner(request_id) is None  # in its blocks
         return bool(is_whole and is_alone and table.is_decoding[row])
 
     def has_room_beside(self, num_blocks: int, leaving: HeldRequest | None = None) -> bool:
-        """Return whether every request could still have what it may soon need, alone, while these are held."""
         return all(
             self.has_room_for(held.request, held.context_len, num_blocks) for held in self if held is not leaving
         )
 
     def has_room_for(self, request: Request, context_len: int, num_held: int = 0) -> bool:
-        """Return whether a request could have what it may soon need, alone, beside blocks on their way and these."""
         soon = min(context_len + _FORESEEN_TOKENS, request.max_context_len)
         return self.blocks_for(soon) <= self._num_usable - num_held
 
@@ -291,7 +281,6 @@ class HeldRequests:
         return sum(max(need, 0) for holder, need in zip(self, needs, strict=True) if holder.block_ids)
 
     def detach(self, tracked: HeldRequest) -> Progress:
-        """Take a request whose cache is on the device out of the scheduler and the engine; its blocks stay held."""
         self.leave_engine(tracked)
         request_id = tracked.request.request_id
         del self._requests[request_id]
@@ -306,7 +295,6 @@ class HeldRequests:
     # --- requests whose cache is in the pool
 
     def send_away(self, tracked: HeldRequest, progress: Progress, now: float) -> None:
-        """Keep a detached request whose cache is in the pool now; its blocks are free."""
         tracked.is_away = True
         self._requests[tracked.request.request_id] = tracked
         self.state.add_elsewhere(tracked.request, now, replace(progress, num_blocks=0))
@@ -354,13 +342,11 @@ class HeldRequests:
         return removals
 
     def take_replacements(self) -> tuple[BlockReplacement, ...]:
-        """Return the blocks that the engine has to replace by others, each once."""
         if not self._replacements:
             return ()
         replacements, self._replacements = tuple(self._replacements), []
         return replacements
 
     def take_forgotten(self) -> tuple[RequestId, ...]:
-        """Return the requests whose cache on the host has to be freed, each once."""
         forgotten, self._forgotten = tuple(self._forgotten), []
         return forgotten

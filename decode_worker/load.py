@@ -55,7 +55,6 @@ class LoadCounter:
         self._reported: _LoadCounts | None = None
 
     def report(self, num_verified: int, num_iterations: int, *, is_due: bool) -> WorkerLoad | None:
-        """Return the load if it is due, or has changed since it was reported by more than its free blocks."""
         counts = self._counts(num_verified, num_iterations)
         if counts == self._reported and not is_due:
             return None
@@ -165,6 +164,5 @@ class Pace:
         return [Send(self._pool_name, DecodePace(iteration_s))]
 
     def iteration_s(self) -> float:
-        """Return the time of an iteration of the running requests; if nothing runs, of the last ones."""
         predicted_s = self._decode_s() if self._decode_s is not None else None
         return self._history.mean_s if predicted_s is None else predicted_s

@@ -140,8 +140,6 @@ class DecodeLogic:
                 gone = self._preempted(*self._candidates.unheeded(now))
                 return [*self._router.totals(self.iteration_log, now), *self._pace.report(), *unused, *gone]
 
-    # --- peers and messages
-
     def _on_connected(self, role: Role, peer: str) -> list[DecodeCommand]:
         if self._peers.connected(role, peer):
             self._router.await_load()  # a pool that gave nothing to a worker without a link may be asked again
@@ -303,8 +301,6 @@ class DecodeLogic:
                 self._batch.enter(candidate, entry.block_ids, load.copy.context_len, now)
         return commands
 
-    # --- starting an iteration
-
     def _start_iteration(self, now: float) -> list[DecodeCommand]:
         if self._iterations.is_running:
             return []
@@ -347,8 +343,6 @@ class DecodeLogic:
         reason = "its context needs more cache blocks than a decode worker has"
         return [*self._router.failed(request, FailureKind.UNSERVABLE, reason)]
 
-    # --- ending an iteration
-
     def _iteration_completed(self, event: IterationCompleted, now: float) -> list[DecodeCommand]:
         duration_s = self._iterations.end(event, now)
         self._pace.note(duration_s)
@@ -363,8 +357,6 @@ class DecodeLogic:
     def _release(self, running: BatchMember) -> list[DecodeCommand]:
         self._batch.drop(running)
         return []
-
-    # --- reports
 
     def _preempted(self, *candidates: Candidate, is_refused: bool = False) -> list[DecodeCommand]:
         return [

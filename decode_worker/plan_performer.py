@@ -78,7 +78,6 @@ class PlanPerformer:
         self._held.is_copying_out = False
 
     def evict(self, evictions: Sequence[PlannedEviction], now: float) -> tuple[Swap, ...]:
-        """Free the blocks of these requests; return the copies to the host that the engine has to make first."""
         return tuple(swap for part in evictions if (swap := self._evict(part, now)) is not None)
 
     def _share(self, part: PlannedShare) -> tuple[BlockId, ...]:
@@ -91,7 +90,6 @@ class PlanPerformer:
         joined: Mapping[int, tuple[BlockId, ...]],
         swaps: _Swaps,
     ) -> _Entered:
-        """Give the scheduled requests their blocks, if they may grow; `joined`: shared blocks of others, by row."""
         additions: list[Addition] = []
         extensions: list[tuple[RequestId, tuple[BlockId, ...]]] = []
         table = self._state.table
@@ -111,8 +109,6 @@ class PlanPerformer:
         return _Entered(tuple(additions), tuple(extensions))
 
     def _slices(self, scheduled: tuple[ScheduledRequest, ...], members: tuple[HeldRequest, ...]) -> Slices:
-        """Return the slices of the iteration: the same object as last time if equal, so that none is looked at
-        again."""
         latest = self._latest
         if scheduled != latest.scheduled or members != latest.members:
             pairs = zip(members, scheduled, strict=True)
@@ -123,7 +119,6 @@ class PlanPerformer:
     def _bring_in(
         self, tracked: HeldRequest, entered: AllocationResult, shared: tuple[BlockId, ...], swaps: _Swaps
     ) -> tuple[BlockId, ...]:
-        """Allocate the request's new blocks, `shared` behind them; its swapped cache comes in with the iteration."""
         allocated = self._held.allocator.allocate(entered.num_blocks)
         assert allocated is not None, "a plan that does not fit"
         num_brought = entered.num_swapped + entered.num_moved

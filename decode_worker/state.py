@@ -51,7 +51,6 @@ class RunningRequest(WorkerRequest):
 
     @property
     def num_remaining(self) -> int:
-        """Tokens to compute before the next one can be sampled: 1, or more at first where the copy was shorter."""
         return self.context_len - self.num_computed
 
 
@@ -86,7 +85,6 @@ class Candidate(WorkerRequest):
     def of(
         cls, message: Handoff | BlocksWritten, attempt: int, batch_id: BatchId, location: CacheLocation, now: float
     ) -> "Candidate":
-        """Build the candidate that a message describes; what else follows from its location, the caller sets."""
         first_token_s = now - message.begun_s
         return cls(
             message.request,
@@ -133,7 +131,6 @@ class Candidate(WorkerRequest):
 
 
 def set_predicted_length(known: Iterable[WorkerRequest], message: SetPredictedLength) -> bool:
-    """Set it on the request's records that belong to the message's epoch; return whether there are any."""
     current = [record for record in known if is_same_epoch(record.attempt, message.attempt)]
     for record in current:
         record.predicted_output_len = message.predicted_output_len

@@ -73,7 +73,6 @@ class LeaseTable:
         return list(evicted.values())
 
     def open(self, reservation: Reservation, deadline_s: float) -> Lease:
-        """Open a lease on free blocks; as many as reserved must be free."""
         block_ids = self.allocator.allocate(reservation.num_blocks)
         assert block_ids is not None, "a lease on blocks that are not free"
         lease = Lease(
@@ -101,7 +100,6 @@ class LeaseTable:
                 self._kept = sorted({key for key in self._kept if self._is_kept(key[-1])})
 
     def shorten(self, lease: Lease, num_blocks: int) -> tuple[BlockId, ...]:
-        """Free the blocks of a lease after the first `num_blocks`, and return them."""
         surplus, lease.block_ids = lease.block_ids[num_blocks:], lease.block_ids[:num_blocks]
         self.allocator.free(surplus)
         return surplus
@@ -155,7 +153,6 @@ class WaitingReservations:
         return is_behind or not self._fits(reservation)
 
     def take(self) -> Reservation | None:
-        """Remove and return the first reservation; None: there is none, or it has to wait."""
         if (owed := self._owed()) is not None:
             if self._can_allocate(owed.num_blocks):
                 self._floor.note_own(owed.num_blocks)

@@ -124,8 +124,6 @@ class PoolLogic:
                 commands = [*self._end_expired(now), *chain(*refused), *self._report()]
         return commands
 
-    # --- peers
-
     def _on_connected(self, role: Role, peer: str, now: float) -> list[PoolCommand]:
         if role is not Role.ROUTER:
             self._workers[peer] = None
@@ -171,8 +169,6 @@ class PoolLogic:
                 lost = CopyLost(lease.request_id, lease.attempt, lease.holder, lease.batch_id)
                 commands += self._to_router(lost) + self._release(lease)
         return commands + self._serve_reservations(now)
-
-    # --- messages
 
     def _on_message(self, peer: str, message: Message, now: float) -> list[PoolCommand]:
         match message:
@@ -375,8 +371,6 @@ class PoolLogic:
     def _unindex(self, lease: Lease) -> None:
         self._former.remove(lease.request_id)
         del self._pooled[lease.request_id]
-
-    # --- reports
 
     def _to_router(self, message: Message) -> list[PoolCommand]:
         return [Send(self._router, message)] if self._router is not None and self._takes_requests else []

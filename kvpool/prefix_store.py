@@ -88,7 +88,6 @@ class PrefixStore:
         return self.cached.num_unused
 
     def make_room(self, num_blocks: int) -> list[StoreCommand]:
-        """Let the least valuable blocks leave until `num_blocks` are free, or no more can."""
         count = min(num_blocks - self._allocator.num_free, self.cached.num_unused)
         if count < 1:
             return []
@@ -240,7 +239,6 @@ class PrefixStore:
         return PrefixFound(message.request_id, lease_id, copy, tuple(block.packed_tokens for block in run_found))
 
     def _behind_state(self, blocks: list[CachedBlock]) -> tuple[list[CachedBlock], list[CachedBlock]]:
-        """Return the blocks up to the last with states, and the blocks of these states; all, where none are kept."""
         if not self._state_blocks:
             return blocks, []
         for count in range(len(blocks), 0, -1):

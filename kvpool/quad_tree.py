@@ -162,8 +162,6 @@ class QuadTree:
         assert entries is not None, "an empty leaf"
         return entries
 
-    # --- changes
-
     def insert(self, pooled: PooledRequest, now: float) -> None:
         assert pooled.request_id not in self._members, "a request pooled twice"
         assert pooled.context_len > 0, "a request without context"
@@ -238,8 +236,6 @@ class QuadTree:
             path = self._paths[leaf - self.first_leaf] = tuple(nodes)
         return path
 
-    # --- searches
-
     def longest_waiting(self, before_s: float, max_blocks: int) -> int | None:
         """Return the leaf waiting longest, since `before_s` or earlier, with a request within the limit; ties: left."""
         candidates = [(self.waiting_since_s[ROOT], 0, ROOT, len(self._entries))]  # since, first leaf, node, leaves
@@ -265,13 +261,11 @@ class QuadTree:
         return node
 
     def occupied_between(self, start: int, stop: int) -> Iterator[int]:
-        """Yield the leaves that hold lengths of [start, stop) and are not empty, shortest first."""
         for leaf in range(self.leaf_of(start), self.leaf_of(stop - 1) + 1):
             if self.num_requests[leaf]:
                 yield leaf
 
     def seen(self) -> LengthTree:
-        """Return its occupied ranges, at the finest level that does not exceed the limit of ranges."""
         nodes, first, num_ranges = [ROOT] if self._members else [], ROOT, 1
         while nodes and first < self.first_leaf:
             children = [child for node in nodes for child in self._occupied_children(node)]

@@ -60,8 +60,6 @@ class CandidateBuffers:
             reserved=self._reserved, contents=_contents_of, ended=self._returned, aborted=lambda entry: ()
         )
 
-    # --- decode workers
-
     def disconnected(self, peer: str) -> list[BufferCommand]:
         self._waiting = deque(entry for entry in self._waiting if entry.peer != peer)
         commands: list[BufferCommand] = [self.lender.disconnected(peer)]
@@ -89,7 +87,6 @@ class CandidateBuffers:
         return self._next()
 
     def cancel(self, peer: str, message: CancelPrefetch) -> list[BufferCommand]:
-        """Remove a prefetch from the queue; one that has started continues and is answered as usual."""
         commands: list[BufferCommand] = []
         for entry in [entry for entry in self._waiting if entry.peer == peer and _is_of(entry.relay, message)]:
             self._waiting.remove(entry)
@@ -103,8 +100,6 @@ class CandidateBuffers:
         entry = _Returning(request, message.attempt, self._pool_name, peer, message)
         is_best_effort = not request.is_real_time
         return [self.returns.ask(entry, message.copy.num_blocks, is_best_effort=is_best_effort)]
-
-    # --- the pool
 
     def pool_connected(self) -> None:
         self._has_pool = True
@@ -137,8 +132,6 @@ class CandidateBuffers:
     def _returned(self, entry: _Returning, how: HandoffEnd, now: float) -> list[BufferCommand]:
         outcome = _OUTCOMES.get(how, ReturnOutcome.STAYED)
         return [Send(entry.peer, RequestReturned(entry.request.request_id, entry.attempt, outcome))]
-
-    # --- copies
 
     def relayed(self, event: BlocksRelayed, now: float) -> list[BufferCommand]:
         is_return = event.command.target == self._pool_name

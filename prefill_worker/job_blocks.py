@@ -53,7 +53,6 @@ class JobBlocks:
         return self._state_blocks + blocks_for(num_tokens, self._block_size)
 
     def leave_room(self, job: PrefillJob, jobs: Iterable[PrefillJob], max_jobs: int) -> bool:
-        """Return whether real-time jobs keep their share of blocks and places beside this best-effort one."""
         beside = [other for other in jobs if other.block_ids and not other.is_real_time]
         num_blocks = sum(len(other.block_ids) for other in beside) + self.count_for(job.context_len)
         num_jobs, share = len(beside) + 1, 1.0 - _KEPT_SHARE
@@ -106,7 +105,6 @@ class JobBlocks:
         job.block_ids = tuple(block_ids)
 
     def free(self, job: PrefillJob) -> None:
-        """Free the blocks of a job that has left; cached blocks stay in the cache until they are needed."""
         context, request_id = job.context, job.request.request_id
         self._states.settle(request_id, context, is_whole=False)
         self._states_to_copy = [entry for entry in self._states_to_copy if entry[0] is not job]
@@ -145,12 +143,10 @@ class JobBlocks:
         return tuple(states)
 
     def take_replacements(self) -> tuple[BlockReplacement, ...]:
-        """Return the blocks that the engine has to replace by others, each once."""
         replacements, self._replacements = tuple(self._replacements), []
         return replacements
 
     def passed(self, jobs: Iterable[PrefillJob], failed: Container[RequestId]) -> None:
-        """Keep the states that an iteration has left, and the blocks before them; `failed`: what is of no use."""
         for job in jobs:
             request_id = job.request.request_id
             if self._states.has_coming(request_id):
@@ -161,8 +157,6 @@ class JobBlocks:
 
     def copied(self) -> None:
         self._is_copying = False
-
-    # --- reports
 
     def changes(self) -> PrefixBlocksChanged | None:
         return None if self._prefixes is None else self._prefixes.blocks.told_changes()

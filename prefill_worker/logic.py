@@ -138,8 +138,6 @@ class PrefillLogic:
             case Ticked():
                 return []
 
-    # --- peers and messages
-
     def _on_connected(self, role: Role, peer: str) -> list[PrefillCommand]:
         if role is Role.DECODE_WORKER:
             return [self._buffers.lender.connected(peer)]
@@ -269,8 +267,6 @@ class PrefillLogic:
     def _release(self, lease_id: LeaseId) -> list[DepartureCommand]:
         return [Send(self._pool, LeasesReleased((lease_id,)))] if self._pool is not None else []
 
-    # --- iterations
-
     def _start_iteration(self, now: float) -> list[PrefillCommand]:
         is_urgent = self._iterations.is_running
         if is_urgent and not (self._urgent.may_begin and self._scheduler.may_yield):
@@ -305,7 +301,6 @@ class PrefillLogic:
             self._urgent.came(job.request.request_id)
 
     def _admit(self, now: float) -> list[PrefillCommand]:
-        """Allocate blocks for the next jobs, in order, up to the first that does not fit; only then ask for a copy."""
         requests: list[PrefillCommand] = []
         num_holding = sum(bool(job.block_ids) for job in self._jobs.values())
         for job in self._order.of(self._jobs.values(), now):
@@ -373,8 +368,6 @@ class PrefillLogic:
         self._scheduler.leave(job.request.request_id)
         return [*self._departure.begin(job)]
 
-    # --- ends
-
     def _end(self, job: PrefillJob) -> list[DepartureCommand]:
         request_id = job.request.request_id
         commands = self._release(job.handoff.lease_id) if job.handoff is not None else []
@@ -388,8 +381,6 @@ class PrefillLogic:
         self._blocks.free(job)
         del self._jobs[job.request.request_id]
         return self._begin(job.successor, job.successor_s) if job.successor is not None else []
-
-    # --- reports
 
     def waiting(self) -> list[WaitingRequest]:
         jobs = self._jobs.values()
@@ -414,7 +405,6 @@ class PrefillLogic:
 
 
 def buffer_blocks_of(config: PrefillWorkerConfig, layout: BlockLayout, num_decode_workers: int) -> int:
-    """Return the blocks of the candidate buffer that each decode worker has in a prefill worker's memory."""
     return layout.blocks_in(config.candidate_buffer_bytes) // num_decode_workers
 
 

@@ -67,7 +67,6 @@ class PrefillJob(WorkerRequest):
 
     @property
     def is_copying(self) -> bool:
-        """True while the transfer thread reads or writes its blocks: they must not be freed."""
         is_copied_out = self.leaving is not None and self.leaving.stage is HandoffStage.COPYING
         return is_copied_out or self.stage is JobStage.LOADING
 
@@ -87,7 +86,6 @@ class PrefillJob(WorkerRequest):
 
 
 def waiting_cause(job: PrefillJob, *, is_full: bool) -> Cause | None:
-    """Return why a job is not computed, or does not leave; None: it is, or does. `is_full`: no more may hold blocks."""
     match job.stage:
         case JobStage.WAITING:
             return Cause.BATCH_FULL if is_full else Cause.BLOCKS_SHORT

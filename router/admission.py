@@ -146,6 +146,5 @@ class QueueAdmission:
         self._chats.note(self._registry.requests.values(), num_computed, now)
 
     def real_time_wait_s(self) -> float:
-        """Return the forecast wait of the last real-time request in the queue; 0 without any."""
         num_tokens = self._registry.queue.num_tokens_until_real_time_is_done
         return self.drain.seconds_for(num_tokens) if num_tokens else 0.0

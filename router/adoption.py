@@ -84,7 +84,6 @@ class Adoption:
         self._awaited.pop(request_id, None)
 
     def ended(self, request_id: RequestId) -> list[Send]:
-        """Forget a request that has ended at its worker, or for its client, before it was claimed."""
         unclaimed = self._unclaimed.pop(request_id, None)
         return [] if unclaimed is None else [unclaimed.release()]
 

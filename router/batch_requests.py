@@ -64,7 +64,6 @@ class BatchRequests:
         )
 
     def note_change(self, pool: str) -> None:
-        """Look at this pool, registered or not, at the next call of `to_send`."""
         self._changed[pool] = None
 
     def to_send(self, now: float, is_shared: Callable[[float], bool]) -> list[tuple[str, FormBatch]]:
@@ -143,8 +142,6 @@ class BatchRequests:
         return min((self._share(worker) for worker in known), default=0)
 
     def _wait(self, name: str, now: float) -> None:
-        """Look again when the oldest or a large request or worker has waited for `starvation_s`, or a chat's token is
-        late."""
         pool = self._pools.get(name)
         if pool is None or not pool.num_pooled:
             self._waiting.discard(name)

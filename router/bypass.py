@@ -24,11 +24,9 @@ _TOGETHER = 8  # chats that a worker has before others get more: while they are 
 class Bypass(Protocol):
     """Chooses the requests that bypass the pool."""
 
-    def observe_wait(self, wait_s: float) -> None:
-        """Learn how long a request waited between entering the pool and reaching a decode worker."""
+    def observe_wait(self, wait_s: float) -> None: ...
 
-    def observe_waiting(self, wait_s: float) -> None:
-        """Learn how long the request that waits longest in the pool has waited by now."""
+    def observe_waiting(self, wait_s: float) -> None: ...
 
     def observe_bypass(self) -> None: ...
 
@@ -47,7 +45,6 @@ class DirectHandoff:
     def observe_bypass(self) -> None: ...
 
     def target(self, request: Request, context_len: int, workers: Iterable[WorkerRecord]) -> WorkerRecord | None:
-        """Return the worker with the fewest requests, those on their way among them; ties go by name."""
         able = [worker for worker in workers if worker.has_free_slot]
         return min(able, key=lambda worker: (worker.num_decoding, worker.name), default=None)
 

@@ -63,7 +63,6 @@ class Leans:
         self.wished: Sequence[WorkerPair] = ()  # workers of two nodes that are to have a link, as of the last turn
 
     def moves(self, workers: Iterable[WorkerRecord], requests: Requests, now: float) -> list[PlannedMove]:
-        """Return the next moves: on each node, from one worker to another."""
         rested: dict[str, list[WorkerRecord]] = {}
         for worker in workers:
             if worker.registered.can_move and self._rests_until_s.get(worker.name, 0.0) <= now:
@@ -83,7 +82,6 @@ class Leans:
 def moves_for_time(
     near: Collection[WorkerRecord], able: Collection[WorkerRecord], requests: Requests
 ) -> list[PlannedMove]:
-    """Return moves from a worker whose decodes leave too little of its time to the worker of `able` with most time."""
     takers = sorted(able, key=lambda worker: (worker.lean, worker.name), reverse=True)
     givers = [worker for worker in near if worker.prefilling or worker.lean < _SHORT]
     for giver in sorted(givers, key=lambda worker: (worker.lean, worker.name)):
@@ -112,7 +110,6 @@ def _prompts_s(worker: WorkerRecord) -> float:
 def moves_for_memory(
     near: Collection[WorkerRecord], able: Collection[WorkerRecord], requests: Requests
 ) -> list[PlannedMove]:
-    """Return moves from the worker that is shortest of blocks to the worker of `able` with most."""
     loaded = [worker for worker in near if worker.load is not None]
     receiver = max(
         (worker for worker in able if worker in loaded), key=lambda worker: (_spare(worker), worker.name), default=None

@@ -141,8 +141,6 @@ class RouterLogic:
             case Ticked():
                 return self._on_tick(now)
 
-    # --- messages
-
     def _on_message(self, peer: str, message: Message, now: float) -> list[Send]:
         match message:  # those of every request and iteration first
             case WorkerLoad():
@@ -282,8 +280,6 @@ class RouterLogic:
         self._placement.adapters.fail(peer, tracked.adapter)
         return self._registry.fail(tracked, message.kind, message.reason)
 
-    # --- losses
-
     def _on_disconnected(self, peer: str) -> list[Send]:
         self._gateways.pop(peer, None)
         orphans = [tracked for tracked in self._registry.requests.values() if tracked.gateway == peer]
@@ -307,7 +303,6 @@ class RouterLogic:
         return RouterRecords(self._registry, self._placement, self._gateways, self._admission.drain)
 
     def num_left(self, names: Iterable[str]) -> dict[str, int]:
-        """Return how many requests would be interrupted if each of these workers and pools were lost."""
         requests = self._registry.requests.values()
         left = {name: sum(self._placement.depends_on(request, name) for request in requests) for name in names}
         for name in left:
@@ -318,10 +313,7 @@ class RouterLogic:
 
     @property
     def registrations(self) -> dict[str, int]:
-        """Return the number of each worker's registration, which no other has."""
         return {worker.name: worker.registration for worker in self._placement.workers.values()}
-
-    # --- placement
 
     def _dispatch_prefills(self, now: float) -> list[Send]:
         commands: list[Send] = []
@@ -368,8 +360,6 @@ class RouterLogic:
         for pool, form in self._placement.batches_to_form(now, self._registry.queue.is_shared):
             commands += [*need_pool(pool, self._placement.workers[form.worker]), Send(pool, form)]
         return commands
-
-    # --- status
 
     def _on_tick(self, now: float) -> list[Send]:
         self._placement.clear_refusals()  # a pool may have connected to a worker since

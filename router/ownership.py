@@ -131,7 +131,6 @@ class OwnershipTransitions:
         return self._record_copy(tracked, pool, message.attempt)
 
     def _record_copy(self, tracked: TrackedRequest, pool: str, attempt: int) -> list[Send]:
-        """Record a copy, or tell the pool to drop it, up to this attempt, if another pool has one."""
         if self._placement.copy_of(tracked) not in (None, pool):
             return [Send(pool, DropRequest(tracked.request.request_id, attempt))]
         self._placement.set_copy(tracked, pool)

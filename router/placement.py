@@ -55,8 +55,6 @@ class Placement:
             batching=batching,
         )
 
-    # --- registration
-
     def register(self, peer: str, message: WorkerRegistered | PoolRegistered) -> str | None:
         """Add a worker or pool that (re)connected, holding nothing; return why it is refused, or None."""
         self.remove(peer)
@@ -116,7 +114,6 @@ class Placement:
         return peer in self.workers or peer in self.pools
 
     def pool_of(self, worker_name: str) -> PoolRecord | None:
-        """Return the pool on this worker's node, or None if either is not registered."""
         worker = self.workers.get(worker_name)
         return self.pools.get(worker.registered.pool_name) if worker is not None else None
 
@@ -126,10 +123,7 @@ class Placement:
         yield (other for other in self._nodes[pool].values() if other.has_real_time_slot)
         yield (other for other in self._free.values() if other.registered.pool_name != pool)
 
-    # --- draining
-
     def set_draining(self, names: Collection[str]) -> None:
-        """Give these workers nothing new, and no others; of pools that are named, see `is_leaving`."""
         self._standbys.set_draining(names, self.workers)
 
     def is_leaving(self, tracked: TrackedRequest, moved: Collection[str]) -> bool:
@@ -140,8 +134,6 @@ class Placement:
             return self._standbys.is_draining(tracked.holder) and tracked.destination is None
         pool = self.pool_of(tracked.holder or "") if tracked.stage is Stage.PREFILLING else None
         return pool is not None and self._standbys.is_draining(pool.name) and tracked.destination is None
-
-    # --- reports
 
     def update_load(self, peer: str, load: WorkerLoad | PoolLoad) -> None:
         if isinstance(load, PoolLoad):
@@ -168,8 +160,6 @@ class Placement:
         self._refused.pop(worker.name, None)
         self._rank(worker)
 
-    # --- prefills
-
     def start_prefill(self, worker: WorkerRecord, request_id: RequestId, prefill: DispatchedPrefill) -> None:
         self._end_prefill(worker, request_id)
         worker.start_prefill(request_id, prefill)
@@ -189,7 +179,6 @@ class Placement:
                 self._rank(worker)
 
     def complete_prefill(self, worker: WorkerRecord, request_id: RequestId, attempt: int) -> bool:
-        """Remove a prefill that the worker has completed; return False if the report is stale."""
         completed = worker.complete_prefill(request_id, attempt)
         if completed is not None:
             self.prefixes.settle(worker.name, completed.block_names)
@@ -201,14 +190,11 @@ class Placement:
         if ended is not None:
             self.prefixes.settle(worker.name, ended.block_names)
 
-    # --- prefix cache
-
     def update_prefixes(self, peer: str, changed: PrefixBlocksChanged) -> None:
         if peer in self or self.prefixes.has_pool(peer):
             self.prefixes.update(peer, changed)
 
     def prefix_runs(self, tracked: TrackedRequest) -> dict[str, int]:
-        """Return how many of a request's blocks, from its first on, workers and pools have or will have."""
         return self.prefixes.runs(tracked.block_names) if tracked.block_names else {}
 
     def prefix_holders(self, runs: Mapping[str, int], least: int) -> Iterator[WorkerRecord]:
@@ -279,8 +265,6 @@ class Placement:
             return True
         worker = self.workers.get(tracked.holder or "")
         return tracked.is_prefilled and worker is not None and worker.registered.pool_name == peer
-
-    # --- choices
 
     def least_loaded_prefiller(self, *, is_real_time: bool = False, at_full_pool: bool = False) -> WorkerRecord | None:
         """Return the worker with the least wait (worker_orders.py) that can take a prefill now.

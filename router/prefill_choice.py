@@ -44,7 +44,6 @@ _LEAST_POOLED = 4
 def wants_more(
     worker: WorkerRecord, pool: PoolRecord | None, beside: Collection[WorkerRecord], *, is_real_time: bool
 ) -> bool:
-    """Return whether a worker has less of a class than it may have to wait for. `beside`: workers of its node."""
     num_real_time_tokens = (
         worker.num_real_time_tokens if is_real_time else worker.num_prefill_tokens - worker.num_real_time_tokens
     )

@@ -124,7 +124,6 @@ class PrefillQueue:
 
     @property
     def num_tokens_until_real_time_is_done(self) -> int:
-        """Number of tokens to compute until the last real-time request has its first one; 0: there is none."""
         is_apart = self.order.knows_classes or not self._num_real_time_tokens
         return self._num_real_time_tokens if is_apart else self.num_tokens
 
@@ -227,7 +226,6 @@ class PrefillQueue:
         self._shares[self._is_first(request)].release(request.tenant)
 
     def take(self, request_id: RequestId) -> None:
-        """Remove a request that a worker gets; its tenant has it until `release`."""
         waiting = self._waiting[request_id]
         self._lines[waiting.turn_class].shares.hold(waiting.tenant)
         self._remove(request_id)

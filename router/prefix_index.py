@@ -61,13 +61,10 @@ class PrefixIndex:
             self._forget_held(bit)
             del self._workers[bit]
 
-    # --- pools
-
     def add_pool(self, pool: str) -> None:
         self._pools[pool] = None
 
     def remove_pool(self, peer: str) -> None:
-        """Forget a pool that is gone, and its blocks; other peers are left alone."""
         if peer in self._pools:
             del self._pools[peer]
             self.forget(peer)
@@ -85,8 +82,6 @@ class PrefixIndex:
         least = max(runs.get(worker.name, 0), runs.get(near_pool, 0)) + -(-_FAR_TOKENS // registered.block_size)
         far = [(-runs.get(name, 0), name) for name in self._pools if name != near_pool and runs.get(name, 0) >= least]
         return WorkerName(min(far)[1]) if far else None
-
-    # --- what is to come
 
     def expect(self, worker: str, names: bytes) -> None:
         if names:
@@ -195,7 +190,6 @@ class AdapterIndex:
         self._holders: dict[bytes, dict[str, None]] = {}
 
     def use(self, worker: WorkerRecord, adapter: bytes) -> None:
-        """Note that a worker is given a prompt of this adapter; those used least recently leave for it."""
         most = worker.registered.max_adapters
         if not most:
             return
@@ -214,7 +208,6 @@ class AdapterIndex:
         yield from self._holders.get(adapter, {})
 
     def fail(self, worker: str, adapter: bytes) -> None:
-        """Forget an adapter of a worker where a request of it has failed: perhaps it cannot be loaded there."""
         adapters = self._of_worker.get(worker)
         if adapters is not None and adapter in adapters:
             del adapters[adapter]

@@ -78,7 +78,6 @@ class DrainForecast:
         return _MIN_RETRY_S if expected_s is None else min(_MAX_RETRY_S, max(_MIN_RETRY_S, expected_s))
 
     def expected_s(self, num_tokens: float) -> float | None:
-        """Return the predicted seconds for this many tokens; None while no rate is known."""
         return None if (rate := self.tokens_per_s) is None else num_tokens / rate
 
     @property
@@ -94,7 +93,6 @@ def expected_len(tracked: TrackedRequest, predicted_len: float | None = None) ->
 
 
 def note_prediction(tracked: TrackedRequest, predicted_len: float) -> list[Send]:
-    """Note a request's prediction, and tell it to the worker or pool that has the request; none has one that waits."""
     tracked.predicted_output_len = min(predicted_len, float(tracked.request.sampling.max_tokens))
     tracked.is_length_predicted = True
     tracked.is_prediction_late = tracked.holder is not None
@@ -127,7 +125,6 @@ class RequestRegistry:
         self.enqueue(tracked)
 
     def track(self, tracked: TrackedRequest) -> None:
-        """Add a request that is not to be queued yet, as a worker may have it."""
         self.requests[tracked.request.request_id] = tracked
 
     def current(self, request_id: RequestId, attempt: int) -> TrackedRequest | None:
@@ -147,7 +144,6 @@ class RequestRegistry:
         return commands
 
     def move(self, leaving: Iterable[TrackedRequest]) -> list[Send]:
-        """Take requests from holders that drain; their gateways then tell from where they go on, which is no retry."""
         commands = []
         for tracked in leaving:
             commands += self._revoke(tracked)

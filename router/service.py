@@ -88,7 +88,6 @@ class RouterService:
         await self._driver.links.listen(listen_at)
 
     async def drain(self, draining: tuple[str, ...], moved: tuple[str, ...]) -> dict[str, int]:
-        """Pass a DrainRequested to the logic; return how many requests each draining process still has."""
         self._driver.dispatch(DrainRequested(draining, moved))
         return self._logic.num_left(draining)
 

@@ -84,13 +84,11 @@ class TrackedRequest:
 
     @property
     def first_due_s(self) -> float:
-        """Return the time at which its first token is late; infinite without an objective, or once a token was sent."""
         ttft_s = self.request.slo.ttft_s
         return math.inf if ttft_s is None or self.num_emitted else self.request.arrival_s + ttft_s
 
     @property
     def next_late_s(self) -> float:
-        """Return the time at which its next token is late in the pool; infinite for best effort or no objective."""
         tpot_s = self.request.slo.tpot_s
         return self.pooled_s + tpot_s if self.is_real_time and tpot_s is not None else math.inf
 
@@ -217,7 +215,6 @@ class WorkerRecord:
             self.num_real_time_prompts += 1
 
     def complete_prefill(self, request_id: RequestId, attempt: int) -> DispatchedPrefill | None:
-        """Remove and return a prefill that the worker has completed; None: the report is stale."""
         prefill = self.prefilling.get(request_id)
         if prefill is None or not is_same_epoch(prefill.attempt, attempt):
             return None
@@ -236,7 +233,6 @@ class WorkerRecord:
         return prefill
 
     def note_late(self, request_id: RequestId, attempt: int) -> None:
-        """Note that the first token of a real-time request is late, if this attempt has still to compute it."""
         prefill = self.prefilling.get(request_id)
         if prefill is not None and prefill.attempt == attempt and request_id not in self.late:
             self.late[request_id] = None
@@ -309,7 +305,6 @@ class WorkerRecord:
 
     @property
     def has_real_time_slot(self) -> bool:
-        """True for such a worker that can run one more real-time request, before best-effort ones if need be."""
         return self._takes_prefilled and len(self.decoding_real_time) < self.registered.max_running_requests
 
     @property
@@ -336,7 +331,6 @@ class WorkerRecord:
 
     @property
     def awaits_batch(self) -> bool:
-        """True if a batch may be on its way to it, or has arrived since it last told its load."""
         return self.pending_batch is not None or self.is_load_stale
 
     @property
@@ -404,7 +398,6 @@ class Ranking(Generic[RankT]):
         self._ranks.pop(name, None)
 
     def first(self) -> Ranked[RankT] | None:
-        """Return the entry with the smallest rank, ties by name; None if there is none."""
         heap, ranks = self._heap, self._ranks
         while heap and ranks.get(heap[0].name) != heap[0].rank:
             heapq.heappop(heap)
@@ -475,7 +468,6 @@ class PoolRecord:
 
     @property
     def late_at_s(self) -> float:
-        """When the next token of one of its chats is late first; infinite: none has an objective."""
         first = self.late.first()
         return first.rank if first is not None else math.inf
 

@@ -49,7 +49,6 @@ class RouterCounters:
         self.num_preemptions += not is_refused
 
     def add_iterations(self, report: IterationLogReport, worker: WorkerRecord | None) -> None:
-        """Add what a decode worker's iteration log gained; a restarted worker subtracts nothing."""
         self.iteration_log = self.iteration_log.plus(report.gained)
         self.num_tokens += report.num_tokens
         if worker is not None:
@@ -98,7 +97,6 @@ def demand_of(requests: Iterable[TrackedRequest], placement: Placement, queue: Q
 
 
 def _num_at_risk(real_time: Iterable[TrackedRequest], queue: QueueForecast) -> int:
-    """Count requests whose first token is due before the queue is through."""
     through_s = queue.now + queue.wait_s
     waiting = [
         tracked.request for tracked in real_time if tracked.stage is Stage.QUEUED and not tracked.generated_token_ids
@@ -188,7 +186,6 @@ def adapter_loads(requests: Iterable[TrackedRequest], workers: Iterable[WorkerRe
 
 
 def slowest(workers: Iterable[WorkerRecord]) -> WorkerSpeed:
-    """Return the speed that every worker has at least: for prompts and for tokens of those that compute them."""
     speed = WorkerSpeed()
     for worker in workers:
         measured, registered = worker.registered.speed, worker.registered

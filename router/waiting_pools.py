@@ -139,7 +139,6 @@ class OverduePools:
         self._ranks: Ranking[LenderRank] = Ranking()
 
     def note(self, pool_name: str, now: float) -> None:
-        """Look at a pool again, and at the workers of its node before the next choice."""
         self._unseen[pool_name] = None
         pool = self._pools.get(pool_name)
         is_young = pool is None or not pool.pooled or now - pool.oldest_s < self._batching.starvation_s
@@ -192,7 +191,6 @@ class OverduePools:
         return chosen
 
     def _has_waited(self, pool: PoolRecord, other_oldest_s: float, now: float) -> bool:
-        """Return whether this pool comes before a worker's own pool, whose oldest request came at `other_oldest_s`."""
         starvation_s = self._batching.starvation_s
         return now - pool.oldest_s >= starvation_s and other_oldest_s - pool.oldest_s >= starvation_s
 
@@ -251,8 +249,6 @@ def is_batch_awaited(pool: str, workers: Iterable[WorkerRecord]) -> bool:
 def limits_of(
     worker: WorkerRecord, pool: PoolRecord, max_candidate_requests: int, batching: BatchingConfig
 ) -> FarLimits | None:
-    """Return the limits of a batch of another node's pool with room for its oldest request; None: not for this
-    worker."""
     registered, load = worker.registered, worker.load or WorkerLoad()
     least_blocks = pool.oldest_blocks
     if pool.name in (registered.pool_name, *worker.refusing_pools) or least_blocks > registered.num_blocks:

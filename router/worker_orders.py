@@ -28,7 +28,6 @@ class Prefillers:
     """
 
     def __init__(self, *, is_real_time: bool = False) -> None:
-        """`is_real_time`: by the wait of real-time prompts, which go before others."""
         self._is_real_time = is_real_time
         self._all: Ranking[tuple[float, int, int]] = Ranking()
         self._by_node: dict[str, Ranking[tuple[float, int, int]]] = {}
@@ -65,7 +64,6 @@ class Prefillers:
 
 
 def is_as_free(near_tokens: int, near_requests: float, tokens: int, requests: float) -> bool:
-    """Return whether a worker near the gateway is about as free as the least loaded one."""
     return near_tokens <= tokens + _MORE_TOKENS and near_requests <= (1 + _MORE_SHARE) * requests + _MORE_REQUESTS
 
 
@@ -123,7 +121,6 @@ class Standbys:
         return name in self._draining
 
     def set_draining(self, names: Collection[str], workers: Mapping[str, WorkerRecord]) -> None:
-        """Let these workers and pools drain, and no others. `workers`: all that are registered, by name."""
         self._draining = frozenset(names)
         for worker in workers.values():
             self._note_rest(worker)

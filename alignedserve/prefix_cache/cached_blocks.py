@@ -151,11 +151,9 @@ class CachedBlocks:
         return iter(self._blocks.values())
 
     def get(self, block_hash: BlockHash) -> CachedBlock | None:
-        """Return the block of this hash, whose tokens are not verified yet."""
         return self._blocks.get(block_hash)
 
     def run_of(self, names: Iterable[NamedBlock]) -> list[CachedBlock]:
-        """Return the cached blocks at the beginning of this context, while hashes and tokens are equal."""
         run: list[CachedBlock] = []
         for name in names:
             block = self.match(run[-1] if run else None, name)
@@ -165,7 +163,6 @@ class CachedBlocks:
         return run
 
     def match(self, parent: CachedBlock | None, name: NamedBlock) -> CachedBlock | None:
-        """Return the block after `parent` with both this hash and these tokens, if any."""
         block = self._blocks.get(name.block_hash)
         is_same = block is not None and block.parent is parent and block.packed_tokens == name.packed_tokens
         return block if is_same else None
@@ -235,7 +232,6 @@ class CachedBlocks:
         return freed
 
     def drop(self, block: CachedBlock) -> list[BlockId]:
-        """Remove a block without users, and all that follow it; return their ids, which are free."""
         assert not block.num_users, "a block that is used is dropped"
         dropped = {block: None}
         for descendant in sorted(self._blocks.values(), key=lambda descendant: descendant.depth):
@@ -248,7 +244,6 @@ class CachedBlocks:
         return freed
 
     def keep_state(self, block: CachedBlock, state_ids: tuple[BlockId, ...]) -> None:
-        """Keep the states behind a cached block, which has none, in these blocks."""
         assert not block.state_ids, "a state that is kept twice"
         assert self._blocks.get(block.block_hash) is block, "the state of a block that has left"
         block.state_ids = state_ids
@@ -256,7 +251,6 @@ class CachedBlocks:
         self.states.add(block)
 
     def drop_state(self, block: CachedBlock) -> tuple[BlockId, ...]:
-        """Forget the states behind a block; return their blocks, which are free; none: it had none."""
         state_ids, block.state_ids = block.state_ids, ()
         if state_ids:
             self.num_unused -= len(state_ids)

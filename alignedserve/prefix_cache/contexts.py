@@ -50,7 +50,6 @@ class CachedContext:
 
     @property
     def wanted(self) -> BlockHash | None:
-        """Hash of the block that would prolong its run."""
         at = len(self.run)
         return self.names[at].block_hash if at < self.max_run else None
 
@@ -73,7 +72,6 @@ class AdoptedBlock(NamedTuple):
 
 
 def num_behind_state(run: Sequence[CachedBlock]) -> int:
-    """Return how many blocks of a run end where states are kept, or lie before such."""
     return next((index + 1 for index in reversed(range(len(run))) if run[index].state_ids), 0)
 
 
@@ -185,7 +183,6 @@ class PrefixCache:
         return list(self._hasher.named(root, token_ids))
 
     def wait(self, context: CachedContext, max_hit_tokens: int) -> None:
-        """Follow what a context could take from the cache, at most `max_hit_tokens`."""
         assert not context.held, "a context that waits and holds blocks"
         assert not context.is_waiting, "a context that waits already"
         part = max_hit_tokens % self.block_size if self._takes_whole else 0
@@ -194,7 +191,6 @@ class PrefixCache:
         self._waiting.add(context)
 
     def num_foreseen(self, context: CachedContext) -> int:
-        """Return the tokens that a context which waits would find cached now."""
         if self.states is not None:
             return num_behind_state(context.run) * self.block_size
         return min(len(context.run) * self.block_size, context.max_hit_tokens)
@@ -252,7 +248,6 @@ class PrefixCache:
         return freed
 
     def keep_state(self, context: CachedContext, edge: KeptEdge) -> bool:
-        """Keep what an iteration has left at an edge; return False if there is no use for it."""
         at = edge.num_tokens // self.block_size - 1
         block = context.held[at] if at < len(context.held) else None
         if block is None or block.state_ids:
@@ -275,7 +270,6 @@ class PrefixCache:
         return freed
 
     def leave(self, context: CachedContext, num_kept: int = 0) -> None:
-        """Stop using all but its first blocks, or stop waiting."""
         if context.is_waiting:
             self._waiting.remove(context)
         if len(context.held) > num_kept:
@@ -358,7 +352,6 @@ class StatesOnWay:
                 yield StateKept(request_id, num_tokens, state_ids)
 
     def settle(self, request_id: RequestId, context: CachedContext | None, *, is_whole: bool) -> None:
-        """Keep what an iteration has left, once its blocks are cached. Unless `is_whole` it is of no use."""
         for edge in self._coming.pop(request_id, ()):
             assert self._prefixes is not None, "states without a cache"
             if not (is_whole and context is not None and self._prefixes.keep_state(context, edge)):

@@ -56,7 +56,6 @@ class ComputeMeter:
         return message
 
     def left_over(self) -> list[SendTo]:
-        """Return what is to be told of requests that have left the engine, once all other messages are sent."""
         self._split()
         left, self._left = self._left, []
         return [

@@ -143,7 +143,6 @@ class Sender(Generic[OutgoingT, CommandT]):
         return self._end(entry, HandoffEnd.TAKEN if message.is_accepted else HandoffEnd.FAILED, now)
 
     def copy(self, entry: OutgoingT, block_ids: tuple[BlockId, ...]) -> OffloadBlocks:
-        """Begin to copy a cache out of these blocks of the sender."""
         reserved = entry.reserved
         assert reserved is not None, "copied without a reservation"
         entry.stage = HandoffStage.COPYING
@@ -152,7 +151,6 @@ class Sender(Generic[OutgoingT, CommandT]):
         return OffloadBlocks(request_id, reserved.attempt, block_ids, *where)
 
     def copied(self, event: BlocksOffloaded | BlocksRelayed, now: float) -> Sequence[CommandT | Send]:
-        """Offer what was copied, unless that failed, or is in vain."""
         command = event.command
         entry = self._entries[command.request_id]
         assert (entry.stage, entry.attempt) == (HandoffStage.COPYING, command.attempt), "a copy that was not begun"
@@ -169,7 +167,6 @@ class Sender(Generic[OutgoingT, CommandT]):
         return [Send(entry.target, written)]
 
     def lost(self, peer: str, now: float) -> list[CommandT]:
-        """End the handoffs to a receiver that is gone; copies go on to their end."""
         commands: list[CommandT] = []
         for entry in [entry for entry in self if entry.target == peer]:
             entry.is_target_lost = True
@@ -251,13 +248,11 @@ class BufferSpace:
 
     @property
     def is_short(self) -> bool:
-        """True if every buffer for evictions has fewer free blocks than are kept for them."""
         near = [allocator for peer, allocator in self._allocators.items() if peer not in self._far]
         free = [allocator.num_free / max(allocator.num_blocks, 1) for allocator in near]
         return bool(free) and max(free) < _EVICTION_SHARE
 
     def for_prefetch(self, num_blocks: int) -> BufferSlot | None:
-        """Allocate in the emptiest buffer, except the share kept for evictions."""
         return self._allocate(num_blocks, _EVICTION_SHARE, None)
 
     def for_eviction(self, num_blocks: int, *, leaves_room: bool = False) -> BufferSlot | None:
@@ -265,11 +260,9 @@ class BufferSpace:
         return self._allocate(num_blocks, _CHAT_SHARE if leaves_room else 0.0, None)
 
     def at(self, peer: str, num_blocks: int) -> BufferSlot | None:
-        """Allocate in this prefill worker's buffer, for a request that comes straight from it."""
         return self._allocate(num_blocks, 0.0, peer)
 
     def free(self, slot: BufferSlot) -> None:
-        """Free the blocks; those of a lost buffer are gone already."""
         self.version += 1
         if self.holds(slot):
             self._allocators[slot.peer].free(slot.block_ids)
@@ -297,11 +290,9 @@ class Lender:
         self._lent: dict[str, None] = {}
 
     def lends_to(self, peer: str) -> bool:
-        """Return whether this worker is linked and was offered its buffer."""
         return peer in self._lent
 
     def link_epoch(self, peer: str) -> int | None:
-        """Return the number of the link to this worker; None: there is none."""
         return self._link_epochs.get(peer)
 
     def connected(self, peer: str) -> OpenBuffer:
@@ -357,7 +348,6 @@ class HandoffReceiver:
         return request_id in self._entries
 
     def peers(self) -> set[str]:
-        """Return the senders; for membership only."""
         return {entry.slot.peer for entry in self._entries.values()}
 
     def reserve(self, peer: str, message: ReserveBlocks, hold: Callable[[], Incoming | None]) -> Send:
@@ -375,7 +365,6 @@ class HandoffReceiver:
         )
 
     def written(self, peer: str, message: BlocksWritten) -> tuple[Incoming | None, Sequence[Send]]:
-        """Return the reservation that an offer is of, with its cache; without one, the answer."""
         request_id = message.request.request_id
         entry = self._entries.get(request_id)
         if entry is not None and (entry.attempt, entry.slot.peer) == (message.attempt, peer):
@@ -388,7 +377,6 @@ class HandoffReceiver:
         return None, [Send(peer, BlocksTaken(request_id, message.attempt, is_accepted=False))]
 
     def end(self, request_id: RequestId) -> Incoming:
-        """Remove a reservation whose cache has come, and return it: what it holds is the caller's now."""
         return self._entries.pop(request_id)
 
     def cancel(self, request_id: RequestId, attempt: int | None = None) -> None:
@@ -420,7 +408,6 @@ class HandoffReceiver:
 def is_described(
     written: BlocksWritten, block_ids: tuple[BlockId, ...], generation: int, block_size: int, state_blocks: int
 ) -> bool:
-    """Return whether an offer is of exactly the first of these blocks, as many as its context takes."""
     copy = written.copy
     if not 0 < copy.num_blocks <= len(block_ids):
         return False  # checked before the runs are expanded: they may claim anything

@@ -71,7 +71,6 @@ class IterationCycle(Generic[RequestT, CommandT]):
             )
 
     def end(self, event: IterationCompleted, now: float) -> float:
-        """End the iteration that began last and return the seconds that it took."""
         assert self._started, "an iteration ended that was not started"
         started_s, is_logged = self._started.pop()
         if self._iteration_log is not None and is_logged:
@@ -136,7 +135,6 @@ class UrgentCycle:
 
     @property
     def may_begin(self) -> bool:
-        """True if there is news since the last question, and no urgent iteration runs."""
         return self._has_news and not self._is_running
 
     def came(self, request_id: RequestId) -> None:
@@ -144,7 +142,6 @@ class UrgentCycle:
         self._has_news = True
 
     def pass_began(self) -> None:
-        """Note that an iteration has begun: its policy has seen all that came before."""
         self._came.clear()
         self._has_news = False
 

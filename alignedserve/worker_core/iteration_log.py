@@ -60,7 +60,6 @@ class IterationRecord(NamedTuple):
 
     @property
     def beside_s(self) -> float:
-        """Time that it computed, where `alone_s` is known."""
         return self.prepare_s + self.forward_s + self.sampling_s if self.alone_s else 0.0
 
 

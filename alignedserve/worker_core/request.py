@@ -75,7 +75,6 @@ class WorkerRequest:
         return settled_len(self.request.whole_runs, num_cached)
 
     def is_up_to(self, attempt: int | None) -> bool:
-        """Return whether this is the given attempt or an earlier one; None stands for any attempt."""
         return attempt is None or self.attempt <= attempt
 
     def abort(self, attempt: int | None) -> bool:

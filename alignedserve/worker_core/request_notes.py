@@ -233,8 +233,6 @@ class WorkerNotes:
         self._note(message.request.request_id, Step.RETURNED, now, peer=peer)
         self._followed.pop(message.request.request_id, None)
 
-    # --- what it does
-
     def _stop(self, event: IterationCompleted, now: float) -> None:
         if event.is_urgent:
             stood_s = now if event.times is None else min(event.times.started_s, now)

@@ -38,11 +38,9 @@ class RouterLink:
 
     @property
     def is_connected(self) -> bool:
-        """True once there was a router, which is told of everything."""
         return self._router is not None
 
     def connected(self, router: str, members: Iterable[WorkerRequest] = ()) -> list[Send]:
-        """Register with a router that is new or back, with the requests that go on here."""
         self._router = router
         self._reported = None
         decoding = tuple(
@@ -52,13 +50,10 @@ class RouterLink:
         return self.send(msgspec.structs.replace(self._registered, latest_attempt=latest_attempt, decoding=decoding))
 
     def observe(self, attempt: int) -> None:
-        """Remember the number of an attempt that comes here, for the next router."""
         self._latest_attempt = max(self._latest_attempt, attempt)
 
     def send(self, message: Message) -> list[Send]:
         return [Send(self._router, message)] if self._router is not None else []
-
-    # --- requests
 
     def prefilled(self, member: WorkerRequest) -> list[Send]:
         """Report that all but the token sampled last is computed, as far as it was not cached."""
@@ -74,11 +69,8 @@ class RouterLink:
     def stayed(self, request_id: RequestId, attempt: int) -> list[Send]:
         return self.send(RequestStayed(request_id, attempt))
 
-    # --- load
-
     @property
     def is_load_awaited(self) -> bool:
-        """True if the load is reported next time even if it has not changed."""
         return self._reported is None
 
     def await_load(self) -> None:
@@ -111,8 +103,6 @@ def registration_of(
     max_adapters: int = 0,
     num_active: int = 0,
 ) -> WorkerRegistered:
-    """`pool_name`: the pool beside the worker. `node`: where it runs, among several. `num_active`: see
-    WorkerRegistered."""
     return WorkerRegistered(
         num_blocks=num_blocks,
         block_size=layout.block_size,
@@ -134,5 +124,4 @@ def num_active(config: DecodeWorkerConfig) -> int:
 
 
 def with_speed(registered: WorkerRegistered, speed: Speed | None) -> WorkerRegistered:
-    """Return the registration with what the worker measured; None: nothing."""
     return registered if speed is None else msgspec.structs.replace(registered, speed=WorkerSpeed(*speed))

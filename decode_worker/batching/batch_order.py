@@ -122,7 +122,6 @@ class BatchOrder:
         return candidate.batch_id not in (self.running_id, NO_BATCH) and candidate.batch_id not in self._waiting
 
     def joins_running(self, candidate: Candidate) -> bool:
-        """Return whether this candidate is a candidate request of the running batch, not of a waiting one."""
         return candidate.batch_id in (self.running_id, NO_BATCH)
 
     def is_overdue(self, now: float) -> bool:
@@ -171,8 +170,6 @@ class BatchOrder:
             self._floor.note_own(candidate.context_len)
         elif self._next_tokens is not None:
             self._floor.note_earlier(candidate.context_len, self._next_tokens)
-
-    # --- inside
 
     def _choose_real_time(
         self, candidates: list[Candidate], running: Holding, real_time: Holding, now: float
@@ -225,7 +222,6 @@ class BatchOrder:
         return by_id.get(NO_BATCH, []) + members
 
     def _is_due(self, following: WaitingBatch, joining: list[Candidate], running: Holding, now: float) -> bool:
-        """Return whether the next batch enters: it has waited too long, or little runs and no candidate is left."""
         return self._has_waited(following, now) or (not joining and self._may_follow(following, *running))
 
     def _may_follow(self, following: WaitingBatch, num_running: int, num_blocks: int) -> bool:

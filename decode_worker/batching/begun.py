@@ -46,7 +46,6 @@ class LoadingCandidates:
         return [entry.candidate for entry in self._entries.values()]
 
     def growth(self, block_size: int, state_blocks: int = 0) -> int:
-        """Return by how many blocks all entries will soon grow. `state_blocks`: of each, before those of its tokens."""
         entries = self._entries.values()
         return sum(growth_of(entry.candidate, len(entry.block_ids) - state_blocks, block_size) for entry in entries)
 
@@ -58,13 +57,11 @@ class LoadingCandidates:
 
 
 def growth_of(request: WorkerRequest, num_held: int, block_size: int) -> int:
-    """Return the blocks that a request lacks for its next FORESEEN_TOKENS. `num_held`: blocks of its tokens."""
     foreseen = min(request.context_len + FORESEEN_TOKENS, request.max_context_len)
     return max(blocks_for(foreseen, block_size) - num_held, 0)
 
 
 def span_of(members: Iterable[BatchMember], batch_id: BatchId) -> tuple[int, int] | None:
-    """Return the shortest and longest context of one batch's requests; None if no request of it is here."""
     lengths = [member.context_len for member in members if member.batch_id == batch_id]
     return (min(lengths), max(lengths)) if lengths else None
 

@@ -66,7 +66,6 @@ class Candidates:
         self._entries[candidate.request.request_id] = candidate
 
     def take(self, candidate: Candidate) -> None:
-        """Remove a candidate that enters the running batch; it keeps lease and buffer blocks until `release`."""
         self.version += 1
         del self._entries[candidate.request.request_id]
 
@@ -92,7 +91,6 @@ class Candidates:
         return candidate.far_pool or self._pool_name
 
     def peers_in_use(self, moving: Iterable[Candidate]) -> set[str]:
-        """Return the pools and buffer owners of all that is here or moves; for membership only."""
         returned = (candidate for candidate, _ in self._returned.values())
         known = (*self._entries.values(), *self._returning.values(), *returned, *moving)
         buffers = (*(candidate.slot for candidate in known), *self._prefetching.values())
@@ -102,8 +100,6 @@ class Candidates:
     def buffer_offered(self, peer: str, offered: ArenaOffered) -> None:
         is_far = offered.pool_name not in ("", self._pool_name)
         self.space.opened(peer, offered.num_blocks, is_far=is_far)
-
-    # --- prefetch
 
     def prefetch(self, candidate: Candidate) -> list[Send]:
         if candidate.location is not CacheLocation.POOL or candidate.pool_copy is None or not candidate.may_prefetch:
@@ -167,7 +163,6 @@ class Candidates:
         return self._knows_classes and candidate.is_real_time
 
     def to_move(self) -> list[Candidate]:
-        """Return the candidates in the order in which they are copied ahead: real-time ones first, where it matters."""
         return sorted(self._entries.values(), key=lambda candidate: self._knows_classes and not candidate.is_real_time)
 
     def copy_of(self, candidate: Candidate) -> tuple[str, BlockCopy]:
@@ -180,7 +175,6 @@ class Candidates:
     # --- back to the pool
 
     def drain_buffers(self, now: float) -> list[Send]:
-        """Return the longest evicted request to the pool when the next victim would find no free blocks."""
         if not self.space.is_short:
             return []
         able = [
@@ -239,12 +233,10 @@ class Candidates:
         return None
 
     def forget_returned(self, request_id: RequestId, attempt: int | None) -> None:
-        """Forget an attempt that went back to the pool, once the router knows or it has ended."""
         if request_id in self._returned and self._returned[request_id][0].is_up_to(attempt):
             del self._returned[request_id]
 
     def unheeded(self, now: float) -> list[Candidate]:
-        """Remove and return what the pool has taken back and the router has not heeded: the pool's word was lost."""
         late = [candidate for candidate, since_s in self._returned.values() if now - since_s >= HEEDED_S]
         for candidate in late:
             del self._returned[candidate.request.request_id]
@@ -260,7 +252,6 @@ class Candidates:
         return [self.receiver.reserve(peer, message, hold)]
 
     def written(self, peer: str, message: BlocksWritten, now: float) -> tuple[Candidate | None, Sequence[Send]]:
-        """Build the candidate from what a prefill worker wrote into the buffer; return it and the answer."""
         entry, refused = self.receiver.written(peer, message)
         if entry is None:
             return None, refused
@@ -271,8 +262,6 @@ class Candidates:
         # In the pool a chat would wait for a batch of its length, perhaps behind all documents.
         candidate.must_stay = self.space.is_far(entry.slot) or candidate.is_real_time
         return candidate, [Send(peer, BlocksTaken(request_id, message.attempt, is_accepted=True))]
-
-    # --- losses
 
     def prefill_worker_disconnected(self, peer: str) -> list[Candidate]:
         """Remove and return candidates that lay only in its memory; those with a lease are still in the pool."""

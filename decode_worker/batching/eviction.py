@@ -43,7 +43,6 @@ class Evictions:
         return [candidate for candidate, _ in self._evicting.values()]
 
     def evict_outgoing(self, now: float, token_s: float) -> list[OffloadBlocks]:
-        """Evict the batch that is being replaced, but chats with a TPOT objective and urgent documents."""
         if not self._order.is_switching:
             return []
         outgoing = [running for running in self._batch if self._order.is_outgoing(running)]
@@ -80,8 +79,6 @@ class Evictions:
         self._candidates.add(candidate)
         return []
 
-    # --- inside
-
     def _victim(self) -> BatchMember | None:
         able = [running for running in self._batch if not running.is_aborted]
         outgoing = [running for running in able if self._order.is_outgoing(running)]
@@ -117,7 +114,6 @@ class Evictions:
         return [offload]
 
     def _stays(self, running: BatchMember) -> bool:
-        """Return whether its next token must not be late. Chat without an objective leaves to other chat alone."""
         has_slo = running.request.slo.tpot_s is not None
         return running.is_real_time and (has_slo or (self._order.knows_classes and self._order.is_best_effort))
 
@@ -169,7 +165,6 @@ class Entries:
                 yield candidate
 
     def admitted(self, now: float) -> Iterator[LoadingCandidate]:
-        """Return the candidates that fit, in order, with blocks of their own; few best-effort copies run at a time."""
         if not self._batch.has_place and not self._order.is_overdue(now):
             return
         num_best_effort = 0

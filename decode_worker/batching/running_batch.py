@@ -46,7 +46,6 @@ class RunningBatch:
         packing: SlackPack | None = None,
         state_blocks: int = 0,
     ) -> None:
-        """`packing`: None: no objective holds a candidate back, and batches of different lengths stay apart."""
         self._allocator = BlockAllocator(num_blocks)
         self._block_size, self._state_blocks = block_size, state_blocks
         self._max_running_requests = max_running_requests
@@ -119,10 +118,7 @@ class RunningBatch:
     def blocks_for(self, num_tokens: int) -> int:
         return self._state_blocks + blocks_for(num_tokens, self._block_size)
 
-    # --- coming in
-
     def blocks_if_fits(self, candidate: Candidate) -> tuple[BlockId, ...] | None:
-        """Allocate blocks for this candidate's context, if the next iterations of all will fit as well."""
         request_id = candidate.request.request_id
         if self.num_holding >= self._max_running_requests or request_id in self._running or request_id in self.loading:
             return None
@@ -150,7 +146,6 @@ class RunningBatch:
         return self.loading.pop(request_id)
 
     def enter(self, candidate: Candidate, block_ids: tuple[BlockId, ...], num_cached: int, now: float) -> None:
-        """Add a request to the next iteration, with the cache of `num_cached` tokens in these blocks."""
         self._add(RunningRequest.of_candidate(candidate, block_ids, num_cached))
 
     def _add(self, running: RunningRequest) -> None:
@@ -160,8 +155,6 @@ class RunningBatch:
         self.version += 1
         generated, block_ids = tuple(running.generated_token_ids), tuple(running.block_ids)
         self._additions[request_id] = Addition(request, generated, block_ids, running.num_computed)
-
-    # --- iterations
 
     def grow(self) -> Growth:
         """Give a block to each request that fills its last; without one a request stalls."""
@@ -198,7 +191,6 @@ class RunningBatch:
         """Do nothing: there is no policy that would choose among candidates."""
 
     def begin(self, now: float) -> Begun | None:
-        """Begin the next iteration with all requests that do not stall; None: there is no such request."""
         slices = self.slices()
         if not slices:
             return None
@@ -213,7 +205,6 @@ class RunningBatch:
             self.packing.completed(duration_s, event.grammar_s)
 
     def slices(self) -> Slices:
-        """Return the tokens to compute by request; the same tuple as last time if only contexts have changed."""
         if self._decodes_of == self.version and not self._has_stalled:
             return self._decodes
         slices = tuple((key, running.num_remaining) for key, running in self._running.items() if not running.is_stalled)
@@ -227,8 +218,6 @@ class RunningBatch:
         extensions, self._extensions = tuple(self._extensions.items()), {}
         return Changes(removals, additions, extensions)
 
-    # --- leaving
-
     def drop(self, running: WorkerRequest) -> None:
         self._allocator.free(self._take_out(running.request.request_id).block_ids)
 
@@ -239,19 +228,16 @@ class RunningBatch:
         return self._running[running.request.request_id].num_computed
 
     def begin_eviction(self, running: WorkerRequest) -> Leaving:
-        """Remove a request whose blocks are being copied out; they stay taken until `end_eviction`."""
         leaving = self._take_out(running.request.request_id)
         block_ids = tuple(leaving.block_ids)
         self._num_leaving_blocks += len(block_ids)
         return Leaving(block_ids, leaving.num_computed, leaving.first_token_s, None)
 
     def end_eviction(self, block_ids: tuple[BlockId, ...]) -> None:
-        """Free the blocks of an evicted request, whose copy is complete."""
         self._num_leaving_blocks -= len(block_ids)
         self._allocator.free(block_ids)
 
     def free(self, block_ids: Iterable[BlockId]) -> None:
-        """Free the blocks of a request that was to be loaded and is not."""
         self._allocator.free(block_ids)
 
     def _take_out(self, request_id: RequestId) -> RunningRequest:

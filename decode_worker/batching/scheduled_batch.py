@@ -48,7 +48,6 @@ class AdmissionRoom:
     def __init__(
         self, costs: CostModel, work: IterationWork, chats: IterationWork, allowed_s: float, share: float, now: float
     ) -> None:
-        """`work`: of all that run; `chats`: of the real-time requests among them."""
         self._costs = costs
         self._work = work
         self._chats = chats
@@ -203,7 +202,6 @@ class ScheduledBatch:
 
     @property
     def has_place(self) -> bool:
-        """True if one more request may be here without the policy's choice."""
         return self.num_holding < self._max_running_requests
 
     @property
@@ -212,12 +210,10 @@ class ScheduledBatch:
 
     @property
     def num_holding(self) -> int:
-        """Number of requests that are here, paused ones included, or are being loaded."""
         return len(self._held) + len(self.loading)
 
     @property
     def num_preemptions(self) -> int:
-        """Number of caches that left the device for want of blocks."""
         return self._performer.num_preemptions
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -226,10 +222,7 @@ class ScheduledBatch:
     def never_fits(self, candidate: Candidate) -> bool:
         return self.blocks_for(candidate.max_context_len) > self.num_blocks
 
-    # --- coming in
-
     def blocks_if_fits(self, candidate: Candidate) -> tuple[BlockId, ...] | None:
-        """Hold blocks for this candidate's context, if the next iterations of all will fit as well."""
         if self._is_here(candidate.request.request_id) or self._held.is_copying_out or not self.has_place:
             return None
         if self._blocks_with_growth(candidate) + self._foreseen_blocks() > self.num_free:
@@ -277,14 +270,10 @@ class ScheduledBatch:
         self._held.free_held(tuple(block_ids))
 
     def set_predicted_length(self, request_id: RequestId, predicted_len: float) -> None:
-        """Set a prediction that came late, if the request is in the table."""
         if request_id in self.table:
             self._state.set_predicted_length(request_id, predicted_len)
 
-    # --- iterations
-
     def begin(self, now: float) -> Begun | None:
-        """Plan and begin the next iteration; None: there is nothing to do."""
         if not len(self.table) or not self._has_room_for_any():
             return None
         device_plan, chosen = self._split(self._scheduler.plan(self._state, now))
@@ -305,8 +294,6 @@ class ScheduledBatch:
         for request_id, num_tokens in event.forced:
             self._state.note_forced(request_id, num_tokens)
         self._scheduler.completed(self._state, now=now, duration_s=duration_s, grammar_s=event.grammar_s)
-
-    # --- leaving
 
     def take_dropped(self) -> list[HeldRequest]:
         """Remove and return the requests whose whole cache plans have dropped: prefill workers compute them again."""
@@ -333,7 +320,6 @@ class ScheduledBatch:
         return int(self.table.num_cached[self.table.row(running.request.request_id)])
 
     def begin_eviction(self, running: WorkerRequest) -> Leaving:
-        """Remove a request that can leave; its blocks stay held until `end_eviction`."""
         self.version += 1
         leaving = self._held[running.request.request_id]
         progress = self._held.detach(leaving)
@@ -343,16 +329,11 @@ class ScheduledBatch:
     def end_eviction(self, block_ids: tuple[BlockId, ...]) -> None:
         self._held.free_held(block_ids)
 
-    # --- times
-
     def decode_s(self) -> float | None:
-        """Return the time of an iteration of all decodes here, by the cost model; None: there are none."""
         return decode_s(self.table, self.costs)
 
     def is_mixing_cheaper(self, context_lens: Collection[int]) -> bool:
         return is_mixing_cheaper(self.table, self.costs, context_lens)
-
-    # --- inside
 
     def _is_here(self, request_id: RequestId) -> bool:
         return request_id in self.loading or self._held.get(request_id) is not None
@@ -390,8 +371,6 @@ class ScheduledBatch:
         return self._choice is CandidateChoice.ALL
 
     def _has_room_for_any(self) -> bool:
-        """Return whether every request in the table would fit alone beside blocks being copied; else the policy
-        waits."""
         num_away = self._held.num_away
         if not num_away:
             return True

@@ -81,7 +81,6 @@ class SlackPacking:
         *,
         by_floor: RequestId | None = None,
     ) -> Iterator[Candidate]:
-        """Yield the candidates that may enter beside running and loading requests, up to the first that may not."""
         work, least_s = self._work(), self._costs.iteration_s(self._least)
         bounds = (self._held(running, now, least_s) for running in self._running.values())
         held = [bound for bound in bounds if bound is not None]
@@ -125,7 +124,6 @@ class SlackPacking:
     # --- what may join, and what waits
 
     def is_mixing_cheaper(self, context_lens: Collection[int]) -> bool:
-        """Return whether decodes of these contexts cost no more beside the running ones than among their like."""
         return self.mixes_freely() or is_cheap_beside(self._work(), self._costs, context_lens)
 
     def mixes_freely(self) -> bool:
@@ -139,7 +137,6 @@ class SlackPacking:
         return self._costs.iteration_s(uneven) <= (1.0 + _FREE) * self._costs.iteration_s(even)
 
     def room(self, loading: Iterable[Candidate]) -> int:
-        """Return the longest context that may join now, in steps of ROOM_STEP; 0: none."""
         work, least_s = self._work(), self._costs.iteration_s(self._least)
         bounds = [self._bound_s(running, least_s) for running in self._running.values()]
         for candidate in loading:
@@ -163,14 +160,9 @@ class SlackPacking:
         return inf if tpot_s is None or self._share * tpot_s < least_s else self._share * tpot_s
 
     def wants_more(self, num_waiting: int) -> bool:
-        """Return whether more may be granted while so many wait here: few, so that the first worker with room gets
-        them."""
         return num_waiting < max(_LEAST_AHEAD, _AHEAD * len(self._running))
 
-    # --- what it costs
-
     def began(self, now: float) -> None:
-        """Note the iteration that begins, of all running requests that do not stall."""
         self._begun = self._work() if self._learner is not None else None
         least_s = self._costs.iteration_s(self._least)
         tightest_s = (

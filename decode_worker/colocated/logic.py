@@ -72,7 +72,6 @@ class UrgentPrompts:
         self._plans.pass_began(now)
 
     def begin(self, now: float) -> RunIteration | None:
-        """Begin an iteration of new prompts within the pass in flight; None: they wait for its end."""
         if not self.cycle.may_begin:
             return None
         came = [held for held in map(self._held.get, self.cycle.ask()) if held is not None]
@@ -91,14 +90,12 @@ class UrgentPrompts:
         return msgspec.structs.replace(self._performer.perform(plan, self.members, now), is_urgent=True)
 
     def end(self, event: IterationCompleted, now: float) -> IterationCompleted | None:
-        """Note the end of the urgent iteration; return the end of the pass, if it was kept."""
         self._plans.end(event.duration_s(self._began_s, now))
         self.members = ()
         return self.cycle.end()
 
 
 def causes_of(held: HeldRequests, members: Collection[HeldRequest], max_running: int) -> list[WaitingRequest]:
-    """Return the waiting requests. `members`: of the latest iteration, `max_running` at most."""
     computing = {member.request.request_id for member in members}
     num_running = len(computing)
     waiting = [waiter for waiter in held if waiter.request.request_id not in computing and not waiter.is_finished]
@@ -204,11 +201,7 @@ class ColocatedLogic:
     def _hang_up_unused(self, now: float) -> list[HangUp]:
         return [up for part in (self._pooled, self._moves) if part is not None for up in part.hang_up_unused(now)]
 
-    # --- peers and messages
-
     def _on_router(self, peer: str, now: float) -> list[ColocatedCommand]:
-        """Register with a router that comes (back). Decodes go on; gateways resume the rest there, from the
-        beginning."""
         commands: list[ColocatedCommand] = []
         if self._moves is not None:
             commands += self._moves.abort_all(now)
@@ -297,8 +290,6 @@ class ColocatedLogic:
         parts = (self._moves, self._decodes)
         return [command for part in parts if part is not None for command in part.abort(request_id, attempt)]
 
-    # --- starting an iteration
-
     def _start_iteration(self, now: float) -> list[ColocatedCommand]:
         if self._iterations.is_running:
             return self._start_urgent(now)
@@ -341,8 +332,6 @@ class ColocatedLogic:
         self._iterations.start(now, self._urgent.members, has_changed=True)
         return [iteration]
 
-    # --- ending an iteration
-
     def _iteration_completed(self, event: IterationCompleted, now: float) -> list[ColocatedCommand]:
         if self._urgent is not None and self._urgent.cycle.keeps(event):
             return []
@@ -383,10 +372,7 @@ class ColocatedLogic:
         tracked.is_finished = True
         return []
 
-    # --- reports
-
     def waiting(self) -> list[WaitingRequest]:
-        """Return the requests that are not in the latest iteration, and why."""
         held_back = [WaitingRequest(request_id, Cause.BLOCKS_HELD) for request_id in self._postponed]
         if self._pooled is not None:
             held_back += [WaitingRequest(request_id, Cause.PREFIX) for request_id in self._pooled.loads.waiting()]

@@ -123,7 +123,6 @@ class Handoffs:
         return [*self.sender.abort(entry)]
 
     def abort_all(self, now: float) -> list[HandoffCommand]:
-        """Decode on here what has not been copied yet, and abort the rest."""
         commands: list[HandoffCommand] = []
         for entry in self.sender:
             request_id = entry.request.request_id
@@ -209,8 +208,6 @@ class Arrivals:
         )
         self.num_taken = 0
 
-    # --- other workers
-
     def offered(self, peer: str, message: ArenaOffered) -> list[ArrivalCommand]:
         self._space.opened(peer, message.num_blocks)
         if message.pool_name not in ("", self._node):
@@ -226,7 +223,6 @@ class Arrivals:
     # --- one request, step by step
 
     def reserve(self, peer: str, message: ReserveBlocks, now: float) -> list[ArrivalCommand]:
-        """Hold blocks for a request, here and in the buffer, unless the buffer is likely out of reach."""
         self._router.observe(message.attempt)
         may_come = now >= self._rests_until_s.get(peer, now)
         return [self.receiver.reserve(peer, message, lambda: self._hold(peer, message) if may_come else None)]
@@ -256,8 +252,6 @@ class Arrivals:
                 fetched = BlocksFetched(entry.slot.peer, len(load.block_ids), event.duration_s)
                 commands += self._router.send(fetched)
         return commands
-
-    # --- inside
 
     def _hold(self, peer: str, message: ReserveBlocks) -> Incoming | None:
         num_blocks = message.num_blocks
@@ -318,7 +312,6 @@ class RequestMoves:
         return self._arrivals.num_taken
 
     def leave(self, now: float) -> list[MoveCommand]:
-        """Take requests out that are to leave; to be called while no iteration is in flight."""
         return [*self._departures.leave(now)]
 
     def hang_up_unused(self, now: float) -> list[HangUp]:
@@ -326,12 +319,10 @@ class RequestMoves:
         return self._peers.hang_up_unused(now, lambda: self._arrivals.receiver.peers() | leaving)
 
     def abort(self, request_id: RequestId, attempt: int | None) -> list[HandoffCommand]:
-        """Abort a request that is leaving or coming; with an attempt, only that one and earlier ones."""
         self._arrivals.receiver.cancel(request_id, attempt)
         return self._departures.abort(request_id, attempt)
 
     def abort_all(self, now: float) -> list[MoveCommand]:
-        """End every move: a router is new, and knows none. What has not left yet is decoded on here."""
         self._arrivals.receiver.cancel_all()
         return [*self._departures.abort_all(now)]
 

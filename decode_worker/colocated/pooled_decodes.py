@@ -89,7 +89,6 @@ class PooledDecodes(Handoffs):
     # --- for the policy
 
     def view(self, now: float, iteration_s: float) -> PoolView | None:
-        """Return what the policy sees of the pool; None: it is not linked, and nothing is on its way."""
         if not self._is_linked and not self.has_copies:
             return None
         early = [entry.tracked for entry in self.sender if entry.is_early]
@@ -112,15 +111,12 @@ class PooledDecodes(Handoffs):
 
     @property
     def has_copies(self) -> bool:
-        """Return whether anything is on its way, or is asked for: an event follows."""
         return bool(self.sender or self._loading) or any(entry.block_ids for entry in self._away.values())
 
     def _num_copying(self) -> int:
         leaving = sum(len(entry.tracked.block_ids) for entry in self.sender if not entry.is_early)
         aborted = sum(len(entry.block_ids) for entry in self._loading.values() if entry.is_aborted)
         return leaving + aborted + sum(len(entry.block_ids) for entry in self._away.values())
-
-    # --- what it decides
 
     def exchange(self, chosen: Iterable[HeldRequest]) -> list[PooledCommand]:
         return [
@@ -140,10 +136,7 @@ class PooledDecodes(Handoffs):
         entry.block_ids = self._held.hold(num_blocks)
         return [Send(self._pool, FetchCopy(tracked.request.request_id, tracked.attempt))]
 
-    # --- events
-
     def takes(self, event: PooledEvent) -> bool:
-        """Return whether an event is about a request here, and not about prefix blocks alone."""
         match event:
             case PeerDisconnected(Role.KV_POOL, peer) | Received(peer, ArenaOffered()):
                 return peer == self._pool
@@ -192,7 +185,6 @@ class PooledDecodes(Handoffs):
 
     @override
     def abort(self, request_id: RequestId, attempt: int | None) -> list[HandoffCommand]:
-        """Abort a request on its way or in the pool; with an attempt, only that one and earlier ones."""
         commands, entry = super().abort(request_id, attempt), self._away.get(request_id)
         if entry is not None and entry.tracked.is_up_to(attempt):
             del self._away[request_id]
@@ -206,7 +198,6 @@ class PooledDecodes(Handoffs):
 
     @override
     def can_leave(self, tracked: HeldRequest) -> bool:
-        """Return whether it decodes and can be copied; the others can wait, as a copy to the pool ends by itself."""
         is_decoding = tracked.is_prefilled and not (tracked.is_aborted or tracked.is_finished)
         return is_decoding and self._held.is_portable(tracked.request.request_id)
 

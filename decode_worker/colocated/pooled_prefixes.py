@@ -111,10 +111,7 @@ class PrefixOffers:
             for offered in (block, *self._of_states.get(block, ())):
                 self._new.pop(offered, None)
 
-    # --- the pool
-
     def connected(self, pool: str, block_bytes: int) -> None:
-        """Begin with a pool, which may have nothing: all that is cached is offered."""
         self._pool = pool
         self._max_offered = max(_OFFERED_BYTES // block_bytes, 1)
         if self._state_blocks:
@@ -126,7 +123,6 @@ class PrefixOffers:
         self._rests_until_s = self._gathers_until_s = 0.0
 
     def disconnected(self) -> None:
-        """Stop; copies under way end by themselves."""
         self._pool = None
         self._new.clear()
         self._offered.clear()
@@ -163,8 +159,6 @@ class PrefixOffers:
         checksums = tuple(run.checksum for run in (event.runs or ())[:whole])
         self.num_stored += len(checksums)
         return [Send(command.target, PrefixBlocksWritten(command.lease_id, checksums))]
-
-    # --- inside
 
     def _write(self, offer: _Offer, part: ReservedPart, now: float) -> list[OfferCommand]:
         assert self._pool is not None, "answered by no pool"
@@ -264,7 +258,6 @@ class PooledPrefixes:
         return [*self._offers.offer(now)]
 
     def link(self, message: PrefillRequest, now: float) -> list[Dial]:
-        """Dial the pool of another node that the router names; requests ask it once the link is there."""
         return [] if message.prefix_pool is None else self._peers.needed(message.prefix_pool, now)
 
     def hang_up_unused(self, now: float) -> list[HangUp]:

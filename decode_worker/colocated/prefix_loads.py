@@ -107,8 +107,6 @@ class PrefixLoads:
         followers = [message for waiting in self._waiting.values() for message in waiting.followers]
         return [*self._waiting, *(message.request.request_id for message in followers)]
 
-    # --- the pool
-
     def connected(self, pool: str, block_bytes: int) -> None:
         link = self._links.setdefault(pool, _PoolLink())
         link.first_s, link.is_open = block_bytes / _FIRST_BYTES_PER_S, True
@@ -118,8 +116,6 @@ class PrefixLoads:
             self._links[pool].is_open = False
         asking = [entry for entry in self._waiting.values() if entry.lease_id is None and entry.pool == pool]
         return [message for waiting in asking for message in (*self._end(waiting), *waiting.followers)]
-
-    # --- a request
 
     def ask(self, message: PrefillRequest, now: float) -> list[LoadCommand] | None:
         request = message.request
@@ -202,8 +198,6 @@ class PrefixLoads:
             waiting.message = _predicted(waiting.message, late)
             waiting.followers = [_predicted(follower, late) for follower in waiting.followers]
 
-    # --- inside
-
     def _names_of(self, message: PrefillRequest) -> list[NamedBlock]:
         request, generated = message.request, message.generated_token_ids
         num_left = 2 if generated else 1
@@ -214,7 +208,6 @@ class PrefixLoads:
         return pool in self._links and self._links[pool].is_open
 
     def _is_worth_while(self, num_blocks: int, pool: str, now: float, *, behind: _Waiting | None = None) -> bool:
-        """Return whether loading `num_blocks` from this pool is probably faster than computing them."""
         link = self._links[pool]
         if num_blocks < 1 or now < link.rests_until_s:
             return False

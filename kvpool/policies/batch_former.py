@@ -221,8 +221,6 @@ class ClassedBatchFormer:
             tree = _merged(tree, former.seen())
         return tree
 
-    # --- inside
-
     def _classes(self, limits: BatchLimits) -> list[TurnClass]:
         return [every for every in TurnClass if every is not TurnClass.BEST_EFFORT or not limits.is_for_real_time]
 

@@ -113,7 +113,6 @@ class DensityFirstBatchFormer:
 
 
 def _densest(tree: QuadTree, limits: BatchLimits, node: int) -> int:
-    """Return the first node within both limits, or leaf, on the way down through the children with most requests."""
     while node < tree.first_leaf:
         if tree.num_blocks[node] <= limits.max_blocks and tree.num_requests[node] <= limits.max_requests:
             break

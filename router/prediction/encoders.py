@@ -74,7 +74,6 @@ class HashedNgrams:
 
 
 def window_of(prompt_token_ids: Sequence[int]) -> Sequence[int]:
-    """Return the first and last tokens of a prompt longer than WINDOW: the question is at one of its ends."""
     if len(prompt_token_ids) <= WINDOW:
         return prompt_token_ids
     return [*prompt_token_ids[: WINDOW // 2], *prompt_token_ids[-WINDOW // 2 :]]
@@ -90,8 +89,6 @@ def normalised(vector: npt.NDArray[np.floating]) -> Vector:
     scaled: Vector = np.asarray(vector, dtype=np.float32) / np.float32(np.linalg.norm(vector) or 1.0)
     return scaled
 
-
-# --- hashing ----------------------------------------------------------------------------------------------------------
 
 _ODD = np.uint64(0x9E3779B97F4A7C15)  # the golden ratio in 64 bits, as in SplitMix64, whose finaliser follows
 _SALT = np.uint64(0x51ED270B)

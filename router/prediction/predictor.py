@@ -71,7 +71,6 @@ class LengthMlp:
         return float(np.exp(np.clip(hidden @ out_weight + out_bias[0], 0.0, _MAX_LOG_LEN)))
 
     def learn(self, features: Vector, output_len: float) -> None:
-        """Take one step of Adam: a request with these features generated `output_len` tokens."""
         target = np.log(max(output_len, 1.0))
         if not self.num_learnt:
             self._weights[3][0] = target  # so that it has to learn only the difference
@@ -217,7 +216,6 @@ class LengthPredictor:
         return self._encoder.num_features
 
     def encode(self, request: Request) -> PromptCode:
-        """Encode the prompt for `predict` and `learn`; the slow part where the encoder is neural."""
         return self._encoder.encode(request.prompt_token_ids)
 
     def predict(self, request: Request, code: PromptCode) -> LengthPrediction:
