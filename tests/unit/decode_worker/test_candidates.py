@@ -85,8 +85,7 @@ def test_who_cannot_enter_is_prefetched() -> None:
 
 
 def test_what_does_not_fit_into_the_buffer_waits_in_the_pool() -> None:
-    made = full(buffer_blocks=1)
-    assert made.grant(H1) == [received((R1, 1))]
+    assert full(buffer_blocks=1).grant(H1) == [received((R1, 1))]
 
 
 def test_a_prefetched_one_is_loaded_from_the_buffer_and_then_its_lease_goes_back() -> None:

@@ -314,8 +314,7 @@ def test_what_the_router_has_heard_of_is_not_reported() -> None:
 
 
 def test_what_the_pool_did_not_take_stays_to_run_beside_whatever_does() -> None:
-    made = switched()
-    (command,) = loads(back(made, ReturnOutcome.STAYED))
+    (command,) = loads(back(switched(), ReturnOutcome.STAYED))
     assert [part.request_id for part in command.loads] == [R1]
 
 

@@ -124,8 +124,7 @@ def test_one_iteration_in_all_its_parts() -> None:
 
 def test_times_beyond_what_the_logic_saw_are_not_believed() -> None:
     harness = IterationLogHarness()
-    record = harness.run(harness.join(member()), times=IterationTimes(-3.0, 99.0, 0.125, 0.5, 0.125))
-    assert record.turnaround_s == 0.0
+    assert harness.run(harness.join(member()), times=IterationTimes(-3.0, 99.0, 0.125, 0.5, 0.125)).turnaround_s == 0.0
 
 
 def test_an_iteration_without_times_was_all_forward() -> None:
@@ -239,8 +238,7 @@ def test_a_spread_on_an_edge_belongs_below_it(others: int, bucket: int) -> None:
     harness = IterationLogHarness()
     crowd = [member(f"o{number}", 1) for number in range(others)]
     record = harness.run(harness.join(member(context_len=10**6), *crowd))
-    rounded = record._replace(mean=record.longest / (1 + others))
-    assert totals_of([rounded]).spread_counts.index(1) == bucket
+    assert totals_of([record._replace(mean=record.longest / (1 + others))]).spread_counts.index(1) == bucket
 
 
 def test_totals_are_given_once_a_second_and_only_what_is_new() -> None:

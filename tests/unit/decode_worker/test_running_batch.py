@@ -95,8 +95,7 @@ def test_blocks_on_their_way_out_count_as_coming() -> None:
 
 def test_a_request_that_is_about_to_enter_grows_within_its_addition() -> None:
     harness = RunningBatchHarness(3)
-    one = harness.enter_anyway("r1", 7)
-    append_token(one)
+    append_token(harness.enter_anyway("r1", 7))
     harness.batch.grow()
     changes = harness.batch.take_changes()
     assert changes.extensions == ()

@@ -56,8 +56,7 @@ def test_a_block_is_allocated_with_the_token_that_needs_it() -> None:
 def test_who_is_dropped_is_computed_again_by_a_prefill_worker_with_what_it_has_generated() -> None:
     made = scripted(Step(r1=1, r2=1), Step(r2=1, drop=["r1"]), Step(r2=1))
     made.enter(granted("r1", 7), granted("r2", 3))
-    dropping = made.sampled(r1=5, r2=5)
-    assert runs(dropping)[0].removals == (R1,)
+    assert runs(made.sampled(r1=5, r2=5))[0].removals == (R1,)
     then = made.sampled(r2=6)
     assert to_router(RequestPreempted(R1, 1, (7, 5))) in then
     assert [(run.additions, run.slices) for run in runs(then)] == [((), ((R2, 1),))]
@@ -123,8 +122,7 @@ def test_one_that_is_chosen_and_given_up_meanwhile_leaves_no_block_behind() -> N
 
 
 def test_a_request_that_could_not_end_here_even_alone_fails_at_once() -> None:
-    made = scripted(num_blocks=4)
-    commands = made.grant(granted("r1", 11, max_tokens=20))
+    commands = scripted(num_blocks=4).grant(granted("r1", 11, max_tokens=20))
     failed = [one.message for one in commands if isinstance(one, Send) and isinstance(one.message, AttemptFailed)]
     assert [one.kind for one in failed] == [FailureKind.UNSERVABLE]
 

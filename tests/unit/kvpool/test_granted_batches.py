@@ -186,8 +186,7 @@ def test_a_tree_with_many_is_told_as_coarsely_as_it_takes(step: int) -> None:
 
 
 def test_the_pool_tells_its_lengths_and_its_last_batch() -> None:
-    former = DensityFirstBatchFormer(DensityFirstConfig(block_size=4, max_context_len=64))
-    made = PoolHarness(former)
+    made = PoolHarness(DensityFirstBatchFormer(DensityFirstConfig(block_size=4, max_context_len=64)))
     made.pool("r1", 2)
     waiting = made.lengths
     assert waiting is not None

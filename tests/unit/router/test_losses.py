@@ -225,8 +225,7 @@ def test_the_worker_that_was_to_take_a_request_over_is_lost() -> None:
 
 
 def test_a_copy_lost_with_its_receiver() -> None:
-    made = granted()
-    assert made.hear(POOL, CopyLost(R1, GRANTED)) == [INTERRUPTED]
+    assert granted().hear(POOL, CopyLost(R1, GRANTED)) == [INTERRUPTED]
 
 
 def test_a_copy_lost_after_it_arrived_may_be_lost_on_its_way_back() -> None:

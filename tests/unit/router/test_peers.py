@@ -103,8 +103,7 @@ def test_what_was_computed_elsewhere_meanwhile_is_released() -> None:
 
 
 def test_tokens_that_the_client_lacks_are_computed_again() -> None:
-    made = new_router(decoded(num_received=3))
-    commands = resume(made, 8, 9)
+    commands = resume(new_router(decoded(num_received=3)), 8, 9)
     assert commands[0] == aborted(DECODE, 7)
     assert dispatched(commands) == [DECODE]
 
@@ -118,8 +117,7 @@ def test_what_no_gateway_resumes_is_released_after_a_while() -> None:
 
 
 def test_what_the_client_gave_up_is_released_at_once() -> None:
-    made = new_router(decoded())
-    assert made.hear(GATEWAY, AbortRequest(R1)) == [aborted(DECODE, 7)]
+    assert new_router(decoded()).hear(GATEWAY, AbortRequest(R1)) == [aborted(DECODE, 7)]
 
 
 def test_what_has_ended_meanwhile_is_not_adopted() -> None:

@@ -87,8 +87,7 @@ def test_workers_share_the_pool_fairly_and_the_emptiest_is_asked_first() -> None
 
 
 def test_a_worker_that_runs_too_few_gets_what_it_has_places_for() -> None:
-    where = busy(9, num_running=1)
-    assert where.batches_to_form(0.0) == form(1, 8, 4 + 2 - 3, 2)
+    assert busy(9, num_running=1).batches_to_form(0.0) == form(1, 8, 4 + 2 - 3, 2)
 
 
 def test_a_busy_worker_is_given_a_whole_batch_ahead_of_need() -> None:
@@ -143,8 +142,7 @@ def test_who_is_of_the_running_lengths_joins_when_there_is_no_batch_to_come() ->
 
 def test_no_request_joins_while_another_batch_has_waited_too_long() -> None:
     for now, expected in ((6.9, 1), (7.0, 0)):
-        where = busy(9, now=5.0, num_batch_candidates=3, running=RUNNING)
-        assert len(where.batches_to_form(now)) == expected
+        assert len(busy(9, now=5.0, num_batch_candidates=3, running=RUNNING).batches_to_form(now)) == expected
 
 
 def test_a_join_is_no_batch_of_its_own() -> None:
@@ -242,8 +240,7 @@ def test_the_bound_on_requests(requests: int, near: int) -> None:
 
 
 def test_a_prompt_that_the_near_worker_has_no_allowance_for() -> None:
-    made = prefill_nodes(allowance=12)
-    assert targets(made, 3, prompt_len=8) == ["prefill-1", "prefill-0"]
+    assert targets(prefill_nodes(allowance=12), 3, prompt_len=8) == ["prefill-1", "prefill-0"]
 
 
 def test_documents_elsewhere_do_not_make_the_near_worker_of_chat_as_free() -> None:

@@ -94,8 +94,7 @@ def test_what_the_router_does_not_have_it_tells_nothing_of() -> None:
     made = decoding()
     assert standing_of(made, "unknown") is None
     made.lose(DECODE)
-    interrupted = standing_of(made, R1)
-    assert interrupted == Standing(R1, Stage.QUEUED)
+    assert standing_of(made, R1) == Standing(R1, Stage.QUEUED)
 
 
 def test_a_question_about_many_is_answered_for_the_first_few() -> None:
