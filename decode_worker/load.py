@@ -11,9 +11,9 @@ from alignedserve.messages.workers import PACKED_FROM, JoinedBatch, WorkerLoad
 from alignedserve.scheduling.policy import IterationHistory
 from alignedserve.worker_core.request_notes import WaitingRequest
 from decode_worker.batching.batch_order import BatchOrder
-from decode_worker.batching.begun import span_of
 from decode_worker.batching.candidates import Candidates
 from decode_worker.batching.eviction import Evictions
+from decode_worker.batching.running_batch import span_of
 from decode_worker.batching.scheduled_batch import DecodeBatch
 from decode_worker.state import CacheLocation, Candidate
 

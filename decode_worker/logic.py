@@ -59,10 +59,9 @@ from alignedserve.worker_core.iteration_log import IterationLog
 from alignedserve.worker_core.request import WorkerRequest
 from alignedserve.worker_core.router_link import RouterLink
 from decode_worker.batching.batch_order import BatchOrder, DecodeLimits, waiting_batch
-from decode_worker.batching.begun import BatchMember
 from decode_worker.batching.candidates import Candidates
 from decode_worker.batching.eviction import Entries, EvictionCommand, Evictions
-from decode_worker.batching.running_batch import RunningBatch
+from decode_worker.batching.running_batch import BatchMember, RunningBatch
 from decode_worker.batching.scheduled_batch import DecodeBatch
 from decode_worker.block_peers import BlockPeers
 from decode_worker.load import LoadCounter, Pace

@@ -131,7 +131,14 @@ CanAllocate = Callable[[int], bool]  # whether so many blocks are free, or can b
 
 
 class WaitingReservations:
-    """Two queues, each in order of arrival. `can_allocate`: of the pool's blocks as they are when it is called."""
+    """Reservations that wait for free blocks, by class and then by arrival. `can_allocate`: of the blocks as they
+    are now.
+
+    Real-time requests go first, and best effort leaves an eighth of the blocks to them: a chat never waits at a
+    prefill worker for a document to be decoded. Best effort has a floor (core/class_floor.py): a document with
+    enough credit is first until its blocks are free, if it needs no more than that eighth; a larger one goes once
+    they are free.
+    """
 
     def __init__(self, num_blocks: int, can_allocate: CanAllocate, *, floor: float = 0.0) -> None:
         """`floor`: the share of best effort in the blocks while real-time requests wait for some."""

@@ -33,7 +33,8 @@ class FitResult:
 
 
 class OrderedEntries:
-    """Entries in ascending order. `smallest` is the size of the smallest, in blocks."""
+    """Entries in ascending order, in chunks of a few dozen; a search for what fits skips whole chunks by their
+    `smallest`."""
 
     __slots__ = ("_chunks", "_lasts", "_smallest", "smallest")
 

@@ -184,7 +184,11 @@ _MOST_NOT_COMPUTED = 2  # documents: one computed by the policy's floor, and the
 
 
 class PlaceOrder:
-    """Orders waiting jobs, and counts for the floor those that got a place."""
+    """Orders jobs for places and blocks: on time, late, best effort, each by arrival.
+
+    An overdue late job goes before punctual ones by a floor (core/class_floor.py), and so does a waiting document,
+    while fewer than two documents with a place are not computed yet: in an overload chats always wait here.
+    """
 
     def __init__(self, *, knows_classes: bool, floor: float = 0.0) -> None:
         """`knows_classes`: where the policy does; else all go in order of arrival. `floor`: of best effort, as a share

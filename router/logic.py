@@ -11,7 +11,7 @@ The life of a request in the router:
    of its class, and those that hold it get SetPredictedLength (request_registry.py).
 6. RequestFinished ends it and drops the pool's copy. Before that, a decode worker may return it to the pool
    (RequestPooled again), or RequestPreempted sends it back to the queue, to be recomputed from the pool's copy.
-A router that is new knows no request: what workers decode meanwhile goes on there (adoption.py).
+A router that is new knows no request: what workers decode meanwhile goes on there (ownership.py).
 The holder of a request may be lost at any moment. Only the gateway knows which tokens the client has, so the router
 asks it (RequestInterrupted) and resumes from its answer (ResumeRequest): see request_registry.py. DrainRequested moves
 requests in the same way, while their holder still lives. The router never sees a token or a block.
@@ -53,14 +53,12 @@ from alignedserve.messages.workers import (
     WorkerRegistered,
 )
 from router.admission import QueueAdmission
-from router.adoption import Adoption
-from router.bypass import Bypass, DirectHandoff, PackedBypass, UrgentBypass
 from router.leans import FarLeans, Leans
-from router.ownership import OwnershipTransitions
+from router.ownership import Adoption, OwnershipTransitions
 from router.peer_announcements import announce_all, announce_prefiller, need_pool, need_prefiller, need_receiver
 from router.placement import Placement
+from router.policies import Bypass, DirectHandoff, PackedBypass, PrefillOrder, UrgentBypass, make_prefill_order
 from router.prefill_choice import PrefillChoice
-from router.prefill_order import PrefillOrder, make_prefill_order
 from router.prefill_queue import PrefillQueue
 from router.request_registry import RequestRegistry, RouterRecords, expected_len, note_prediction
 from router.state import DrainRequested, LengthPredicted, TrackedRequest, WorkerRecord, dispatched

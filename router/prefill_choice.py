@@ -44,6 +44,16 @@ _LEAST_POOLED = 4
 def wants_more(
     worker: WorkerRecord, pool: PoolRecord | None, beside: Collection[WorkerRecord], *, is_real_time: bool
 ) -> bool:
+    """Return whether a worker has less of a class than may wait there while tenants share it. `beside`: its node's
+    workers.
+
+    The rest stays in the router's queue, whose order is fair; workers and pools know no tenants. A worker has
+    prompts of the class for 0.1 s, and one in any case; a worker of both phases has as many requests as it decodes
+    in one iteration and a sixteenth more. For a prefill worker requests count on their way to the pool and there: a
+    quarter of the places to decode beside it.
+    Example: a worker computes 5 000 prompt tokens/s and decodes 32 requests together: at most 500 tokens of
+    prompts, and 34 requests; for best effort, real-time ones count among the 34.
+    """
     num_real_time_tokens = (
         worker.num_real_time_tokens if is_real_time else worker.num_prefill_tokens - worker.num_real_time_tokens
     )
@@ -110,7 +120,8 @@ class _Promise:
 
 
 class PromisedRoom:
-    """What is promised. Reads requests and workers."""
+    """Room at decode workers that is promised to prompts, from their dispatch until the worker's next load with the
+    request."""
 
     def __init__(self, requests: Mapping[RequestId, TrackedRequest], workers: Mapping[str, WorkerRecord]) -> None:
         self._requests = requests

@@ -22,7 +22,7 @@ from alignedserve.core.fair_shares import FairShares, cost_of
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request
 from alignedserve.core.turn_class import TurnClass
-from router.prefill_order import OrderKey, PrefillOrder
+from router.policies import OrderKey, PrefillOrder
 
 # By how much a tenant's counter may be beyond the lowest, and its requests on time still go before those that are late.
 DEADLINE_LEAD = 1024.0

@@ -183,7 +183,8 @@ LOAD_S = 0.2  # that loading an adapter delays its prompt, with the cost of an e
 
 
 class AdapterIndex:
-    """Adapters by worker, and workers by adapter; an adapter is its digest."""
+    """An estimate of the LoRA adapters (by digest) of each worker: the latest used, as many as its registration
+    tells."""
 
     def __init__(self) -> None:
         self._of_worker: dict[str, OrderedDict[bytes, None]] = {}  # the most recently used last

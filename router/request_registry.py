@@ -100,6 +100,7 @@ def note_prediction(tracked: TrackedRequest, predicted_len: float) -> list[Send]
 
 
 def tell_holder(tracked: TrackedRequest) -> list[Send]:
+    """Tell a late prediction again to every later holder of its dispatch: it may have passed the request on without."""
     if not tracked.is_prediction_late or tracked.holder is None:
         return []
     return [

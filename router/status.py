@@ -22,7 +22,7 @@ from alignedserve.messages.gateways import ClusterStatus, Demand, LengthTotals, 
 from alignedserve.messages.measurements import IterationLogTotals, WorkerSpeed
 from alignedserve.messages.workers import IterationLogReport
 from router.placement import Placement
-from router.prefill_order import first_token_s
+from router.policies import first_token_s
 from router.state import TrackedRequest, WorkerRecord
 
 _SMALLEST_RANGE = 16  # tokens; of the tree of the router's own requests

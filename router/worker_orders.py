@@ -107,7 +107,11 @@ def _fits(num_tokens: int, workers: Ranking[int]) -> bool:
 
 
 class Standbys:
-    """The draining workers and the standbys of all nodes: `WorkerRecord.is_draining`, `is_standby`."""
+    """The draining workers and the standbys of all nodes: `WorkerRecord.is_draining`, `is_standby`.
+
+    Standbys are loaded and registered, and have no work until another worker is lost or drains. As many decoding
+    workers have work as each tells (`num_active`), by name; a worker with requests is never put to rest.
+    """
 
     def __init__(
         self, nodes: Mapping[str, Mapping[str, WorkerRecord]], on_change: Callable[[WorkerRecord], None]

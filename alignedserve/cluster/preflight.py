@@ -23,8 +23,8 @@ from alignedserve.scheduling.factory import check_yielding, resolve_policy
 from alignedserve.scheduling.policies import policy_entry, require_policy, wanted_mechanisms, wants_shared_blocks
 from alignedserve.scheduling.policy import Mechanism
 from kvpool.policies import make_batch_former
+from router.policies import make_prefill_order
 from router.prediction import make_length_predictor
-from router.prefill_order import make_prefill_order
 
 _MIB = 1024 * 1024
 

@@ -32,7 +32,13 @@ def budget_of(config: PrefixCacheConfig, num_blocks: int, state_blocks: int) -> 
 
 
 class KeptStates:
-    """The blocks behind which states are kept, by use."""
+    """The blocks behind which recurrent states are kept for later requests, by use; the longest unused state goes
+    first.
+
+    A large state takes as much room as hundreds of tokens. A context keeps states 1. at the last edge before its
+    last token on entry: a next turn has its prompt before it; 2. at the last edge that others shared: contexts part
+    there; 3. at the last edge that its answer has passed.
+    """
 
     def __init__(self) -> None:
         self._blocks: OrderedDict[CachedBlock, None] = OrderedDict()  # the latest used last

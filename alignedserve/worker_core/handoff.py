@@ -324,7 +324,12 @@ class Incoming:
 
 
 class HandoffReceiver:
-    """Reservations by request."""
+    """The receiver's side: reservations by request, where the sender lends the memory to write to.
+
+    BlocksWritten is believed of exactly what was reserved. A reservation ends with a later attempt,
+    CancelReservation, the loss of its sender, or an offer that is not believed; during a load it ends with the
+    load.
+    """
 
     def __init__(
         self,

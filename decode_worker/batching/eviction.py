@@ -15,8 +15,8 @@ from alignedserve.messages.iterations import BlocksOffloaded, Load, LoadBlocks, 
 from alignedserve.messages.workers import RequestPreempted
 from alignedserve.worker_core.request import urgent_at_s
 from decode_worker.batching.batch_order import BatchOrder, Holding
-from decode_worker.batching.begun import BatchMember, Leaving
 from decode_worker.batching.candidates import Candidates
+from decode_worker.batching.running_batch import BatchMember, Leaving
 from decode_worker.batching.scheduled_batch import DecodeBatch
 from decode_worker.state import CacheLocation, Candidate, LoadingCandidate
 

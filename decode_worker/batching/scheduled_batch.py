@@ -25,8 +25,14 @@ from alignedserve.scheduling.scheduler import Scheduler
 from alignedserve.scheduling.table import Bools, RequestTable
 from alignedserve.scheduling.table_operations import note_decodes
 from alignedserve.worker_core.request import WorkerRequest
-from decode_worker.batching.begun import FORESEEN_TOKENS, Begun, Leaving, LoadingCandidates, growth_of
-from decode_worker.batching.running_batch import RunningBatch
+from decode_worker.batching.running_batch import (
+    FORESEEN_TOKENS,
+    Begun,
+    Leaving,
+    LoadingCandidates,
+    RunningBatch,
+    growth_of,
+)
 from decode_worker.held_requests import HeldRequest, HeldRequests
 from decode_worker.plan_performer import PlanPerformer
 from decode_worker.state import Candidate, LoadingCandidate

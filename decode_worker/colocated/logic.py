@@ -52,7 +52,12 @@ from decode_worker.plan_performer import PlanPerformer
 
 
 class UrgentPrompts:
-    """Begins and ends urgent iterations of the prompts that have come."""
+    """Real-time prompts that come while an iteration is in flight, and the urgent iteration within it.
+
+    The rule (scheduling/yielding.py) forecasts whether stopping a pass of mostly best-effort work pays. The urgent
+    iteration uses free blocks alone and evicts nobody; the engine stops the pass between two layers for it. Later
+    prompts may begin another. If the pass ends first, its end is dealt with after the urgent one's.
+    """
 
     def __init__(self, held: HeldRequests, scheduler: Scheduler, performer: PlanPerformer, yielding: Yielding) -> None:
         self._held = held

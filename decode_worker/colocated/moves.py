@@ -84,7 +84,11 @@ class Departing(Outgoing):
 
 
 class Handoffs:
-    """The requests that leave. What follows from the end of a handoff is for its kinds to say."""
+    """Requests that leave with their caches, for another worker or the pool; subclasses say what follows an end.
+
+    A request is decoded on while its receiver looks for blocks, taken out between two iterations and copied. Its
+    blocks stay held until the receiver takes it: whatever fails, it is decoded on.
+    """
 
     def __init__(self, held: HeldRequests) -> None:
         self._held = held

@@ -130,7 +130,11 @@ class FcfsBatchFormer:
 
 
 class TurnBatchFormer:
-    """BatchFormer that chooses by turn where its limits say so, and else as the given former does."""
+    """BatchFormer that chooses by turn where its limits say so, and else as the given former does.
+
+    By turn is the order in which the router's fair queue gave prompts out (core/fair_shares.py), up to the first
+    request that does not fit; a request larger than the limit is passed over.
+    """
 
     def __init__(self, otherwise: BatchFormer) -> None:
         self._otherwise = otherwise
@@ -172,7 +176,16 @@ _Choose = Callable[[BatchFormer, BatchLimits], AlignedBatch | None]
 
 
 class ClassedBatchFormer:
-    """BatchFormer that knows classes, and within each chooses as the given formers do."""
+    """BatchFormer that knows classes: a batch is of the first class that waits, and later ones only join its
+    lengths.
+
+    Each class (on time, late, best effort) has a former of its own. What is left of a batch's limits goes to later
+    classes while nobody of an earlier class is left behind, within the lengths of the batch: it is as aligned as
+    without classes. Best effort has a floor while real-time requests wait (core/class_floor.py), as a batch of one;
+    so have overdue late requests.
+    Example: chats of 40 and 44 tokens wait beside documents of 42, 43 and 900. A batch of five is {40, 44}, the
+    chats, then {42, 43}, which join their lengths; the document of 900 waits for a batch of its own.
+    """
 
     def __init__(self, make: Callable[[], BatchFormer], *, floor: float) -> None:
         """`make`: makes the former of one class. `floor`: the share of best effort while real-time requests wait."""

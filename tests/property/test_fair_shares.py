@@ -11,7 +11,7 @@ from alignedserve.core.turn_class import TurnClass
 from kvpool.policies import make_batch_former
 from kvpool.policies.batch_former import BatchLimits
 from kvpool.state import PooledRequest
-from router.prefill_order import LeastSlackOrder
+from router.policies import LeastSlackOrder
 from router.prefill_queue import DEADLINE_LEAD, PrefillQueue
 from tests.support.marks import each
 from tests.support.samples import request

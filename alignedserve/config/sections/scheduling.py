@@ -18,7 +18,7 @@ class RouterConfig(Section, frozen=True):
     # Real-time requests are refused while those accepted would wait for their first token for longer than this, by the
     # speed of late (router/admission.py); unset: three quarters of gateway.first_token_timeout_s, simulated none.
     max_real_time_wait_s: float | None = None
-    prefill_order: str | None = None  # name of an order in router/prefill_order.py; the policy's own when unset
+    prefill_order: str | None = None  # name of an order in router/policies.py; the policy's own when unset
     direct_handoff: bool | None = None  # prefills go straight to decode workers; as the policy has it when unset
     # Of separate workers: tokens handed to one to prefill, the rest waits in the router; requests granted to a decode
     # worker ahead of need. Others are given what they have places for (decode.max_waiting_requests).

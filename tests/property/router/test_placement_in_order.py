@@ -16,11 +16,10 @@ from typing_extensions import override
 from alignedserve.messages.events import Send
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.pools import FormBatch
-from router.bypass import DirectHandoff, UrgentBypass
 from router.leans import Leans
 from router.logic import RouterEvent, RouterLogic
 from router.placement import Placement
-from router.prefill_order import LeastSlackOrder
+from router.policies import DirectHandoff, LeastSlackOrder, UrgentBypass
 from router.state import WorkerRecord
 from tests.harnesses.clusters.cluster_shape import Shape
 from tests.harnesses.clusters.logic_cluster import Logic, LogicCluster

@@ -2,8 +2,7 @@
 
 from alignedserve.core.ids import BatchId
 from alignedserve.core.request import SampledToken
-from decode_worker.batching.begun import span_of
-from decode_worker.batching.running_batch import RunningBatch
+from decode_worker.batching.running_batch import RunningBatch, span_of
 from decode_worker.state import Candidate, LoadingCandidate, RunningRequest
 from tests.support.samples import blocks, handoff, request
 

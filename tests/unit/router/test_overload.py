@@ -12,7 +12,7 @@ from alignedserve.messages.gateways import ResumeRequest
 from alignedserve.messages.pools import PoolRegistered
 from alignedserve.messages.workers import PrefillCompleted, PrefillRequest, WorkerLoad
 from router.admission import WaitingChats
-from router.prefill_order import FcfsOrder, PrefillOrder
+from router.policies import FcfsOrder, PrefillOrder
 from router.state import DispatchedPrefill, TrackedRequest, WorkerRecord
 from tests.harnesses.router import RouterHarness, connected_router
 from tests.support.marks import each

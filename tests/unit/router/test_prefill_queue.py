@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from alignedserve.core.errors import ConfigError
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request, RequestClass, Slo
-from router.prefill_order import FcfsByClassOrder, FcfsOrder, LeastSlackOrder, make_prefill_order
+from router.policies import FcfsByClassOrder, FcfsOrder, LeastSlackOrder, make_prefill_order
 from router.prefill_queue import PrefillQueue
 from router.state import Ranking
 from tests.support.marks import each

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from alignedserve.scheduling.policies import make_policy, policy_entry
-from router.prefill_order import make_prefill_order
+from router.policies import make_prefill_order
 from tests.harnesses.scheduling import assert_sound, evicted_of, scheduled_of, view_of
 from tests.support.marks import each
 

@@ -14,7 +14,7 @@ from alignedserve.scheduling.policies import make_policy, policy_entry
 from alignedserve.scheduling.policies.qoserve import Needs, yielding
 from alignedserve.scheduling.policy import WorkerView
 from alignedserve.scheduling.runtime_estimate import RequestRuntimeModel
-from router.prefill_order import make_prefill_order
+from router.policies import make_prefill_order
 from tests.harnesses.scheduling import EasyCosts, assert_sound, evicted_of, scheduled_of, view_of
 from tests.support.marks import each
 

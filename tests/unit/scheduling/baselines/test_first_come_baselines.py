@@ -4,7 +4,7 @@ from typing import Any
 
 from alignedserve.core.ids import RequestId
 from alignedserve.scheduling.policies import make_policy, policy_entry
-from router.bypass import DirectHandoff
+from router.policies import DirectHandoff
 from router.state import WorkerRecord
 from tests.harnesses.scheduling import assert_sound, evicted_of, scheduled_of, view_of
 from tests.support.marks import each
