@@ -107,7 +107,7 @@ def make_prefill_order(name: str) -> PrefillOrder:
     """Return the prefill order of this name. Raises ConfigError listing the valid names."""
     if name not in PREFILL_ORDERS:
         known = ", ".join(sorted(PREFILL_ORDERS))
-        raise ConfigError(f"router.policies: unknown order {name!r}; known: {known}")
+        raise ConfigError(f"router.prefill_order: unknown order {name!r}; known: {known}")
     return PREFILL_ORDERS[name]()
 
 

@@ -119,7 +119,7 @@ def test_model_folders(
         ("engine.device=cuda:99", CONFIG_ERROR, "engine.device is cuda:99, but"),
         ("links.transport=tcp", CONFIG_ERROR, "links.transport must be unix"),
         ("batching.policy=best", CONFIG_ERROR, "unknown batch former 'best'; known: density_first, fcfs"),
-        ("router.policies=best", CONFIG_ERROR, "unknown order 'best'; known: deadline, fcfs, fcfs_classed"),
+        ("router.prefill_order=best", CONFIG_ERROR, "unknown order 'best'; known: deadline, fcfs, fcfs_classed"),
         ("pool.memory_bytes=4000GiB", FAILURE, "set pool.memory_bytes lower"),
         ("decode.kv_cache_bytes=4000GiB", FAILURE, "decode.kv_cache_bytes lower"),
         ("gateway.port=0", CONFIG_ERROR, "gateway.port must be a TCP port"),
