@@ -143,24 +143,24 @@ class Pace:
         self._pool_name = pool_name
         self._decode_s = decode_s
         self._history = IterationHistory()
-        self._told_s: float | None = None  # None: the pool is not linked
+        self._reported_s: float | None = None  # None: the pool is not linked
 
     def connected(self, role: Role, peer: str) -> None:
         if role is Role.KV_POOL and peer == self._pool_name:
-            self._told_s = 0.0
+            self._reported_s = 0.0
 
     def disconnected(self, peer: str) -> None:
         if peer == self._pool_name:
-            self._told_s = None
+            self._reported_s = None
 
     def note(self, duration_s: float) -> None:
         self._history.note(duration_s)
 
     def report(self) -> list[Send]:
         iteration_s = self.iteration_s()
-        if self._told_s is None or abs(iteration_s - self._told_s) <= _LEAST_CHANGE * self._told_s:
+        if self._reported_s is None or abs(iteration_s - self._reported_s) <= _LEAST_CHANGE * self._reported_s:
             return []
-        self._told_s = iteration_s
+        self._reported_s = iteration_s
         return [Send(self._pool_name, DecodePace(iteration_s))]
 
     def iteration_s(self) -> float:

@@ -21,7 +21,7 @@ DepartureCommand = Send | OffloadBlocks
 
 
 @dataclass(slots=True, eq=False)
-class Departing(Outgoing):
+class DepartingJob(Outgoing):
     """One job that leaves."""
 
     job: PrefillJob
@@ -38,7 +38,7 @@ class Departure:
         self._lender = lender
         self._router = router
         self._forget = forget
-        self.sender: Sender[Departing, DepartureCommand] = Sender(
+        self.sender: Sender[DepartingJob, DepartureCommand] = Sender(
             reserved=lambda entry: [self.sender.copy(entry, entry.job.block_ids)],
             contents=_contents_of,
             ended=self._ended,
@@ -50,11 +50,11 @@ class Departure:
         target = job.bypass_to if is_bypass else self.pool
         if target is None:
             return self._forget(job) if job.is_taken else ()
-        job.leaving = entry = Departing(job.request, job.attempt, target, job)
+        job.leaving = entry = DepartingJob(job.request, job.attempt, target, job)
         kind = {"is_copy": job.is_taken, "may_wait": not job.is_taken, "is_best_effort": not job.is_real_time}
         return [self.sender.ask(entry, len(job.block_ids), **kind)]
 
-    def _ended(self, entry: Departing, how: HandoffEnd, now: float) -> Sequence[DepartureCommand]:
+    def _ended(self, entry: DepartingJob, how: HandoffEnd, now: float) -> Sequence[DepartureCommand]:
         job = entry.job
         job.leaving = None
         if entry.target == job.bypass_to and how is not HandoffEnd.UNKNOWN:
@@ -78,6 +78,6 @@ class Departure:
         return [*reports, *self._forget(job)]
 
 
-def _contents_of(entry: Departing, now: float) -> Contents:
+def _contents_of(entry: DepartingJob, now: float) -> Contents:
     job, generated = entry.job, tuple(entry.job.generated_token_ids)
     return Contents(job.num_cached, generated, job.predicted_output_len, job.begun_s(now), service_s=0.0)

@@ -69,7 +69,7 @@ def _late_at_s(chat: Handoff, now: float) -> float:
     return math.inf if tpot_s is None else now + tpot_s - (chat.begun_s if is_new else 0.0)
 
 
-class Holding(NamedTuple):
+class HeldCapacity(NamedTuple):
     """What running requests hold of a worker."""
 
     num_requests: int = 0
@@ -139,20 +139,20 @@ class BatchOrder:
         now: float,
         *,
         num_blocks: int = 0,
-        real_time: Holding | None = None,
+        real_time: HeldCapacity | None = None,
     ) -> list[Candidate]:
         """Return the candidates that may enter now, in order: candidate requests first, else the next batch's.
 
         `num_blocks`: held by running requests; `real_time`: of these. The next batch starts when it is due.
         """
-        all_candidates, running = list(candidates), Holding(num_running, num_blocks)
+        all_candidates, running = list(candidates), HeldCapacity(num_running, num_blocks)
         for batch_id in [batch_id for batch_id in self._waiting if batch_id not in _by_id(all_candidates)]:
             del self._waiting[batch_id]
             self.version += 1
         if self._floor is None:
             following = next(iter(self._waiting.values()), None)
             return self._choose(_by_id(all_candidates), following, running, now)
-        urgent = self._choose_real_time(all_candidates, running, real_time or Holding(), now)
+        urgent = self._choose_real_time(all_candidates, running, real_time or HeldCapacity(), now)
         urgent.sort(
             key=lambda candidate: candidate.granted_s
         )  # or those that come straight here would pass a batch without end
@@ -172,7 +172,7 @@ class BatchOrder:
             self._floor.note_earlier(candidate.context_len, self._next_tokens)
 
     def _choose_real_time(
-        self, candidates: list[Candidate], running: Holding, real_time: Holding, now: float
+        self, candidates: list[Candidate], running: HeldCapacity, real_time: HeldCapacity, now: float
     ) -> list[Candidate]:
         following = next((batch for batch in self._waiting.values() if not batch.is_best_effort), None)
         members = [
@@ -205,7 +205,9 @@ class BatchOrder:
             following.batch_id = NO_BATCH
         return [following, *urgent, *(candidate for candidate in chosen if candidate is not following)]
 
-    def _choose(self, by_id: _ById, following: WaitingBatch | None, running: Holding, now: float) -> list[Candidate]:
+    def _choose(
+        self, by_id: _ById, following: WaitingBatch | None, running: HeldCapacity, now: float
+    ) -> list[Candidate]:
         num_running = running.num_requests
         is_overdue = following is not None and self._has_waited(following, now)
         joining = by_id.get(NO_BATCH, []) + by_id.get(self.running_id, []) * (self.running_id != NO_BATCH)
@@ -221,7 +223,7 @@ class BatchOrder:
         self._take_up(following, members, num_running)
         return by_id.get(NO_BATCH, []) + members
 
-    def _is_due(self, following: WaitingBatch, joining: list[Candidate], running: Holding, now: float) -> bool:
+    def _is_due(self, following: WaitingBatch, joining: list[Candidate], running: HeldCapacity, now: float) -> bool:
         return self._has_waited(following, now) or (not joining and self._may_follow(following, *running))
 
     def _may_follow(self, following: WaitingBatch, num_running: int, num_blocks: int) -> bool:

@@ -14,7 +14,7 @@ from alignedserve.messages.caches import BlockCopy
 from alignedserve.messages.iterations import BlocksOffloaded, Load, LoadBlocks, OffloadBlocks
 from alignedserve.messages.workers import RequestPreempted
 from alignedserve.worker_core.request import urgent_at_s
-from decode_worker.batching.batch_order import BatchOrder, Holding
+from decode_worker.batching.batch_order import BatchOrder, HeldCapacity
 from decode_worker.batching.candidates import Candidates
 from decode_worker.batching.running_batch import BatchMember, Leaving
 from decode_worker.batching.scheduled_batch import DecodeBatch
@@ -181,13 +181,13 @@ class Entries:
             elif candidate.request.request_id != self._order.by_floor:
                 return
 
-    def _real_time_holding(self) -> Holding:
+    def _real_time_holding(self) -> HeldCapacity:
         running = [running for running in self._batch if running.is_real_time]
         loading = [candidate for candidate in self._batch.loading.candidates() if candidate.is_real_time]
         num_blocks = sum(len(running.block_ids) for running in running) + sum(
             candidate.num_copied_blocks for candidate in loading
         )
-        return Holding(len(running) + len(loading), num_blocks)
+        return HeldCapacity(len(running) + len(loading), num_blocks)
 
     def load(self, entering: Iterable[LoadingCandidate]) -> list[LoadBlocks]:
         loads: dict[tuple[bool, str], list[Load]] = {}

@@ -71,7 +71,7 @@ HandoffCommand = Send | OffloadBlocks
 
 
 @dataclass(slots=True, eq=False)
-class Departing(Outgoing):
+class DepartingRequest(Outgoing):
     """One request that is to leave. From COPYING on it is in no iteration, and `progress` replaces its row."""
 
     tracked: HeldRequest
@@ -92,13 +92,13 @@ class Handoffs:
 
     def __init__(self, held: HeldRequests) -> None:
         self._held = held
-        self.sender: Sender[Departing, HandoffCommand] = Sender(
+        self.sender: Sender[DepartingRequest, HandoffCommand] = Sender(
             reserved=lambda entry: (), contents=_contents_of, ended=self._ended, aborted=self._aborted
         )
 
     def ask(self, tracked: HeldRequest, target: str, *, is_best_effort: bool = False) -> list[HandoffCommand]:
         tracked.is_leaving = True
-        entry = Departing(tracked.request, tracked.attempt, target, tracked)
+        entry = DepartingRequest(tracked.request, tracked.attempt, target, tracked)
         # One more than it has: the iteration in flight may need another.
         return [self.sender.ask(entry, len(tracked.block_ids) + 1, is_best_effort=is_best_effort)]
 
@@ -143,7 +143,7 @@ class Handoffs:
         is_portable = self._held.is_portable(tracked.request.request_id)
         return is_portable and self._held.has_room_beside(len(tracked.block_ids), leaving=tracked)
 
-    def _ended(self, entry: Departing, how: HandoffEnd, now: float) -> Sequence[HandoffCommand]:
+    def _ended(self, entry: DepartingRequest, how: HandoffEnd, now: float) -> Sequence[HandoffCommand]:
         if how not in (HandoffEnd.REFUSED, HandoffEnd.FAILED):
             return Handoffs._aborted(self, entry)
         entry.tracked.is_leaving = False
@@ -151,14 +151,14 @@ class Handoffs:
             self._held.attach(entry.tracked, entry.progress, now)
         return ()
 
-    def _aborted(self, entry: Departing) -> Sequence[HandoffCommand]:
+    def _aborted(self, entry: DepartingRequest) -> Sequence[HandoffCommand]:
         entry.tracked.is_leaving = False
         if entry.progress is not None:
             self._held.free_detached(entry.tracked)
         return ()
 
 
-def _contents_of(entry: Departing, now: float) -> Contents:
+def _contents_of(entry: DepartingRequest, now: float) -> Contents:
     tracked, progress = entry.tracked, entry.progress
     assert progress is not None, "copied without progress"
     begun_s, generated = max(now - progress.first_token_s, 0.0), tuple(tracked.generated_token_ids)
@@ -188,7 +188,7 @@ class Departures(Handoffs):
         return self.ask(tracked, target)
 
     @override
-    def _ended(self, entry: Departing, how: HandoffEnd, now: float) -> Sequence[HandoffCommand]:
+    def _ended(self, entry: DepartingRequest, how: HandoffEnd, now: float) -> Sequence[HandoffCommand]:
         super()._ended(entry, how, now)
         if how in (HandoffEnd.REFUSED, HandoffEnd.FAILED):
             return self._router.stayed(entry.request.request_id, entry.attempt)

@@ -41,7 +41,7 @@ from alignedserve.messages.iterations import (
 from alignedserve.messages.pools import DropRequest
 from alignedserve.scheduling.policy import PoolView
 from alignedserve.worker_core.handoff import HandoffEnd, HandoffStage
-from decode_worker.colocated.moves import Departing, HandoffCommand, Handoffs
+from decode_worker.colocated.moves import DepartingRequest, HandoffCommand, Handoffs
 from decode_worker.held_requests import HeldRequest, HeldRequests
 
 _FIRST_BYTES_PER_S = 2e9  # of a link that nothing is known of
@@ -202,7 +202,7 @@ class PooledDecodes(Handoffs):
         return is_decoding and self._held.is_portable(tracked.request.request_id)
 
     @override
-    def _ended(self, entry: Departing, how: HandoffEnd, now: float) -> Sequence[HandoffCommand]:
+    def _ended(self, entry: DepartingRequest, how: HandoffEnd, now: float) -> Sequence[HandoffCommand]:
         if how is HandoffEnd.UNKNOWN:  # what the pool had is gone with it
             how = HandoffEnd.FAILED
         super()._ended(entry, how, now)
@@ -214,7 +214,7 @@ class PooledDecodes(Handoffs):
         return ()
 
     @override
-    def _aborted(self, entry: Departing) -> Sequence[HandoffCommand]:
+    def _aborted(self, entry: DepartingRequest) -> Sequence[HandoffCommand]:
         super()._aborted(entry)
         return self._drop(entry.tracked) if entry.stage is HandoffStage.OFFERED else ()
 
