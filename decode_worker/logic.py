@@ -38,7 +38,7 @@ from alignedserve.messages.events import (
     StopDialling,
     Ticked,
 )
-from alignedserve.messages.fields import NO_BATCH, FailureKind
+from alignedserve.messages.fields import NO_BATCH
 from alignedserve.messages.gateways import AbortRequest
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import (
@@ -244,7 +244,11 @@ class DecodeLogic:
         commands = self._abort(request_id, earlier)
         self._candidates.receiver.cancel(request_id, earlier)
         if self._batch.never_fits(candidate):
-            return [*commands, *self._candidates.release(candidate), *self._fail_too_large(candidate)]
+            return [
+                *commands,
+                *self._candidates.release(candidate),
+                *self._router.too_large(candidate, "decode worker"),
+            ]
         self._candidates.add(candidate)
         return commands
 
@@ -336,11 +340,7 @@ class DecodeLogic:
         if stuck is None or self._evictions.candidates():
             return []
         self._batch.drop(stuck)
-        return self._fail_too_large(stuck)
-
-    def _fail_too_large(self, request: WorkerRequest) -> list[DecodeCommand]:
-        reason = "its context needs more cache blocks than a decode worker has"
-        return [*self._router.failed(request, FailureKind.UNSERVABLE, reason)]
+        return [*self._router.too_large(stuck, "decode worker")]
 
     def _iteration_completed(self, event: IterationCompleted, now: float) -> list[DecodeCommand]:
         duration_s = self._iterations.end(event, now)

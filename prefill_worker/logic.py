@@ -37,7 +37,6 @@ from alignedserve.messages.caches import (
     ReturnRequest,
 )
 from alignedserve.messages.events import CommonEvent, PeerConnected, PeerDisconnected, Received, Send, SendTo, Ticked
-from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.gateways import AbortRequest
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import (
@@ -199,8 +198,7 @@ class PrefillLogic:
         job = PrefillJob.of(message, now)
         if self._blocks.count_for(job.context_len) > self._registered.num_blocks:
             # It would wait for ever, and all jobs behind it.
-            reason = "its context needs more cache blocks than a prefill worker has"
-            return [*commands, *self._router.failed(message, FailureKind.UNSERVABLE, reason)]
+            return [*commands, *self._router.too_large(message, "prefill worker")]
         if (earlier := self._jobs.get(request.request_id)) is not None:
             earlier.successor, earlier.successor_s = message, now
             return commands

@@ -66,6 +66,10 @@ class RouterLink:
     def failed(self, member: WorkerRequest | PrefillRequest, kind: FailureKind, reason: str) -> list[Send]:
         return self.send(AttemptFailed(member.request.request_id, member.attempt, kind, reason))
 
+    def too_large(self, member: WorkerRequest | PrefillRequest, worker: str) -> list[Send]:
+        reason = f"its context needs more cache blocks than a {worker} has"
+        return self.failed(member, FailureKind.UNSERVABLE, reason)
+
     def stayed(self, request_id: RequestId, attempt: int) -> list[Send]:
         return self.send(RequestStayed(request_id, attempt))
 

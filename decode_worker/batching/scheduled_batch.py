@@ -33,6 +33,7 @@ from decode_worker.batching.running_batch import (
     RunningBatch,
     growth_of,
 )
+from decode_worker.batching.slack_packing import note_candidate
 from decode_worker.held_requests import HeldRequest, HeldRequests
 from decode_worker.plan_performer import PlanPerformer
 from decode_worker.state import Candidate, LoadingCandidate
@@ -66,14 +67,14 @@ class AdmissionRoom:
         if not beside.num_decodes or self._now - candidate.granted_s >= _STARVATION_S:
             return True
         trial = beside.copy()
-        _add(trial, candidate)
+        note_candidate(trial, candidate)
         return self._costs.iteration_s(trial) <= self._allowed_s
 
     def note(self, candidate: Candidate) -> None:
-        _add(self._work, candidate)
+        note_candidate(self._work, candidate)
         if not candidate.is_real_time:
             return
-        _add(self._chats, candidate)
+        note_candidate(self._chats, candidate)
         tpot_s = candidate.request.slo.tpot_s
         if tpot_s is not None:
             self._allowed_s = min(self._allowed_s, self._share * tpot_s)
@@ -127,10 +128,6 @@ class ObjectiveAdmission:
         table = self._table
         counts = table.is_real_time & (table.num_blocks > 0) & (self._share * table.tpot_s >= self._least_s())
         return float(np.min(table.tpot_s, where=counts, initial=np.inf))
-
-
-def _add(work: IterationWork, candidate: Candidate) -> None:
-    work.add_decode(candidate.context_len, is_constrained=bool(candidate.request.sampling.grammar))
 
 
 def _class_of(candidate: Candidate, now: float, *, least_s: float) -> TurnClass:

@@ -87,18 +87,18 @@ class SlackPacking:
         if not held:  # what enters stays for a while, and those with an objective may be back by then
             held.append(_Held(self._until * self._tightest_s, 0.0, 1.0))
         for candidate in loading:
-            _note(work, candidate)
+            note_candidate(work, candidate)
             held += self._held_of_new(candidate, least_s)
         for candidate in sorted(candidates, key=lambda entry: self._turn(entry, now, least_s, by_floor)):
             if work.num_decodes and self._with(work, candidate) > _allowed_s(held, _num_left(candidate)):
                 return
-            _note(work, candidate)
+            note_candidate(work, candidate)
             held += self._held_of_new(candidate, least_s)
             yield candidate
 
     def _with(self, work: IterationWork, candidate: Candidate) -> float:
         trial = work.copy()
-        _note(trial, candidate)
+        note_candidate(trial, candidate)
         return self._costs.iteration_s(trial)
 
     def _held(self, running: RunningRequest, now: float, least_s: float) -> _Held | None:
@@ -140,7 +140,7 @@ class SlackPacking:
         work, least_s = self._work(), self._costs.iteration_s(self._least)
         bounds = [self._bound_s(running, least_s) for running in self._running.values()]
         for candidate in loading:
-            _note(work, candidate)
+            note_candidate(work, candidate)
             bounds.append(self._bound_s(candidate, least_s))
         allowed_s = min(bounds, default=inf)
         if allowed_s == inf:
@@ -191,7 +191,7 @@ class SlackPacking:
         return work
 
 
-def _note(work: IterationWork, candidate: Candidate) -> None:
+def note_candidate(work: IterationWork, candidate: Candidate) -> None:
     work.add_decode(candidate.context_len, is_constrained=bool(candidate.request.sampling.grammar))
 
 

@@ -21,7 +21,6 @@ import msgspec
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request
 from alignedserve.messages.events import CommonEvent, HangUp, PeerConnected, Received, Send, SendTo, Ticked
-from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.gateways import AbortRequest
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import (
@@ -226,8 +225,7 @@ class ColocatedLogic:
         request, request_id = message.request, message.request.request_id
         self._router.observe(message.attempt)
         if self._requests.blocks_for(request.max_context_len) > self._registered.num_blocks:
-            reason = "its context needs more cache blocks than a worker has"
-            return [*self._router.failed(message, FailureKind.UNSERVABLE, reason)]
+            return [*self._router.too_large(message, "worker")]
         # What an earlier attempt left here is stale: its abort is on the way, over another link.
         aborted = self._abort(request_id, message.attempt - 1)
         earlier = self._requests.get(request_id)
