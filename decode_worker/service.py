@@ -40,10 +40,9 @@ from alignedserve.runtime.engine.stages.far_stages import far_stages
 from alignedserve.runtime.executor import Executor, make_candidate_memory, make_executor
 from alignedserve.runtime.kv.arena_files import arena_path
 from alignedserve.runtime.kv.block_copier import BlockCopier
-from alignedserve.runtime.kv.lending.buffer_budget import BufferBudget
-from alignedserve.runtime.kv.lending.candidate_memory import CandidateMemory
-from alignedserve.runtime.kv.lending.lending_copier import CopyCommand, LendingCopier
-from alignedserve.runtime.kv.transfers.transports import AUTO
+from alignedserve.runtime.kv.buffer_budget import BufferBudget
+from alignedserve.runtime.kv.candidate_memory import CandidateMemory, CopyCommand, LendingCopier
+from alignedserve.runtime.kv.transfers.kv_transfer import AUTO
 from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.runtime.model.weights.shared_weights import share_weights
 from alignedserve.scheduling.factory import calibration_s, with_yielding

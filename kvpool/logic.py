@@ -20,8 +20,8 @@ from itertools import chain
 from msgspec.structs import replace
 
 from alignedserve.config.sections import BatchingConfig, PoolConfig
-from alignedserve.core.attempts import is_same_epoch, next_step
 from alignedserve.core.ids import BatchId, RequestId
+from alignedserve.core.lifecycle import is_same_epoch, next_step
 from alignedserve.messages.caches import (
     ArenaOffered,
     BatchGranted,

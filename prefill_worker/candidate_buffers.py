@@ -13,8 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from alignedserve.core.class_floor import ClassFloor, OverdueFloor
-from alignedserve.core.turn_class import TurnClass
+from alignedserve.core.class_floor import ClassFloor, OverdueFloor, TurnClass
 from alignedserve.messages.caches import (
     BlockCopy,
     BlocksPrefetched,

@@ -7,9 +7,8 @@ sender to release the whole epoch.
 
 from dataclasses import dataclass
 
-from alignedserve.core.attempts import epoch_end, is_same_epoch
 from alignedserve.core.ids import RequestId, WorkerName
-from alignedserve.core.lifecycle import Stage
+from alignedserve.core.lifecycle import Stage, epoch_end, is_same_epoch
 from alignedserve.messages.events import Send
 from alignedserve.messages.fields import NO_BATCH
 from alignedserve.messages.gateways import AbortRequest

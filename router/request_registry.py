@@ -10,16 +10,15 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from alignedserve.core.attempts import epoch_end, is_same_epoch
-from alignedserve.core.fair_shares import cost_of
 from alignedserve.core.ids import RequestId
-from alignedserve.core.lifecycle import Stage
+from alignedserve.core.lifecycle import Stage, epoch_end, is_same_epoch
 from alignedserve.core.request import Request, RequestClass
 from alignedserve.messages.events import Send
 from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.gateways import AbortRequest, RequestFailed, RequestInterrupted
 from alignedserve.messages.pools import DropRequest
 from alignedserve.messages.workers import SetPredictedLength
+from router.fair_shares import cost_of
 from router.placement import Placement
 from router.prefill_queue import PrefillQueue
 from router.state import TrackedRequest

@@ -8,10 +8,9 @@ from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
-from alignedserve.core.attempts import is_same_epoch
 from alignedserve.core.class_floor import turn_due_s
 from alignedserve.core.ids import BatchId, RequestId
-from alignedserve.core.lifecycle import Stage, advance
+from alignedserve.core.lifecycle import Stage, advance, is_same_epoch
 from alignedserve.core.request import Request, RequestClass
 from alignedserve.messages.cluster_view import BatchShape, LengthTree
 from alignedserve.messages.prefixes import BLOCK_NAME_BYTES
@@ -38,7 +37,7 @@ class TrackedRequest:
     is_prediction_late: bool = False  # it came after this dispatch: later holders are told it again
     is_prefilled: bool = False  # prefill is complete, the blocks are on their way to that pool
     destination: str | None = None  # the worker that it may already be on its way to
-    attempt: int = 0  # the latest known (core/attempts.py); messages with a smaller one are stale
+    attempt: int = 0  # the latest known (core/lifecycle.py); messages with a smaller one are stale
     copy_at: tuple[str, int] | None = None  # the pool that may keep a copy, and that pool's epoch
     pooled_s: float = 0.0  # when it entered the pool
     charged_len: float | None = None  # of its answer, as its tenant was charged for it; None: it was not yet

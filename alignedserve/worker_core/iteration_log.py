@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
-from alignedserve.messages.cluster_view import BatchShape
+from alignedserve.messages.cluster_view import SPREAD_EDGES, BatchShape, IterationLogTotals
 from alignedserve.messages.iterations import IterationCompleted, IterationTimes
-from alignedserve.messages.measurements import SPREAD_EDGES, IterationLogTotals
 from alignedserve.worker_core.request import WorkerRequest
 
 _NUM_RECORDS = 8192

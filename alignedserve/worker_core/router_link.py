@@ -8,9 +8,9 @@ from alignedserve.config.sections import DecodeWorkerConfig
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.ids import RequestId
 from alignedserve.costmodel.speed import Speed
+from alignedserve.messages.cluster_view import WorkerSpeed
 from alignedserve.messages.events import Send
 from alignedserve.messages.fields import FailureKind
-from alignedserve.messages.measurements import WorkerSpeed
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import (
     AttemptFailed,

@@ -13,9 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from alignedserve.core.class_floor import OVERDUE_S
+from alignedserve.core.class_floor import OVERDUE_S, TurnClass
 from alignedserve.core.ids import BlockId, RequestId
-from alignedserve.core.turn_class import TurnClass
 from alignedserve.costmodel.model import CostModel
 from alignedserve.costmodel.work import IterationWork
 from alignedserve.messages.iterations import IterationCompleted

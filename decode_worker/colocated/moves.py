@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from typing_extensions import override
 
-from alignedserve.core.attempts import next_step
 from alignedserve.core.ids import RequestId
+from alignedserve.core.lifecycle import next_step
 from alignedserve.messages.caches import (
     ArenaOffered,
     BlocksReserved,

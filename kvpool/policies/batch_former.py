@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Protocol
 
-from alignedserve.core.class_floor import ClassFloor, OverdueFloor
+from alignedserve.core.class_floor import ClassFloor, OverdueFloor, TurnClass
 from alignedserve.core.ids import BatchId, RequestId, WorkerName
-from alignedserve.core.turn_class import TurnClass
 from alignedserve.messages.cluster_view import FormedBatch, LengthTree, tree_of
 from kvpool.state import PooledRequest
 
@@ -132,7 +131,7 @@ class FcfsBatchFormer:
 class TurnBatchFormer:
     """BatchFormer that chooses by turn where its limits say so, and else as the given former does.
 
-    By turn is the order in which the router's fair queue gave prompts out (core/fair_shares.py), up to the first
+    By turn is the order in which the router's fair queue gave prompts out (router/fair_shares.py), up to the first
     request that does not fit; a request larger than the limit is passed over.
     """
 

@@ -1,7 +1,7 @@
 """The KV pool: batches that it forms and grants, and what it tells of the lengths that wait."""
 
-from alignedserve.core.attempts import epoch_end
 from alignedserve.core.ids import BatchId, RequestId, WorkerName
+from alignedserve.core.lifecycle import epoch_end
 from alignedserve.core.request import Slo
 from alignedserve.messages.caches import (
     BatchGranted,
