@@ -16,7 +16,7 @@ from alignedserve.core.plugins import load_plugin
 from alignedserve.process.actor_host import ActorHost
 from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.runtime.model.served_model import ServedModel
-from decode_worker.lending import Lending
+from decode_worker.state import Lending
 
 
 @ray.remote
@@ -32,7 +32,7 @@ class DecodeWorkerActor(ActorHost):
         served: ServedModel,
         process_spec: ProcessSpec,
     ) -> None:
-        from decode_worker.start import start_decode_worker
+        from decode_worker.service import start_decode_worker
 
         arguments = (config, batching, scheduling, engine_config, served, process_spec)
         super().__init__(process_spec, lambda: start_decode_worker(*arguments))
@@ -53,7 +53,7 @@ class ColocatedWorkerActor(ActorHost):
         process_spec: ProcessSpec,
     ) -> None:
         """`lending`: None: requests do not move between workers."""
-        from decode_worker.start import start_colocated_worker
+        from decode_worker.service import start_colocated_worker
 
         arguments = (config, scheduling, engine_config, served, lending, prefix_cache, process_spec)
         super().__init__(process_spec, lambda: start_colocated_worker(*arguments))

@@ -1,7 +1,7 @@
 """The prefill workers and pools with which a decode worker exchanges blocks.
 
-It keeps links to the pool and the prefill workers of its own node. Those of other nodes, which may be thousands, it
-links with when the router says that it is about to need one, and hangs up when it had no use for `LINK_IDLE_S`.
+It keeps links to the pool and the prefill workers of its own node. Other nodes may have thousands: it links with a
+peer there when the router is about to need it, and hangs up after `LINK_IDLE_S` without use.
 """
 
 from collections.abc import Callable, Collection
@@ -19,14 +19,12 @@ class BlockPeers:
     """Names that are dialled, in the order in which they were announced or needed, and pools among all peers."""
 
     def __init__(self, pool_name: str) -> None:
-        """`pool_name`: the pool of this node, which is dialled from the start."""
         self._names: dict[str, None] = {}
         self._used_s: dict[str, float] = {}  # when those of other nodes were last needed or used
         self._own_pool = pool_name
         self._pools: dict[str, None] = {pool_name: None}
 
     def connected(self, role: Role, peer: str) -> bool:
-        """Note what a peer is; return whether it is one of another node."""
         if role is Role.KV_POOL:
             self._pools[peer] = None
         return peer in self._used_s
@@ -48,7 +46,6 @@ class BlockPeers:
         return commands
 
     def hang_up_unused(self, now: float, in_use: Callable[[], Collection[str]]) -> list[HangUp]:
-        """Hang up on peers of other nodes that were not used for long. `in_use`: returns peers in use now."""
         if not self._used_s:
             return []
         self._used_s |= {peer: now for peer in in_use() if peer in self._used_s}

@@ -10,8 +10,8 @@ from alignedserve.costmodel.linear import Sample
 from alignedserve.costmodel.model import CostModel
 from alignedserve.costmodel.online import learned_from
 from alignedserve.messages.workers import WorkerRegistered
+from alignedserve.prefix_cache.cached_blocks import budget_of
 from alignedserve.prefix_cache.contexts import PrefixCache
-from alignedserve.prefix_cache.kept_states import budget_of
 from alignedserve.scheduling.factory import (
     admission_share,
     limits_of,
@@ -22,20 +22,16 @@ from alignedserve.scheduling.factory import (
 )
 from alignedserve.scheduling.policies import policy_entry
 from alignedserve.scheduling.policy import DeviceMemory
-from alignedserve.worker_core.registration import num_active, registration_of, with_speed
+from alignedserve.worker_core.router_link import num_active, registration_of, with_speed
 from decode_worker.batching.batch_order import DecodeLimits, SwitchLimits
 from decode_worker.batching.running_batch import RunningBatch
 from decode_worker.batching.scheduled_batch import DecodeBatch, ScheduledBatch
-from decode_worker.batching.slack_packing import Packing
+from decode_worker.batching.slack_packing import SlackPack
 from decode_worker.colocated.logic import ColocatedLogic
 from decode_worker.logic import DecodeLogic
 
 
 def batch_limits_of(config: DecodeWorkerConfig, batching: BatchingConfig, *, num_blocks: int) -> DecodeLimits:
-    """Return the limits of the running batch of a worker with this many blocks.
-
-    `min_requests` saturate any worker, however many places it has; and so do fewer that fill its memory.
-    """
     share = batching.low_running_share
     low_running = max(min(int(share * config.max_running_requests), batching.min_requests), 1)
     enough = batching.enough_requests(config.max_running_requests)
@@ -83,15 +79,14 @@ def make_logic(
     )
 
 
-def _packing(share: float, costs: CostModel | None, measured: tuple[Sample, ...]) -> Packing:
+def _packing(share: float, costs: CostModel | None, measured: tuple[Sample, ...]) -> SlackPack:
     if costs is not None:
-        return Packing(share, costs)
+        return SlackPack(share, costs)
     learned = learned_from(measured)
-    return Packing(share, learned, learned)
+    return SlackPack(share, learned, learned)
 
 
 def engine_places(config: DecodeWorkerConfig, scheduling: SchedulingConfig) -> int:
-    """Return the most requests that the engine of a separate decode worker holds, paused ones included."""
     return max_held(config) if policy_entry(scheduling.policy).schedules_iterations else config.max_running_requests
 
 
@@ -110,7 +105,6 @@ def colocated_registration(
     node: str = "",
     max_adapters: int = 0,
 ) -> WorkerRegistered:
-    """Build the registration of a colocated worker. `pool_name`: of its node. `can_move`: it is elastic."""
     registered = registration_of(
         layout,
         num_blocks,
@@ -133,10 +127,8 @@ def memory_of(
     hidden_block_tokens: int | None = None,
     has_shared_blocks: bool = False,
 ) -> DeviceMemory:
-    """Return the empty device memory of a live worker; caches can be swapped.
-
-    `hidden_block_tokens`: tokens whose layer inputs a block holds; None: there are no hidden caches.
-    """
+    """Return the empty device memory of a live worker; caches can be swapped. `hidden_block_tokens`: of a hidden
+    block."""
     copy_bytes = layout.int8_block_bytes if config.has_int8_swaps else layout.block_bytes
     host_tokens = config.swap_space_bytes // copy_bytes * layout.block_size
     return DeviceMemory(
@@ -167,15 +159,16 @@ def make_colocated_logic(
     has_states: bool = False,
 ) -> ColocatedLogic:
     """Build the logic of one colocated worker; the rest as for `make_logic`. `prefix_cache`: None: it has none.
-    `prefix_pool`: the pool of its node, if that keeps prefix blocks; `decode_pool`: the same, if it keeps decodes.
-    `num_layers`: between which a pass may stop. `has_states`: blocks of tokens hold recurrent states.
 
-    Blocks that hold layer inputs, or tokens of two requests, are not cached: a worker that may have such has no cache.
+    `prefix_pool`, `decode_pool`: see ColocatedLogic. `num_layers`: between which a pass may stop. `has_states`: blocks
+    of tokens hold recurrent states. Blocks with layer inputs or tokens of two requests are not cached: such a worker
+    has no cache.
     """
     is_plain = memory.hidden_ratio is None and not memory.has_shared_blocks
     prefixes = None
     if prefix_cache is not None and prefix_cache.enabled and is_plain:
-        prefixes = _prefix_cache(prefix_cache, memory, takes_whole=has_states)
+        states = budget_of(prefix_cache, memory.num_blocks, memory.state_blocks)
+        prefixes = PrefixCache(memory.block_size, takes_whole=has_states or states is not None, states=states)
     yielding = make_yielding(scheduling, num_layers)
     return ColocatedLogic(
         registered=_with_speed(registered, config, costs, measured),
@@ -187,11 +180,6 @@ def make_colocated_logic(
         yielding=yielding,
         decode_pool=decode_pool,
     )
-
-
-def _prefix_cache(config: PrefixCacheConfig, memory: DeviceMemory, *, takes_whole: bool) -> PrefixCache:
-    states = budget_of(config, memory.num_blocks, memory.state_blocks)
-    return PrefixCache(memory.block_size, takes_whole=takes_whole or states is not None, states=states)
 
 
 def _with_speed(

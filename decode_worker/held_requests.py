@@ -9,8 +9,7 @@ from alignedserve.messages.fields import NO_BATCH
 from alignedserve.messages.iterations import BlockCopied, BlockReplacement
 from alignedserve.messages.workers import PrefillRequest
 from alignedserve.prefix_cache.cached_blocks import CachedBlock, CachingAllocator
-from alignedserve.prefix_cache.contexts import CachedContext, PrefixCache
-from alignedserve.prefix_cache.states_on_way import StatesOnWay
+from alignedserve.prefix_cache.contexts import CachedContext, PrefixCache, StatesOnWay
 from alignedserve.scheduling.policy import DeviceMemory, ScheduledRequest
 from alignedserve.scheduling.scheduler_state import MovedProgress, SchedulerState
 from alignedserve.scheduling.shared_blocks import num_shared
@@ -22,7 +21,7 @@ _FORESEEN_TOKENS = 256  # of a request, while another moves
 
 @dataclass(slots=True, eq=False)
 class HeldRequest(WorkerRequest):
-    """One request on such a worker; its progress is in the table."""
+    """One request of a worker with a policy; its progress is in the table."""
 
     block_ids: list[BlockId] = field(default_factory=list)  # those of its states first, if it has some
     is_in_engine: bool = False
@@ -47,7 +46,6 @@ class HeldRequests:
     """Requests by id, in order of arrival, and what the engine has yet to hear of requests that have left."""
 
     def __init__(self, memory: DeviceMemory, prefixes: PrefixCache | None = None) -> None:
-        """`memory`: empty. `prefixes`: the prefix cache in it, empty; None: requests share nothing."""
         self.state = SchedulerState(memory)
         self.allocator = CachingAllocator(memory.num_blocks, None if prefixes is None else prefixes.blocks)
         self._prefixes = prefixes
@@ -94,7 +92,6 @@ class HeldRequests:
         return int(table.num_cached[table.row(tracked.request.request_id)])
 
     def is_reversed(self, tracked: HeldRequest) -> bool:
-        """Return whether a request fills its blocks from the right, as best-effort ones do where blocks are shared."""
         return self._has_shared_blocks and not tracked.is_real_time
 
     def of_parts(self, scheduled: Sequence[ScheduledRequest]) -> tuple[HeldRequest, ...]:
@@ -111,7 +108,6 @@ class HeldRequests:
         self._wait(tracked)
 
     def drop(self, tracked: HeldRequest) -> None:
-        """Remove a request and free its blocks; cached blocks stay in the cache until they are needed."""
         request_id = tracked.request.request_id
         del self._requests[request_id]
         self.states.settle(request_id, tracked.context, is_whole=False)
@@ -137,13 +133,10 @@ class HeldRequests:
             tracked.is_on_host = False
 
     def num_of_states(self, tracked: HeldRequest) -> int:
-        """Return how many of a request's first blocks are those of its states: it has them with its first own block."""
         return self._state_blocks if len(tracked.block_ids) > tracked.num_shareable else 0
 
     def blocks_for(self, num_tokens: int) -> int:
         return self._state_blocks + -(-num_tokens // self.block_size)
-
-    # --- the prefix cache
 
     def foresee_hits(self) -> None:
         """Tell the table what requests without blocks would find cached now; to be called before every plan."""
@@ -172,8 +165,8 @@ class HeldRequests:
     def begin_copies(self) -> tuple[BlockCopied, ...]:
         """Return the copies that requests begin blocks of their own with, once these are allocated.
 
-        What they are copied from may leave the cache meanwhile: nothing but the iteration itself writes there, after
-        the copies, as none may be loaded (`is_copying_out`).
+        Their sources may leave the cache meanwhile: only the iteration itself writes there, after the copies
+        (`is_copying_out`).
         """
         copies = [
             BlockCopied(source.block_id, tracked.block_ids[tracked.num_shareable]) for tracked, source in self._to_copy
@@ -197,7 +190,6 @@ class HeldRequests:
         self.state.settle(self.allocator.num_free)
 
     def leave_blocks(self, tracked: HeldRequest, num_kept: int, *, is_swapped: bool, shares_last: bool) -> None:
-        """Free all but the first blocks of a request that is evicted. `shares_last`: the last is another's as well."""
         self._leave_blocks(tracked, num_kept, shares_last=shares_last)
         if tracked.context is not None:
             tracked.context.is_closed = is_swapped and not self._has_exact_swaps
@@ -212,10 +204,8 @@ class HeldRequests:
         return self._prefixes.add(request.request_id, request.prefix_root, token_ids)
 
     def _wait(self, tracked: HeldRequest) -> None:
-        """Foresee what a request without blocks will find cached.
-
-        A token is left to compute; two where there are tokens already, so that it does not look like a decode.
-        """
+        """Foresee what a request without blocks will find cached; a token is left to compute, or two, unlike a
+        decode."""
         if tracked.context is not None and self._prefixes is not None:
             num_left = 2 if tracked.generated_token_ids else 1
             self._shareable.pop(tracked.request.request_id, None)
@@ -235,8 +225,8 @@ class HeldRequests:
         first = self.num_of_states(tracked)
         if first and not num_kept:
             self.allocator.free(tracked.block_ids[:first])
-        own = tracked.block_ids[max(num_kept, first + tracked.num_shareable) :]
-        self.allocator.free(own[:-1] if shares_last else own)
+        private_ids = tracked.block_ids[max(num_kept, first + tracked.num_shareable) :]
+        self.allocator.free(private_ids[:-1] if shares_last else private_ids)
         if tracked.context is not None and self._prefixes is not None:
             self._prefixes.leave(tracked.context, max(num_kept - first, 0))
         del tracked.block_ids[num_kept:]
@@ -245,32 +235,23 @@ class HeldRequests:
     # --- requests that move between workers
 
     def is_portable(self, request_id: RequestId) -> bool:
-        """Return whether its whole cache is on this device, as keys and values, and only its next token is missing."""
         table, row = self.state.table, self.state.table.row(request_id)
         is_whole = not table.is_hidden[row] and not table.num_swapped[row] and table.num_blocks[row] > 0
         is_alone = self.state.shared.partner(request_id) is None  # in its blocks
         return bool(is_whole and is_alone and table.is_decoding[row])
 
     def has_room_beside(self, num_blocks: int, leaving: HeldRequest | None = None) -> bool:
-        """Return whether every request here could still have what it may soon need, alone, while these are held.
-
-        `leaving`: they are this one's, which needs no others.
-        """
         return all(
             self.has_room_for(held.request, held.context_len, num_blocks) for held in self if held is not leaving
         )
 
     def has_room_for(self, request: Request, context_len: int, num_held: int = 0) -> bool:
-        """Return whether a request could have what it may soon need, alone, beside blocks on their way and these."""
         soon = min(context_len + _FORESEEN_TOKENS, request.max_context_len)
         return self.blocks_for(soon) <= self._num_usable - num_held
 
     @property
     def can_compute(self) -> bool:
-        """Return whether any request here could be alone in the next iteration, which policies count on.
-
-        False only while a request that has grown far needs blocks that are on their way.
-        """
+        """Return whether any request here could be alone in the next iteration, which policies count on."""
         left = self._num_usable
         return not self.num_away or all(self.blocks_for(held.context_len) <= left for held in self)
 
@@ -291,17 +272,15 @@ class HeldRequests:
         self.num_away -= len(block_ids)
 
     def cache_held(self, num_blocks: int) -> None:
-        """Note that blocks which were held for a load are cached now, and free until a request uses them."""
         self.num_away -= num_blocks
         self.state.settle(self.allocator.num_free)
 
     @property
     def num_promised(self) -> int:
         needs = (self.blocks_for(held.context_len + 1) - len(held.block_ids) for held in self)
-        return sum(max(need, 0) for one, need in zip(self, needs, strict=True) if one.block_ids)
+        return sum(max(need, 0) for holder, need in zip(self, needs, strict=True) if holder.block_ids)
 
     def detach(self, tracked: HeldRequest) -> MovedProgress:
-        """Take a request whose cache is on the device out of the scheduler and the engine; its blocks stay held."""
         self.leave_engine(tracked)
         request_id = tracked.request.request_id
         del self._requests[request_id]
@@ -310,14 +289,12 @@ class HeldRequests:
         return self.state.detach(request_id)
 
     def free_detached(self, tracked: HeldRequest) -> None:
-        """Free the blocks of a detached request that has left; its cached blocks stay."""
         self.num_away -= len(tracked.block_ids)
         self._leave_blocks(tracked, 0)
 
     # --- requests whose cache is in the pool
 
     def send_away(self, tracked: HeldRequest, progress: MovedProgress, now: float) -> None:
-        """Keep a detached request whose cache is in the pool now; its blocks are free."""
         tracked.is_away = True
         self._requests[tracked.request.request_id] = tracked
         self.state.add_elsewhere(tracked.request, now, replace(progress, num_blocks=0))
@@ -365,13 +342,11 @@ class HeldRequests:
         return removals
 
     def take_replacements(self) -> tuple[BlockReplacement, ...]:
-        """Return the blocks that the engine has to replace by others, each once."""
         if not self._replacements:
             return ()
         replacements, self._replacements = tuple(self._replacements), []
         return replacements
 
     def take_forgotten(self) -> tuple[RequestId, ...]:
-        """Return the requests whose cache on the host has to be freed, each once."""
         forgotten, self._forgotten = tuple(self._forgotten), []
         return forgotten

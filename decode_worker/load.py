@@ -1,15 +1,19 @@
 """Load of a decode worker, as reported to the router."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from alignedserve.messages.caches import DecodePace
+from alignedserve.messages.events import Send
+from alignedserve.messages.handshake import Role
 from alignedserve.messages.request_notes import Cause
 from alignedserve.messages.workers import PACKED_FROM, JoinedBatch, WorkerLoad
+from alignedserve.scheduling.policy import IterationHistory
 from alignedserve.worker_core.request_notes import WaitingRequest
 from decode_worker.batching.batch_order import BatchOrder
-from decode_worker.batching.begun import span_of
 from decode_worker.batching.candidates import Candidates
 from decode_worker.batching.eviction import Evictions
+from decode_worker.batching.running_batch import span_of
 from decode_worker.batching.scheduled_batch import DecodeBatch
 from decode_worker.state import CacheLocation, Candidate
 
@@ -51,12 +55,21 @@ class LoadCounter:
         self._reported: _LoadCounts | None = None
 
     def report(self, num_verified: int, num_iterations: int, *, is_due: bool) -> WorkerLoad | None:
-        """Return the load if it is due, or has changed since it was reported by more than its free blocks."""
         counts = self._counts(num_verified, num_iterations)
         if counts == self._reported and not is_due:
             return None
         self._reported = counts
-        return self._load_of(counts)
+        return WorkerLoad(
+            num_running=counts.num_running,
+            num_candidate_requests=counts.num_joining,
+            num_batch_candidates=counts.num_following,
+            num_candidate_blocks=counts.num_blocks,
+            num_free_blocks=self._batch.num_free,
+            num_handoffs_verified=counts.num_verified,
+            num_evictions=counts.num_evictions,
+            running=counts.running,
+            num_real_time_candidates=counts.num_real_time,
+        )
 
     def waiting(self) -> Iterator[WaitingRequest]:
         num_running = self._batch.num_holding
@@ -70,19 +83,6 @@ class LoadCounter:
             num_verified,
             self._evictions.num_evictions + self._batch.num_preemptions,
             self._running_range(num_iterations),
-        )
-
-    def _load_of(self, counts: _LoadCounts) -> WorkerLoad:
-        return WorkerLoad(
-            num_running=counts.num_running,
-            num_candidate_requests=counts.num_joining,
-            num_batch_candidates=counts.num_following,
-            num_candidate_blocks=counts.num_blocks,
-            num_free_blocks=self._batch.num_free,
-            num_handoffs_verified=counts.num_verified,
-            num_evictions=counts.num_evictions,
-            running=counts.running,
-            num_real_time_candidates=counts.num_real_time,
         )
 
     def _cause_of(self, candidate: Candidate) -> Cause:
@@ -102,9 +102,9 @@ class LoadCounter:
             num_joining = sum(self._order.joins_running(candidate) for candidate in staying)
             num_blocks = sum(self._batch.blocks_for(candidate.context_len) for candidate in staying)
             self._waiting_of = versions
-            following = [one for one in staying if not self._order.joins_running(one)]
+            following = [candidate for candidate in staying if not self._order.joins_running(candidate)]
             counted = following if self._order.knows_classes else staying if self._batch.packing is not None else ()
-            num_real_time = sum(one.is_real_time for one in counted)
+            num_real_time = sum(candidate.is_real_time for candidate in counted)
             self._waiting = _CandidateCounts(num_joining, len(staying) - num_joining, num_blocks, num_real_time)
         return self._waiting
 
@@ -130,3 +130,39 @@ class LoadCounter:
         shortest, longest = max(span[0], int(span[1] / _WIDEST_JOIN)), span[1]
         start, stop = shortest // _SPAN_STEP * _SPAN_STEP, -(-(longest + 1) // _SPAN_STEP) * _SPAN_STEP
         return JoinedBatch(self._order.running_id, start, stop)
+
+
+_LEAST_CHANGE = 0.1  # share of what was told last
+
+
+class Pace:
+    """Seconds that an iteration of the running batch takes: by the cost model, or without one a mean of the latest."""
+
+    def __init__(self, pool_name: str, decode_s: Callable[[], float | None] | None) -> None:
+        """`decode_s`: by the cost model; None: there is none. It gives None where nothing decodes."""
+        self._pool_name = pool_name
+        self._decode_s = decode_s
+        self._history = IterationHistory()
+        self._reported_s: float | None = None  # None: the pool is not linked
+
+    def connected(self, role: Role, peer: str) -> None:
+        if role is Role.KV_POOL and peer == self._pool_name:
+            self._reported_s = 0.0
+
+    def disconnected(self, peer: str) -> None:
+        if peer == self._pool_name:
+            self._reported_s = None
+
+    def note(self, duration_s: float) -> None:
+        self._history.note(duration_s)
+
+    def report(self) -> list[Send]:
+        iteration_s = self.iteration_s()
+        if self._reported_s is None or abs(iteration_s - self._reported_s) <= _LEAST_CHANGE * self._reported_s:
+            return []
+        self._reported_s = iteration_s
+        return [Send(self._pool_name, DecodePace(iteration_s))]
+
+    def iteration_s(self) -> float:
+        predicted_s = self._decode_s() if self._decode_s is not None else None
+        return self._history.mean_s if predicted_s is None else predicted_s

@@ -5,11 +5,11 @@ The life of a request on a decode worker:
    memory unless it can run at once. An urgent one comes straight from a prefill worker. (batching/candidates.py)
 2. When its batch is due (batching/batch_order.py) and its blocks and those of its next iterations fit, its cache is
    copied into this worker's blocks beside the running iteration, verified, and it enters with the next one. A copy that
-   does not verify is a miss: RequestPreempted sends the request back to be recomputed. (batching/entries.py)
-3. Every iteration gives it one token, or more where its grammar forces them, which go straight to its gateway. Where a
+   does not verify is a miss: RequestPreempted sends the request back to be recomputed. (batching/eviction.py)
+3. Every iteration adds a token, or more where the grammar forces them, and sends them to its gateway. Where a
    policy decides, it may pause, leave for the host, or lose its cache, to be computed again by a prefill worker
    (batching/scheduled_batch.py); 5 is then for switches.
-4. It ends with its stop token or its limit: blocks freed, RequestFinished. Or the client leaves: AbortRequest.
+4. Its stop token or limit ends it: blocks freed, RequestFinished. Or the client leaves: AbortRequest.
 5. When the next iteration would not fit, the longest request (while two batches mix, of the outgoing one) is evicted
    into a prefill worker's memory, from where it is loaded again. When its batch has ended, it returns to the pool.
    If no buffer has space for it, it is preempted and recomputed later. (batching/eviction.py)
@@ -38,7 +38,7 @@ from alignedserve.messages.events import (
     StopDialling,
     Ticked,
 )
-from alignedserve.messages.fields import NO_BATCH, FailureKind
+from alignedserve.messages.fields import NO_BATCH
 from alignedserve.messages.gateways import AbortRequest
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import (
@@ -59,15 +59,12 @@ from alignedserve.worker_core.iteration_log import IterationLog
 from alignedserve.worker_core.request import WorkerRequest
 from alignedserve.worker_core.router_link import RouterLink
 from decode_worker.batching.batch_order import BatchOrder, DecodeLimits, waiting_batch
-from decode_worker.batching.begun import BatchMember
 from decode_worker.batching.candidates import Candidates
-from decode_worker.batching.entries import Entries
-from decode_worker.batching.eviction import EvictionCommand, Evictions
-from decode_worker.batching.running_batch import RunningBatch
+from decode_worker.batching.eviction import Entries, EvictionCommand, Evictions
+from decode_worker.batching.running_batch import BatchMember, RunningBatch
 from decode_worker.batching.scheduled_batch import DecodeBatch
 from decode_worker.block_peers import BlockPeers
-from decode_worker.load import LoadCounter
-from decode_worker.pace import Pace
+from decode_worker.load import LoadCounter, Pace
 from decode_worker.state import Candidate, set_predicted_length
 
 DecodeEvent = CommonEvent | IterationCompleted | BlocksLoaded | BlocksOffloaded
@@ -90,8 +87,8 @@ class DecodeLogic:
         """`batch`: empty; None: all requests are in every iteration, and no objective bounds it. `state_blocks`: of
         every request, before those of its tokens."""
         self._registered, most = registered, limits.max_running_requests
-        own = RunningBatch.of_worker(registered, most, state_blocks=state_blocks) if batch is None else batch
-        self._batch: DecodeBatch = own
+        running_batch = RunningBatch.of_worker(registered, most, state_blocks=state_blocks) if batch is None else batch
+        self._batch: DecodeBatch = running_batch
         knows_classes = limits.switch.best_effort_floor is not None
         self._candidates = Candidates(
             registered.pool_name, registered.block_size, knows_classes=knows_classes, state_blocks=state_blocks
@@ -111,10 +108,7 @@ class DecodeLogic:
         self.iteration_log = IterationLog()
         self._router = RouterLink(registered)
         self._iterations: IterationCycle[BatchMember, DecodeCommand] = IterationCycle(
-            router=self._router,
-            eos_token_ids=eos_token_ids,
-            release=self._release,
-            iteration_log=self.iteration_log,
+            router=self._router, eos_token_ids=eos_token_ids, release=self._release, iteration_log=self.iteration_log
         )
 
     def on_event(self, event: DecodeEvent, now: float) -> list[DecodeCommand]:
@@ -145,15 +139,13 @@ class DecodeLogic:
                 gone = self._preempted(*self._candidates.unheeded(now))
                 return [*self._router.totals(self.iteration_log, now), *self._pace.report(), *unused, *gone]
 
-    # --- peers and messages
-
     def _on_connected(self, role: Role, peer: str) -> list[DecodeCommand]:
         if self._peers.connected(role, peer):
             self._router.await_load()  # a pool that gave nothing to a worker without a link may be asked again
         self._pace.connected(role, peer)
         if role is not Role.ROUTER:
             return []
-        # A router that comes (back) knows nothing of what we hold: its gateways resume those requests through it.
+        # A new router knows no request here: its gateways resume them.
         dropped: list[DecodeCommand] = [*self._candidates.clear()]
         for running in list(self._batch):
             dropped += self._abort(running.request.request_id)
@@ -182,7 +174,10 @@ class DecodeLogic:
             case AbortRequest():
                 return self._abort(message.request_id, message.attempt)
             case ArenaOffered():
-                return self._offered(peer, message)
+                is_buffer = not self._peers.is_pool(peer)
+                if is_buffer:
+                    self._candidates.buffer_offered(peer, message)
+                return [MapArena(peer, message, stamps=is_buffer)]
             case BlocksPrefetched():
                 missed = self._candidates.prefetched(message)
                 if missed is None:
@@ -203,12 +198,6 @@ class DecodeLogic:
             case BlocksWritten():
                 return self._written(peer, message, now)
         raise AssertionError(f"a decode worker does not take {type(message).__name__}")
-
-    def _offered(self, peer: str, message: ArenaOffered) -> list[DecodeCommand]:
-        is_buffer = not self._peers.is_pool(peer)
-        if is_buffer:
-            self._candidates.buffer_offered(peer, message)
-        return [MapArena(peer, message, stamps=is_buffer)]
 
     def _granted(self, pool: str, message: BatchGranted, now: float) -> list[DecodeCommand]:
         self._router.await_load()
@@ -255,7 +244,11 @@ class DecodeLogic:
         commands = self._abort(request_id, earlier)
         self._candidates.receiver.cancel(request_id, earlier)
         if self._batch.never_fits(candidate):
-            return [*commands, *self._candidates.release(candidate), *self._fail_too_large(candidate)]
+            return [
+                *commands,
+                *self._candidates.release(candidate),
+                *self._router.too_large(candidate, "decode worker"),
+            ]
         self._candidates.add(candidate)
         return commands
 
@@ -311,8 +304,6 @@ class DecodeLogic:
                 self._batch.enter(candidate, entry.block_ids, load.copy.context_len, now)
         return commands
 
-    # --- starting an iteration
-
     def _start_iteration(self, now: float) -> list[DecodeCommand]:
         if self._iterations.is_running:
             return []
@@ -349,13 +340,7 @@ class DecodeLogic:
         if stuck is None or self._evictions.candidates():
             return []
         self._batch.drop(stuck)
-        return self._fail_too_large(stuck)
-
-    def _fail_too_large(self, one: WorkerRequest) -> list[DecodeCommand]:
-        reason = "its context needs more cache blocks than a decode worker has"
-        return [*self._router.failed(one, FailureKind.UNSERVABLE, reason)]
-
-    # --- ending an iteration
+        return [*self._router.too_large(stuck, "decode worker")]
 
     def _iteration_completed(self, event: IterationCompleted, now: float) -> list[DecodeCommand]:
         duration_s = self._iterations.end(event, now)
@@ -371,8 +356,6 @@ class DecodeLogic:
     def _release(self, running: BatchMember) -> list[DecodeCommand]:
         self._batch.drop(running)
         return []
-
-    # --- reports
 
     def _preempted(self, *candidates: Candidate, is_refused: bool = False) -> list[DecodeCommand]:
         return [

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.messages.iterations import Addition, RunIteration, StateKept, Swap, Swaps
-from alignedserve.prefix_cache.states_on_way import Passed
+from alignedserve.prefix_cache.contexts import Passed
 from alignedserve.scheduling.iteration_scheduler import Slices
 from alignedserve.scheduling.policy import EvictionMode, IterationPlan, PlannedEviction, PlannedShare, ScheduledRequest
 from alignedserve.scheduling.shared_blocks import AllocationResult
@@ -60,24 +60,24 @@ class PlanPerformer:
     def _begin_states(
         self, members: Sequence[HeldRequest], scheduled: Sequence[ScheduledRequest]
     ) -> tuple[StateKept, ...]:
-        states = self._held.states
-        if not states.are_kept:
+        keeper = self._held.states
+        if not keeper.are_kept:
             return ()
-        kept: list[StateKept] = []
+        states: list[StateKept] = []
         for tracked, part in zip(members, scheduled, strict=True):
             if tracked.context is not None:
                 first = int(self._state.table.num_cached[part.row])
                 slice_ = Passed(first, first + part.num_tokens, tracked.is_prefilled)
                 # Beside them every request may need a block soon.
-                kept += states.begin(tracked.request.request_id, tracked.context, slice_, num_kept_free=len(self._held))
+                request_id = tracked.request.request_id
+                states += keeper.begin(request_id, tracked.context, slice_, num_kept_free=len(self._held))
         self._state.settle(self._held.allocator.num_free)
-        return tuple(kept)
+        return tuple(states)
 
     def completed(self) -> None:
         self._held.is_copying_out = False
 
     def evict(self, evictions: Sequence[PlannedEviction], now: float) -> tuple[Swap, ...]:
-        """Free the blocks of these requests; return the copies to the host that the engine has to make first."""
         return tuple(swap for part in evictions if (swap := self._evict(part, now)) is not None)
 
     def _share(self, part: PlannedShare) -> tuple[BlockId, ...]:
@@ -90,8 +90,6 @@ class PlanPerformer:
         joined: Mapping[int, tuple[BlockId, ...]],
         swaps: _Swaps,
     ) -> _Entered:
-        """Give the scheduled requests their blocks, if they may grow; `joined`: the blocks of others, by the rows that
-        share them now."""
         additions: list[Addition] = []
         extensions: list[tuple[RequestId, tuple[BlockId, ...]]] = []
         table = self._state.table
@@ -111,10 +109,6 @@ class PlanPerformer:
         return _Entered(tuple(additions), tuple(extensions))
 
     def _slices(self, scheduled: tuple[ScheduledRequest, ...], members: tuple[HeldRequest, ...]) -> Slices:
-        """Return the slices of the iteration.
-
-        They are the same object as last time if they are the same, so that none has to be looked at again.
-        """
         latest = self._latest
         if scheduled != latest.scheduled or members != latest.members:
             pairs = zip(members, scheduled, strict=True)
@@ -125,8 +119,6 @@ class PlanPerformer:
     def _bring_in(
         self, tracked: HeldRequest, entered: AllocationResult, shared: tuple[BlockId, ...], swaps: _Swaps
     ) -> tuple[BlockId, ...]:
-        """Allocate the request's new blocks, `shared` behind them; its cache on the host is swapped in with the
-        iteration, and what it has in a block that it leaves to another moves with it."""
         allocated = self._held.allocator.allocate(entered.num_blocks)
         assert allocated is not None, "a plan that does not fit"
         num_brought = entered.num_swapped + entered.num_moved

@@ -3,6 +3,7 @@
 import enum
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from typing_extensions import override
 
@@ -14,7 +15,7 @@ from alignedserve.messages.fields import NO_BATCH
 from alignedserve.messages.gateways import TokenDelta
 from alignedserve.messages.workers import SetPredictedLength
 from alignedserve.scheduling.scheduler_state import MovedProgress
-from alignedserve.worker_core.handoff.buffer_space import BufferSlot
+from alignedserve.worker_core.handoff import BufferSlot
 from alignedserve.worker_core.request import WorkerRequest
 
 
@@ -31,7 +32,6 @@ class RunningRequest(WorkerRequest):
 
     @classmethod
     def of_candidate(cls, candidate: "Candidate", block_ids: tuple[BlockId, ...], num_cached: int) -> "RunningRequest":
-        """Build it as it enters, with the cache of `num_cached` tokens in these blocks."""
         return cls(
             candidate.request,
             candidate.attempt,
@@ -46,13 +46,11 @@ class RunningRequest(WorkerRequest):
 
     @override
     def append(self, token: SampledToken, eos_token_ids: frozenset[int]) -> TokenDelta:
-        """Add the next token: the cache of all tokens before it lies in the blocks."""
         self.num_computed = self.context_len
         return WorkerRequest.append(self, token, eos_token_ids)
 
     @property
     def num_remaining(self) -> int:
-        """Tokens to compute before the next one can be sampled: 1, or more at first where the copy was shorter."""
         return self.context_len - self.num_computed
 
 
@@ -79,15 +77,14 @@ class Candidate(WorkerRequest):
     has_lost_pool: bool = False  # while it was on its way back there
     may_prefetch: bool = True  # a prefill worker that has lost the pool answers at once, again and again
     first_token_s: float = 0.0
-    last_token_s: float = 0.0  # or when it came here, if that is not known
-    service_s: float = 0.0  # that it spent in iterations before
-    far_pool: str | None = None  # the pool of another node that granted it; None: that of this node
+    last_token_s: float = 0.0  # or its arrival here
+    service_s: float = 0.0  # spent in earlier iterations
+    far_pool: str | None = None  # another node's pool that granted it; None: this node's
 
     @classmethod
     def of(
         cls, message: Handoff | BlocksWritten, attempt: int, batch_id: BatchId, location: CacheLocation, now: float
     ) -> "Candidate":
-        """Build the candidate that a message describes; what else follows from its location, the caller sets."""
         first_token_s = now - message.begun_s
         return cls(
             message.request,
@@ -134,7 +131,6 @@ class Candidate(WorkerRequest):
 
 
 def set_predicted_length(known: Iterable[WorkerRequest], message: SetPredictedLength) -> bool:
-    """Set it on the request's records that belong to the message's epoch; return whether there are any."""
     current = [record for record in known if is_same_epoch(record.attempt, message.attempt)]
     for record in current:
         record.predicted_output_len = message.predicted_output_len
@@ -142,8 +138,15 @@ def set_predicted_length(known: Iterable[WorkerRequest], message: SetPredictedLe
 
 
 @dataclass(slots=True)
-class Loading:
+class LoadingCandidate:
     """A candidate on its way into the running batch: its cache is being copied into this worker's blocks."""
 
     candidate: Candidate
     block_ids: tuple[BlockId, ...]
+
+
+class Lending(NamedTuple):
+    """Memory that an elastic worker lends to its node."""
+
+    buffer_bytes: int
+    peers: tuple[str, ...]  # as planned

@@ -26,7 +26,7 @@ from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import IterationCompleted, IterationTimes, RunIteration
 from decode_worker import factory as worker_factory
 from lab.sim.engine import EOS, SimulatedAnswer, SimulatedEngine
-from router import factory as router_factory
+from router import logic as router_logic
 
 MESSAGE_S = 0.0002
 SECONDS = 30.0
@@ -89,7 +89,7 @@ class TinyCluster:
         memory = worker_factory.memory_of(WORKER, LAYOUT, num_blocks=num_blocks)
         self._engine = SimulatedEngine(COSTS, self._answers, memory, keeps_timeline=False)
         self._logics: dict[str, Any] = {
-            "router": router_factory.make_logic(config=RouterConfig(), batching=BatchingConfig()),
+            "router": router_logic.make_logic(config=RouterConfig(), batching=BatchingConfig()),
             "worker": worker_factory.make_colocated_logic(
                 registered=worker_factory.colocated_registration(LAYOUT, num_blocks, WORKER, can_move=True),
                 memory=memory,

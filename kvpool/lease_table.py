@@ -1,8 +1,11 @@
 """Block accounting of the pool: the leases on its blocks, and the kept copies in the order of their eviction."""
 
 import heapq
+from collections import deque
+from collections.abc import Callable
 
 from alignedserve.core.block_allocator import BlockAllocator
+from alignedserve.core.class_floor import ClassFloor
 from alignedserve.core.ids import BlockId, LeaseId, RequestId
 from kvpool.state import Lease, LeaseStage, Reservation
 
@@ -56,7 +59,6 @@ class LeaseTable:
         return list(self._leases.values())
 
     def can_allocate(self, num_blocks: int) -> bool:
-        """Return True if `num_blocks` are free, or would be without the kept copies."""
         return num_blocks <= self.allocator.num_free + self._num_kept_blocks
 
     def copies_to_evict(self, num_blocks: int) -> list[Lease]:
@@ -71,7 +73,6 @@ class LeaseTable:
         return list(evicted.values())
 
     def open(self, reservation: Reservation, deadline_s: float) -> Lease:
-        """Open a lease on free blocks; as many as reserved must be free."""
         block_ids = self.allocator.allocate(reservation.num_blocks)
         assert block_ids is not None, "a lease on blocks that are not free"
         lease = Lease(
@@ -96,10 +97,9 @@ class LeaseTable:
             self._num_kept_blocks += len(lease.block_ids)
             heapq.heappush(self._kept, lease.reclaim_key)
             if len(self._kept) > 2 * self._num_kept + _MAX_SKIPPED:
-                self._compact_heap()
+                self._kept = sorted({key for key in self._kept if self._is_kept(key[-1])})
 
     def shorten(self, lease: Lease, num_blocks: int) -> tuple[BlockId, ...]:
-        """Free the blocks of a lease after the first `num_blocks`, and return them."""
         surplus, lease.block_ids = lease.block_ids[num_blocks:], lease.block_ids[:num_blocks]
         self.allocator.free(surplus)
         return surplus
@@ -120,9 +120,83 @@ class LeaseTable:
             self._num_kept -= 1
             self._num_kept_blocks -= len(lease.block_ids)
 
-    def _compact_heap(self) -> None:
-        self._kept = sorted({key for key in self._kept if self._is_kept(key[-1])})
-
     def _is_kept(self, lease_id: LeaseId) -> bool:
         lease = self._leases.get(lease_id)
         return lease is not None and lease.stage is LeaseStage.KEPT
+
+
+_KEPT_SHARE = 1 / 8  # of the blocks, from best effort
+
+CanAllocate = Callable[[int], bool]  # whether so many blocks are free, or can be made free
+
+
+class WaitingReservations:
+    """Reservations that wait for free blocks, by class and then by arrival. `can_allocate`: of the blocks as they
+    are now.
+
+    Real-time requests go first, and best effort leaves an eighth of the blocks to them: a chat never waits at a
+    prefill worker for a document to be decoded. Best effort has a floor (core/class_floor.py): a document with
+    enough credit is first until its blocks are free, if it needs no more than that eighth; a larger one goes once
+    they are free.
+    """
+
+    def __init__(self, num_blocks: int, can_allocate: CanAllocate, *, floor: float = 0.0) -> None:
+        """`floor`: the share of best effort in the blocks while real-time requests wait for some."""
+        self._num_blocks = num_blocks
+        self._num_kept = int(_KEPT_SHARE * num_blocks)
+        self._can_allocate = can_allocate
+        self._floor = ClassFloor(floor)
+        self._real_time: deque[Reservation] = deque()
+        self._best_effort: deque[Reservation] = deque()
+
+    def __len__(self) -> int:
+        return len(self._real_time) + len(self._best_effort)
+
+    def add(self, reservation: Reservation) -> None:
+        (self._best_effort if reservation.is_best_effort else self._real_time).append(reservation)
+
+    def must_wait(self, reservation: Reservation) -> bool:
+        is_behind = bool(self._real_time) or (bool(self._best_effort) and reservation.is_best_effort)
+        return is_behind or not self._fits(reservation)
+
+    def take(self) -> Reservation | None:
+        if (owed := self._owed()) is not None:
+            if self._can_allocate(owed.num_blocks):
+                self._floor.note_own(owed.num_blocks)
+                return self._best_effort.popleft()
+            if owed.num_blocks <= self._num_kept:
+                return None
+        queue = self._real_time or self._best_effort
+        if not queue or not self._fits(queue[0]):
+            return None
+        taken = queue.popleft()
+        if taken.is_best_effort:
+            self._floor.note_own(taken.num_blocks)
+        elif self._best_effort:
+            self._floor.note_earlier(taken.num_blocks, self._best_effort[0].num_blocks)
+        return taken
+
+    def latest_attempt(self, request_id: RequestId) -> int:
+        waiting = (*self._real_time, *self._best_effort)
+        return max((entry.attempt for entry in waiting if entry.request_id == request_id), default=0)
+
+    def cancel(self, request_id: RequestId, attempt: int) -> None:
+        self._keep(lambda entry: entry.request_id != request_id or entry.attempt > attempt)
+
+    def forget_worker(self, peer: str) -> None:
+        self._keep(lambda entry: entry.worker != peer)
+
+    def _keep(self, is_kept: Callable[[Reservation], bool]) -> None:
+        self._real_time = deque(filter(is_kept, self._real_time))
+        self._best_effort = deque(filter(is_kept, self._best_effort))
+
+    def _owed(self) -> Reservation | None:
+        if not (self._real_time and self._best_effort):
+            return None
+        first = self._best_effort[0]
+        return first if self._floor.is_due(first.num_blocks) else None
+
+    def _fits(self, reservation: Reservation) -> bool:
+        num_blocks = reservation.num_blocks
+        is_small = num_blocks + self._num_kept <= self._num_blocks  # a larger one would never fit beside what is kept
+        return self._can_allocate(num_blocks + (self._num_kept if reservation.is_best_effort and is_small else 0))

@@ -19,6 +19,7 @@ from itertools import chain
 
 from msgspec.structs import replace
 
+from alignedserve.config.sections import BatchingConfig, PoolConfig
 from alignedserve.core.ids import BatchId, RequestId
 from alignedserve.core.lifecycle import is_same_epoch, next_step
 from alignedserve.messages.caches import (
@@ -52,20 +53,17 @@ from alignedserve.messages.pools import (
     PoolRegistered,
     RequestPooled,
 )
-from alignedserve.messages.prefixes import (
-    FindPrefix,
-    PrefixBlocksWritten,
-    PrefixReleased,
-    StorePrefixBlocks,
-)
+from alignedserve.messages.prefixes import FindPrefix, PrefixBlocksWritten, PrefixReleased, StorePrefixBlocks
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import SetPredictedLength
-from kvpool.lease_table import LeaseTable
+from kvpool.lease_table import LeaseTable, WaitingReservations
+from kvpool.policies import make_batch_former
 from kvpool.policies.batch_former import AlignedBatch, BatchFormer, BatchLimits, LengthRange
 from kvpool.prefix_store import PrefixStore, StoreCommand
-from kvpool.reservations import WaitingReservations
 from kvpool.state import NO_GENERATION, Lease, LeaseStage, PooledRequest, Reservation, SetBlockGeneration
-from kvpool.waiting_forms import LINK_WAIT_S, WaitingForms
+
+LINK_WAIT_S = 1.0  # many times what a link takes between two hosts
+
 
 PoolCommand = StoreCommand
 
@@ -86,9 +84,9 @@ class PoolLogic:
         state_blocks: int = 0,
         floor: float = 0.0,
     ) -> None:
-        """`link_wait_s`: time that a batch waits for the link of its worker; 0: links that are not there never come.
+        """`link_wait_s`: time that a batch waits for its worker's link; 0: links that are not there never come.
         `state_blocks`: of every request, before those of its tokens. `floor`: of best effort in reserved blocks.
-        `takes_requests`: from routers, with which it registers; False: it keeps what workers give it for themselves.
+        `takes_requests`: from routers, with which it registers; False: it keeps prefix blocks alone.
         """
         self._takes_requests = takes_requests
         self._arena = arena
@@ -107,15 +105,12 @@ class PoolLogic:
         self._workers: dict[str, None] = {}  # linked now
         self._pace_s: dict[str, float] = {}  # of decode workers: an iteration, and so each token, takes so long
         self._link_wait_s = link_wait_s
-        self._waiting_forms = WaitingForms(link_wait_s)
+        self._waiting_forms: dict[BatchId, tuple[FormBatch, float]] = {}  # with the end of the wait for a link
         self._reported: PoolLoad | None = None
         self._formed: FormedBatch | None = None  # the last one
 
     def on_event(self, event: CommonEvent, now: float) -> list[PoolCommand]:
-        """Return the commands that follow from an event.
-
-        Same state, event and now always give the same commands. Touches nothing outside self.
-        """
+        """Return the commands that follow; the same state, event and now always give the same. Touches only self."""
         match event:
             case Received(peer, message):
                 commands = self._on_message(peer, message, now)
@@ -124,33 +119,37 @@ class PoolLogic:
             case PeerDisconnected(_, peer):
                 commands = self._on_disconnected(peer, now)
             case Ticked():
-                refused = [self._refused(form) for form in self._waiting_forms.expired(now)]
+                expired = self._take_forms([form for form, ends_s in self._waiting_forms.values() if ends_s <= now])
+                refused = [self._refused(form) for form in expired]
                 commands = [*self._end_expired(now), *chain(*refused), *self._report()]
         return commands
-
-    # --- peers
 
     def _on_connected(self, role: Role, peer: str, now: float) -> list[PoolCommand]:
         if role is not Role.ROUTER:
             self._workers[peer] = None
-            asked = [self._form(form, now) for form in self._waiting_forms.linked(peer)]
-            return [Send(peer, self._arena), *chain(*asked)]
+            forms = self._take_forms([form for form, _ in self._waiting_forms.values() if form.worker == peer])
+            granted = [self._form(form, now) for form in forms]
+            return [Send(peer, self._arena), *chain(*granted)]
         self._router = peer
         changed = self._prefixes.cached.told_all()
-        kept = [] if changed is None else [Send(peer, changed)]
+        cached = [] if changed is None else [Send(peer, changed)]
         if not self._takes_requests:
-            return [*kept]
+            return [*cached]
         self._reported = None
-        # What a router knew of this pool ended with its link: it recomputes those requests, so their blocks are freed.
-        # Workers still wait for theirs, and are told to drop what they have written.
+        # A new link begins without this pool's requests: the router recomputes them, so their blocks are freed.
         self._waiting_forms.clear()
         commands = [command for lease in self._lease_table.all() for command in self._invalidate(lease)]
         return [
             Send(peer, PoolRegistered(self._lease_table.num_blocks, self._arena.layout_digest, self._known_attempt)),
-            *kept,
+            *cached,
             *commands,
             *self._serve_reservations(now),
         ]
+
+    def _take_forms(self, forms: list[FormBatch]) -> list[FormBatch]:
+        for form in forms:
+            del self._waiting_forms[form.batch_id]
+        return forms
 
     def _on_disconnected(self, peer: str, now: float) -> list[PoolCommand]:
         if peer == self._router:
@@ -170,8 +169,6 @@ class PoolLogic:
                 lost = CopyLost(lease.request_id, lease.attempt, lease.holder, lease.batch_id)
                 commands += self._to_router(lost) + self._release(lease)
         return commands + self._serve_reservations(now)
-
-    # --- messages
 
     def _on_message(self, peer: str, message: Message, now: float) -> list[PoolCommand]:
         match message:
@@ -272,7 +269,7 @@ class PoolLogic:
         if message.worker not in self._workers:  # it would never get the grant, nor release it
             if not self._link_wait_s:
                 return self._refused(message)
-            self._waiting_forms.add(message, now)
+            self._waiting_forms[message.batch_id] = (message, now + self._link_wait_s)
             return []
         batch = self._choose(message, now)
         if batch is None:
@@ -331,12 +328,12 @@ class PoolLogic:
 
     def _fetch_copy(self, peer: str, message: FetchCopy, now: float) -> list[PoolCommand]:
         leases = self._lease_table.of_request(message.request_id)
-        kept = [lease for lease in leases if lease.stage is LeaseStage.KEPT and lease.attempt <= message.attempt]
+        copies = [lease for lease in leases if lease.stage is LeaseStage.KEPT and lease.attempt <= message.attempt]
         if not self._takes_requests:
-            kept = [lease for lease in leases if lease.stage is LeaseStage.POOLED and lease.holder == peer]
-        if not kept:
+            copies = [lease for lease in leases if lease.stage is LeaseStage.POOLED and lease.holder == peer]
+        if not copies:
             return [Send(peer, CopyMissing(message.request_id, message.attempt))]
-        best = max(kept, key=lambda lease: lease.attempt)
+        best = max(copies, key=lambda lease: lease.attempt)
         return [Send(peer, CopyGranted(self._grant(best, peer, now), message.attempt))]
 
     # --- ends of leases
@@ -375,8 +372,6 @@ class PoolLogic:
         self._former.remove(lease.request_id)
         del self._pooled[lease.request_id]
 
-    # --- reports
-
     def _to_router(self, message: Message) -> list[PoolCommand]:
         return [Send(self._router, message)] if self._router is not None and self._takes_requests else []
 
@@ -392,3 +387,34 @@ class PoolLogic:
             return commands
         self._reported = load
         return [*commands, *self._to_router(load)]
+
+
+def make_logic(
+    *,
+    config: PoolConfig,
+    batching: BatchingConfig,
+    arena: ArenaOffered,
+    block_size: int,
+    first_lease: int,
+    link_wait_s: float = LINK_WAIT_S,
+    takes_requests: bool = True,
+    state_blocks: int = 0,
+) -> PoolLogic:
+    """Build the logic; `first_lease` should differ after each restart. Raises ConfigError naming the field."""
+    former = make_batch_former(
+        batching.policy or "density_first",
+        block_size=block_size,
+        starvation_s=batching.starvation_s,
+        best_effort_floor=batching.best_effort_floor,
+    )
+    return PoolLogic(
+        arena=arena,
+        block_size=block_size,
+        batch_former=former,
+        lease_s=config.lease_s,
+        first_lease=first_lease,
+        link_wait_s=link_wait_s,
+        takes_requests=takes_requests,
+        state_blocks=state_blocks,
+        floor=batching.best_effort_floor or 0.0,
+    )

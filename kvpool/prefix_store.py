@@ -3,7 +3,7 @@
 The life of a block here:
 1. A worker offers it (StorePrefixBlocks). If it is new, and a block is free or one of less value can leave, it gets a
    place to write to, under a lease of its own: PrefixBlocksReserved.
-2. PrefixBlocksWritten with its checksum: it is kept, and stamped as everything is that can be read.
+2. PrefixBlocksWritten brings its checksum: the pool keeps the block and stamps it as readable.
 3. A worker asks for the blocks that follow what it has (FindPrefix) and gets the longest run that is kept, with tokens
    and checksums. Blocks that are lent stay until PrefixReleased, or until the worker is lost.
 States that have blocks of their own are kept like blocks that follow the one behind which they stand; a run is lent up
@@ -30,8 +30,7 @@ from alignedserve.messages.prefixes import (
     ReservedPart,
     StorePrefixBlocks,
 )
-from alignedserve.prefix_cache.cached_blocks import CachedBlock, CachedBlocks, context_of
-from alignedserve.prefix_cache.kept_states import state_names
+from alignedserve.prefix_cache.cached_blocks import CachedBlock, CachedBlocks, context_of, state_names
 from kvpool.state import NO_GENERATION, SetBlockGeneration
 
 PrefixMessage = StorePrefixBlocks | PrefixBlocksWritten | FindPrefix | PrefixReleased
@@ -89,7 +88,6 @@ class PrefixStore:
         return self.cached.num_unused
 
     def make_room(self, num_blocks: int) -> list[StoreCommand]:
-        """Let the least valuable blocks leave until `num_blocks` are free, or no more can."""
         count = min(num_blocks - self._allocator.num_free, self.cached.num_unused)
         if count < 1:
             return []
@@ -139,10 +137,10 @@ class PrefixStore:
             if known is None:
                 break
             if known.parent is not parent or known.packed_tokens != block.packed_tokens:
-                return ReservedPart(len(part.blocks)), []  # another block has its name, so it cannot be kept
+                return ReservedPart(len(part.blocks)), []  # another block has its name
             num_known, parent = num_known + 1, known
         rest = part.blocks[num_known:]
-        num_written = next((at for at, one in enumerate(rest) if one.block_hash not in self._written_by), len(rest))
+        num_written = next((at for at, block in enumerate(rest) if block.block_hash not in self._written_by), len(rest))
         if num_written or not rest:
             return ReservedPart(num_known + num_written), []
         return self._lease(peer, parent, rest, num_known, now)
@@ -187,12 +185,12 @@ class PrefixStore:
             assert stored is not None, "its name was free while it was written"
             run.append(stored)
             self._checksums[block_id] = checksum
-        kept = tuple(block.block_id for block in run[len(writing.before) :])
+        stored_ids = tuple(block.block_id for block in run[len(writing.before) :])
         self._forget_written(writing)
-        freed = self._free(writing.block_ids[len(kept) :])
-        if kept:
+        freed = self._free(writing.block_ids[len(stored_ids) :])
+        if stored_ids:
             self._generation = self._generation or int(self._take_lease())
-            freed.insert(0, SetBlockGeneration(kept, self._generation))
+            freed.insert(0, SetBlockGeneration(stored_ids, self._generation))
         return [*freed, *self._release(run)]
 
     def _end_writing(self, lease_ids: list[LeaseId]) -> list[StoreCommand]:
@@ -228,28 +226,24 @@ class PrefixStore:
     # --- blocks to read
 
     def _find(self, peer: str, message: FindPrefix) -> PrefixFound:
-        found, states = self._behind_state(list(self._kept(message)))
-        if not found:
+        run_found, states = self._behind_state(list(self._kept(message)))
+        if not run_found:
             return PrefixFound(message.request_id)
-        lent = [*found, *states]
+        lent = [*run_found, *states]
         run = context_of(lent[-1])
         self.cached.acquire(run)
         lease_id = self._take_lease()
         self._lent[lease_id] = _Lent(peer, run, message.num_before)
         runs = tuple(BlockRun(block.block_id, 1, self._checksums[block.block_id]) for block in lent)
-        copy = BlockCopy(self._generation, len(found) * self._block_size, runs, message.num_before)
-        return PrefixFound(message.request_id, lease_id, copy, tuple(block.packed_tokens for block in found))
+        copy = BlockCopy(self._generation, len(run_found) * self._block_size, runs, message.num_before)
+        return PrefixFound(message.request_id, lease_id, copy, tuple(block.packed_tokens for block in run_found))
 
-    def _behind_state(self, found: list[CachedBlock]) -> tuple[list[CachedBlock], list[CachedBlock]]:
-        """Return the first of these blocks, up to the last one behind which states are kept, and the blocks of these.
-
-        All, and none, where blocks of tokens are enough.
-        """
+    def _behind_state(self, blocks: list[CachedBlock]) -> tuple[list[CachedBlock], list[CachedBlock]]:
         if not self._state_blocks:
-            return found, []
-        for count in range(len(found), 0, -1):
-            if states := self._states_of(found[count - 1]):
-                return found[:count], states
+            return blocks, []
+        for count in range(len(blocks), 0, -1):
+            if states := self._states_of(blocks[count - 1]):
+                return blocks[:count], states
         return [], []
 
     def _states_of(self, edge: CachedBlock) -> list[CachedBlock]:

@@ -5,13 +5,119 @@ the root is 0, the children of n are 4n+1 to 4n+4, the leaves come last, shortes
 are in flat lists under its number. Lengths over the maximum are counted as the maximum.
 """
 
+from bisect import bisect_left, insort
 from collections.abc import Iterator
+from dataclasses import dataclass
 from heapq import heappop, heappush
+from operator import itemgetter
 
 from alignedserve.core.ids import RequestId
 from alignedserve.messages.cluster_view import MAX_RANGES, LengthLeaf, LengthTree
-from kvpool.ordered_entries import NO_SIZE, Entry, OrderedEntries
 from kvpool.state import PooledRequest
+
+# (time it is ordered by, arrival, id, blocks); the id is unique, so the blocks never decide the order.
+Entry = tuple[float, float, RequestId, int]
+
+NO_SIZE = 1 << 62  # smallest size of an empty list: fits no limit
+_MAX_CHUNK = 64
+_MIN_CHUNK = 8  # smaller ones are merged with their neighbour
+_blocks_of = itemgetter(3)
+
+
+@dataclass(frozen=True, slots=True)
+class FitResult:
+    """Entries that fit together, in order, and the size of the smallest one left."""
+
+    entries: list[Entry]
+    smallest_left: int  # NO_SIZE: none was left
+
+
+class OrderedEntries:
+    """Entries in ascending order, in chunks of a few dozen; a search for what fits skips whole chunks by their
+    `smallest`."""
+
+    __slots__ = ("_chunks", "_lasts", "_smallest", "smallest")
+
+    def __init__(self) -> None:
+        self._chunks: list[list[Entry]] = []
+        self._lasts: list[Entry] = []  # per chunk its last entry
+        self._smallest: list[int] = []  # per chunk the size of its smallest entry
+        self.smallest = NO_SIZE
+
+    def __iter__(self) -> Iterator[Entry]:
+        for chunk in self._chunks:
+            yield from chunk
+
+    def add(self, entry: Entry) -> None:
+        size = entry[3]
+        if size < self.smallest:
+            self.smallest = size
+        if not self._chunks:
+            self._chunks, self._lasts, self._smallest = [[entry]], [entry], [size]
+            return
+        index = min(bisect_left(self._lasts, entry), len(self._lasts) - 1)
+        chunk = self._chunks[index]
+        insort(chunk, entry)
+        self._lasts[index] = chunk[-1]
+        if size < self._smallest[index]:
+            self._smallest[index] = size
+        if len(chunk) > _MAX_CHUNK:
+            half = len(chunk) // 2
+            self._replace(index, 1, [chunk[:half], chunk[half:]])
+
+    def remove(self, entry: Entry) -> None:
+        index = bisect_left(self._lasts, entry)
+        chunk = self._chunks[index]
+        position = bisect_left(chunk, entry)
+        del chunk[position]
+        if not chunk or (len(chunk) < _MIN_CHUNK and len(self._chunks) > 1):
+            self._shrink(index)
+        else:
+            self._lasts[index] = chunk[-1]
+            if entry[3] == self._smallest[index] and entry[3] not in map(_blocks_of, chunk):
+                self._smallest[index] = min(map(_blocks_of, chunk))
+        if entry[3] == self.smallest and entry[3] not in self._smallest:
+            self.smallest = min(self._smallest, default=NO_SIZE)
+
+    def _shrink(self, index: int) -> None:
+        first = max(0, min(index, len(self._chunks) - 2))
+        merged = [entry for chunk in self._chunks[first : first + 2] for entry in chunk]
+        if len(merged) > _MAX_CHUNK:
+            self._replace(index, 1, [self._chunks[index]])
+        else:
+            self._replace(first, 2, [merged])
+
+    def _replace(self, index: int, count: int, chunks: list[list[Entry]]) -> None:
+        chunks = [chunk for chunk in chunks if chunk]
+        self._chunks[index : index + count] = chunks
+        self._lasts[index : index + count] = [chunk[-1] for chunk in chunks]
+        self._smallest[index : index + count] = [min(map(_blocks_of, chunk)) for chunk in chunks]
+
+    def up_to(self, max_blocks: int) -> Iterator[Entry]:
+        for chunk, smallest in zip(self._chunks, self._smallest, strict=True):
+            if smallest <= max_blocks:
+                yield from (entry for entry in chunk if entry[3] <= max_blocks)
+
+    def first_fit(self, max_blocks: int, max_requests: int) -> FitResult:
+        entries: list[Entry] = []
+        smallest_left = NO_SIZE
+        for index, smallest in enumerate(self._smallest):
+            if self.smallest > max_blocks:  # nothing that follows fits
+                return FitResult(entries, min(smallest_left, *self._smallest[index:]))
+            if smallest > max_blocks:
+                smallest_left = min(smallest_left, smallest)
+                continue
+            for entry in self._chunks[index]:
+                size = entry[3]
+                if size > max_blocks:
+                    smallest_left = min(smallest_left, size)
+                elif len(entries) == max_requests:
+                    return FitResult(entries, min(smallest_left, size))
+                else:
+                    entries.append(entry)
+                    max_blocks -= size
+        return FitResult(entries, smallest_left)
+
 
 ROOT = 0
 NEVER = float("inf")  # an empty range does not wait
@@ -56,8 +162,6 @@ class QuadTree:
         entries = self._entries[leaf - self.first_leaf]
         assert entries is not None, "an empty leaf"
         return entries
-
-    # --- changes
 
     def insert(self, pooled: PooledRequest, now: float) -> None:
         assert pooled.request_id not in self._members, "a request pooled twice"
@@ -133,8 +237,6 @@ class QuadTree:
             path = self._paths[leaf - self.first_leaf] = tuple(nodes)
         return path
 
-    # --- searches
-
     def longest_waiting(self, before_s: float, max_blocks: int) -> int | None:
         """Return the leaf waiting longest, since `before_s` or earlier, with a request within the limit; ties: left."""
         candidates = [(self.waiting_since_s[ROOT], 0, ROOT, len(self._entries))]  # since, first leaf, node, leaves
@@ -160,13 +262,11 @@ class QuadTree:
         return node
 
     def occupied_between(self, start: int, stop: int) -> Iterator[int]:
-        """Yield the leaves that hold lengths of [start, stop) and are not empty, shortest first."""
         for leaf in range(self.leaf_of(start), self.leaf_of(stop - 1) + 1):
             if self.num_requests[leaf]:
                 yield leaf
 
     def seen(self) -> LengthTree:
-        """Return its occupied ranges, at the finest level that does not exceed the limit of ranges."""
         nodes, first, num_ranges = [ROOT] if self._members else [], ROOT, 1
         while nodes and first < self.first_leaf:
             children = [child for node in nodes for child in self._occupied_children(node)]

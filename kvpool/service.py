@@ -1,4 +1,4 @@
-"""The running pool: its logic, its links and the arena that it owns."""
+"""The running pool: its logic, links and arena."""
 
 import secrets
 from functools import partial
@@ -16,7 +16,7 @@ from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.kv.transfers.block_server import BlockServer
 from alignedserve.runtime.kv.transfers.host_blocks import ArenaBuffer
-from kvpool.factory import make_logic
+from kvpool.logic import make_logic
 from kvpool.state import SetBlockGeneration
 
 _BEYOND_NODE = "tcp"  # the transport to other nodes

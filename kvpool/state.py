@@ -7,8 +7,8 @@ from alignedserve.core.class_floor import TurnClass
 from alignedserve.core.ids import BatchId, BlockId, LeaseId, RequestId
 from alignedserve.messages.caches import BlocksWritten, Handoff
 from alignedserve.messages.fields import NO_BATCH
-from alignedserve.worker_core.deadlines import urgent_at_s
-from alignedserve.worker_core.handoff.receiver import is_described
+from alignedserve.worker_core.handoff import is_described
+from alignedserve.worker_core.request import urgent_at_s
 
 NO_GENERATION = 0
 
@@ -49,7 +49,6 @@ class Lease:
 
     @property
     def reclaim_key(self) -> tuple[bool, float, LeaseId]:
-        """Sort key of eviction: best-effort copies before real-time ones, the youngest first."""
         assert self.content is not None, "a copy of nothing"
         request = self.content.request
         return request.is_real_time, -request.arrival_s, self.lease_id
@@ -69,8 +68,6 @@ class Lease:
         )
 
     def is_described_by(self, peer: str, written: BlocksWritten, block_size: int, state_blocks: int = 0) -> bool:
-        """Return whether this peer may say so of the lease, and says it of exactly its first blocks. `state_blocks`:
-        of those, before the ones of its tokens."""
         is_holder = self.stage is LeaseStage.RESERVED and self.holder == peer
         is_its = (written.request.request_id, written.attempt) == (self.request_id, self.attempt)
         return is_holder and is_its and is_described(written, self.block_ids, self.lease_id, block_size, state_blocks)
@@ -102,7 +99,6 @@ class PooledRequest:
 
     @classmethod
     def of(cls, lease: Lease, tpot_s: float | None) -> "PooledRequest":
-        """Describe a lease with content. `tpot_s`: of the slowest decode worker; None: not known yet."""
         content = lease.content
         assert content is not None, "nothing to index"
         num_blocks = len(lease.block_ids)

@@ -27,7 +27,7 @@ class PrefillWorkerActor(ActorHost):
         process_spec: ProcessSpec,
     ) -> None:
         """`decoders`: names of the decode workers of this node; `num_far_decoders`: how many others have, at first."""
-        from prefill_worker.start import start_prefill_worker
+        from prefill_worker.service import start_prefill_worker
 
         arguments = (config, scheduling, engine_config, decoders, num_far_decoders, served, prefix_cache, process_spec)
         super().__init__(process_spec, lambda: start_prefill_worker(*arguments))

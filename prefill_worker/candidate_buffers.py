@@ -4,14 +4,16 @@ The decode worker allocates the blocks of its buffer. This worker opens it, copi
 ahead of need, and returns evicted requests from it to the pool. One such copy runs at a time for each buffer, so that
 plans can change for all others; copies of other buffers and offloads of computed prompts do not wait for it.
 
-ReturnRequest begins a handoff to the pool (worker_core/handoff/sender.py), of what lies in a buffer. RequestReturned
+ReturnRequest begins a handoff to the pool (worker_core/handoff.py), of what lies in a buffer. RequestReturned
 tells the decode worker how it ended: unless the pool has the request, or may have it, it stays in the buffer.
 """
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from alignedserve.core.class_floor import ClassFloor, OverdueFloor, TurnClass
 from alignedserve.messages.caches import (
     BlockCopy,
     BlocksPrefetched,
@@ -23,8 +25,8 @@ from alignedserve.messages.caches import (
 )
 from alignedserve.messages.events import Send
 from alignedserve.messages.iterations import BlocksRelayed, CloseBuffer, RelayBlocks
-from alignedserve.worker_core.handoff.lender import Lender
-from alignedserve.worker_core.handoff.sender import Contents, HandoffEnd, HandoffStage, Outgoing, Sender
+from alignedserve.worker_core.handoff import Contents, HandoffEnd, HandoffStage, Lender, Outgoing, Sender
+from prefill_worker.state import JobStage, PrefillJob
 
 BufferCommand = Send | RelayBlocks | CloseBuffer
 
@@ -57,8 +59,6 @@ class CandidateBuffers:
             reserved=self._reserved, contents=_contents_of, ended=self._returned, aborted=lambda entry: ()
         )
 
-    # --- decode workers
-
     def disconnected(self, peer: str) -> list[BufferCommand]:
         self._waiting = deque(entry for entry in self._waiting if entry.peer != peer)
         commands: list[BufferCommand] = [self.lender.disconnected(peer)]
@@ -79,17 +79,13 @@ class CandidateBuffers:
         )
         if not self._has_pool:
             return [_not_prefetched(peer, relay)]
-        self._queue_prefetch(peer, relay, is_best_effort=message.is_best_effort)
+        index = len(self._waiting)
+        while index and not message.is_best_effort and self._waiting[index - 1].is_best_effort:
+            index -= 1
+        self._waiting.insert(index, _WaitingCopy(peer, relay, message.is_best_effort))
         return self._next()
 
-    def _queue_prefetch(self, peer: str, relay: RelayBlocks, *, is_best_effort: bool) -> None:
-        place = len(self._waiting)
-        while place and not is_best_effort and self._waiting[place - 1].is_best_effort:
-            place -= 1
-        self._waiting.insert(place, _WaitingCopy(peer, relay, is_best_effort))
-
     def cancel(self, peer: str, message: CancelPrefetch) -> list[BufferCommand]:
-        """Remove a prefetch from the queue; one that has started continues and is answered as usual."""
         commands: list[BufferCommand] = []
         for entry in [entry for entry in self._waiting if entry.peer == peer and _is_of(entry.relay, message)]:
             self._waiting.remove(entry)
@@ -103,8 +99,6 @@ class CandidateBuffers:
         entry = _Returning(request, message.attempt, self._pool_name, peer, message)
         is_best_effort = not request.is_real_time
         return [self.returns.ask(entry, message.copy.num_blocks, is_best_effort=is_best_effort)]
-
-    # --- the pool
 
     def pool_connected(self) -> None:
         self._has_pool = True
@@ -137,8 +131,6 @@ class CandidateBuffers:
     def _returned(self, entry: _Returning, how: HandoffEnd, now: float) -> list[BufferCommand]:
         outcome = _OUTCOMES.get(how, ReturnOutcome.STAYED)
         return [Send(entry.peer, RequestReturned(entry.request.request_id, entry.attempt, outcome))]
-
-    # --- copies
 
     def relayed(self, event: BlocksRelayed, now: float) -> list[BufferCommand]:
         is_return = event.command.target == self._pool_name
@@ -185,3 +177,70 @@ def _is_of(relay: RelayBlocks, message: CancelPrefetch) -> bool:
 
 def _not_prefetched(peer: str, relay: RelayBlocks) -> Send:
     return Send(peer, BlocksPrefetched(relay.request_id, relay.generation, None))
+
+
+_MOST_NOT_COMPUTED = 2  # documents: one computed by the policy's floor, and the next
+
+
+class PlaceOrder:
+    """Orders jobs for places and blocks: on time, late, best effort, each by arrival.
+
+    An overdue late job goes before punctual ones by a floor (core/class_floor.py), and so does a waiting document,
+    while fewer than two documents with a place are not computed yet: in an overload chats always wait here.
+    """
+
+    def __init__(self, *, knows_classes: bool, floor: float = 0.0) -> None:
+        """`knows_classes`: where the policy does; else all go in order of arrival. `floor`: of best effort, as a share
+        of the tokens that get a place."""
+        self.knows_classes = knows_classes
+        self._floor = OverdueFloor()
+        self._late: PrefillJob | None = None  # the first of the late ones that wait
+        self._document_floor = ClassFloor(floor)
+        self._document: PrefillJob | None = None  # the first best-effort one that waits
+        self.by_floor: PrefillJob | None = None  # a best-effort one that goes before all, and holds up none
+
+    def of(self, jobs: Iterable[PrefillJob], now: float) -> list[PrefillJob]:
+        waiting, placed = [], 0
+        for job in jobs:
+            if job.stage is JobStage.WAITING:
+                waiting.append(job)
+            else:
+                placed += job.stage is not JobStage.DEPARTING and not job.is_real_time
+        if not self.knows_classes:
+            return waiting
+        by_class: dict[TurnClass, list[PrefillJob]] = {turn_class: [] for turn_class in TurnClass}
+        for job in waiting:
+            by_class[_class_of(job, now)].append(job)
+        waiting = [job for of_class in by_class.values() for job in of_class]
+        late = self._late = next(iter(by_class[TurnClass.LATE]), None)
+        if late is not None and self._floor.lets(late.context_len, late.turn_due_s, now):
+            waiting.remove(late)
+            waiting.insert(0, late)
+        first = self._document = next(iter(by_class[TurnClass.BEST_EFFORT]), None)
+        self.by_floor = None
+        has_turn = first is not None and first is not waiting[0] and placed < _MOST_NOT_COMPUTED
+        if first is not None and has_turn and self._document_floor.is_due(first.context_len):
+            self.by_floor = first
+            waiting.remove(first)
+            waiting.insert(0, first)
+        return waiting
+
+    def note(self, job: PrefillJob, now: float) -> None:
+        if not self.knows_classes:
+            return
+        turn_class = _class_of(job, now)
+        if turn_class is TurnClass.BEST_EFFORT:
+            self._document_floor.note_own(job.context_len)
+            return
+        if self._document is not None:
+            self._document_floor.note_earlier(job.context_len, self._document.context_len)
+        if turn_class is TurnClass.LATE:
+            self._floor.note_own(job.context_len)
+        elif turn_class is TurnClass.ON_TIME and self._late is not None:
+            self._floor.note_earlier(job.context_len, self._late.context_len)
+
+
+def _class_of(job: PrefillJob, now: float) -> TurnClass:
+    if not job.is_real_time:
+        return TurnClass.BEST_EFFORT
+    return TurnClass.LATE if job.turn_due_s <= now else TurnClass.ON_TIME

@@ -1,6 +1,6 @@
 """Departure of a computed request from a prefill worker: to the pool, or first to a decode worker if it is urgent.
 
-It is a handoff (worker_core/handoff/sender.py), copied beside the running iteration. A request that a decode worker
+It is a handoff (worker_core/handoff.py), copied beside the running iteration. A request that a decode worker
 took is then offered to the pool as a copy, which is dropped if the pool is full; one that it did not take goes to the
 pool. Without a pool it waits for one.
 """
@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from alignedserve.messages.events import Send
 from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.iterations import OffloadBlocks
-from alignedserve.worker_core.handoff.lender import Lender
-from alignedserve.worker_core.handoff.sender import Contents, HandoffEnd, Outgoing, Sender
+from alignedserve.worker_core.handoff import Contents, HandoffEnd, Lender, Outgoing, Sender
 from alignedserve.worker_core.router_link import RouterLink
 from prefill_worker.state import PrefillJob
 
@@ -22,14 +21,14 @@ DepartureCommand = Send | OffloadBlocks
 
 
 @dataclass(slots=True, eq=False)
-class Departing(Outgoing):
+class DepartingJob(Outgoing):
     """One job that leaves."""
 
     job: PrefillJob
 
 
 class Departure:
-    """Decides where jobs go, and what follows when they are there, or do not get there."""
+    """Decides where jobs go, and what follows from their arrival or failure."""
 
     def __init__(
         self, lender: Lender, router: RouterLink, forget: Callable[[PrefillJob], Sequence[DepartureCommand]]
@@ -39,7 +38,7 @@ class Departure:
         self._lender = lender
         self._router = router
         self._forget = forget
-        self.sender: Sender[Departing, DepartureCommand] = Sender(
+        self.sender: Sender[DepartingJob, DepartureCommand] = Sender(
             reserved=lambda entry: [self.sender.copy(entry, entry.job.block_ids)],
             contents=_contents_of,
             ended=self._ended,
@@ -47,16 +46,15 @@ class Departure:
         )
 
     def begin(self, job: PrefillJob) -> Sequence[DepartureCommand]:
-        """Ask the job's target for blocks; without a target it waits for the pool."""
         is_bypass = job.bypass_to is not None and self._lender.lends_to(job.bypass_to)
         target = job.bypass_to if is_bypass else self.pool
         if target is None:
             return self._forget(job) if job.is_taken else ()
-        job.leaving = entry = Departing(job.request, job.attempt, target, job)
+        job.leaving = entry = DepartingJob(job.request, job.attempt, target, job)
         kind = {"is_copy": job.is_taken, "may_wait": not job.is_taken, "is_best_effort": not job.is_real_time}
         return [self.sender.ask(entry, len(job.block_ids), **kind)]
 
-    def _ended(self, entry: Departing, how: HandoffEnd, now: float) -> Sequence[DepartureCommand]:
+    def _ended(self, entry: DepartingJob, how: HandoffEnd, now: float) -> Sequence[DepartureCommand]:
         job = entry.job
         job.leaving = None
         if entry.target == job.bypass_to and how is not HandoffEnd.UNKNOWN:
@@ -69,17 +67,17 @@ class Departure:
                 return self.begin(job)
         match how:
             case HandoffEnd.FAILED if not is_optional:
-                told = self._router.failed(job, FailureKind.INTERNAL, "its cache cannot be copied to the KV pool")
+                reports = self._router.failed(job, FailureKind.INTERNAL, "its cache cannot be copied to the KV pool")
             case HandoffEnd.REFUSED if not is_optional:
                 reason = "the KV pool is too small for it"
-                told = self._router.failed(job, FailureKind.UNSERVABLE, reason)
+                reports = self._router.failed(job, FailureKind.UNSERVABLE, reason)
             case HandoffEnd.UNKNOWN if not is_optional:
-                told = self._router.send(job.preempted())
+                reports = self._router.send(job.preempted())
             case _:
-                told = []
-        return [*told, *self._forget(job)]
+                reports = []
+        return [*reports, *self._forget(job)]
 
 
-def _contents_of(entry: Departing, now: float) -> Contents:
+def _contents_of(entry: DepartingJob, now: float) -> Contents:
     job, generated = entry.job, tuple(entry.job.generated_token_ids)
     return Contents(job.num_cached, generated, job.predicted_output_len, job.begun_s(now), service_s=0.0)

@@ -11,8 +11,7 @@ from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.messages.iterations import BlockCopied, BlockReplacement, StateKept
 from alignedserve.messages.prefixes import PrefixBlocksChanged
 from alignedserve.prefix_cache.cached_blocks import CachingAllocator
-from alignedserve.prefix_cache.contexts import CachedContext, PrefixCache
-from alignedserve.prefix_cache.states_on_way import Passed, StatesOnWay
+from alignedserve.prefix_cache.contexts import CachedContext, Passed, PrefixCache, StatesOnWay
 from prefill_worker.state import PrefillJob
 
 _KEPT_SHARE = 0.25  # of blocks and places, from best effort
@@ -54,10 +53,6 @@ class JobBlocks:
         return self._state_blocks + blocks_for(num_tokens, self._block_size)
 
     def leave_room(self, job: PrefillJob, jobs: Iterable[PrefillJob], max_jobs: int) -> bool:
-        """Return whether real-time jobs keep their share of blocks and places beside this best-effort one.
-
-        Best effort waits here for room in the pool, with the blocks that it has computed: it would keep chat out.
-        """
         beside = [other for other in jobs if other.block_ids and not other.is_real_time]
         num_blocks = sum(len(other.block_ids) for other in beside) + self.count_for(job.context_len)
         num_jobs, share = len(beside) + 1, 1.0 - _KEPT_SHARE
@@ -67,7 +62,7 @@ class JobBlocks:
     def allocate(self, job: PrefillJob) -> bool:
         """Give a job all its blocks, cached ones first; return False if too few are free.
 
-        One that is to be loaded waits while states are copied, as their source may be among its blocks.
+        A job to be loaded waits while states are copied, as their source may be among its blocks.
         """
         prefixes = self._prefixes
         if job.has_copy and (self._states_to_copy or self._is_copying):
@@ -80,18 +75,18 @@ class JobBlocks:
             job.block_ids = self._allocator.allocate(num_blocks) or ()
             return bool(job.block_ids)
         prefixes.wait(context, (job.context_len - 1) // self._block_size * self._block_size)
-        found = context.run[: prefixes.num_foreseen(context) // self._block_size]
-        num_free = self.num_free - sum(not block.num_users for block in found)
-        if num_blocks - len(found) > num_free:
+        cached = context.run[: prefixes.num_foreseen(context) // self._block_size]
+        num_free = self.num_free - sum(not block.num_users for block in cached)
+        if num_blocks - len(cached) > num_free:
             prefixes.leave(context)
             return False
         run = prefixes.enter(context, job.context_len)
         if run.state is not None:
             self._states_to_copy.append((job, run.state.state_ids))
-        own = self._allocator.allocate(num_blocks - len(run.held))
-        assert own is not None, "fewer blocks than were counted"
-        of_states, own = own[: self._state_blocks], own[self._state_blocks :]
-        job.block_ids = (*of_states, *(block.block_id for block in run.held), *own)
+        private_ids = self._allocator.allocate(num_blocks - len(run.held))
+        assert private_ids is not None, "fewer blocks than were counted"
+        of_states, private_ids = private_ids[: self._state_blocks], private_ids[self._state_blocks :]
+        job.block_ids = (*of_states, *(block.block_id for block in run.held), *private_ids)
         job.num_hit_tokens = run.num_tokens
         return True
 
@@ -110,10 +105,9 @@ class JobBlocks:
         job.block_ids = tuple(block_ids)
 
     def free(self, job: PrefillJob) -> None:
-        """Free the blocks of a job that has left; cached blocks stay in the cache until they are needed."""
         context, request_id = job.context, job.request.request_id
         self._states.settle(request_id, context, is_whole=False)
-        self._states_to_copy = [one for one in self._states_to_copy if one[0] is not job]
+        self._states_to_copy = [entry for entry in self._states_to_copy if entry[0] is not job]
         self._replacements = [replacement for replacement in self._replacements if replacement.request_id != request_id]
         num_states = self._state_blocks if job.block_ids else 0
         self._allocator.free(job.block_ids[:num_states])
@@ -137,25 +131,22 @@ class JobBlocks:
     def begin_states(
         self, jobs: Mapping[RequestId, PrefillJob], slices: Iterable[tuple[RequestId, int]]
     ) -> tuple[StateKept, ...]:
-        """Note what an iteration computes; return where it leaves states for later jobs."""
         if not self._states.are_kept:
             return ()
-        kept: list[StateKept] = []
+        states: list[StateKept] = []
         for request_id, num_tokens in slices:
             job = jobs[request_id]
             first, job.num_passed = job.num_passed, job.num_passed + num_tokens
             if job.context is not None:
                 passed = Passed(first, job.num_passed, is_answer=False)
-                kept += self._states.begin(request_id, job.context, passed, num_kept_free=0)
-        return tuple(kept)
+                states += self._states.begin(request_id, job.context, passed, num_kept_free=0)
+        return tuple(states)
 
     def take_replacements(self) -> tuple[BlockReplacement, ...]:
-        """Return the blocks that the engine has to replace by others, each once."""
         replacements, self._replacements = tuple(self._replacements), []
         return replacements
 
     def passed(self, jobs: Iterable[PrefillJob], failed: Container[RequestId]) -> None:
-        """Keep the states that an iteration has left, and the blocks before them; `failed`: what is of no use."""
         for job in jobs:
             request_id = job.request.request_id
             if self._states.has_coming(request_id):
@@ -167,14 +158,10 @@ class JobBlocks:
     def copied(self) -> None:
         self._is_copying = False
 
-    # --- reports
-
     def changes(self) -> PrefixBlocksChanged | None:
-        """Return, for the router, which blocks have come and gone since it was last told; None: there are none."""
         return None if self._prefixes is None else self._prefixes.blocks.told_changes()
 
     def all_cached(self) -> PrefixBlocksChanged | None:
-        """Return, for a router that is new, all cached blocks; None: there are none."""
         return None if self._prefixes is None else self._prefixes.blocks.told_all()
 
     def _context_of(self, job: PrefillJob) -> CachedContext | None:

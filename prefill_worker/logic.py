@@ -2,7 +2,7 @@
 
 The life of a request on a prefill worker:
 1. PrefillRequest: it waits, in the router's order (real-time first if a policy schedules iterations), until blocks for
-   its whole context are free. What it begins with may be cached here from others before it. A retry asks the pool
+   its whole context are free. Earlier prompts may have left its first blocks cached here. A retry asks the pool
    instead: a copy of an earlier attempt is loaded. Only the tokens after that are computed.
 2. Iterations compute it in chunks under the token budget; the last chunk samples the next token.
 3. The token goes to the gateway at once. If it completes the answer, the blocks are freed: RequestFinished.
@@ -10,12 +10,18 @@ The life of a request on a prefill worker:
    worker that the router named (about its candidate buffer here), and then to the pool for a copy.
 5. BlocksReserved: the blocks are copied beside the running iteration. BlocksWritten offers the request;
    with BlocksTaken it is its receiver's, and the blocks here are freed.
-A router that is back knows nothing of this worker's jobs, so its return aborts them. Jobs offered to a pool or decode
-worker that is lost before it acknowledged them are preempted (RequestPreempted: only the router can know); jobs that
-were departing to a lost pool reserve again when it is back. Candidate buffers are in candidate_buffers.py.
+A returning router knows none of this worker's jobs, so they are aborted. Jobs offered to a pool or decode worker that
+is lost before it acknowledged them are preempted (RequestPreempted: only the router can know); jobs that were departing
+to a lost pool reserve again when it is back. Candidate buffers are in candidate_buffers.py.
 """
 
+import msgspec
+
+from alignedserve.config.sections import PrefillWorkerConfig, PrefixCacheConfig, SchedulingConfig
+from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.ids import LeaseId, RequestId
+from alignedserve.costmodel.linear import Sample
+from alignedserve.costmodel.model import CostModel
 from alignedserve.messages.caches import (
     ArenaOffered,
     BlocksReserved,
@@ -31,7 +37,6 @@ from alignedserve.messages.caches import (
     ReturnRequest,
 )
 from alignedserve.messages.events import CommonEvent, PeerConnected, PeerDisconnected, Received, Send, SendTo, Ticked
-from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.gateways import AbortRequest
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import (
@@ -52,17 +57,17 @@ from alignedserve.messages.iterations import (
 )
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import PrefillRequest, SetPredictedLength, WorkerLoad, WorkerRegistered
+from alignedserve.prefix_cache.cached_blocks import budget_of
 from alignedserve.prefix_cache.contexts import PrefixCache
+from alignedserve.scheduling.factory import limits_of, make_iteration_scheduler, measured_speed
 from alignedserve.scheduling.iteration_scheduler import IterationScheduler, Slices
-from alignedserve.worker_core.iteration_cycle import IterationCycle
+from alignedserve.worker_core.iteration_cycle import IterationCycle, UrgentCycle
 from alignedserve.worker_core.request_notes import WaitingRequest
-from alignedserve.worker_core.router_link import RouterLink
-from prefill_worker.candidate_buffers import CandidateBuffers
+from alignedserve.worker_core.router_link import RouterLink, with_speed
+from prefill_worker.candidate_buffers import CandidateBuffers, PlaceOrder
 from prefill_worker.departure import Departure, DepartureCommand
 from prefill_worker.job_blocks import JobBlocks
-from prefill_worker.place_order import PlaceOrder
 from prefill_worker.state import JobStage, PrefillJob, waiting_cause
-from prefill_worker.urgent_jobs import UrgentJobs
 
 CopyEvent = BlocksLoaded | BlocksOffloaded | BlocksRelayed
 PrefillEvent = CommonEvent | IterationCompleted | CopyEvent | BufferOpened
@@ -97,7 +102,7 @@ class PrefillLogic:
         self._additions: dict[RequestId, Addition] = {}  # entering with the next iteration
         self._removals: list[RequestId] = []
         self._num_reused_tokens = self._num_recomputed_tokens = 0  # of retried requests
-        self._urgent = UrgentJobs(scheduler)
+        self._urgent = UrgentCycle()
         self._pool: str | None = None
         self._router = RouterLink(registered)
         self._departure = Departure(self._buffers.lender, self._router, self._forget)
@@ -131,8 +136,6 @@ class PrefillLogic:
                 return self._on_disconnected(role, peer, now)
             case Ticked():
                 return []
-
-    # --- peers and messages
 
     def _on_connected(self, role: Role, peer: str) -> list[PrefillCommand]:
         if role is Role.DECODE_WORKER:
@@ -195,13 +198,12 @@ class PrefillLogic:
         job = PrefillJob.of(message, now)
         if self._blocks.count_for(job.context_len) > self._registered.num_blocks:
             # It would wait for ever, and all jobs behind it.
-            reason = "its context needs more cache blocks than a prefill worker has"
-            return [*commands, *self._router.failed(message, FailureKind.UNSERVABLE, reason)]
+            return [*commands, *self._router.too_large(message, "prefill worker")]
         if (earlier := self._jobs.get(request.request_id)) is not None:
             earlier.successor, earlier.successor_s = message, now
             return commands
         self._jobs[request.request_id] = job
-        self._urgent.came(job)
+        self._came(job)
         return commands
 
     def _abort(self, request_id: RequestId, attempt: int | None = None) -> list[DepartureCommand]:
@@ -263,14 +265,16 @@ class PrefillLogic:
     def _release(self, lease_id: LeaseId) -> list[DepartureCommand]:
         return [Send(self._pool, LeasesReleased((lease_id,)))] if self._pool is not None else []
 
-    # --- iterations
-
     def _start_iteration(self, now: float) -> list[PrefillCommand]:
         is_urgent = self._iterations.is_running
-        if is_urgent and not self._urgent.may_begin:
+        if is_urgent and not (self._urgent.may_begin and self._scheduler.may_yield):
             return []
         requests = self._admit(now)
-        slices = self._urgent.choose_urgent(self._jobs, now) if is_urgent else self._urgent.choose(now)
+        if is_urgent:
+            slices = self._choose_urgent(now)
+        else:
+            self._urgent.pass_began()  # the policy has seen all that came before
+            slices = self._scheduler.choose(now)
         if not slices:
             return requests
         additions, self._additions = tuple(self._additions.values()), {}
@@ -282,11 +286,19 @@ class PrefillLogic:
         run = RunIteration(removals, additions, (), slices, None, replacements, copies, is_urgent, states)
         return [run, *requests]
 
-    def _admit(self, now: float) -> list[PrefillCommand]:
-        """Allocate blocks for the next jobs, in order, up to the first that does not fit yet.
+    def _choose_urgent(self, now: float) -> Slices:
+        came = [self._jobs[request_id] for request_id in self._urgent.ask() if request_id in self._jobs]
+        ready = [job.request.request_id for job in came if job.stage is JobStage.COMPUTING and not job.is_aborted]
+        slices = self._scheduler.choose_urgent(ready, now)
+        if slices:
+            self._urgent.began()
+        return slices
 
-        A job asks for the pool's copy only once it has blocks of its own, so that a granted copy can always be loaded.
-        """
+    def _came(self, job: PrefillJob) -> None:
+        if job.is_real_time:
+            self._urgent.came(job.request.request_id)
+
+    def _admit(self, now: float) -> list[PrefillCommand]:
         requests: list[PrefillCommand] = []
         num_holding = sum(bool(job.block_ids) for job in self._jobs.values())
         for job in self._order.of(self._jobs.values(), now):
@@ -309,7 +321,7 @@ class PrefillLogic:
 
     def _enter(self, job: PrefillJob, num_cached: int, now: float) -> None:
         job.stage, job.num_passed = JobStage.COMPUTING, num_cached
-        self._urgent.came(job)
+        self._came(job)
         generated, predicted = len(job.generated_token_ids), job.predicted_output_len
         self._scheduler.enter(
             *(job.request, now),
@@ -325,7 +337,7 @@ class PrefillLogic:
         self._additions[job.request.request_id] = addition
 
     def _iteration_completed(self, event: IterationCompleted, now: float) -> list[PrefillCommand]:
-        if self._urgent.cycle.keeps(event):
+        if self._urgent.keeps(event):
             return []
         duration_s = self._iterations.end(event, now)
         self._scheduler.completed(now, duration_s, event.grammar_s, is_urgent=event.is_urgent, turn_s=event.turn_s)
@@ -339,11 +351,11 @@ class PrefillLogic:
             if not job.generated_token_ids:
                 job.first_token_s = now
         changed = self._blocks.changes()
-        told = self._router.send(changed) if changed is not None else []
-        commands = [*told, *self._iterations.outcome(event, self._jobs)]
+        reports = self._router.send(changed) if changed is not None else []
+        commands = [*reports, *self._iterations.outcome(event, self._jobs)]
         if event.is_urgent:
-            kept = self._urgent.cycle.end()
-            return commands if kept is None else [*commands, *self._iteration_completed(kept, now)]
+            ended_pass = self._urgent.end()
+            return commands if ended_pass is None else [*commands, *self._iteration_completed(ended_pass, now)]
         for job in [job for job in self._jobs.values() if job.is_aborted and not job.is_copying]:
             commands += self._end(job)
         return commands
@@ -353,8 +365,6 @@ class PrefillLogic:
         job.stage = JobStage.DEPARTING
         self._scheduler.leave(job.request.request_id)
         return [*self._departure.begin(job)]
-
-    # --- ends
 
     def _end(self, job: PrefillJob) -> list[DepartureCommand]:
         request_id = job.request.request_id
@@ -369,8 +379,6 @@ class PrefillLogic:
         self._blocks.free(job)
         del self._jobs[job.request.request_id]
         return self._begin(job.successor, job.successor_s) if job.successor is not None else []
-
-    # --- reports
 
     def waiting(self) -> list[WaitingRequest]:
         jobs = self._jobs.values()
@@ -392,3 +400,44 @@ class PrefillLogic:
             num_prefix_hit_tokens=self._blocks.num_hit_tokens,
         )
         return self._router.load(load)
+
+
+def buffer_blocks_of(config: PrefillWorkerConfig, layout: BlockLayout, num_decode_workers: int) -> int:
+    return layout.blocks_in(config.candidate_buffer_bytes) // num_decode_workers
+
+
+def make_logic(
+    *,
+    registered: WorkerRegistered,
+    config: PrefillWorkerConfig,
+    scheduling: SchedulingConfig,
+    eos_token_ids: frozenset[int],
+    costs: CostModel | None = None,
+    measured: tuple[Sample, ...] = (),
+    prefix_cache: PrefixCacheConfig | None = None,
+    num_layers: int | None = None,
+    state_blocks: int = 0,
+) -> PrefillLogic:
+    """Build the logic of one prefill worker. Without `costs` it learns them, beginning with `measured` iterations.
+
+    `prefix_cache`: None: none. `num_layers`: of the model, between which a pass may stop. `state_blocks`: of every
+    request, before those of its tokens. Raises ConfigError naming what is unknown.
+    """
+    max_context_len = registered.num_blocks * registered.block_size
+    speed = measured_speed(limits_of(config), costs, measured, max_context_len=max_context_len)
+    scheduler = make_iteration_scheduler(scheduling, limits_of(config), costs, measured, num_layers)
+    with_order = msgspec.structs.replace(registered, is_fcfs=not scheduler.prioritizes_real_time)
+    return PrefillLogic(
+        registered=with_speed(with_order, speed),
+        max_running_requests=config.max_running_requests,
+        scheduler=scheduler,
+        eos_token_ids=eos_token_ids,
+        prefixes=_prefixes(registered, prefix_cache, state_blocks),
+        state_blocks=state_blocks,
+    )
+
+
+def _prefixes(registered: WorkerRegistered, config: PrefixCacheConfig | None, state_blocks: int) -> PrefixCache | None:
+    if config is None or not config.enabled:
+        return None
+    return PrefixCache(registered.block_size, states=budget_of(config, registered.num_blocks, state_blocks))

@@ -9,7 +9,7 @@ from alignedserve.messages.caches import Handoff
 from alignedserve.messages.request_notes import Cause
 from alignedserve.messages.workers import PrefillRequest
 from alignedserve.prefix_cache.contexts import CachedContext
-from alignedserve.worker_core.handoff.sender import HandoffStage, Outgoing
+from alignedserve.worker_core.handoff import HandoffStage, Outgoing
 from alignedserve.worker_core.request import WorkerRequest
 
 
@@ -67,15 +67,14 @@ class PrefillJob(WorkerRequest):
 
     @property
     def is_copying(self) -> bool:
-        """True while the transfer thread reads or writes its blocks: they must not be freed."""
         is_copied_out = self.leaving is not None and self.leaving.stage is HandoffStage.COPYING
         return is_copied_out or self.stage is JobStage.LOADING
 
     def num_usable(self, handoff: Handoff, *, takes_whole: bool = False) -> int:
         """Return how many of its first tokens have their cache in this copy; at least one is left to compute.
 
-        `takes_whole`: a part of the copy is of no use, as its states stand behind all of its tokens.
-        Tokens that an earlier attempt generated and the client never received may differ from the client's.
+        `takes_whole`: a part of the copy is of no use. Tokens that never reached the client may differ from the
+        client's.
         """
         num_usable = min(handoff.copy.context_len, self.context_len - 1)
         num_generated = max(num_usable - self.request.prompt_len, 0)
@@ -87,7 +86,6 @@ class PrefillJob(WorkerRequest):
 
 
 def waiting_cause(job: PrefillJob, *, is_full: bool) -> Cause | None:
-    """Return why a job is not computed, or does not leave; None: it is, or does. `is_full`: no more may hold blocks."""
     match job.stage:
         case JobStage.WAITING:
             return Cause.BATCH_FULL if is_full else Cause.BLOCKS_SHORT

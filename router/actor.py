@@ -12,7 +12,7 @@ from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.runtime.model.served_model import ServedModel
 
 if TYPE_CHECKING:
-    from router.service import Router
+    from router.service import RouterService
 
 
 @ray.remote
@@ -27,10 +27,10 @@ class RouterActor(ActorHost):
         state_folder: Path | None,
         process_spec: ProcessSpec,
     ) -> None:
-        async def build() -> "Router":
-            from router.service import Router
+        async def build() -> "RouterService":
+            from router.service import RouterService
 
-            router = Router(
+            router = RouterService(
                 config=config, batching=batching, served=served, process_spec=process_spec, state_folder=state_folder
             )
             await router.start(listen_at=process_spec.name)
@@ -39,21 +39,19 @@ class RouterActor(ActorHost):
         super().__init__(process_spec, build)
 
     def drain(self, draining: tuple[str, ...], moved: tuple[str, ...]) -> dict[str, int]:
-        """Drain these workers and pools, and no others (see DrainRequested); return what each still has.
-
-        Raises PeerLost while the router is not up.
-        """
+        """Drain only these workers and pools (DrainRequested); return what each still has. Raises PeerLost without a
+        router."""
         return self.call(self._router().drain(draining, moved))
 
     def num_left(self, names: tuple[str, ...]) -> dict[str, int]:
-        """Return how many requests each of these workers has. Raises PeerLost while the router is not up."""
+        """Return how many requests each of these workers has. Raises PeerLost without a router."""
         return self.call(self._router().num_left(names))
 
     def registrations(self) -> dict[str, str]:
-        """Return what tells each worker's registration from the next one. Raises PeerLost while it is not up."""
+        """Return what tells each worker's registration from its next. Raises PeerLost without a router."""
         return self.call(self._router().registrations())
 
-    def _router(self) -> "Router":
+    def _router(self) -> "RouterService":
         if self._service is None:
             raise PeerLost("the router is not up")
-        return cast("Router", self._service)
+        return cast("RouterService", self._service)

@@ -1,7 +1,7 @@
 """Runs the length predictor on a thread beside the router's event loop.
 
-The thread handles events in order, so the same events give the same predictions. The logic never waits for it: a
-prediction comes back as LengthPredicted, perhaps too late, or not at all if the thread is behind.
+The thread handles events in order: the same events give the same predictions. The logic never waits: a prediction comes
+back as LengthPredicted, perhaps too late, or not at all if the thread is behind.
 """
 
 import asyncio
@@ -75,13 +75,13 @@ class AsyncLengthPredictor:
                 if self._num_pending < _MAX_WAITING and request.request_id not in refused:
                     self._num_pending += 1
                     self._put(partial(self._predict, gateway, request))
-                return  # one that is refused as it is here already goes on
+                return  # a duplicate is refused, and the request goes on
             case Received(_, RequestFinished() as message):
                 self._put(partial(self._learn, message.request_id, message.num_generated))
             case Received(_, AbortRequest() as message):
                 self._put(partial(self._forget, [message.request_id]))
             case PeerDisconnected(Role.GATEWAY, gateway):
-                self._put(partial(self._forget_those_of, gateway))
+                self._put(partial(self._forget_gateway, gateway))
         if refused:
             self._put(partial(self._forget, refused))
 
@@ -132,8 +132,8 @@ class AsyncLengthPredictor:
         for request_id in request_ids:
             self._encoded.pop(request_id, None)
 
-    def _forget_those_of(self, gateway: str) -> None:
-        self._forget([request_id for request_id, one in self._encoded.items() if one.gateway == gateway])
+    def _forget_gateway(self, gateway: str) -> None:
+        self._forget([request_id for request_id, encoded in self._encoded.items() if encoded.gateway == gateway])
 
     def _learn(self, request_id: RequestId, num_generated: int) -> None:
         encoded = self._encoded.pop(request_id, None)
@@ -163,5 +163,4 @@ class PredictingLogic:
         return commands
 
 
-def _ignore(_: object) -> None:
-    """Drop the result of work that only learns."""
+def _ignore(_: object) -> None: ...

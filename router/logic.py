@@ -8,10 +8,10 @@ The life of a request in the router:
    BatchReceived those that have arrived.
    An urgent request goes straight from its prefill worker to a decode worker, and only a copy of it to the pool.
 5. LengthPredicted gives the expected output length. Nothing waits for it: a request dispatched earlier carries the mean
-   of its class, and those that hold it get SetPredictedLength (late_predictions.py).
+   of its class, and those that hold it get SetPredictedLength (request_registry.py).
 6. RequestFinished ends it and drops the pool's copy. Before that, a decode worker may return it to the pool
    (RequestPooled again), or RequestPreempted sends it back to the queue, to be recomputed from the pool's copy.
-A router that is new knows no request: what workers decode meanwhile goes on there (adoption.py).
+A router that is new knows no request: what workers decode meanwhile goes on there (ownership.py).
 The holder of a request may be lost at any moment. Only the gateway knows which tokens the client has, so the router
 asks it (RequestInterrupted) and resumes from its answer (ResumeRequest): see request_registry.py. DrainRequested moves
 requests in the same way, while their holder still lives. The router never sees a token or a block.
@@ -19,7 +19,7 @@ requests in the same way, while their holder still lives. The router never sees 
 
 from collections.abc import Iterable
 
-from alignedserve.config.sections import RouterConfig
+from alignedserve.config.sections import BatchingConfig, RouterConfig
 from alignedserve.core.ids import RequestId, WorkerName
 from alignedserve.core.lifecycle import Stage, beyond_unreported, is_report_due, next_epoch
 from alignedserve.core.request import Request
@@ -51,18 +51,15 @@ from alignedserve.messages.workers import (
     WorkerLoad,
     WorkerRegistered,
 )
-from router.admission import Admission
-from router.adoption import Adoption
-from router.moves.leans import Leans
-from router.ownership import OwnershipTransitions
+from router.admission import QueueAdmission
+from router.leans import FarLeans, Leans
+from router.ownership import Adoption, OwnershipTransitions
 from router.peer_announcements import announce_all, announce_prefiller, need_pool, need_prefiller, need_receiver
 from router.placement import Placement
-from router.policies.bypass import Bypass
-from router.policies.prefill_order import PrefillOrder
-from router.prediction.late_predictions import expected_len, note_prediction
+from router.policies import Bypass, DirectHandoff, PackedBypass, PrefillOrder, UrgentBypass, make_prefill_order
+from router.prefill_choice import PrefillChoice
 from router.prefill_queue import PrefillQueue
-from router.prefills.prefill_choice import PrefillChoice
-from router.request_registry import RequestRegistry, RouterRecords
+from router.request_registry import RequestRegistry, RouterRecords, expected_len, note_prediction
 from router.state import DrainRequested, LengthPredicted, TrackedRequest, WorkerRecord, dispatched
 from router.status import QueueForecast, RouterCounters, status_of
 
@@ -84,7 +81,7 @@ class RouterLogic:
             registry=self._registry, placement=placement, max_tokens_per_worker=config.max_prefill_tokens_per_worker
         )
         self._gateways: dict[str, str] = {}  # those that are connected, and their nodes
-        self._admission = Admission(config=config, registry=self._registry, placement=placement)
+        self._admission = QueueAdmission(config=config, registry=self._registry, placement=placement)
         self._bypass = bypass
         self._leans = leans
         self._ownership = OwnershipTransitions(registry=self._registry, placement=self._placement, bypass=self._bypass)
@@ -95,10 +92,7 @@ class RouterLogic:
         self._has_joined = False  # since the last report: a gateway that waits to be ready is told at the next tick
 
     def on_event(self, event: RouterEvent, now: float) -> list[Send]:
-        """Return the commands that follow from an event.
-
-        Same state, event and now always give the same commands. Touches nothing outside self.
-        """
+        """Return the commands that follow; the same state, event and now always give the same. Touches only self."""
         if not isinstance(event, Received):
             commands = self._on_other(event, now)
         elif isinstance(event.message, PoolLoad):  # changes no decision, and is frequent
@@ -123,7 +117,10 @@ class RouterLogic:
     ) -> list[Send]:
         match event:
             case LengthPredicted():
-                return self._length_predicted(event)
+                tracked = self._registry.requests.get(event.request_id)
+                if tracked is None:
+                    return []
+                return note_prediction(tracked, event.predicted_len)
             case PeerConnected(role, peer):
                 if role is Role.GATEWAY:
                     self._gateways[peer] = ""
@@ -133,11 +130,13 @@ class RouterLogic:
             case PeerDisconnected(_, peer):
                 return self._on_disconnected(peer)
             case DrainRequested():
-                return self._drain_workers(event)
+                self._placement.set_draining(event.draining)
+                requests = self._registry.requests.values()
+                return self._registry.move(
+                    [request for request in requests if self._placement.is_leaving(request, event.moved)]
+                )
             case Ticked():
                 return self._on_tick(now)
-
-    # --- messages
 
     def _on_message(self, peer: str, message: Message, now: float) -> list[Send]:
         match message:  # those of every request and iteration first
@@ -278,14 +277,6 @@ class RouterLogic:
         self._placement.adapters.fail(peer, tracked.adapter)
         return self._registry.fail(tracked, message.kind, message.reason)
 
-    def _length_predicted(self, event: LengthPredicted) -> list[Send]:
-        tracked = self._registry.requests.get(event.request_id)
-        if tracked is None:
-            return []
-        return note_prediction(tracked, event.predicted_len)
-
-    # --- losses
-
     def _on_disconnected(self, peer: str) -> list[Send]:
         self._gateways.pop(peer, None)
         orphans = [tracked for tracked in self._registry.requests.values() if tracked.gateway == peer]
@@ -294,7 +285,7 @@ class RouterLogic:
         if peer not in self._placement:
             return commands
         lost = [tracked for tracked in self._registry.requests.values() if self._placement.depends_on(tracked, peer)]
-        # On its way to a worker that is lost, it may still be where it was: nothing else tells that one to release it.
+        # A request on its way to a lost worker may still be at the giver, which only this tells to release it.
         commands += [send for tracked in lost if tracked.holder != peer for send in self._ownership.call_back(tracked)]
         commands += self._registry.interrupt(lost)
         worker = self._placement.workers.get(peer)
@@ -304,20 +295,11 @@ class RouterLogic:
             return commands
         return commands + announce_prefiller(worker, self._placement.workers.values(), is_lost=True)
 
-    def _drain_workers(self, event: DrainRequested) -> list[Send]:
-        self._placement.set_draining(event.draining)
-        requests = self._registry.requests.values()
-        return self._registry.move(
-            [request for request in requests if self._placement.is_leaving(request, event.moved)]
-        )
-
     @property
     def records(self) -> RouterRecords:
-        """Return what it knows, to be read."""
         return RouterRecords(self._registry, self._placement, self._gateways, self._admission.drain)
 
     def num_left(self, names: Iterable[str]) -> dict[str, int]:
-        """Return how many requests would be interrupted if each of these workers and pools were lost."""
         requests = self._registry.requests.values()
         left = {name: sum(self._placement.depends_on(request, name) for request in requests) for name in names}
         for name in left:
@@ -328,10 +310,7 @@ class RouterLogic:
 
     @property
     def registrations(self) -> dict[str, int]:
-        """Return the number of each worker's registration, which no other has."""
         return {worker.name: worker.registration for worker in self._placement.workers.values()}
-
-    # --- placement
 
     def _dispatch_prefills(self, now: float) -> list[Send]:
         commands: list[Send] = []
@@ -379,8 +358,6 @@ class RouterLogic:
             commands += [*need_pool(pool, self._placement.workers[form.worker]), Send(pool, form)]
         return commands
 
-    # --- status
-
     def _on_tick(self, now: float) -> list[Send]:
         self._placement.clear_refusals()  # a pool may have connected to a worker since
         self._num_ticks += 1
@@ -397,3 +374,21 @@ class RouterLogic:
         requests, forecast = self._registry.requests.values(), QueueForecast(now, self._admission.real_time_wait_s())
         status = status_of(requests, self._placement, self._counters, self._last_attempt, forecast)
         return [Send(gateway, status) for gateway in self._gateways]
+
+
+def make_logic(*, config: RouterConfig, batching: BatchingConfig) -> RouterLogic:
+    """Build the logic; what is unset defaults to `aligned_slo`. Raises ConfigError naming the field."""
+    placement = Placement(max_candidate_requests=config.max_candidate_requests, batching=batching)
+    return RouterLogic(
+        config=config,
+        placement=placement,
+        order=make_prefill_order(config.prefill_order or "least_slack"),
+        bypass=_bypass(config, batching),
+        leans=FarLeans(placement.links) if config.moves_between_nodes else Leans(),
+    )
+
+
+def _bypass(config: RouterConfig, batching: BatchingConfig) -> Bypass:
+    if config.direct_handoff:
+        return DirectHandoff()
+    return UrgentBypass() if batching.pack_share is None else PackedBypass()

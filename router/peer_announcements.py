@@ -1,10 +1,8 @@
 """Tells decode workers with which prefill workers and pools they exchange blocks.
 
-Two processes that exchange blocks have a link of their own, which the decode worker dials. It has one to each prefill
-worker of its node: one that joins later is announced to those that are there, and one that is lost is no longer
-dialled, until it has registered again. To a prefill worker or pool of another node it makes a link when the router is
-about to let blocks go that way, and keeps it while that happens now and then: every decode worker linked to everything
-would be millions of links between thousands of nodes.
+The decode worker dials a link to each prefill worker of its node: a later one is announced, and a lost one is no longer
+dialled until it registers again. Links to other nodes are made when the router is about to let blocks go that way, and
+kept while that happens now and then: linking everything would be millions of links between thousands of nodes.
 """
 
 from collections.abc import Iterable
@@ -16,7 +14,6 @@ from router.state import WorkerRecord
 
 
 def announce_all(decoder: WorkerRecord, workers: Iterable[WorkerRecord]) -> list[Send]:
-    """Announce the prefill workers of its node to a worker that has registered, if it is a decode worker."""
     if decoder.registered.can_move:
         before = [worker.name for worker in workers if _are_linked(worker, decoder) and worker.name < decoder.name]
         return [Send(decoder.name, PeersChanged(_names(*before), is_complete=True))]
@@ -29,10 +26,7 @@ def announce_all(decoder: WorkerRecord, workers: Iterable[WorkerRecord]) -> list
 def announce_prefiller(
     prefiller: WorkerRecord, workers: Iterable[WorkerRecord], *, is_lost: bool = False
 ) -> list[Send]:
-    """Announce a worker to the decode workers of its node if it is a prefill worker, or that it is lost.
-
-    One that hands requests over is announced to those of its node, of which the later by name dials.
-    """
+    """Announce a worker that hands requests over, or its loss, to the node's workers that dial it."""
     if prefiller.registered.can_move:
         after = [worker for worker in workers if _are_linked(worker, prefiller) and worker.name > prefiller.name]
         return [Send(worker.name, _change(prefiller.name, is_lost=is_lost)) for worker in after]
@@ -67,16 +61,16 @@ def _names(*names: str) -> tuple[WorkerName, ...]:
     return tuple(map(WorkerName, names))
 
 
-def _is_near(one: WorkerRecord, other: WorkerRecord) -> bool:
-    return one.registered.pool_name == other.registered.pool_name
+def _is_near(worker: WorkerRecord, other: WorkerRecord) -> bool:
+    return worker.registered.pool_name == other.registered.pool_name
 
 
 def _is_prefiller(registered: WorkerRegistered) -> bool:
     return registered.can_prefill and not registered.can_decode
 
 
-def _are_linked(one: WorkerRecord, other: WorkerRecord) -> bool:
-    return one.registered.can_move and one.registered.pool_name == other.registered.pool_name
+def _are_linked(worker: WorkerRecord, other: WorkerRecord) -> bool:
+    return worker.registered.can_move and worker.registered.pool_name == other.registered.pool_name
 
 
 def _is_decoder(registered: WorkerRegistered) -> bool:

@@ -5,6 +5,8 @@ orders up to date: workers that can prefill by load, those with a free slot, tho
 concerns a pool looks at the workers of its node.
 """
 
+import heapq
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 
 import msgspec
@@ -16,15 +18,10 @@ from alignedserve.costmodel.hardware import LearnedLinks
 from alignedserve.messages.pools import FormBatch, PoolLoad, PoolRegistered
 from alignedserve.messages.prefixes import PrefixBlocksChanged
 from alignedserve.messages.workers import WorkerLoad, WorkerRegistered
-from router.batching.batch_requests import BatchRequests
-from router.pool_records import PooledRecord, PoolRecord
-from router.state import DispatchedPrefill, TrackedRequest, WorkerRecord
-from router.workers.adapter_index import AdapterIndex
-from router.workers.late_prompts import LatePrompts
-from router.workers.longest_contexts import LongestContexts
-from router.workers.prefillers import Prefillers, is_as_free, requests_at
-from router.workers.prefix_index import PrefixIndex
-from router.workers.standbys import Standbys
+from router.batch_requests import BatchRequests
+from router.prefix_index import AdapterIndex, PrefixIndex
+from router.state import DispatchedPrefill, PooledRecord, PoolRecord, TrackedRequest, WorkerRecord
+from router.worker_orders import LongestContexts, Prefillers, Standbys, is_as_free, requests_at
 
 
 class Placement:
@@ -34,7 +31,7 @@ class Placement:
         self.workers: dict[str, WorkerRecord] = {}
         self.pools: dict[str, PoolRecord] = {}
         self.packs = batching.pack_share is not None  # requests of any length into the slack of what runs
-        self._num_pooled = 0
+        self.num_pooled = 0
         self._num_pool_epochs = 0
         self._num_registrations = 0  # of workers
         self._nodes: dict[str, dict[str, WorkerRecord]] = {}  # workers by the pool of their node
@@ -42,7 +39,7 @@ class Placement:
             at_full_pool: {is_real_time: Prefillers(is_real_time=is_real_time) for is_real_time in (False, True)}
             for at_full_pool in (False, True)
         }
-        self._late_prompts = LatePrompts()
+        self._due_prompts: list[tuple[float, RequestId, int, str]] = []  # heap of prompts at workers: due, attempt
         self.longest_contexts = LongestContexts()
         self._free: dict[str, WorkerRecord] = {}  # decode workers with a slot for chat
         self.prefixes = PrefixIndex()
@@ -50,7 +47,7 @@ class Placement:
         self.links = LearnedLinks()  # to decode workers from pools of other nodes
         self._standbys = Standbys(self._nodes, self._rank)
         self._refused: dict[str, WorkerRecord] = {}  # perhaps more than have `refused_kinds`
-        self._batch_requests = BatchRequests(
+        self.batch_requests = BatchRequests(
             pools=self.pools,
             nodes=self._nodes,
             links=self.links,
@@ -58,12 +55,11 @@ class Placement:
             batching=batching,
         )
 
-    # --- registration
-
     def register(self, peer: str, message: WorkerRegistered | PoolRegistered) -> str | None:
         """Add a worker or pool that (re)connected, holding nothing; return why it is refused, or None."""
         self.remove(peer)
-        known = self._layout_digest()
+        of_workers = (worker.registered.layout_digest for worker in self.workers.values())
+        known = next(of_workers, next((pool.layout_digest for pool in self.pools.values()), None))
         if known is not None and known != message.layout_digest:
             return "its blocks are not of the size, dtype and shape of the cluster's; start all with one configuration"
         if isinstance(message, WorkerRegistered):
@@ -79,10 +75,6 @@ class Placement:
         self._rank_node(peer)
         return None
 
-    def _layout_digest(self) -> str | None:
-        of_workers = (worker.registered.layout_digest for worker in self.workers.values())
-        return next(of_workers, next((pool.layout_digest for pool in self.pools.values()), None))
-
     def _add_worker(self, worker: WorkerRecord) -> None:
         registered = worker.registered
         self.workers[worker.name] = worker
@@ -97,8 +89,8 @@ class Placement:
         if (pool := self.pools.pop(peer, None)) is None:
             return
         self.prefixes.forget(peer)
-        self._num_pooled -= pool.num_pooled
-        self._batch_requests.pool_lost(peer)
+        self.num_pooled -= pool.num_pooled
+        self.batch_requests.pool_lost(peer)
         self._rank_node(peer)
         self.clear_refusals()
 
@@ -115,14 +107,13 @@ class Placement:
         self.longest_contexts.discard(name)
         for records in (self._free, self._refused):
             records.pop(name, None)
-        self._batch_requests.worker_lost(worker)
+        self.batch_requests.worker_lost(worker)
         self._standbys.settle(pool)
 
     def __contains__(self, peer: str) -> bool:
         return peer in self.workers or peer in self.pools
 
     def pool_of(self, worker_name: str) -> PoolRecord | None:
-        """Return the pool on this worker's node, or None if either is not registered."""
         worker = self.workers.get(worker_name)
         return self.pools.get(worker.registered.pool_name) if worker is not None else None
 
@@ -132,25 +123,17 @@ class Placement:
         yield (other for other in self._nodes[pool].values() if other.has_real_time_slot)
         yield (other for other in self._free.values() if other.registered.pool_name != pool)
 
-    # --- draining
-
     def set_draining(self, names: Collection[str]) -> None:
-        """Give these workers nothing new, and no others; of pools that are named, see `is_leaving`."""
         self._standbys.set_draining(names, self.workers)
 
     def is_leaving(self, tracked: TrackedRequest, moved: Collection[str]) -> bool:
-        """Return True if the request has to go elsewhere: what it needs next will not take it any more.
-
-        That is any of those named, or a pool that drains, with the workers which would take its batches.
-        """
+        """Return whether the request has to go elsewhere: it depends on a named peer, or its pool drains."""
         if any(self.depends_on(tracked, name) for name in moved):
             return True
         if tracked.stage is Stage.POOLED:
             return self._standbys.is_draining(tracked.holder) and tracked.destination is None
         pool = self.pool_of(tracked.holder or "") if tracked.stage is Stage.PREFILLING else None
         return pool is not None and self._standbys.is_draining(pool.name) and tracked.destination is None
-
-    # --- reports
 
     def update_load(self, peer: str, load: WorkerLoad | PoolLoad) -> None:
         if isinstance(load, PoolLoad):
@@ -168,7 +151,6 @@ class Placement:
             self._rank_node(pool.name)
 
     def clear_refusals(self) -> None:
-        """Allow every FormBatch again: something has changed that may let a batch be formed."""
         for worker in list(self._refused.values()):
             self._clear_refusal(worker)
 
@@ -178,26 +160,25 @@ class Placement:
         self._refused.pop(worker.name, None)
         self._rank(worker)
 
-    # --- prefills
-
     def start_prefill(self, worker: WorkerRecord, request_id: RequestId, prefill: DispatchedPrefill) -> None:
         self._end_prefill(worker, request_id)
         worker.start_prefill(request_id, prefill)
         self.prefixes.expect(worker.name, prefill.block_names)
         if prefill.adapter:
             self.adapters.use(worker, prefill.adapter)
-        self._late_prompts.add(worker.name, request_id, prefill)
+        if prefill.is_real_time and prefill.due_s < math.inf:
+            heapq.heappush(self._due_prompts, (prefill.due_s, request_id, prefill.attempt, worker.name))
         self._rank(worker)
 
     def note_late_prompts(self, now: float) -> None:
-        for late in self._late_prompts.take(now) if len(self._late_prompts) else ():
-            worker = self.workers.get(late.worker)
+        while self._due_prompts and self._due_prompts[0][0] <= now:  # also of prompts that have ended
+            _, request_id, attempt, name = heapq.heappop(self._due_prompts)
+            worker = self.workers.get(name)
             if worker is not None:
-                worker.note_late(late.request_id, late.attempt)
+                worker.note_late(request_id, attempt)
                 self._rank(worker)
 
     def complete_prefill(self, worker: WorkerRecord, request_id: RequestId, attempt: int) -> bool:
-        """Remove a prefill that the worker has completed; return False if the report is stale."""
         completed = worker.complete_prefill(request_id, attempt)
         if completed is not None:
             self.prefixes.settle(worker.name, completed.block_names)
@@ -209,14 +190,11 @@ class Placement:
         if ended is not None:
             self.prefixes.settle(worker.name, ended.block_names)
 
-    # --- prefix cache
-
     def update_prefixes(self, peer: str, changed: PrefixBlocksChanged) -> None:
         if peer in self or self.prefixes.has_pool(peer):
             self.prefixes.update(peer, changed)
 
     def prefix_runs(self, tracked: TrackedRequest) -> dict[str, int]:
-        """Return how many of a request's blocks, from its first on, workers and pools have or will have."""
         return self.prefixes.runs(tracked.block_names) if tracked.block_names else {}
 
     def prefix_holders(self, runs: Mapping[str, int], least: int) -> Iterator[WorkerRecord]:
@@ -252,10 +230,10 @@ class Placement:
         self.set_copy(tracked, pool)
         record = PooledRecord(num_blocks, tracked.pooled_s, tracked.is_real_time, tracked.next_late_s)
         self.pools[pool].add_pooled(tracked.request.request_id, record)
-        self._num_pooled += 1
-        if num_blocks > self._batch_requests.least_share(pool):
+        self.num_pooled += 1
+        if num_blocks > self.batch_requests.least_share(pool):
             self.pools[pool].large_requests[tracked.request.request_id] = (num_blocks, tracked.pooled_s)
-        self._batch_requests.note_change(pool)
+        self.batch_requests.note_change(pool)
         self.clear_refusals()
 
     def set_copy(self, tracked: TrackedRequest, pool: str) -> None:
@@ -278,8 +256,8 @@ class Placement:
             self._clear_refusal(worker)
         if tracked.stage is Stage.POOLED and tracked.holder in self.pools:
             pool = self.pools[tracked.holder]
-            self._num_pooled -= pool.remove_pooled(request_id)
-            self._batch_requests.note_change(pool.name)
+            self.num_pooled -= pool.remove_pooled(request_id)
+            self.batch_requests.note_change(pool.name)
 
     def depends_on(self, tracked: TrackedRequest, peer: str) -> bool:
         """Return True if the request may be lost with this peer: held by it, or on its way to it."""
@@ -288,32 +266,23 @@ class Placement:
         worker = self.workers.get(tracked.holder or "")
         return tracked.is_prefilled and worker is not None and worker.registered.pool_name == peer
 
-    @property
-    def num_pooled(self) -> int:
-        return self._num_pooled
-
-    # --- choices
-
     def least_loaded_prefiller(self, *, is_real_time: bool = False, at_full_pool: bool = False) -> WorkerRecord | None:
-        """Return the worker with the least wait (see prefillers.py) among those that can take a prefill now.
+        """Return the worker with the least wait (worker_orders.py) that can take a prefill now.
 
-        `is_real_time`: of a prompt that goes before best-effort ones. `at_full_pool`: among those whose pool has no
-        room for what they have computed, as reported last; else among the others.
+        `is_real_time`: of a prompt that goes before best-effort ones. `at_full_pool`: of the workers whose pool has no
+        room for what they have computed, as reported last; else of the rest.
         """
         name = self._prefillers[at_full_pool][is_real_time].least_loaded()
         return self.workers[name] if name is not None else None
 
     def near_prefiller(self, node: str, least: WorkerRecord, *, is_real_time: bool = False) -> WorkerRecord | None:
-        """Return the least loaded worker of this node that can take a prefill now, if it is about as free as `least`.
-
-        See prefillers.py. Its pool has room if that of `least` has.
-        """
+        """Return the least loaded prefiller of this node if it is about as free as `least` (worker_orders.py)."""
         name = self._prefillers[self._is_pool_full(least)][is_real_time].least_loaded_of(node)
         near = self.workers.get(name or "")
         if near is None or near is least:
             return near
-        near_tokens, tokens = (one.num_tokens_before(is_real_time=is_real_time) for one in (near, least))
-        near_requests, requests = (requests_at(one, self.beside(one), self.pools) for one in (near, least))
+        near_tokens, tokens = (worker.num_tokens_before(is_real_time=is_real_time) for worker in (near, least))
+        near_requests, requests = (requests_at(worker, self.beside(worker), self.pools) for worker in (near, least))
         return near if is_as_free(near_tokens, near_requests, tokens, requests) else None
 
     def beside(self, worker: WorkerRecord) -> Collection[WorkerRecord]:
@@ -336,15 +305,12 @@ class Placement:
     def batches_to_form(
         self, now: float, is_shared: Callable[[float], bool] = lambda _: False
     ) -> list[tuple[str, FormBatch]]:
-        return self._batch_requests.to_send(now, is_shared)
+        return self.batch_requests.to_send(now, is_shared)
 
     def close_batch_request(self, worker: WorkerRecord, *, is_empty: bool, now: float) -> None:
-        self._batch_requests.close(worker, is_empty=is_empty, now=now)
+        self.batch_requests.close(worker, is_empty=is_empty, now=now)
         if is_empty:
             self._refused[worker.name] = worker
-
-    def cancel_batch_request(self, worker: WorkerRecord) -> None:
-        self._batch_requests.cancel(worker)
 
     # --- the orders of workers
 
@@ -360,7 +326,7 @@ class Placement:
     def _rank_node(self, pool: str) -> None:
         for worker in self._nodes.get(pool, {}).values():
             self._rank(worker)
-        self._batch_requests.note_change(pool)
+        self.batch_requests.note_change(pool)
 
     def _rank(self, worker: WorkerRecord) -> None:
         name, registered = worker.name, worker.registered
@@ -370,4 +336,4 @@ class Placement:
         else:
             self._free.pop(name, None)
         if not registered.can_prefill:  # such a worker takes no batch
-            self._batch_requests.note_change(registered.pool_name)
+            self.batch_requests.note_change(registered.pool_name)

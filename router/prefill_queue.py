@@ -3,10 +3,10 @@
 Where the policy knows classes, real-time requests that can still hold their first-token objective go first, then late
 real-time ones, then best-effort ones; within a class the policy's key decides. While real-time requests wait, best
 effort has a share of the tokens that leave the queue, the floor, so that it never starves. Nothing else lets a
-best-effort request pass a real-time one. A late one that is overdue has such a share beside those on time.
+best-effort request pass a real-time one. Overdue late requests have such a share beside punctual ones.
 
-Where several tenants wait in a class, the tenant with the lowest virtual token counter goes (router/fair_shares.py):
-its first request by class and key. A real-time request that can still hold its objective passes late ones of other
+Where several tenants wait in a class, the one with the lowest virtual token counter goes (fair_shares.py), and of
+its requests the first by class and key. A real-time request that can still hold its objective passes late ones of other
 tenants as long as its tenant is at most DEADLINE_LEAD beyond them: deadlines are kept inside a fair share.
 
 The floors, and what a real-time request waits for by them, are in alignedserve/core/class_floor.py.
@@ -21,7 +21,7 @@ from alignedserve.core.class_floor import ClassFloor, OverdueFloor, TurnClass
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request
 from router.fair_shares import FairShares, cost_of
-from router.policies.prefill_order import OrderKey, PrefillOrder
+from router.policies import OrderKey, PrefillOrder
 
 # By how much a tenant's counter may be beyond the lowest, and its requests on time still go before those that are late.
 DEADLINE_LEAD = 1024.0
@@ -42,22 +42,22 @@ Turns = dict[tuple[TurnClass, ...], dict[RequestId, tuple[Any, ...]]]
 """Places of requests by the classes that share their turns."""
 
 
-class Held(NamedTuple):
+class QueuedLoad(NamedTuple):
     """The queued requests of a class."""
 
     num_requests: int
     num_tokens: int  # to compute
 
 
-class Turn(NamedTuple):
+class QueueTurn(NamedTuple):
     """A request whose turn it is."""
 
     request_id: RequestId
     is_by_floor: bool  # best effort before real time
 
 
-class Ahead(NamedTuple):
-    """What leaves the queue before a request, as far as it is known."""
+class QueueAhead(NamedTuple):
+    """The known requests and tokens that leave the queue before a request."""
 
     num_requests: int  # the floor aside
     num_tokens: float  # of requests that are queued by now, with what the floor lets go meanwhile
@@ -123,22 +123,21 @@ class PrefillQueue:
 
     @property
     def num_tokens_until_real_time_is_done(self) -> int:
-        """Number of tokens to compute until the last real-time request has its first one; 0: there is none."""
         is_apart = self.order.knows_classes or not self._num_real_time_tokens
         return self._num_real_time_tokens if is_apart else self.num_tokens
 
-    def held(self, *, is_real_time: bool) -> Held:
+    def held(self, *, is_real_time: bool) -> QueuedLoad:
         if is_real_time:
-            return Held(self._num_real_time, self._num_real_time_tokens)
-        return Held(len(self) - self._num_real_time, self.num_tokens - self._num_real_time_tokens)
+            return QueuedLoad(self._num_real_time, self._num_real_time_tokens)
+        return QueuedLoad(len(self) - self._num_real_time, self.num_tokens - self._num_real_time_tokens)
 
     def push(
         self, request: Request, num_tokens: int, due_s: float = math.inf, *, num_answer_tokens: float = 0.0
     ) -> None:
         """Add a request with `num_tokens` to compute, which must not be queued already.
 
-        `due_s`: the time from which its first token is late; infinite if it has no objective, or had its first token.
-        `num_answer_tokens`: that are expected to follow.
+        `due_s`: when its first token is late; infinite: no objective, or it had its first token. `num_answer_tokens`:
+        expected.
         """
         assert request.request_id not in self._waiting, "a request queued twice"
         is_real_time = request.is_real_time
@@ -156,57 +155,57 @@ class PrefillQueue:
         self._put(waiting)
 
     def num_before(self, request_id: RequestId, now: float) -> int:
-        return len(self._before(own, now)) if (own := self._waiting.get(request_id)) is not None else 0
+        return len(self._before(waiting, now)) if (waiting := self._waiting.get(request_id)) is not None else 0
 
-    def ahead_of(self, request_id: RequestId, now: float, known: Turns | None = None) -> Ahead | None:
+    def ahead_of(self, request_id: RequestId, now: float, known: Turns | None = None) -> QueueAhead | None:
         """Return what leaves before this request; None: it is not queued. Looks at all requests.
 
-        `known`: what was found at this very moment for others; this one's is added.
-
-        A best-effort one waits for those before it, and for real-time requests as long as they wait and the floor has
-        not let it pass: `(its tokens + those before it) * (1 - floor) / floor` of their tokens.
+        `known`: turns found at this very moment for other requests; more are added. Best effort waits for requests
+        before it, and for real time as long as it waits and the floor does not pass: `(its tokens + tokens before) * (1
+        - floor) / floor`.
         """
-        if (own := self._waiting.get(request_id)) is None:
+        if (waiting := self._waiting.get(request_id)) is None:
             return None
-        before = self._before(own, now, known)
+        before = self._before(waiting, now, known)
         by_class = dict.fromkeys(TurnClass, 0)
         for other in before:
             by_class[other.turn_class] += other.queued.num_tokens
         real_time = by_class[TurnClass.ON_TIME] + by_class[TurnClass.LATE]
-        if own.turn_class is not TurnClass.BEST_EFFORT:
-            return Ahead(len(before), real_time + self._by_floor(real_time), None)
+        if waiting.turn_class is not TurnClass.BEST_EFFORT:
+            return QueueAhead(len(before), real_time + self._by_floor(real_time), None)
         best_effort = by_class[TurnClass.BEST_EFFORT]
         if not self._floor.owed_share:
-            return Ahead(len(before), best_effort + real_time, None)
-        until_floor = max(best_effort + own.queued.num_tokens - self._floor.owed, 0.0) / self._floor.owed_share
-        return Ahead(len(before), best_effort + min(real_time, until_floor), best_effort + until_floor)
+            return QueueAhead(len(before), best_effort + real_time, None)
+        until_floor = max(best_effort + waiting.queued.num_tokens - self._floor.owed, 0.0) / self._floor.owed_share
+        return QueueAhead(len(before), best_effort + min(real_time, until_floor), best_effort + until_floor)
 
     def __iter__(self) -> Iterator[RequestId]:
         return iter(self._waiting)
 
-    def turns(self, now: float) -> tuple[Turn, ...]:
-        """Return whose turn it is: one request, and after those that a floor lets go, the one that they pass.
+    def turns(self, now: float) -> tuple[QueueTurn, ...]:
+        """Return whose turn it is: requests that a floor lets go, and last the request passed by them.
 
-        No later request overtakes these. Each goes if no worker has room for those before it: what a floor lets go
-        never holds up what it passes.
+        No later request overtakes them. Each goes if no worker has room for those before: the floor holds up
+        nothing.
         """
-        turns: list[Turn] = []
+        turns: list[QueueTurn] = []
         real_time, best_effort = self._first_real_time(now), self._first(TurnClass.BEST_EFFORT)
         if (overdue := self._overdue(now)) is not None and overdue != real_time:
-            turns.append(Turn(overdue, False))
+            turns.append(QueueTurn(overdue, False))
         if best_effort is not None and self._floor.is_due(self._waiting[best_effort].queued.num_tokens):
-            turns.append(Turn(best_effort, real_time is not None))
+            turns.append(QueueTurn(best_effort, real_time is not None))
         if (last := real_time or best_effort) is not None and (not turns or turns[-1].request_id != last):
-            turns.append(Turn(last, False))
+            turns.append(QueueTurn(last, False))
         return tuple(turns)
 
     def is_shared(self, now: float) -> bool:
         return any(shares.is_shared(now) for shares in self._shares.values())
 
     def is_bounded(self, request_id: RequestId, now: float) -> bool:
-        """Return whether a request whose turn it is goes only where less of its class waits (look_ahead.py).
+        """Return whether a request whose turn it is goes only where less of its class waits
+        (prefill_choice.wants_more).
 
-        Where tenants share the class; but for one on time whose tenant holds less there than its share.
+        So it is where tenants share the class, except on time within its tenant's share.
         """
         waiting = self._waiting[request_id]
         shares = self._lines[waiting.turn_class].shares
@@ -223,11 +222,9 @@ class PrefillQueue:
                 self._lines[turn_class].tenants.lowered(request.tenant)
 
     def release(self, request: Request) -> None:
-        """Note that a request which was taken is at no worker any more."""
         self._shares[self._is_first(request)].release(request.tenant)
 
     def take(self, request_id: RequestId) -> None:
-        """Remove a request that a worker gets; its tenant has it until `release`."""
         waiting = self._waiting[request_id]
         self._lines[waiting.turn_class].shares.hold(waiting.tenant)
         self._remove(request_id)
@@ -262,29 +259,30 @@ class PrefillQueue:
             return 0.0
         return min(owed, float(self.num_tokens - self._num_real_time_tokens))
 
-    def _before(self, own: _Waiting, now: float, known: Turns | None = None) -> list[_Waiting]:
-        classes = _CLASSES_OF[own.turn_class is not TurnClass.BEST_EFFORT]
-        shares = self._lines[own.turn_class].shares
+    def _before(self, waiting: _Waiting, now: float, known: Turns | None = None) -> list[_Waiting]:
+        classes = _CLASSES_OF[waiting.turn_class is not TurnClass.BEST_EFFORT]
+        shares = self._lines[waiting.turn_class].shares
         if shares.num_waiting == 1:
-            place = (self._class_at(own, now), own.entry)
-            return [one for one in self._waiting.values() if (self._class_at(one, now), one.entry) < place]
-        beside = [one for one in self._waiting.values() if one.turn_class in classes]
-        others = [one for one in self._waiting.values() if one.turn_class < classes[0]]
+            rank = (self._class_at(waiting, now), waiting.entry)
+            return [entry for entry in self._waiting.values() if (self._class_at(entry, now), entry.entry) < rank]
+        beside = [entry for entry in self._waiting.values() if entry.turn_class in classes]
+        others = [entry for entry in self._waiting.values() if entry.turn_class < classes[0]]
         turns = None if known is None else known.get(classes)
         if turns is None:
             turns = self._turns_of(beside, shares, now)
             if known is not None:
                 known[classes] = turns
-        own_turn = turns[own.entry.request_id]
-        return others + [one for one in beside if turns[one.entry.request_id] < own_turn]
+        own_turn = turns[waiting.entry.request_id]
+        return others + [entry for entry in beside if turns[entry.entry.request_id] < own_turn]
 
     def _turns_of(self, beside: Iterable[_Waiting], shares: FairShares, now: float) -> dict[RequestId, tuple[Any, ...]]:
         counters: dict[str, tuple[float, int, float]] = {}
         turns: dict[RequestId, tuple[Any, ...]] = {}
-        for turn_class, entry, one in sorted((self._class_at(one, now), one.entry, one) for one in beside):
-            known = counters.get(one.tenant)
-            counter, order, weight = known or (*shares.counter(one.tenant), shares.weight(one.tenant))
-            counters[one.tenant] = counter + one.cost / weight, order, weight
+        ranked = sorted((self._class_at(waiting, now), waiting.entry, waiting) for waiting in beside)
+        for turn_class, entry, waiting in ranked:
+            known = counters.get(waiting.tenant)
+            counter, order, weight = known or (*shares.counter(waiting.tenant), shares.weight(waiting.tenant))
+            counters[waiting.tenant] = counter + waiting.cost / weight, order, weight
             lead = DEADLINE_LEAD if turn_class is TurnClass.ON_TIME else 0.0
             turns[entry.request_id] = (counter - lead, order, turn_class, entry)
         return turns

@@ -12,17 +12,12 @@ from alignedserve.core.lifecycle import Stage
 from alignedserve.messages.events import PeerDisconnected, Received, Send, Ticked
 from alignedserve.messages.gateways import RequestInterrupted, ResumeRequest, SubmitRequest
 from alignedserve.messages.pools import BatchFormed, RequestPooled
-from alignedserve.messages.request_notes import Cause, NoteBuffer, RequestNote, Step
-from alignedserve.messages.workers import (
-    MoveRequest,
-    PrefillRequest,
-    RequestMoved,
-    RequestPreempted,
-    RequestStayed,
-)
+from alignedserve.messages.request_notes import MAX_STANDINGS, Cause, NoteBuffer, RequestNote, Standing, Step
+from alignedserve.messages.workers import MoveRequest, PrefillRequest, RequestMoved, RequestPreempted, RequestStayed
 from router.placement import Placement
+from router.prefill_queue import QueuedLoad, Turns
 from router.request_registry import RouterRecords
-from router.state import LengthPredicted
+from router.state import LengthPredicted, TrackedRequest
 
 _MAX_TOLD = 4096  # requests that are told at once why they wait
 _MAX_COUNTED = 1024  # a queue longer than this is not searched for who is first
@@ -35,11 +30,10 @@ class RouterNotes:
     def __init__(self, records: RouterRecords) -> None:
         self._records = records
         self._notes = NoteBuffer()
-        self._queue_cause: Cause | None = None  # as last told to those that wait, like the next
+        self._queue_cause: Cause | None = None  # as last told to waiting requests, like the next
         self._pool_cause: Cause | None = None
 
     def observe(self, event: Any, now: float, commands: Sequence[Any]) -> list[Send]:
-        """Note what this decision means to single requests; return what is to be sent."""
         kind = type(event)
         if kind is Received:
             heard = _HEARD.get(type(event.message))
@@ -168,3 +162,44 @@ _SAID: dict[type, Callable[[RouterNotes, Send, Any, float], None]] = {
     RequestInterrupted: RouterNotes._interrupted,
     MoveRequest: RouterNotes._move_ordered,
 }
+
+
+def standings_of(records: RouterRecords, request_ids: Iterable[RequestId], now: float) -> tuple[Standing, ...]:
+    """Return the standing of each of these requests that is known; of the first few, as each looks at the queue."""
+    known = (records.registry.requests.get(request_id) for request_id in islice(request_ids, MAX_STANDINGS))
+    turns: Turns = {}
+    return tuple(_standing(tracked, records, now, turns) for tracked in known if tracked is not None)
+
+
+def _standing(tracked: TrackedRequest, records: RouterRecords, now: float, turns: Turns) -> Standing:
+    request_id = tracked.request.request_id
+    if tracked.stage is not Stage.QUEUED:
+        where = tracked.holder or ""
+        others = _others(tracked, where, records)
+        return Standing(
+            request_id, tracked.stage, where, num_tokens_before=others.num_tokens, num_others=others.num_requests
+        )
+    ahead = records.registry.queue.ahead_of(request_id, now, turns)
+    if ahead is None:  # until its gateway tells the token to go on from
+        return Standing(request_id, tracked.stage)
+    most = ahead.num_tokens_at_most
+    return Standing(
+        request_id,
+        tracked.stage,
+        num_before=ahead.num_requests,
+        num_tokens_before=round(ahead.num_tokens),
+        start_s=records.drain.expected_s(ahead.num_tokens),
+        latest_start_s=None if most is None else records.drain.expected_s(most),
+    )
+
+
+def _others(tracked: TrackedRequest, where: str, records: RouterRecords) -> QueuedLoad:
+    worker, pool = records.placement.workers.get(where), records.placement.pools.get(where)
+    if pool is not None:
+        return QueuedLoad(max(pool.num_pooled - 1, 0), 0)
+    if worker is None:
+        return QueuedLoad(0, 0)
+    prefill = worker.prefilling.get(tracked.request.request_id)
+    if prefill is None:
+        return QueuedLoad(max(len(worker.decoding) - 1, 0), 0)
+    return QueuedLoad(len(worker.prefilling) - 1, worker.num_prefill_tokens - prefill.num_tokens)

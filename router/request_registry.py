@@ -6,21 +6,105 @@ retries, and after `max_retries` the request fails; preemption for lack of memor
 may lose more holders than that: when it has come `FORGIVEN_TOKENS` further, earlier ones are forgotten (state.py).
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from alignedserve.core.ids import RequestId
 from alignedserve.core.lifecycle import Stage, epoch_end, is_same_epoch
+from alignedserve.core.request import Request, RequestClass
 from alignedserve.messages.events import Send
 from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.gateways import AbortRequest, RequestFailed, RequestInterrupted
 from alignedserve.messages.pools import DropRequest
+from alignedserve.messages.workers import SetPredictedLength
 from router.fair_shares import cost_of
 from router.placement import Placement
-from router.policies.forecast import DrainForecast, OutputLengthForecast
-from router.prediction.late_predictions import expected_len
 from router.prefill_queue import PrefillQueue
 from router.state import TrackedRequest
+
+_WINDOW = 64.0  # observations that weigh in a running mean
+_MIN_RETRY_S = 1.0
+_MAX_RETRY_S = 120.0
+_MEMORY_S = 30.0  # of time with a queue: what was computed longer ago counts for less than 1 / e
+
+
+class OutputLengthForecast:
+    """Running mean of output lengths per request class, capped by the request's own limit."""
+
+    def __init__(self) -> None:
+        self._mean: dict[RequestClass, float] = {}
+
+    def predict(self, request: Request) -> float:
+        limit = float(request.sampling.max_tokens)
+        return min(limit, self._mean.get(request.request_class, limit))
+
+    def observe(self, request: Request, num_generated: int) -> None:
+        mean = self._mean.get(request.request_class, float(num_generated))
+        self._mean[request.request_class] = mean + (num_generated - mean) / _WINDOW
+
+
+def doubled_past(expected_len: float, num_generated: int, limit: int) -> float:
+    """Double a prediction that was overrun until it is not, up to the limit (ALISE, section 3.2)."""
+    while 0.0 < expected_len <= num_generated:
+        expected_len *= 2.0
+    return min(expected_len, float(limit))
+
+
+class DrainForecast:
+    """Time until a queue of tokens has drained, by the rate at which tokens left it while others waited."""
+
+    def __init__(self) -> None:
+        self._num_tokens = self._seconds = 0.0  # computed, and in what time; both fade
+        self._last_s: float | None = None
+
+    def observe(self, num_tokens: int, now: float) -> None:
+        """Learn that `num_tokens` left since the last call: several at one moment count by their sum."""
+        if self._last_s is not None:
+            seconds = max(now - self._last_s, 0.0)
+            fading = math.exp(-seconds / _MEMORY_S)
+            self._num_tokens = fading * self._num_tokens + num_tokens
+            self._seconds = fading * self._seconds + seconds
+        self._last_s = now
+
+    def idle(self) -> None:
+        """Learn that the queue is empty: the next interval says nothing about the rate."""
+        self._last_s = None
+
+    def seconds_for(self, num_tokens: int) -> float:
+        """Return the predicted seconds for this many tokens, between 1 and 120 s; 1 s while no rate is known."""
+        expected_s = self.expected_s(num_tokens)
+        return _MIN_RETRY_S if expected_s is None else min(_MAX_RETRY_S, max(_MIN_RETRY_S, expected_s))
+
+    def expected_s(self, num_tokens: float) -> float | None:
+        return None if (rate := self.tokens_per_s) is None else num_tokens / rate
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        return self._num_tokens / self._seconds if self._num_tokens and self._seconds else None
+
+
+def expected_len(tracked: TrackedRequest, predicted_len: float | None = None) -> float:
+    """Return the length predicted on arrival, or this one, doubled until it exceeds what was generated since."""
+    if predicted_len is None:
+        predicted_len = tracked.predicted_output_len
+    return doubled_past(predicted_len, len(tracked.generated_token_ids), tracked.request.sampling.max_tokens)
+
+
+def note_prediction(tracked: TrackedRequest, predicted_len: float) -> list[Send]:
+    tracked.predicted_output_len = min(predicted_len, float(tracked.request.sampling.max_tokens))
+    tracked.is_length_predicted = True
+    tracked.is_prediction_late = tracked.holder is not None
+    return tell_holder(tracked)
+
+
+def tell_holder(tracked: TrackedRequest) -> list[Send]:
+    """Tell a late prediction again to every later holder of its dispatch: it may have passed the request on without."""
+    if not tracked.is_prediction_late or tracked.holder is None:
+        return []
+    return [
+        Send(tracked.holder, SetPredictedLength(tracked.request.request_id, tracked.attempt, expected_len(tracked)))
+    ]
 
 
 class RequestRegistry:
@@ -41,7 +125,6 @@ class RequestRegistry:
         self.enqueue(tracked)
 
     def track(self, tracked: TrackedRequest) -> None:
-        """Add a request that is not to be queued yet, as a worker may have it."""
         self.requests[tracked.request.request_id] = tracked
 
     def current(self, request_id: RequestId, attempt: int) -> TrackedRequest | None:
@@ -61,7 +144,6 @@ class RequestRegistry:
         return commands
 
     def move(self, leaving: Iterable[TrackedRequest]) -> list[Send]:
-        """Take requests from holders that drain; their gateways then tell from where they go on, which is no retry."""
         commands = []
         for tracked in leaving:
             commands += self._revoke(tracked)
@@ -69,10 +151,7 @@ class RequestRegistry:
         return commands
 
     def resume_from(self, tracked: TrackedRequest, generated_token_ids: tuple[int, ...]) -> list[Send]:
-        """Queue a request again, to be recomputed up to these tokens; its holder, if any, releases it.
-
-        One that has lost too many holders without coming further fails.
-        """
+        """Queue a request again, to be recomputed up to these tokens, or fail it after too many losses."""
         tracked.set_generated(generated_token_ids)
         if tracked.num_retries > self._max_retries:
             return self.fail(tracked, FailureKind.WORKER_LOST, "its workers were lost again and again")
@@ -94,10 +173,7 @@ class RequestRegistry:
         return commands
 
     def take(self, tracked: TrackedRequest, num_tokens: int) -> None:
-        """Take a request out of the queue for a worker, which computes so many tokens of its prompt, and its answer.
-
-        Its tenant is charged for them once: what is lost and computed again costs nothing.
-        """
+        """Take a request out of the queue; charge its tenant once for so many tokens of its prompt, and its answer."""
         self.queue.take(tracked.request.request_id)
         tracked.has_been_taken = True
         if tracked.charged_len is None:
@@ -125,7 +201,6 @@ class RequestRegistry:
         return [*self._end(tracked, Stage.FAILED), Send(tracked.gateway, failed)]
 
     def drop_copies(self, tracked: TrackedRequest) -> list[Send]:
-        """Tell the pool that may keep a copy of the request to drop it."""
         pool, tracked.copy_at = self._placement.copy_of(tracked), None
         if pool is None:
             return []

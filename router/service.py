@@ -17,33 +17,29 @@ from alignedserve.process.logic_driver import LogicDriver
 from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.runtime.model.served_model import ServedModel
 from router.async_predictor import AsyncLengthPredictor, PredictingLogic
-from router.factory import make_logic
-from router.logic import RouterEvent
+from router.logic import RouterEvent, make_logic
 from router.prediction import learnt_lengths, make_length_predictor
-from router.request_notes import RouterNotes
+from router.request_notes import RouterNotes, standings_of
 from router.request_registry import RouterRecords
-from router.standings import standings_of
 from router.state import DrainRequested, LengthPredicted
 
 
 class TimelineRelay:
-    """A Relay (process.logic_driver). It keeps nothing: an answer names the gateway that it is for."""
+    """A Relay (process.logic_driver) without a memory: an answer names its gateway."""
 
     def __init__(self, records: RouterRecords) -> None:
         self._records = records
         self._gateways = records.gateways
 
     def relay(self, peer: str, message: Message, now: float) -> Sequence[Send] | None:
-        """Pass a question to every other gateway, and an answer to the asking one; leave all else to the logic.
-
-        Where requests stand is answered here.
-        """
+        """Pass a question to every other gateway, its answer back; say where requests stand; leave the rest to the
+        logic."""
         match message:
             case AskTimeline():
                 return self._ask(peer, message)
             case TimelineTold():
-                told = msgspec.structs.replace(message, num_asked=None)
-                return [Send(message.asker, told)] if message.asker in self._gateways else []
+                answer = msgspec.structs.replace(message, num_asked=None)
+                return [Send(message.asker, answer)] if message.asker in self._gateways else []
             case AskStandings():
                 standings = standings_of(self._records, message.request_ids, now)
                 return [Send(peer, StandingsTold(message.number, standings))]
@@ -51,11 +47,11 @@ class TimelineRelay:
 
     def _ask(self, peer: str, message: AskTimeline) -> list[Send]:
         question = msgspec.structs.replace(message, asker=peer)
-        asked = [Send(gateway, question) for gateway in self._gateways if gateway != peer]
-        return [Send(peer, TimelineTold(message.number, peer, num_asked=len(asked))), *asked]
+        questions = [Send(gateway, question) for gateway in self._gateways if gateway != peer]
+        return [Send(peer, TimelineTold(message.number, peer, num_asked=len(questions))), *questions]
 
 
-class Router:
+class RouterService:
     """The one router of a cluster. Gateways, workers and pools connect to it."""
 
     def __init__(
@@ -67,10 +63,8 @@ class Router:
         process_spec: ProcessSpec,
         state_folder: Path | None = None,
     ) -> None:
-        """Raise ConfigError or ModelError if the configured policies cannot be built.
-
-        `state_folder`: for what outlives this process; None: nothing does.
-        """
+        """Raise ConfigError or ModelError for policies that cannot be built. `state_folder`: of what outlives this
+        process."""
         self._epoch = secrets.token_hex(4)
         make = partial(make_logic, config=config, batching=batching)
         logic = self._logic = make()
@@ -91,16 +85,13 @@ class Router:
         )
 
     async def start(self, *, listen_at: str) -> None:
-        """Accept gateways, workers and pools."""
         await self._driver.links.listen(listen_at)
 
     async def drain(self, draining: tuple[str, ...], moved: tuple[str, ...]) -> dict[str, int]:
-        """Pass a DrainRequested to the logic; return how many requests each draining process still has."""
         self._driver.dispatch(DrainRequested(draining, moved))
         return self._logic.num_left(draining)
 
     async def num_left(self, names: tuple[str, ...]) -> dict[str, int]:
-        """Return how many requests each of these workers and pools has."""
         return self._logic.num_left(names)
 
     async def registrations(self) -> dict[str, str]:
@@ -108,7 +99,6 @@ class Router:
         return {name: f"{self._epoch}-{number}" for name, number in self._logic.registrations.items()}
 
     async def close(self) -> None:
-        """Drop the links."""
         await self._driver.close()
         if self._predictor is not None:
             self._predictor.close()

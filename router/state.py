@@ -1,15 +1,18 @@
 """The router's records of requests and workers."""
 
 import enum
+import heapq
 import math
+from collections import OrderedDict
+from collections.abc import Generator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from alignedserve.core.class_floor import turn_due_s
 from alignedserve.core.ids import BatchId, RequestId
 from alignedserve.core.lifecycle import Stage, advance, is_same_epoch
 from alignedserve.core.request import Request, RequestClass
-from alignedserve.messages.cluster_view import BatchShape
+from alignedserve.messages.cluster_view import BatchShape, LengthTree
 from alignedserve.messages.prefixes import BLOCK_NAME_BYTES
 from alignedserve.messages.workers import PACKED_FROM, IterationLogReport, WorkerLoad, WorkerRegistered
 
@@ -34,7 +37,7 @@ class TrackedRequest:
     is_prediction_late: bool = False  # it came after this dispatch: later holders are told it again
     is_prefilled: bool = False  # prefill is complete, the blocks are on their way to that pool
     destination: str | None = None  # the worker that it may already be on its way to
-    attempt: int = 0  # the latest known (core/attempts.py); messages with a smaller one are stale
+    attempt: int = 0  # the latest known (core/lifecycle.py); messages with a smaller one are stale
     copy_at: tuple[str, int] | None = None  # the pool that may keep a copy, and that pool's epoch
     pooled_s: float = 0.0  # when it entered the pool
     charged_len: float | None = None  # of its answer, as its tenant was charged for it; None: it was not yet
@@ -80,13 +83,11 @@ class TrackedRequest:
 
     @property
     def first_due_s(self) -> float:
-        """Return the time at which its first token is late; infinite without an objective, or once a token was sent."""
         ttft_s = self.request.slo.ttft_s
         return math.inf if ttft_s is None or self.num_emitted else self.request.arrival_s + ttft_s
 
     @property
     def next_late_s(self) -> float:
-        """Return the time at which its next token is late in the pool; infinite for best effort or no objective."""
         tpot_s = self.request.slo.tpot_s
         return self.pooled_s + tpot_s if self.is_real_time and tpot_s is not None else math.inf
 
@@ -130,7 +131,7 @@ class DispatchedPrefill:
     """A prefill given to a worker and not yet reported as completed."""
 
     attempt: int
-    num_tokens: int  # to compute there: without those that the worker has cached, as far as that is known here
+    num_tokens: int  # to compute there: without tokens known to be cached
     is_real_time: bool = False
     due_s: float = math.inf  # when its first token is late
     block_names: bytes = b""  # of the blocks that it computes and then has cached
@@ -140,8 +141,8 @@ class DispatchedPrefill:
 class PrefixHit(NamedTuple):
     """Part of a request that a worker need not compute."""
 
-    num_tokens: int = 0  # those that it loads from its node's pool count less
-    num_blocks: int = 0  # that it has itself
+    num_tokens: int = 0  # tokens to load from its node's pool count less
+    num_blocks: int = 0  # in its own cache
 
 
 NO_HIT = PrefixHit()
@@ -213,14 +214,12 @@ class WorkerRecord:
             self.num_real_time_prompts += 1
 
     def complete_prefill(self, request_id: RequestId, attempt: int) -> DispatchedPrefill | None:
-        """Remove and return a prefill that the worker has completed; None: the report is stale."""
         prefill = self.prefilling.get(request_id)
         if prefill is None or not is_same_epoch(prefill.attempt, attempt):
             return None
         return self.end_prefill(request_id)
 
     def end_prefill(self, request_id: RequestId) -> DispatchedPrefill | None:
-        """Remove and return a prefill, completed or not, if the worker has it."""
         prefill = self.prefilling.pop(request_id, None)
         if prefill is not None:
             self.num_prefill_tokens -= prefill.num_tokens
@@ -233,27 +232,24 @@ class WorkerRecord:
         return prefill
 
     def note_late(self, request_id: RequestId, attempt: int) -> None:
-        """Note that the first token of a real-time request is late, if this attempt has still to compute it."""
         prefill = self.prefilling.get(request_id)
         if prefill is not None and prefill.attempt == attempt and request_id not in self.late:
             self.late[request_id] = None
             self.num_late_tokens += prefill.num_tokens
 
     def num_tokens_before(self, *, is_real_time: bool) -> int:
-        """Return the tokens of prompts that it computes before one that it is given now.
+        """Return the tokens of prompts that it computes before a prompt given to it now.
 
-        Before a real-time prompt those of real-time requests that are not late, before others all: so its policy
-        orders them, if it knows classes and does not leave their order alone.
+        Before a real-time prompt go punctual real-time ones, before best effort all: unless its policy is FCFS.
         """
         passes = is_real_time and not self.registered.is_fcfs
         return self.num_real_time_tokens - self.num_late_tokens if passes else self.num_prefill_tokens
 
     def wait_s(self, *, is_real_time: bool) -> float:
-        """Return the predicted time until it could begin with a prompt that it is given now.
+        """Return the predicted time until it could begin with a prompt that is given to it now.
 
-        Example: 3 000 tokens before it at 5 000 tokens/s: 0.6 s. What its decodes leave of its time is not looked at,
-        as prompts that are urgent go before them. Workers that do not tell their speed are not elastic: theirs are
-        compared by tokens.
+        Example: 3 000 tokens before it at 5 000 tokens/s: 0.6 s. Decodes do not count: urgent prompts go before
+        them. Workers that do not tell their speed are compared by tokens.
         """
         return self.num_tokens_before(is_real_time=is_real_time) / self.prompt_tokens_per_s
 
@@ -274,23 +270,24 @@ class WorkerRecord:
         leaves_room: bool,
         passes_late: bool = False,
     ) -> bool:
-        """Return whether it may be given a prompt of that many tokens; one above the allowance waits for all others.
+        """Return whether it may be given a prompt of that many tokens; a prompt above the allowance waits for all
+        others.
 
-        `beside`: only prompts of this class count; None: all do. `passes_late`: nor do real-time ones that are late,
-        as the worker computes those after it. A worker that does both phases takes any, as its own policy orders them,
-        but for an eighth of its places, which best effort leaves to others (`leaves_room`).
+        `beside`: only prompts of this class count; None: all do. `passes_late`: late real-time prompts do not count, as
+        the worker computes them later. A worker of both phases takes any prompt, except that best effort leaves it an
+        eighth of its places (`leaves_room`).
         """
         if self.registered.can_decode:
             num_held = len(self.prefilling) + len(self.decoding)
             return not leaves_room or num_held < (1.0 - _KEPT_SHARE) * self.registered.max_running_requests
         match beside:
             case RequestClass.REAL_TIME:
-                given = self.num_real_time_tokens - passes_late * self.num_late_tokens
+                num_before = self.num_real_time_tokens - passes_late * self.num_late_tokens
             case RequestClass.BEST_EFFORT:
-                given = self.num_prefill_tokens - self.num_real_time_tokens
+                num_before = self.num_prefill_tokens - self.num_real_time_tokens
             case None:
-                given = self.num_prefill_tokens
-        return not self.prefilling or num_tokens <= allowance - given
+                num_before = self.num_prefill_tokens
+        return not self.prefilling or num_tokens <= allowance - num_before
 
     @property
     def num_places(self) -> int:
@@ -307,7 +304,6 @@ class WorkerRecord:
 
     @property
     def has_real_time_slot(self) -> bool:
-        """True for such a worker that can run one more real-time request, before best-effort ones if need be."""
         return self._takes_prefilled and len(self.decoding_real_time) < self.registered.max_running_requests
 
     @property
@@ -334,7 +330,6 @@ class WorkerRecord:
 
     @property
     def awaits_batch(self) -> bool:
-        """True if a batch may be on its way to it, or has arrived since it last told its load."""
         return self.pending_batch is not None or self.is_load_stale
 
     @property
@@ -344,10 +339,8 @@ class WorkerRecord:
 
     @property
     def room(self) -> int:
-        """Return the longest context that may join what a decode worker runs, where slack is packed; none from 0 on.
-
-        Beside what room is promised to (promised_room.py).
-        """
+        """Return the longest context that may join what it runs, where slack is packed, beside promised room; none:
+        from 0 on."""
         load, registered = self.load, self.registered
         if load is None or not load.num_running:
             return self.tokens_in(registered.num_blocks) - self.num_promised
@@ -363,3 +356,120 @@ class WorkerRecord:
     @property
     def num_blocks_used(self) -> int:
         return self.registered.num_blocks - self.load.num_free_blocks if self.load is not None else 0
+
+
+RankT = TypeVar("RankT", float, int, tuple[int, int], tuple[float, int], tuple[int, float, int], tuple[float, int, int])
+
+_MIN_STALE = 32  # fewer stale entries are not worth a rebuild
+
+
+class Ranked(NamedTuple, Generic[RankT]):
+    """An entry of a ranking; entries compare by rank, then name."""
+
+    rank: RankT
+    name: str
+
+
+class Ranking(Generic[RankT]):
+    """Each name has at most one rank. The first is found at once, a rank is changed in logarithmic time.
+
+    A binary heap: a rank that is replaced leaves a stale entry, which is dropped when it comes to the top, or with all
+    others as soon as more than half of the heap is stale.
+    """
+
+    def __init__(self) -> None:
+        self._ranks: dict[str, RankT] = {}
+        self._heap: list[Ranked[RankT]] = []
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    def put(self, name: str, rank: RankT) -> None:
+        if self._ranks.get(name) == rank:
+            return
+        self._ranks[name] = rank
+        heapq.heappush(self._heap, Ranked(rank, name))
+        if len(self._heap) > 2 * len(self._ranks) + _MIN_STALE:
+            self._heap = [Ranked(rank, name) for name, rank in self._ranks.items()]
+            heapq.heapify(self._heap)
+
+    def discard(self, name: str) -> None:
+        self._ranks.pop(name, None)
+
+    def first(self) -> Ranked[RankT] | None:
+        heap, ranks = self._heap, self._ranks
+        while heap and ranks.get(heap[0].name) != heap[0].rank:
+            heapq.heappop(heap)
+        return heap[0] if heap else None
+
+    def in_order(self) -> Generator[str, None, None]:
+        passed = []
+        try:
+            while (first := self.first()) is not None:
+                self.discard(first.name)
+                passed.append(first)
+                yield first.name
+        finally:
+            for rank, name in passed:
+                self.put(name, rank)
+
+
+class PooledRecord(NamedTuple):
+    """A request that waits in a pool."""
+
+    num_blocks: int
+    since_s: float
+    is_real_time: bool = False
+    late_at_s: float = math.inf  # when the next token of a chat is late
+
+
+@dataclass(slots=True)
+class PoolRecord:
+    """One registered pool."""
+
+    name: str
+    epoch: int  # counts registrations: a restarted pool has another one
+    num_blocks: int
+    layout_digest: str = ""
+    num_blocks_used: int = 0
+    num_blocks_kept: int = 0
+    num_reserved: int = 0  # requests that wait for free blocks there, after their prefill
+    lengths: LengthTree = field(default_factory=LengthTree)  # of those that wait for a batch
+    large_requests: dict[RequestId, tuple[int, float]] = field(
+        default_factory=dict
+    )  # pooled requests larger than a busy worker's share: blocks, since when
+    pooled: OrderedDict[RequestId, PooledRecord] = field(
+        default_factory=OrderedDict
+    )  # requests that wait there for a batch or are on their way, as the router knows them; the oldest first
+    pooled_real_time: dict[RequestId, int] = field(default_factory=dict)  # the real-time ones of these: blocks
+    late: Ranking[float] = field(default_factory=Ranking)  # those by when their next token is late
+
+    def add_pooled(self, request_id: RequestId, record: PooledRecord) -> None:
+        self.pooled[request_id] = record
+        if record.is_real_time:
+            self.pooled_real_time[request_id] = record.num_blocks
+        if math.isfinite(record.late_at_s):
+            self.late.put(request_id, record.late_at_s)
+
+    def remove_pooled(self, request_id: RequestId) -> bool:
+        self.pooled_real_time.pop(request_id, None)
+        self.late.discard(request_id)
+        self.large_requests.pop(request_id, None)
+        return self.pooled.pop(request_id, None) is not None
+
+    @property
+    def num_pooled(self) -> int:
+        return len(self.pooled)
+
+    @property
+    def oldest_s(self) -> float:
+        return next(iter(self.pooled.values())).since_s
+
+    @property
+    def late_at_s(self) -> float:
+        first = self.late.first()
+        return first.rank if first is not None else math.inf
+
+    @property
+    def oldest_blocks(self) -> int:
+        return next(iter(self.pooled.values())).num_blocks

@@ -23,7 +23,7 @@ from alignedserve.messages.cluster_view import (
 from alignedserve.messages.gateways import ClusterStatus, Demand, LengthTotals, PrefixTotals, WorkerLean
 from alignedserve.messages.workers import IterationLogReport
 from router.placement import Placement
-from router.policies.prefill_order import first_token_s
+from router.policies import first_token_s
 from router.state import TrackedRequest, WorkerRecord
 
 _SMALLEST_RANGE = 16  # tokens; of the tree of the router's own requests
@@ -50,7 +50,6 @@ class RouterCounters:
         self.num_preemptions += not is_refused
 
     def add_iterations(self, report: IterationLogReport, worker: WorkerRecord | None) -> None:
-        """Add what a decode worker's iteration log gained; a restarted worker subtracts nothing."""
         self.iteration_log = self.iteration_log.plus(report.gained)
         self.num_tokens += report.num_tokens
         if worker is not None:
@@ -62,10 +61,7 @@ class RouterCounters:
             self.queue_times = self.queue_times.with_time(now - tracked.request.arrival_s)
 
     def count_prefill(self, tracked: TrackedRequest | None, worker: WorkerRecord, num_tokens: int, now: float) -> None:
-        """Count a prompt that a worker has computed, and how long it took, the first time.
-
-        `tracked`: None: the request has ended meanwhile.
-        """
+        """Count a prompt that a worker has computed, and its time, once. `tracked`: None: the request has ended."""
         worker.done.num_prompt_tokens += num_tokens
         self.num_prompt_tokens += num_tokens
         if tracked is not None and tracked.dispatched_s is not None and tracked.prefilled_s is None:
@@ -102,19 +98,11 @@ def demand_of(requests: Iterable[TrackedRequest], placement: Placement, queue: Q
 
 
 def _num_at_risk(real_time: Iterable[TrackedRequest], queue: QueueForecast) -> int:
-    """Count requests whose first token, which they have not had, is due before the queue is through.
-
-    Batches add no node.
-    """
     through_s = queue.now + queue.wait_s
     waiting = [
         tracked.request for tracked in real_time if tracked.stage is Stage.QUEUED and not tracked.generated_token_ids
     ]
     return sum(request.arrival_s + first_token_s(request) < through_s for request in waiting)
-
-
-def _is_poolless(worker: WorkerRecord, placement: Placement) -> bool:
-    return not worker.registered.can_decode and worker.registered.pool_name not in placement.pools
 
 
 def _num_by_stage(requests: Iterable[TrackedRequest]) -> dict[Stage, int]:
@@ -156,7 +144,7 @@ def status_of(
         lengths=counters.lengths,
         latest_attempt=latest_attempt,
         demand=demand,
-        leans=tuple(WorkerLean(one.name, one.lean) for one in workers if one.registered.can_move),
+        leans=tuple(WorkerLean(worker.name, worker.lean) for worker in workers if worker.registered.can_move),
         prefixes=PrefixTotals(
             sum(load.num_prefix_query_tokens for load in loads),
             sum(load.num_prefix_hit_tokens for load in loads),
@@ -166,20 +154,22 @@ def status_of(
         num_places=demand.num_decode_places,
         real_time=tier_load(requests, RequestClass.REAL_TIME, queue.now),
         best_effort=tier_load(requests, RequestClass.BEST_EFFORT, queue.now),
-        workers=tuple(worker_status(one) for one in workers),
+        workers=tuple(worker_status(worker) for worker in workers),
         trees=trees_of(requests, placement),
         times=RequestTimes(counters.queue_times, counters.prefill_times, counters.inference_times),
         num_prompt_tokens=counters.num_prompt_tokens,
         num_tokens=counters.num_tokens,
-        block_size=max((one.registered.block_size for one in workers), default=0),
-        num_poolless_workers=sum(_is_poolless(worker, placement) for worker in workers),
+        block_size=max((worker.registered.block_size for worker in workers), default=0),
+        num_poolless_workers=sum(
+            (not worker.registered.can_decode and worker.registered.pool_name not in placement.pools)
+            for worker in workers
+        ),
         speed=slowest(workers),
         adapters=adapter_loads(requests, workers),
     )
 
 
 def adapter_loads(requests: Iterable[TrackedRequest], workers: Iterable[WorkerRecord]) -> AdapterLoads:
-    """Count the requests of each LoRA adapter by its name; nothing where no worker takes any."""
     max_adapters = min(
         (worker.registered.max_adapters for worker in workers if worker.registered.max_adapters), default=0
     )
@@ -197,12 +187,11 @@ def adapter_loads(requests: Iterable[TrackedRequest], workers: Iterable[WorkerRe
 
 
 def slowest(workers: Iterable[WorkerRecord]) -> WorkerSpeed:
-    """Return the speed that every worker has at least: for prompts and for tokens of those that compute them."""
     speed = WorkerSpeed()
     for worker in workers:
-        told, registered = worker.registered.speed, worker.registered
-        prompts = (told.short_prompt_s, told.prompt_s) if registered.can_prefill else (0.0, 0.0)
-        tokens = (told.token_s, told.shared_token_s) if registered.can_decode else (0.0, 0.0)
+        measured, registered = worker.registered.speed, worker.registered
+        prompts = (measured.short_prompt_s, measured.prompt_s) if registered.can_prefill else (0.0, 0.0)
+        tokens = (measured.token_s, measured.shared_token_s) if registered.can_decode else (0.0, 0.0)
         speed = speed.slower(WorkerSpeed(*prompts, *tokens))
     return speed
 
@@ -245,10 +234,7 @@ def worker_status(worker: WorkerRecord) -> WorkerStatus:
 
 
 def trees_of(requests: Collection[TrackedRequest], placement: Placement) -> tuple[PlacedTree, ...]:
-    """Return the trees of all pools; where requests wait in none, that of the requests' contexts on their arrival.
-
-    Workers that prefill and decode keep a request, so that the router has none of the pools' trees then.
-    """
+    """Return the trees of all pools; where requests wait in none, that of contexts on their arrival."""
     pools = [pool for pool in placement.pools.values() if pool.lengths.max_len]
     if pools:
         return tuple(PlacedTree(pool.name, pool.lengths) for pool in pools)

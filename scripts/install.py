@@ -39,7 +39,7 @@ LOOK_S = 0.2
 EXTRAS = ("vision",)  # what a checkout always has
 RUNNING: set[subprocess.Popen[bytes]] = set()  # what this process waits for
 # Whatever serves imports these, so that their compiled files are there before the first start.
-SERVING = ("alignedserve.cli.wiring", "decode_worker.start", "prefill_worker.start")
+SERVING = ("alignedserve.cli.wiring", "decode_worker.service", "prefill_worker.service")
 NAME = re.compile(r"[\w.-]+?(?=-\d|[^\w.-]|$)")  # of a package, at the start of a requirement or a file's name
 TORCH = re.compile(r"torch(?![\w.-])")  # a requirement of PyTorch itself
 OF_CUDA = re.compile(r"(nvidia|cuda)-")  # the name of a package that only a build for NVIDIA GPUs needs

@@ -24,7 +24,7 @@ from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.process.tls import CertificateAuthority
 from alignedserve.runtime.model.served_model import ServedDeployment, ServedModel
 from decode_worker.actor import ColocatedWorkerActor, DecodeWorkerActor, StageActor
-from decode_worker.lending import Lending
+from decode_worker.state import Lending
 from kvpool.actor import KvPoolActor
 from prefill_worker.actor import PrefillWorkerActor
 from router.actor import RouterActor

@@ -23,10 +23,9 @@ _WIDE_BYTES = 16  # what a message can carry fits
 
 
 def prefix_root(key: bytes, *, tenant: str, salt: str, form: bytes) -> BlockHash:
-    """Return the root of the hashes of one tenant's contexts.
+    """Return the root of the hashes of one tenant's contexts. `form`: digest of model, adapter and cache form.
 
-    `form`: digest of the model, its adapter and the form of its cache. Parts are hashed with their lengths, so that no
-    two ways of cutting them give the same root.
+    Parts are hashed with their lengths, so that no two ways of cutting them give the same root.
     """
     digest = hashlib.blake2b(key=key[:_MAX_KEY_BYTES], digest_size=HASH_BYTES, person=b"prefix root")
     for part in (tenant.encode("utf-8", "surrogatepass"), salt.encode("utf-8", "surrogatepass"), form):
@@ -49,10 +48,8 @@ class BlockHasher:
         self.block_size = block_size
 
     def named(self, parent: BlockHash, token_ids: Sequence[int]) -> Iterator[NamedBlock]:
-        """Yield the full blocks of a context; each is hashed when the caller takes it.
-
-        `parent`: the root; or, for a context that has grown, the hash of the block before `token_ids`.
-        """
+        """Yield the full blocks of a context, each hashed when the caller takes it. `parent`: the root or the block
+        before."""
         for packed in packed_blocks(token_ids, self.block_size):
             parent = block_hash(parent, packed)
             yield NamedBlock(parent, packed)

@@ -11,49 +11,90 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from alignedserve.config.sections import PrefixCacheConfig
 from alignedserve.core.block_allocator import BlockAllocator
 from alignedserve.core.ids import BlockId
 from alignedserve.messages.prefixes import PrefixBlocksChanged, names_told
-from alignedserve.prefix_cache.block_hashes import BlockHash, NamedBlock
-from alignedserve.prefix_cache.kept_states import KeptStates
+from alignedserve.prefix_cache.block_hashes import BlockHash, NamedBlock, block_hash
+
+
+@dataclass(frozen=True, slots=True)
+class StateBudget:
+    """What states may take of a worker's blocks."""
+
+    num_blocks: int  # of one
+    max_states: int  # that are kept
+
+
+def budget_of(config: PrefixCacheConfig, num_blocks: int, state_blocks: int) -> StateBudget | None:
+    """Return what states may take of so many blocks; None: they have no blocks of their own."""
+    return StateBudget(state_blocks, int(config.state_share * num_blocks) // state_blocks) if state_blocks else None
+
+
+class KeptStates:
+    """The blocks behind which recurrent states are kept for later requests, by use; the longest unused state goes
+    first.
+
+    A large state takes as much room as hundreds of tokens. A context keeps states 1. at the last edge before its
+    last token on entry: a next turn has its prompt before it; 2. at the last edge that others shared: contexts part
+    there; 3. at the last edge that its answer has passed.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: OrderedDict[CachedBlock, None] = OrderedDict()  # the latest used last
+        self.observers: list[Callable[[CachedBlock], None]] = []  # called with a block whose state came or went
+        self.num_used = 0  # contexts that began with one, since it was made
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def add(self, block: "CachedBlock") -> None:
+        self._blocks[block] = None
+        self._tell(block)
+
+    def remove(self, block: "CachedBlock") -> None:
+        del self._blocks[block]
+        self._tell(block)
+
+    def use(self, block: "CachedBlock") -> None:
+        self._blocks.move_to_end(block)
+        self.num_used += 1
+
+    def oldest(self) -> "CachedBlock":
+        return next(iter(self._blocks))
+
+    def _tell(self, block: "CachedBlock") -> None:
+        for observer in self.observers:
+            observer(block)
+
+
+class KeptEdge(NamedTuple):
+    """An edge of blocks, in tokens of a context, where an iteration leaves its states for later contexts."""
+
+    num_tokens: int
+    state_ids: tuple[BlockId, ...]
+    is_latest: bool  # in place of the one before
+
+
+def state_names(edge: BlockHash, num_blocks: int) -> list[NamedBlock]:
+    """Return a pool's names of the states behind this block, which it keeps like following blocks.
+
+    No block of tokens has such a name: in place of tokens it has one byte.
+    """
+    names = list[NamedBlock]()
+    for number in range(num_blocks):
+        packed = bytes([number % 256])
+        names.append(NamedBlock(block_hash(names[-1].block_hash if names else edge, packed), packed))
+    return names
+
 
 MAX_COUNTED_USES = 8  # more uses do not make a block more valuable
 REMEMBERED_SHARE = 4  # blocks that have left and are remembered, by those in the cache
 
 
-class ValuedBlock(Protocol):
-    """A block with the two numbers that eviction looks at: its uses, and the blocks before it."""
-
-    @property
-    def depth(self) -> int:
-        """Blocks before this one in its context."""
-
-    @property
-    def num_uses(self) -> int:
-        """Contexts that began with this block, the one that computed it included."""
-
-
-def saved_cost(block: ValuedBlock) -> float:
-    """Return what a block saves, by how often it was used.
-
-    What it costs to compute depends little on its place: attention over 32 768 tokens costs an 8B model as much as its
-    products, and with that for a factor fewer tokens are found.
-
-    Frequency with dynamic aging (GreedyDual: Cherkasova, "Improving WWW proxies performance with
-    greedy-dual-size-frequency caching", 1998): a block's value is the value of the one evicted last, plus how often it
-    was used. The first term makes values age, and where uses are equal the order is that of the latest use. Blocks of
-    one cache have the same size, so that bytes cancel out. Counts outlive blocks for a while, so that a block that
-    keeps coming back is told from a new one. What was tried and lost, and the figures: docs/prefix-cache.md.
-    """
-    return float(min(block.num_uses, MAX_COUNTED_USES))
-
-
-SavedCost = Callable[[ValuedBlock], float]
-
-
 @dataclass(slots=True, eq=False)
 class CachedBlock:
-    """One full block of tokens whose cache is in this memory."""
+    """One full block of tokens whose cache is in memory."""
 
     block_hash: BlockHash
     parent: "CachedBlock | None"  # the block before it; None: it is a context's first
@@ -66,11 +107,6 @@ class CachedBlock:
     value: float = 0.0  # since its last user left; while it has none
     ticket: int = 0  # of that moment; 0: it has users
     state_ids: tuple[BlockId, ...] = ()  # where the states behind it are kept; none: nowhere
-
-    @property
-    def is_leaf(self) -> bool:
-        """True if it could leave now."""
-        return not self.num_users and not self.num_children
 
 
 class BlockChanges(NamedTuple):
@@ -86,19 +122,22 @@ class BlockObserver(Protocol):
     def stored(self, block: CachedBlock) -> None:
         """Note a block that has come."""
 
-    def removed(self, block: CachedBlock) -> None:
-        """Note a block that has left; none that follows it is there any more."""
+    def removed(self, block: CachedBlock) -> None: ...
 
 
 class CachedBlocks:
-    """All cached blocks of one memory. It allocates nothing: ids of blocks come in, and those evicted go out."""
+    """All cached blocks of one memory. It allocates nothing: ids of blocks come in, and evicted ids go out.
 
-    def __init__(
-        self, block_size: int, *, cost: SavedCost = saved_cost, remembered_share: int = REMEMBERED_SHARE
-    ) -> None:
-        """`block_size`: tokens of a block. `remembered_share`: see eviction.py."""
+    A block without users has the value of the block evicted last plus its uses: frequency with dynamic aging
+    (GreedyDual: Cherkasova, "Improving WWW proxies performance with greedy-dual-size-frequency caching", 1998). The
+    first term ages values; equal uses go by the latest use. Blocks have one size, so bytes cancel out, and their
+    place counts little: attention over 32 768 tokens costs an 8B model as much as its products. Counts outlive
+    blocks for a while. Figures: docs/prefix-cache.md.
+    """
+
+    def __init__(self, block_size: int, *, remembered_share: int = REMEMBERED_SHARE) -> None:
+        """`remembered_share`: evicted blocks whose uses are remembered, by the blocks in the cache."""
         self._block_size = block_size
-        self._cost = cost
         self._remembered_share = remembered_share
         self._blocks: dict[BlockHash, CachedBlock] = {}
         self._leaves: list[tuple[float, int, CachedBlock]] = []  # a heap; an entry with an old ticket is void
@@ -107,7 +146,7 @@ class CachedBlocks:
         self._former_uses: OrderedDict[BlockHash, int] = OrderedDict()  # of blocks evicted, the latest of them last
         self._changes: dict[BlockHash, bool] = {}  # True: stored
         self.observers: list[BlockObserver] = []
-        self.states: KeptStates[CachedBlock] = KeptStates()  # behind some of the blocks
+        self.states = KeptStates()  # behind some of the blocks
         self.num_unused = 0  # blocks without users, and blocks of states, which `evict` frees
         self.num_evicted = 0  # since it was made
 
@@ -118,11 +157,9 @@ class CachedBlocks:
         return iter(self._blocks.values())
 
     def get(self, block_hash: BlockHash) -> CachedBlock | None:
-        """Return the block of this hash, whose tokens are not verified yet."""
         return self._blocks.get(block_hash)
 
     def run_of(self, names: Iterable[NamedBlock]) -> list[CachedBlock]:
-        """Return the cached blocks at the beginning of this context, while hashes and tokens are equal."""
         run: list[CachedBlock] = []
         for name in names:
             block = self.match(run[-1] if run else None, name)
@@ -132,7 +169,6 @@ class CachedBlocks:
         return run
 
     def match(self, parent: CachedBlock | None, name: NamedBlock) -> CachedBlock | None:
-        """Return the block after `parent` that has both this hash and these tokens, if it is there."""
         block = self._blocks.get(name.block_hash)
         is_same = block is not None and block.parent is parent and block.packed_tokens == name.packed_tokens
         return block if is_same else None
@@ -140,9 +176,9 @@ class CachedBlocks:
     def store(
         self, parent: CachedBlock | None, block_hash: BlockHash, packed_tokens: bytes, block_id: BlockId
     ) -> CachedBlock | None:
-        """Add a block with one user, who holds all blocks before it; return it.
+        """Add a block with one user, who holds all blocks before it; return the new or an equal block.
 
-        If it is there already that one is returned, unchanged. None: another block has this hash, and keeps it.
+        None: another block has this hash, and keeps it.
         """
         assert parent is None or parent.num_users, "a block after one that may leave"
         if block_hash in self._blocks:
@@ -159,8 +195,7 @@ class CachedBlocks:
         return block
 
     def acquire(self, blocks: Iterable[CachedBlock], *, is_use: bool = True) -> None:
-        """Add one user to each of these blocks, which begin a context. Without `is_use` it says nothing of their use:
-        it only keeps them."""
+        """Add a user to each of these first blocks of a context. Without `is_use` they are only kept."""
         for block in blocks:
             assert block.block_hash in self._blocks, "a block that has left is acquired"
             self.num_unused -= not block.num_users
@@ -177,15 +212,14 @@ class CachedBlocks:
                 self.num_unused += 1
                 self._num_tickets += 1
                 block.ticket = self._num_tickets
-                block.value = self._age + self._cost(block)
+                block.value = self._age + min(block.num_uses, MAX_COUNTED_USES)
                 if not block.num_children:
                     self._offer(block)
 
     def evict(self, count: int) -> list[BlockId]:
-        """Remove this many blocks without users, the least valuable leaf first; return their ids, which are free.
+        """Remove this many blocks without users, the least valuable leaf first; return the ids, now free.
 
-        A leaf leaves with its state, and once there is none, the states that were used last the longest ago: so there
-        may be more.
+        A leaf leaves with its state; once no leaf is left, the longest unused states go: there may be more ids.
         """
         assert count <= self.num_unused, "more blocks evicted than have no users"
         freed: list[BlockId] = []
@@ -204,20 +238,18 @@ class CachedBlocks:
         return freed
 
     def drop(self, block: CachedBlock) -> list[BlockId]:
-        """Remove a block without users, and all that follow it; return their ids, which are free."""
         assert not block.num_users, "a block that is used is dropped"
         dropped = {block: None}
-        for one in sorted(self._blocks.values(), key=lambda one: one.depth):
-            if one.parent in dropped:
-                dropped[one] = None
+        for descendant in sorted(self._blocks.values(), key=lambda descendant: descendant.depth):
+            if descendant.parent in dropped:
+                dropped[descendant] = None
         freed: list[BlockId] = []
-        for one in reversed(dropped):
-            freed += [*self.drop_state(one), one.block_id]
-            self._remove(one)
+        for descendant in reversed(dropped):
+            freed += [*self.drop_state(descendant), descendant.block_id]
+            self._remove(descendant)
         return freed
 
     def keep_state(self, block: CachedBlock, state_ids: tuple[BlockId, ...]) -> None:
-        """Keep the states behind a cached block, which has none, in these blocks."""
         assert not block.state_ids, "a state that is kept twice"
         assert self._blocks.get(block.block_hash) is block, "the state of a block that has left"
         block.state_ids = state_ids
@@ -225,7 +257,6 @@ class CachedBlocks:
         self.states.add(block)
 
     def drop_state(self, block: CachedBlock) -> tuple[BlockId, ...]:
-        """Forget the states behind a block; return their blocks, which are free; none: it had none."""
         state_ids, block.state_ids = block.state_ids, ()
         if state_ids:
             self.num_unused -= len(state_ids)
@@ -233,7 +264,6 @@ class CachedBlocks:
         return state_ids
 
     def take_changes(self) -> BlockChanges:
-        """Return what has come and gone since it was last asked."""
         if not self._changes:
             return BlockChanges((), ())
         changes, self._changes = self._changes, {}
@@ -241,10 +271,8 @@ class CachedBlocks:
         return BlockChanges(stored, tuple([block_hash for block_hash, is_stored in changes.items() if not is_stored]))
 
     def told_changes(self) -> PrefixBlocksChanged | None:
-        """Return, for routers, what has come and gone since it was last asked; None: nothing to tell.
-
-        Routers are told of about one block in four (`names_told`).
-        """
+        """Return, for routers, the changes since the last call, of about one block in four (`names_told`); None:
+        none."""
         stored, removed = (names_told(hashes) for hashes in self.take_changes())
         return PrefixBlocksChanged(stored, removed) if stored or removed else None
 
@@ -265,7 +293,7 @@ class CachedBlocks:
         parent = block.parent
         if parent is not None:
             parent.num_children -= 1
-            if parent.is_leaf:
+            if not parent.num_users and not parent.num_children:
                 self._offer(parent)
         for observer in self.observers:
             observer.removed(block)
@@ -284,7 +312,7 @@ class CachedBlocks:
 
 
 def context_of(block: CachedBlock | None) -> list[CachedBlock]:
-    """Return the blocks from the first of its context to this one; None: there are none."""
+    """Return the blocks of its context up to this block; None: no blocks."""
     run: list[CachedBlock] = []
     while block is not None:
         run.append(block)
@@ -308,7 +336,6 @@ class CachingAllocator:
 
     @property
     def num_free(self) -> int:
-        """Number of blocks that nothing uses, cached or not."""
         unused = 0 if self._cached is None else self._cached.num_unused
         return self._allocator.num_free + unused
 
@@ -322,5 +349,4 @@ class CachingAllocator:
         return self._allocator.allocate(count)
 
     def free(self, block_ids: Iterable[BlockId]) -> None:
-        """Free blocks that are not cached."""
         self._allocator.free(block_ids)

@@ -1,12 +1,12 @@
 """Contexts that use the prefix cache of a worker: what each may take from it while it waits, holds, and leaves there.
 
 The life of a context:
-1. It waits: the longest run of cached blocks with which it begins is kept up to date as blocks come and go. Nothing is
-   held for it, so that it can lose them again: running requests go first.
+1. It waits: the longest run of cached blocks with which it begins is kept up to date as blocks come and go. It holds no
+   block and may lose some: running requests go first.
 2. It enters: it becomes a user of the blocks of its run, and computes the rest in blocks of its own. At least one token
    is left to compute: if that lies in a block of the run, it gets a copy of this block, to fill from that token on.
-3. A block that it has filled is stored, at the end of the iteration, for others to use. If another context has stored
-   the same one meanwhile, this one uses that and its own is freed.
+3. A block that it has filled is stored, at the end of the iteration, for others to use. If another context was faster,
+   both use the stored block, and the second is freed.
 4. It leaves, or loses its memory to another: what it held stays cached until the memory is needed.
 """
 
@@ -18,9 +18,16 @@ from typing_extensions import override
 
 from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.ids import BlockId, RequestId
+from alignedserve.messages.iterations import StateKept
 from alignedserve.prefix_cache.block_hashes import BlockHash, BlockHasher, NamedBlock, block_hash, packed_tokens
-from alignedserve.prefix_cache.cached_blocks import BlockObserver, CachedBlock, CachedBlocks
-from alignedserve.prefix_cache.kept_states import KeptEdge, StateBudget
+from alignedserve.prefix_cache.cached_blocks import (
+    BlockObserver,
+    CachedBlock,
+    CachedBlocks,
+    CachingAllocator,
+    KeptEdge,
+    StateBudget,
+)
 
 TokensBetween = Callable[[int, int], tuple[int, ...]]  # of a context, from the first to before the second
 
@@ -38,12 +45,11 @@ class CachedContext:
     held: list[CachedBlock] = field(default_factory=list)  # its first blocks, as far as it uses cached ones
     is_waiting: bool = False
     is_closed: bool = False  # it stores nothing more
-    edges: tuple[int, ...] = ()  # in tokens, where its states are to be kept (kept_states.py)
+    edges: tuple[int, ...] = ()  # in tokens, where its states are to be kept (PrefixCache.edges_in)
     latest: CachedBlock | None = None  # the last one that its answer has passed
 
     @property
     def wanted(self) -> BlockHash | None:
-        """Hash of the block that would prolong its run."""
         at = len(self.run)
         return self.names[at].block_hash if at < self.max_run else None
 
@@ -51,10 +57,10 @@ class CachedContext:
 class EnteredRun(NamedTuple):
     """A context's part in the cache as it enters."""
 
-    held: list[CachedBlock]  # that it uses now
-    copied: CachedBlock | None  # whose first tokens it begins its next block with
-    num_tokens: int  # in all of them
-    state: CachedBlock | None = None  # behind which the states are that it begins with; None: there are none
+    held: list[CachedBlock]  # used now
+    copied: CachedBlock | None  # its first tokens begin the next block
+    num_tokens: int  # in all blocks
+    state: CachedBlock | None = None  # with the states to begin with behind it; None: no states
 
 
 class AdoptedBlock(NamedTuple):
@@ -66,7 +72,6 @@ class AdoptedBlock(NamedTuple):
 
 
 def num_behind_state(run: Sequence[CachedBlock]) -> int:
-    """Return how many blocks of a run end where states are kept, or lie before such."""
     return next((index + 1 for index in reversed(range(len(run))) if run[index].state_ids), 0)
 
 
@@ -117,9 +122,10 @@ class WaitingRuns(BlockObserver):
             self._changed[context] = None
 
     def state_changed(self, block: CachedBlock) -> None:
-        """Note that the states behind a block are kept now, or are not any more."""
         depth = block.depth
-        self._changed |= {one: None for one in self._all if depth < len(one.run) and one.run[depth] is block}
+        self._changed |= {
+            context: None for context in self._all if depth < len(context.run) and context.run[depth] is block
+        }
 
     def _prolong(self, context: CachedContext) -> bool:
         run, names, num_before = context.run, context.names, len(context.run)
@@ -157,8 +163,9 @@ class PrefixCache:
     """The cached blocks of a worker's memory, and the contexts of its requests."""
 
     def __init__(self, block_size: int, *, takes_whole: bool = False, states: StateBudget | None = None) -> None:
-        """`takes_whole`: no part of a block is of use: it has a state, which stands behind all of its tokens.
-        `states`: contexts have states in blocks of their own, and go on where these are kept; None: they have none."""
+        """`takes_whole`: a part of a block is of no use, as a state stands behind all of its tokens.
+        `states`: contexts go on where states are kept, in blocks of their own; None: they have none.
+        """
         self.block_size, self._takes_whole = block_size, takes_whole
         self.states = states
         self.blocks = CachedBlocks(block_size)
@@ -170,15 +177,12 @@ class PrefixCache:
         self.num_hit_tokens = 0  # of those, taken from the cache
 
     def add(self, request_id: RequestId, root: BlockHash, token_ids: tuple[int, ...]) -> CachedContext:
-        """Return a new context of these tokens, which neither waits nor holds anything."""
         return CachedContext(request_id, root, self.names_of(root, token_ids))
 
     def names_of(self, root: BlockHash, token_ids: tuple[int, ...]) -> list[NamedBlock]:
-        """Return the names of the full blocks of these tokens, which begin a context."""
         return list(self._hasher.named(root, token_ids))
 
     def wait(self, context: CachedContext, max_hit_tokens: int) -> None:
-        """Follow what a context could take from the cache, at most `max_hit_tokens`."""
         assert not context.held, "a context that waits and holds blocks"
         assert not context.is_waiting, "a context that waits already"
         part = max_hit_tokens % self.block_size if self._takes_whole else 0
@@ -187,17 +191,14 @@ class PrefixCache:
         self._waiting.add(context)
 
     def num_foreseen(self, context: CachedContext) -> int:
-        """Return the tokens that a context which waits would find cached now."""
         if self.states is not None:
             return num_behind_state(context.run) * self.block_size
         return min(len(context.run) * self.block_size, context.max_hit_tokens)
 
     def take_changed(self) -> list[CachedContext]:
-        """Return the contexts that wait and whose runs have changed since it was last asked."""
         return self._waiting.take_changed()
 
     def enter(self, context: CachedContext, context_len: int) -> EnteredRun:
-        """Become a user of the blocks of its run, and stop waiting."""
         num_tokens = self.num_foreseen(context)
         run, num_whole = self._waiting.remove(context), num_tokens // self.block_size
         context.held += run[:num_whole]
@@ -221,8 +222,8 @@ class PrefixCache:
         return EnteredRun(context.held, None, len(context.held) * size, state)
 
     def edges_in(self, context: CachedContext, first: int, last: int, *, is_answer: bool) -> list[tuple[int, bool]]:
-        """Return the edges behind `first` up to `last` tokens of a context where its states are to be kept, and of each
-        whether it replaces the one before. `is_answer`: the tokens are of its answer."""
+        """Return the edges behind `first` up to `last` tokens where states are to be kept, and whether each replaces
+        the last."""
         if context.is_closed:
             return []
         edges = [(edge, False) for edge in context.edges if first < edge <= last and not self._has_state(context, edge)]
@@ -235,8 +236,8 @@ class PrefixCache:
         return block is not None and bool(block.state_ids)
 
     def room_for_state(self, context: CachedContext, num_coming: int, *, is_latest: bool) -> list[BlockId]:
-        """Forget states that one more takes the place of; return their blocks, which are free. `num_coming`: other
-        states that are to be kept soon."""
+        """Forget states whose place one more takes; return their free blocks. `num_coming`: other states to be kept
+        soon."""
         assert self.states is not None, "states that are not kept"
         freed: list[BlockId] = []
         if is_latest and context.latest is not None:
@@ -246,22 +247,19 @@ class PrefixCache:
             freed += self.blocks.drop_state(self.blocks.states.oldest())
         return freed
 
-    def keep_state(self, context: CachedContext, kept: KeptEdge) -> bool:
-        """Keep what an iteration has left at an edge; return False if there is no use for it."""
-        at = kept.num_tokens // self.block_size - 1
+    def keep_state(self, context: CachedContext, edge: KeptEdge) -> bool:
+        at = edge.num_tokens // self.block_size - 1
         block = context.held[at] if at < len(context.held) else None
         if block is None or block.state_ids:
             return False
-        self.blocks.keep_state(block, kept.state_ids)
-        if kept.is_latest:
+        self.blocks.keep_state(block, edge.state_ids)
+        if edge.is_latest:
             context.latest = block
         return True
 
     def keep_loaded_state(self, block: CachedBlock, state_ids: tuple[BlockId, ...]) -> list[BlockId] | None:
-        """Keep states that came from elsewhere behind a cached block; return the blocks of those that leave for them.
-
-        None: they are of no use here.
-        """
+        """Keep states from elsewhere behind a cached block; return the blocks of states that leave for them; None: no
+        use."""
         assert self.states is not None, "states that are not kept"
         if block.state_ids or not self.states.max_states:
             return None
@@ -272,7 +270,6 @@ class PrefixCache:
         return freed
 
     def leave(self, context: CachedContext, num_kept: int = 0) -> None:
-        """Stop using all but its first blocks, or stop waiting."""
         if context.is_waiting:
             self._waiting.remove(context)
         if len(context.held) > num_kept:
@@ -289,8 +286,8 @@ class PrefixCache:
     ) -> Iterator[AdoptedBlock]:
         """Store the blocks that a context has computed since; yield blocks that equal cached ones replace.
 
-        `num_full`: its blocks that are full and computed. `block_ids`: of all its blocks, behind `num_before` others;
-        what is adopted is written there.
+        `num_full`: full and computed blocks. `block_ids`: of the whole context, behind `num_before` other blocks;
+        adopted ids are written there.
         """
         held, names = context.held, context.names
         if context.is_closed:
@@ -316,3 +313,55 @@ class PrefixCache:
             packed = packed_tokens(tokens_between(start, start + size))
             parent = block_hash(parent, packed)
             names.append(NamedBlock(parent, packed))
+
+
+class Passed(NamedTuple):
+    """Tokens of a context that an iteration computes."""
+
+    first: int
+    last: int  # behind them
+    is_answer: bool
+
+
+class StatesOnWay:
+    """The blocks that are taken for such states: in the cache once the iteration has ended, or free again."""
+
+    def __init__(self, allocator: CachingAllocator, prefixes: PrefixCache | None) -> None:
+        self._allocator = allocator
+        self._prefixes = prefixes
+        self._budget = None if prefixes is None else prefixes.states
+        self._coming: dict[RequestId, list[KeptEdge]] = {}
+
+    @property
+    def are_kept(self) -> bool:
+        return self._budget is not None and self._budget.max_states > 0
+
+    def has_coming(self, request_id: RequestId) -> bool:
+        return request_id in self._coming
+
+    def begin(
+        self, request_id: RequestId, context: CachedContext, passed: Passed, *, num_kept_free: int
+    ) -> Iterator[StateKept]:
+        """Take and yield blocks for the states at passed edges; none where fewer than `num_kept_free` would be left."""
+        assert self._prefixes is not None, "states without a cache"
+        edges = self._prefixes.edges_in(context, passed.first, passed.last, is_answer=passed.is_answer)
+        for num_tokens, is_latest in edges:
+            state_ids = self._take(context, num_kept_free, is_latest=is_latest)
+            if state_ids is not None:
+                self._coming.setdefault(request_id, []).append(KeptEdge(num_tokens, state_ids, is_latest))
+                yield StateKept(request_id, num_tokens, state_ids)
+
+    def settle(self, request_id: RequestId, context: CachedContext | None, *, is_whole: bool) -> None:
+        for edge in self._coming.pop(request_id, ()):
+            assert self._prefixes is not None, "states without a cache"
+            if not (is_whole and context is not None and self._prefixes.keep_state(context, edge)):
+                self._allocator.free(edge.state_ids)
+
+    def _take(self, context: CachedContext, num_kept_free: int, *, is_latest: bool) -> tuple[BlockId, ...] | None:
+        assert self._prefixes is not None, "states without a cache"
+        assert self._budget is not None, "states without a budget"
+        num_coming = sum(map(len, self._coming.values()))
+        self._allocator.free(self._prefixes.room_for_state(context, num_coming, is_latest=is_latest))
+        if self._allocator.num_free < self._budget.num_blocks + num_kept_free:
+            return None
+        return self._allocator.allocate(self._budget.num_blocks)

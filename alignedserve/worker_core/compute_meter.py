@@ -30,13 +30,11 @@ class ComputeMeter:
         self._left: list[tuple[RequestId, str]] = []  # the engine since untold seconds were last looked for
 
     def happened(self, event: object) -> None:
-        """Note an event, before the logic gets it."""
         if isinstance(event, IterationCompleted):
             self._split()
             self._ended = (self._slices.get(event.is_urgent, ()), event)
 
     def commanded(self, command: object) -> None:
-        """Note a command that has been performed."""
         if not isinstance(command, RunIteration):
             return
         for request_id in command.removals:
@@ -58,7 +56,6 @@ class ComputeMeter:
         return message
 
     def left_over(self) -> list[SendTo]:
-        """Return what is to be told of requests that have left the engine, once all other messages are sent."""
         self._split()
         left, self._left = self._left, []
         return [

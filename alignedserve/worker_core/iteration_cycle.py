@@ -1,6 +1,6 @@
 """The iteration in flight on a worker, and what follows from its end: the same for prompts and for decodes."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from alignedserve.core.ids import RequestId
@@ -46,7 +46,6 @@ class IterationCycle(Generic[RequestT, CommandT]):
 
     @property
     def is_running(self) -> bool:
-        """True while an iteration is in flight."""
         return bool(self._started)
 
     def start(
@@ -58,10 +57,10 @@ class IterationCycle(Generic[RequestT, CommandT]):
         is_switching: bool = False,
         alone_s: float = 0.0,
     ) -> None:
-        """Begin an iteration of these requests; `has_changed`: others than in the last one. `alone_s`: of its real-time
-        part, as in the plan.
+        """Begin an iteration of these requests; `has_changed`: others than in the last. `alone_s`: of its real-time
+        part.
 
-        One without requests makes copies alone, and is not in the log. One that begins while another is in flight is
+        An iteration without requests only copies, and is not logged. One that begins while another is in flight is
         urgent, and ends before it.
         """
         is_logged = self._iteration_log is not None and bool(members)
@@ -72,7 +71,6 @@ class IterationCycle(Generic[RequestT, CommandT]):
             )
 
     def end(self, event: IterationCompleted, now: float) -> float:
-        """End the iteration that began last and return the seconds that it took."""
         assert self._started, "an iteration ended that was not started"
         started_s, is_logged = self._started.pop()
         if self._iteration_log is not None and is_logged:
@@ -80,10 +78,8 @@ class IterationCycle(Generic[RequestT, CommandT]):
         return event.duration_s(started_s, now)
 
     def outcome(self, event: IterationCompleted, requests: _Requests[RequestT]) -> list[CommandT | Send | SendTo]:
-        """Add the sampled tokens to their requests; return the messages to gateways and router.
-
-        Scores of a prompt go before its token, reports to the router last: no client waits for them.
-        """
+        """Add the sampled tokens to their requests; return the messages: prompt scores first, reports to the router
+        last."""
         commands: list[CommandT | Send | SendTo] = []
         scored = [
             SendTo(
@@ -93,12 +89,12 @@ class IterationCycle(Generic[RequestT, CommandT]):
             for scores in event.prompt_scores
         ]
         eos_token_ids, proceed = self._eos_token_ids, self._proceed
-        told = [
+        sampled = [
             (running.request.reply_to, running, running.append(token, eos_token_ids))
             for token in event.sampled
             if not (running := requests[token.request_id]).is_aborted
         ]
-        for _, running, delta in told:
+        for _, running, delta in sampled:
             if not running.is_prefilled:
                 running.is_prefilled = True
                 commands += self._router.prefilled(running)
@@ -113,9 +109,9 @@ class IterationCycle(Generic[RequestT, CommandT]):
             commands += self._release(running)
             commands += self._router.failed(running, *_failure(reasons.get(request_id)))
         emitted: list[SendTo] = []
-        for address in dict.fromkeys([gateway for gateway, _, _ in told]):  # few: a pass for each costs less than lists
-            own = [delta for gateway, _, delta in told if gateway == address]
-            emitted += [SendTo(address, TokensEmitted(tuple(joined(own) if event.forced else own)))]
+        for address in dict.fromkeys([gateway for gateway, _, _ in sampled]):  # few: a pass each is cheaper
+            deltas = [delta for gateway, _, delta in sampled if gateway == address]
+            emitted += [SendTo(address, TokensEmitted(tuple(joined(deltas) if event.forced else deltas)))]
         return [*scored, *emitted, *commands]
 
 
@@ -123,3 +119,54 @@ def _failure(reason: str | None) -> tuple[FailureKind, str]:
     if reason is None:
         return FailureKind.INTERNAL, "the model gave no usable logits"
     return FailureKind.UNSERVABLE, reason
+
+
+class UrgentCycle:
+    """What has come during the pass in flight, whether an urgent iteration runs, and the end of the pass that waits.
+
+    One urgent iteration at a time. A pass that ends before it could stop is dealt with after the urgent one.
+    """
+
+    def __init__(self) -> None:
+        self._came: dict[RequestId, None] = {}  # and have no token yet
+        self._has_news = False  # since they were last asked for
+        self._is_running = False
+        self._kept: IterationCompleted | None = None
+
+    @property
+    def may_begin(self) -> bool:
+        return self._has_news and not self._is_running
+
+    def came(self, request_id: RequestId) -> None:
+        self._came[request_id] = None
+        self._has_news = True
+
+    def pass_began(self) -> None:
+        self._came.clear()
+        self._has_news = False
+
+    def ask(self) -> list[RequestId]:
+        """Return, in order, the requests of which an urgent iteration may be made now."""
+        self._has_news = False
+        return list(self._came)
+
+    def keep(self, request_ids: Iterable[RequestId]) -> None:
+        self._came = dict.fromkeys(request_ids)
+
+    def began(self) -> None:
+        assert not self._is_running, "two urgent iterations at once"
+        self._is_running = True
+
+    def keeps(self, event: IterationCompleted) -> bool:
+        """Keep the end of the pass until that of the urgent iteration; return whether it did."""
+        if event.is_urgent or not self._is_running:
+            return False
+        self._kept = event
+        return True
+
+    def end(self) -> IterationCompleted | None:
+        """Note the end of the urgent iteration; return the end of the pass, if it was kept."""
+        assert self._is_running, "an urgent iteration ended that was not begun"
+        self._is_running, self._has_news = False, bool(self._came)
+        ended_pass, self._kept = self._kept, None
+        return ended_pass

@@ -5,39 +5,23 @@ the remainder of the others, so that their sum is a check:
     waiting     from the end of the last iteration until the logic starts this one, by cause
     turnaround  from there until the computing thread begins, and from its end until the logic is notified
     prepare, forward, sampling: as the engine measured them
-The cause of a wait is found from the requests that end it. Before any of them had arrived there was nothing to do;
-until one of them was granted to this worker, the worker waited for prefill (queue, prefill and pool); until the start,
-prefetch was not ready.
+The requests that end a wait tell its cause. Before any of them had arrived there was nothing to do; until one of them
+was granted to this worker, it waited for prefill (queue, prefill and pool); until the start, prefetch was not ready.
 """
 
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from alignedserve.core.request import Request
 from alignedserve.messages.cluster_view import SPREAD_EDGES, BatchShape, IterationLogTotals
 from alignedserve.messages.iterations import IterationCompleted, IterationTimes
+from alignedserve.worker_core.request import WorkerRequest
 
 _NUM_RECORDS = 8192
 _REPORT_PAUSE_S = 1.0
-
-
-class IterationMember(Protocol):
-    """The fields of a request that the log reads."""
-
-    @property
-    def request(self) -> Request:
-        """As it arrived."""
-
-    @property
-    def granted_s(self) -> float:
-        """Time at which it was granted to this worker."""
-
-    @property
-    def context_len(self) -> int:
-        """Prompt and generated tokens."""
 
 
 class IterationRecord(NamedTuple):
@@ -70,13 +54,11 @@ class IterationRecord(NamedTuple):
 
     @property
     def parts_s(self) -> float:
-        """Sum of the measured parts of `wall_s`."""
         waiting_s = self.nothing_to_do_s + self.waiting_for_prefill_s + self.prefetch_not_ready_s
         return waiting_s + self.turnaround_s + self.prepare_s + self.forward_s + self.sampling_s
 
     @property
     def beside_s(self) -> float:
-        """Time that it computed, where `alone_s` is known."""
         return self.prepare_s + self.forward_s + self.sampling_s if self.alone_s else 0.0
 
 
@@ -91,19 +73,15 @@ class WaitingTimes(NamedTuple):
 _NO_WAITS = WaitingTimes(0.0, 0.0, 0.0)
 
 
+@dataclass(slots=True)
 class _Begun:
-    __slots__ = ("alone_s", "is_switching", "num_yields", "shape", "started_s", "waits", "within_s")
-
-    def __init__(
-        self, started_s: float, shape: "_BatchShape", waits: WaitingTimes, *, is_switching: bool, alone_s: float
-    ) -> None:
-        self.started_s = started_s
-        self.shape = shape
-        self.waits = waits
-        self.is_switching = is_switching
-        self.alone_s = alone_s
-        self.num_yields = 0
-        self.within_s = 0.0  # of urgent iterations, whose entries have it
+    started_s: float
+    shape: "_BatchShape"
+    waits: WaitingTimes
+    is_switching: bool
+    alone_s: float
+    num_yields: int = 0
+    within_s: float = 0.0  # of urgent iterations, whose entries have it
 
 
 class IterationLog:
@@ -123,16 +101,13 @@ class IterationLog:
     def iteration_started(
         self,
         now: float,
-        running: Collection[IterationMember],
+        running: Collection[WorkerRequest],
         *,
         has_changed: bool,
         is_switching: bool = False,
         alone_s: float = 0.0,
     ) -> None:
-        """Begin a record. `running`: the members of this iteration; `has_changed`: not those of the last one.
-
-        `alone_s`: see IterationRecord. One that begins within another is urgent.
-        """
+        """Begin a record; `alone_s`: see IterationRecord. A record that begins within another is urgent."""
         if self._completed_s is None:
             self._completed_s = now
         waits, shape = _NO_WAITS, self._shape
@@ -141,7 +116,7 @@ class IterationLog:
         elif now > self._completed_s:
             waits = _split_wait(self._completed_s, now, running)
         shape.update(running, has_changed=has_changed)
-        self._begun.append(_Begun(now, shape, waits, is_switching=is_switching, alone_s=alone_s))
+        self._begun.append(_Begun(now, shape, waits, is_switching, alone_s))
 
     def iteration_completed(self, now: float, event: IterationCompleted) -> None:
         """Finish the record begun last. Lengths and members may change only after it."""
@@ -159,7 +134,7 @@ class IterationLog:
             self._begun[-1].within_s += wall_s
         else:
             wall_s = now - self._completed_s - begun.within_s
-            # An urgent one that began when this pass had ended is in its way back.
+            # An urgent iteration that began after this pass ended is part of the way back.
             turnaround_s = max(began - started + now - ended - (begun.within_s - times.yielded_s), 0.0)
         record = IterationRecord(
             self._num_iterations,
@@ -193,10 +168,7 @@ class IterationLog:
             self._completed_s = now
 
     def take_totals(self, now: float) -> IterationLogTotals | None:
-        """Return the sums since it last returned some, for the router; None if there are none, or within a second.
-
-        Iterations that have left the latest records without being taken are not counted.
-        """
+        """Return the sums since the last call, for the router; None: none, or called within a second."""
         if self._completed_s is None:
             self._completed_s = now  # idle from here on
         is_early = self._reported_s is not None and now - self._reported_s < _REPORT_PAUSE_S
@@ -209,12 +181,10 @@ class IterationLog:
         return totals_of(list(islice(reversed(self._records), num_fresh)))
 
     def take_tokens(self) -> int:
-        """Return how many tokens were generated since this was last asked."""
         num_tokens, self._num_tokens = self._num_tokens, 0
         return num_tokens
 
     def records(self) -> tuple[IterationRecord, ...]:
-        """Return the latest iterations, oldest first."""
         return tuple(self._records)
 
 
@@ -230,7 +200,7 @@ class _BatchShape:
         self.size = self.sum = self.shortest = self.longest = 0
         self._has_all_grown = False
 
-    def update(self, running: Collection[IterationMember], *, has_changed: bool) -> None:
+    def update(self, running: Collection[WorkerRequest], *, has_changed: bool) -> None:
         if self._has_all_grown and not has_changed and len(running) == self.size:
             self.sum += self.size
             self.shortest += 1
@@ -274,11 +244,10 @@ def totals_of(records: Sequence[IterationRecord]) -> IterationLogTotals:
     )
 
 
-def _split_wait(since: float, until: float, running: Collection[IterationMember]) -> WaitingTimes:
+def _split_wait(since: float, until: float, running: Collection[WorkerRequest]) -> WaitingTimes:
     """Split a wait by what the first of the requests that end it was waiting for.
 
-    All processes of a host share the clock. An arrival by another host's clock may lie anywhere; it is clamped to
-    between the start of the wait and the grant, which is by this host's clock.
+    All processes of a host share the clock; an arrival by another host's clock is clamped.
     """
     granted = min(max(min(request.granted_s for request in running), since), until)
     arrived = min(max(min(request.request.arrival_s for request in running), since), granted)

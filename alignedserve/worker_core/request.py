@@ -33,7 +33,6 @@ class WorkerRequest:
 
     @property
     def is_real_time(self) -> bool:
-        """Whether a client reads its tokens as they come."""
         return self.request.is_real_time
 
     def __post_init__(self) -> None:
@@ -45,10 +44,8 @@ class WorkerRequest:
         self._prompt_keys = self.request.cache_keys
 
     def append(self, token: SampledToken, eos_token_ids: frozenset[int]) -> TokenDelta:
-        """Add the token sampled from its whole context, and return the message part for its gateway.
-
-        That has no token if only the prompt was asked about. One function: it is called for every token.
-        """
+        """Add the token sampled from its whole context; return the message part for its gateway, if the client wants
+        tokens."""
         request_id, token_id, logprob, embedding = token
         index = self.context_len - self._prompt_len
         num_cached_tokens = 0 if index else self.num_hit_tokens
@@ -67,7 +64,6 @@ class WorkerRequest:
         return TokenDelta(request_id, index, (token_id,), logprobs, finished, num_cached_tokens)
 
     def tokens_between(self, start: int, stop: int) -> tuple[int, ...]:
-        """Return known tokens of its context, as the prefix cache knows them."""
         prompt, prompt_len = self._prompt_keys, self._prompt_len
         if start >= prompt_len:
             return tuple(self.generated_token_ids[start - prompt_len : stop - prompt_len])
@@ -79,7 +75,6 @@ class WorkerRequest:
         return settled_len(self.request.whole_runs, num_cached)
 
     def is_up_to(self, attempt: int | None) -> bool:
-        """Return whether this is the given attempt or an earlier one; None stands for any attempt."""
         return attempt is None or self.attempt <= attempt
 
     def abort(self, attempt: int | None) -> bool:
@@ -92,7 +87,7 @@ class WorkerRequest:
         return True
 
     def set_predicted_length(self, message: SetPredictedLength) -> bool:
-        """Set the prediction of this attempt or of its successor; return whether it is of this one."""
+        """Set the prediction of this attempt, or of its successor: False then."""
         if self.attempt == message.attempt:
             self.predicted_output_len = message.predicted_output_len
             return True
@@ -102,6 +97,19 @@ class WorkerRequest:
         return False
 
     def preempted(self, *, is_refused: bool = False) -> RequestPreempted:
-        """Build the report that its only cache is gone. `is_refused`: the copy did not verify."""
         generated = tuple(self.generated_token_ids)
         return RequestPreempted(self.request.request_id, self.attempt, generated, handoff_refused=is_refused)
+
+
+def urgent_at_s(request: Request, num_generated: int, token_s: float | None) -> float | None:
+    """Return when waiting must end, so that the remaining tokens fit in at most half of the time; None: no deadline.
+
+    `token_s`: from one token to the next; None: not known yet, and half of the time is kept.
+    """
+    deadline_s = request.slo.deadline_s
+    if deadline_s is None:
+        return None
+    needed_s = deadline_s / 2
+    if token_s is not None:
+        needed_s = min((request.sampling.max_tokens - num_generated) * token_s, needed_s)
+    return request.arrival_s + deadline_s - needed_s

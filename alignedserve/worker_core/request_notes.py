@@ -1,7 +1,7 @@
-"""Notes of a worker about its requests, read from what its logic is told and what it decides.
+"""Notes of a worker about its requests, read from its logic's events and commands.
 
-It stands beside the logic and changes nothing there: neither what is recorded nor what is simulated knows of it. All
-kinds of workers have the same one, as they say the same things with the same messages.
+They stand beside the logic and change nothing there: recordings and simulations know nothing of them. All kinds of
+workers share them, as they say the same things with the same messages.
 """
 
 import enum
@@ -84,7 +84,6 @@ class WorkerNotes:
         self._within: dict[RequestId, None] = {}  # for which it has stood still
 
     def observe(self, event: Any, now: float, commands: Sequence[Any]) -> list[SendTo]:
-        """Note what this decision means to single requests; return what is to be sent."""
         if type(event) is Received:
             heard = _HEARD.get(type(event.message))
             if heard is not None:
@@ -100,8 +99,10 @@ class WorkerNotes:
                 if said is not None:
                     said(self, command.peer, command.message, now)
             elif kind is LoadBlocks:
-                self._loading(command, now)
-        for command in commands:  # after what is said of requests that have ended, which leave the engine with it
+                source = command.source.partition(" ")[0]  # of the names of an arena that a process lends
+                for load in command.loads:
+                    self._note(load.request_id, Step.LOADING, now, peer=source)
+        for command in commands:  # after the words about ended requests, which leave the engine with it
             if type(command) is RunIteration:
                 self._iteration(command, now)
         return self._tick(now) if type(event) is Ticked else []
@@ -231,13 +232,6 @@ class WorkerNotes:
     def _returning(self, peer: str, message: ReturnRequest, now: float) -> None:
         self._note(message.request.request_id, Step.RETURNED, now, peer=peer)
         self._followed.pop(message.request.request_id, None)
-
-    # --- what it does
-
-    def _loading(self, command: LoadBlocks, now: float) -> None:
-        source = command.source.partition(" ")[0]  # of the names of an arena that a process lends
-        for load in command.loads:
-            self._note(load.request_id, Step.LOADING, now, peer=source)
 
     def _stop(self, event: IterationCompleted, now: float) -> None:
         if event.is_urgent:

@@ -4,7 +4,11 @@ from collections.abc import Iterable
 
 import msgspec
 
+from alignedserve.config.sections import DecodeWorkerConfig
+from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.ids import RequestId
+from alignedserve.costmodel.model import PredictedSpeed
+from alignedserve.messages.cluster_view import WorkerSpeed
 from alignedserve.messages.events import Send
 from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.wire import Message
@@ -34,51 +38,43 @@ class RouterLink:
 
     @property
     def is_connected(self) -> bool:
-        """True once there was a router, which is told of everything."""
         return self._router is not None
 
-    def connected(self, router: str, kept: Iterable[WorkerRequest] = ()) -> list[Send]:
-        """Register with a router that is new or back, and so knows nothing of this worker nor of what it has kept."""
+    def connected(self, router: str, members: Iterable[WorkerRequest] = ()) -> list[Send]:
         self._router = router
         self._reported = None
         decoding = tuple(
-            DecodedRequest(request.request.request_id, request.attempt, request.num_received) for request in kept
+            DecodedRequest(request.request.request_id, request.attempt, request.num_received) for request in members
         )
         latest_attempt = self._latest_attempt
         return self.send(msgspec.structs.replace(self._registered, latest_attempt=latest_attempt, decoding=decoding))
 
     def observe(self, attempt: int) -> None:
-        """Remember the number of an attempt that comes here, for the next router."""
         self._latest_attempt = max(self._latest_attempt, attempt)
 
     def send(self, message: Message) -> list[Send]:
-        """Send to the router, if there is one."""
         return [Send(self._router, message)] if self._router is not None else []
 
-    # --- requests
-
-    def prefilled(self, one: WorkerRequest) -> list[Send]:
+    def prefilled(self, member: WorkerRequest) -> list[Send]:
         """Report that all but the token sampled last is computed, as far as it was not cached."""
-        num_tokens = one.request.prompt_len + max(len(one.generated_token_ids) - 1, 0) - one.num_hit_tokens
-        return self.send(PrefillCompleted(one.request.request_id, one.attempt, num_tokens))
+        num_tokens = member.request.prompt_len + max(len(member.generated_token_ids) - 1, 0) - member.num_hit_tokens
+        return self.send(PrefillCompleted(member.request.request_id, member.attempt, num_tokens))
 
-    def finished(self, one: WorkerRequest) -> list[Send]:
-        """Report that the answer is complete."""
-        return self.send(RequestFinished(one.request.request_id, one.attempt, len(one.generated_token_ids)))
+    def finished(self, member: WorkerRequest) -> list[Send]:
+        return self.send(RequestFinished(member.request.request_id, member.attempt, len(member.generated_token_ids)))
 
-    def failed(self, one: WorkerRequest | PrefillRequest, kind: FailureKind, reason: str) -> list[Send]:
-        """Report that this attempt has failed."""
-        return self.send(AttemptFailed(one.request.request_id, one.attempt, kind, reason))
+    def failed(self, member: WorkerRequest | PrefillRequest, kind: FailureKind, reason: str) -> list[Send]:
+        return self.send(AttemptFailed(member.request.request_id, member.attempt, kind, reason))
+
+    def too_large(self, member: WorkerRequest | PrefillRequest, worker: str) -> list[Send]:
+        reason = f"its context needs more cache blocks than a {worker} has"
+        return self.failed(member, FailureKind.UNSERVABLE, reason)
 
     def stayed(self, request_id: RequestId, attempt: int) -> list[Send]:
-        """Report that a request is not handed over."""
         return self.send(RequestStayed(request_id, attempt))
-
-    # --- load
 
     @property
     def is_load_awaited(self) -> bool:
-        """True if the load is reported next time even if it has not changed."""
         return self._reported is None
 
     def await_load(self) -> None:
@@ -86,7 +82,6 @@ class RouterLink:
         self._reported = None
 
     def load(self, load: WorkerLoad) -> list[Send]:
-        """Report the load, if it has changed."""
         if self._router is None or load == self._reported:
             return []
         self._reported = load
@@ -98,3 +93,39 @@ class RouterLink:
         if gained is None:
             return []
         return self.send(IterationLogReport(gained, iteration_log.take_tokens(), iteration_log.latest_batch))
+
+
+def registration_of(
+    layout: BlockLayout,
+    num_blocks: int,
+    max_running_requests: int,
+    pool_name: str = "",
+    *,
+    node: str = "",
+    can_prefill: bool = False,
+    can_decode: bool = False,
+    max_adapters: int = 0,
+    num_active: int = 0,
+) -> WorkerRegistered:
+    return WorkerRegistered(
+        num_blocks=num_blocks,
+        block_size=layout.block_size,
+        max_running_requests=max_running_requests,
+        pool_name=pool_name,
+        can_prefill=can_prefill,
+        can_decode=can_decode,
+        layout_digest=layout.digest().hex(),
+        node=node,
+        max_adapters=max_adapters,
+        num_active=num_active,
+        state_blocks=layout.state_blocks,
+    )
+
+
+def num_active(config: DecodeWorkerConfig) -> int:
+    """Return how many workers of a node have work, where others stand by; 0: all have. `config`: of this node."""
+    return config.count if config.standby else 0
+
+
+def with_speed(registered: WorkerRegistered, speed: PredictedSpeed | None) -> WorkerRegistered:
+    return registered if speed is None else msgspec.structs.replace(registered, speed=WorkerSpeed(*speed))

@@ -27,10 +27,10 @@ _PRELOADED = (
     "alignedserve.batch_worker.actor",
     "alignedserve.gateway.actor",
     "decode_worker.actor",
-    "decode_worker.start",
+    "decode_worker.service",
     "kvpool.actor",
     "prefill_worker.actor",
-    "prefill_worker.start",
+    "prefill_worker.service",
     "router.actor",
 )
 

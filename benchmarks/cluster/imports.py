@@ -21,7 +21,7 @@ MODULES = {
     "router": "router.service",
     "gateway": "alignedserve.gateway.start",
     "batches": "alignedserve.batch_worker.service",
-    "worker": "decode_worker.actor, decode_worker.start",
+    "worker": "decode_worker.actor, decode_worker.service",
     "of which torch": "torch",
     "driver": "alignedserve.cli.commands.serving.serve",
 }

@@ -44,8 +44,8 @@ from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.worker_core.iteration_log import IterationLog
 from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.recording import write_result
-from decode_worker.colocated.service import ColocatedWorker
 from decode_worker.factory import make_colocated_logic, memory_of
+from decode_worker.service import ColocatedWorker
 
 SECRET = b"b" * 32
 NUM_REQUESTS = 64

@@ -40,10 +40,9 @@ from alignedserve.scheduling.factory import resolve_policy
 from alignedserve.worker_core.iteration_log import IterationRecord
 from benchmarks.gpu.timed_gateway import TimedGateway
 from decode_worker.colocated.logic import ColocatedLogic
-from decode_worker.colocated.service import ColocatedWorker
-from decode_worker.lending import Lending
-from decode_worker.start import start_colocated_worker
-from router.service import Router
+from decode_worker.service import ColocatedWorker, start_colocated_worker
+from decode_worker.state import Lending
+from router.service import RouterService
 
 WORKER, GATEWAY = "decode-0", "gateway-0"
 STOPS = "stops"  # behind a policy's name: its passes stop between layers
@@ -142,7 +141,7 @@ class Serving:
         self._peer_timeout_s = plan.config.links.peer_timeout_s
         identity = Identity(Role.GATEWAY, GATEWAY, self._secret, self._peer_timeout_s)
         self.gateway = TimedGateway(self._book.of(GATEWAY), self._book.of(ROUTER), identity)
-        self._router: Router | None = None
+        self._router: RouterService | None = None
         context = multiprocessing.get_context("spawn")
         self._pipe, self._far_pipe = context.Pipe()
         arguments = (plan.config, plan.served, self._spec(Role.DECODE_WORKER, WORKER), self._far_pipe)
@@ -153,7 +152,7 @@ class Serving:
         config, began_s = self.plan.config, time.monotonic()
         self._process.start()
         self._far_pipe.close()  # else its end here would keep the pipe open when the process is gone
-        self._router = Router(
+        self._router = RouterService(
             config=config.router,
             batching=config.batching,
             served=self.plan.served,

@@ -44,8 +44,7 @@ from alignedserve.messages.workers import (
 from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.recording import write_result
 from lab.sim.routers import RouterChoice
-from router.factory import make_logic
-from router.logic import RouterLogic
+from router.logic import RouterLogic, make_logic
 
 PROMPT_LEN, OUTPUT_LEN, NUM_BLOCKS, MAX_RUNNING = 512, 128, 65_536, 256
 GATEWAY = "gateway-0"

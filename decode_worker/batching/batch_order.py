@@ -69,7 +69,7 @@ def _late_at_s(chat: Handoff, now: float) -> float:
     return math.inf if tpot_s is None else now + tpot_s - (chat.begun_s if is_new else 0.0)
 
 
-class Holding(NamedTuple):
+class HeldCapacity(NamedTuple):
     """What running requests hold of a worker."""
 
     num_requests: int = 0
@@ -89,8 +89,10 @@ class BatchOrder:
         *,
         packs: bool = False,
     ) -> None:
-        """`is_mixing_cheaper`: whether decodes of these contexts cost less beside the running ones than after them;
-        None: never, so batches of different lengths stay apart. `packs`: one that has waited too long joins as well."""
+        """`is_mixing_cheaper`: whether decodes of these contexts cost less beside the running ones; None: lengths stay
+        apart.
+        `packs`: a batch that has waited too long joins as well.
+        """
         self._limits = limits
         self._is_mixing_cheaper = is_mixing_cheaper
         self._packs = packs
@@ -120,7 +122,6 @@ class BatchOrder:
         return candidate.batch_id not in (self.running_id, NO_BATCH) and candidate.batch_id not in self._waiting
 
     def joins_running(self, candidate: Candidate) -> bool:
-        """Return whether this candidate is a candidate request of the running batch, not of a waiting one."""
         return candidate.batch_id in (self.running_id, NO_BATCH)
 
     def is_overdue(self, now: float) -> bool:
@@ -138,20 +139,23 @@ class BatchOrder:
         now: float,
         *,
         num_blocks: int = 0,
-        real_time: Holding | None = None,
+        real_time: HeldCapacity | None = None,
     ) -> list[Candidate]:
         """Return the candidates that may enter now, in order: candidate requests first, else the next batch's.
 
-        `num_blocks`: held by running requests. `real_time`: of these, what real-time ones hold. This also starts the
-        next batch when it is due: its requests are then candidate requests of the running batch.
+        `num_blocks`: held by running requests; `real_time`: of these. The next batch starts when it is due.
         """
-        all_candidates, running = list(candidates), Holding(num_running, num_blocks)
-        self._forget_empty(_by_id(all_candidates))
+        all_candidates, running = list(candidates), HeldCapacity(num_running, num_blocks)
+        for batch_id in [batch_id for batch_id in self._waiting if batch_id not in _by_id(all_candidates)]:
+            del self._waiting[batch_id]
+            self.version += 1
         if self._floor is None:
             following = next(iter(self._waiting.values()), None)
             return self._choose(_by_id(all_candidates), following, running, now)
-        urgent = self._choose_real_time(all_candidates, running, real_time or Holding(), now)
-        urgent.sort(key=lambda one: one.granted_s)  # or those that come straight here would pass a batch without end
+        urgent = self._choose_real_time(all_candidates, running, real_time or HeldCapacity(), now)
+        urgent.sort(
+            key=lambda candidate: candidate.granted_s
+        )  # or those that come straight here would pass a batch without end
         others = [candidate for candidate in all_candidates if not candidate.is_real_time]
         chosen: list[Candidate] = []
         if all(batch.is_best_effort for batch in self._waiting.values()):
@@ -167,26 +171,26 @@ class BatchOrder:
         elif self._next_tokens is not None:
             self._floor.note_earlier(candidate.context_len, self._next_tokens)
 
-    # --- inside
-
     def _choose_real_time(
-        self, candidates: list[Candidate], running: Holding, real_time: Holding, now: float
+        self, candidates: list[Candidate], running: HeldCapacity, real_time: HeldCapacity, now: float
     ) -> list[Candidate]:
         following = next((batch for batch in self._waiting.values() if not batch.is_best_effort), None)
-        members = [one for one in candidates if following is not None and one.batch_id == following.batch_id]
-        own = [one for one in candidates if one.is_real_time and self.joins_running(one)]
+        members = [
+            candidate for candidate in candidates if following is not None and candidate.batch_id == following.batch_id
+        ]
+        joining = [candidate for candidate in candidates if candidate.is_real_time and self.joins_running(candidate)]
         if running.num_requests == real_time.num_requests:
-            chosen = self._choose(_by_id([*own, *members]), following, running, now)
-            return [one for one in chosen if one.is_real_time]
-        if following is None or not self._is_due(following, own, real_time, now):
-            return own
+            chosen = self._choose(_by_id([*joining, *members]), following, running, now)
+            return [candidate for candidate in chosen if candidate.is_real_time]
+        if following is None or not self._is_due(following, joining, real_time, now):
+            return joining
         if self._is_full(following):
             self._take_up(following, members, running.num_requests)
         else:
             self._begin(following)
             for candidate in members:
                 candidate.batch_id = NO_BATCH
-        return own + [candidate for candidate in members if candidate.is_real_time]
+        return joining + [candidate for candidate in members if candidate.is_real_time]
 
     def _with_floor(
         self, floor: ClassFloor, urgent: list[Candidate], chosen: list[Candidate], others: list[Candidate]
@@ -201,31 +205,26 @@ class BatchOrder:
             following.batch_id = NO_BATCH
         return [following, *urgent, *(candidate for candidate in chosen if candidate is not following)]
 
-    def _choose(self, by_id: _ById, following: WaitingBatch | None, running: Holding, now: float) -> list[Candidate]:
+    def _choose(
+        self, by_id: _ById, following: WaitingBatch | None, running: HeldCapacity, now: float
+    ) -> list[Candidate]:
         num_running = running.num_requests
         is_overdue = following is not None and self._has_waited(following, now)
-        own = by_id.get(NO_BATCH, []) + by_id.get(self.running_id, []) * (self.running_id != NO_BATCH)
-        if following is None or (own and not is_overdue):
-            return own
+        joining = by_id.get(NO_BATCH, []) + by_id.get(self.running_id, []) * (self.running_id != NO_BATCH)
+        if following is None or (joining and not is_overdue):
+            return joining
         members = by_id.get(following.batch_id, [])
         if (self._packs or not is_overdue) and self._should_mix(members, num_running):
             self._begin(following)
             self._join(members)
-            return own + members
-        if not self._is_due(following, own, running, now):
-            return own
+            return joining + members
+        if not self._is_due(following, joining, running, now):
+            return joining
         self._take_up(following, members, num_running)
         return by_id.get(NO_BATCH, []) + members
 
-    def _forget_empty(self, by_id: _ById) -> None:
-        for batch_id in [batch_id for batch_id in self._waiting if batch_id not in by_id]:
-            del self._waiting[batch_id]
-            self.version += 1
-
-    def _is_due(self, following: WaitingBatch, own: list[Candidate], running: Holding, now: float) -> bool:
-        """Return whether the next batch enters: it has waited for too long, or little enough runs and no candidate is
-        left to join that (`own`)."""
-        return self._has_waited(following, now) or (not own and self._may_follow(following, *running))
+    def _is_due(self, following: WaitingBatch, joining: list[Candidate], running: HeldCapacity, now: float) -> bool:
+        return self._has_waited(following, now) or (not joining and self._may_follow(following, *running))
 
     def _may_follow(self, following: WaitingBatch, num_running: int, num_blocks: int) -> bool:
         limits = self._limits

@@ -31,8 +31,7 @@ from alignedserve.messages.caches import (
 )
 from alignedserve.messages.events import Send
 from alignedserve.messages.fields import NO_BATCH
-from alignedserve.worker_core.handoff.buffer_space import BufferSlot, BufferSpace
-from alignedserve.worker_core.handoff.receiver import Incoming, Receiver
+from alignedserve.worker_core.handoff import BufferSlot, BufferSpace, HandoffReceiver, Incoming
 from decode_worker.state import CacheLocation, Candidate
 
 HEEDED_S = 5.0  # many times what the pool's word takes to the router, and the router's to here
@@ -43,7 +42,7 @@ class Candidates:
 
     def __init__(self, pool_name: str, block_size: int, *, knows_classes: bool = False, state_blocks: int = 0) -> None:
         self.space = BufferSpace()
-        self.receiver = Receiver(self.space, block_size, state_blocks=state_blocks)  # of requests from prefill workers
+        self.receiver = HandoffReceiver(self.space, block_size, state_blocks=state_blocks)
         self._pool_name = pool_name
         self._knows_classes = knows_classes
         self.version = 0  # changes with the candidates, and with which of them should be moved
@@ -67,7 +66,6 @@ class Candidates:
         self._entries[candidate.request.request_id] = candidate
 
     def take(self, candidate: Candidate) -> None:
-        """Remove a candidate that enters the running batch; it keeps lease and buffer blocks until `release`."""
         self.version += 1
         del self._entries[candidate.request.request_id]
 
@@ -75,9 +73,11 @@ class Candidates:
         if candidate.slot is not None and candidate.location is not CacheLocation.PREFETCHING:
             self.space.free(candidate.slot)
         commands: list[Send] = []
-        if candidate.location is CacheLocation.PREFETCHING and candidate.slot is not None:
-            commands.append(_cancel(candidate, candidate.slot))
-        return commands + self._release(candidate)
+        if candidate.location is CacheLocation.PREFETCHING and (slot := candidate.slot) is not None:
+            commands.append(Send(slot.peer, CancelPrefetch(candidate.request.request_id, slot.generation)))
+        if candidate.lease_id is not None:
+            commands.append(Send(self._granted_by(candidate), LeasesReleased((candidate.lease_id,))))
+        return commands
 
     def abort(self, request_id: RequestId) -> list[Send]:
         self.version += 1
@@ -87,18 +87,10 @@ class Candidates:
             return []
         return self.release(candidate)
 
-    def _release(self, candidate: Candidate) -> list[Send]:
-        lease_id = candidate.lease_id
-        return [Send(self._granted_by(candidate), LeasesReleased((lease_id,)))] if lease_id is not None else []
-
     def _granted_by(self, candidate: Candidate) -> str:
         return candidate.far_pool or self._pool_name
 
     def peers_in_use(self, moving: Iterable[Candidate]) -> set[str]:
-        """Return the pools that granted something which is here or moves, and those who have buffer blocks for it.
-
-        `moving`: candidates that are being copied in or out. For membership only.
-        """
         returned = (candidate for candidate, _ in self._returned.values())
         known = (*self._entries.values(), *self._returning.values(), *returned, *moving)
         buffers = (*(candidate.slot for candidate in known), *self._prefetching.values())
@@ -109,10 +101,7 @@ class Candidates:
         is_far = offered.pool_name not in ("", self._pool_name)
         self.space.opened(peer, offered.num_blocks, is_far=is_far)
 
-    # --- prefetch
-
     def prefetch(self, candidate: Candidate) -> list[Send]:
-        """Ask for a copy from the pool into a buffer, if one has free blocks."""
         if candidate.location is not CacheLocation.POOL or candidate.pool_copy is None or not candidate.may_prefetch:
             return []
         slot = self.space.for_prefetch(candidate.num_copied_blocks)
@@ -174,8 +163,7 @@ class Candidates:
         return self._knows_classes and candidate.is_real_time
 
     def to_move(self) -> list[Candidate]:
-        """Return the candidates in the order in which they are copied ahead: real-time ones first, where it matters."""
-        return sorted(self._entries.values(), key=lambda one: self._knows_classes and not one.is_real_time)
+        return sorted(self._entries.values(), key=lambda candidate: self._knows_classes and not candidate.is_real_time)
 
     def copy_of(self, candidate: Candidate) -> tuple[str, BlockCopy]:
         source, copy = self._granted_by(candidate), candidate.pool_copy
@@ -187,7 +175,6 @@ class Candidates:
     # --- back to the pool
 
     def drain_buffers(self, now: float) -> list[Send]:
-        """Return the longest evicted request to the pool when the next victim would find no free blocks."""
         if not self.space.is_short:
             return []
         able = [
@@ -195,12 +182,8 @@ class Candidates:
             for candidate in self
             if candidate.lease_id is None and candidate.location is CacheLocation.BUFFER and not candidate.must_stay
         ]
-        longest = max(
-            able,
-            key=lambda one: (not self._is_dropped_late(one), one.context_len, one.request.request_id),
-            default=None,
-        )
-        return self.return_to_pool(longest, now) if longest is not None else []
+        sizes = [(not self._is_dropped_late(entry), entry.context_len, entry.request.request_id) for entry in able]
+        return self.return_to_pool(able[sizes.index(max(sizes))], now) if sizes else []
 
     def return_to_pool(self, candidate: Candidate, now: float) -> list[Send]:
         """Return it to the pool, for another batch. A cache that lies only in a buffer is copied there first."""
@@ -229,8 +212,8 @@ class Candidates:
     def returned(self, message: RequestReturned, now: float) -> Candidate | None:
         """Note the outcome of a return to the pool; return the candidate if its cache must be considered lost.
 
-        A candidate that the pool did not take stays, to join any running batch. If the pool was lost meanwhile, it may
-        never have told the router that it had taken the request.
+        A candidate that the pool did not take stays, to join any running batch. A pool lost meanwhile may never have
+        told the router that it had taken the request.
         """
         self.version += 1
         candidate = self._returning.pop((message.request_id, message.attempt), None)
@@ -250,13 +233,10 @@ class Candidates:
         return None
 
     def forget_returned(self, request_id: RequestId, attempt: int | None) -> None:
-        """Forget an attempt that went back to the pool, once the router knows or it has ended."""
         if request_id in self._returned and self._returned[request_id][0].is_up_to(attempt):
             del self._returned[request_id]
 
     def unheeded(self, now: float) -> list[Candidate]:
-        """Remove and return what the pool has taken back and the router has not heeded: its link to the pool was lost,
-        and with it that word; what comes later is stale."""
         late = [candidate for candidate, since_s in self._returned.values() if now - since_s >= HEEDED_S]
         for candidate in late:
             del self._returned[candidate.request.request_id]
@@ -272,7 +252,6 @@ class Candidates:
         return [self.receiver.reserve(peer, message, hold)]
 
     def written(self, peer: str, message: BlocksWritten, now: float) -> tuple[Candidate | None, Sequence[Send]]:
-        """Build the candidate from what a prefill worker wrote into the buffer; return it and the answer."""
         entry, refused = self.receiver.written(peer, message)
         if entry is None:
             return None, refused
@@ -283,8 +262,6 @@ class Candidates:
         # In the pool a chat would wait for a batch of its length, perhaps behind all documents.
         candidate.must_stay = self.space.is_far(entry.slot) or candidate.is_real_time
         return candidate, [Send(peer, BlocksTaken(request_id, message.attempt, is_accepted=True))]
-
-    # --- losses
 
     def prefill_worker_disconnected(self, peer: str) -> list[Candidate]:
         """Remove and return candidates that lay only in its memory; those with a lease are still in the pool."""
@@ -324,7 +301,3 @@ class Candidates:
 
 def _is_at(candidate: Candidate, peer: str) -> bool:
     return candidate.slot is not None and candidate.slot.peer == peer
-
-
-def _cancel(candidate: Candidate, slot: BufferSlot) -> Send:
-    return Send(slot.peer, CancelPrefetch(candidate.request.request_id, slot.generation))

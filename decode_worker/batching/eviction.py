@@ -6,18 +6,19 @@ If no buffer has free blocks for its cache, it is preempted only if another requ
 Where classes are known, best-effort requests leave before real-time ones, and these never to a batch of best effort.
 """
 
+from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from alignedserve.core.ids import RequestId
 from alignedserve.messages.caches import BlockCopy
-from alignedserve.messages.iterations import BlocksOffloaded, OffloadBlocks
+from alignedserve.messages.iterations import BlocksOffloaded, Load, LoadBlocks, OffloadBlocks
 from alignedserve.messages.workers import RequestPreempted
-from alignedserve.worker_core.deadlines import urgent_at_s
-from decode_worker.batching.batch_order import BatchOrder
-from decode_worker.batching.begun import BatchMember, Leaving
+from alignedserve.worker_core.request import urgent_at_s
+from decode_worker.batching.batch_order import BatchOrder, HeldCapacity
 from decode_worker.batching.candidates import Candidates
+from decode_worker.batching.running_batch import BatchMember, Leaving
 from decode_worker.batching.scheduled_batch import DecodeBatch
-from decode_worker.state import CacheLocation, Candidate
+from decode_worker.state import CacheLocation, Candidate, LoadingCandidate
 
 _EVICTIONS_PER_ITERATION = 8  # of an outgoing batch, so that a switch is short and its copies keep up
 
@@ -35,7 +36,6 @@ class Evictions:
         self.num_evictions = 0
 
     def get(self, request_id: RequestId) -> Candidate | None:
-        """Return the candidate it will be, if its cache is being copied out."""
         candidate, _ = self._evicting.get(request_id, (None, None))
         return candidate
 
@@ -43,10 +43,6 @@ class Evictions:
         return [candidate for candidate, _ in self._evicting.values()]
 
     def evict_outgoing(self, now: float, token_s: float) -> list[OffloadBlocks]:
-        """Evict the batch that is being replaced, except chats with a TPOT objective and documents that are urgent.
-
-        `token_s`: from one token of a request to the next.
-        """
         if not self._order.is_switching:
             return []
         outgoing = [running for running in self._batch if self._order.is_outgoing(running)]
@@ -83,8 +79,6 @@ class Evictions:
         self._candidates.add(candidate)
         return []
 
-    # --- inside
-
     def _victim(self) -> BatchMember | None:
         able = [running for running in self._batch if not running.is_aborted]
         outgoing = [running for running in able if self._order.is_outgoing(running)]
@@ -120,10 +114,6 @@ class Evictions:
         return [offload]
 
     def _stays(self, running: BatchMember) -> bool:
-        """Return whether its next token must not be late: alignment is an objective, the SLO is a constraint.
-
-        Chat without an objective leaves to other chat, and not to a batch of best effort.
-        """
         has_slo = running.request.slo.tpot_s is not None
         return running.is_real_time and (has_slo or (self._order.knows_classes and self._order.is_best_effort))
 
@@ -139,3 +129,76 @@ class Evictions:
     def _preempt(self, running: BatchMember) -> list[RequestPreempted]:
         self._batch.drop(running)
         return [running.preempted()]
+
+
+_MOST_BEST_EFFORT_LOADS = 4  # at a time, where classes are known
+
+
+class Entries:
+    """Reads candidates, batches and objectives; removes the candidates that enter."""
+
+    def __init__(self, batch: DecodeBatch, candidates: Candidates, order: BatchOrder, evictions: Evictions) -> None:
+        self._batch = batch
+        self._candidates = candidates
+        self._order = order
+        self._evictions = evictions
+
+    def may_enter(self, now: float) -> Iterator[Candidate]:
+        """Yield the candidates that may enter, in order, up to the first that would break what runs; each counts for
+        the next."""
+        if not self._candidates:
+            return
+        num_taken = self._batch.num_blocks - self._batch.num_free
+        real_time = self._real_time_holding() if self._order.knows_classes else None
+        holding = self._batch.num_holding
+        chosen = self._order.choose(self._candidates, holding, now, num_blocks=num_taken, real_time=real_time)
+        within: Iterable[Candidate] = chosen
+        if self._batch.admission is not None:
+            loading = self._batch.loading.candidates()
+            within = self._batch.admission.within(chosen, loading, now, by_floor=self._order.by_floor)
+        for candidate in within:
+            is_copied = candidate.location in (CacheLocation.PREFETCHING, CacheLocation.RETURNING)
+            # An earlier attempt of it may still be being copied, in or out.
+            request_id = candidate.request.request_id
+            is_still_here = request_id in self._batch.loading or self._evictions.get(request_id) is not None
+            if not is_copied and not is_still_here:
+                yield candidate
+
+    def admitted(self, now: float) -> Iterator[LoadingCandidate]:
+        if not self._batch.has_place and not self._order.is_overdue(now):
+            return
+        num_best_effort = 0
+        if self._order.knows_classes:
+            num_best_effort = sum(not candidate.is_real_time for candidate in self._batch.loading.candidates())
+        for candidate in self.may_enter(now):
+            if self._order.knows_classes and not candidate.is_real_time:
+                if num_best_effort >= _MOST_BEST_EFFORT_LOADS:
+                    continue
+                num_best_effort += 1
+            block_ids = self._batch.blocks_if_fits(candidate)
+            if block_ids is not None:
+                yield LoadingCandidate(candidate, block_ids)
+            elif candidate.request.request_id != self._order.by_floor:
+                return
+
+    def _real_time_holding(self) -> HeldCapacity:
+        running = [running for running in self._batch if running.is_real_time]
+        loading = [candidate for candidate in self._batch.loading.candidates() if candidate.is_real_time]
+        num_blocks = sum(len(running.block_ids) for running in running) + sum(
+            candidate.num_copied_blocks for candidate in loading
+        )
+        return HeldCapacity(len(running) + len(loading), num_blocks)
+
+    def load(self, entering: Iterable[LoadingCandidate]) -> list[LoadBlocks]:
+        loads: dict[tuple[bool, str], list[Load]] = {}
+        for entry in entering:
+            candidate = entry.candidate
+            self._order.entered(candidate)
+            self._candidates.take(candidate)
+            source, copy = self._candidates.copy_of(candidate)
+            self._batch.load(entry)
+            is_later = self._order.knows_classes and not candidate.is_real_time
+            parts = loads.setdefault((is_later, source), [])
+            parts.append(Load(candidate.request.request_id, copy, entry.block_ids))
+        ordered = sorted(loads.items(), key=lambda item: item[0][0])
+        return [LoadBlocks(source, tuple(parts)) for (_, source), parts in ordered]

@@ -1,16 +1,82 @@
 """The running batch and this worker's blocks: members, their growth, and the blocks that the next iterations need."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
 from alignedserve.core.block_allocator import BlockAllocator, blocks_for
-from alignedserve.core.ids import BlockId, RequestId
+from alignedserve.core.ids import BatchId, BlockId, RequestId
 from alignedserve.messages.iterations import Addition, IterationCompleted, RunIteration
 from alignedserve.messages.workers import WorkerRegistered
 from alignedserve.worker_core.request import WorkerRequest
-from decode_worker.batching.begun import Begun, Leaving, LoadingCandidates, growth_of
-from decode_worker.batching.slack_packing import Packing, SlackPacking
-from decode_worker.state import Candidate, Loading, RunningRequest
+from decode_worker.batching.slack_packing import SlackPack, SlackPacking
+from decode_worker.held_requests import HeldRequest
+from decode_worker.state import Candidate, LoadingCandidate, RunningRequest
+
+# A request is admitted only if every request of the batch can then generate this many tokens without an eviction.
+FORESEEN_TOKENS = 32
+
+BatchMember = RunningRequest | HeldRequest
+
+
+class Begun(NamedTuple):
+    """An iteration that begins, and candidates whose caches are to be loaded beside it."""
+
+    command: RunIteration | None  # None: only they
+    members: Collection[BatchMember]
+    has_changed: bool = True  # other members than in the iteration before
+    loads: tuple[LoadingCandidate, ...] = ()
+    alone_s: float = 0.0  # of its real-time part, as in the plan
+
+
+class LoadingCandidates:
+    """Candidates whose caches are being copied in, with the blocks that they are copied into."""
+
+    def __init__(self) -> None:
+        self._entries: dict[RequestId, LoadingCandidate] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, request_id: RequestId) -> bool:
+        return request_id in self._entries
+
+    def get(self, request_id: RequestId) -> Candidate | None:
+        entry = self._entries.get(request_id)
+        return entry.candidate if entry is not None else None
+
+    def candidates(self) -> list[Candidate]:
+        return [entry.candidate for entry in self._entries.values()]
+
+    def growth(self, block_size: int, state_blocks: int = 0) -> int:
+        entries = self._entries.values()
+        return sum(growth_of(entry.candidate, len(entry.block_ids) - state_blocks, block_size) for entry in entries)
+
+    def add(self, loading: LoadingCandidate) -> None:
+        self._entries[loading.candidate.request.request_id] = loading
+
+    def pop(self, request_id: RequestId) -> LoadingCandidate:
+        return self._entries.pop(request_id)
+
+
+def growth_of(request: WorkerRequest, num_held: int, block_size: int) -> int:
+    foreseen = min(request.context_len + FORESEEN_TOKENS, request.max_context_len)
+    return max(blocks_for(foreseen, block_size) - num_held, 0)
+
+
+def span_of(members: Iterable[BatchMember], batch_id: BatchId) -> tuple[int, int] | None:
+    lengths = [member.context_len for member in members if member.batch_id == batch_id]
+    return (min(lengths), max(lengths)) if lengths else None
+
+
+class Leaving(NamedTuple):
+    """Remainder of a request that was taken out of the batch, to be copied out."""
+
+    block_ids: tuple[BlockId, ...]
+    num_cached: int
+    first_token_s: float
+    last_token_s: float | None  # None: not known
+    service_s: float = 0.0  # that it spent in iterations, where a policy asks
+
 
 Slices = tuple[tuple[RequestId, int], ...]
 Extensions = tuple[tuple[RequestId, tuple[BlockId, ...]], ...]
@@ -27,8 +93,8 @@ class Changes(NamedTuple):
 class Growth(NamedTuple):
     """Blocks that the next iterations lack."""
 
-    num_stalled: int  # requests that skip this iteration, for want of a block
-    num_missing: int  # blocks wanting in this iteration and the one after it
+    num_stalled: int  # requests without a block, which skip this iteration
+    num_missing: int  # blocks wanting in this and the next iteration
 
 
 class RunningBatch:
@@ -43,11 +109,9 @@ class RunningBatch:
         num_blocks: int,
         block_size: int,
         max_running_requests: int,
-        packing: Packing | None = None,
+        packing: SlackPack | None = None,
         state_blocks: int = 0,
     ) -> None:
-        """`packing`: None: no objective holds a candidate back, and batches of different lengths stay apart.
-        `state_blocks`: of every request, before those of its tokens."""
         self._allocator = BlockAllocator(num_blocks)
         self._block_size, self._state_blocks = block_size, state_blocks
         self._max_running_requests = max_running_requests
@@ -70,10 +134,9 @@ class RunningBatch:
         cls,
         registered: WorkerRegistered,
         max_running_requests: int,
-        packing: Packing | None = None,
+        packing: SlackPack | None = None,
         state_blocks: int = 0,
     ) -> "RunningBatch":
-        """Build the empty batch of this worker."""
         return cls(
             num_blocks=registered.num_blocks,
             block_size=registered.block_size,
@@ -92,32 +155,26 @@ class RunningBatch:
         return self._running[request_id]
 
     def get(self, request_id: RequestId) -> RunningRequest | None:
-        """Return the request, if it runs."""
         return self._running.get(request_id)
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks of the worker."""
         return self._allocator.num_blocks
 
     @property
     def has_place(self) -> bool:
-        """True if one more request may be here."""
         return self.num_holding < self._max_running_requests
 
     @property
     def num_free(self) -> int:
-        """Number of free blocks."""
         return self._allocator.num_free
 
     @property
     def num_holding(self) -> int:
-        """Number of requests that run or are being loaded."""
         return len(self._running) + len(self.loading)
 
     @property
     def is_empty(self) -> bool:
-        """True if no request runs, is being loaded or is being evicted."""
         return not (self._running or self.loading or self._num_leaving_blocks)
 
     def never_fits(self, candidate: Candidate) -> bool:
@@ -125,13 +182,9 @@ class RunningBatch:
         return False
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Return the number of blocks that hold this many tokens."""
         return self._state_blocks + blocks_for(num_tokens, self._block_size)
 
-    # --- coming in
-
     def blocks_if_fits(self, candidate: Candidate) -> tuple[BlockId, ...] | None:
-        """Allocate blocks for this candidate's context, if the next iterations of all will fit as well."""
         request_id = candidate.request.request_id
         if self.num_holding >= self._max_running_requests or request_id in self._running or request_id in self.loading:
             return None
@@ -139,32 +192,26 @@ class RunningBatch:
         if self.is_empty:
             return self._allocator.allocate(num_blocks)
         if self._foreseen is None:
-            self._foreseen = self._foreseen_blocks()
+            size, beside = self._block_size, self._state_blocks
+            growing = (growth_of(entry, len(entry.block_ids) - beside, size) for entry in self._running.values())
+            self._foreseen = sum(growing) + self.loading.growth(size, beside)
         foreseen = self._foreseen + growth_of(candidate, num_blocks - self._state_blocks, self._block_size)
         if num_blocks + foreseen > self._allocator.num_free:
             return None
         return self._allocator.allocate(num_blocks)
 
-    def _foreseen_blocks(self) -> int:
-        size, beside = self._block_size, self._state_blocks
-        running = sum(growth_of(one, len(one.block_ids) - beside, size) for one in self._running.values())
-        return running + self.loading.growth(size, beside)
-
-    def load(self, loading: Loading) -> None:
-        """Add a candidate whose cache is being copied in."""
+    def load(self, loading: LoadingCandidate) -> None:
         if self._foreseen is not None:
             self._foreseen += growth_of(
                 loading.candidate, len(loading.block_ids) - self._state_blocks, self._block_size
             )
         self.loading.add(loading)
 
-    def loaded(self, request_id: RequestId) -> Loading:
-        """Remove and return an entry whose copy has ended, successfully or not."""
+    def loaded(self, request_id: RequestId) -> LoadingCandidate:
         self._foreseen = None
         return self.loading.pop(request_id)
 
     def enter(self, candidate: Candidate, block_ids: tuple[BlockId, ...], num_cached: int, now: float) -> None:
-        """Add a request to the next iteration, with the cache of `num_cached` tokens in these blocks."""
         self._add(RunningRequest.of_candidate(candidate, block_ids, num_cached))
 
     def _add(self, running: RunningRequest) -> None:
@@ -175,10 +222,8 @@ class RunningBatch:
         generated, block_ids = tuple(running.generated_token_ids), tuple(running.block_ids)
         self._additions[request_id] = Addition(request, generated, block_ids, running.num_computed)
 
-    # --- iterations
-
     def grow(self) -> Growth:
-        """Give one more block to each request that fills its last one; a request that gets none stalls."""
+        """Give a block to each request that fills its last; without one a request stalls."""
         num_stalled = num_soon = 0
         block_size = self._block_size
         self._foreseen = None
@@ -204,7 +249,7 @@ class RunningBatch:
         return Growth(num_stalled, num_stalled + num_soon - num_coming)
 
     def stuck(self) -> RunningRequest | None:
-        """Return the only request if it stalls, so that no other one will ever free a block for it."""
+        """Return the only request if it stalls: no other will ever free a block."""
         only = next(iter(self._running.values())) if len(self._running) == 1 and self.num_holding == 1 else None
         return only if only is not None and only.is_stalled else None
 
@@ -212,7 +257,6 @@ class RunningBatch:
         """Do nothing: there is no policy that would choose among candidates."""
 
     def begin(self, now: float) -> Begun | None:
-        """Begin the next iteration with all requests that do not stall; None: there is no such request."""
         slices = self.slices()
         if not slices:
             return None
@@ -223,15 +267,10 @@ class RunningBatch:
         return Begun(RunIteration(*changes, slices), self._running.values(), has_changed=has_changed)
 
     def completed(self, event: IterationCompleted, now: float, duration_s: float) -> None:
-        """Learn what it cost; what was computed is noted by `append`."""
         if self.packing is not None:
             self.packing.completed(duration_s, event.grammar_s)
 
     def slices(self) -> Slices:
-        """Return the tokens to compute by request, all up to its next token.
-
-        The same tuple as for the iteration before, if only contexts have changed.
-        """
         if self._decodes_of == self.version and not self._has_stalled:
             return self._decodes
         slices = tuple((key, running.num_remaining) for key, running in self._running.items() if not running.is_stalled)
@@ -240,40 +279,31 @@ class RunningBatch:
         return slices
 
     def take_changes(self) -> Changes:
-        """Return and reset the removals, additions and extensions for the iteration that begins."""
         removals, self._removals = tuple(self._removals), []
         additions, self._additions = tuple(self._additions.values()), {}
         extensions, self._extensions = tuple(self._extensions.items()), {}
         return Changes(removals, additions, extensions)
 
-    # --- leaving
-
     def drop(self, running: WorkerRequest) -> None:
-        """Remove a request and free its blocks."""
         self._allocator.free(self._take_out(running.request.request_id).block_ids)
 
     def can_leave(self, running: WorkerRequest) -> bool:
-        """Return whether it can be copied out: always."""
         return True
 
     def num_cached(self, running: WorkerRequest) -> int:
-        """Return the tokens of the request whose cache exists."""
         return self._running[running.request.request_id].num_computed
 
     def begin_eviction(self, running: WorkerRequest) -> Leaving:
-        """Remove a request whose blocks are being copied out; they stay taken until `end_eviction`."""
         leaving = self._take_out(running.request.request_id)
         block_ids = tuple(leaving.block_ids)
         self._num_leaving_blocks += len(block_ids)
         return Leaving(block_ids, leaving.num_computed, leaving.first_token_s, None)
 
     def end_eviction(self, block_ids: tuple[BlockId, ...]) -> None:
-        """Free the blocks of an evicted request, whose copy is complete."""
         self._num_leaving_blocks -= len(block_ids)
         self._allocator.free(block_ids)
 
     def free(self, block_ids: Iterable[BlockId]) -> None:
-        """Free the blocks of a request that was to be loaded and is not."""
         self._allocator.free(block_ids)
 
     def _take_out(self, request_id: RequestId) -> RunningRequest:

@@ -1,10 +1,10 @@
-"""The running batch where a policy decides it: which requests decode, pause, or leave for the host or to be recomputed.
+"""The running batch where a policy decides it: which requests decode, pause, or leave for the host or to be
+recomputed.
 
 Its requests are the rows of the policy's table, as on a colocated worker. Candidates that fit are loaded beside an
-iteration, like those of a whole batch. Those that do not fit stand in the table as well, with all their cache elsewhere
-(as if it were on the host): if the policy chooses one, evicting others for it, its blocks are held and it is loaded.
-A plan that swaps others out for it frees their blocks only; the copies out of them come first, and so the next plan
-chooses again.
+iteration, like those of a whole batch. Others stand in the table with their cache elsewhere, as if on the host: if
+the policy chooses one, evicting requests for it, its blocks are held and it is loaded. A plan that swaps requests
+out for a candidate frees their blocks only; the copies out of them come first, and so the next plan chooses again.
 """
 
 import math
@@ -13,19 +13,134 @@ from typing import NamedTuple
 
 import numpy as np
 
+from alignedserve.core.class_floor import OVERDUE_S, TurnClass
 from alignedserve.core.ids import BlockId, RequestId
+from alignedserve.costmodel.model import CostModel
+from alignedserve.costmodel.work import IterationWork
 from alignedserve.messages.iterations import IterationCompleted
 from alignedserve.scheduling.policy import CandidateChoice, DeviceMemory, EvictionMode, IterationPlan
 from alignedserve.scheduling.scheduler import Scheduler
-from alignedserve.scheduling.table import Bools
-from alignedserve.scheduling.table_operations import decode_s, is_mixing_cheaper
+from alignedserve.scheduling.table import Bools, RequestTable
+from alignedserve.scheduling.table_operations import decode_s, is_mixing_cheaper, note_decodes
 from alignedserve.worker_core.request import WorkerRequest
-from decode_worker.batching.admission import Admission
-from decode_worker.batching.begun import FORESEEN_TOKENS, Begun, Leaving, LoadingCandidates, growth_of
-from decode_worker.batching.running_batch import RunningBatch
+from decode_worker.batching.running_batch import (
+    FORESEEN_TOKENS,
+    Begun,
+    Leaving,
+    LoadingCandidates,
+    RunningBatch,
+    growth_of,
+)
+from decode_worker.batching.slack_packing import note_candidate
 from decode_worker.held_requests import HeldRequest, HeldRequests
 from decode_worker.plan_performer import PlanPerformer
-from decode_worker.state import Candidate, Loading
+from decode_worker.state import Candidate, LoadingCandidate
+
+_STARVATION_S = 60.0  # a candidate that has waited so long here enters as if nothing had an objective
+
+
+class AdmissionRoom:
+    """Room for candidates that enter at one moment; each entry is noted.
+
+    A decode worker with free blocks would take every candidate, however long its iterations. So a candidate enters
+    only if the iteration with it, by the cost model, is within a share of the tightest mean gap that a running
+    request can still hold. For a real-time candidate only real-time requests count: best effort pauses for them.
+
+    Example: decodes with gaps of 40 ms run, an iteration takes 34 ms, and each candidate adds 1.5 ms. With a share
+    of 0.9 one enters (35.5 ms), and the next waits until a request has ended.
+    """
+
+    def __init__(
+        self, costs: CostModel, work: IterationWork, chats: IterationWork, allowed_s: float, share: float, now: float
+    ) -> None:
+        self._costs = costs
+        self._work = work
+        self._chats = chats
+        self._allowed_s = allowed_s
+        self._share = share
+        self._now = now
+
+    def admits(self, candidate: Candidate) -> bool:
+        beside = self._chats if candidate.is_real_time else self._work
+        if not beside.num_decodes or self._now - candidate.granted_s >= _STARVATION_S:
+            return True
+        trial = beside.copy()
+        note_candidate(trial, candidate)
+        return self._costs.iteration_s(trial) <= self._allowed_s
+
+    def note(self, candidate: Candidate) -> None:
+        note_candidate(self._work, candidate)
+        if not candidate.is_real_time:
+            return
+        note_candidate(self._chats, candidate)
+        tpot_s = candidate.request.slo.tpot_s
+        if tpot_s is not None:
+            self._allowed_s = min(self._allowed_s, self._share * tpot_s)
+
+
+class ObjectiveAdmission:
+    """The bound of one worker. Reads its table, and changes nothing."""
+
+    def __init__(self, table: RequestTable, costs: CostModel, share: float) -> None:
+        """`share`: of an objective that an iteration may take; the rest is for errors of the cost model."""
+        self._table = table
+        self._costs = costs
+        self._share = share
+
+    def within(
+        self,
+        candidates: Iterable[Candidate],
+        loading: Iterable[Candidate],
+        now: float,
+        *,
+        by_floor: RequestId | None = None,
+    ) -> Iterator[Candidate]:
+        """Yield the candidates that may enter beside running and loading requests, up to the first that may not.
+
+        Real-time candidates go first, those that can hold their mean gap before late ones. `by_floor`: goes before all,
+        and holds up none.
+        """
+        table, work, chats, least_s = self._table, IterationWork(), IterationWork(), self._least_s()
+        note_decodes(work, table, np.flatnonzero(table.num_blocks > 0))
+        note_decodes(chats, table, np.flatnonzero((table.num_blocks > 0) & table.is_real_time))
+        room = AdmissionRoom(self._costs, work, chats, self._share * self._tightest_s(), self._share, now)
+        for candidate in loading:
+            room.note(candidate)
+
+        def turn(candidate: Candidate) -> tuple[bool, TurnClass]:
+            return candidate.request.request_id != by_floor, _class_of(candidate, now, least_s=least_s)
+
+        for candidate in sorted(candidates, key=turn):
+            if room.admits(candidate):
+                room.note(candidate)
+                yield candidate
+            elif candidate.request.request_id != by_floor:
+                return
+
+    def _least_s(self) -> float:
+        work = IterationWork()
+        work.add_decode(0)
+        return self._costs.iteration_s(work)
+
+    def _tightest_s(self) -> float:
+        table = self._table
+        counts = table.is_real_time & (table.num_blocks > 0) & (self._share * table.tpot_s >= self._least_s())
+        return float(np.min(table.tpot_s, where=counts, initial=np.inf))
+
+
+def _class_of(candidate: Candidate, now: float, *, least_s: float) -> TurnClass:
+    request, tpot_s = candidate.request, candidate.request.slo.tpot_s
+    if not candidate.is_real_time:
+        return TurnClass.BEST_EFFORT
+    if tpot_s is None:
+        return TurnClass.LATE
+    num_generated = len(candidate.generated_token_ids)
+    expected = candidate.predicted_output_len or request.sampling.max_tokens
+    num_left = max(expected - num_generated, 1.0)
+    due_s = candidate.first_token_s + (num_generated + num_left - 1) * tpot_s
+    # One that is late waits no longer than the pool lets it, or those on time would keep it from ever entering.
+    is_overdue = now - candidate.granted_s >= OVERDUE_S
+    return TurnClass.ON_TIME if is_overdue or due_s - now >= num_left * least_s else TurnClass.LATE
 
 
 class _Split(NamedTuple):
@@ -48,9 +163,7 @@ class ScheduledBatch:
         choice: CandidateChoice,
         admission_share: float | None = None,
     ) -> None:
-        """`memory`: empty. `max_held`: requests that the engine has places for, paused ones included.
-
-        `choice`: the candidates that do not fit among which the policy chooses; it must know caches in other memories.
+        """`max_held`: requests that the engine has places for. `choice`: the candidates among which the policy chooses.
         `admission_share`: of a TPOT objective that an iteration may take; None: candidates enter while blocks are free.
         """
         self.costs = scheduler.costs
@@ -60,7 +173,7 @@ class ScheduledBatch:
         self.table = self._state.table
         self.admission = None
         if admission_share is not None:
-            self.admission = Admission(self.table, self.costs, admission_share)
+            self.admission = ObjectiveAdmission(self.table, self.costs, admission_share)
         self._performer = PlanPerformer(self._held)
         self._block_size = memory.block_size
         self._max_running_requests = max_running_requests
@@ -82,46 +195,35 @@ class ScheduledBatch:
         return self._held[request_id]
 
     def get(self, request_id: RequestId) -> HeldRequest | None:
-        """Return the request, if it is here."""
         return self._held.get(request_id)
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks of the worker."""
         return self._held.allocator.num_blocks
 
     @property
     def has_place(self) -> bool:
-        """True if one more request may be here without the policy's choice."""
         return self.num_holding < self._max_running_requests
 
     @property
     def num_free(self) -> int:
-        """Number of free blocks."""
         return self._state.num_free
 
     @property
     def num_holding(self) -> int:
-        """Number of requests that are here, paused ones included, or are being loaded."""
         return len(self._held) + len(self.loading)
 
     @property
     def num_preemptions(self) -> int:
-        """Number of caches that left the device for want of blocks."""
         return self._performer.num_preemptions
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Return the number of blocks that hold this many tokens."""
         return self._held.blocks_for(num_tokens)
 
     def never_fits(self, candidate: Candidate) -> bool:
-        """Return whether the request could not end here even alone."""
         return self.blocks_for(candidate.max_context_len) > self.num_blocks
 
-    # --- coming in
-
     def blocks_if_fits(self, candidate: Candidate) -> tuple[BlockId, ...] | None:
-        """Hold blocks for this candidate's context, if the next iterations of all will fit as well."""
         if self._is_here(candidate.request.request_id) or self._held.is_copying_out or not self.has_place:
             return None
         if self._blocks_with_growth(candidate) + self._foreseen_blocks() > self.num_free:
@@ -131,14 +233,14 @@ class ScheduledBatch:
     def view(self, candidates: Iterable[Candidate], now: float) -> None:
         """Let the policy choose among these candidates too, in order, within the places and blocks that may be held.
 
-        Those that displace best-effort requests alone come up to the first that would not fit if all of these left, as
-        in `blocks_if_fits`: the policy keeps less for growth, and would drop other chats a few tokens later.
+        Candidates that displace best effort alone come up to the first that would not fit if all of it left, as in
+        `blocks_if_fits`: else the policy would drop other chats a few tokens later.
         """
         chosen: dict[RequestId, Candidate] = {}
         room = self._room_without_best_effort() if self._choice is CandidateChoice.OVER_BEST_EFFORT else math.inf
         for candidate in candidates if self._has_choice() else ():
             request_id = candidate.request.request_id
-            if self._is_here(request_id) or not self._may_displace(candidate):
+            if self._is_here(request_id) or not (candidate.is_real_time or self._choice is CandidateChoice.ALL):
                 continue
             room -= self._blocks_with_growth(candidate)
             if room < 0 or self.num_holding + len(chosen) >= self._max_held:
@@ -153,76 +255,61 @@ class ScheduledBatch:
                 num_cached = candidate.num_cached
                 self._state.add_elsewhere(candidate.request, now, candidate.progress(num_cached, 0))
 
-    def load(self, loading: Loading) -> None:
+    def load(self, loading: LoadingCandidate) -> None:
         """Add a candidate whose cache is being copied in. Its row stays for now: iterations know rows by number."""
         self.loading.add(loading)
 
-    def loaded(self, request_id: RequestId) -> Loading:
-        """Remove and return an entry whose copy has ended, successfully or not."""
+    def loaded(self, request_id: RequestId) -> LoadingCandidate:
         return self.loading.pop(request_id)
 
     def enter(self, candidate: Candidate, block_ids: tuple[BlockId, ...], num_cached: int, now: float) -> None:
-        """Add a request with the cache of `num_cached` tokens in these blocks."""
         self.version += 1
         self._in_view.pop(candidate.request.request_id, None)
         self._held.enter(candidate, block_ids, num_cached, now)
 
     def free(self, block_ids: Iterable[BlockId]) -> None:
-        """Free the blocks of a request that was to be loaded and is not."""
         self._held.free_held(tuple(block_ids))
 
     def set_predicted_length(self, request_id: RequestId, predicted_len: float) -> None:
-        """Set a prediction that came late, if the request is in the table."""
         if request_id in self.table:
             self._state.set_predicted_length(request_id, predicted_len)
 
-    # --- iterations
-
     def begin(self, now: float) -> Begun | None:
-        """Plan and begin the next iteration; None: there is nothing to do."""
         if not len(self.table) or not self._has_room_for_any():
             return None
-        own, chosen = self._split(self._scheduler.plan(self._state, now))
-        has_copies_out = any(part.how is EvictionMode.SWAP for part in own.evictions)
-        if not own.scheduled and not has_copies_out:
-            self._performer.evict(own.evictions, now)
+        device_plan, chosen = self._split(self._scheduler.plan(self._state, now))
+        has_copies_out = any(part.how is EvictionMode.SWAP for part in device_plan.evictions)
+        if not device_plan.scheduled and not has_copies_out:
+            self._performer.evict(device_plan.evictions, now)
             loads = self._hold(chosen)
             return Begun(None, (), loads=loads) if loads else None
-        members = self._held.of_parts(own.scheduled)
-        self._state.begin(own)
-        command = self._performer.perform(own, members, now)
+        members = self._held.of_parts(device_plan.scheduled)
+        self._state.begin(device_plan)
+        command = self._performer.perform(device_plan, members, now)
         loads = () if has_copies_out else self._hold(chosen)
         has_changed, self._members = members != self._members, members
-        return Begun(command, members, has_changed=has_changed, loads=loads, alone_s=own.alone_s)
+        return Begun(command, members, has_changed=has_changed, loads=loads, alone_s=device_plan.alone_s)
 
     def completed(self, event: IterationCompleted, now: float, duration_s: float) -> None:
-        """Note the end of the iteration, before any request leaves because of it."""
         self._performer.completed()
         for request_id, num_tokens in event.forced:
             self._state.note_forced(request_id, num_tokens)
         self._scheduler.completed(self._state, now=now, duration_s=duration_s, grammar_s=event.grammar_s)
 
-    # --- leaving
-
     def take_dropped(self) -> list[HeldRequest]:
-        """Remove and return the requests of which plans have dropped the whole cache since the last call.
-
-        Prefill workers compute them again. Here their prompts would be in everyone's iterations, and while chat fills
-        the memory they would be dropped again before they have their next token.
-        """
+        """Remove and return the requests whose whole cache plans have dropped: prefill workers compute them again."""
         if self.num_preemptions == self._num_dropped:
             return []
         self._num_dropped = self.num_preemptions
         table = self.table
         rows = np.flatnonzero((table.num_blocks == 0) & (table.num_cached == 0) & (table.num_swapped == 0))
         held = [self._held.get(table.request_ids[row]) for row in rows.tolist()]
-        dropped = [one for one in held if one is not None and not one.is_aborted]
-        for one in dropped:
-            self.drop(one)
+        dropped = [request for request in held if request is not None and not request.is_aborted]
+        for request in dropped:
+            self.drop(request)
         return dropped
 
     def drop(self, running: WorkerRequest) -> None:
-        """Remove a request and free its blocks."""
         self.version += 1
         self._held.drop(self._held[running.request.request_id])
 
@@ -231,11 +318,9 @@ class ScheduledBatch:
         return self._held.is_portable(running.request.request_id)
 
     def num_cached(self, running: WorkerRequest) -> int:
-        """Return the tokens of the request whose cache exists."""
         return int(self.table.num_cached[self.table.row(running.request.request_id)])
 
     def begin_eviction(self, running: WorkerRequest) -> Leaving:
-        """Remove a request that can leave; its blocks stay held until `end_eviction`."""
         self.version += 1
         leaving = self._held[running.request.request_id]
         progress = self._held.detach(leaving)
@@ -243,20 +328,13 @@ class ScheduledBatch:
         return Leaving(tuple(leaving.block_ids), progress.num_cached, *since_s, progress.service_s)
 
     def end_eviction(self, block_ids: tuple[BlockId, ...]) -> None:
-        """Free the blocks of an evicted request, whose copy is complete."""
         self._held.free_held(block_ids)
 
-    # --- times
-
     def decode_s(self) -> float | None:
-        """Return the time of an iteration of all decodes here, by the cost model; None: there are none."""
         return decode_s(self.table, self.costs)
 
     def is_mixing_cheaper(self, context_lens: Collection[int]) -> bool:
-        """Return whether decodes of these contexts cost less beside the running ones than after them."""
         return is_mixing_cheaper(self.table, self.costs, context_lens)
-
-    # --- inside
 
     def _is_here(self, request_id: RequestId) -> bool:
         return request_id in self.loading or self._held.get(request_id) is not None
@@ -275,12 +353,12 @@ class ScheduledBatch:
         )
         return _Split(iteration_plan, chosen)
 
-    def _hold(self, chosen: Iterable[Candidate]) -> tuple[Loading, ...]:
+    def _hold(self, chosen: Iterable[Candidate]) -> tuple[LoadingCandidate, ...]:
         loads = []
         for candidate in chosen:
             num_blocks = self.blocks_for(candidate.num_cached)
             if num_blocks <= self.num_free:
-                loads.append(Loading(candidate, self._held.hold(num_blocks)))
+                loads.append(LoadingCandidate(candidate, self._held.hold(num_blocks)))
         return tuple(loads)
 
     def _forget(self, request_id: RequestId) -> None:
@@ -293,14 +371,7 @@ class ScheduledBatch:
             return bool(np.any(~table.is_real_time & (table.num_blocks > 0)))
         return self._choice is CandidateChoice.ALL
 
-    def _may_displace(self, candidate: Candidate) -> bool:
-        return candidate.is_real_time or self._choice is CandidateChoice.ALL
-
     def _has_room_for_any(self) -> bool:
-        """Return whether every request in the table would fit alone, beside the blocks of those being copied.
-
-        Else the policy waits for the end of a copy: it could not make room even by evicting all.
-        """
         num_away = self._held.num_away
         if not num_away:
             return True

@@ -34,8 +34,8 @@ from alignedserve.scheduling.table_operations import is_cheap_beside
 from alignedserve.worker_core.request import WorkerRequest
 from decode_worker.state import Candidate, RunningRequest
 
-PATIENCE_S = 1.0  # then it goes before those that came later, whatever their lengths
-_MEMORY_S = 30.0  # for so long an objective bounds what else enters after its last request
+PATIENCE_S = 1.0  # then a candidate goes before later ones of any length
+_MEMORY_S = 30.0  # for which an objective bounds entries after its last request
 
 _SPREAD, _FREE = 8, 0.1  # a context of so many times the mean is to prolong an iteration by at most this share
 _LEAST_AHEAD, _AHEAD = 2, 1 / 16  # candidates that wait here: at least, and of what runs
@@ -44,7 +44,7 @@ _GROWTH = 8  # tokens by which each grows while a prompt is computed and copied
 _PROBED, _LEAST_TOKEN_S = 4096, 1e-10
 
 
-class Packing(NamedTuple):
+class SlackPack(NamedTuple):
     """How a worker packs: the share of an objective that an iteration may take, and what iterations cost."""
 
     share: float
@@ -61,7 +61,7 @@ class _Held(NamedTuple):
 class SlackPacking:
     """The bound of one worker, and the order of its candidates. Reads running requests, and learns what they cost."""
 
-    def __init__(self, running: Mapping[RequestId, RunningRequest], packing: Packing) -> None:
+    def __init__(self, running: Mapping[RequestId, RunningRequest], packing: SlackPack) -> None:
         self._running = running
         self._share, self._costs, self._learner = packing
         self._until = (1.0 + self._share) / 2  # of an objective, with what waits here already
@@ -81,27 +81,24 @@ class SlackPacking:
         *,
         by_floor: RequestId | None = None,
     ) -> Iterator[Candidate]:
-        """Return the candidates that may enter beside running and loading requests, up to the first that may not.
-
-        `by_floor`: goes before all; None where classes are not known.
-        """
         work, least_s = self._work(), self._costs.iteration_s(self._least)
-        held = [one for running in self._running.values() if (one := self._held(running, now, least_s)) is not None]
+        bounds = (self._held(running, now, least_s) for running in self._running.values())
+        held = [bound for bound in bounds if bound is not None]
         if not held:  # what enters stays for a while, and those with an objective may be back by then
             held.append(_Held(self._until * self._tightest_s, 0.0, 1.0))
         for candidate in loading:
-            _note(work, candidate)
+            note_candidate(work, candidate)
             held += self._held_of_new(candidate, least_s)
-        for candidate in sorted(candidates, key=lambda one: self._turn(one, now, least_s, by_floor)):
+        for candidate in sorted(candidates, key=lambda entry: self._turn(entry, now, least_s, by_floor)):
             if work.num_decodes and self._with(work, candidate) > _allowed_s(held, _num_left(candidate)):
                 return
-            _note(work, candidate)
+            note_candidate(work, candidate)
             held += self._held_of_new(candidate, least_s)
             yield candidate
 
     def _with(self, work: IterationWork, candidate: Candidate) -> float:
         trial = work.copy()
-        _note(trial, candidate)
+        note_candidate(trial, candidate)
         return self._costs.iteration_s(trial)
 
     def _held(self, running: RunningRequest, now: float, least_s: float) -> _Held | None:
@@ -127,7 +124,6 @@ class SlackPacking:
     # --- what may join, and what waits
 
     def is_mixing_cheaper(self, context_lens: Collection[int]) -> bool:
-        """Return whether decodes of these contexts cost no more beside the running ones than among their like."""
         return self.mixes_freely() or is_cheap_beside(self._work(), self._costs, context_lens)
 
     def mixes_freely(self) -> bool:
@@ -141,11 +137,10 @@ class SlackPacking:
         return self._costs.iteration_s(uneven) <= (1.0 + _FREE) * self._costs.iteration_s(even)
 
     def room(self, loading: Iterable[Candidate]) -> int:
-        """Return the longest context that may join now, in steps of ROOM_STEP; 0: none."""
         work, least_s = self._work(), self._costs.iteration_s(self._least)
         bounds = [self._bound_s(running, least_s) for running in self._running.values()]
         for candidate in loading:
-            _note(work, candidate)
+            note_candidate(work, candidate)
             bounds.append(self._bound_s(candidate, least_s))
         allowed_s = min(bounds, default=inf)
         if allowed_s == inf:
@@ -160,22 +155,19 @@ class SlackPacking:
         num_tokens = int((allowed_s - shortest_s) / token_s) - _GROWTH * len(self._running)
         return min(max(num_tokens, 0) // ROOM_STEP * ROOM_STEP, ANY_LENGTH)
 
-    def _bound_s(self, one: WorkerRequest, least_s: float) -> float:
-        tpot_s = _tpot_of(one)
+    def _bound_s(self, request: WorkerRequest, least_s: float) -> float:
+        tpot_s = _tpot_of(request)
         return inf if tpot_s is None or self._share * tpot_s < least_s else self._share * tpot_s
 
     def wants_more(self, num_waiting: int) -> bool:
-        """Return whether more may be granted, while so many wait here: few, so that they go to the first worker with
-        room."""
         return num_waiting < max(_LEAST_AHEAD, _AHEAD * len(self._running))
 
-    # --- what it costs
-
     def began(self, now: float) -> None:
-        """Note the iteration that begins, of all running requests that do not stall."""
         self._begun = self._work() if self._learner is not None else None
         least_s = self._costs.iteration_s(self._least)
-        tightest_s = min((self._bound_s(one, least_s) for one in self._running.values()), default=inf) / self._share
+        tightest_s = (
+            min((self._bound_s(running, least_s) for running in self._running.values()), default=inf) / self._share
+        )
         if tightest_s <= self._tightest_s or now - self._seen_s > _MEMORY_S:
             self._tightest_s, self._seen_s = tightest_s, now
 
@@ -199,20 +191,23 @@ class SlackPacking:
         return work
 
 
-def _note(work: IterationWork, candidate: Candidate) -> None:
+def note_candidate(work: IterationWork, candidate: Candidate) -> None:
     work.add_decode(candidate.context_len, is_constrained=bool(candidate.request.sampling.grammar))
 
 
 def _allowed_s(held: Iterable[_Held], num_left: float) -> float:
-    return min((one.allowed_s + one.ahead_s / min(one.num_left, num_left) for one in held), default=inf)
+    return min((bound.allowed_s + bound.ahead_s / min(bound.num_left, num_left) for bound in held), default=inf)
 
 
-def _tpot_of(one: WorkerRequest) -> float | None:
-    return one.request.slo.tpot_s if one.is_real_time else None
+def _tpot_of(request: WorkerRequest) -> float | None:
+    return request.request.slo.tpot_s if request.is_real_time else None
 
 
-def _num_left(one: WorkerRequest) -> float:
-    expected, num_generated = one.predicted_output_len or one.request.sampling.max_tokens, len(one.generated_token_ids)
+def _num_left(request: WorkerRequest) -> float:
+    expected, num_generated = (
+        request.predicted_output_len or request.request.sampling.max_tokens,
+        len(request.generated_token_ids),
+    )
     return max(expected - num_generated if expected > num_generated else num_generated, 1.0)
 
 

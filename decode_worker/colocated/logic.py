@@ -7,26 +7,20 @@ The life of a request on a colocated worker:
    What a request begins with may be cached from others before it: then it computes only the rest.
 3. A request that has computed its whole context samples a token, which goes straight to its gateway. With the first
    one PrefillCompleted tells the router that its prompt is done.
-4. It ends with its stop token or its limit: blocks freed, or cached for others, RequestFinished. Or the client leaves:
+4. Its stop token or limit ends it: RequestFinished, and its blocks are freed or stay cached. Or its client leaves:
    AbortRequest.
 Requests are never sent back to the router: a preempted one waits here and resumes with the tokens it has generated.
 Under the elastic topology the router may move one that decodes to another worker: moves.py. Where the pool of the node
 keeps decodes, the policy may let one wait there: pooled_decodes.py.
 """
 
+from collections.abc import Collection
+
 import msgspec
 
 from alignedserve.core.ids import RequestId
-from alignedserve.messages.events import (
-    CommonEvent,
-    HangUp,
-    PeerConnected,
-    Received,
-    Send,
-    SendTo,
-    Ticked,
-)
-from alignedserve.messages.fields import FailureKind
+from alignedserve.core.request import Request
+from alignedserve.messages.events import CommonEvent, HangUp, PeerConnected, Received, Send, SendTo, Ticked
 from alignedserve.messages.gateways import AbortRequest
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import (
@@ -43,18 +37,83 @@ from alignedserve.messages.workers import PrefillRequest, SetPredictedLength, Wo
 from alignedserve.prefix_cache.contexts import PrefixCache
 from alignedserve.scheduling.policy import DeviceMemory, IterationPlan
 from alignedserve.scheduling.scheduler import Scheduler
-from alignedserve.scheduling.yielding import Yielding
-from alignedserve.worker_core.iteration_cycle import IterationCycle
+from alignedserve.scheduling.yielding import UrgentPlans, Yielding
+from alignedserve.worker_core.iteration_cycle import IterationCycle, UrgentCycle
 from alignedserve.worker_core.iteration_log import IterationLog
 from alignedserve.worker_core.request_notes import WaitingRequest
 from alignedserve.worker_core.router_link import RouterLink
 from decode_worker.colocated.moves import MoveCommand, RequestMoves
 from decode_worker.colocated.pooled_decodes import PooledCommand, PooledDecodes, is_of_link
 from decode_worker.colocated.pooled_prefixes import PooledPrefixes, PoolEvent
-from decode_worker.colocated.urgent_prompts import UrgentPrompts
-from decode_worker.colocated.waiting_causes import causes_of
 from decode_worker.held_requests import HeldRequest, HeldRequests
 from decode_worker.plan_performer import PlanPerformer
+
+
+class UrgentPrompts:
+    """Real-time prompts that come while an iteration is in flight, and the urgent iteration within it.
+
+    The rule (scheduling/yielding.py) forecasts whether stopping a pass of mostly best-effort work pays. The urgent
+    iteration uses free blocks alone and evicts nobody; the engine stops the pass between two layers for it. Later
+    prompts may begin another. If the pass ends first, its end is dealt with after the urgent one's.
+    """
+
+    def __init__(self, held: HeldRequests, scheduler: Scheduler, performer: PlanPerformer, yielding: Yielding) -> None:
+        self._held = held
+        self._scheduler = scheduler
+        self._performer = performer
+        self._plans = UrgentPlans(held.state, scheduler, yielding)
+        self._began_s = 0.0
+        self.cycle = UrgentCycle()
+        self.members: tuple[HeldRequest, ...] = ()  # of the urgent iteration in flight
+
+    def came(self, request: Request) -> None:
+        if request.is_real_time:
+            self.cycle.came(request.request_id)
+
+    def pass_began(self, now: float) -> None:
+        self.cycle.pass_began()
+        self._plans.pass_began(now)
+
+    def begin(self, now: float) -> RunIteration | None:
+        if not self.cycle.may_begin:
+            return None
+        came = [held for held in map(self._held.get, self.cycle.ask()) if held is not None]
+        waiting = [held for held in came if not (held.is_prefilled or held.is_aborted or held.is_finished)]
+        self.cycle.keep(held.request.request_id for held in waiting)
+        rows = [self._held.state.table.row(held.request.request_id) for held in waiting]
+        if not rows:
+            return None
+        self._held.foresee_hits()
+        view = self._held.state.view(limits=self._scheduler.limits, costs=self._scheduler.costs, now=now)
+        plan = self._plans.begin(view, rows)
+        if plan is None:
+            return None
+        self.cycle.began()
+        self.members, self._began_s = self._held.of_parts(plan.scheduled), now
+        return msgspec.structs.replace(self._performer.perform(plan, self.members, now), is_urgent=True)
+
+    def end(self, event: IterationCompleted, now: float) -> IterationCompleted | None:
+        self._plans.end(event.duration_s(self._began_s, now))
+        self.members = ()
+        return self.cycle.end()
+
+
+def causes_of(held: HeldRequests, members: Collection[HeldRequest], max_running: int) -> list[WaitingRequest]:
+    computing = {member.request.request_id for member in members}
+    num_running = len(computing)
+    waiting = [waiter for waiter in held if waiter.request.request_id not in computing and not waiter.is_finished]
+    is_full = num_running >= max_running
+    return [
+        WaitingRequest(waiter.request.request_id, _cause_of(waiter, held, is_full), num_running) for waiter in waiting
+    ]
+
+
+def _cause_of(tracked: HeldRequest, held: HeldRequests, is_full: bool) -> Cause:
+    if is_full:
+        return Cause.BATCH_FULL
+    num_missing = held.blocks_for(tracked.context_len) - len(tracked.block_ids)
+    return Cause.BLOCKS_SHORT if held.state.num_free < num_missing else Cause.OTHERS_FIRST
+
 
 ColocatedEvent = CommonEvent | IterationCompleted | BufferOpened | BlocksOffloaded | BlocksLoaded
 ColocatedCommand = SendTo | RunIteration | MoveCommand | PooledCommand | HangUp
@@ -77,9 +136,10 @@ class ColocatedLogic:
         decode_pool: str | None = None,
         yielding: Yielding | None = None,
     ) -> None:
-        """`memory`: empty, with as many blocks as the worker has registered. `prefixes`: the prefix cache in it, empty;
-        None: there is none. `prefix_pool`: the pool of its node, if that keeps prefix blocks; `decode_pool`: the same,
-        if it keeps decodes. `yielding`: whether a pass stops between two layers; None: never."""
+        """`memory`: empty. `prefixes`: the empty prefix cache in it; None: none. `yielding`: whether a pass stops;
+        None: never.
+        `prefix_pool`: the pool of its node, if it keeps prefix blocks; `decode_pool`: the same, if it keeps decodes.
+        """
         assert memory.num_blocks == memory.num_free == registered.num_blocks, "memory that is not the worker's"
         self._registered = registered
         self._scheduler = scheduler
@@ -101,10 +161,7 @@ class ColocatedLogic:
             self._decodes = PooledDecodes(self._requests, decode_pool, swap_s=scheduler.costs.swap_s)
         self._moves = RequestMoves(self._requests, self._router, registered) if registered.can_move else None
         self._iterations: IterationCycle[HeldRequest, ColocatedCommand] = IterationCycle(
-            router=self._router,
-            eos_token_ids=eos_token_ids,
-            release=self._finish,
-            iteration_log=self.iteration_log,
+            router=self._router, eos_token_ids=eos_token_ids, release=self._finish, iteration_log=self.iteration_log
         )
         self._urgent = None
         if yielding is not None:
@@ -147,13 +204,7 @@ class ColocatedLogic:
     def _hang_up_unused(self, now: float) -> list[HangUp]:
         return [up for part in (self._pooled, self._moves) if part is not None for up in part.hang_up_unused(now)]
 
-    # --- peers and messages
-
     def _on_router(self, peer: str, now: float) -> list[ColocatedCommand]:
-        """Register with a router that comes (back): it knows nothing of what is here.
-
-        What decodes goes on, and the router is told; its gateways resume the rest there, from the beginning.
-        """
         commands: list[ColocatedCommand] = []
         if self._moves is not None:
             commands += self._moves.abort_all(now)
@@ -165,33 +216,32 @@ class ColocatedLogic:
                 commands += self._abort(tracked.request.request_id)
         self._postponed.clear()
         if self._pooled is not None:
-            self._pooled.abort_all()
-        kept = [tracked for tracked in self._requests if tracked.can_outlast_router]
-        return [*commands, *self._router.connected(peer, kept), *self._tell_blocks(is_new=True)]
+            self._pooled.loads.abort_all()
+        decoding = [tracked for tracked in self._requests if tracked.can_outlast_router]
+        return [*commands, *self._router.connected(peer, decoding), *self._tell_blocks(is_new=True)]
 
     def _add_candidate(self, message: PrefillRequest, now: float, *, may_ask: bool = True) -> list[ColocatedCommand]:
         request, request_id = message.request, message.request.request_id
         self._router.observe(message.attempt)
         if self._requests.blocks_for(request.max_context_len) > self._registered.num_blocks:
-            reason = "its context needs more cache blocks than a worker has"
-            return [*self._router.failed(message, FailureKind.UNSERVABLE, reason)]
+            return [*self._router.too_large(message, "worker")]
         # What an earlier attempt left here is stale: its abort is on the way, over another link.
         aborted = self._abort(request_id, message.attempt - 1)
         earlier = self._requests.get(request_id)
         if earlier is not None:
             earlier.successor = message
             return aborted
-        linked, asked = [], None
+        linked, questions = [], None
         if self._pooled is not None and may_ask:
-            linked, asked = self._pooled.link(message, now), self._pooled.ask(message, now)
-        if asked is None:
+            linked, questions = self._pooled.link(message, now), self._pooled.loads.ask(message, now)
+        if questions is None:
             self._admit(message, now)
-        return [*aborted, *linked, *(asked or ())]
+        return [*aborted, *linked, *(questions or ())]
 
     def _on_pool(self, pooled: PooledPrefixes, event: PoolEvent, now: float) -> list[ColocatedCommand]:
         outcome = pooled.on_event(event, now)
         commands: list[ColocatedCommand] = [*outcome.commands]
-        for message in outcome.ready:  # each as if it came now, but that it has asked
+        for message in outcome.ready:  # each as if new, but without another question
             commands += self._add_candidate(message, now, may_ask=False)
         for message in outcome.again:
             commands += self._add_candidate(message, now)
@@ -216,14 +266,14 @@ class ColocatedLogic:
     def _admit_postponed(self, now: float) -> list[ColocatedCommand]:
         # Each as if it came now: an earlier attempt at it may have come from another worker meanwhile.
         postponed, self._postponed = self._postponed, {}
-        return [one for message in postponed.values() for one in self._add_candidate(message, now, may_ask=False)]
+        return [sent for message in postponed.values() for sent in self._add_candidate(message, now, may_ask=False)]
 
     def _set_predicted_length(self, message: SetPredictedLength) -> list[ColocatedCommand]:
         tracked = self._requests.get(message.request_id)
         if tracked is not None and tracked.set_predicted_length(message):
             self._state.set_predicted_length(message.request_id, message.predicted_output_len)
         if self._pooled is not None:
-            self._pooled.set_predicted_length(message)
+            self._pooled.loads.set_predicted_length(message)
         postponed = self._postponed.get(message.request_id)
         if postponed is not None and postponed.attempt == message.attempt:
             predicted_len = message.predicted_output_len
@@ -238,11 +288,9 @@ class ColocatedLogic:
         if postponed is not None and (attempt is None or postponed.attempt <= attempt):
             del self._postponed[request_id]
         if self._pooled is not None:
-            self._pooled.abort(request_id, attempt)
+            self._pooled.loads.abort(request_id, attempt)
         parts = (self._moves, self._decodes)
-        return [one for part in parts if part is not None for one in part.abort(request_id, attempt)]
-
-    # --- starting an iteration
+        return [command for part in parts if part is not None for command in part.abort(request_id, attempt)]
 
     def _start_iteration(self, now: float) -> list[ColocatedCommand]:
         if self._iterations.is_running:
@@ -286,18 +334,19 @@ class ColocatedLogic:
         self._iterations.start(now, self._urgent.members, has_changed=True)
         return [iteration]
 
-    # --- ending an iteration
-
     def _iteration_completed(self, event: IterationCompleted, now: float) -> list[ColocatedCommand]:
         if self._urgent is not None and self._urgent.cycle.keeps(event):
             return []
         commands = self._completed(event, now)
         if not event.is_urgent:
-            self._drop_ended(now)
+            for tracked in [tracked for tracked in self._requests if tracked.is_aborted or tracked.is_finished]:
+                self._requests.drop(tracked)
+                if tracked.successor is not None:
+                    self._admit(tracked.successor, now)
             return commands
         assert self._urgent is not None, "an urgent iteration of a worker that has none"
-        kept = self._urgent.end(event, now)
-        return commands if kept is None else [*commands, *self._iteration_completed(kept, now)]
+        ended_pass = self._urgent.end(event, now)
+        return commands if ended_pass is None else [*commands, *self._iteration_completed(ended_pass, now)]
 
     def _completed(self, event: IterationCompleted, now: float) -> list[ColocatedCommand]:
         self._performer.completed()
@@ -308,19 +357,15 @@ class ColocatedLogic:
         self._scheduler.completed(
             self._state, now=now, duration_s=duration_s, grammar_s=event.grammar_s, is_urgent=event.is_urgent
         )
-        has_prompts = self._completes_prompts(event)
+        by_id = self._requests.by_id
+        may_be_new = event.is_urgent or not self._are_prefilled
+        has_prompts = may_be_new and any(not by_id[token.request_id].is_prefilled for token in event.sampled)
         outcome = self._iterations.outcome(event, self._requests.by_id)
         # The tokens of the filled blocks are known by now, but of those that nobody waits for any more.
         self._requests.store_filled({*event.failed, *self._aborted_jumps(event)})
-        # The router hears of blocks before it hears that a prompt is complete, as it ceases to expect them then. What
-        # decodes fill is told with the next tick: thousands of workers tell a router at most so often.
+        # The router hears of blocks before the end of their prompt, when it ceases to expect them. Blocks that decodes
+        # fill are told with the next tick: thousands of workers tell a router at most so often.
         return [*(self._tell_blocks() if has_prompts else ()), *outcome]
-
-    def _drop_ended(self, now: float) -> None:
-        for tracked in [tracked for tracked in self._requests if tracked.is_aborted or tracked.is_finished]:
-            self._requests.drop(tracked)
-            if tracked.successor is not None:
-                self._admit(tracked.successor, now)
 
     def _aborted_jumps(self, event: IterationCompleted) -> list[RequestId]:
         return [request_id for request_id, _ in event.forced if self._requests[request_id].is_aborted]
@@ -329,13 +374,10 @@ class ColocatedLogic:
         tracked.is_finished = True
         return []
 
-    # --- reports
-
     def waiting(self) -> list[WaitingRequest]:
-        """Return the requests that are not in the latest iteration, and why."""
         held_back = [WaitingRequest(request_id, Cause.BLOCKS_HELD) for request_id in self._postponed]
         if self._pooled is not None:
-            held_back += [WaitingRequest(request_id, Cause.PREFIX) for request_id in self._pooled.waiting()]
+            held_back += [WaitingRequest(request_id, Cause.PREFIX) for request_id in self._pooled.loads.waiting()]
         max_running = self._registered.num_places or self._registered.max_running_requests
         return held_back + causes_of(self._requests, self._computing, max_running)
 
@@ -345,7 +387,7 @@ class ColocatedLogic:
 
     def _report(self) -> list[Send]:
         num_running = len(self._computing) if self._iterations.is_running else 0
-        num_held_back = len(self._postponed) + (len(self._pooled) if self._pooled is not None else 0)
+        num_held_back = len(self._postponed) + (len(self._pooled.loads) if self._pooled is not None else 0)
         prefixes = self._prefixes
         load = WorkerLoad(
             num_waiting=len(self._requests) + num_held_back - num_running,
@@ -363,11 +405,6 @@ class ColocatedLogic:
             num_prefix_evictions=prefixes.blocks.num_evicted if prefixes is not None else 0,
         )
         return self._router.load(load)
-
-    def _completes_prompts(self, event: IterationCompleted) -> bool:
-        by_id = self._requests.by_id
-        may_be_new = event.is_urgent or not self._are_prefilled
-        return may_be_new and any(not by_id[token.request_id].is_prefilled for token in event.sampled)
 
     def _tell_blocks(self, *, is_new: bool = False) -> list[ColocatedCommand]:
         if self._prefixes is None or not self._router.is_connected:

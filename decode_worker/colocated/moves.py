@@ -1,6 +1,6 @@
 """Requests that move between the workers of a node while they decode, with their caches.
 
-Each worker lends every other one a buffer in its memory. A move has a giver and a receiver:
+Workers lend each other buffers in their memory. A move has a giver and a receiver:
 1. The router sends MoveRequest to the giver, which asks the receiver for blocks and decodes the request meanwhile.
 2. The receiver holds blocks of its own and as many of its buffer at the giver: BlocksReserved. Otherwise
    ReservationRefused, and the request stays.
@@ -11,6 +11,7 @@ lost after BlocksWritten, when it may have taken the request, does the giver giv
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from typing_extensions import override
 
@@ -36,6 +37,7 @@ from alignedserve.messages.iterations import (
     Load,
     LoadBlocks,
     MapArena,
+    OffloadBlocks,
     OpenBuffer,
     UnmapArena,
 )
@@ -48,15 +50,120 @@ from alignedserve.messages.workers import (
     RequestMoved,
     WorkerRegistered,
 )
-from alignedserve.worker_core.handoff.buffer_space import BufferSpace
-from alignedserve.worker_core.handoff.lender import Lender
-from alignedserve.worker_core.handoff.receiver import Incoming, Receiver
-from alignedserve.worker_core.handoff.sender import HandoffEnd
+from alignedserve.scheduling.scheduler_state import MovedProgress
+from alignedserve.worker_core.handoff import (
+    BufferSpace,
+    Contents,
+    HandoffEnd,
+    HandoffReceiver,
+    HandoffStage,
+    Incoming,
+    Lender,
+    Outgoing,
+    Sender,
+)
 from alignedserve.worker_core.router_link import RouterLink
 from decode_worker.block_peers import UNREACHED_REST_S, BlockPeers
-from decode_worker.colocated.handoffs import Departing, HandoffCommand, Handoffs
-from decode_worker.held_requests import HeldRequests
+from decode_worker.held_requests import HeldRequest, HeldRequests
 from decode_worker.state import CacheLocation, Candidate
+
+HandoffCommand = Send | OffloadBlocks
+
+
+@dataclass(slots=True, eq=False)
+class DepartingRequest(Outgoing):
+    """One request that is to leave. From COPYING on it is in no iteration, and `progress` replaces its row."""
+
+    tracked: HeldRequest
+    progress: MovedProgress | None = None
+    began_s: float = 0.0  # of its copy
+
+    @property
+    def is_early(self) -> bool:
+        return self.stage in (HandoffStage.ASKED, HandoffStage.RESERVED)
+
+
+class Handoffs:
+    """Requests that leave with their caches, for another worker or the pool; subclasses say what follows an end.
+
+    A request is decoded on while its receiver looks for blocks, taken out between two iterations and copied. Its
+    blocks stay held until the receiver takes it: whatever fails, it is decoded on.
+    """
+
+    def __init__(self, held: HeldRequests) -> None:
+        self._held = held
+        self.sender: Sender[DepartingRequest, HandoffCommand] = Sender(
+            reserved=lambda entry: (), contents=_contents_of, ended=self._ended, aborted=self._aborted
+        )
+
+    def ask(self, tracked: HeldRequest, target: str, *, is_best_effort: bool = False) -> list[HandoffCommand]:
+        tracked.is_leaving = True
+        entry = DepartingRequest(tracked.request, tracked.attempt, target, tracked)
+        # One more than it has: the iteration in flight may need another.
+        return [self.sender.ask(entry, len(tracked.block_ids) + 1, is_best_effort=is_best_effort)]
+
+    def leave(self, now: float) -> list[HandoffCommand]:
+        """Copy out what may leave; to be called while no iteration is in flight."""
+        commands: list[HandoffCommand] = []
+        for entry in self.sender:
+            if entry.stage is not HandoffStage.RESERVED or entry.reserved is None:
+                continue
+            tracked = entry.tracked
+            is_here = self._held.get(tracked.request.request_id) is tracked
+            has_grown = len(tracked.block_ids) > len(entry.reserved.block_ids)
+            if not is_here or has_grown or not self.can_leave(tracked):
+                commands += self.sender.give_up(entry, now)
+                continue
+            entry.progress, entry.began_s = self._held.detach(tracked), now
+            num_blocks = self._held.blocks_for(entry.progress.num_cached)
+            commands.append(self.sender.copy(entry, tuple(tracked.block_ids[:num_blocks])))
+        return commands
+
+    def abort(self, request_id: RequestId, attempt: int | None) -> list[HandoffCommand]:
+        entry = self.sender.get(request_id)
+        if entry is None or not entry.tracked.is_up_to(attempt):
+            return []
+        entry.tracked.is_aborted = True
+        return [*self.sender.abort(entry)]
+
+    def abort_all(self, now: float) -> list[HandoffCommand]:
+        commands: list[HandoffCommand] = []
+        for entry in self.sender:
+            request_id = entry.request.request_id
+            commands += self.sender.give_up(entry, now) if entry.is_early else self.abort(request_id, None)
+        return commands
+
+    def can_ask(self, tracked: HeldRequest) -> bool:
+        is_free = not tracked.is_leaving and self.sender.get(tracked.request.request_id) is None
+        return is_free and self.can_leave(tracked)
+
+    def can_leave(self, tracked: HeldRequest) -> bool:
+        if tracked.is_aborted or tracked.is_finished or not tracked.is_prefilled:
+            return False
+        is_portable = self._held.is_portable(tracked.request.request_id)
+        return is_portable and self._held.has_room_beside(len(tracked.block_ids), leaving=tracked)
+
+    def _ended(self, entry: DepartingRequest, how: HandoffEnd, now: float) -> Sequence[HandoffCommand]:
+        if how not in (HandoffEnd.REFUSED, HandoffEnd.FAILED):
+            return Handoffs._aborted(self, entry)
+        entry.tracked.is_leaving = False
+        if entry.progress is not None:
+            self._held.attach(entry.tracked, entry.progress, now)
+        return ()
+
+    def _aborted(self, entry: DepartingRequest) -> Sequence[HandoffCommand]:
+        entry.tracked.is_leaving = False
+        if entry.progress is not None:
+            self._held.free_detached(entry.tracked)
+        return ()
+
+
+def _contents_of(entry: DepartingRequest, now: float) -> Contents:
+    tracked, progress = entry.tracked, entry.progress
+    assert progress is not None, "copied without progress"
+    begun_s, generated = max(now - progress.first_token_s, 0.0), tuple(tracked.generated_token_ids)
+    return Contents(progress.num_cached, generated, progress.predicted_len, begun_s, progress.service_s)
+
 
 DepartureCommand = HandoffCommand | OpenBuffer | CloseBuffer
 ArrivalCommand = Send | LoadBlocks | MapArena | UnmapArena
@@ -81,7 +188,7 @@ class Departures(Handoffs):
         return self.ask(tracked, target)
 
     @override
-    def _ended(self, entry: Departing, how: HandoffEnd, now: float) -> Sequence[HandoffCommand]:
+    def _ended(self, entry: DepartingRequest, how: HandoffEnd, now: float) -> Sequence[HandoffCommand]:
         super()._ended(entry, how, now)
         if how in (HandoffEnd.REFUSED, HandoffEnd.FAILED):
             return self._router.stayed(entry.request.request_id, entry.attempt)
@@ -90,7 +197,7 @@ class Departures(Handoffs):
 
 
 class Arrivals:
-    """The buffers that other workers lend this one, and the requests on their way out of them."""
+    """The buffers that other workers lend this one, and requests on their way out of a buffer."""
 
     def __init__(self, held: HeldRequests, router: RouterLink, registered: WorkerRegistered) -> None:
         self._held = held
@@ -100,10 +207,10 @@ class Arrivals:
         self._far: set[str] = set()  # workers of other nodes that lend a buffer; membership only
         self._rests_until_s: dict[str, float] = {}  # from peers whose buffers could not be read
         self._space = BufferSpace()
-        self.receiver = Receiver(self._space, registered.block_size, held.free_held, state_blocks=held.blocks_for(0))
+        self.receiver = HandoffReceiver(
+            self._space, registered.block_size, held.free_held, state_blocks=held.blocks_for(0)
+        )
         self.num_taken = 0
-
-    # --- other workers
 
     def offered(self, peer: str, message: ArenaOffered) -> list[ArrivalCommand]:
         self._space.opened(peer, message.num_blocks)
@@ -120,10 +227,6 @@ class Arrivals:
     # --- one request, step by step
 
     def reserve(self, peer: str, message: ReserveBlocks, now: float) -> list[ArrivalCommand]:
-        """Hold blocks for a request, here and in the buffer, if there are enough of both.
-
-        Not while that buffer is likely out of reach: a request is decoded by neither worker until a try has ended.
-        """
         self._router.observe(message.attempt)
         may_come = now >= self._rests_until_s.get(peer, now)
         return [self.receiver.reserve(peer, message, lambda: self._hold(peer, message) if may_come else None)]
@@ -153,8 +256,6 @@ class Arrivals:
                 fetched = BlocksFetched(entry.slot.peer, len(load.block_ids), event.duration_s)
                 commands += self._router.send(fetched)
         return commands
-
-    # --- inside
 
     def _hold(self, peer: str, message: ReserveBlocks) -> Incoming | None:
         num_blocks = message.num_blocks
@@ -215,21 +316,17 @@ class RequestMoves:
         return self._arrivals.num_taken
 
     def leave(self, now: float) -> list[MoveCommand]:
-        """Take requests out that are to leave; to be called while no iteration is in flight."""
         return [*self._departures.leave(now)]
 
     def hang_up_unused(self, now: float) -> list[HangUp]:
-        """Hang up on workers of other nodes that were not needed for long."""
         leaving = {entry.target for entry in self._departures.sender}
         return self._peers.hang_up_unused(now, lambda: self._arrivals.receiver.peers() | leaving)
 
     def abort(self, request_id: RequestId, attempt: int | None) -> list[HandoffCommand]:
-        """Abort a request that is leaving or coming; with an attempt, only that one and earlier ones."""
         self._arrivals.receiver.cancel(request_id, attempt)
         return self._departures.abort(request_id, attempt)
 
     def abort_all(self, now: float) -> list[MoveCommand]:
-        """End every move: a router is new, and knows none. What has not left yet is decoded on here."""
         self._arrivals.receiver.cancel_all()
         return [*self._departures.abort_all(now)]
 

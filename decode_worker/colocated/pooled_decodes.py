@@ -1,8 +1,8 @@
 """Decodes of this worker that wait in the pool of its node, because others need the device's memory.
 
 The life of such a request:
-1. The policy lets it leave: it is handed over to the pool as to another worker (handoffs.py), and its blocks are free.
-   It stays this worker's, in the policy's table, with its cache elsewhere. The pool has its length in the quad-tree.
+1. The policy lets it leave: it is handed over to the pool as to another worker (moves.py), and its blocks are free.
+   The request stays in the worker's table, with its cache elsewhere. The pool has its length in the quad-tree.
 2. The policy lets it come back: blocks are held for it, and the pool grants the copy (FetchCopy, CopyGranted), which is
    loaded while others compute.
 3. Once verified it decodes on, and the lease is given back (LeasesReleased).
@@ -40,8 +40,8 @@ from alignedserve.messages.iterations import (
 )
 from alignedserve.messages.pools import DropRequest
 from alignedserve.scheduling.policy import PoolView
-from alignedserve.worker_core.handoff.sender import HandoffEnd, HandoffStage
-from decode_worker.colocated.handoffs import Departing, HandoffCommand, Handoffs
+from alignedserve.worker_core.handoff import HandoffEnd, HandoffStage
+from decode_worker.colocated.moves import DepartingRequest, HandoffCommand, Handoffs
 from decode_worker.held_requests import HeldRequest, HeldRequests
 
 _FIRST_BYTES_PER_S = 2e9  # of a link that nothing is known of
@@ -89,7 +89,6 @@ class PooledDecodes(Handoffs):
     # --- for the policy
 
     def view(self, now: float, iteration_s: float) -> PoolView | None:
-        """Return what the policy sees of the pool; None: it is not linked, and nothing is on its way."""
         if not self._is_linked and not self.has_copies:
             return None
         early = [entry.tracked for entry in self.sender if entry.is_early]
@@ -112,15 +111,12 @@ class PooledDecodes(Handoffs):
 
     @property
     def has_copies(self) -> bool:
-        """Return whether anything is on its way, or is asked for: an event follows."""
         return bool(self.sender or self._loading) or any(entry.block_ids for entry in self._away.values())
 
     def _num_copying(self) -> int:
         leaving = sum(len(entry.tracked.block_ids) for entry in self.sender if not entry.is_early)
         aborted = sum(len(entry.block_ids) for entry in self._loading.values() if entry.is_aborted)
         return leaving + aborted + sum(len(entry.block_ids) for entry in self._away.values())
-
-    # --- what it decides
 
     def exchange(self, chosen: Iterable[HeldRequest]) -> list[PooledCommand]:
         return [
@@ -140,10 +136,7 @@ class PooledDecodes(Handoffs):
         entry.block_ids = self._held.hold(num_blocks)
         return [Send(self._pool, FetchCopy(tracked.request.request_id, tracked.attempt))]
 
-    # --- events
-
     def takes(self, event: PooledEvent) -> bool:
-        """Return whether an event is about a request here, and not about prefix blocks alone."""
         match event:
             case PeerDisconnected(Role.KV_POOL, peer) | Received(peer, ArenaOffered()):
                 return peer == self._pool
@@ -192,7 +185,6 @@ class PooledDecodes(Handoffs):
 
     @override
     def abort(self, request_id: RequestId, attempt: int | None) -> list[HandoffCommand]:
-        """Abort a request on its way or in the pool; with an attempt, only that one and earlier ones."""
         commands, entry = super().abort(request_id, attempt), self._away.get(request_id)
         if entry is not None and entry.tracked.is_up_to(attempt):
             del self._away[request_id]
@@ -206,12 +198,11 @@ class PooledDecodes(Handoffs):
 
     @override
     def can_leave(self, tracked: HeldRequest) -> bool:
-        """Return whether it decodes and can be copied; the others can wait, as a copy to the pool ends by itself."""
         is_decoding = tracked.is_prefilled and not (tracked.is_aborted or tracked.is_finished)
         return is_decoding and self._held.is_portable(tracked.request.request_id)
 
     @override
-    def _ended(self, entry: Departing, how: HandoffEnd, now: float) -> Sequence[HandoffCommand]:
+    def _ended(self, entry: DepartingRequest, how: HandoffEnd, now: float) -> Sequence[HandoffCommand]:
         if how is HandoffEnd.UNKNOWN:  # what the pool had is gone with it
             how = HandoffEnd.FAILED
         super()._ended(entry, how, now)
@@ -223,7 +214,7 @@ class PooledDecodes(Handoffs):
         return ()
 
     @override
-    def _aborted(self, entry: Departing) -> Sequence[HandoffCommand]:
+    def _aborted(self, entry: DepartingRequest) -> Sequence[HandoffCommand]:
         super()._aborted(entry)
         return self._drop(entry.tracked) if entry.stage is HandoffStage.OFFERED else ()
 

@@ -1,13 +1,13 @@
-"""A worker's part in the prefix blocks that pools keep: it offers its own to that of its node, and loads what it lacks.
+"""A worker's part in the prefix blocks that pools keep: it offers its blocks to its node's pool, and loads missing
+ones.
 
-Where the router knows of another node's pool that has clearly more, it names that with the request: the worker links
-with it on demand, and asks it in place of its own.
+Where the router knows of another node's pool with clearly more, it names that pool with the request: the worker
+links with it on demand, and asks it instead.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import NamedTuple
 
 from alignedserve.core.ids import RequestId
 from alignedserve.messages.caches import ArenaOffered
@@ -31,12 +31,11 @@ from alignedserve.messages.prefixes import (
     ReservedPart,
     StorePrefixBlocks,
 )
-from alignedserve.messages.workers import PrefillRequest, SetPredictedLength
-from alignedserve.prefix_cache.cached_blocks import CachedBlock, CachedBlocks, context_of
+from alignedserve.messages.workers import PrefillRequest
+from alignedserve.prefix_cache.cached_blocks import CachedBlock, CachedBlocks, context_of, state_names
 from alignedserve.prefix_cache.contexts import PrefixCache
-from alignedserve.prefix_cache.kept_states import state_names
 from decode_worker.block_peers import BlockPeers
-from decode_worker.colocated.prefix_loads import LoadCommand, PrefixLoads, TokensPerS
+from decode_worker.colocated.prefix_loads import PoolCommand, PoolOutcome, PrefixLoads, TokensPerS
 from decode_worker.held_requests import HeldRequests
 
 _OFFERED_BYTES = 64 << 20  # in one offer: loads of blocks wait for its copies
@@ -49,7 +48,6 @@ _NO_REQUEST = RequestId("")  # blocks of a prefix belong to none
 
 OfferCommand = Send | OffloadBlocks
 PoolEvent = CommonEvent | IterationCompleted | BufferOpened | BlocksOffloaded | BlocksLoaded
-PoolCommand = OfferCommand | LoadCommand | MapArena | UnmapArena
 
 
 @dataclass(slots=True, eq=False)
@@ -65,18 +63,18 @@ class PrefixOffers:
     """The blocks that the pool may lack, the offer under way, and the copies that follow from it.
 
     The worker offers all blocks that have entered its cache since the last offer, in one message. The pool answers with
-    places for the blocks that it lacks and keeps. These are copied and reported with their checksums. There is one
-    offer at a time, so that a slow pool gets fewer and larger ones. After its copies comes a rest several times as
-    long, so that copies take a small part of one core at most. Offers are a quarter of a second apart, or a second if
-    little is new, as a message costs as much as the copy of a block.
+    places for the blocks that it lacks and keeps. These are copied and reported with their checksums. One offer is
+    under way at a time: a slow pool gets fewer and larger ones. After its copies comes a rest several times as long, so
+    that copies take a small part of one core at most. Offers are a quarter of a second apart, or a second if little is
+    new, as a message costs as much as the copy of a block.
 
     Nothing is held for a copy, as policies count on free blocks. A block that left the cache before its copy was done
     may have been overwritten meanwhile: neither it nor the blocks after it are reported.
     """
 
     def __init__(self, cached: CachedBlocks, *, state_blocks: int = 0) -> None:
-        """`state_blocks`: of contexts whose states have blocks of their own: what ends at kept ones is offered alone,
-        with these, which a pool keeps like blocks that follow."""
+        """`state_blocks`: of contexts whose states have blocks of their own, which a pool keeps like blocks that
+        follow."""
         self._cached = cached
         self._state_blocks = state_blocks
         self._of_states: dict[CachedBlock, list[CachedBlock]] = {}  # as such blocks, by the one before them
@@ -101,7 +99,6 @@ class PrefixOffers:
         self._new.pop(block, None)
 
     def state_changed(self, block: CachedBlock) -> None:
-        """Note that the states behind a block are kept now, or are not any more."""
         for of_state in self._of_states.pop(block, ()):
             self._new.pop(of_state, None)
         if block.state_ids:
@@ -109,15 +106,12 @@ class PrefixOffers:
             if self._pool is not None:
                 self._new |= dict.fromkeys(self._up_to_states(block))
 
-    def skip(self, blocks: list[CachedBlock]) -> None:
+    def skip(self, blocks: Iterable[CachedBlock]) -> None:
         for block in blocks:
-            for one in (block, *self._of_states.get(block, ())):
-                self._new.pop(one, None)
-
-    # --- the pool
+            for offered in (block, *self._of_states.get(block, ())):
+                self._new.pop(offered, None)
 
     def connected(self, pool: str, block_bytes: int) -> None:
-        """Begin with a pool, which may have nothing: all that is cached is offered."""
         self._pool = pool
         self._max_offered = max(_OFFERED_BYTES // block_bytes, 1)
         if self._state_blocks:
@@ -129,7 +123,6 @@ class PrefixOffers:
         self._rests_until_s = self._gathers_until_s = 0.0
 
     def disconnected(self) -> None:
-        """Stop: a pool that is gone wants nothing. Copies under way end by themselves."""
         self._pool = None
         self._new.clear()
         self._offered.clear()
@@ -166,8 +159,6 @@ class PrefixOffers:
         checksums = tuple(run.checksum for run in (event.runs or ())[:whole])
         self.num_stored += len(checksums)
         return [Send(command.target, PrefixBlocksWritten(command.lease_id, checksums))]
-
-    # --- inside
 
     def _write(self, offer: _Offer, part: ReservedPart, now: float) -> list[OfferCommand]:
         assert self._pool is not None, "answered by no pool"
@@ -207,11 +198,11 @@ class PrefixOffers:
 
 
 def _as_blocks(edge: CachedBlock) -> list[CachedBlock]:
-    found, parent = list[CachedBlock](), edge
+    blocks, parent = list[CachedBlock](), edge
     for name, block_id in zip(state_names(edge.block_hash, len(edge.state_ids)), edge.state_ids, strict=True):
         parent = CachedBlock(name.block_hash, parent, name.packed_tokens, block_id, parent.depth + 1)
-        found.append(parent)
-    return found
+        blocks.append(parent)
+    return blocks
 
 
 def _edge_of(of_state: CachedBlock) -> CachedBlock | None:
@@ -238,14 +229,6 @@ def _part_of(offer: _Offer) -> PrefixPart:
     return PrefixPart(offer.num_before, parent.block_hash if parent is not None else named[0].block_hash, named)
 
 
-class PoolOutcome(NamedTuple):
-    """Commands and requests that follow from an event."""
-
-    commands: Sequence[PoolCommand] = ()
-    ready: Sequence[PrefillRequest] = ()  # requests to be admitted: they wait for the pool no more
-    again: Sequence[PrefillRequest] = ()  # those that may ask it again, as if they came now
-
-
 class PooledPrefixes:
     """Offers and loads, and the events that are about them."""
 
@@ -256,17 +239,7 @@ class PooledPrefixes:
         state_blocks = 0 if prefixes.states is None else prefixes.states.num_blocks
         self._offers = PrefixOffers(prefixes.blocks, state_blocks=state_blocks)
         prefixes.blocks.observers.append(self._offers)
-        self._loads = PrefixLoads(held, prefixes, tokens_per_s, pool)
-
-    def __len__(self) -> int:
-        return len(self._loads)
-
-    def waiting(self) -> list[RequestId]:
-        return self._loads.waiting()
-
-    @property
-    def num_loaded_tokens(self) -> int:
-        return self._loads.num_loaded_tokens
+        self.loads = PrefixLoads(held, prefixes, tokens_per_s, pool)
 
     def takes(self, event: PoolEvent) -> bool:
         match event:
@@ -285,26 +258,10 @@ class PooledPrefixes:
         return [*self._offers.offer(now)]
 
     def link(self, message: PrefillRequest, now: float) -> list[Dial]:
-        """Dial the pool of another node that the router names; requests ask it once the link is there."""
         return [] if message.prefix_pool is None else self._peers.needed(message.prefix_pool, now)
 
     def hang_up_unused(self, now: float) -> list[HangUp]:
-        """Hang up on pools of other nodes that had no use for long."""
-        return self._peers.hang_up_unused(now, self._loads.pools_in_use)
-
-    def ask(self, message: PrefillRequest, now: float) -> list[PoolCommand] | None:
-        """Ask the pool for a request's prefix; None: admit the request now."""
-        asked = self._loads.ask(message, now)
-        return None if asked is None else [*asked]
-
-    def abort(self, request_id: RequestId, attempt: int | None) -> None:
-        self._loads.abort(request_id, attempt)
-
-    def abort_all(self) -> None:
-        self._loads.abort_all()
-
-    def set_predicted_length(self, message: SetPredictedLength) -> None:
-        self._loads.set_predicted_length(message)
+        return self._peers.hang_up_unused(now, self.loads.pools_in_use)
 
     def on_event(self, event: PoolEvent, now: float) -> PoolOutcome:
         match event:
@@ -313,23 +270,22 @@ class PooledPrefixes:
             case Received(peer, ArenaOffered() as offered):
                 if peer == self._pool:
                     self._offers.connected(peer, offered.block_bytes)
-                self._loads.connected(peer, offered.block_bytes)
+                self.loads.connected(peer, offered.block_bytes)
                 return PoolOutcome([MapArena(peer, offered)])
             case PeerDisconnected(_, peer):
                 if peer == self._pool:
                     self._offers.disconnected()
-                return PoolOutcome([UnmapArena(peer)], self._loads.disconnected(peer).ready)
+                return PoolOutcome([UnmapArena(peer)], self.loads.disconnected(peer))
             case Received(_, PrefixBlocksReserved() as reserved):
                 return PoolOutcome(self._offers.reserved(reserved, now))
-            case Received(peer, PrefixFound() as found):
-                outcome = self._loads.found(peer, found, now)
-                return PoolOutcome(outcome.commands, outcome.ready)
+            case Received(peer, PrefixFound() as answer):
+                return self.loads.found(peer, answer, now)
             case BlocksOffloaded():
                 return PoolOutcome(self._offers.offloaded(event, now))
             case BlocksLoaded():
-                loaded = self._loads.loaded(event, now)
-                self._offers.skip(loaded.kept)
-                return PoolOutcome(loaded.commands, loaded.ready, loaded.again)
+                outcome = self.loads.loaded(event, now)
+                self._offers.skip(outcome.loaded)
+                return outcome
             case Received(_, message):
                 raise AssertionError(f"a pool sends no {type(message).__name__} to such a worker")
         return PoolOutcome()

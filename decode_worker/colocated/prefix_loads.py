@@ -1,7 +1,7 @@
 """Requests that wait for prefix blocks out of a pool, which this worker loads where that is faster than computing.
 
 The life of such a request:
-1. It arrives, and this worker has only part of its prefix cached. If computing the rest would take longer than loading
+1. On its arrival the worker has only part of its prefix cached. If computing the rest would take longer than loading
    it, behind what is being copied already, the worker asks the pool (FindPrefix). If another request already waits for
    the next block, both wait together, where that is faster too.
 2. PrefixFound: the worker compares the pool's run with the request's tokens. If loading it is still worth while and
@@ -12,7 +12,7 @@ The life of such a request:
 If anything fails (a lost pool, no memory, wrong checksums), the request is admitted and computes its prefix.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ import msgspec
 from alignedserve.core.ids import BlockId, LeaseId, RequestId
 from alignedserve.messages.caches import BlockCopy
 from alignedserve.messages.events import Send
-from alignedserve.messages.iterations import BlocksLoaded, Load, LoadBlocks
+from alignedserve.messages.iterations import BlocksLoaded, Load, LoadBlocks, MapArena, OffloadBlocks, UnmapArena
 from alignedserve.messages.prefixes import FindPrefix, PrefixFound, PrefixReleased
 from alignedserve.messages.workers import PrefillRequest, SetPredictedLength
 from alignedserve.prefix_cache.block_hashes import NamedBlock
@@ -37,22 +37,23 @@ _KNOWN_S = 600.0  # for which a load tells of those to come: a slow link is trie
 _PART_S = 0.02  # of a load, until another may have its turn: a chat waits for no document's whole prefix
 
 LoadCommand = Send | LoadBlocks
+PoolCommand = LoadCommand | OffloadBlocks | MapArena | UnmapArena
 TokensPerS = Callable[[], float]  # the speed at which this worker computes prompts now
 
 
-class LoadOutcome(NamedTuple):
-    """Commands and requests that follow from the end of a wait, or from one of its steps."""
+class PoolOutcome(NamedTuple):
+    """Commands and requests that follow from an event of a pool."""
 
-    commands: list[LoadCommand]
-    ready: list[PrefillRequest]  # to be admitted
-    again: list[PrefillRequest]  # that waited for the same, and may ask for more
-    kept: list[CachedBlock]  # loaded
+    commands: Sequence[PoolCommand] = ()
+    ready: Sequence[PrefillRequest] = ()  # to be admitted: they wait for the pool no more
+    again: Sequence[PrefillRequest] = ()  # they waited for the same blocks, and may ask for more
+    loaded: Sequence[CachedBlock] = ()
 
 
 @dataclass(slots=True)
 class _PoolLink:
-    first_s: float = 0.0  # that a block takes as far as is known
-    block_s: float = 0.0  # the same, as learned
+    first_s: float = 0.0  # for a block, by assumption
+    block_s: float = 0.0  # for a block, as learned
     known_until_s: float = float("-inf")
     rests_until_s: float = float("-inf")
     ended_s: float = float("-inf")  # when the latest load did
@@ -67,14 +68,14 @@ class _PoolLink:
 @dataclass(slots=True, eq=False)
 class _Waiting:
     message: PrefillRequest
-    pool: str  # that it loads from
-    names: list[NamedBlock]  # of the full blocks that it could take
-    num_here: int  # of those, that it began with here
-    lease_id: LeaseId | None = None  # of the pool's blocks, while they are loaded
-    copy: BlockCopy | None = None  # of these
-    block_ids: tuple[BlockId, ...] = ()  # to load them into
-    num_loaded: int = 0  # of these
-    began_s: float = 0.0  # when the part in hand was asked for
+    pool: str  # the source
+    names: list[NamedBlock]  # of the full blocks to take
+    num_here: int  # names of blocks cached here
+    lease_id: LeaseId | None = None  # of the pool's blocks, during the load
+    copy: BlockCopy | None = None  # in the pool
+    block_ids: tuple[BlockId, ...] = ()  # to load into
+    num_loaded: int = 0
+    began_s: float = 0.0  # of the part in hand
     is_aborted: bool = False
     followers: list[PrefillRequest] = field(default_factory=list)  # that wait for the same
 
@@ -86,13 +87,7 @@ class _Waiting:
 class PrefixLoads:
     """The requests that wait, and the cost of the link to the pool, which is learned."""
 
-    def __init__(
-        self,
-        held: HeldRequests,
-        prefixes: PrefixCache,
-        tokens_per_s: TokensPerS,
-        own_pool: str,
-    ) -> None:
+    def __init__(self, held: HeldRequests, prefixes: PrefixCache, tokens_per_s: TokensPerS, own_pool: str) -> None:
         self._held = held
         self._prefixes = prefixes
         self._cached = prefixes.blocks
@@ -112,24 +107,17 @@ class PrefixLoads:
         followers = [message for waiting in self._waiting.values() for message in waiting.followers]
         return [*self._waiting, *(message.request.request_id for message in followers)]
 
-    # --- the pool
-
     def connected(self, pool: str, block_bytes: int) -> None:
         link = self._links.setdefault(pool, _PoolLink())
         link.first_s, link.is_open = block_bytes / _FIRST_BYTES_PER_S, True
 
-    def disconnected(self, pool: str) -> LoadOutcome:
+    def disconnected(self, pool: str) -> list[PrefillRequest]:
         if pool in self._links:
             self._links[pool].is_open = False
-        asking = [one for one in self._waiting.values() if one.lease_id is None and one.pool == pool]
-        return LoadOutcome(
-            [], [follower for waiting in asking for follower in (*self._end(waiting), *waiting.followers)], [], []
-        )
-
-    # --- a request
+        asking = [entry for entry in self._waiting.values() if entry.lease_id is None and entry.pool == pool]
+        return [message for waiting in asking for message in (*self._end(waiting), *waiting.followers)]
 
     def ask(self, message: PrefillRequest, now: float) -> list[LoadCommand] | None:
-        """Ask the pool for a request's prefix; None: admit the request now."""
         request = message.request
         is_private = not request.prefix_root or request.sampling.num_prompt_logprobs is not None
         far = message.prefix_pool
@@ -151,21 +139,20 @@ class PrefixLoads:
         hashes = b"".join(lacking)
         return [Send(pool, FindPrefix(request.request_id, num_here, hashes))]
 
-    def found(self, peer: str, message: PrefixFound, now: float) -> LoadOutcome:
+    def found(self, peer: str, message: PrefixFound, now: float) -> PoolOutcome:
         waiting, copy = self._waiting.get(message.request_id), message.copy
         released: list[LoadCommand] = [] if copy is None else [Send(peer, PrefixReleased(message.lease_id))]
         if waiting is None or waiting.lease_id is not None or waiting.pool != peer:  # of a link before
-            return LoadOutcome(released, [], [], [])
+            return PoolOutcome(released)
         count = 0 if copy is None or waiting.is_aborted else self._num_to_load(waiting, copy, message.packed_tokens)
         if copy is None or not self._is_worth_while(count, peer, now):
-            # Those that wait for the same would find the same.
-            return LoadOutcome(released, [*self._end(waiting), *waiting.followers], [], [])
+            return PoolOutcome(released, [*self._end(waiting), *waiting.followers])  # followers would find the same
         in_all = count + self._state_blocks  # those of states come last
         waiting.lease_id, waiting.block_ids = message.lease_id, self._held.hold(in_all)
         waiting.copy = BlockCopy(copy.generation, count * self._block_size, copy.runs[:in_all], copy.num_before)
-        return LoadOutcome([self._load_part(waiting, now)], [], [], [])
+        return PoolOutcome([self._load_part(waiting, now)])
 
-    def loaded(self, event: BlocksLoaded, now: float) -> LoadOutcome:
+    def loaded(self, event: BlocksLoaded, now: float) -> PoolOutcome:
         (load,) = event.loads
         waiting = self._waiting[load.request_id]
         link = self._links[waiting.pool]
@@ -179,16 +166,16 @@ class PrefixLoads:
             link.rests_until_s = now + UNREACHED_REST_S
         link.ended_s = now
         if is_whole and waiting.num_left and not waiting.is_aborted:
-            return LoadOutcome([self._load_part(waiting, now)], [], [], [])
-        kept: list[CachedBlock] = []
+            return PoolOutcome([self._load_part(waiting, now)])
+        loaded: list[CachedBlock] = []
         if waiting.num_left:
             self._held.free_held(waiting.block_ids)
         else:
-            kept = self._keep(waiting)
+            loaded = self._keep(waiting)
         assert waiting.lease_id is not None, "loaded without a lease"
         is_damaged = not is_whole and event.is_reached
         released = Send(event.source, PrefixReleased(waiting.lease_id, is_damaged=is_damaged))
-        return LoadOutcome([released], self._end(waiting), waiting.followers, kept)
+        return PoolOutcome([released], self._end(waiting), waiting.followers, loaded)
 
     def pools_in_use(self) -> set[str]:
         return {waiting.pool for waiting in self._waiting.values()}
@@ -211,8 +198,6 @@ class PrefixLoads:
             waiting.message = _predicted(waiting.message, late)
             waiting.followers = [_predicted(follower, late) for follower in waiting.followers]
 
-    # --- inside
-
     def _names_of(self, message: PrefillRequest) -> list[NamedBlock]:
         request, generated = message.request, message.generated_token_ids
         num_left = 2 if generated else 1
@@ -223,29 +208,25 @@ class PrefixLoads:
         return pool in self._links and self._links[pool].is_open
 
     def _is_worth_while(self, num_blocks: int, pool: str, now: float, *, behind: _Waiting | None = None) -> bool:
-        """Return whether loading `num_blocks` from this pool is probably faster than computing them.
-
-        `behind`: the request whose load would bring them, where that is so.
-        """
         link = self._links[pool]
         if num_blocks < 1 or now < link.rests_until_s:
             return False
         computing_s = num_blocks * self._block_size / max(self._tokens_per_s(), 1.0)
-        loads = [one for one in self._waiting.values() if one.lease_id is not None and one.pool == pool]
+        loads = [load for load in self._waiting.values() if load.lease_id is not None and load.pool == pool]
         if behind is None:
-            own = num_blocks + self._state_blocks
+            num_blocks_before = num_blocks + self._state_blocks
         elif behind.lease_id is None:
-            own = len(behind.names) - behind.num_here + self._state_blocks
+            num_blocks_before = len(behind.names) - behind.num_here + self._state_blocks
         else:
-            own = behind.num_left
+            num_blocks_before = behind.num_left
             loads.remove(behind)
         block_s = self._block_s(pool, now)
-        # Loads take turns, part by part: one that is longer has as many before this one is over, and the one in hand.
-        most = own + self._part_len(block_s)
+        # Loads take turns, part by part: a longer load copies as many blocks meanwhile, and its part in hand.
+        most = num_blocks_before + self._part_len(block_s)
         beside = sum(min(load.num_left, most) for load in loads)
         if pool == self._own_pool:
             beside += self._held.num_copying()
-        return _ASKING_S + (own + beside) * block_s < computing_s
+        return _ASKING_S + (num_blocks_before + beside) * block_s < computing_s
 
     def _block_s(self, pool: str, now: float) -> float:
         link = self._links[pool]
@@ -288,7 +269,7 @@ class PrefixLoads:
     def _keep(self, waiting: _Waiting) -> list[CachedBlock]:
         run = self._cached.run_of(waiting.names[: waiting.num_here])
         self._cached.acquire(run, is_use=False)
-        kept: list[CachedBlock] = []
+        stored: list[CachedBlock] = []
         surplus, num_tokens_in = list(waiting.block_ids), len(waiting.block_ids) - self._state_blocks
         of_tokens, state_ids = waiting.block_ids[:num_tokens_in], waiting.block_ids[num_tokens_in:]
         if len(run) == waiting.num_here:  # else what they follow has left meanwhile
@@ -297,7 +278,7 @@ class PrefixLoads:
                 if block is None:  # another has its name
                     break
                 if block.block_id == block_id:
-                    kept.append(block)
+                    stored.append(block)
                     surplus.remove(block_id)
                 else:
                     self._cached.acquire([block], is_use=False)
@@ -310,9 +291,9 @@ class PrefixLoads:
                 surplus, num_states = surplus[: len(surplus) - len(state_ids)], len(state_ids)
         self._cached.release(run)
         self._held.free_held(tuple(surplus))
-        self._held.cache_held(len(kept) + num_states)
-        self.num_loaded_tokens += len(kept) * self._block_size
-        return kept
+        self._held.cache_held(len(stored) + num_states)
+        self.num_loaded_tokens += len(stored) * self._block_size
+        return stored
 
     def _end(self, waiting: _Waiting) -> list[PrefillRequest]:
         del self._waiting[waiting.message.request.request_id]

@@ -132,7 +132,7 @@ void update_weights(const Adam& adam, const float* const* inputs, int num_rows, 
     }
 }
 
-// One step of Adam on the mean squared error of these rows: `LengthMlp._descend` of router/prediction/mlp.py.
+// One step of Adam on the mean squared error of these rows: `LengthMlp._descend` of router/prediction/predictor.py.
 void descend(Floats parameters, Floats moments, Floats squares, Rows inputs, Targets targets, Ids rows, float rate,
              float moment_share, float square_share, float epsilon) {
     const int64_t num_inputs = inputs.shape(1), num_rows = rows.shape(0);

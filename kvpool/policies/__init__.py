@@ -1,30 +1,18 @@
 """Batch formers by name."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Protocol
 
 from alignedserve.core.errors import ConfigError
-from kvpool.policies.batch_former import BatchFormer
-from kvpool.policies.class_order import ClassedBatchFormer
+from kvpool.policies.batch_former import BatchFormer, ClassedBatchFormer, FcfsBatchFormer, TurnBatchFormer
 from kvpool.policies.density_first import DensityFirstBatchFormer, DensityFirstConfig
-from kvpool.policies.fcfs import FcfsBatchFormer
-from kvpool.policies.turn_order import TurnBatchFormer
 
-
-class _Builder(Protocol):
-    def __call__(self, *, block_size: int, starvation_s: float) -> BatchFormer: ...
-
-
-def _density_first(*, block_size: int, starvation_s: float) -> BatchFormer:
-    return DensityFirstBatchFormer(DensityFirstConfig(starvation_s=starvation_s, block_size=block_size))
-
-
-def _fcfs(*, block_size: int, starvation_s: float) -> BatchFormer:
-    return FcfsBatchFormer()
-
-
-BATCH_FORMERS: Mapping[str, _Builder] = MappingProxyType({"density_first": _density_first, "fcfs": _fcfs})
+BATCH_FORMERS: Mapping[str, Callable[[float, int], BatchFormer]] = MappingProxyType(  # of starvation_s, block_size
+    {
+        "density_first": lambda *numbers: DensityFirstBatchFormer(DensityFirstConfig(*numbers)),
+        "fcfs": lambda *_: FcfsBatchFormer(),
+    }
+)
 
 
 def make_batch_former(
@@ -38,6 +26,6 @@ def make_batch_former(
         raise ConfigError(f"batching.policy: unknown batch former {name!r}; known: {', '.join(sorted(BATCH_FORMERS))}")
 
     def make() -> BatchFormer:
-        return TurnBatchFormer(BATCH_FORMERS[name](block_size=block_size, starvation_s=starvation_s))
+        return TurnBatchFormer(BATCH_FORMERS[name](starvation_s, block_size))
 
     return make() if best_effort_floor is None else ClassedBatchFormer(make, floor=best_effort_floor)

@@ -13,9 +13,8 @@ from itertools import islice
 
 from alignedserve.core.ids import RequestId
 from alignedserve.messages.cluster_view import LengthTree
-from kvpool.ordered_entries import Entry, OrderedEntries
 from kvpool.policies.batch_former import AlignedBatch, BatchLimits, LengthRange, batch_of
-from kvpool.quad_tree import ROOT, QuadTree, order_entry
+from kvpool.quad_tree import ROOT, Entry, OrderedEntries, QuadTree, order_entry
 from kvpool.state import PooledRequest
 
 DEFAULT_STARVATION_S = 2.0
@@ -60,7 +59,8 @@ class DensityFirstBatchFormer:
         if limits.max_requests < 1 or tree.smallest[ROOT] > limits.max_blocks:
             return None
         builder = _BatchBuilder(tree, limits)
-        urgent = self._most_urgent(limits.max_blocks, now)
+        entry = next(self._deadlines.up_to(limits.max_blocks), None)
+        urgent = self._tree[entry[2]] if entry is not None and entry[0] <= now else None
         if urgent is not None:
             start = tree.leaf_of(urgent.context_len)
             builder.take_around(urgent, start)
@@ -71,8 +71,7 @@ class DensityFirstBatchFormer:
         return self._served(builder.chosen, now)
 
     def join(self, lengths: LengthRange, limits: BatchLimits, now: float) -> AlignedBatch | None:
-        """A request larger than the limit by itself is passed over; the first other that does not fit
-        ends the choice.
+        """Pass over requests larger than the limit; the first other that does not fit ends the choice.
 
         In a leaf that the range covers only in part, the oldest `4 * max_requests` are looked at.
         """
@@ -87,10 +86,6 @@ class DensityFirstBatchFormer:
 
     def seen(self) -> LengthTree:
         return self._tree.seen()
-
-    def _most_urgent(self, max_blocks: int, now: float) -> PooledRequest | None:
-        entry = next(self._deadlines.up_to(max_blocks), None)
-        return self._tree[entry[2]] if entry is not None and entry[0] <= now else None
 
     def _first_range(self, limits: BatchLimits, now: float) -> int:
         before_s = now - self._starvation_s
@@ -118,11 +113,6 @@ class DensityFirstBatchFormer:
 
 
 def _densest(tree: QuadTree, limits: BatchLimits, node: int) -> int:
-    """Return the first node within both limits, or leaf, on the way down from a node through the children with most
-    requests.
-
-    A child in which every request exceeds the limit by itself is skipped; ties go to the left.
-    """
     while node < tree.first_leaf:
         if tree.num_blocks[node] <= limits.max_blocks and tree.num_requests[node] <= limits.max_requests:
             break
@@ -170,9 +160,9 @@ class _BatchBuilder:
             node = parent
 
     def _take_from(self, entries: OrderedEntries) -> None:
-        found = entries.first_fit(self._blocks_left, self._requests_left)
-        self._choose(found.entries)
-        self._is_full = found.smallest_left <= self._max_blocks
+        fitting = entries.first_fit(self._blocks_left, self._requests_left)
+        self._choose(fitting.entries)
+        self._is_full = fitting.smallest_left <= self._max_blocks
 
     def _choose(self, entries: list[Entry]) -> None:
         for entry in entries:

@@ -34,9 +34,9 @@ from alignedserve.process.recording import (
     RunMetadata,
 )
 from decode_worker import factory as decode_factory
-from kvpool import factory as pool_factory
-from prefill_worker import factory as prefill_factory
-from router import factory as router_factory
+from kvpool import logic as pool_logic
+from prefill_worker import logic as prefill_logic
+from router import logic as router_logic
 from router.state import DrainRequested, LengthPredicted
 
 
@@ -113,10 +113,10 @@ class ComponentSchema:
 _SCHEMAS: dict[str, ComponentSchema] = {
     f"{kind.make.__module__}.{kind.make.__name__}": kind
     for kind in (
-        ComponentSchema(router_factory.make_logic, RouterInbound, (LengthPredicted, DrainRequested)),
-        ComponentSchema(pool_factory.make_logic, PoolInbound),
+        ComponentSchema(router_logic.make_logic, RouterInbound, (LengthPredicted, DrainRequested)),
+        ComponentSchema(pool_logic.make_logic, PoolInbound),
         ComponentSchema(
-            prefill_factory.make_logic,
+            prefill_logic.make_logic,
             PrefillWorkerInbound,
             (IterationCompleted, BlocksLoaded, BlocksOffloaded, BlocksRelayed, BufferOpened),
         ),

@@ -21,9 +21,9 @@ from alignedserve.messages.handshake import Role
 from alignedserve.scheduling.factory import calibration_s, check_yielding, limits_of
 from alignedserve.scheduling.policies import require_policy
 from alignedserve.scheduling.policy import IterationLimits, Mechanism
-from alignedserve.worker_core.registration import registration_of
+from alignedserve.worker_core.router_link import registration_of
 from decode_worker import factory as decode_factory
-from kvpool import factory as pool_factory
+from kvpool import logic as pool_logic
 from kvpool.state import SetBlockGeneration
 from lab.sim.components import AnyLogic, Network, SharedMemory, SimulatedComponent, SimulatedWorker
 from lab.sim.config import SimConfig, SimWorkerLoss
@@ -35,8 +35,8 @@ from lab.sim.records import GapSample, RequestRecord, SimulatedRequest
 from lab.sim.result import RouterResult, SimulationResult, classes_of, total_of, worker_of
 from lab.sim.routers import RouterChoice, SimulatedRouter
 from lab.workload.requests import Workload, turns_of
-from prefill_worker import factory as prefill_factory
-from router import factory as router_factory
+from prefill_worker import logic as prefill_logic
+from router import logic as router_logic
 
 _NUM_ROUNDS = 2  # nothing scatters here, and a thousand nodes have two thousand workers
 _SPARE = 4  # tokens by which a live worker lets every request grow
@@ -177,7 +177,7 @@ class Simulation:
         self._workers: dict[str, SimulatedWorker] = {}
         self._memory_links = MemoryLinks(self._event_queue, config.links, config.layout.block_bytes)
         num_decode = config.cluster.decode.count // (1 if config.moves_between_nodes else config.num_pools)
-        buffer_blocks = prefill_factory.buffer_blocks_of(config.cluster.prefill, config.layout, num_decode)
+        buffer_blocks = prefill_logic.buffer_blocks_of(config.cluster.prefill, config.layout, num_decode)
         cores = SharedCores(self._event_queue, config.slowdowns) if any(config.slowdowns) else None
         self._memory = SharedMemory(block_bytes=config.layout.block_bytes, buffer_blocks=buffer_blocks, cores=cores)
         self._build(names)
@@ -249,7 +249,7 @@ class Simulation:
 
     def _router_logic(self) -> AnyLogic:
         cluster = self._config.cluster
-        return router_factory.make_logic(config=cluster.router, batching=cluster.batching)
+        return router_logic.make_logic(config=cluster.router, batching=cluster.batching)
 
     def _add_component(self, name: str, role: Role, logic: AnyLogic) -> SimulatedComponent:
         component = SimulatedComponent(name, role, logic, self._event_queue, self._network)
@@ -262,7 +262,7 @@ class Simulation:
         if num_blocks < 1:
             raise ConfigError(f"pool.memory_bytes holds no block of {layout.block_bytes} bytes")
         arena = self._memory.make_pool(_pool(node), num_blocks, layout.digest().hex())
-        logic = pool_factory.make_logic(
+        logic = pool_logic.make_logic(
             config=pool,
             batching=config.cluster.batching,
             arena=arena,
@@ -285,7 +285,7 @@ class Simulation:
         name = f"prefill-{number}"
         costs = self._config.costs_of(name, is_prefill=True)
         make = partial(
-            prefill_factory.make_logic,
+            prefill_logic.make_logic,
             registered=registered,
             config=config,
             scheduling=self._config.cluster.scheduling,

@@ -7,10 +7,9 @@ from types import MappingProxyType
 from alignedserve.config.sections import RouterConfig
 from alignedserve.core.errors import ConfigError
 from alignedserve.runtime.model.served_model import ServedModel
-from router.prediction.encoders import HashedNgrams, PromptEncoder
+from router.prediction.encoders import HashedNgrams, PromptEncoder, TokenEmbeddings
 from router.prediction.journal import LearntLengths
 from router.prediction.predictor import LengthPredictor, PredictorConfig
-from router.prediction.token_embeddings import TokenEmbeddings
 
 CLASS_MEAN = "class_mean"  # no predictor: the mean of recent requests of the same class
 
@@ -18,8 +17,7 @@ CLASS_MEAN = "class_mean"  # no predictor: the mean of recent requests of the sa
 def make_length_predictor(config: RouterConfig, served: ServedModel) -> LengthPredictor | None:
     """Return the predictor that `router.length_predictor` names; None for the mean of the class.
 
-    Raises ConfigError listing the valid names, or saying what an encoder needs; ModelError where its files are missing
-    or malformed.
+    Raises ConfigError listing the valid names or an encoder's needs; ModelError for missing or malformed files.
     """
     name = config.length_predictor
     if name == CLASS_MEAN:
@@ -42,10 +40,6 @@ def learnt_lengths(
     return LearntLengths(folder, encoder=encoder, num_features=predictor.num_features)
 
 
-def _hashed_ngrams(config: RouterConfig, served: ServedModel) -> PromptEncoder:
-    return HashedNgrams()
-
-
 def _token_embeddings(config: RouterConfig, served: ServedModel) -> PromptEncoder:
     if served.has_random_weights:
         raise ConfigError("router.length_predictor token_embeddings needs trained weights; model.random_weights is set")
@@ -55,8 +49,5 @@ def _token_embeddings(config: RouterConfig, served: ServedModel) -> PromptEncode
 
 
 ENCODERS: Mapping[str, Callable[[RouterConfig, ServedModel], PromptEncoder]] = MappingProxyType(
-    {
-        "hashed_ngrams": _hashed_ngrams,
-        "token_embeddings": _token_embeddings,
-    }
+    {"hashed_ngrams": lambda config, served: HashedNgrams(), "token_embeddings": _token_embeddings}
 )

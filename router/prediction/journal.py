@@ -33,7 +33,7 @@ Records = npt.NDArray[np.void]
 class LearntRequest(NamedTuple):
     """A request that has finished."""
 
-    request: Request  # as far as the predictor looks at it: of the same length, with other tokens
+    request: Request  # what the predictor reads: the length, with other tokens
     code: PromptCode
     num_generated: int
 
@@ -64,12 +64,12 @@ class LearntLengths:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            found = [self._records(path) for path in (self._old, self._path)]
-            self._begin(found[1])
+            logs = [self._records(path) for path in (self._old, self._path)]
+            self._begin(logs[1])
         except OSError as error:
             self._give_up(error)
             return
-        for records in found:
+        for records in logs:
             for record in records:
                 yield self._decode(record)
 

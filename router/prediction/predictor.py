@@ -9,11 +9,106 @@ from math import log1p
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from alignedserve.core.request import Request, RequestClass
-from router.policies.forecast import OutputLengthForecast
+from kernels.cpu.length_prediction import EPSILON, AdamState, can_descend, descend
 from router.prediction.encoders import KEY_LEN, PromptCode, PromptEncoder, Vector
-from router.prediction.mlp import LengthMlp
+from router.request_registry import OutputLengthForecast
+
+_LEARNING_RATE = 1e-3
+# Earlier requests learnt with each new one: so few that BLAS computes the products on the calling thread. Its own
+# threads wait for each other, for tens of milliseconds on a busy machine.
+_NUM_REPEATED = 6
+_BETA_1, _BETA_2 = 0.9, 0.999  # Adam's, as in its paper
+_MAX_LOG_LEN = 20.0  # predictions are capped at e to this power
+
+Array = npt.NDArray[np.float32]
+
+
+class LengthMlp:
+    """Features -> ReLU layer -> logarithm of the output length, fitted to squared error by Adam.
+
+    The error of the logarithm is minimised, so that being wrong by a factor counts alike for short and long answers.
+    Each finished request is learnt together with a few earlier ones, drawn at random from the last
+    `memory`. Deterministic for a seed.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_features: int,
+        num_hidden: int = 32,
+        memory: int = 8192,
+        max_bytes: int = 1 << 40,
+        seed: int = 0,
+        allow_native: bool = True,
+    ) -> None:
+        """`max_bytes`: of those requests. `allow_native`: by a native kernel where it is built, five times as fast,
+        the same but for rounding."""
+        self._rng = np.random.default_rng(seed)
+        scale = (2.0 / num_features) ** 0.5
+        parts = (
+            (self._rng.standard_normal((num_features, num_hidden)) * scale).astype(np.float32).ravel(),
+            np.zeros(2 * num_hidden + 1, np.float32),
+        )
+        parameters = np.concatenate(parts)
+        memory = max(1, min(memory, max_bytes // (4 * num_features + 4)))
+        self._adam = AdamState(parameters, np.zeros_like(parameters), np.zeros_like(parameters))
+        self._weights, self._moments, self._squares = (_views(part, num_features, num_hidden) for part in self._adam)
+        self._inputs: Array = np.zeros((memory, num_features), np.float32)
+        self._targets: Array = np.zeros(memory, np.float32)
+        self._is_native = allow_native and can_descend(num_hidden, _NUM_REPEATED + 1)
+        self.num_learnt = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return self._inputs.nbytes + self._targets.nbytes
+
+    def predict(self, features: Vector) -> float:
+        hidden_weight, hidden_bias, out_weight, out_bias = self._weights
+        hidden = np.maximum(features @ hidden_weight + hidden_bias, 0.0)
+        return float(np.exp(np.clip(hidden @ out_weight + out_bias[0], 0.0, _MAX_LOG_LEN)))
+
+    def learn(self, features: Vector, output_len: float) -> None:
+        target = np.log(max(output_len, 1.0))
+        if not self.num_learnt:
+            self._weights[3][0] = target  # so that it has to learn only the difference
+        row = self.num_learnt % len(self._targets)
+        self._inputs[row], self._targets[row] = features, target
+        self.num_learnt += 1
+        batch = np.empty(_NUM_REPEATED + 1, np.int64)
+        batch[0] = row
+        batch[1:] = self._rng.integers(0, min(self.num_learnt, len(self._targets)), _NUM_REPEATED)
+        rate = _LEARNING_RATE * (1 - _BETA_2**self.num_learnt) ** 0.5 / (1 - _BETA_1**self.num_learnt)
+        if self._is_native:
+            descend(self._adam, self._inputs, self._targets, batch, (rate, 1 - _BETA_1, 1 - _BETA_2))
+        else:
+            self._descend(self._inputs[batch], self._targets[batch], rate)
+
+    def _descend(self, inputs: Array, targets: Array, rate: float) -> None:
+        hidden_weight, hidden_bias, out_weight, out_bias = self._weights
+        hidden = np.maximum(inputs @ hidden_weight + hidden_bias, 0.0)
+        errors = (hidden @ out_weight + out_bias - targets) * np.float32(2.0 / len(targets))
+        back = np.outer(errors, out_weight) * (hidden > 0)
+        gradients = (inputs.T @ back, back.sum(axis=0), hidden.T @ errors, errors.sum(keepdims=True))
+        for weight, moment, square, gradient in zip(
+            self._weights, self._moments, self._squares, gradients, strict=True
+        ):
+            moment += (1 - _BETA_1) * (gradient - moment)
+            square += (1 - _BETA_2) * (gradient * gradient - square)
+            weight -= np.float32(rate) * moment / (np.sqrt(square) + EPSILON)
+
+
+def _views(part: Array, num_features: int, num_hidden: int) -> tuple[Array, Array, Array, Array]:
+    end = num_features * num_hidden
+    return (
+        part[:end].reshape(num_features, num_hidden),
+        part[end : end + num_hidden],
+        part[end + num_hidden : end + 2 * num_hidden],
+        part[end + 2 * num_hidden :],
+    )
+
 
 _REQUEST_BYTES = 4 * KEY_LEN + 4  # a key and an output length, both in float32
 
@@ -26,7 +121,7 @@ class PredictionSource(enum.Enum):
     PRIOR = "prior"  # too few have finished for more than a mean
 
 
-class Prediction(NamedTuple):
+class LengthPrediction(NamedTuple):
     """Expected output tokens of a request, from 1 (or its limit, if that is 0) to its limit."""
 
     output_len: float
@@ -65,7 +160,6 @@ class FinishedRequests:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all arrays, as they will be when the store is full."""
         return self._keys.nbytes + self._output_lens.nbytes
 
     def add(self, key: Vector, output_len: float) -> None:
@@ -94,7 +188,6 @@ class LengthPrior:
         self._by_length: dict[tuple[RequestClass, int], OutputLengthForecast] = {}
 
     def predict(self, request: Request) -> float:
-        """Return the expected number of output tokens, never above the request's limit."""
         return self._by_length.get(_kind(request), self._by_class).predict(request)
 
     def observe(self, request: Request, num_generated: int) -> None:
@@ -116,33 +209,28 @@ class LengthPredictor:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of what it has learnt from."""
         return self._mlp.num_bytes + self._finished.num_bytes
 
     @property
     def num_features(self) -> int:
-        """Return the length of its prompts' features."""
         return self._encoder.num_features
 
     def encode(self, request: Request) -> PromptCode:
-        """Encode the prompt for `predict` and `learn`; the slow part where the encoder is neural."""
         return self._encoder.encode(request.prompt_token_ids)
 
-    def predict(self, request: Request, code: PromptCode) -> Prediction:
-        """Predict the output length; changes no state."""
+    def predict(self, request: Request, code: PromptCode) -> LengthPrediction:
         similar = self._finished.search(
             code.key, num_wanted=self._config.num_neighbours, least_similarity=self._encoder.least_similarity
         )
         if len(similar.output_lens):
             mean = float(similar.similarities @ similar.output_lens / similar.similarities.sum())
-            return Prediction(_within_limit(mean, request), PredictionSource.RETRIEVAL)
+            return LengthPrediction(_within_limit(mean, request), PredictionSource.RETRIEVAL)
         if self._mlp.num_learnt >= self._config.fewest_learnt:
             expected = self._mlp.predict(_features(request, code))
-            return Prediction(_within_limit(expected, request), PredictionSource.MLP)
-        return Prediction(_within_limit(self._prior.predict(request), request), PredictionSource.PRIOR)
+            return LengthPrediction(_within_limit(expected, request), PredictionSource.MLP)
+        return LengthPrediction(_within_limit(self._prior.predict(request), request), PredictionSource.PRIOR)
 
     def learn(self, request: Request, code: PromptCode, num_generated: int) -> None:
-        """Learn from a request that finished after `num_generated` tokens."""
         self._finished.add(code.key, float(num_generated))
         self._mlp.learn(_features(request, code), float(num_generated))
         self._prior.observe(request, num_generated)

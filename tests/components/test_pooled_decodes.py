@@ -13,10 +13,10 @@ from alignedserve.core.request import RequestClass, SamplingParams
 from alignedserve.process.process_spec import POOL
 from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.scheduling.yielding import StoppablePass, YieldConfig, Yielding
-from alignedserve.worker_core.urgent_cycle import UrgentCycle
+from alignedserve.worker_core.iteration_cycle import UrgentCycle
 from decode_worker.colocated.logic import ColocatedLogic
 from decode_worker.colocated.pooled_decodes import PooledDecodes
-from decode_worker.colocated.service import ColocatedWorker
+from decode_worker.service import ColocatedWorker
 from kvpool.logic import PoolLogic
 from kvpool.service import KvPool
 from tests.components.work import check, growing_prompts

@@ -15,10 +15,10 @@ from alignedserve.core.request import SamplingParams
 from alignedserve.process.process_spec import POOL
 from alignedserve.runtime.kv.shm_arena import Arena
 from decode_worker.colocated.logic import ColocatedLogic
-from decode_worker.colocated.service import ColocatedWorker
+from decode_worker.service import ColocatedWorker
 from kvpool.logic import PoolLogic
 from kvpool.service import KvPool
-from router.workers.prefix_index import PrefixIndex
+from router.prefix_index import PrefixIndex
 from tests.harnesses.clusters.in_process import RoomCluster, running, small_config
 from tests.harnesses.clusters.two_nodes import FAR, two_nodes
 from tests.support.waiting import holds
@@ -55,8 +55,8 @@ def loaded(cluster: RoomCluster, name: str) -> int:
     assert isinstance(worker._driver._logic, ColocatedLogic)
     pooled = worker._driver._logic._pooled
     assert pooled is not None
-    pooled._loads._tokens_per_s = lambda: 1.0  # the tiny model computes faster than anything can be asked
-    return pooled.num_loaded_tokens
+    pooled.loads._tokens_per_s = lambda: 1.0  # the tiny model computes faster than anything can be asked
+    return pooled.loads.num_loaded_tokens
 
 
 async def test_the_requests_of_a_lost_worker_go_on_from_the_pool(tmp_path: Path) -> None:
@@ -127,4 +127,4 @@ def links_of(cluster: RoomCluster, name: str) -> set[str]:
     assert isinstance(worker, ColocatedWorker)
     assert isinstance(worker._driver._logic, ColocatedLogic)
     assert worker._driver._logic._pooled is not None
-    return {pool for pool, link in worker._driver._logic._pooled._loads._links.items() if link.is_open}
+    return {pool for pool, link in worker._driver._logic._pooled.loads._links.items() if link.is_open}

@@ -9,8 +9,7 @@ import pytest
 
 from alignedserve.config.sections import Topology
 from alignedserve.core.request import SamplingParams
-from decode_worker.colocated.service import ColocatedWorker
-from decode_worker.service import DecodeWorker
+from decode_worker.service import ColocatedWorker, DecodeWorker
 from kernels.cpu.native import supported_levels
 from tests.harnesses.clusters.in_process import RoomCluster, running, small_config
 

@@ -13,8 +13,8 @@ from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import Addition, IterationCompleted, RunIteration, Swap, Swaps
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import PrefillRequest, WorkerLoad
+from alignedserve.prefix_cache.cached_blocks import StateBudget
 from alignedserve.prefix_cache.contexts import PrefixCache
-from alignedserve.prefix_cache.kept_states import StateBudget
 from alignedserve.scheduling.policy import DeviceMemory, IterationLimits, IterationPolicy, WorkerView
 from alignedserve.scheduling.scheduler import Scheduler
 from alignedserve.scheduling.yielding import Yielding

@@ -37,7 +37,7 @@ from alignedserve.scheduling.scheduler import Scheduler
 from decode_worker.batching.batch_order import DecodeLimits, SwitchLimits
 from decode_worker.batching.running_batch import RunningBatch
 from decode_worker.batching.scheduled_batch import DecodeBatch, ScheduledBatch
-from decode_worker.batching.slack_packing import Packing
+from decode_worker.batching.slack_packing import SlackPack
 from decode_worker.logic import DecodeCommand, DecodeLogic
 from tests.harnesses.scheduling import EasyCosts
 from tests.support.samples import POOL, PREFILL, REPLY_TO, ROUTER, blocks, handoff, request, worker
@@ -58,7 +58,7 @@ class DecodeHarness:
         min_requests: int = 36,
         buffer_blocks: int = 0,
         policy: IterationPolicy | None = None,
-        packing: Packing | None = None,
+        packing: SlackPack | None = None,
         host_tokens: int = 0,
         best_effort_floor: float | None = None,
         **scheduled: Any,

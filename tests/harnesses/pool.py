@@ -25,8 +25,7 @@ from alignedserve.messages.pools import FormBatch, PoolLoad
 from alignedserve.messages.prefixes import PrefixBlocksChanged
 from alignedserve.messages.wire import Message
 from kvpool.logic import PoolCommand, PoolLogic
-from kvpool.policies.batch_former import BatchFormer
-from kvpool.policies.fcfs import FcfsBatchFormer
+from kvpool.policies.batch_former import BatchFormer, FcfsBatchFormer
 from kvpool.state import SetBlockGeneration
 from tests.support.samples import DECODE, PREFILL, ROUTER, blocks, epoch, request
 

@@ -19,11 +19,10 @@ from alignedserve.messages.pools import (
 )
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import PrefillCompleted, PrefillRequest
+from router.leans import Leans
 from router.logic import RouterLogic
-from router.moves.leans import Leans
 from router.placement import Placement
-from router.policies.bypass import UrgentBypass
-from router.policies.prefill_order import LeastSlackOrder, PrefillOrder
+from router.policies import LeastSlackOrder, PrefillOrder, UrgentBypass
 from tests.support.samples import DECODE, GATEWAY, POOL, PREFILL, R1, epoch, request, worker
 
 BATCH, ASKED = BatchId(1), WorkerName(DECODE)

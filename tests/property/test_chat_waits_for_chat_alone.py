@@ -32,7 +32,7 @@ from lab.sim.components import SimulatedComponent
 from lab.sim.engine import SimulatedEngine, SimulatedIteration
 from lab.sim.simulation import Simulation
 from lab.workload.requests import Workload
-from router.policies.prefill_order import LeastSlackOrder
+from router.policies import LeastSlackOrder
 from router.prefill_queue import PrefillQueue
 from tests.harnesses.scheduling import EasyCosts
 from tests.harnesses.simulation import timed, workload_of

@@ -11,7 +11,7 @@ from kvpool.policies import make_batch_former
 from kvpool.policies.batch_former import BatchLimits
 from kvpool.state import PooledRequest
 from router.fair_shares import MAX_IDLE_TENANTS, SHARED_S, FairShares
-from router.policies.prefill_order import LeastSlackOrder
+from router.policies import LeastSlackOrder
 from router.prefill_queue import DEADLINE_LEAD, PrefillQueue
 from tests.support.marks import each
 from tests.support.samples import request
@@ -178,7 +178,7 @@ def test_one_tenant_is_served_as_if_there_were_no_shares(seed: int) -> None:
 
 @each("seed", range(20))
 def test_requests_leave_a_pool_by_turn_whatever_their_lengths(seed: int) -> None:
-    """So what tenants have there adds to what they get no more than what may be there (`look_ahead.py`)."""
+    """So what tenants have there adds to what they get no more than what may be there (`prefill_choice.py`)."""
     rng = random.Random(seed)
     floor = rng.choice([None, 0.0])
     former = make_batch_former("density_first", block_size=16, starvation_s=2.0, best_effort_floor=floor)

@@ -21,9 +21,15 @@ from alignedserve.core.request import Request
 from alignedserve.messages.caches import BlockRun, BlocksTaken, BlocksWritten, CancelReservation, ReserveBlocks
 from alignedserve.messages.events import Send
 from alignedserve.messages.iterations import BlocksOffloaded, OffloadBlocks
-from alignedserve.worker_core.handoff.buffer_space import BufferSpace
-from alignedserve.worker_core.handoff.receiver import Incoming, Receiver
-from alignedserve.worker_core.handoff.sender import Contents, HandoffEnd, Outgoing, Sender
+from alignedserve.worker_core.handoff import (
+    BufferSpace,
+    Contents,
+    HandoffEnd,
+    HandoffReceiver,
+    Incoming,
+    Outgoing,
+    Sender,
+)
 from tests.support.marks import many
 from tests.support.samples import request
 
@@ -41,7 +47,7 @@ class Worker:
         self.held: dict[RequestId, tuple[Request, tuple[BlockId, ...]]] = {}
         self.cache: Buffer = {}
         self.gone: set[RequestId] = set()  # whose last cache may be lost
-        self.receiver = Receiver(self.space, BLOCK_SIZE, self.allocator.free)
+        self.receiver = HandoffReceiver(self.space, BLOCK_SIZE, self.allocator.free)
         self.sender: Sender[Outgoing, Any] = Sender(
             reserved=lambda entry: [self.sender.copy(entry, self.held[entry.request.request_id][1])],
             contents=lambda entry, now: Contents(entry.request.prompt_len, (7,), None, 0.0, 0.0),

@@ -21,8 +21,8 @@ from alignedserve.scheduling.policy import Mechanism
 from decode_worker.colocated.logic import ColocatedLogic
 from kvpool.logic import PoolLogic
 from prefill_worker.logic import PrefillLogic
+from router.prefix_index import PrefixIndex
 from router.state import TrackedRequest, WorkerRecord
-from router.workers.prefix_index import PrefixIndex
 from tests.harnesses.clusters.cluster_shape import Shape
 from tests.harnesses.clusters.logic_cluster import LogicCluster
 from tests.property.test_every_request_ends_once import check_answers, check_nothing_is_held, some_steps
@@ -153,7 +153,7 @@ def play_with_pool(seed: int, name: str, *, losses: float = 0.15, **sizes: objec
     cluster = play(seed, shape_of(name, **shape), losses=losses, count=25)
     pooled = [one._pooled for one in cluster.logics.values() if isinstance(one, ColocatedLogic)]
     stored = sum(one._offers.num_stored for one in pooled if one is not None)
-    return stored, sum(one.num_loaded_tokens for one in pooled if one is not None)
+    return stored, sum(one.loads.num_loaded_tokens for one in pooled if one is not None)
 
 
 def test_blocks_go_to_a_pool_and_come_back() -> None:

@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alignedserve.core.ids import RequestId
-from kvpool.ordered_entries import NO_SIZE, Entry, OrderedEntries
-from kvpool.quad_tree import QuadTree
+from kvpool.quad_tree import NO_SIZE, Entry, OrderedEntries, QuadTree
 
 
 @given(block_size=st.integers(1, 20), max_len=st.integers(1, 700))

@@ -9,7 +9,7 @@ from alignedserve.core.ids import BatchId
 from alignedserve.core.request import Slo
 from alignedserve.costmodel.work import IterationWork
 from decode_worker.batching.running_batch import RunningBatch
-from decode_worker.batching.slack_packing import PATIENCE_S, Packing
+from decode_worker.batching.slack_packing import PATIENCE_S, SlackPack
 from decode_worker.state import Candidate
 from tests.harnesses.scheduling import EasyCosts
 from tests.support.samples import handoff, request
@@ -75,7 +75,7 @@ def iteration_s(running: list[Drawn]) -> float:
 @settings(max_examples=60, deadline=None)
 @given(running=st.lists(DRAWN, max_size=6), waiting=st.lists(DRAWN, max_size=8))
 def test_what_enters_keeps_every_gap_and_what_waits_would_not(running: list[Drawn], waiting: list[Drawn]) -> None:
-    batch = RunningBatch(num_blocks=500, block_size=16, max_running_requests=40, packing=Packing(SHARE, EasyCosts()))
+    batch = RunningBatch(num_blocks=500, block_size=16, max_running_requests=40, packing=SlackPack(SHARE, EasyCosts()))
     for number, one in enumerate(running):
         candidate = one.candidate(f"running{number}")
         block_ids = batch.blocks_if_fits(candidate)

@@ -28,14 +28,14 @@ from alignedserve.process.recorder import Recorder, open_recorder
 from alignedserve.process.recording import RUN_FILE, RunMetadata
 from alignedserve.scheduling.policy import DeviceMemory
 from decode_worker import factory as decode_factory
-from kvpool import factory as pool_factory
+from kvpool import logic as pool_logic
 from lab.replay.component_replay import ComponentReplay, recordings_in
 from lab.sim.config import SimConfig
 from lab.sim.result import SimulationResult
 from lab.sim.simulation import Simulation
 from lab.workload.requests import Workload
-from prefill_worker import factory as prefill_factory
-from router import factory as router_factory
+from prefill_worker import logic as prefill_logic
+from router import logic as router_logic
 from tests.harnesses.clusters.cluster_shape import Shape
 from tests.harnesses.clusters.logic_cluster import POOL, LogicCluster
 from tests.support.token_engine import BLOCK_SIZE, EOS
@@ -85,10 +85,10 @@ class RecordedCluster(LogicCluster):
         batching = BatchingConfig(policy=shape.policy, min_requests=shape.min_requests, starvation_s=0.3)
         if name == ROUTER:
             config = RouterConfig(max_queued_requests=200, max_retries=50, max_candidate_requests=4)
-            return partial(router_factory.make_logic, config=config, batching=batching)
+            return partial(router_logic.make_logic, config=config, batching=batching)
         if name == POOL:
             return partial(
-                pool_factory.make_logic,
+                pool_logic.make_logic,
                 config=PoolConfig(lease_s=1e9),
                 batching=batching,
                 arena=ArenaOffered(list(self.offered)[-1], shape.pool_blocks, 64, ""),
@@ -106,7 +106,7 @@ class RecordedCluster(LogicCluster):
         }
         if is_prefill:
             prefill = PrefillWorkerConfig(max_running_requests=4, max_num_batched_tokens=10)
-            return partial(prefill_factory.make_logic, config=prefill, **common)
+            return partial(prefill_logic.make_logic, config=prefill, **common)
         decode = DecodeWorkerConfig(max_running_requests=shape.max_running_requests, max_num_batched_tokens=12)
         memory = DeviceMemory(shape.worker_blocks, shape.worker_blocks, BLOCK_SIZE, shape.host_tokens)
         if shape.is_colocated:
@@ -156,7 +156,7 @@ def recorded_simulation(folder: Path, config: SimConfig, workload: Workload) -> 
 def _worker_maker(config: SimConfig, logic: Any, role: Role) -> "partial[Any] | None":
     cluster = config.cluster
     if role is Role.ROUTER:
-        return partial(router_factory.make_logic, config=cluster.router, batching=cluster.batching)
+        return partial(router_logic.make_logic, config=cluster.router, batching=cluster.batching)
     if role is Role.KV_POOL:
         return None
     common: dict[str, Any] = {
@@ -166,7 +166,7 @@ def _worker_maker(config: SimConfig, logic: Any, role: Role) -> "partial[Any] | 
     }
     if role is Role.PREFILL_WORKER:
         common |= {"prefix_cache": cluster.prefix_cache, "num_layers": config.layout.num_layers}
-        return partial(prefill_factory.make_logic, config=cluster.prefill, **common)
+        return partial(prefill_logic.make_logic, config=cluster.prefill, **common)
     common |= {"memory": config.decode_memory, "config": cluster.decode}
     if config.is_colocated:
         return partial(decode_factory.make_colocated_logic, num_layers=config.layout.num_layers, **common)

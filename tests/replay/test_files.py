@@ -14,7 +14,7 @@ from alignedserve.messages.events import Ticked
 from alignedserve.process.recorder import Recorder, open_recorder
 from alignedserve.process.recording import FULL, PART_FILE, RecordEncoder, RecordReader
 from lab.replay.component_replay import CUT, ENDS_BETWEEN, ComponentReplay, recordings_in
-from router.factory import make_logic
+from router.logic import make_logic
 from tests.replay.recorded import Recorded
 
 MAKE = partial(make_logic, config=RouterConfig(), batching=BatchingConfig())
@@ -99,13 +99,13 @@ class Unknown(msgspec.Struct, frozen=True):
 
 def test_an_unknown_event_is_refused_by_name(tmp_path: Path) -> None:
     path = ticking(tmp_path, num_ticks=0)
-    opening = ENCODER.opening("router", "router.factory.make_logic", MAKE.keywords)
+    opening = ENCODER.opening("router", "router.logic.make_logic", MAKE.keywords)
     path.write_bytes(opening + ENCODER.decision(Unknown(), 0.0, []))
     with pytest.raises(RecordingError, match=f"byte {len(opening)}: no event of this component is called 'Unknown'"):
         replayed(path)
 
 
-@pytest.mark.parametrize("made_by", ["os.system", "kvpool.service.KvPool", "router.factory.make_prefill_order"])
+@pytest.mark.parametrize("made_by", ["os.system", "kvpool.service.KvPool", "router.logic.make_prefill_order"])
 def test_no_other_function_is_looked_up(tmp_path: Path, made_by: str) -> None:
     path = tmp_path / "x.recording"
     path.write_bytes(ENCODER.opening("router", made_by, MAKE.keywords))
@@ -115,7 +115,7 @@ def test_no_other_function_is_looked_up(tmp_path: Path, made_by: str) -> None:
 
 def test_arguments_of_another_program_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.recording"
-    path.write_bytes(ENCODER.opening("router", "router.factory.make_logic", {"config": RouterConfig()}))
+    path.write_bytes(ENCODER.opening("router", "router.logic.make_logic", {"config": RouterConfig()}))
     with pytest.raises(RecordingError, match=r"its logic cannot be built: .*batching"):
         ComponentReplay(path)
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 import decode_worker.factory
-import decode_worker.start
-import kvpool.factory
+import decode_worker.service
+import kvpool.logic
 import kvpool.service
-import prefill_worker.factory
-import prefill_worker.start
-import router.factory
+import prefill_worker.logic
+import prefill_worker.service
+import router.logic
 import router.service
 from decode_worker.colocated.logic import ColocatedLogic
 from decode_worker.logic import DecodeLogic
@@ -50,20 +50,21 @@ def calls() -> dict[str, list[str]]:
 def test_a_logic_is_made_in_one_file(logic: str, calls: dict[str, list[str]]) -> None:
     makers = [path for path, called in calls.items() if logic in called]
     assert len(makers) == 1
-    assert makers[0].endswith("/factory.py")
+    assert makers[0].endswith(("/factory.py", "/logic.py"))
 
 
 def test_both_use_that_file() -> None:
     live = [
-        (router.service, router.factory, "make_logic"),
-        (kvpool.service, kvpool.factory, "make_logic"),
-        (prefill_worker.start, prefill_worker.factory, "make_logic"),
-        (decode_worker.start, decode_worker.factory, "make_logic"),
-        (decode_worker.start, decode_worker.factory, "make_colocated_logic"),
+        (router.service, router.logic, "make_logic"),
+        (kvpool.service, kvpool.logic, "make_logic"),
+        (prefill_worker.service, prefill_worker.logic, "make_logic"),
+        (decode_worker.service, decode_worker.factory, "make_logic"),
+        (decode_worker.service, decode_worker.factory, "make_colocated_logic"),
     ]
     assert all(vars(user)[name] is vars(factory)[name] for user, factory, name in live)
-    assemblies = [vars(simulation)[f"{component}_factory"] for component in ("router", "pool", "prefill", "decode")]
-    assert assemblies == [router.factory, kvpool.factory, prefill_worker.factory, decode_worker.factory]
+    assembly_names = ("router_logic", "pool_logic", "prefill_logic", "decode_factory")
+    assemblies = [vars(simulation)[name] for name in assembly_names]
+    assert assemblies == [router.logic, kvpool.logic, prefill_worker.logic, decode_worker.factory]
 
 
 def test_the_simulated_components_hold_them() -> None:

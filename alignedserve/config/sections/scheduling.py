@@ -16,9 +16,9 @@ class RouterConfig(Section, frozen=True):
     max_queued_best_effort_requests: int = 8192
     max_queued_tokens: int = 2_000_000  # of each class
     # Real-time requests are refused while those accepted would wait for their first token for longer than this, by the
-    # speed of late (router/overload.py); unset: three quarters of gateway.first_token_timeout_s, simulated none.
+    # speed of late (router/admission.py); unset: three quarters of gateway.first_token_timeout_s, simulated none.
     max_real_time_wait_s: float | None = None
-    prefill_order: str | None = None  # name of an order in router/policies; the policy's own when unset
+    prefill_order: str | None = None  # name of an order in router/policies.py; the policy's own when unset
     direct_handoff: bool | None = None  # prefills go straight to decode workers; as the policy has it when unset
     # Of separate workers: tokens handed to one to prefill, the rest waits in the router; requests granted to a decode
     # worker ahead of need. Others are given what they have places for (decode.max_waiting_requests).
@@ -30,7 +30,7 @@ class RouterConfig(Section, frozen=True):
     length_predictor: str = "hashed_ngrams"  # a name in router/prediction
     max_learnt_bytes: int = 192 * MIB  # of the finished requests that it learns from; the oldest make room
     # Decodes move between elastic workers of several nodes too, where their own node has no time or room for them and
-    # the link is fast enough (router/moves/far_moves.py).
+    # the link is fast enough (router/leans.py).
     moves_between_nodes: bool = False
 
     def __post_init__(self) -> None:

@@ -37,7 +37,7 @@ class PolicyEntry:
     needs: frozenset[Mechanism] = frozenset()  # refused where the engine has not all of these
     uses: frozenset[Mechanism] = frozenset()  # used where the engine has them
     needed_by: str | None = None  # the parameter that, set to false, makes `needs` unnecessary
-    prefill_order: str = "fcfs"  # in the router (router/policies)
+    prefill_order: str = "fcfs"  # in the router (router/policies.py)
     batching: str = "fcfs"  # in the pool (kvpool/policies), disaggregated only
     schedules_iterations: bool = False  # disaggregated: it decides the iterations of decode workers too
     has_prompt_order: bool = True  # and those of prefill workers, where it decides those; else prompts go in order

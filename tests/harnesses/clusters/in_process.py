@@ -39,16 +39,15 @@ from alignedserve.runtime.kv.candidate_memory import CandidateMemory
 from alignedserve.runtime.kv.transfers.kv_transfer import lends_device_memory
 from alignedserve.runtime.lora.adapter_folders import with_adapters
 from alignedserve.runtime.model.served_model import ServedModel, resolve_model
-from alignedserve.worker_core.registration import registration_of
+from alignedserve.worker_core.router_link import registration_of
 from decode_worker import factory as decode_factory
-from decode_worker.colocated.service import ColocatedWorker
 from decode_worker.factory import max_held, memory_of
 from decode_worker.logic import DecodeLogic
-from decode_worker.service import DecodeWorker
+from decode_worker.service import ColocatedWorker, DecodeWorker
 from kvpool.service import KvPool
-from prefill_worker import factory as prefill_factory
+from prefill_worker import logic as prefill_logic
 from prefill_worker.service import PrefillWorker
-from router.service import Router
+from router.service import RouterService
 from tests.harnesses.client_gateway import ClientGateway
 from tests.support.devices.counting_engine import CountingEngine
 from tests.support.devices.device_stand_in import Machine
@@ -124,7 +123,7 @@ class RoomCluster:
         self.books: dict[str, AddressBook] = {}  # of processes on nodes of their own
         self.authority: CertificateAuthority | None = None  # for TLS between nodes
         self.pools: dict[str, str] = {}  # of their nodes
-        self.components: dict[str, Router | KvPool | PrefillWorker | DecodeWorker | ColocatedWorker] = {}
+        self.components: dict[str, RouterService | KvPool | PrefillWorker | DecodeWorker | ColocatedWorker] = {}
         self.engines: dict[str, CountingEngine] = {}
 
     async def start(self) -> None:
@@ -139,7 +138,7 @@ class RoomCluster:
         await self.gateway.start()
 
     async def start_router(self) -> None:
-        router = Router(
+        router = RouterService(
             config=self.config.router,
             batching=self.config.batching,
             served=self.served,
@@ -170,7 +169,7 @@ class RoomCluster:
         process_spec = self._process_spec(Role.PREFILL_WORKER, name)
         self.engines[name] = executor
         make = partial(
-            prefill_factory.make_logic,
+            prefill_logic.make_logic,
             registered=self._registered(executor, section.max_running_requests, can_prefill=True, can_decode=False),
             config=section,
             scheduling=self.config.scheduling,

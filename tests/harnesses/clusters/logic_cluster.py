@@ -49,13 +49,12 @@ from decode_worker import factory as decode_factory
 from decode_worker.batching.candidates import HEEDED_S
 from decode_worker.colocated.logic import ColocatedLogic
 from decode_worker.logic import DecodeLogic
-from kvpool import factory as pool_factory
-from kvpool.logic import PoolLogic
+from kvpool import logic as pool_logic
+from kvpool.logic import LINK_WAIT_S, PoolLogic
 from kvpool.state import SetBlockGeneration
-from kvpool.waiting_forms import LINK_WAIT_S
-from prefill_worker import factory as prefill_factory
+from prefill_worker import logic as prefill_logic
 from prefill_worker.logic import PrefillLogic
-from router import factory as router_factory
+from router import logic as router_logic
 from router.logic import RouterLogic
 from tests.harnesses.clusters.cluster_shape import Shape
 from tests.harnesses.clusters.logic_client import Client, block_names_of
@@ -227,7 +226,7 @@ class LogicCluster:
 
     def _make(self, name: str) -> tuple[Logic, Role]:
         if name == ROUTER:
-            return router_factory.make_logic(config=self.shape.router, batching=self.shape.batching), Role.ROUTER
+            return router_logic.make_logic(config=self.shape.router, batching=self.shape.batching), Role.ROUTER
         if name.startswith("pool"):
             return self._make_pool(name), Role.KV_POOL
         if name.startswith("prefill"):
@@ -236,7 +235,7 @@ class LogicCluster:
 
     def _make_pool(self, name: str) -> PoolLogic:
         arena = self.pool_arenas[name] = FakeArena()
-        return pool_factory.make_logic(
+        return pool_logic.make_logic(
             config=PoolConfig(lease_s=1e9),
             batching=self.shape.batching,
             arena=self._offer(arena, self.shape.node_pool_blocks),
@@ -247,7 +246,7 @@ class LogicCluster:
         )
 
     def _make_prefill(self, name: str) -> PrefillLogic:
-        return prefill_factory.make_logic(
+        return prefill_logic.make_logic(
             registered=self._registered(name, self.shape.max_running_requests, can_prefill=True, can_decode=False),
             config=PrefillWorkerConfig(max_running_requests=4, max_num_batched_tokens=10),
             scheduling=self.shape.disaggregated_scheduling,

@@ -9,7 +9,7 @@ import pytest
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request, RequestClass, SamplingParams
 from router.prediction.encoders import KEY_LEN, HashedNgrams, Vector
-from router.prediction.predictor import FinishedRequests, LengthPredictor, Prediction, PredictorConfig
+from router.prediction.predictor import FinishedRequests, LengthPrediction, LengthPredictor, PredictorConfig
 
 Matrix = npt.NDArray[np.float32]
 
@@ -22,7 +22,7 @@ def some_request(rng: random.Random, number: int) -> Request:
     return Request(RequestId(str(number)), ids, sampling, "", 0.0, request_class=request_class)
 
 
-def predictions_of(seed: int, num_events: int = 300) -> list[Prediction]:
+def predictions_of(seed: int, num_events: int = 300) -> list[LengthPrediction]:
     rng = random.Random(seed)
     predictor = LengthPredictor(HashedNgrams(), PredictorConfig(capacity=100))
     made = []

@@ -16,8 +16,8 @@ from alignedserve.core.ids import RequestId
 from alignedserve.core.lifecycle import Stage
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import MoveRequest, RequestMoved
+from router.leans import MAX_MOVES, REST_S, Leans, PlannedMove
 from router.logic import RouterLogic
-from router.moves.leans import MAX_MOVES, REST_S, Leans, PlannedMove
 from router.state import TrackedRequest, WorkerRecord
 from tests.harnesses.clusters.cluster_shape import Shape
 from tests.harnesses.clusters.logic_cluster import LogicCluster

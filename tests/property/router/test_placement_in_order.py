@@ -16,11 +16,10 @@ from typing_extensions import override
 from alignedserve.messages.events import Send
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.pools import FormBatch
+from router.leans import Leans
 from router.logic import RouterEvent, RouterLogic
-from router.moves.leans import Leans
 from router.placement import Placement
-from router.policies.bypass import DirectHandoff, UrgentBypass
-from router.policies.prefill_order import LeastSlackOrder
+from router.policies import DirectHandoff, LeastSlackOrder, UrgentBypass
 from router.state import WorkerRecord
 from tests.harnesses.clusters.cluster_shape import Shape
 from tests.harnesses.clusters.logic_cluster import Logic, LogicCluster
@@ -69,7 +68,7 @@ class EagerPlacement(Placement):
         for worker in self.workers.values():
             self._rank(worker)
         for pool in self.pools:
-            self._batch_requests.note_change(pool)
+            self.batch_requests.note_change(pool)
 
 
 class TwinRouter:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alignedserve.messages.prefixes import PrefixBlocksChanged, is_told
-from router.workers.prefix_index import PrefixIndex
+from router.prefix_index import PrefixIndex
 
 WORKERS = st.sampled_from(("a", "b", "c"))
 LONGEST = ((0, 1, 1, 0, 1, 0), (0, 1, 1, 1, 0, 0), (0, 2, 0, 0, 1, 1), (2, 0, 0, 0, 0, 1))

@@ -9,7 +9,7 @@ from alignedserve.core.ids import BatchId
 from alignedserve.core.request import RequestClass, Slo
 from alignedserve.messages.caches import BatchGranted
 from alignedserve.messages.fields import NO_BATCH
-from decode_worker.batching.batch_order import BatchOrder, Holding, SwitchLimits, WaitingBatch, waiting_batch
+from decode_worker.batching.batch_order import BatchOrder, HeldCapacity, SwitchLimits, WaitingBatch, waiting_batch
 from decode_worker.state import Candidate
 from tests.support.samples import handoff, request
 
@@ -46,15 +46,15 @@ def test_a_batch_of_chats_goes_before_a_batch_of_documents_that_came_before() ->
 
 def test_documents_that_run_do_not_make_a_worker_full_for_chat_and_chats_do() -> None:
     waiting = [candidate("c1", 2)]
-    assert names(order((2, False, 1)).choose(waiting, 9, 0.5, real_time=Holding(2, 2))) == "c1"
-    assert names(order((2, False, 1)).choose([candidate("c1", 2)], 9, 0.5, real_time=Holding(3, 3))) == ""
-    assert names(order((2, False, 1)).choose([candidate("c1", 2)], 9, 2.0, real_time=Holding(3, 3))) == "c1"
+    assert names(order((2, False, 1)).choose(waiting, 9, 0.5, real_time=HeldCapacity(2, 2))) == "c1"
+    assert names(order((2, False, 1)).choose([candidate("c1", 2)], 9, 0.5, real_time=HeldCapacity(3, 3))) == ""
+    assert names(order((2, False, 1)).choose([candidate("c1", 2)], 9, 2.0, real_time=HeldCapacity(3, 3))) == "c1"
 
 
 @pytest.mark.parametrize("running", [3, 9], ids=["chats run", "documents too"])
 def test_a_chat_whose_next_token_is_late_waits_no_longer_for_what_runs(running: int) -> None:
     """One of thousands had its second token after 2.6 s, where 0.1 s was its objective: it waited to be starved."""
-    made, held = order((2, False, 1), late_at_s=0.1), Holding(3, 3)
+    made, held = order((2, False, 1), late_at_s=0.1), HeldCapacity(3, 3)
     waiting = [candidate("c1", 2)]
     assert names(made.choose(waiting, running, 0.09, real_time=held)) == ""
     assert names(made.choose(waiting, running, 0.1, real_time=held)) == "c1"
@@ -69,7 +69,9 @@ def test_chats_alone_are_batched_as_without_classes() -> None:
         made.granted(WaitingBatch(BatchId(batch), True, 3, 0.0))
     first, second = ([candidate(f"c{batch}{number}", batch) for number in range(3)] for batch in (1, 2))
     made.choose([*first, *second], 0, 0.0)
-    assert names(made.choose(second, 3, 0.1, real_time=Holding(3, 3))) == "c20 c21 c22"  # costs nothing beside those
+    assert (
+        names(made.choose(second, 3, 0.1, real_time=HeldCapacity(3, 3))) == "c20 c21 c22"
+    )  # costs nothing beside those
     assert made.running_id == BatchId(1)
 
 
@@ -91,15 +93,15 @@ def test_a_chat_that_comes_straight_here_passes_none_that_came_in_a_batch_before
     of_batch = [candidate("c1", 1), candidate("c2", 1)]
     made.choose(of_batch, 0, 0.0)
     straight = candidate("c3", NO_BATCH, granted_s=5.0)
-    assert names(made.choose([straight, *of_batch], 1, 5.0, real_time=Holding(1, 1))) == "c1 c2 c3"
+    assert names(made.choose([straight, *of_batch], 1, 5.0, real_time=HeldCapacity(1, 1))) == "c1 c2 c3"
 
 
 def test_documents_wait_while_a_batch_of_chats_does() -> None:
     made = order((1, False, 3), (2, True, 3))
     waiting = [candidate("c1", 1), candidate("d1", 2)]
-    assert names(made.choose(waiting, 9, 0.5, real_time=Holding(9, 9))) == ""
-    assert names(made.choose(waiting, 9, 3.0, real_time=Holding(9, 9))) == "c1 d1"  # both have waited
-    assert names(order((2, True, 3)).choose(waiting[1:], 9, 3.0, real_time=Holding(9, 9))) == "d1"
+    assert names(made.choose(waiting, 9, 0.5, real_time=HeldCapacity(9, 9))) == ""
+    assert names(made.choose(waiting, 9, 3.0, real_time=HeldCapacity(9, 9))) == "c1 d1"  # both have waited
+    assert names(order((2, True, 3)).choose(waiting[1:], 9, 3.0, real_time=HeldCapacity(9, 9))) == "d1"
 
 
 def test_a_document_enters_first_when_its_floor_has_made_up_its_tokens() -> None:

@@ -64,13 +64,11 @@ def test_enough_requests_saturate_a_worker_of_any_number_of_places(max_running_r
 
 @each(("now", "expected"), [(1.9, ["own"]), (2.0, ["b2-0", "b2-1", "b2-2"])])
 def test_a_batch_that_is_overdue_goes_before_candidate_requests(now: float, expected: list[str]) -> None:
-    made = running_first()
-    assert names(made.choose([candidate("own", 1), *members(2)], 3, now)) == expected
+    assert names(running_first().choose([candidate("own", 1), *members(2)], 3, now)) == expected
 
 
 def test_an_urgent_request_goes_even_before_a_batch_that_is_overdue() -> None:
-    made = running_first()
-    chosen = made.choose([*members(2), candidate("urgent", NO_BATCH)], 3, 2.0)
+    chosen = running_first().choose([*members(2), candidate("urgent", NO_BATCH)], 3, 2.0)
     assert names(chosen) == ["urgent", "b2-0", "b2-1", "b2-2"]
 
 

@@ -269,8 +269,7 @@ def test_a_prompt_that_might_need_blocks_on_their_way_waits_for_them() -> None:
     made.begin(request("r2", prompt_len=70))
     assert made.loads[-1].num_waiting == 1
     assert made.follow(Step(r2=10)) == []
-    commands = hear(made, CancelReservation(R1, 1))
-    assert [[part[0] for part in one.slices] for one in runs(commands)] == [["r2"]]
+    assert [[part[0] for part in one.slices] for one in runs(hear(made, CancelReservation(R1, 1)))] == [["r2"]]
 
 
 LONG = request(max_tokens=72)  # r1 may need 19 blocks
@@ -359,8 +358,7 @@ def test_a_request_from_another_node_tells_how_long_its_blocks_took(pool: str) -
     load = Load(R1, WRITTEN.copy, blocks(0))
     commands = made.do(BlocksLoaded(lent_by(OTHER), (load,), frozenset(), 0.25))
     assert to_router(RequestMoved(R1, 2, 1)) in commands
-    fetched = to_router(BlocksFetched(OTHER, 1, 0.25))
-    assert (fetched in commands) is (pool == "pool-9")
+    assert (to_router(BlocksFetched(OTHER, 1, 0.25)) in commands) is (pool == "pool-9")
 
 
 def test_who_stays_is_explained_as_evicted_where_its_memory_is_taken_later() -> None:

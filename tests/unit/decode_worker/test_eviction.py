@@ -21,15 +21,7 @@ from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import Addition, OffloadBlocks, UnmapArena
 from alignedserve.messages.workers import AttemptFailed, RequestPreempted
 from decode_worker.logic import DecodeCommand
-from tests.harnesses.decode import (
-    EOS,
-    DecodeHarness,
-    loads,
-    offloads,
-    run,
-    runs,
-    to_router,
-)
+from tests.harnesses.decode import EOS, DecodeHarness, loads, offloads, run, runs, to_router
 from tests.support.marks import each
 from tests.support.samples import POOL, PREFILL, R1, R2, blocks, handoff, request
 
@@ -322,8 +314,7 @@ def test_what_the_router_has_heard_of_is_not_reported() -> None:
 
 
 def test_what_the_pool_did_not_take_stays_to_run_beside_whatever_does() -> None:
-    made = switched()
-    (command,) = loads(back(made, ReturnOutcome.STAYED))
+    (command,) = loads(back(switched(), ReturnOutcome.STAYED))
     assert [part.request_id for part in command.loads] == [R1]
 
 

@@ -35,9 +35,7 @@ def decoding(**sizes: Any) -> ColocatedHarness:
 
 
 def test_a_colocated_worker_sends_them_as_one() -> None:
-    made = decoding()
-    commands = made.completed(*FIVE, forced=TWO_FORCED)
-    assert commands == [run(r1=1), emitted(TokenDelta(R1, 1, (5, 6, 7)))]
+    assert decoding().completed(*FIVE, forced=TWO_FORCED) == [run(r1=1), emitted(TokenDelta(R1, 1, (5, 6, 7)))]
 
 
 def test_their_cache_is_counted_and_the_next_block_comes_in_time() -> None:

@@ -11,7 +11,7 @@ from alignedserve.core.request import SampledToken
 from alignedserve.messages.cluster_view import SPREAD_EDGES, IterationLogTotals
 from alignedserve.messages.iterations import Addition, IterationCompleted, IterationTimes, RunIteration
 from alignedserve.worker_core.iteration_log import IterationLog, IterationRecord, totals_of
-from decode_worker.iteration_log_writer import write_iterations
+from decode_worker.service import write_iterations
 from decode_worker.state import RunningRequest
 from tests.support.marks import each
 from tests.support.samples import R1, request
@@ -124,8 +124,7 @@ def test_one_iteration_in_all_its_parts() -> None:
 
 def test_times_beyond_what_the_logic_saw_are_not_believed() -> None:
     harness = IterationLogHarness()
-    record = harness.run(harness.join(member()), times=IterationTimes(-3.0, 99.0, 0.125, 0.5, 0.125))
-    assert record.turnaround_s == 0.0
+    assert harness.run(harness.join(member()), times=IterationTimes(-3.0, 99.0, 0.125, 0.5, 0.125)).turnaround_s == 0.0
 
 
 def test_an_iteration_without_times_was_all_forward() -> None:
@@ -239,8 +238,7 @@ def test_a_spread_on_an_edge_belongs_below_it(others: int, bucket: int) -> None:
     harness = IterationLogHarness()
     crowd = [member(f"o{number}", 1) for number in range(others)]
     record = harness.run(harness.join(member(context_len=10**6), *crowd))
-    rounded = record._replace(mean=record.longest / (1 + others))
-    assert totals_of([rounded]).spread_counts.index(1) == bucket
+    assert totals_of([record._replace(mean=record.longest / (1 + others))]).spread_counts.index(1) == bucket
 
 
 def test_totals_are_given_once_a_second_and_only_what_is_new() -> None:

@@ -78,8 +78,7 @@ def test_states_give_way_to_requests() -> None:
     worker = _worker(num_blocks=10)
     _first(worker)
     worker.begin(request("b", prompt_len=24, prefix_root=ROOT))
-    began = _step(worker, Step(b=10), Step(b=10), Step(b=4))
-    assert len(began.additions[0].block_ids) == 5
+    assert len(_step(worker, Step(b=10), Step(b=10), Step(b=4)).additions[0].block_ids) == 5
     worker.sampled()
     worker.sampled()
     worker.sampled(b=2)

@@ -101,8 +101,7 @@ def test_a_link_without_use_is_closed_after_a_minute_and_made_anew() -> None:
 def test_a_pool_whose_lease_is_held_keeps_its_link() -> None:
     made = DecodeHarness()
     linked(made)
-    commands = made.do(Received(FAR_POOL, BatchGranted(BatchId(1), (H1,), None, is_aligned=True)))
-    (copied,) = loads(commands)
+    (copied,) = loads(made.do(Received(FAR_POOL, BatchGranted(BatchId(1), (H1,), None, is_aligned=True))))
     for now in (50.0, 100.0, 159.0):  # the copy hangs
         assert ticked(made, now) == []
     assert Send(FAR_POOL, LeasesReleased((H1.lease_id,))) in made.loaded(copied)

@@ -112,16 +112,14 @@ def test_one_whose_aborted_attempt_is_still_copied_in_holds_up_none() -> None:
 
 
 def test_what_waits_is_counted_for_the_router() -> None:
-    made = DecodeHarness(num_blocks=4)
-    commands = made.logic.on_event(Received(POOL, BatchGranted(BATCH, (H1, H2))), 0.0)
+    commands = DecodeHarness(num_blocks=4).logic.on_event(Received(POOL, BatchGranted(BATCH, (H1, H2))), 0.0)
     expected = WorkerLoad(num_running=1, num_candidate_requests=1, num_candidate_blocks=2, num_free_blocks=2)
     assert commands[-1] == to_router(expected)
 
 
 def test_the_lengths_that_run_are_told_in_steps() -> None:
     made = DecodeHarness()
-    commands = made.grant(handoff(request(prompt_len=15), 11), handoff(request("r2", prompt_len=30), 12))
-    (command,) = loads(commands)
+    (command,) = loads(made.grant(handoff(request(prompt_len=15), 11), handoff(request("r2", prompt_len=30), 12)))
     told = made.logic.on_event(BlocksLoaded(POOL, command.loads, frozenset()), 0.0)[-1]
     assert isinstance(told, Send)
     assert isinstance(told.message, WorkerLoad)

@@ -99,7 +99,7 @@ class Worker(ColocatedHarness):
     def held_back(self) -> list[str]:
         """Requests that wait for the pool."""
         assert self.logic._pooled is not None
-        return [str(request_id) for request_id in self.logic._pooled.waiting()]
+        return [str(request_id) for request_id in self.logic._pooled.loads.waiting()]
 
     def compute(self) -> list[Any]:
         """Compute the prompt, in two iterations, and sample a token."""
@@ -123,8 +123,7 @@ def worker() -> Worker:
 
 
 def test_a_request_waits_for_what_the_pool_has_and_then_finds_it_here(worker: Worker) -> None:
-    asked = worker.ask(shared())
-    assert asked == FindPrefix(R1, 0, b"".join(name.block_hash for name in names()))
+    assert worker.ask(shared()) == FindPrefix(R1, 0, b"".join(name.block_hash for name in names()))
     (loading,) = worker.find(4, 9, 5)
     assert isinstance(loading, LoadBlocks)
     (load,) = loading.loads
@@ -203,8 +202,7 @@ def test_a_long_load_lets_others_have_their_turn() -> None:
     worker.ask(document)
     first = worker.begin_load(document)  # ten of fifteen blocks take 20 ms
     assert first.loads[0].copy.context_len == 40
-    commands = worker.end_load(first, 0.02)
-    rest = next(one for one in commands if isinstance(one, LoadBlocks))
+    rest = next(one for one in worker.end_load(first, 0.02) if isinstance(one, LoadBlocks))
     assert rest.loads[0].copy == BlockCopy(3, 20, tuple(BlockRun(number, 1, 50) for number in range(10, 15)), 10)
     assert worker.held_back == ["r9"]
     assert Send(POOL, PrefixReleased(LEASE)) in worker.end_load(rest, 0.01)
@@ -299,8 +297,7 @@ def filled(worker: Worker) -> StorePrefixBlocks:
 
 
 def test_what_fills_is_offered_copied_and_reported(worker: Worker) -> None:
-    offered = filled(worker)
-    (part,) = offered.parts
+    (part,) = filled(worker).parts
     assert [(one.block_hash, one.packed_tokens) for one in part.blocks] == names()[:2]
     answer = ReservedPart(1, LEASE, blocks(31))
     (offload,) = worker.hear_pool(PrefixBlocksReserved((answer,)))

@@ -2,9 +2,8 @@
 
 from alignedserve.core.ids import BatchId
 from alignedserve.core.request import SampledToken
-from decode_worker.batching.begun import span_of
-from decode_worker.batching.running_batch import RunningBatch
-from decode_worker.state import Candidate, Loading, RunningRequest
+from decode_worker.batching.running_batch import RunningBatch, span_of
+from decode_worker.state import Candidate, LoadingCandidate, RunningRequest
 from tests.support.samples import blocks, handoff, request
 
 
@@ -21,16 +20,8 @@ def append_token(running: RunningRequest) -> None:
 class RunningBatchHarness:
     """A running batch, here of at most three."""
 
-    def __init__(
-        self,
-        num_blocks: int,
-        max_running_requests: int = 3,
-    ) -> None:
-        self.batch = RunningBatch(
-            num_blocks=num_blocks,
-            block_size=4,
-            max_running_requests=max_running_requests,
-        )
+    def __init__(self, num_blocks: int, max_running_requests: int = 3) -> None:
+        self.batch = RunningBatch(num_blocks=num_blocks, block_size=4, max_running_requests=max_running_requests)
 
     def enter(self, name: str, prompt_len: int, max_tokens: int = 40) -> RunningRequest:
         one = candidate(name, prompt_len, max_tokens)
@@ -72,7 +63,7 @@ def test_what_is_being_copied_in_grows_too() -> None:
     first = candidate("r1", 7)
     taken = harness.batch.blocks_if_fits(first)
     assert taken is not None
-    harness.batch.load(Loading(first, taken))
+    harness.batch.load(LoadingCandidate(first, taken))
     assert harness.batch.blocks_if_fits(candidate("r2", 7)) is None
 
 
@@ -103,8 +94,7 @@ def test_blocks_on_their_way_out_count_as_coming() -> None:
 
 def test_a_request_that_is_about_to_enter_grows_within_its_addition() -> None:
     harness = RunningBatchHarness(3)
-    one = harness.enter_anyway("r1", 7)
-    append_token(one)
+    append_token(harness.enter_anyway("r1", 7))
     harness.batch.grow()
     changes = harness.batch.take_changes()
     assert changes.extensions == ()

@@ -14,7 +14,7 @@ from alignedserve.costmodel.model import CostModel
 from alignedserve.costmodel.work import IterationWork
 from alignedserve.messages.workers import ANY_LENGTH, PACKED_FROM, JoinedBatch
 from decode_worker.batching.running_batch import RunningBatch
-from decode_worker.batching.slack_packing import PATIENCE_S, Packing
+from decode_worker.batching.slack_packing import PATIENCE_S, SlackPack
 from decode_worker.state import Candidate
 from tests.harnesses.decode import BATCH, H1, H2, H3, DecodeHarness
 from tests.harnesses.scheduling import EasyCosts
@@ -46,7 +46,7 @@ class Worker:
     """A worker that runs requests of a hundred tokens, each with fifty more to come."""
 
     def __init__(self, *tpots: float | None, costs: CostModel | None = None) -> None:
-        packing = Packing(SHARE, costs or EasyCosts())
+        packing = SlackPack(SHARE, costs or EasyCosts())
         self.batch = RunningBatch(num_blocks=200, block_size=100, max_running_requests=90, packing=packing)
         for number, tpot_s in enumerate(tpots):
             self.run(candidate(f"running{number}", tpot_s=tpot_s))
@@ -99,7 +99,7 @@ def test_any_length_joins_where_attention_costs_the_sum_and_not_where_it_waits_f
 
 
 def test_a_worker_says_that_any_length_may_join_until_some_wait() -> None:
-    made = DecodeHarness(packing=Packing(SHARE, EasyCosts()), num_blocks=4, max_running_requests=8)
+    made = DecodeHarness(packing=SlackPack(SHARE, EasyCosts()), num_blocks=4, max_running_requests=8)
     made.enter(H1)  # which may come to fill the memory, so that no other enters
     assert told(made) == JoinedBatch(BATCH, PACKED_FROM, ANY_LENGTH)
     made.grant(H2, joins=BATCH)

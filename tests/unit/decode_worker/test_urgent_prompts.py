@@ -62,8 +62,7 @@ def test_without_the_rule_it_waits() -> None:
 
 
 def test_a_document_waits_for_the_end() -> None:
-    made = working()
-    assert runs(made.begin(request("d2", request_class=RequestClass.BEST_EFFORT))) == []
+    assert runs(working().begin(request("d2", request_class=RequestClass.BEST_EFFORT))) == []
 
 
 def test_a_pass_that_ends_before_it_could_stop_is_dealt_with_after_the_chat() -> None:

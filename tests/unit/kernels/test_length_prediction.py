@@ -8,7 +8,7 @@ import pytest
 from kernels.cpu import length_prediction
 from kernels.cpu.length_prediction import AdamState, can_descend, descend, hash_ngrams
 from router.prediction.encoders import KEY_LEN, HashedNgrams
-from router.prediction.mlp import LengthMlp
+from router.prediction.predictor import LengthMlp
 from tests.support.marks import each
 
 pytestmark = pytest.mark.skipif(not length_prediction.is_native(), reason="the native kernels are not built")

@@ -7,8 +7,7 @@ import pytest
 from alignedserve.core.errors import ConfigError
 from alignedserve.core.ids import RequestId
 from kvpool.policies import BATCH_FORMERS, make_batch_former
-from kvpool.policies.batch_former import AlignedBatch, BatchFormer, BatchLimits, LengthRange
-from kvpool.policies.fcfs import FcfsBatchFormer
+from kvpool.policies.batch_former import AlignedBatch, BatchFormer, BatchLimits, FcfsBatchFormer, LengthRange
 from kvpool.state import PooledRequest
 
 PLENTY = BatchLimits(max_blocks=10_000, max_requests=100)

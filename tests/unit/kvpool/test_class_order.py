@@ -59,8 +59,7 @@ def test_documents_join_the_lengths_of_the_last_chats_and_no_others() -> None:
 
 
 def test_no_document_joins_while_a_chat_of_other_lengths_waits() -> None:
-    former = former_with(("c1", 40), ("c2", 44), ("c3", 900), ("d1", 42))
-    assert take(former, BatchLimits(10, 5)) == "c1 c2"
+    assert take(former_with(("c1", 40), ("c2", 44), ("c3", 900), ("d1", 42)), BatchLimits(10, 5)) == "c1 c2"
 
 
 def test_a_batch_that_goes_before_documents_has_none() -> None:

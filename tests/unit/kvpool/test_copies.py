@@ -46,8 +46,7 @@ def test_what_is_read_is_not_given_up() -> None:
     made.hear(PREFILL, FetchCopy(R1, L2))
     made.reserve("r2", 7)
     assert made.reserve("r3", 1) == []
-    released = made.hear(PREFILL, LeasesReleased((handoff.lease_id,)))
-    assert released == [freed(0), *leased("r3", 3, 0)]
+    assert made.hear(PREFILL, LeasesReleased((handoff.lease_id,))) == [freed(0), *leased("r3", 3, 0)]
 
 
 def test_a_copy_is_evicted_for_one_that_does_not_wait() -> None:

@@ -36,8 +36,7 @@ def names(batch: AlignedBatch | None) -> str:
 
 
 def test_case_2_over_the_requests_as_well() -> None:
-    former = former_with(*lengths(2, 10, 34, 39, 44, 60))
-    assert names(former.form(BatchLimits(100, 3), SOON)) == "34 39 44"
+    assert names(former_with(*lengths(2, 10, 34, 39, 44, 60)).form(BatchLimits(100, 3), SOON)) == "34 39 44"
 
 
 def test_case_2_counts_requests_and_not_blocks() -> None:
@@ -46,13 +45,11 @@ def test_case_2_counts_requests_and_not_blocks() -> None:
 
 
 def test_case_2_ties_go_to_the_left() -> None:
-    former = former_with(*lengths(50, 60, 2, 10))
-    assert names(former.form(BatchLimits(2, 100), SOON)) == "2 10"
+    assert names(former_with(*lengths(50, 60, 2, 10)).form(BatchLimits(2, 100), SOON)) == "2 10"
 
 
 def test_case_3_takes_the_nearest_first_on_the_right() -> None:
-    former = former_with(*lengths(33, 34, 38, 41, 45))
-    assert names(former.form(BatchLimits(4, 100, 3), SOON)) == "33 34 38"
+    assert names(former_with(*lengths(33, 34, 38, 41, 45)).form(BatchLimits(4, 100, 3), SOON)) == "33 34 38"
 
 
 def test_case_3_climbs_when_the_siblings_are_not_enough() -> None:
@@ -116,8 +113,7 @@ def test_one_larger_than_the_limit_blocks_no_other_and_is_not_forgotten() -> Non
 
 
 def test_a_crowd_larger_than_the_limit_is_no_density() -> None:
-    giants = tuple(request(f"giant{number}", 50, num_blocks=9) for number in range(5))
-    former = former_with(*giants, *lengths(2, 10))
+    former = former_with(*tuple(request(f"giant{number}", 50, num_blocks=9) for number in range(5)), *lengths(2, 10))
     assert names(former.form(BatchLimits(8, 100), SOON)) == "2 10"
 
 

@@ -1,37 +1,44 @@
 """The KV pool: batches that it forms and grants, and what it tells of the lengths that wait."""
 
 from alignedserve.core.ids import BatchId, RequestId, WorkerName
+from alignedserve.core.lifecycle import epoch_end
 from alignedserve.core.request import Slo
 from alignedserve.messages.caches import (
     BatchGranted,
+    BlockRun,
+    CopyGranted,
+    CopyMissing,
     DecodePace,
+    FetchCopy,
+    LeasesReleased,
 )
 from alignedserve.messages.cluster_view import MAX_RANGES, FormedBatch, LengthLeaf, LengthTree, tree_of
 from alignedserve.messages.events import PeerDisconnected, Send, Ticked
 from alignedserve.messages.fields import NO_BATCH
 from alignedserve.messages.handshake import Role
-from alignedserve.messages.pools import (
-    BatchFormed,
-    FormBatch,
-)
+from alignedserve.messages.pools import BatchFormed, DropRequest, FormBatch
 from alignedserve.messages.workers import JoinedBatch
-from kvpool.logic import PoolCommand
+from kvpool.logic import LINK_WAIT_S, PoolCommand
 from kvpool.policies import make_batch_former
 from kvpool.policies.batch_former import BatchFormer
 from kvpool.policies.density_first import DensityFirstBatchFormer, DensityFirstConfig
 from kvpool.quad_tree import QuadTree
-from kvpool.state import PooledRequest
-from kvpool.waiting_forms import LINK_WAIT_S
+from kvpool.state import PooledRequest, SetBlockGeneration
 from tests.harnesses.pool import (
     ASKED,
     BATCH,
     FORM,
+    L1,
     PoolHarness,
+    freed,
     grants,
     handoff_of,
+    reserved,
+    taken,
+    written,
 )
 from tests.support.marks import each
-from tests.support.samples import DECODE, R1, R2, R3, ROUTER, epoch, request
+from tests.support.samples import DECODE, PREFILL, R1, R2, R3, ROUTER, epoch, request
 
 
 def density_first() -> BatchFormer:
@@ -179,8 +186,7 @@ def test_a_tree_with_many_is_told_as_coarsely_as_it_takes(step: int) -> None:
 
 
 def test_the_pool_tells_its_lengths_and_its_last_batch() -> None:
-    former = DensityFirstBatchFormer(DensityFirstConfig(block_size=4, max_context_len=64))
-    made = PoolHarness(former)
+    made = PoolHarness(DensityFirstBatchFormer(DensityFirstConfig(block_size=4, max_context_len=64)))
     made.pool("r1", 2)
     waiting = made.lengths
     assert waiting is not None
@@ -190,3 +196,62 @@ def test_the_pool_tells_its_lengths_and_its_last_batch() -> None:
     assert made.lengths is not None
     assert isinstance(made.lengths.formed, FormedBatch)
     assert (made.lengths.formed.batch_id, made.lengths.formed.worker) == (BatchId(1), DECODE)
+
+
+def made() -> PoolHarness:
+    """r1 is there, in blocks 0 and 1, written by the worker named PREFILL."""
+    pool = PoolHarness(takes_requests=False)
+    pool.pool("r1", 2)
+    return pool
+
+
+def test_its_length_is_in_the_tree_and_no_router_hears_of_it() -> None:
+    pool = PoolHarness(takes_requests=False)
+    pool.reserve("r1", 2)
+    assert pool.hear(PREFILL, written("r1", reserved("r1", 1, 0, 1))) == [taken("r1", is_accepted=True)]
+    assert list(pool.logic._pooled) == [R1]
+
+
+def test_the_worker_that_wrote_it_gets_it_back_and_no_copy_stays() -> None:
+    pool = made()
+    (answer,) = pool.hear(PREFILL, FetchCopy(R1, L1))
+    assert isinstance(answer, Send)
+    assert isinstance(answer.message, CopyGranted)
+    handoff = answer.message.handoff
+    assert (handoff.request.request_id, answer.message.attempt) == (R1, L1)
+    assert pool.hear(PREFILL, LeasesReleased((handoff.lease_id,))) == [freed(0, 1)]
+
+
+def test_another_worker_gets_nothing() -> None:
+    assert made().hear(DECODE, FetchCopy(R1, L1)) == [Send(DECODE, CopyMissing(R1, L1))]
+
+
+def test_with_its_worker_its_blocks_are_free() -> None:
+    assert made().lose(PREFILL) == [freed(0, 1)]
+
+
+def test_one_that_has_ended_is_dropped() -> None:
+    assert made().hear(PREFILL, DropRequest(R1, epoch_end(L1))) == [freed(0, 1)]
+
+
+def test_one_that_ends_while_it_is_read_is_free_when_it_was() -> None:
+    pool = made()
+    (answer,) = pool.hear(PREFILL, FetchCopy(R1, L1))
+    assert isinstance(answer, Send)
+    assert isinstance(answer.message, CopyGranted)
+    assert pool.hear(PREFILL, DropRequest(R1, epoch_end(L1))) == []
+    assert pool.hear(PREFILL, LeasesReleased((answer.message.handoff.lease_id,))) == [freed(0, 1)]
+
+
+def test_a_router_that_is_new_changes_nothing() -> None:
+    pool = made()
+    pool.lose("router")
+    assert [one for one in pool.link("router", Role.ROUTER) if isinstance(one, SetBlockGeneration)] == []
+    assert list(pool.logic._pooled) == [R1]
+
+
+def test_blocks_that_were_reserved_and_not_needed_are_free() -> None:
+    pool = PoolHarness(takes_requests=False)
+    pool.reserve("r1", 3)
+    message = written("r1", reserved("r1", 1, 0, 1, 2), context_len=8, runs=(BlockRun(0, 2, 99),))
+    assert pool.hear(PREFILL, message) == [taken("r1", is_accepted=True), freed(2)]

@@ -21,13 +21,7 @@ from alignedserve.messages.caches import (
 from alignedserve.messages.events import Send, Ticked
 from alignedserve.messages.gateways import SubmitRequest
 from alignedserve.messages.handshake import Role
-from alignedserve.messages.pools import (
-    CopyLost,
-    DropRequest,
-    PoolLoad,
-    PoolRegistered,
-    RequestPooled,
-)
+from alignedserve.messages.pools import CopyLost, DropRequest, PoolLoad, PoolRegistered, RequestPooled
 from kvpool.lease_table import LeaseTable
 from kvpool.state import Lease, LeaseStage, Reservation
 from tests.harnesses.pool import (

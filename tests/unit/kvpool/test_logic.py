@@ -1,28 +1,24 @@
 """The KV pool, decision by decision: eight blocks of four tokens, leases of ten seconds."""
 
 import tracemalloc
+from pathlib import Path
 from typing import Any
 
+import pytest
+
+from alignedserve.config.sections import BatchingConfig, PoolConfig
+from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.ids import LeaseId
 from alignedserve.messages.caches import BlockRun, BlocksTaken, CancelReservation, ReservationRefused, ReserveBlocks
 from alignedserve.messages.events import Received, Send, Ticked
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.pools import PoolLoad, PoolRegistered
+from alignedserve.process.addresses import AddressBook
+from alignedserve.process.process_spec import POOL, ProcessSpec
 from kvpool.logic import PoolLogic
-from kvpool.policies.fcfs import FcfsBatchFormer
-from tests.harnesses.pool import (
-    ARENA,
-    FORM,
-    L1,
-    L2,
-    PoolHarness,
-    freed,
-    grants,
-    leased,
-    reserved,
-    taken,
-    written,
-)
+from kvpool.policies.batch_former import FcfsBatchFormer
+from kvpool.service import KvPool
+from tests.harnesses.pool import ARENA, FORM, L1, L2, PoolHarness, freed, grants, leased, reserved, taken, written
 from tests.support.marks import each
 from tests.support.samples import PREFILL, R1, R2, R3, ROUTER, request
 
@@ -174,3 +170,29 @@ def test_a_worker_that_does_not_hold_the_lease_cannot_write_it() -> None:
     made.reserve("r1", 2)
     content = written("r1", reserved("r1", 1, 0, 1))
     assert made.hear("prefill-1", content) == [Send("prefill-1", BlocksTaken(R1, L1, is_accepted=False))]
+
+
+class _EmptyDirectory:
+    """No process has published where it is."""
+
+    def publish(self, name: str, entry: str) -> None:
+        """See Directory."""
+
+    def look_up(self, name: str) -> str | None:
+        """See Directory."""
+
+
+def test_no_memory_is_left_when_the_address_of_its_node_cannot_be_listened_at(tmp_path: Path) -> None:
+    # An address for documentation, which no host has.
+    book = AddressBook(tmp_path, "node", "192.0.2.1", _EmptyDirectory(), has_tls=False)
+    process_spec = ProcessSpec(Role.KV_POOL, POOL, "test", b"secret", 5.0, book, tmp_path)
+    path = tmp_path / "pool.arena"
+    with pytest.raises(OSError, match="assign"):
+        KvPool(
+            config=PoolConfig(memory_bytes=1 << 20),
+            batching=BatchingConfig(),
+            layout=BlockLayout(16, 1, 1, 4, "float16"),
+            arena_path=path,
+            process_spec=process_spec,
+        )
+    assert not path.exists()

@@ -78,8 +78,7 @@ def test_a_new_block_gets_a_place_and_is_lent_when_it_is_written(pool: Pool) -> 
 
 def test_of_what_follows_only_the_rest_is_lent(pool: Pool) -> None:
     pool.store(LONG)
-    found = pool.find(LONG, 4)
-    assert found.copy == BlockCopy(2, 8, (BlockRun(4, 1, 104), BlockRun(5, 1, 105)), 4)
+    assert pool.find(LONG, 4).copy == BlockCopy(2, 8, (BlockRun(4, 1, 104), BlockRun(5, 1, 105)), 4)
 
 
 def test_a_context_that_forks_shares_the_beginning(pool: Pool) -> None:
@@ -183,8 +182,7 @@ def test_damaged_blocks_leave_with_their_last_reader_and_are_written_again(pool:
 
 
 def test_a_context_longer_than_the_pool_is_kept_as_far_as_it_fits(pool: Pool) -> None:
-    part = pool.store(chain(*range(20)))
-    assert len(part.block_ids) == 8
+    assert len(pool.store(chain(*range(20))).block_ids) == 8
     assert len(pool.find(chain(*range(20))).packed_tokens) == 8
 
 

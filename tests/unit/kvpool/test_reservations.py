@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from alignedserve.core.ids import RequestId
-from kvpool.reservations import WaitingReservations
+from kvpool.lease_table import WaitingReservations
 from kvpool.state import Reservation
 
 

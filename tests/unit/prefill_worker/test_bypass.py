@@ -1,12 +1,7 @@
 """An urgent request goes straight to a decode worker, and to the pool only as a copy."""
 
 from alignedserve.core.ids import LeaseId, WorkerName
-from alignedserve.messages.caches import (
-    BlocksReserved,
-    BlocksTaken,
-    ReservationRefused,
-    ReserveBlocks,
-)
+from alignedserve.messages.caches import BlocksReserved, BlocksTaken, ReservationRefused, ReserveBlocks
 from alignedserve.messages.events import PeerDisconnected, Send
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import CloseBuffer

@@ -6,9 +6,7 @@ from alignedserve.messages.events import PeerConnected, SendTo, Ticked
 from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.gateways import PromptScored, TokenDelta
 from alignedserve.messages.handshake import Role
-from alignedserve.messages.iterations import (
-    PromptScores,
-)
+from alignedserve.messages.iterations import PromptScores
 from alignedserve.messages.workers import AttemptFailed, PrefillCompleted, RequestFinished, WorkerLoad
 from alignedserve.scheduling.iteration_scheduler import FcfsIterationScheduler
 from prefill_worker.logic import PrefillLogic
@@ -36,10 +34,7 @@ from tests.support.samples import POOL, R1, REPLY_TO, ROUTER, request
 
 def test_the_router_is_told_what_this_worker_is_and_what_it_holds() -> None:
     logic = PrefillLogic(
-        registered=REGISTERED,
-        max_running_requests=3,
-        scheduler=FcfsIterationScheduler(10),
-        eos_token_ids=frozenset(),
+        registered=REGISTERED, max_running_requests=3, scheduler=FcfsIterationScheduler(10), eos_token_ids=frozenset()
     )
     assert logic.on_event(PeerConnected(Role.ROUTER, ROUTER), 0.0) == [
         to_router(REGISTERED),
@@ -85,9 +80,7 @@ def test_jobs_that_do_not_fit_wait_and_are_not_overtaken() -> None:
 def test_a_context_larger_than_this_worker_fails_instead_of_blocking_the_line() -> None:
     made = PrefillHarness()
     reason = "its context needs more cache blocks than a prefill worker has"
-    assert made.begin(request(prompt_len=49)) == [
-        to_router(AttemptFailed(R1, 1, FailureKind.UNSERVABLE, reason)),
-    ]
+    assert made.begin(request(prompt_len=49)) == [to_router(AttemptFailed(R1, 1, FailureKind.UNSERVABLE, reason))]
     assert made.begin(request("r2")) == [run(added(request("r2"), 0), slices={"r2": 4})]
 
 
@@ -153,6 +146,6 @@ def test_what_the_pool_did_not_take_is_reserved_again() -> None:
 def test_a_pool_that_is_too_small_fails_the_request() -> None:
     made = leaving()
     assert made.hear(ReservationRefused(R1, 1), POOL) == [
-        to_router(AttemptFailed(R1, 1, FailureKind.UNSERVABLE, "the KV pool is too small for it")),
+        to_router(AttemptFailed(R1, 1, FailureKind.UNSERVABLE, "the KV pool is too small for it"))
     ]
     assert made.free_blocks() == 12

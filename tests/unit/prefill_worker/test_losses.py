@@ -9,9 +9,7 @@ from alignedserve.messages.events import PeerConnected, PeerDisconnected
 from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.gateways import AbortRequest
 from alignedserve.messages.handshake import Role
-from alignedserve.messages.iterations import (
-    MapArena,
-)
+from alignedserve.messages.iterations import MapArena
 from alignedserve.messages.workers import AttemptFailed, RequestPreempted
 from prefill_worker.logic import PrefillCommand
 from tests.harnesses.prefill import (

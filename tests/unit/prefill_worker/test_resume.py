@@ -43,8 +43,7 @@ def loading(generated: tuple[int, ...] = (7, 8)) -> LoadBlocks:
 
 
 def begun(num_cached: int) -> list[PrefillCommand]:
-    addition = added(request(), 0, 1, generated=HAS, num_cached=num_cached)
-    return [run(addition, slices={"r1": 7 - num_cached})]
+    return [run(added(request(), 0, 1, generated=HAS, num_cached=num_cached), slices={"r1": 7 - num_cached})]
 
 
 COMPUTES_ALL = begun(0)

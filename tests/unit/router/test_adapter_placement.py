@@ -8,8 +8,8 @@ from alignedserve.messages.gateways import ResumeRequest
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import AttemptFailed, DecodedRequest, PrefillCompleted, PrefillRequest, WorkerLoad
+from router.prefix_index import AdapterIndex
 from router.state import WorkerRecord
-from router.workers.adapter_index import AdapterIndex
 from tests.harnesses.router import RouterHarness
 from tests.support.samples import GATEWAY, R1, epoch, request, worker
 

@@ -5,7 +5,7 @@ from typing import Any
 from alignedserve.core.ids import BatchId, RequestId
 from alignedserve.core.request import Request, RequestClass, Slo
 from alignedserve.messages.workers import ANY_LENGTH, PACKED_FROM, JoinedBatch, WorkerLoad
-from router.policies.bypass import DirectHandoff, PackedBypass, UrgentBypass
+from router.policies import DirectHandoff, PackedBypass, UrgentBypass
 from router.state import WorkerRecord
 from tests.support.marks import each
 from tests.support.samples import R1, R2, request, worker

@@ -273,8 +273,7 @@ def test_a_request_that_found_no_space_there_is_pooled_as_any_other() -> None:
 def test_the_decode_worker_is_lost_perhaps_with_a_request_that_skipped_the_pool() -> None:
     made = urgent_router()
     made.submit(urgent())
-    interrupted = made.lose(DECODE)
-    assert [command.message for command in interrupted] == [INTERRUPTED.message, type(INTERRUPTED.message)(R2)]
+    assert [command.message for command in made.lose(DECODE)] == [INTERRUPTED.message, type(INTERRUPTED.message)(R2)]
 
 
 @each("handoff_refused", [False, True])

@@ -14,7 +14,7 @@ from alignedserve.messages.pools import (
     RequestPooled,
 )
 from alignedserve.messages.workers import AttemptFailed, PrefillCompleted, RequestFinished, RequestPreempted
-from router.policies.prefill_order import FcfsOrder
+from router.policies import FcfsOrder
 from tests.harnesses.router import (
     ASKED,
     BATCH,

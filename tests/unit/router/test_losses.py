@@ -10,21 +10,9 @@ from alignedserve.core.request import Slo
 from alignedserve.messages.caches import BlocksTaken
 from alignedserve.messages.events import Send
 from alignedserve.messages.fields import FailureKind
-from alignedserve.messages.gateways import (
-    AbortRequest,
-    RequestFailed,
-    ResumeRequest,
-    SubmitRequest,
-)
+from alignedserve.messages.gateways import AbortRequest, RequestFailed, ResumeRequest, SubmitRequest
 from alignedserve.messages.handshake import Role
-from alignedserve.messages.pools import (
-    BatchFormed,
-    BatchReceived,
-    CopyKept,
-    CopyLost,
-    PoolRegistered,
-    RequestPooled,
-)
+from alignedserve.messages.pools import BatchFormed, BatchReceived, CopyKept, CopyLost, PoolRegistered, RequestPooled
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import (
     AttemptFailed,
@@ -237,8 +225,7 @@ def test_the_worker_that_was_to_take_a_request_over_is_lost() -> None:
 
 
 def test_a_copy_lost_with_its_receiver() -> None:
-    made = granted()
-    assert made.hear(POOL, CopyLost(R1, GRANTED)) == [INTERRUPTED]
+    assert granted().hear(POOL, CopyLost(R1, GRANTED)) == [INTERRUPTED]
 
 
 def test_a_copy_lost_after_it_arrived_may_be_lost_on_its_way_back() -> None:

@@ -1,15 +1,22 @@
 """The router refuses chats while those that it has accepted wait too long already."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from alignedserve.core.ids import RequestId
 from alignedserve.core.lifecycle import Stage
-from alignedserve.core.request import Slo
-from router.overload import WaitingChats
-from router.state import TrackedRequest
+from alignedserve.core.request import RequestClass, Slo
+from alignedserve.messages.gateways import ResumeRequest
+from alignedserve.messages.pools import PoolRegistered
+from alignedserve.messages.workers import PrefillCompleted, PrefillRequest, WorkerLoad
+from router.admission import WaitingChats
+from router.policies import FcfsOrder, PrefillOrder
+from router.state import DispatchedPrefill, TrackedRequest, WorkerRecord
+from tests.harnesses.router import RouterHarness, connected_router
 from tests.support.marks import each
-from tests.support.samples import GATEWAY, PREFILL, request
+from tests.support.samples import GATEWAY, POOL, PREFILL, epoch, request, worker
 
 LONGEST_S = 40.0
 LOOSE = Slo(ttft_s=1000.0)
@@ -122,3 +129,166 @@ def test_without_a_longest_wait_nobody_is_refused() -> None:
     chats.come(1000)
     chats.go_on(0, 100)
     assert chats.retry_after_s(100.0) is None
+
+
+FIRST, SECOND = "decode-0", "decode-1"
+CHAT = DispatchedPrefill(1, 3000, is_real_time=True)
+BATCH: dict[str, Any] = {"request_class": RequestClass.BEST_EFFORT, "slo": Slo()}
+
+
+def record() -> WorkerRecord:
+    return WorkerRecord(FIRST, worker(can_prefill=True), WorkerLoad(prompt_tokens_per_s=5000))
+
+
+def waits_s(of: WorkerRecord) -> tuple[float, float]:
+    """Return the waits of a real-time prompt, and of another."""
+    return of.wait_s(is_real_time=True), of.wait_s(is_real_time=False)
+
+
+def test_prompts_take_the_time_of_their_tokens() -> None:
+    one = record()
+    assert waits_s(one) == (0.0, 0.0)
+    one.start_prefill(RequestId("r1"), CHAT)
+    assert waits_s(one) == (0.6, 0.6)
+
+
+def test_real_time_passes_best_effort() -> None:
+    one = record()
+    one.start_prefill(RequestId("r1"), DispatchedPrefill(1, 2000))
+    assert waits_s(one) == (0.0, 0.4)
+
+
+def test_and_what_is_late() -> None:
+    one = record()
+    one.start_prefill(RequestId("r1"), CHAT)
+    one.note_late(RequestId("r1"), attempt=2)  # another one's
+    assert waits_s(one) == (0.6, 0.6)
+    one.note_late(RequestId("r1"), attempt=1)
+    one.note_late(RequestId("r1"), attempt=1)
+    assert waits_s(one) == (0.0, 0.6)
+    one.end_prefill(RequestId("r1"))
+    assert (waits_s(one), one.num_late_tokens, one.late) == ((0.0, 0.0), 0, {})
+
+
+def test_a_worker_that_tells_no_speed_counts_tokens() -> None:
+    silent = WorkerRecord(FIRST, worker(can_prefill=True))
+    silent.start_prefill(RequestId("r1"), CHAT)
+    assert waits_s(silent) == (3000.0, 3000.0)
+
+
+def two_workers(*speeds: int) -> RouterHarness:
+    made = silent_workers(can_move=True)
+    for name, speed in zip((FIRST, SECOND), speeds or (1000, 1000), strict=True):
+        made.hear(name, WorkerLoad(prompt_tokens_per_s=speed))
+    return made
+
+
+def silent_workers(order: PrefillOrder | None = None, **facts: Any) -> RouterHarness:
+    """Build two workers that do not tell their speed."""
+    made = RouterHarness(order=order)
+    made.hear(POOL, PoolRegistered(1000))
+    for name in (FIRST, SECOND):
+        made.hear(name, worker(can_prefill=True, num_blocks=1000, **facts))
+    return made
+
+
+def target(made: RouterHarness, name: str, prompt_len: int, **facts: Any) -> str:
+    (peer,) = [
+        one.peer for one in made.submit(request(name, prompt_len=prompt_len, **facts)) if _is_prompt(one.message)
+    ]
+    return peer
+
+
+def _is_prompt(message: object) -> bool:
+    return isinstance(message, PrefillRequest)
+
+
+def test_a_worker_that_leaves_the_order_alone() -> None:
+    one = WorkerRecord(FIRST, worker(can_prefill=True, is_fcfs=True), WorkerLoad(prompt_tokens_per_s=5000))
+    one.start_prefill(RequestId("r1"), DispatchedPrefill(1, 2000))
+    assert waits_s(one) == (0.4, 0.4)
+
+
+@each("make", [two_workers, silent_workers], ids=["elastic", "colocated"])
+def test_chat_goes_where_only_documents_wait(make: Callable[[], RouterHarness]) -> None:
+    made = make()
+    assert target(made, "r0", 500, **BATCH) == FIRST
+    assert target(made, "r1", 300) == FIRST
+    assert target(made, "r2", 100) == SECOND
+
+
+def test_chat_goes_to_the_prefill_worker_with_no_chat_and_of_equals_with_the_fewest_tokens() -> None:
+    made = silent_workers(can_decode=False)
+    assert target(made, "r0", 500, **BATCH) == FIRST
+    assert target(made, "r1", 300) == SECOND
+    assert target(made, "r2", 100) == FIRST
+
+
+def test_documents_count_where_no_policy_lets_chat_pass_them() -> None:
+    made = silent_workers(FcfsOrder())
+    assert target(made, "r0", 500, **BATCH) == FIRST
+    assert target(made, "r1", 300) == SECOND
+    assert target(made, "r2", 100) == SECOND
+
+
+def test_a_document_goes_where_least_waits_in_all() -> None:
+    made = two_workers()
+    assert target(made, "r0", 500) == FIRST
+    assert target(made, "r1", 400, **BATCH) == SECOND
+    assert target(made, "r2", 300, **BATCH) == SECOND
+
+
+def test_fewer_tokens_may_take_longer() -> None:
+    made = two_workers(250, 1000)
+    assert target(made, "r0", 100) == FIRST
+    assert target(made, "r1", 300) == SECOND
+    assert target(made, "r2", 100) == SECOND
+
+
+def test_a_prompt_that_is_late_keeps_no_other_away() -> None:
+    made = two_workers()
+    assert target(made, "r0", 500, slo=Slo(ttft_s=1.0)) == FIRST
+    assert target(made, "r1", 300, slo=Slo(ttft_s=100.0)) == SECOND
+    made.now = 50.0
+    assert target(made, "r2", 100) == FIRST
+    made.hear(FIRST, PrefillCompleted(RequestId("r0"), epoch(1), 500))
+    assert made.logic._placement.workers[FIRST].num_late_tokens == 0
+
+
+def test_late_prompts_at_a_prefill_worker_keep_no_chat_on_time_in_the_queue() -> None:
+    made = connected_router(max_prefill_tokens_per_worker=10)
+    made.submit(request("late", prompt_len=10, slo=Slo(ttft_s=1.0)))
+    made.now = 5.0
+    assert not made.submit(request("too", prompt_len=10, slo=Slo(ttft_s=1.0)))  # late itself: it waits for the other
+    (given,) = made.submit(request("chat", prompt_len=10, arrival_s=5.0, slo=Slo(ttft_s=1.0)))
+    assert isinstance(given.message, PrefillRequest)
+    assert given.message.request.request_id == "chat"
+    assert not made.submit(request("next", prompt_len=10, arrival_s=5.0, slo=Slo(ttft_s=1.0)))  # for the last one
+
+
+def test_documents_leave_places_of_a_worker_to_chat() -> None:
+    held = WorkerRecord("worker-0", worker(can_prefill=True, max_running_requests=16))
+    held.decoding |= {RequestId(f"document{number}") for number in range(14)}
+
+    def has_room(*, leaves_room: bool) -> bool:
+        return held.has_room(10, 8192, beside=None, leaves_room=leaves_room)
+
+    assert not has_room(leaves_room=True)
+    assert has_room(leaves_room=False)
+    held.decoding.pop()
+    assert has_room(leaves_room=True)
+
+
+def test_chat_without_any_objective_goes_after_chat_that_has_one_and_before_documents() -> None:
+    made = connected_router(max_prefill_tokens_per_worker=10)
+    made.submit(request("running", prompt_len=10))
+    plain, document = request("plain"), request("document", request_class=RequestClass.BEST_EFFORT)
+    resumed = request("resumed")
+    for one in (document, plain):
+        made.submit(one)
+    made.hear(GATEWAY, ResumeRequest(resumed, (7,)))
+    made.now = 5.0
+    made.submit(request("chat", arrival_s=5.0, slo=Slo(ttft_s=9.0)))
+    queue = made.logic.records.registry.queue
+    places = {one: queue.num_before(RequestId(one), made.now) for one in ("resumed", "chat", "plain", "document")}
+    assert places == {"resumed": 0, "chat": 1, "plain": 2, "document": 3}

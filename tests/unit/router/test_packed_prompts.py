@@ -5,10 +5,8 @@ from typing import Any
 from alignedserve.core.ids import BatchId, RequestId
 from alignedserve.core.lifecycle import Stage
 from alignedserve.messages.workers import ANY_LENGTH, PACKED_FROM, JoinedBatch, WorkerLoad
-from router.pool_records import PooledRecord, PoolRecord
-from router.prefills.look_ahead import is_decoded_soon
-from router.prefills.promised_room import PromisedRoom
-from router.state import TrackedRequest, WorkerRecord
+from router.prefill_choice import PromisedRoom, is_decoded_soon
+from router.state import PooledRecord, PoolRecord, TrackedRequest, WorkerRecord
 from tests.support.samples import DECODE, GATEWAY, POOL, PREFILL, R1, request, worker
 
 SOME = JoinedBatch(BatchId(1), 32, 48)

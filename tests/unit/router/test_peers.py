@@ -1,6 +1,7 @@
 """What a new router takes over from workers, and the peers that it tells decode workers of."""
 
-from alignedserve.core.ids import WorkerName
+from alignedserve.config.sections import BatchingConfig
+from alignedserve.core.ids import RequestId, WorkerName
 from alignedserve.messages.events import Send
 from alignedserve.messages.gateways import AbortRequest, ClusterStatus, RequestInterrupted, ResumeRequest
 from alignedserve.messages.handshake import Role
@@ -16,6 +17,7 @@ from alignedserve.messages.workers import (
     WorkerLoad,
     WorkerRegistered,
 )
+from router.placement import Placement
 from tests.harnesses.router import ASKED, BATCH, DISPATCHED, POOLED, RouterHarness, aborted
 from tests.support.samples import DECODE, GATEWAY, POOL, PREFILL, R1, epoch, request, worker
 
@@ -101,8 +103,7 @@ def test_what_was_computed_elsewhere_meanwhile_is_released() -> None:
 
 
 def test_tokens_that_the_client_lacks_are_computed_again() -> None:
-    made = new_router(decoded(num_received=3))
-    commands = resume(made, 8, 9)
+    commands = resume(new_router(decoded(num_received=3)), 8, 9)
     assert commands[0] == aborted(DECODE, 7)
     assert dispatched(commands) == [DECODE]
 
@@ -116,8 +117,7 @@ def test_what_no_gateway_resumes_is_released_after_a_while() -> None:
 
 
 def test_what_the_client_gave_up_is_released_at_once() -> None:
-    made = new_router(decoded())
-    assert made.hear(GATEWAY, AbortRequest(R1)) == [aborted(DECODE, 7)]
+    assert new_router(decoded()).hear(GATEWAY, AbortRequest(R1)) == [aborted(DECODE, 7)]
 
 
 def test_what_has_ended_meanwhile_is_not_adopted() -> None:
@@ -229,3 +229,67 @@ def test_a_pool_of_its_own_node_is_not_named_to_a_worker() -> None:
     router.submit(request())
     router.hear(PREFILL, PrefillCompleted(R1, DISPATCHED, 4))
     assert [command.peer for command in router.hear(POOL, RequestPooled(R1, POOLED, 4, 1))] == [POOL]
+
+
+NAMES = ("decode-0", "decode-1", "decode-2")
+
+
+def placement(*names: str, num_active: int = 2) -> Placement:
+    made = Placement(max_candidate_requests=0, batching=BatchingConfig())
+    for name in names:
+        made.register(name, worker(can_prefill=True, num_active=num_active))
+    return made
+
+
+def resting(made: Placement) -> list[str]:
+    return [name for name, worker in made.workers.items() if worker.is_draining]
+
+
+def test_without_standbys_all_have_work() -> None:
+    assert resting(placement(*NAMES, num_active=0)) == []
+
+
+def test_the_last_one_to_come_stands_by_and_gets_nothing() -> None:
+    made = placement(*NAMES)
+    assert resting(made) == ["decode-2"]
+    assert not made.can_prefill_now(made.workers["decode-2"])
+    assert made.can_prefill_now(made.workers["decode-1"])
+
+
+def test_it_takes_the_place_of_one_that_is_lost_which_stands_by_when_it_is_back() -> None:
+    made = placement(*NAMES)
+    made.remove("decode-0")
+    assert resting(made) == []
+    assert made.can_prefill_now(made.workers["decode-2"])
+    made.register("decode-0", worker(can_prefill=True, num_active=2))
+    assert resting(made) == ["decode-0"]
+
+
+def test_it_takes_the_place_of_one_that_drains_for_as_long() -> None:
+    made = placement(*NAMES)
+    made.set_draining(["decode-1"])
+    assert resting(made) == ["decode-1"]
+    made.set_draining([])
+    assert resting(made) == ["decode-2"]
+
+
+def test_a_standby_that_drains_takes_no_place() -> None:
+    made = placement(*NAMES)
+    made.set_draining(["decode-2"])
+    made.remove("decode-0")
+    assert resting(made) == ["decode-2"]
+
+
+def test_whoever_decodes_has_work_also_where_a_router_is_new() -> None:
+    made = placement("decode-2", "decode-1")  # whichever comes first
+    held = (DecodedRequest(RequestId("r"), 1, 0),)
+    made.register("decode-0", worker(can_prefill=True, num_active=2, decoding=held))
+    assert "decode-0" not in resting(made)
+    assert len(resting(made)) == 1
+
+
+def test_each_node_has_standbys_of_its_own() -> None:
+    made = Placement(max_candidate_requests=0, batching=BatchingConfig())
+    for name, pool in zip(NAMES, ("pool-0", "pool-0", "pool-1"), strict=True):
+        made.register(name, worker(can_prefill=True, num_active=1, pool_name=pool))
+    assert resting(made) == ["decode-1"]

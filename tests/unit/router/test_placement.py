@@ -1,10 +1,17 @@
 """The router's records of workers and pools, and FormBatch on behalf of decode workers."""
 
+from alignedserve.core.ids import RequestId
 from alignedserve.core.lifecycle import Stage
-from alignedserve.messages.pools import PoolLoad, PoolRegistered
-from alignedserve.messages.workers import WorkerLoad
+from alignedserve.core.request import RequestClass
+from alignedserve.messages.gateways import GatewayRegistered
+from alignedserve.messages.handshake import Role
+from alignedserve.messages.pools import PoolLoad, PoolRegistered, RequestPooled
+from alignedserve.messages.workers import PrefillCompleted, PrefillRequest, WorkerLoad
 from router.state import BatchKind, DispatchedPrefill, TrackedRequest
+from router.worker_orders import LongestContexts, is_as_free
 from tests.harnesses.placement import RUNNING, busy, decoding, empty_fleet, form, placement, pool_requests, refuse
+from tests.harnesses.router import RouterHarness
+from tests.support.marks import each
 from tests.support.samples import DECODE, GATEWAY, POOL, PREFILL, R1, epoch, request, worker
 
 # --- coming, going, counting
@@ -80,8 +87,7 @@ def test_workers_share_the_pool_fairly_and_the_emptiest_is_asked_first() -> None
 
 
 def test_a_worker_that_runs_too_few_gets_what_it_has_places_for() -> None:
-    where = busy(9, num_running=1)
-    assert where.batches_to_form(0.0) == form(1, 8, 4 + 2 - 3, 2)
+    assert busy(9, num_running=1).batches_to_form(0.0) == form(1, 8, 4 + 2 - 3, 2)
 
 
 def test_a_busy_worker_is_given_a_whole_batch_ahead_of_need() -> None:
@@ -136,8 +142,7 @@ def test_who_is_of_the_running_lengths_joins_when_there_is_no_batch_to_come() ->
 
 def test_no_request_joins_while_another_batch_has_waited_too_long() -> None:
     for now, expected in ((6.9, 1), (7.0, 0)):
-        where = busy(9, now=5.0, num_batch_candidates=3, running=RUNNING)
-        assert len(where.batches_to_form(now)) == expected
+        assert len(busy(9, now=5.0, num_batch_candidates=3, running=RUNNING).batches_to_form(now)) == expected
 
 
 def test_a_join_is_no_batch_of_its_own() -> None:
@@ -163,3 +168,121 @@ def test_chat_goes_where_least_chat_decodes_whatever_documents_do() -> None:
     other = where.least_loaded_prefiller()
     assert other is not None
     assert other.name == "elastic-0"
+
+
+HERE, THERE = "node-0", "node-1"
+NEAR, FAR = "decode-1", "decode-0"  # of equal workers the first by name is taken
+
+
+def two_nodes(**facts: int) -> RouterHarness:
+    """Build a gateway beside a colocated worker, and another worker elsewhere."""
+    made = RouterHarness()
+    made.hear(GATEWAY, GatewayRegistered(HERE))
+    for name, node in ((NEAR, HERE), (FAR, THERE)):
+        made.hear(name, worker(can_prefill=True, max_running_requests=16, node=node, **facts))
+    return made
+
+
+def prefill_nodes(allowance: int) -> RouterHarness:
+    """Build a gateway beside a prefill worker and its pool, and both elsewhere."""
+    made = RouterHarness(max_prefill_tokens_per_worker=allowance)
+    made.hear(GATEWAY, GatewayRegistered(HERE))
+    for name, pool, node in (("prefill-1", "pool-1", HERE), ("prefill-0", "pool-0", THERE)):
+        made.hear(pool, PoolRegistered(100))
+        made.hear(name, worker(can_prefill=True, can_decode=False, pool_name=pool, node=node))
+    return made
+
+
+def targets(made: RouterHarness, count: int, **changes: int) -> list[str]:
+    """Submit r0, r1 and so on; return who gets them."""
+    sent = [made.submit(request(f"r{number}", **changes)) for number in range(count)]
+    return [send.peer for sends in sent for send in sends if isinstance(send.message, PrefillRequest)]
+
+
+def test_equal_workers() -> None:
+    assert targets(two_nodes(), 1) == [NEAR]
+
+
+def test_a_gateway_that_is_nowhere_near() -> None:
+    made = two_nodes()
+    made.hear(GATEWAY, GatewayRegistered("node-7"))
+    assert targets(made, 1) == [FAR]
+
+
+def test_a_cluster_of_one_host_names_no_nodes() -> None:
+    made = RouterHarness()
+    made.hear(GATEWAY, GatewayRegistered(""))
+    for name in (NEAR, FAR):
+        made.hear(name, worker(can_prefill=True))
+    assert targets(made, 1) == [FAR]
+
+
+def test_a_gateway_that_has_not_registered_anew() -> None:
+    made = two_nodes()
+    made.lose(GATEWAY)
+    made.link(GATEWAY, Role.GATEWAY)
+    assert targets(made, 1) == [FAR]
+
+
+def test_one_request_more_is_about_as_free() -> None:
+    assert targets(two_nodes(), 4) == [NEAR, NEAR, FAR, NEAR]
+
+
+def test_the_bound_on_tokens() -> None:
+    assert is_as_free(300, 1, 44, 0)
+    assert not is_as_free(301, 1, 44, 0)
+
+
+@each(("requests", "near"), [(0, 1), (7, 8), (8, 10), (16, 19)])
+def test_the_bound_on_requests(requests: int, near: int) -> None:
+    assert is_as_free(0, near, 0, requests)
+    assert not is_as_free(0, near + 1, 0, requests)
+
+
+def test_a_prompt_that_the_near_worker_has_no_allowance_for() -> None:
+    assert targets(prefill_nodes(allowance=12), 3, prompt_len=8) == ["prefill-1", "prefill-0"]
+
+
+def test_documents_elsewhere_do_not_make_the_near_worker_of_chat_as_free() -> None:
+    made = two_nodes(num_blocks=1000)
+    assert targets(made, 1, prompt_len=400) == [NEAR]
+    made.submit(request("document", prompt_len=2000, request_class=RequestClass.BEST_EFFORT))
+    made.submit(request("chat", prompt_len=10))
+    assert made.logic._placement.workers[FAR].num_real_time_tokens == 10
+
+
+def test_a_near_node_that_has_more_to_decode() -> None:
+    made, chosen = prefill_nodes(allowance=1000), []
+    for number in range(3):
+        sent = made.submit(request(f"r{number}"))
+        chosen += [send.peer for send in sent if isinstance(send.message, PrefillRequest)]
+        made.hear(chosen[-1], PrefillCompleted(RequestId(f"r{number}"), epoch(number + 1), 4))
+        made.hear(f"pool-{chosen[-1][-1]}", RequestPooled(RequestId(f"r{number}"), epoch(number + 1, 1), 4, 1))
+    assert chosen == ["prefill-1", "prefill-1", "prefill-0"]
+
+
+def _longest(workers: LongestContexts, *, prompt_len: int) -> int:
+    """Return the longest context that fits, of a request with this prompt; 0: none does."""
+    fit = [count for count in range(1, 200) if workers.can_hold(request(prompt_len=prompt_len, max_tokens=count))]
+    return prompt_len + fit[-1] if fit else 0
+
+
+@each(("state_blocks", "longest"), [(0, 80), (3, 68), (20, 0)])
+def test_a_request_must_fit_some_decode_worker_beside_its_states(state_blocks: int, longest: int) -> None:
+    sizes = {
+        name: {"num_blocks": num_blocks, "state_blocks": state_blocks}
+        for name, num_blocks in (("decode_0", 20), ("decode_1", 10))
+    }
+    assert _longest(placement(**sizes).longest_contexts, prompt_len=4) == longest
+
+
+def test_a_prompt_must_fit_some_prefill_worker_and_its_answer_need_not() -> None:
+    where = placement(decode={})
+    where.register("prefill-0", worker(can_prefill=True, can_decode=False, num_blocks=5))
+    where.register("prefill-1", worker(can_prefill=True, can_decode=False, num_blocks=10))
+    assert _longest(where.longest_contexts, prompt_len=40) == 80
+    assert _longest(where.longest_contexts, prompt_len=41) == 0
+    where.remove("prefill-1")
+    assert _longest(where.longest_contexts, prompt_len=21) == 0
+    where.remove("prefill-0")
+    assert _longest(where.longest_contexts, prompt_len=41) == 80  # one may come

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from alignedserve.core.errors import ConfigError
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request, RequestClass, Slo
-from router.policies import make_prefill_order
-from router.policies.prefill_order import FcfsByClassOrder, FcfsOrder, LeastSlackOrder
+from router.policies import FcfsByClassOrder, FcfsOrder, LeastSlackOrder, make_prefill_order
 from router.prefill_queue import PrefillQueue
-from router.ranking import Ranking
+from router.state import Ranking
 from tests.support.marks import each
 from tests.support.samples import R1, R2, request
 

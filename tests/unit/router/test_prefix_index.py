@@ -10,8 +10,8 @@ from alignedserve.messages.handshake import Role
 from alignedserve.messages.pools import PoolRegistered
 from alignedserve.messages.prefixes import PrefixBlocksChanged
 from alignedserve.messages.workers import PrefillCompleted, PrefillRequest, WorkerLoad
+from router.prefix_index import PrefixIndex
 from router.state import DispatchedPrefill
-from router.workers.prefix_index import PrefixIndex
 from tests.harnesses.router import RouterHarness
 from tests.support.marks import each
 from tests.support.samples import GATEWAY, epoch, request, worker

@@ -7,7 +7,7 @@ from alignedserve.core.lifecycle import Stage
 from alignedserve.core.request import RequestClass, Slo
 from alignedserve.messages.request_notes import MAX_STANDINGS, Standing
 from alignedserve.messages.workers import PrefillCompleted
-from router.standings import standings_of
+from router.request_notes import standings_of
 from tests.harnesses.router import RouterHarness, connected_router, decoding, pooled, prefilling
 from tests.support.marks import each
 from tests.support.samples import DECODE, POOL, PREFILL, R1, request
@@ -94,8 +94,7 @@ def test_what_the_router_does_not_have_it_tells_nothing_of() -> None:
     made = decoding()
     assert standing_of(made, "unknown") is None
     made.lose(DECODE)
-    interrupted = standing_of(made, R1)
-    assert interrupted == Standing(R1, Stage.QUEUED)
+    assert standing_of(made, R1) == Standing(R1, Stage.QUEUED)
 
 
 def test_a_question_about_many_is_answered_for_the_first_few() -> None:

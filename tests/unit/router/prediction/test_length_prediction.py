@@ -10,18 +10,26 @@ import numpy as np
 import pytest
 
 from alignedserve.core.request import Request, RequestClass
-from router.policies.forecast import DrainForecast, OutputLengthForecast, doubled_past
-from router.prediction.encoders import KEY_LEN, WINDOW, HashedNgrams, PromptCode, Vector, normalised, window_of
-from router.prediction.mlp import LengthMlp
+from router.prediction.encoders import (
+    KEY_LEN,
+    WINDOW,
+    HashedNgrams,
+    PromptCode,
+    TokenEmbeddings,
+    Vector,
+    normalised,
+    window_of,
+)
 from router.prediction.predictor import (
     FinishedRequests,
+    LengthMlp,
+    LengthPrediction,
     LengthPredictor,
     LengthPrior,
-    Prediction,
     PredictionSource,
     PredictorConfig,
 )
-from router.prediction.token_embeddings import TokenEmbeddings
+from router.request_registry import DrainForecast, OutputLengthForecast, doubled_past
 from tests.support.marks import each
 from tests.support.models.tiny_gguf import HIDDEN, write_tiny_gguf
 from tests.support.samples import request
@@ -55,7 +63,7 @@ def learn(predictor: LengthPredictor, of: Request, output_len: int) -> None:
     predictor.learn(of, predictor.encode(of), output_len)
 
 
-def predict(predictor: LengthPredictor, of: Request) -> Prediction:
+def predict(predictor: LengthPredictor, of: Request) -> LengthPrediction:
     return predictor.predict(of, predictor.encode(of))
 
 
@@ -148,8 +156,7 @@ def test_a_prompt_of_one_token_has_a_code() -> None:
 
 
 def test_of_a_long_prompt_both_ends_count() -> None:
-    ids = range(2000)
-    assert list(window_of(ids)) == [*range(WINDOW // 2), *range(2000 - WINDOW // 2, 2000)]
+    assert list(window_of(range(2000))) == [*range(WINDOW // 2), *range(2000 - WINDOW // 2, 2000)]
     assert window_of(range(WINDOW)) == range(WINDOW)
 
 
@@ -182,8 +189,7 @@ def test_the_newest_replaces_the_oldest() -> None:
     for entries, output_len in (((1, 0), 10), ((4, 3), 20), ((0, 1), 30)):
         store.add(key(*entries), output_len)
     assert len(store) == 2
-    found = store.search(key(1, 0), num_wanted=8, least_similarity=-1.0)
-    assert found.output_lens.tolist() == [20.0, 30.0]
+    assert store.search(key(1, 0), num_wanted=8, least_similarity=-1.0).output_lens.tolist() == [20.0, 30.0]
 
 
 def test_what_is_learnt_from_is_bounded_by_bytes() -> None:

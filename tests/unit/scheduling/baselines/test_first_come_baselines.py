@@ -4,7 +4,7 @@ from typing import Any
 
 from alignedserve.core.ids import RequestId
 from alignedserve.scheduling.policies import policy_entry
-from router.policies.bypass import DirectHandoff
+from router.policies import DirectHandoff
 from router.state import WorkerRecord
 from tests.harnesses.scheduling import decision_of
 from tests.support.marks import each

@@ -15,12 +15,15 @@ left alone for `REST_S`, by when both have told their new loads.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import NamedTuple
+
+from typing_extensions import override
 
 from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.ids import RequestId
 from alignedserve.core.lifecycle import Stage
+from alignedserve.costmodel.hardware import LearnedLinks
 from router.state import TrackedRequest, WorkerRecord
 
 MAX_MOVES = 2
@@ -38,7 +41,7 @@ _SOON_S = 2.0  # prompts that a worker computes within this time are to find blo
 Requests = Mapping[RequestId, TrackedRequest]
 
 
-class Pair(NamedTuple):
+class WorkerPair(NamedTuple):
     """A worker that is short, and one of another node that has more."""
 
     giver: WorkerRecord
@@ -53,17 +56,13 @@ class PlannedMove(NamedTuple):
 
 
 class Leans:
-    """Chooses which decodes move, and where to."""
+    """Chooses which decodes move between the workers of a node, and where to."""
 
     def __init__(self) -> None:
         self._rests_until_s: dict[str, float] = {}
-        self.wished: Sequence[Pair] = ()  # workers of two nodes that are to have a link, as of the last turn
+        self.wished: Sequence[WorkerPair] = ()  # workers of two nodes that are to have a link, as of the last turn
 
     def moves(self, workers: Iterable[WorkerRecord], requests: Requests, now: float) -> list[PlannedMove]:
-        """Return the next moves: on each node, from one of its workers to another.
-
-        A worker with nothing that may leave keeps no other from giving.
-        """
         rested: dict[str, list[WorkerRecord]] = {}
         for worker in workers:
             if worker.registered.can_move and self._rests_until_s.get(worker.name, 0.0) <= now:
@@ -83,19 +82,15 @@ class Leans:
 def moves_for_time(
     near: Collection[WorkerRecord], able: Collection[WorkerRecord], requests: Requests
 ) -> list[PlannedMove]:
-    """Return moves from a worker whose decodes leave too little of its time to the one with most of it.
-
-    `able`: those that may take.
-    """
-    takers = sorted(able, key=lambda one: (one.lean, one.name), reverse=True)
+    takers = sorted(able, key=lambda worker: (worker.lean, worker.name), reverse=True)
     givers = [worker for worker in near if worker.prefilling or worker.lean < _SHORT]
-    for giver in sorted(givers, key=lambda one: (one.lean, one.name)):
+    for giver in sorted(givers, key=lambda worker: (worker.lean, worker.name)):
         receiver = next((taker for taker in takers if _has_time_for(taker, giver)), None)
         if receiver is None:
             continue
         surplus = len(giver.decoding) - len(receiver.decoding)
         count = min(max(int((receiver.lean - giver.lean) * _SHARE * len(giver.decoding)), 1), surplus // 2)
-        chosen = _that_fit(_latest(giver, requests), _spare(receiver), receiver.registered.block_size)
+        chosen = _fitting(_latest(giver, requests), _spare(receiver), receiver.registered.block_size)
         planned = [PlannedMove(request, receiver) for request in islice(chosen, max(count, 0))]
         if planned:
             return planned
@@ -115,16 +110,14 @@ def _prompts_s(worker: WorkerRecord) -> float:
 def moves_for_memory(
     near: Collection[WorkerRecord], able: Collection[WorkerRecord], requests: Requests
 ) -> list[PlannedMove]:
-    """Return moves from the worker that is shortest of blocks to the one with most of them.
-
-    `able`: those that may take.
-    """
-    told = [worker for worker in near if worker.load is not None]
-    receiver = max((worker for worker in able if worker in told), key=lambda one: (_spare(one), one.name), default=None)
+    loaded = [worker for worker in near if worker.load is not None]
+    receiver = max(
+        (worker for worker in able if worker in loaded), key=lambda worker: (_spare(worker), worker.name), default=None
+    )
     if receiver is None:
         return []
-    short = [worker for worker in told if worker.prefilling and _missing(worker) > 0]
-    for giver in sorted(short, key=lambda one: (-_missing(one), one.name)):
+    short = [worker for worker in loaded if worker.prefilling and _missing(worker) > 0]
+    for giver in sorted(short, key=lambda worker: (-_missing(worker), worker.name)):
         planned = [PlannedMove(request, receiver) for request in _to_free(giver, receiver, requests)]
         if planned:
             return planned
@@ -132,23 +125,19 @@ def moves_for_memory(
 
 
 def _to_free(giver: WorkerRecord, receiver: WorkerRecord, requests: Requests) -> Iterator[TrackedRequest]:
-    """Yield requests with as many blocks as the giver lacks, as far as the receiver can spare them.
-
-    The smallest that has as many, else the largest first: as little as possible is copied.
-    """
     missing, block_size = _missing(giver), receiver.registered.block_size
     apart = int(giver.registered.num_blocks * _BLOCKS_APART)
     spare = min(_spare(receiver), _num_free(receiver) - _num_free(giver) - apart)
     sizes = [(blocks_of(request, block_size), request) for request in _latest(giver, requests)]
     sizes.sort(key=lambda sized: (sized[0] < missing, abs(sized[0] - missing)))
-    for tracked in _that_fit([one for _, one in sizes], spare, block_size):
+    for tracked in _fitting([request for _, request in sizes], spare, block_size):
         yield tracked
         missing -= blocks_of(tracked, block_size)
         if missing <= 0:
             return
 
 
-def _that_fit(requests: Iterable[TrackedRequest], spare: int, block_size: int) -> Iterator[TrackedRequest]:
+def _fitting(requests: Iterable[TrackedRequest], spare: int, block_size: int) -> Iterator[TrackedRequest]:
     for tracked in requests:
         num_blocks = blocks_of(tracked, block_size)
         if num_blocks <= spare:
@@ -179,11 +168,121 @@ def blocks_of(tracked: TrackedRequest, block_size: int) -> int:
 
 
 def _latest(giver: WorkerRecord, requests: Requests) -> list[TrackedRequest]:
-    movable = [one for one in map(requests.__getitem__, giver.decoding) if _is_movable(one)]
-    return sorted(movable, key=lambda one: (-one.request.arrival_s, one.request.request_id))
+    movable = [tracked for tracked in map(requests.__getitem__, giver.decoding) if _is_movable(tracked)]
+    return sorted(movable, key=lambda tracked: (-tracked.request.arrival_s, tracked.request.request_id))
 
 
 def _is_movable(tracked: TrackedRequest) -> bool:
     if tracked.request.slo.tpot_s is not None and tracked.predicted_output_len < _LEAST_LEN:
         return False
     return tracked.stage is Stage.DECODING and tracked.destination is None and tracked.num_moves < MAX_MOVES
+
+
+FAR_REST_S = 4.0
+HELD_S = 1.0
+MOST_S = 0.5
+_FAR_APART = 0.5  # leans that differ by less are left alone
+_TRIED = 4  # receivers for each giver in a turn
+_PAUSE_SHARE = 0.1
+_USUAL_TOKENS_PER_S = 5000  # of prompts, where a worker does not tell its speed
+
+
+class FarLeans(Leans):
+    """Chooses which decodes move, within nodes and between them: what Leans decides, with more caution over a network.
+
+    - - Two workers' leans differ by `_FAR_APART` or more, half of their time; nothing moves on their own nodes at that
+      moment. Memory alone is no reason.
+    - - The wish for a move holds for `HELD_S` before anything moves. Meanwhile the two link. A giver keeps to its
+      promised receiver for as long as that one has more time by as much.
+    - - Both rest for `FAR_REST_S` afterwards.
+    - - What a move takes is forecast from what the link took for a block so far: less than computing the request again
+      takes the receiver, and at most a tenth of the time that is left of an answer with a gap to hold. All that moves
+      at once takes at most `MOST_S`. Over an unknown link one request moves, and shows its speed.
+
+    Example: a block takes 1 ms from a to b, and a request has 90 of them: 90 ms. Its prompt of 1 400 tokens takes b 280
+    ms at 5 000 a second, and it has 300 tokens left with gaps of 50 ms: it moves, and with it as many as take 500 ms in
+    all.
+    """
+
+    def __init__(self, links: LearnedLinks) -> None:
+        super().__init__()
+        self._links = links
+        self._wishes: dict[str, tuple[str, float]] = {}  # by giver: the receiver, and since when
+        self._far_rests_until_s: dict[str, float] = {}
+
+    @override
+    def moves(self, workers: Iterable[WorkerRecord], requests: Requests, now: float) -> list[PlannedMove]:
+        """Return the next moves; `wished` has the pairs of workers that are to link for later ones."""
+        known = list(workers)
+        near = super().moves(known, requests, now)
+        busy = {move.receiver.registered.pool_name for move in near}  # nodes on which something moves; membership only
+        resting = self._far_rests_until_s = {
+            name: until_s for name, until_s in self._far_rests_until_s.items() if until_s > now
+        }
+        able = [
+            worker
+            for worker in known
+            if worker.registered.can_move
+            and worker.load is not None
+            and worker.name not in resting
+            and worker.registered.pool_name not in busy
+        ]
+        self.wished = wished = self._pairs(able, requests, now)
+        self._wishes = {pair.giver.name: (pair.receiver.name, self._since_s(pair, now)) for pair in wished}
+        far: list[PlannedMove] = []
+        for pair in wished:
+            if now - self._wishes[pair.giver.name][1] >= HELD_S:
+                far += self._paying(pair, requests, now)
+        for move in far:
+            for name in (move.tracked.holder or "", move.receiver.name):
+                resting[name] = now + FAR_REST_S
+                self._wishes.pop(name, None)
+        return near + far
+
+    def _since_s(self, pair: WorkerPair, now: float) -> float:
+        receiver, since_s = self._wishes.get(pair.giver.name, ("", now))
+        return since_s if receiver == pair.receiver.name else now
+
+    def _pairs(self, able: Collection[WorkerRecord], requests: Requests, now: float) -> list[WorkerPair]:
+        takers = {
+            worker.name: worker
+            for worker in sorted(able, key=lambda worker: (worker.lean, worker.name), reverse=True)
+            if worker.can_take_over
+        }
+        pairs: list[WorkerPair] = []
+        for giver in sorted(able, key=lambda worker: (worker.lean, worker.name)):
+            promised = takers.get(self._wishes.get(giver.name, ("", now))[0])
+            for receiver in islice(chain([promised] if promised is not None else [], takers.values()), _TRIED):
+                if receiver.lean - giver.lean < _FAR_APART:
+                    continue
+                if (giver.registered.pool_name != receiver.registered.pool_name) and moves_for_time(
+                    [giver], [receiver], requests
+                ):
+                    pairs.append(WorkerPair(giver, receiver))
+                    del takers[receiver.name]
+                    break
+        return pairs
+
+    def _paying(self, pair: WorkerPair, requests: Requests, now: float) -> list[PlannedMove]:
+        block_s = self._links.seconds_per_block(pair.receiver.name, pair.giver.name)
+        planned, taken_s = [], 0.0
+        for move in moves_for_time([pair.giver], [pair.receiver], requests):
+            seconds = block_s * blocks_of(move.tracked, pair.receiver.registered.block_size)
+            if taken_s + seconds > MOST_S or not _pays(move.tracked, pair.receiver, seconds, now):
+                continue
+            planned.append(move)
+            taken_s += seconds
+            if not block_s:
+                break
+        return planned
+
+
+def _pays(tracked: TrackedRequest, receiver: WorkerRecord, seconds: float, now: float) -> bool:
+    prompt_tokens_per_s = receiver.load.prompt_tokens_per_s if receiver.load is not None else 0
+    if seconds >= tracked.num_prefill_tokens / (prompt_tokens_per_s or _USUAL_TOKENS_PER_S):
+        return False
+    tpot_s, begun_s = tracked.request.slo.tpot_s, tracked.prefilled_s
+    if tpot_s is None:
+        return True
+    passed_s = now - begun_s if begun_s is not None else 0.0
+    return seconds <= _PAUSE_SHARE * (tpot_s * tracked.predicted_output_len - passed_s)

@@ -1,14 +1,14 @@
 """Decides from which pools the router orders batches, and for which decode workers.
 
-A decode worker gets batches of its own node's pool, which shares its memory. When that has nothing for it, it takes
-from another node's pool what no worker there can take now: over the link that has lately been the fastest. A pool that
-has waited too long goes before the worker's own (overdue_pools.py).
+A decode worker gets batches of its node's pool, which shares its memory. When that pool has nothing for it, it takes
+requests of another node's pool that no worker there can take now, over the link that has lately been the fastest. A
+pool that has waited too long goes before the worker's own (waiting_pools.py).
 
-While several tenants share the cluster, lengths do not matter: a worker is given what had its turn first in the
-router's queue, whose order is fair, a few requests ahead of need.
+While several tenants share the cluster, lengths do not matter: a worker gets the requests whose turn came first in the
+router's fair queue, a few ahead of need.
 
-Nothing is decided twice from the same facts: a pool is looked at when something has changed there (`note_change`), and
-when the time is up that one of its workers or large requests had to wait.
+No decision is repeated on the same facts: a pool is looked at after a change (`note_change`), and when one of its
+workers or large requests has waited for `starvation_s`.
 """
 
 import math
@@ -23,11 +23,8 @@ from alignedserve.core.ids import BatchId, WorkerName
 from alignedserve.costmodel.hardware import LearnedLinks
 from alignedserve.messages.pools import FormBatch
 from alignedserve.messages.workers import JoinedBatch, WorkerLoad
-from router.batching.far_batches import FarBatch, choose_far_batches, is_spare, num_left
-from router.batching.overdue_pools import Nodes, OverduePools, is_batch_awaited
-from router.pool_records import PoolRecord
-from router.ranking import Ranking
-from router.state import BatchKind, WorkerRecord
+from router.state import BatchKind, PoolRecord, Ranking, WorkerRecord
+from router.waiting_pools import FarBatch, Nodes, OverduePools, choose_far_batches, is_batch_awaited, is_spare, num_left
 
 _AHEAD_BY_TURN = 1 / 8  # of a worker's places: requests that it has ahead of need while tenants share
 
@@ -53,7 +50,7 @@ class BatchRequests:
         self._by_turn = False  # now
         self._changed: dict[str, None] = {}  # pools to look at
         self._spare: dict[str, WorkerRecord] = {}  # decode workers for which their own pool has nothing
-        self._spare_order: Ranking[int] = Ranking()  # those by the number of their requests
+        self._spare_order: Ranking[int] = Ranking()  # by the number of their requests
         self._surplus: dict[str, None] = {}  # pools with requests that no worker of their node can take now
         self._asked_far: dict[str, dict[str, WorkerRecord]] = {}  # workers of other nodes, by the pool that was asked
         self._waiting: Ranking[float] = Ranking()  # pools by the begin of the wait that is over next
@@ -67,31 +64,32 @@ class BatchRequests:
         )
 
     def note_change(self, pool: str) -> None:
-        """Look at this pool, registered or not, at the next call of `to_send`."""
         self._changed[pool] = None
 
     def to_send(self, now: float, is_shared: Callable[[float], bool]) -> list[tuple[str, FormBatch]]:
         """Return the FormBatch messages to send, with their pools, the decode worker with the fewest requests first.
 
-        `is_shared`: whether several tenants share the cluster now.
-        A pool gets no FormBatch while those without an answer may take all that is pooled: most would come back empty.
+        `is_shared`: whether several tenants share the cluster now. A pool gets no FormBatch while unanswered ones may
+        take all that is pooled: most would come back empty.
         """
-        self._note_waited(now)
+        while (first := self._waiting.first()) is not None and now - first.rank >= self._batching.starvation_s:
+            self._waiting.discard(first.name)
+            self._changed[first.name] = None
         if not self._changed:
             return []
         self._by_turn = is_shared(now)
         changed, self._changed = self._changed, {}
-        asked = self._overdue_forms(changed, now)
+        forms = self._overdue_forms(changed, now)
         for worker in self._to_ask(changed):
             pool = self._pools[worker.registered.pool_name]
             form = self._next_form(worker, pool, now) if pool.num_pooled > self._requested[pool.name] else None
             if form is not None:
-                asked.append((pool.name, form))
+                forms.append((pool.name, form))
         for name in changed:
             self._wait(name, now)
             self._note_spare(name)
             self._overdue.note(name, now)
-        return asked + self._far_forms()
+        return forms + self._far_forms()
 
     def _to_ask(self, pools: Iterable[str]) -> list[WorkerRecord]:
         workers = [
@@ -140,22 +138,10 @@ class BatchRequests:
         self._overdue.forget(worker)
 
     def least_share(self, pool: str) -> int:
-        """Return the fewest blocks that a batch for a busy decode worker of this pool may have."""
         known = [worker for worker in self._nodes.get(pool, {}).values() if worker.registered.can_decode]
         return min((self._share(worker) for worker in known), default=0)
 
-    # --- when to look again
-
-    def _note_waited(self, now: float) -> None:
-        while (first := self._waiting.first()) is not None and now - first.rank >= self._batching.starvation_s:
-            self._waiting.discard(first.name)
-            self._changed[first.name] = None
-
     def _wait(self, name: str, now: float) -> None:
-        """Look at the pool again when its oldest or next large request or worker will have waited for `starvation_s`.
-
-        And when a chat's next token is late, where classes are known. Large requests concern the workers of its node.
-        """
         pool = self._pools.get(name)
         if pool is None or not pool.num_pooled:
             self._waiting.discard(name)
@@ -171,11 +157,6 @@ class BatchRequests:
         else:
             self._waiting.put(name, begin)
 
-    # --- what to ask for
-
-    def _may_be_asked(self, pool: str) -> Iterable[WorkerRecord]:
-        return (*self._nodes.get(pool, {}).values(), *self._asked_far.get(pool, {}).values())
-
     def _next_form(self, worker: WorkerRecord, pool: PoolRecord, now: float) -> FormBatch | None:
         if self._by_turn:
             form = self._request_by_turn(worker, pool)
@@ -188,10 +169,10 @@ class BatchRequests:
                 or self._request_joining(worker, pool, now)
             )
         if form is not None:
-            self._note_asked(worker, pool, form)
+            self._note_sent(worker, pool, form)
         return form
 
-    def _note_asked(self, worker: WorkerRecord, pool: PoolRecord, form: FormBatch) -> None:
+    def _note_sent(self, worker: WorkerRecord, pool: PoolRecord, form: FormBatch) -> None:
         worker.pending_batch, worker.num_requested, worker.asked_pool = form.batch_id, form.max_requests, pool.name
         worker.requested_kind = BatchKind.BATCH if form.joins is None else BatchKind.JOIN
         if form.is_for_real_time:
@@ -215,10 +196,10 @@ class BatchRequests:
         return form and msgspec.structs.replace(form, is_for_real_time=is_for_real_time, by_turn=True)
 
     def _request_real_time(self, worker: WorkerRecord, pool: PoolRecord, now: float) -> FormBatch | None:
-        """Request a batch of the real-time requests that wait, where classes are known.
+        """Request a batch of the waiting real-time requests, where classes are known.
 
-        Best-effort ones that the worker runs, or has for its next batch, take no place and no blocks from these: there
-        they go after them. One whose next token is late does not wait for others that make a batch worth a switch.
+        Best effort at the worker takes neither places nor blocks from them: it goes after them there. A request whose
+        next token is late does not wait until a batch is worth a switch.
         """
         load, batching, waiting = worker.load or WorkerLoad(), self._batching, pool.pooled_real_time
         if batching.best_effort_floor is None or not waiting or BatchKind.REAL_TIME in worker.refused_kinds:
@@ -340,7 +321,7 @@ class BatchRequests:
     def _far_form(self, batch: FarBatch) -> tuple[str, FormBatch]:
         worker, pool, limits = batch
         form = FormBatch(self._batch_id(), WorkerName(worker.name), **limits._asdict(), by_turn=self._by_turn)
-        self._note_asked(worker, pool, form)
+        self._note_sent(worker, pool, form)
         self._asked_far.setdefault(pool.name, {})[worker.name] = worker
         return pool.name, form
 
@@ -353,8 +334,8 @@ class BatchRequests:
         return [self._far_form(batch) for batch in chosen]
 
     def _is_served(self, pool: PoolRecord) -> bool:
-        may_be_asked = self._may_be_asked(pool.name)
-        return is_batch_awaited(pool.name, may_be_asked) or self._requested[pool.name] >= pool.num_pooled
+        workers = (*self._nodes.get(pool.name, {}).values(), *self._asked_far.get(pool.name, {}).values())
+        return is_batch_awaited(pool.name, workers) or self._requested[pool.name] >= pool.num_pooled
 
 
 def _largest_that_fits(worker: WorkerRecord, sizes: Iterable[int]) -> int:

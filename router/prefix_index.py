@@ -9,7 +9,8 @@ Names are hints. A worker finds out for itself what it has; a wrong hit costs a 
 Sets of workers are bits of integers.
 """
 
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
 
 from alignedserve.core.ids import WorkerName
 from alignedserve.messages.prefixes import BLOCK_NAME_BYTES, PrefixBlocksChanged, is_told, split_names
@@ -60,13 +61,10 @@ class PrefixIndex:
             self._forget_held(bit)
             del self._workers[bit]
 
-    # --- pools
-
     def add_pool(self, pool: str) -> None:
         self._pools[pool] = None
 
     def remove_pool(self, peer: str) -> None:
-        """Forget a pool that is gone, and its blocks; other peers are left alone."""
         if peer in self._pools:
             del self._pools[peer]
             self.forget(peer)
@@ -75,19 +73,15 @@ class PrefixIndex:
         return peer in self._pools
 
     def far_pool(self, tracked: TrackedRequest, worker: WorkerRecord) -> WorkerName | None:
-        """Return the pool of another node that has clearly more of a request than this worker and its own pool have.
-
-        None: there is none. The most blocks first, then by name.
-        """
-        own, registered = worker.registered.pool_name, worker.registered
+        """Return the pool of another node with clearly more of a request than this worker and its pool have, ties by
+        name."""
+        near_pool, registered = worker.registered.pool_name, worker.registered
         if len(self._pools) < 2 or not (tracked.block_names and registered.can_decode):
             return None
         runs = self.runs(tracked.block_names)
-        least = max(runs.get(worker.name, 0), runs.get(own, 0)) + -(-_FAR_TOKENS // registered.block_size)
-        far = [(-runs.get(name, 0), name) for name in self._pools if name != own and runs.get(name, 0) >= least]
+        least = max(runs.get(worker.name, 0), runs.get(near_pool, 0)) + -(-_FAR_TOKENS // registered.block_size)
+        far = [(-runs.get(name, 0), name) for name in self._pools if name != near_pool and runs.get(name, 0) >= least]
         return WorkerName(min(far)[1]) if far else None
-
-    # --- what is to come
 
     def expect(self, worker: str, names: bytes) -> None:
         if names:
@@ -103,46 +97,43 @@ class PrefixIndex:
                 del self._expected[first]
 
     def runs(self, block_names: bytes) -> dict[str, int]:
-        """Return how many of a context's blocks, from its first on, each worker has or will have; none has 0.
-
-        A run ends with the last block of which workers tell, or where what is expected ends.
-        """
+        """Return how many of a context's blocks, from its first on, each worker has or will have; none has 0."""
         holders, expected = self._holders, self._expected
         if not self._may_have(block_names):
             return {}
         ends: dict[int, int] = {}  # of runs, by the worker's bit
         running, end = -1, 0  # workers that hold every block so far that is told, and where the last one of these ends
         furthest = 0  # end of what is expected
-        for place, name in enumerate(split_names(block_names)):
+        for index, name in enumerate(split_names(block_names)):
             if name in expected:
-                self._note_expected(ends, running, place, block_names)
+                self._note_expected(ends, running, index, block_names)
                 furthest = max(ends.values(), default=0)
             if is_told(name):
                 having = holders.get(name, 0) & running
                 if end and having != running:
                     _note_ends(ends, running & ~having, end)
-                running, end = having, place + 1
-            if not running and place >= furthest:
+                running, end = having, index + 1
+            if not running and index >= furthest:
                 break
         if end:
             _note_ends(ends, running, end)
         return {self._workers[bit]: length for bit, length in ends.items()}
 
     def _may_have(self, block_names: bytes) -> bool:
-        for place in range(0, len(block_names), BLOCK_NAME_BYTES):
-            name = block_names[place : place + BLOCK_NAME_BYTES]
+        for index in range(0, len(block_names), BLOCK_NAME_BYTES):
+            name = block_names[index : index + BLOCK_NAME_BYTES]
             if name in self._expected:
                 return True
             if is_told(name):
                 return name in self._holders
         return False
 
-    def _note_expected(self, ends: dict[int, int], running: int, place: int, block_names: bytes) -> None:
-        rest = block_names[place * BLOCK_NAME_BYTES :]
+    def _note_expected(self, ends: dict[int, int], running: int, index: int, block_names: bytes) -> None:
+        rest = block_names[index * BLOCK_NAME_BYTES :]
         for worker, expected in self._expected[rest[:BLOCK_NAME_BYTES]]:
             bit = self._bits[worker]
-            if bit & running or ends.get(bit, 0) >= place:
-                ends[bit] = max(ends.get(bit, 0), place + _num_common(rest, expected))
+            if bit & running or ends.get(bit, 0) >= index:
+                ends[bit] = max(ends.get(bit, 0), index + _num_common(rest, expected))
 
     def _bit_of(self, worker: str) -> int:
         bit = self._bits.get(worker)
@@ -168,12 +159,11 @@ class PrefixIndex:
 def hit_of(tracked: TrackedRequest, worker: WorkerRecord, runs: Mapping[str, int]) -> PrefixHit:
     """Return which part of a request a worker need not compute, by the runs of workers and pools.
 
-    What the pool of its node has it loads, which counts as most of a hit. At least one token is computed, for the next
-    one.
+    Loading from the pool of its node counts as most of a hit. At least one token is computed.
     """
-    own, pooled = runs.get(worker.name, 0), runs.get(worker.registered.pool_name, 0)
-    num_blocks = max(own, _LOADED * pooled) if pooled else own
-    return PrefixHit(min(int(num_blocks * worker.registered.block_size), tracked.num_prefill_tokens - 1), own)
+    num_cached, pooled = runs.get(worker.name, 0), runs.get(worker.registered.pool_name, 0)
+    num_blocks = max(num_cached, _LOADED * pooled) if pooled else num_cached
+    return PrefixHit(min(int(num_blocks * worker.registered.block_size), tracked.num_prefill_tokens - 1), num_cached)
 
 
 def _note_ends(ends: dict[int, int], ended: int, end: int) -> None:
@@ -187,3 +177,49 @@ def _num_common(names: bytes, others: bytes) -> int:
     length = min(len(names), len(others))
     difference = int.from_bytes(names[:length], "big") ^ int.from_bytes(others[:length], "big")
     return (length - (difference.bit_length() + 7) // 8) // BLOCK_NAME_BYTES
+
+
+LOAD_S = 0.2  # that loading an adapter delays its prompt, with the cost of an eviction
+
+
+class AdapterIndex:
+    """An estimate of the LoRA adapters (by digest) of each worker: the latest used, as many as its registration
+    tells."""
+
+    def __init__(self) -> None:
+        self._of_worker: dict[str, OrderedDict[bytes, None]] = {}  # the most recently used last
+        self._holders: dict[bytes, dict[str, None]] = {}
+
+    def use(self, worker: WorkerRecord, adapter: bytes) -> None:
+        most = worker.registered.max_adapters
+        if not most:
+            return
+        adapters = self._of_worker.setdefault(worker.name, OrderedDict())
+        adapters[adapter] = None
+        adapters.move_to_end(adapter)
+        self._holders.setdefault(adapter, {})[worker.name] = None
+        while len(adapters) > most:
+            evicted, _ = adapters.popitem(last=False)
+            self._drop(worker.name, evicted)
+
+    def has(self, worker: str, adapter: bytes) -> bool:
+        return worker in self._holders.get(adapter, {})
+
+    def holders(self, adapter: bytes) -> Iterator[str]:
+        yield from self._holders.get(adapter, {})
+
+    def fail(self, worker: str, adapter: bytes) -> None:
+        adapters = self._of_worker.get(worker)
+        if adapters is not None and adapter in adapters:
+            del adapters[adapter]
+            self._drop(worker, adapter)
+
+    def forget(self, worker: str) -> None:
+        for adapter in self._of_worker.pop(worker, {}):
+            self._drop(worker, adapter)
+
+    def _drop(self, worker: str, adapter: bytes) -> None:
+        holders = self._holders[adapter]
+        del holders[worker]
+        if not holders:
+            del self._holders[adapter]
