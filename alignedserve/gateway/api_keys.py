@@ -2,17 +2,30 @@
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from alignedserve.api.errors import Unauthorized
 from alignedserve.keys.entry import ANYONE, KeyEntry
 from alignedserve.keys.ring import CurrentKeys
 
-if TYPE_CHECKING:  # loaded where issuers are named
-    from alignedserve.gateway.jwt.verifier import TokenVerifier
-
 PUBLIC_PATHS = frozenset({"/", "/dashboard", "/health", "/ready", "/version"})
 _DOTS = 2  # of a token, which no secret has
+
+
+class Tokens(Protocol):
+    """Tokens that stand for keys of keys.yaml: of the plugin `jwt`, where the configuration names issuers."""
+
+    async def start(self) -> None:
+        """Fetch what tokens are verified with, and again from time to time; return after the first attempt."""
+
+    def stop(self) -> None:
+        """Fetch no more. May be repeated."""
+
+    def remembered(self, token: str) -> str | None:
+        """Return the key's name of a token that was verified before and still holds."""
+
+    async def key_name(self, token: str) -> str:
+        """Return the key's name of a token. Raises Unauthorized, or Unavailable while its issuer's keys are unknown."""
 
 
 class ApiKeys:
@@ -21,7 +34,7 @@ class ApiKeys:
     def __init__(
         self,
         keys: CurrentKeys,
-        tokens: "TokenVerifier | None" = None,
+        tokens: Tokens | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`tokens`: None: no token stands for a key. `clock`: Unix time."""

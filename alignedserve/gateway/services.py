@@ -2,22 +2,19 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
 from alignedserve.api.services import ApiServices
 from alignedserve.config.sections import GatewayConfig, Observing
-from alignedserve.gateway.api_keys import ApiKeys
+from alignedserve.core.plugins import load_plugin
+from alignedserve.gateway.api_keys import ApiKeys, Tokens
 from alignedserve.gateway.files.files_api import FilesApi
 from alignedserve.gateway.intake import Intake, Readiness
 from alignedserve.gateway.request_quotas import RequestQuotas
 from alignedserve.gateway.storage_metrics import Disks
 from alignedserve.gateway.work_process import WorkProcess
 from alignedserve.keys.ring import CurrentKeys
-
-if TYPE_CHECKING:  # loaded where issuers are named
-    from alignedserve.gateway.jwt.verifier import TokenVerifier
 
 _READING = "alignedserve.gateway.long_bodies.process"
 
@@ -32,7 +29,7 @@ class Services(ApiServices):
     work_process: WorkProcess  # that reads long bodies
     intake: Intake
     readiness: Readiness
-    tokens: "TokenVerifier | None" = None  # None: no token stands for a key
+    tokens: Tokens | None = None  # None: no token stands for a key
     files_api: FilesApi | None = None  # None: files and batches are not served
     disks: Disks = field(default_factory=Disks)  # whose space /metrics tells
 
@@ -60,13 +57,14 @@ def build_services(
     """Build the shared objects, without a model. `keys`: None: anyone may call.
 
     `quotas`: None: this process alone counts requests. `observing`: None: calls are explained, and not traced.
+    Raises ConfigError: the plugin for tokens is not installed.
     """
     api = ApiServices.of(config, reply_to=reply_to, observing=observing, keys=keys)
     intake = Intake()
     readiness = Readiness(api.models, intake)
     api.metrics.show_usage(api.usage)
     api.metrics.show_readiness(lambda: readiness.missing() is None)
-    tokens = _token_verifier(config)
+    tokens: Tokens | None = load_plugin("jwt").TokenVerifier(config.jwt) if config.jwt else None
     return Services(
         **vars(api),
         name=name,
@@ -79,11 +77,3 @@ def build_services(
         files_api=files_api,
         disks=disks or Disks(),
     )
-
-
-def _token_verifier(config: GatewayConfig) -> "TokenVerifier | None":
-    if not config.jwt:
-        return None
-    from alignedserve.gateway.jwt.verifier import TokenVerifier
-
-    return TokenVerifier(config.jwt)

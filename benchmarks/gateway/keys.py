@@ -32,13 +32,13 @@ from alignedserve.api.work_lanes import favour_the_loop
 from alignedserve.config.sections.jwt import JwtIssuer
 from alignedserve.gateway.api_keys import ApiKeys
 from alignedserve.gateway.head_keys import HeadKeys
-from alignedserve.gateway.jwt.verifier import TokenVerifier
 from alignedserve.gateway.request_quotas import RequestQuotas
 from alignedserve.gateway.shown_limits import ShownLimits
 from alignedserve.keys.edit import change_keys
 from alignedserve.keys.file import KeyRow, SecretRow, parse_keys, render_keys
 from alignedserve.keys.ring import CurrentKeys, digest_of
 from alignedserve.keys.watch import KeysFile, KeysWatch
+from plugins.jwt.verifier import TokenVerifier
 from tests.support.servers.state_links import state_hosts
 
 _NUM_KEYS, _NUM_CHECKS, _NUM_RELOADS = 10_000, 20_000, 7

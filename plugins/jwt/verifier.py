@@ -14,8 +14,8 @@ import jwt
 
 from alignedserve.api.errors import Unauthorized
 from alignedserve.config.sections.jwt import JwtIssuer
-from alignedserve.gateway.jwt.issuer_keys import IssuerKeys
 from alignedserve.process.background_tasks import start_background
+from plugins.jwt.issuer_keys import IssuerKeys
 
 MAX_TOKEN_LEN = 8192
 MAX_REMEMBERED = 10_000
