@@ -11,7 +11,7 @@ import msgspec
 from alignedserve.api.backend.connection import ClusterConnection, ClusterLinks
 from alignedserve.api.deployments import Deployments
 from alignedserve.api.services import ApiServices
-from alignedserve.batch_worker.line_runner import ClusterLineRunner
+from alignedserve.batch_worker.lines import ClusterLineRunner
 from alignedserve.batches.driver import BatchDriver
 from alignedserve.batches.location import BatchLocation, DriverStores, open_driver_stores
 from alignedserve.batches.owners import client_of
@@ -19,8 +19,7 @@ from alignedserve.batches.remote.state_server import SharedLimits, StateServer
 from alignedserve.batches.stores.namespace_claim import claim_on, folder_id
 from alignedserve.config.sections import GatewayConfig, Observing
 from alignedserve.keys.ring import CurrentKeys
-from alignedserve.keys.shared import SharedKeys
-from alignedserve.keys.watch import KeysFile, KeysWatch
+from alignedserve.keys.watch import KeysFile, KeysWatch, SharedKeys
 from alignedserve.process.background_tasks import start_background
 from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.runtime.model.served_deployment import DeploymentState, ServedDeployment

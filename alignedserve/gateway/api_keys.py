@@ -1,12 +1,17 @@
 """Authentication: whose key a request brings, or a token stands for."""
 
+import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from alignedserve.api.errors import Unauthorized
+from alignedserve.batches.remote.state_client import StateClient
+from alignedserve.core.errors import ConfigError, StorageError
 from alignedserve.keys.entry import ANYONE, KeyEntry
+from alignedserve.keys.file import KeyRow, parse_keys
 from alignedserve.keys.ring import CurrentKeys
+from alignedserve.messages.state import KeysRead, ReadKeys
 
 PUBLIC_PATHS = frozenset({"/", "/dashboard", "/health", "/ready", "/version"})
 _DOTS = 2  # of a token, which no secret has
@@ -67,3 +72,44 @@ class ApiKeys:
                 raise Unauthorized("The token stands for a key that is not here, or that is revoked.")
             return entry
         raise Unauthorized("A valid API key is required: send 'Authorization: Bearer KEY' or 'x-api-key: KEY'.")
+
+
+class HeadKeys:
+    """Implements KeysSource."""
+
+    name = "the head's keys"
+    look_s = 0.25
+
+    def __init__(self, client: StateClient) -> None:
+        self._client = client
+        self._version = ""  # of what was taken or refused last
+
+    async def changed(self) -> Sequence[KeyRow] | None:
+        try:
+            found = await self._client.call(ReadKeys(self._version), KeysRead)
+            text = None if found.version in ("", self._version) else await self._whole(found)
+        except StorageError as error:
+            raise ConfigError(f"{self.name}: {error}") from error
+        if text is None:
+            return None
+        self._version = found.version
+        return await asyncio.to_thread(_rows, text)
+
+    def forget(self) -> None:
+        self._version = ""
+
+    async def _whole(self, first: KeysRead) -> bytes | None:
+        text = bytearray(first.chunk)
+        while len(text) < first.num_bytes:
+            part = await self._client.call(ReadKeys(self._version, len(text)), KeysRead)
+            if part.version != first.version or not part.chunk:
+                return None
+            text += part.chunk
+        return bytes(text)
+
+
+def _rows(text: bytes) -> Sequence[KeyRow]:
+    try:
+        return parse_keys(text.decode())
+    except (UnicodeDecodeError, ConfigError) as error:
+        raise ConfigError(f"the head's keys: {error}") from error

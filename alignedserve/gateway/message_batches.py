@@ -25,8 +25,8 @@ from alignedserve.batches.repository import BatchSnapshot
 from alignedserve.config.sections import BatchesConfig
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.request import RequestClass
-from alignedserve.gateway.files.batch_lists import list_batches
 from alignedserve.gateway.files.files_api import FilesApi, input_line, submit_lines
+from alignedserve.gateway.files.lists import list_batches
 from alignedserve.gateway.services import Services
 from alignedserve.keys.entry import KeyEntry
 

@@ -21,13 +21,13 @@ from alignedserve.batches.remote.state_client import StateClient
 from alignedserve.config.sections import GatewayConfig, Observing
 from alignedserve.config.sections.gateway import HEAD
 from alignedserve.core.errors import AddressInUse, ConfigError, NotEnoughMemory, StorageError
+from alignedserve.gateway.api_keys import HeadKeys
 from alignedserve.gateway.app import build_app
 from alignedserve.gateway.connections.http_protocol import BoundedHttpProtocol
 from alignedserve.gateway.connections.limits import ConnectionLimits, file_shortage
 from alignedserve.gateway.connections.tls_listener import TlsListener
 from alignedserve.gateway.files.files_api import FilesApi
-from alignedserve.gateway.head_keys import HeadKeys
-from alignedserve.gateway.request_quotas import RequestQuotas
+from alignedserve.gateway.quotas import RequestQuotas
 from alignedserve.gateway.services import Services, build_services
 from alignedserve.gateway.storage_metrics import Disks
 from alignedserve.keys.ring import CurrentKeys

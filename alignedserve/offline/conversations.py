@@ -17,7 +17,7 @@ from alignedserve.api.openai.request_builder import PreparedChat, prepare_chat
 from alignedserve.api.work_lanes import WorkLanes
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.request import Request
-from alignedserve.offline.named_prompts import naming
+from alignedserve.offline.text_reader import naming
 from alignedserve.runtime.grammar.constraints import StructuredOutputs
 from alignedserve.runtime.grammar.trial_turn import ALONE, TrialTurn
 from alignedserve.text.tokenizer import Tokenizer

@@ -1,20 +1,33 @@
 """Vectors and scores of texts from Python, by the prompts that the gateway makes."""
 
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, TypedDict, TypeVar
 
 from alignedserve.api.embeddings.request_builder import check_dimensions
 from alignedserve.api.embeddings.response_format import Vectors, computed_scores, cosines, unit_vectors
 from alignedserve.api.embeddings.text_prompts import limit_of, prompt_named
 from alignedserve.api.errors import GenerationFailed
+from alignedserve.api.openai.prompt_encoding import param_at
 from alignedserve.core.errors import ContextTooLong, InvalidRequest
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request, SamplingParams
-from alignedserve.offline.named_prompts import naming
-from alignedserve.offline.request_output import RequestOutput
+from alignedserve.offline.answers import RequestOutput
 from alignedserve.runtime.model.encoder.encoder_config import EncoderConfig
 from alignedserve.text.tokenizer import EncodedPair, Tokenizer
+
+
+@contextmanager
+def naming(place: int, *, of: int) -> Iterator[None]:
+    """Let an InvalidRequest within name the prompt that it is about, as `prompts[3]`; a single one needs no name."""
+    try:
+        yield
+    except InvalidRequest as error:
+        if of > 1:
+            error.args = (f"{param_at('prompts', place, of=of)}: {error}",)
+        raise
+
 
 _EMBEDDING = SamplingParams(max_tokens=0, wants_embedding=True)
 

@@ -21,8 +21,7 @@ from alignedserve.batches.remote.state_client import StateClient
 from alignedserve.core.errors import StorageError, StoreUnavailable
 from alignedserve.core.open_counts import OpenPool
 from alignedserve.core.quotas import LEASE_S, QuotaPool
-from alignedserve.gateway.open_requests import OpenRequests
-from alignedserve.gateway.request_quotas import RequestQuotas
+from alignedserve.gateway.quotas import OpenRequests, RequestQuotas
 from alignedserve.keys.entry import ANYONE, KeyEntry
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.state import (

@@ -1,14 +1,17 @@
 """The Files and Batches API on behalf of one owner (an API key); files and batches of others do not exist for it."""
 
+import asyncio
 import contextlib
 import hashlib
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import msgspec
 import orjson
@@ -24,6 +27,7 @@ from alignedserve.batches.records import (
     NUM_ID_BYTES,
     BatchKey,
     BatchRecord,
+    BatchTotals,
     Endpoint,
     Eta,
     FileId,
@@ -38,11 +42,9 @@ from alignedserve.batches.repository import MAX_ACTIVE, BatchRepository, BatchSn
 from alignedserve.batches.results import result_bytes
 from alignedserve.batches.schedule import check_window
 from alignedserve.config.sections import BatchesConfig
-from alignedserve.core.errors import InvalidRequest, StorageError
+from alignedserve.core.errors import InvalidRequest, StorageError, StoreUnavailable
 from alignedserve.core.hours import Schedule
-from alignedserve.gateway.files.arriving_uploads import ArrivingUploads, too_many_files
-from alignedserve.gateway.files.batch_lists import list_batches
-from alignedserve.gateway.files.batch_totals import BatchTotalsReader
+from alignedserve.gateway.files.lists import list_batches
 from alignedserve.gateway.files.schemas import (
     CreateBatchRequest,
     ExpiresAfter,
@@ -51,10 +53,65 @@ from alignedserve.gateway.files.schemas import (
     schedule_asked,
     window_s,
 )
-from alignedserve.gateway.files.turns import Turns
-from alignedserve.gateway.files.uploads import Upload
+from alignedserve.gateway.files.uploads import ArrivingUploads, Upload, too_many_files
 from alignedserve.keys.entry import FLEX, KeyEntry, Limit
 from alignedserve.keys.ring import CurrentKeys
+from alignedserve.process.background_tasks import PatientReader
+
+_LONG_S = 0.5  # what fails sooner holds up nobody: others of many gateways were in its way
+
+
+class _Owner:
+    def __init__(self) -> None:
+        self.lock = asyncio.Lock()
+        self.num_given_up = 0  # changes that the store did not answer to
+
+
+class Turns:
+    """The changes of this process that wait, by their owners; other processes' are seen by the store alone."""
+
+    def __init__(self) -> None:
+        self._owners: WeakValueDictionary[str, _Owner] = WeakValueDictionary()
+
+    @asynccontextmanager
+    async def turn(self, name: str) -> AsyncIterator[None]:
+        """Let one change of this owner be made. Raises StoreUnavailable if the store did not answer to one before it.
+
+        So all that wait fail with it, and not one after the other, each after seconds.
+        """
+        owner = self._owners.setdefault(name, _Owner())
+        num_given_up = owner.num_given_up
+        async with owner.lock:
+            if owner.num_given_up != num_given_up:
+                raise StoreUnavailable("Files and batches cannot be reached now.")
+            began_s = time.monotonic()
+            try:
+                yield
+            except StoreUnavailable:
+                owner.num_given_up += time.monotonic() - began_s >= _LONG_S
+                raise
+
+
+_PATIENCE_S = 1.0  # of a scrape, for which deploy/prometheus gives five seconds in all
+
+
+class BatchTotalsReader:
+    """Reads the totals of a repository, whose state may not answer."""
+
+    def __init__(self) -> None:
+        self._reader: PatientReader[BatchTotals | None] = PatientReader(_PATIENCE_S)
+
+    async def read(self, repository: BatchRepository) -> BatchTotals | None:
+        """Return the totals; None while the state cannot be reached, or does not answer at once."""
+        return await self._reader.read(lambda: asyncio.create_task(_read(repository)))
+
+
+async def _read(repository: BatchRepository) -> BatchTotals | None:
+    try:
+        return await repository.totals()
+    except StorageError:
+        return None
+
 
 INPUT_PURPOSE = "batch"
 _QUOTA_RETRY_S = 60.0

@@ -18,9 +18,8 @@ from alignedserve.api.responses.formatter import ResponsesFormatter, encoded_eve
 from alignedserve.batches.responses.event_log import EventLog
 from alignedserve.batches.responses.response_repository import StoredResponse
 from alignedserve.core.errors import StoreUnavailable
-from alignedserve.gateway.intake import release_early
-from alignedserve.gateway.responses.responses_api import ResponsesApi
-from alignedserve.gateway.responses.store_loss import StoreLoss
+from alignedserve.gateway.call import Call
+from alignedserve.gateway.responses.responses_api import ResponsesApi, StoreLoss
 from alignedserve.gateway.streaming import (
     BodyResponse,
     EventSender,
@@ -146,9 +145,10 @@ class StoredEventsResponse(Response):
 
     @override
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope["state"]["failure_events"] = self._stored.failure_events
-        release_early(scope["state"])  # the next server has the rest of its events, after the last one that it knows
-        sender = EventSender(send, scope["state"])
+        call = Call.of(scope)
+        call.failure_events = self._stored.failure_events
+        call.release_early()  # the next server has the rest of its events, after the last one that it knows
+        sender = EventSender(send, call)
         await while_connected(receive, self._send_all(sender), sender.check)
 
     async def _send_all(self, sender: EventSender) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from typing_extensions import override
 
-from alignedserve.gateway.files import file_lists, turns
+from alignedserve.gateway.files import files_api as turns
+from alignedserve.gateway.files import lists as file_lists
 from tests.gateway.batches.batch_support import BatchGateway, batch_gateway, eventually
 from tests.gateway.support import error_of
 from tests.support.batch_samples import chat_lines

@@ -20,7 +20,7 @@ from alignedserve.api.backend.scripted import Script
 from alignedserve.core.request import Request
 from alignedserve.gateway import services
 from alignedserve.gateway.routes import request_bodies
-from alignedserve.gateway.work_process import WorkProcess
+from alignedserve.gateway.services import WorkProcess
 from alignedserve.process.child_process import ChildProcess
 from tests.gateway.support import EOS, Gateway, error_of, gateway
 from tests.gateway.tool_support import HERMES, USER, called, function, model_with, result

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import httpx
 
-from alignedserve.gateway.connections.paced_starts import PacedStarts
+from alignedserve.gateway.middleware import PacedStarts
 from alignedserve.keys.file import KeyRow, ring_of
 from tests.gateway.keys.token_support import issuer, key_set, token
 from tests.gateway.support import gateway

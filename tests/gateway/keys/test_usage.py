@@ -12,7 +12,7 @@ import pytest
 
 from alignedserve.api.backend.scripted import Script
 from alignedserve.core.request import Request
-from alignedserve.gateway.routes import usage
+from alignedserve.gateway.routes import monitoring
 from alignedserve.usage.records import UsageResult, grouped
 from tests.gateway.batches.batch_server import listening
 from tests.gateway.batches.batch_support import BatchGateway, batch_gateway
@@ -64,7 +64,7 @@ async def test_streams_go_on_while_a_long_page_is_made(tmp_path: Path, monkeypat
         assert goes_on.wait(5), "nothing else was answered"
         return grouped(*arguments, **named)
 
-    monkeypatch.setattr(usage, "grouped", waiting)
+    monkeypatch.setattr(monitoring, "grouped", waiting)
     async with batch_gateway(tmp_path) as served:
         page = asyncio.create_task(usage_of(served, start_time=0, limit=744))
         await holds(has_begun.is_set)

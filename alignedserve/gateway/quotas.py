@@ -1,12 +1,7 @@
-"""Limits of each key: requests and tokens per minute, counted for all gateways together by the state server (without
-one, here alone), and open requests (open_requests.py).
-
-A request waits for one answer of the state server where its key is limited at all, for another where its tokens are. Of
-a gateway that cannot reach it the first requests wait until its lease is over (LEASE_S at most); then its own share of
-the limits applies, and one that joined later, without a share, refuses them as unavailable.
-"""
+"""What is left of a key's limits, in the headers of a response that OpenAI's clients know."""
 
 import asyncio
+import math
 import secrets
 import time
 from collections.abc import Sequence
@@ -14,12 +9,144 @@ from collections.abc import Sequence
 from alignedserve.api.errors import QuotaExceeded, Unavailable
 from alignedserve.batches.remote.state_client import StateClient
 from alignedserve.core.errors import StorageError
-from alignedserve.core.quotas import LEASE_S, Charge, OwnShare, Taken, unused
-from alignedserve.gateway.open_requests import OpenRequests
-from alignedserve.gateway.shown_limits import ShownLimits, duration
+from alignedserve.core.open_counts import OpenCounts, OpenStatement, Verdict, Wish
+from alignedserve.core.quotas import LEASE_S, Charge, OwnShare, Taken, share_of_open, unused
 from alignedserve.keys.entry import KeyEntry, Limit
-from alignedserve.messages.state import QuotaAnswer, UseQuota
+from alignedserve.messages.state import OpenStated, QuotaAnswer, StateOpen, UseQuota
 from alignedserve.process.background_tasks import start_background
+
+_NAMES = ("limit", "remaining", "reset")
+LIMIT_HEADERS = tuple(f"x-ratelimit-{name}-{what}" for what in ("requests", "tokens") for name in _NAMES)
+_ROUNDING = 1e-6
+
+
+class ShownLimits:
+    """Collects what the headers of one response say."""
+
+    def __init__(self) -> None:
+        self._shown: dict[str, tuple[int, float, float]] = {}
+
+    def show(self, what: str, limit: int, owed: float, may_owe: float) -> None:
+        """Show a limit of which this part is owed, and that part may be."""
+        self._shown[what] = (limit, owed, may_owe)
+
+    def as_headers(self) -> list[tuple[bytes, bytes]]:
+        """Return the headers as ASGI has them."""
+        headers = []
+        for what, (limit, owed, may_owe) in self._shown.items():
+            remaining = max(0, math.floor((may_owe - owed) * limit + _ROUNDING))
+            reset_s = owed / may_owe * 60.0 if may_owe > 0.0 else 60.0
+            values = (str(limit), str(min(limit, remaining)), duration(reset_s))
+            named = zip(_NAMES, values, strict=True)
+            headers += [(f"x-ratelimit-{name}-{what}".encode(), value.encode()) for name, value in named]
+        return headers
+
+
+def duration(seconds: float) -> str:
+    if seconds < 1.0:
+        return f"{math.ceil(seconds * 1000.0)}ms"
+    minutes, rest = divmod(math.ceil(seconds), 60)
+    return f"{minutes}m{rest}s" if minutes else f"{rest}s"
+
+
+_ASKED_AGAIN_S = LEASE_S / 10
+_RETRY_S = 1.0  # of a client
+
+
+class OpenRequests:
+    """Counts them. Where there is a state server, between `start` and `stop`."""
+
+    def __init__(self, gateway: str, gateways: Sequence[str], process_id: str, client: StateClient | None) -> None:
+        """`gateways`: that have a part of every limit; none: this is the only one. `client`: None: there is no server.
+        `process_id`: no other process of this gateway's name has it."""
+        self._gateway = gateway
+        self._gateways = tuple(gateways)
+        self._client = client
+        self._counts = OpenCounts(gateway, process_id, time.monotonic())
+        self._tasks: list[asyncio.Task[None]] = []
+        self._has_ended = asyncio.Event()
+
+    def start(self) -> None:
+        if self._client is not None:
+            self._tasks = [
+                start_background(self._state_all(), "statements of what is open"),
+                start_background(self._state_ends(), "statements of what has ended"),
+            ]
+
+    def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+    async def open(self, key: KeyEntry) -> None:
+        """Count a request as open until `close`. Raises QuotaExceeded, Unavailable."""
+        limit = key.open_requests
+        if limit is None:
+            return
+        while self._client is not None and not self._counts.is_cut_off(time.monotonic()):
+            verdict = await self._ask(Wish(key.owner, limit))
+            if verdict is Verdict.IN:
+                return
+            if verdict is Verdict.FULL:
+                raise _too_many_open(key, limit)
+            await asyncio.sleep(_ASKED_AGAIN_S)
+        self._open_here(key, limit)
+
+    def close(self, key: KeyEntry) -> None:
+        """Count a request that was opened with this entry as open no more. Does not wait."""
+        if key.open_requests is not None:
+            self._end(key.owner)
+
+    def _open_here(self, key: KeyEntry, limit: int) -> None:
+        most = share_of_open(limit, self._gateways, self._gateway)
+        if not most and self._gateway not in self._gateways:
+            raise Unavailable("This gateway joined later, and cannot count requests without the head's state server.")
+        if self._counts.of(key.owner) >= most:
+            raise _too_many_open(key, limit, "" if most == limit else f", of which this gateway has {most}")
+        self._counts.begin(key.owner)
+
+    def _end(self, owner: str) -> None:
+        self._counts.end(owner)
+        self._has_ended.set()
+
+    async def _ask(self, wish: Wish) -> Verdict:
+        self._counts.begin(wish.key)
+        verdict = Verdict.AGAIN
+        try:
+            verdict = await self._state(self._counts.asking(wish)) or Verdict.AGAIN
+        finally:  # also where the client has gone meanwhile
+            if verdict is not Verdict.IN:
+                self._end(wish.key)
+        return verdict
+
+    async def _state(self, statement: OpenStatement) -> Verdict | None:
+        assert self._client is not None, "a statement without a state server"
+        message = StateOpen(
+            statement.process_id, statement.number, dict(statement.num_open), statement.is_whole, statement.wish
+        )
+        try:
+            answer = await self._client.call(message, OpenStated, _ANSWER_S)
+        except StorageError:
+            return None
+        self._counts.on_answer(time.monotonic())
+        return answer.verdict
+
+    async def _state_all(self) -> None:
+        while True:
+            await self._state(self._counts.whole())
+            await asyncio.sleep(_SIGN_OF_LIFE_S)
+
+    async def _state_ends(self) -> None:
+        while True:
+            await self._has_ended.wait()
+            self._has_ended.clear()
+            if self._counts.has_ended:
+                await self._state(self._counts.ended())
+
+
+def _too_many_open(key: KeyEntry, limit: int, more: str = "") -> QuotaExceeded:
+    message = f"Rate limit reached for the key {key.name} on {Limit.OPEN.value}: Limit {limit}{more}."
+    return QuotaExceeded(message, retry_after_s=_RETRY_S)
+
 
 _SIGN_OF_LIFE_S = LEASE_S / 5
 _ANSWER_S = 0.5
@@ -87,7 +214,7 @@ class RequestQuotas:
                 shown.show("tokens", tokens, taken.owed[-1], taken.limit)
         if taken.wait_s:
             assert per_minute, "a charge of nothing that was refused"
-            raise _exceeded(key, Limit.REQUESTS, per_minute, taken.wait_s)
+            raise _over_limit(key, Limit.REQUESTS, per_minute, taken.wait_s)
 
     async def count_tokens(self, key: KeyEntry, num_tokens: int, shown: ShownLimits | None = None) -> None:
         """Count the tokens that a request may have. Raises QuotaExceeded, Unavailable."""
@@ -105,7 +232,7 @@ class RequestQuotas:
         if shown is not None and taken.owed:
             shown.show("tokens", limit, taken.owed[0], taken.limit)
         if taken.wait_s:
-            raise _exceeded(key, Limit.TOKENS, limit, taken.wait_s, f" Requested {num_tokens}.")
+            raise _over_limit(key, Limit.TOKENS, limit, taken.wait_s, f" Requested {num_tokens}.")
 
     def give_back(self, key: KeyEntry, num_tokens: int, counted_s: float) -> None:
         """Give back tokens that were counted at this monotonic time and did not come. Does not wait."""
@@ -162,7 +289,7 @@ def _tokens(key: KeyEntry) -> str:
     return f"tokens/{key.owner}"
 
 
-def _exceeded(key: KeyEntry, limit: Limit, number: int, wait_s: float, more: str = "") -> QuotaExceeded:
+def _over_limit(key: KeyEntry, limit: Limit, number: int, wait_s: float, more: str = "") -> QuotaExceeded:
     message = (
         f"Rate limit reached for the key {key.name} on {limit.value}: Limit {number}.{more} "
         f"Please try again in {duration(wait_s)}."
