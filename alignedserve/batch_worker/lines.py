@@ -69,14 +69,14 @@ async def build_job(line: LineRequest, services: ApiServices, held: ExitStack) -
     streamed = _streamed_response(line) if endpoint is RESPONSES else None
     key = services.keys.ring.owned_by(client_of(line.owner))
     arrival = _arrival_of(line, key, None if services.config.strict else IgnoredFields(), streamed)
-    asked = _at_best_effort(endpoint.parse(line.body, arrival.ignored))
-    model = usable_model(services.models, asked.model, key)
+    body = _at_best_effort(endpoint.parse(line.body, arrival.ignored))
+    model = usable_model(services.models, body.model, key)
     held.enter_context(model.in_use())
     await model.read_tokenizer()
-    job = LineJob(model, await endpoint.build(asked, arrival, model, None), endpoint.formatter(asked, model))
+    job = LineJob(model, await endpoint.build(body, arrival, model, None), endpoint.formatter(body, model))
     if streamed is None:
         return job
-    return job._replace(make_event_formatter=partial(BackgroundFormatter, asked=asked, response=streamed))
+    return job._replace(make_event_formatter=partial(BackgroundFormatter, asked=body, response=streamed))
 
 
 def _arrival_of(

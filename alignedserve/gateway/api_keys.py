@@ -86,13 +86,13 @@ class HeadKeys:
 
     async def changed(self) -> Sequence[KeyRow] | None:
         try:
-            found = await self._client.call(ReadKeys(self._version), KeysRead)
-            text = None if found.version in ("", self._version) else await self._whole(found)
+            answer = await self._client.call(ReadKeys(self._version), KeysRead)
+            text = None if answer.version in ("", self._version) else await self._whole(answer)
         except StorageError as error:
             raise ConfigError(f"{self.name}: {error}") from error
         if text is None:
             return None
-        self._version = found.version
+        self._version = answer.version
         return await asyncio.to_thread(_rows, text)
 
     def forget(self) -> None:

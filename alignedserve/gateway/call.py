@@ -136,7 +136,7 @@ class Call:
         self._is_open = True
 
     async def hold_limits(self, generation: Generation) -> None:
-        """Count the call as open, and its tokens, of which those that did not come are given back at its end.
+        """Count the call as open, and its tokens; unused ones are given back at the end of the response.
 
         Raises QuotaExceeded, Unavailable.
         """
@@ -172,7 +172,7 @@ class Call:
         if not models.is_asleep(name):
             return None
         self.hold_connection(request_class)
-        await self.hold_open()  # a call that waits for its model counts as others do
+        await self.hold_open()  # waiting for the model counts, too
         return partial(self.services.awake_model, name, request_class)
 
 

@@ -140,16 +140,16 @@ class _Lines:
             fields = parse_json(raw, self._services.config)
         except InvalidRequest as error:
             raise InvalidRequest(f"{path}: {error}", param=path, code=error.code) from error
-        one = parse(BatchedMessage, fields, self._ignored, parent=f"{path}.")
-        if one.custom_id in self._custom_ids:
+        message = parse(BatchedMessage, fields, self._ignored, parent=f"{path}.")
+        if message.custom_id in self._custom_ids:
             raise InvalidRequest(f"{path}.custom_id was used by an earlier request.", param=f"{path}.custom_id")
-        self._custom_ids.add(one.custom_id)
-        model = one.params.get("model")
+        self._custom_ids.add(message.custom_id)
+        model = message.params.get("model")
         if not isinstance(model, str):
             raise InvalidRequest(f"Invalid value for {path}.params.model.", param=f"{path}.params.model")
         check_usable(self._services.models, model, self._key)
         self._services.models.card(model)
-        line = input_line(one.custom_id, Endpoint.MESSAGES, one.params)
+        line = input_line(message.custom_id, Endpoint.MESSAGES, message.params)
         if len(line) > self._config.max_line_bytes:
             raise InvalidRequest("A request is too large for a batch.", param=path)
         return line

@@ -22,9 +22,8 @@ _PER_TURN = 4  # to begin one takes from a third of a millisecond to one
 class PacedStarts:
     """The requests that wait for their turn, of one loop.
 
-    Clients have turns one after the other, so that nobody waits for all that another one sends at once. Of one client
-    the request that came first and the one that came last begin by turns: a chat is not behind all documents that its
-    client sent before it, and nothing waits for all that comes after it.
+    Clients have turns, so nobody waits for a burst of another client. Of one client the oldest and the newest request
+    begin by turns: a chat is not behind all documents that came before, and nothing waits for all that comes after.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,9 @@
-"""What is left of a key's limits, in the headers of a response that OpenAI's clients know."""
+"""Limits of each key: requests and tokens per minute, open requests, and what is left in headers of OpenAI's clients.
+
+The state server counts for all gateways together; without one each counts alone. A request waits for one answer of the
+server for each kind of limit that its key has. A gateway that cannot reach the server goes by its share of the limits
+once its lease is over (LEASE_S at most); a gateway that joined later has no share, and refuses as unavailable.
+"""
 
 import asyncio
 import math
@@ -57,8 +62,9 @@ class OpenRequests:
     """Counts them. Where there is a state server, between `start` and `stop`."""
 
     def __init__(self, gateway: str, gateways: Sequence[str], process_id: str, client: StateClient | None) -> None:
-        """`gateways`: that have a part of every limit; none: this is the only one. `client`: None: there is no server.
-        `process_id`: no other process of this gateway's name has it."""
+        """`gateways`: each has a part of every limit; none: this is the only one. `client`: None: there is no server.
+        `process_id`: of this process of the gateway.
+        """
         self._gateway = gateway
         self._gateways = tuple(gateways)
         self._client = client
@@ -165,9 +171,9 @@ class RequestQuotas:
         has_others: bool = True,
         is_first_process: bool = True,
     ) -> None:
-        """`requests_per_minute`: of keys that have no limit of their own. `gateways`: that are there from the start,
-        and have a share of every limit; none: this is the only one. `client`: None: there is no state server.
-        `has_others`: beside it; alone it counts open ones by itself. `is_first_process`: it is the first of its name.
+        """`requests_per_minute`: of keys without a limit. `gateways`: of the start, each with a share of every limit; none:
+        this is the only one. `client`: None: there is no state server. `has_others`: else open requests are counted
+        here alone. `is_first_process`: of its name.
         """
         self._per_minute = requests_per_minute
         self._gateway = gateway
@@ -184,7 +190,7 @@ class RequestQuotas:
         self.open_requests = OpenRequests(gateway, gateways, process_id, client if has_others else None)
 
     def start(self) -> None:
-        """Give signs of life, so that this gateway's share can be used by others."""
+        """Give signs of life: others use the share of a gateway that gives none."""
         if self._client is not None:
             self._signs = start_background(self._give_signs(), "the count of requests")
         self.open_requests.start()

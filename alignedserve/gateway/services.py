@@ -30,7 +30,7 @@ _RETRY_AFTER_S = 5.0
 
 
 class Ticket:
-    """One request that a drain waits for, until it is released."""
+    """A request for which a drain waits until `release`."""
 
     def __init__(self, intake: "Intake") -> None:
         self._intake: Intake | None = intake

@@ -26,7 +26,7 @@ EVENT_STREAM_HEADERS = [
     (b"x-accel-buffering", b"no"),
 ]
 
-# A client that does not read occupies capacity; after this it counts as disconnected.
+# A client counts as disconnected after reading nothing for this time.
 _SEND_TIMEOUT_S = 60.0
 _CHECK_PAUSE_S = 5.0
 # A stream that says nothing for this long gets a comment, which clients pass over: proxies cut silent connections.
@@ -260,8 +260,8 @@ async def while_connected(
 ) -> T:
     """Await `work`; when the client disconnects first, cancel it and raise ClientDisconnected.
 
-    The request's body must have been read. `check`: called while it waits; what it raises ends the wait. Its first call
-    comes at a random moment, so that those of thousands of streams that came together do not.
+    The request's body must have been read. `check`: called while it waits, first at a random moment, as thousands of
+    streams may begin together; its errors end the wait.
     """
     pause_s = _CHECK_PAUSE_S * random.random()  # noqa: S311  (no secret)
     task = asyncio.create_task(work)

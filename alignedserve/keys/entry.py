@@ -47,7 +47,7 @@ class KeyEntry(msgspec.Struct, frozen=True, gc=False):
         return self.may_see_usage or not self.owner.startswith(NAMED)
 
     def may_change(self, owner: str) -> bool:
-        """Return whether it may replace or remove what this owner has loaded. An empty owner is an unknown one."""
+        """Return whether it may replace or remove adapters of this owner; empty: an unknown owner."""
         return owner in ("", self.owner) or self.sees_all
 
     @property

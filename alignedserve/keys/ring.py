@@ -53,8 +53,8 @@ class KeyRing:
         """
         if self.is_open:
             return ANYONE
-        found = self._secrets.get(digest_of(secret)) if secret is not None else None
-        return found[0] if found is not None and found[1].is_valid(now) else None
+        row = self._secrets.get(digest_of(secret)) if secret is not None else None
+        return row[0] if row is not None and row[1].is_valid(now) else None
 
     def named(self, name: str) -> KeyEntry | None:
         """Return the entry of this name in the file; None: it is not there, or revoked."""

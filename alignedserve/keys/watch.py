@@ -15,7 +15,7 @@ from alignedserve.keys.ring import CurrentKeys, KeyRing
 
 
 class KeysText(NamedTuple):
-    """A text of keys and its name, which tells it from every other one."""
+    """A text of keys and its unique name."""
 
     version: str = ""  # empty: there were no good keys yet
     content: bytes = b""
@@ -79,7 +79,7 @@ class KeysFile:
 
 
 class KeysWatch:
-    """Gives a process other keys whenever its source has others."""
+    """Gives a process the keys that its source has."""
 
     def __init__(
         self, keys: CurrentKeys, plain: Sequence[str], source: KeysSource | None, shared: SharedKeys | None = None

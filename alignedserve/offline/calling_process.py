@@ -39,7 +39,7 @@ def require_loops(patience_s: float = 20.0) -> None:
 
 
 def _end_unless(has_ended: threading.Event, patience_s: float) -> None:
-    for _ in range(_LOOKS):  # so that a process that was stopped meanwhile is not ended for it
+    for _ in range(_LOOKS):  # a process that was stopped meanwhile does not end
         if has_ended.wait(patience_s / _LOOKS):
             return
     os.write(2, _PAST_HELP)

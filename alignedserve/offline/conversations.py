@@ -60,8 +60,8 @@ class ConversationReader:
                 raise InvalidRequest(f"chat has no option {name[:64]}; SamplingParams says how to sample.", param=name)
         fields: dict[str, Any] = {"model": self._model.model.name, **options}
         if structured_outputs is not None:
-            given = asdict(structured_outputs)
-            fields["structured_outputs"] = {name: value for name, value in given.items() if value is not None}
+            constraint = asdict(structured_outputs)
+            fields["structured_outputs"] = {name: value for name, value in constraint.items() if value is not None}
         bodies = [fields | {"messages": _messages(conversation)} for conversation in conversations]
         # In a thread of its own: the caller may stand in an event loop, as notebooks do.
         with ThreadPoolExecutor(1) as thread:

@@ -67,7 +67,7 @@ let_forks_compute()  # before this process computes, whether with a model or by 
 class LLM:
     """A model ready to generate. `memory_bytes` bounds the KV cache; requests beyond it wait.
 
-    Threads may share it: their calls are computed one after the other. Processes forked from its own may not; on CPUs
+    Threads may share it: calls are computed in turn. Processes forked from its own may not; on CPUs
     they may make another. `with LLM(...) as llm` closes it.
     Raises ModelError, ConfigError or NotEnoughMemory when made.
     """
@@ -254,8 +254,8 @@ class LLM:
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         grammar = serialize_alone(part_of(structured_outputs)) if structured_outputs is not None else ""
-        asked = [PreparedChat(tuple(prompt), _CONTINUED, grammar) for prompt in prompts]
-        return self._answer(asked, sampling, lora_request, use_tqdm=use_tqdm)
+        chats = [PreparedChat(tuple(prompt), _CONTINUED, grammar) for prompt in prompts]
+        return self._answer(chats, sampling, lora_request, use_tqdm=use_tqdm)
 
     def _answer(
         self, prompts: Sequence[PreparedChat], sampling: Samplings, lora_request: LoRARequests, *, use_tqdm: bool
@@ -263,9 +263,9 @@ class LLM:
         samplings = samplings_of(sampling, len(prompts))
         adapters = adapters_of(lora_request, len(prompts), self._served)
         of_prompts: list[list[CollectedAnswer]] = []
-        for asked in zip(prompts, samplings, adapters, strict=True):
+        for parts in zip(prompts, samplings, adapters, strict=True):
             with naming(len(of_prompts), of=len(prompts)):
-                of_prompts.append(self._answers(*asked))
+                of_prompts.append(self._answers(*parts))
         self._compute(of_prompts, use_tqdm=use_tqdm)
         for first, *others in of_prompts:
             first.output.others = [other.output for other in others]
@@ -295,14 +295,14 @@ class LLM:
             raise ModelError("this LLM is of the process that this one was forked from; spawn processes instead")
         answers = [answer for prompt in of_prompts for answer in prompt]
         by_id = {answer.request.request_id: answer for answer in answers}
-        asked = [Received(_ROUTER, PrefillRequest(answer.request, number)) for number, answer in enumerate(answers)]
+        received = [Received(_ROUTER, PrefillRequest(answer.request, number)) for number, answer in enumerate(answers)]
         with self._turn:
             if self._is_closed:
                 raise ModelError("this LLM is closed; make another")
             if self._is_broken:
                 raise ModelError("an earlier call broke off; make another LLM")
             with ProgressLine(len(answers), is_shown=use_tqdm) as progress:
-                reasons = self._perform(asked, by_id, progress)
+                reasons = self._perform(received, by_id, progress)
         if reasons:
             raise ModelError(_failure(of_prompts, reasons))
 
@@ -343,15 +343,15 @@ class LLM:
         the router are dropped. Ctrl-C aborts all requests after the iteration in hand."""
         pending: list[ColocatedCommand] = []
         reasons: dict[RequestId, str] = {}
-        asked = list(answers)
+        unanswered = list(answers)
         with HeldInterrupt() as interrupt:
             self._is_broken = True
             for event in events:
                 pending += self._logic.on_event(event, 0.0)
             while pending:
-                if interrupt.came and asked:
-                    pending += self._abort(asked)
-                    asked = []
+                if interrupt.came and unanswered:
+                    pending += self._abort(unanswered)
+                    unanswered = []
                 command = pending.pop(0)
                 if isinstance(command, RunIteration):
                     completed: IterationCompleted = self._executor.run_iteration(command)
@@ -370,7 +370,7 @@ class LLM:
 
 def _failure(of_prompts: Sequence[Sequence[CollectedAnswer]], reasons: Mapping[RequestId, str]) -> str:
     ids = [[answer.request.request_id for answer in answers] for answers in of_prompts]
-    failed = [place for place, own in enumerate(ids) if not reasons.keys().isdisjoint(own)]
+    failed = [index for index, of_prompt in enumerate(ids) if not reasons.keys().isdisjoint(of_prompt)]
     reason = next(reasons[request_id] for request_id in ids[failed[0]] if request_id in reasons)
     which = f" (prompts[{failed[0]}])" if len(of_prompts) > 1 else ""
     return f"{len(failed)} of {len(of_prompts)} prompts failed: {reason}{which}"

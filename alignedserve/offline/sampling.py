@@ -23,8 +23,8 @@ class SamplingParams(request.SamplingParams):
     Raises InvalidRequest naming the field.
     """
 
-    n: int = 1  # answers to each prompt; the first has `seed`, each other one that is derived from it
-    stop: str | tuple[str, ...] = ()  # the first of these ends the text, which does not hold it
+    n: int = 1  # answers to each prompt: the first has `seed`, the rest seeds derived from it
+    stop: str | tuple[str, ...] = ()  # the first to come ends the text before it
 
     @override
     def __post_init__(self) -> None:
@@ -52,17 +52,17 @@ class SamplingParams(request.SamplingParams):
 Samplings = request.SamplingParams | Sequence[request.SamplingParams] | None  # for all, or one for each; None: greedily
 
 
-def samplings_of(asked: Samplings, count: int) -> list[SamplingParams | None]:
+def samplings_of(sampling: Samplings, count: int) -> list[SamplingParams | None]:
     """Return how each of `count` prompts is sampled, in the fields' own types. Raises InvalidRequest."""
-    if asked is None:
+    if sampling is None:
         return [None] * count
-    if isinstance(asked, request.SamplingParams):
-        return [_in_own_types(asked)] * count
-    if not isinstance(asked, Sequence) or not all(isinstance(one, request.SamplingParams) for one in asked):
+    if isinstance(sampling, request.SamplingParams):
+        return [_in_own_types(sampling)] * count
+    if not isinstance(sampling, Sequence) or not all(isinstance(params, request.SamplingParams) for params in sampling):
         raise InvalidRequest("sampling must be SamplingParams, or a list of them", param="sampling")
-    if len(asked) != count:
+    if len(sampling) != count:
         raise InvalidRequest("sampling must be one, or one for each prompt", param="sampling")
-    return list(map(_in_own_types, asked))
+    return list(map(_in_own_types, sampling))
 
 
 def _in_own_types(sampling: request.SamplingParams) -> SamplingParams:
@@ -90,14 +90,20 @@ class LoRARequest:
 LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None  # for all prompts, or one for each
 
 
-def adapters_of(asked: LoRARequests, count: int, served: ServedModel) -> list[LoraAdapter | None]:
+def adapters_of(lora_request: LoRARequests, count: int, served: ServedModel) -> list[LoraAdapter | None]:
     """Return the adapter of each of `count` prompts. Raises AdapterError, InvalidRequest."""
-    each = [asked] * count if asked is None or isinstance(asked, LoRARequest) else list(asked)
+    each = (
+        [lora_request] * count if lora_request is None or isinstance(lora_request, LoRARequest) else list(lora_request)
+    )
     if len(each) != count:
         raise InvalidRequest("lora_request must be one, or one for each prompt", param="lora_request")
     if any(each) and served.encoder is not None:
         raise InvalidRequest("encoders have no adapters", param="lora_request")
     if any(each) and not served.lora.is_enabled:
         raise InvalidRequest("LLM(..., enable_lora=True) is needed for adapters", param="lora_request")
-    found = {one: find_adapter(one.name, str(one.path), served.lora, served.decoder) for one in each if one is not None}
-    return [None if one is None else found[one] for one in each]
+    adapters = {
+        adapter: find_adapter(adapter.name, str(adapter.path), served.lora, served.decoder)
+        for adapter in each
+        if adapter is not None
+    }
+    return [None if adapter is None else adapters[adapter] for adapter in each]

@@ -26,7 +26,7 @@ class UsageLedger:
     """Counts in memory; `write_on` makes it durable."""
 
     def __init__(self) -> None:
-        self.totals: dict[UsageSubject, UsageCounts] = {}  # of this process, for metrics: others than the first as one
+        self.totals: dict[UsageSubject, UsageCounts] = {}  # for metrics; keys after the first few are one row
         self._names: set[str] = set()
         self._pending: dict[tuple[int, UsageSubject], UsageCounts] = {}
         self._sending: dict[tuple[int, UsageSubject], UsageCounts] = {}

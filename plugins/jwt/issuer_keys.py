@@ -40,7 +40,7 @@ class KeySet:
 
     def find(self, kid: str | None, algorithm: str) -> tuple[jwt.PyJWK, ...]:
         """Return the keys of this id; without an id, all that the algorithm has. None of more than a few."""
-        fitting = [key for own, name, key in self._keys if name == algorithm and kid in (own, None)]
+        fitting = [key for key_id, name, key in self._keys if name == algorithm and kid in (key_id, None)]
         return tuple(fitting) if len(fitting) <= _MAX_TRIED else ()
 
 
@@ -151,21 +151,21 @@ class IssuerKeys:
         self._keys: KeySet | None = None  # None: it was never reached
         self._fetched_s = float("-inf")  # when that was tried last
         self._fetching: asyncio.Task[None] | None = None
-        self._problem = ""  # that was told last
-        self.version = 0  # another one with other keys: what earlier ones have verified is to be verified again
+        self._problem = ""  # in the log
+        self.version = 0  # grows with each other set: tokens are verified again
 
     async def find(self, kid: str | None, algorithm: str) -> tuple[jwt.PyJWK, ...]:
         """Return the keys of this id, after another fetch if it is unknown and the last one is not of just now.
 
-        Raises Unavailable while it is not known which keys there are.
+        Raises Unavailable before the first fetch has succeeded.
         """
-        found = self._known(kid, algorithm)
-        if not found:
+        keys = self._known(kid, algorithm)
+        if not keys:
             await self.refresh(AGAIN_S)
-            found = self._known(kid, algorithm)
+            keys = self._known(kid, algorithm)
         if self._keys is None:
             raise Unavailable("The keys of this token's issuer cannot be fetched now.")
-        return found
+        return keys
 
     async def run(self) -> None:
         while True:

@@ -1,10 +1,9 @@
-"""What one connection may send before it is refused, and how many connections there may be.
+"""Limits of connections: what each may send, how many there may be, how many bodies of a key may arrive at a time.
 
-A connection is of no class until its first request has been read; from then on it is of the class of the last one, also
-while it is kept open without any. Best effort has three quarters of the places at most, in all and of one address, so
-that documents that wait leave room for chat. A best-effort request that finds none is refused and its connection
-closed: the places that are kept for others are never held by best effort for longer than its request takes to be read,
-and `header_timeout_s` and `min_body_bytes_per_s` bound that.
+A connection has the class of its last request, and none before the first was read. Best effort has three quarters of
+the places at most, in all and of one address: waiting documents leave room for chat. A best-effort request without a
+place is refused and its connection closed, so it holds a place of others only while it is read, for a time that
+`header_timeout_s` and `min_body_bytes_per_s` bound.
 """
 
 import resource
@@ -51,26 +50,26 @@ class ConnectionLimits:
 
     def admit(self, address: str) -> "ConnectionPlace | None":
         """Count one more connection of this address; None: there are too many, and it is to be closed."""
-        own = self.of_address.get(address) or _Counts()
-        if self.all.num_open >= self.max_connections or own.num_open >= self.max_per_address:
+        of_address = self.of_address.get(address) or _Counts()
+        if self.all.num_open >= self.max_connections or of_address.num_open >= self.max_per_address:
             return None
-        self.of_address[address] = own
-        for counts in (self.all, own):
+        self.of_address[address] = of_address
+        for counts in (self.all, of_address):
             counts.num_open += 1
         return ConnectionPlace(self, address)
 
     def leave(self, address: str) -> None:
-        own = self.of_address[address]
-        for counts in (self.all, own):
+        of_address = self.of_address[address]
+        for counts in (self.all, of_address):
             counts.num_open -= 1
-        if not own.num_open:
+        if not of_address.num_open:
             del self.of_address[address]
 
     def has_room_for_best_effort(self, address: str) -> bool:
         """Return whether one more connection of this address may be of best effort."""
         most, most_of_address = (_best_effort_of(limit) for limit in (self.max_connections, self.max_per_address))
-        own = self.of_address[address]
-        return self.all.num_best_effort < most and own.num_best_effort < most_of_address
+        of_address = self.of_address[address]
+        return self.all.num_best_effort < most and of_address.num_best_effort < most_of_address
 
     def add_best_effort(self, address: str, count: int) -> None:
         for counts in (self.all, self.of_address[address]):
@@ -78,7 +77,7 @@ class ConnectionLimits:
 
 
 class ConnectionPlace:
-    """The place of one connection; its requests say of which class it is."""
+    """The place of one connection, of the class of its last request."""
 
     def __init__(self, limits: ConnectionLimits, address: str) -> None:
         self._limits, self._address = limits, address
@@ -177,8 +176,8 @@ class CountedBody:
         self._receive = receive
         self._has_begun = False
         self._counts = False
-        self._num_bytes = 0  # that it holds
-        self.is_refused = False  # its connection is of no use any more
+        self._num_bytes = 0  # in memory
+        self.is_refused = False  # then the connection ends
 
     async def receive(self) -> Message:
         """Return the next message. Raises QuotaExceeded before the first one."""

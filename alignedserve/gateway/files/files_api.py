@@ -75,9 +75,8 @@ class Turns:
 
     @asynccontextmanager
     async def turn(self, name: str) -> AsyncIterator[None]:
-        """Let one change of this owner be made. Raises StoreUnavailable if the store did not answer to one before it.
-
-        So all that wait fail with it, and not one after the other, each after seconds.
+        """Let one change of this owner be made. Raises StoreUnavailable if the store did not answer to one before it:
+        all waiting changes fail together, not each after seconds.
         """
         owner = self._owners.setdefault(name, _Owner())
         num_given_up = owner.num_given_up
@@ -119,7 +118,6 @@ _IDEMPOTENCY_KEY_LIFETIME_S = 24 * 3600.0  # an Idempotency-Key is remembered fo
 _MAX_CONFLICTS = 5
 
 WINDOW = "24h"
-_NEWER = ("not_before", "hours", "priority")  # unset, they leave the fingerprints of earlier releases as they were
 
 
 class Content(NamedTuple):
@@ -214,9 +212,9 @@ class FilesApi:
         async with self._changing.turn(owner):
             for _ in range(_MAX_CONFLICTS):
                 record = await self.file(owner, text)
-                for one in await self.repository.active_batches():
-                    if is_used_by(record, one.record):
-                        raise Conflict(f"{one.record.batch_id} is using this file.", param="id", code="file_in_use")
+                for batch in await self.repository.active_batches():
+                    if is_used_by(record, batch.record):
+                        raise Conflict(f"{batch.record.batch_id} is using this file.", param="id", code="file_in_use")
                 if await delete_file(self.stores, record):
                     return record
         raise Conflict("The file is being changed; try again.", param="id")
@@ -259,17 +257,11 @@ class FilesApi:
             if made.record.input_file_id == asked.input_file_id:
                 return made
             second = await self._source(made.record.owner, asked.input_file_id)
-            if second.digest and second.digest == await self._digest_of_input(made.record):
+            if second.digest and second.digest == made.record.input_digest:
                 return made
         raise Conflict(
             "This Idempotency-Key was used for another request.", param="Idempotency-Key", code="idempotency_key_reused"
         )
-
-    async def _digest_of_input(self, record: BatchRecord) -> str:
-        if record.input_digest:
-            return record.input_digest
-        file = await self.repository.file(record.owner, record.input_file_id, time.time())  # of an earlier version
-        return "" if file is None else file.digest
 
     async def _source(self, owner: str, text: str) -> FileRecord:
         record = await self._find_file(owner, text)
@@ -309,7 +301,9 @@ class FilesApi:
         if snapshot.record.is_over:
             message = f"The batch is {snapshot.record.status.value}; it can no longer be cancelled."
             raise Conflict(message, param="batch_id", code="batch_is_over")
-        record = await self.repository.change_batch(batch_id, lambda one: advance(one, CancelRequested(), time.time()))
+        record = await self.repository.change_batch(
+            batch_id, lambda batch: advance(batch, CancelRequested(), time.time())
+        )
         return BatchSnapshot(record, snapshot.progress)
 
     async def pause(self, owner: str, text: str, *, is_paused: bool) -> BatchSnapshot:
@@ -317,7 +311,7 @@ class FilesApi:
         snapshot = await self.batch(owner, text)
         event = PauseRequested() if is_paused else ResumeRequested()
         record = await self.repository.change_batch(
-            snapshot.record.batch_id, lambda one: advance(one, event, time.time())
+            snapshot.record.batch_id, lambda batch: advance(batch, event, time.time())
         )
         if record.is_ending:
             message = f"The batch is {record.status.value}; it can no longer be paused or resumed."
@@ -341,8 +335,8 @@ def _check_tokens(
     limit = key.enqueued_batch_tokens
     if limit is None:
         return
-    own = [snapshot for snapshot in active if client_of(snapshot.record.owner) == key.owner]
-    before = sum(remaining_work(snapshot.record, snapshot.progress, throughputs).num_tokens for snapshot in own)
+    of_key = [snapshot for snapshot in active if client_of(snapshot.record.owner) == key.owner]
+    before = sum(remaining_work(snapshot.record, snapshot.progress, throughputs).num_tokens for snapshot in of_key)
     more = remaining_work(record, Progress(), throughputs).num_tokens
     if before + more > limit:
         message = (
@@ -393,7 +387,7 @@ def _new_record(
 
 
 def _fingerprint(asked: CreateBatchRequest) -> str:
-    fields = asked.model_dump(exclude={"input_file_id"} | {name for name in _NEWER if not getattr(asked, name)})
+    fields = asked.model_dump(exclude={"input_file_id"})
     return hashlib.sha256(msgspec.json.encode(fields, order="sorted")).hexdigest()
 
 

@@ -20,30 +20,30 @@ async def list_files(
     page: list[FileRecord] = []
     piece = _PIECE if purpose is not None else min(limit, _PIECE)
     passed: list[str] = []  # cursors, of which the last ones may be deleted before the next piece is read
-    place: tuple[float, str] | None = None  # of `after` in the list, where it is deleted
+    position: tuple[float, str] | None = None  # of `after` in the list, where it is deleted
     while True:
-        found = await repository.files(owner, after=after, limit=piece, newest_first=newest_first)
-        if found is None and passed:
+        part = await repository.files(owner, after=after, limit=piece, newest_first=newest_first)
+        if part is None and passed:
             after = passed.pop()
             continue
-        if found is None and after is not None and place is None:
+        if part is None and after is not None and position is None:
             deleted = await repository.deleted(owner, after)
             if deleted is not None:
-                place, after, piece = (deleted.created_s, after), None, _PIECE
+                position, after, piece = (deleted.created_s, after), None, _PIECE
                 continue
-        if found is None:
+        if part is None:
             raise InvalidRequest("after is not the id of a file in this list.", param="after")
         page += [
             record
-            for record in found.files
+            for record in part.files
             if purpose in (None, record.purpose)
-            and (place is None or ((record.created_s, record.file_id) < place) is newest_first)
+            and (position is None or ((record.created_s, record.file_id) < position) is newest_first)
         ]
         # A filtered page is filled up: SDKs take an empty page for the last one.
-        is_filtered = purpose is not None or place is not None
-        if len(page) > limit or not found.has_more or (not is_filtered and len(page) == limit):
-            return page[:limit], len(page) > limit or found.has_more
-        passed += found.file_ids
+        is_filtered = purpose is not None or position is not None
+        if len(page) > limit or not part.has_more or (not is_filtered and len(page) == limit):
+            return page[:limit], len(page) > limit or part.has_more
+        passed += part.file_ids
         after = passed.pop()
 
 
@@ -53,8 +53,8 @@ async def sizes_of(repository: BatchRepository, files: Sequence[FileRecord]) -> 
     for first in range(0, len(files), _PIECE):
         piece = files[first : first + _PIECE]
         batch_ids = dict.fromkeys(file.view.batch_id for file in piece if file.view is not None)
-        found = {batch.record.batch_id: batch.progress for batch in await repository.batches(list(batch_ids))}
-        sizes += [_size_of(file, found) for file in piece]
+        progress = {batch.record.batch_id: batch.progress for batch in await repository.batches(list(batch_ids))}
+        sizes += [_size_of(file, progress) for file in piece]
     return sizes
 
 
@@ -78,7 +78,7 @@ async def list_batches(
     deleted = await repository.deleted(owner, after) if response is None and after is not None else None
     if deleted is None:
         return response
-    place, page, cursor = (deleted.created_s, after), list[BatchSnapshot](), None
+    position, page, cursor = (deleted.created_s, after), list[BatchSnapshot](), None
     while True:
         response = await repository.list_batches(owner, after=cursor, limit=_BATCHES_AT_ONCE, newest_first=newest_first)
         if response is None:  # that one was deleted too
@@ -86,7 +86,7 @@ async def list_batches(
             continue
         batches, has_more = response
         page += [
-            batch for batch in batches if ((batch.record.created_s, batch.record.batch_id) < place) is newest_first
+            batch for batch in batches if ((batch.record.created_s, batch.record.batch_id) < position) is newest_first
         ]
         if len(page) > limit or not has_more or not batches:
             return page[:limit], len(page) > limit

@@ -94,8 +94,8 @@ def _refused_time(message: str) -> InvalidRequest:
 
 def lifetime_of(fields: dict[str, str]) -> float | None:
     """Parse the seconds after which a file expires from the form's fields. Raises InvalidRequest."""
-    given: dict[str, Any] = {name: value for name, value in fields.items() if name.startswith("expires_after")}
-    if not given:
+    expiry: dict[str, Any] = {name: value for name, value in fields.items() if name.startswith("expires_after")}
+    if not expiry:
         return None
     seconds = fields.get("expires_after[seconds]", "")
     if fields.get("expires_after[anchor]") != "created_at":

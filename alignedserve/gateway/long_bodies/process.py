@@ -74,16 +74,16 @@ class BodyReading:
     async def _read(self, body: dict[str, Any]) -> Outcome:
         if self._path in TOKEN_ENDPOINTS:
             counted = TOKEN_ENDPOINTS[self._path]
-            asked = counted.parse(body, self._ignored)
-            answer = await counted.answer(asked, self._find(asked.model), self._ignored)
+            fields = counted.parse(body, self._ignored)
+            answer = await counted.answer(fields, self._find(fields.model), self._ignored)
             return CountedTokens(answer, self._ignored_names)
         endpoint = ENDPOINTS[self._path]
-        asked = endpoint.parse(body, self._ignored)
-        prompts = await endpoint.prompts(asked, self._find(asked.model), self._ignored)
+        fields = endpoint.parse(body, self._ignored)
+        prompts = await endpoint.prompts(fields, self._find(fields.model), self._ignored)
         if endpoint.short is None:
             return NotRead()
         packed = tuple(EncodedPrompt.of(prompt, keeps_text=bool(body.get("echo"))) for prompt in prompts)
-        return ReadBody(orjson.dumps(body | endpoint.short(asked)), packed, self._ignored_names)
+        return ReadBody(orjson.dumps(body | endpoint.short(fields)), packed, self._ignored_names)
 
     def _find(self, name: str | None) -> ReadingModel:
         model = self._find_model(name)

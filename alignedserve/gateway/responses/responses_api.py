@@ -51,7 +51,7 @@ _PAUSE_S = 0.2
 class StoreLoss:
     """A store that may be away. Calls that may be repeated are, until it has been away for too long.
 
-    One whose disk is full is there, and says so to the client: nobody knows when that ends.
+    A full disk is told to the client at once: nobody knows when it ends.
     """
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ async def outlast(call: Callable[[], Awaitable[ResultT]]) -> ResultT:
 
 @dataclass(frozen=True, slots=True)
 class ResponseTurn:
-    """One response to be generated: its input, and what it continues."""
+    """A response to be generated: its input, and the items before."""
 
     response_id: str
     items: list[Item]  # of its own input

@@ -137,7 +137,7 @@ class StoredEvents:
 
 
 class StoredEventsResponse(Response):
-    """A stream of stored events. A client that disconnects leaves the response as it is."""
+    """A stream of stored events. The response goes on without its client."""
 
     def __init__(self, stored: StoredEvents) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class StoredEventsResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call = Call.of(scope)
         call.failure_events = self._stored.failure_events
-        call.release_early()  # the next server has the rest of its events, after the last one that it knows
+        call.release_early()  # another gateway has the later events
         sender = EventSender(send, call)
         await while_connected(receive, self._send_all(sender), sender.check)
 

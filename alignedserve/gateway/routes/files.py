@@ -32,7 +32,6 @@ _MESSAGES = "/v1/messages/batches"
 
 @ROUTES.add("POST", "/v1/files")
 async def create_file(call: Call) -> Response:
-    """Upload a file."""
     files_api, owner = call.files_api, call.key.owner
     file_id, most = new_file_id(), files_api.config.max_file_bytes
     async with files_api.arriving(owner) as take:
@@ -46,7 +45,6 @@ async def create_file(call: Call) -> Response:
 
 @ROUTES.add("GET", "/v1/files")
 async def list_of_files(call: Call) -> Response:
-    """List the files of the caller, a page at a time."""
     repository = call.files_api.repository
     records, has_more = await list_files(
         repository,
@@ -64,7 +62,6 @@ async def list_of_files(call: Call) -> Response:
 
 @ROUTES.add("GET", "/v1/files/{file_id}")
 async def get_file(call: Call, file_id: str) -> Response:
-    """Return a file's metadata."""
     record = await call.files_api.file(call.key.owner, file_id)
     (size,) = await sizes_of(call.files_api.repository, [record])
     return JsonResponse(file_view(record, size))
@@ -93,7 +90,6 @@ async def get_content(call: Call, file_id: str) -> Response:
 
 @ROUTES.add("DELETE", "/v1/files/{file_id}")
 async def delete_file(call: Call, file_id: str) -> Response:
-    """Delete a file."""
     record = await call.files_api.remove(call.key.owner, file_id)
     return JsonResponse({"id": record.file_id, "object": "file", "deleted": True})
 
@@ -136,7 +132,6 @@ async def create_batch(call: Call) -> Response:
 
 @ROUTES.add("GET", "/v1/batches")
 async def list_batches(call: Call) -> Response:
-    """List the batches of the caller, newest first, a page at a time."""
     files_api, after = call.files_api, call.http.query_params.get("after")
     snapshots, has_more = await files_api.batches(call.key.owner, after=after, limit=_batches_of_page(call))
     return JsonResponse(list_view(list(map(batch_view, snapshots)), has_more=has_more))
@@ -150,7 +145,6 @@ async def get_limits(call: Call) -> Response:
 
 @ROUTES.add("GET", _BATCH)
 async def get_batch(call: Call, batch_id: str) -> Response:
-    """Return a batch."""
     return JsonResponse(batch_view(await call.files_api.batch(call.key.owner, batch_id)))
 
 
@@ -174,7 +168,6 @@ async def resume_batch(call: Call, batch_id: str) -> Response:
 
 @ROUTES.add("POST", _MESSAGES)
 async def create_messages(call: Call) -> Response:
-    """Create a batch of messages."""
     batches = _messages_of(call)
     body = body_chunks(call, batches.files_api.config.max_file_bytes)
     return _message_batch(call, await batches.create(body, call.services, call.ignored))
@@ -182,7 +175,6 @@ async def create_messages(call: Call) -> Response:
 
 @ROUTES.add("GET", _MESSAGES)
 async def list_messages(call: Call) -> Response:
-    """List the message batches of the caller, newest first, a page at a time."""
     batches, limit = _messages_of(call), _batches_of_page(call)
     after, before = call.http.query_params.get("after_id"), call.http.query_params.get("before_id")
     snapshots, has_more = await batches.page(after, before, limit=limit)
@@ -193,20 +185,17 @@ async def list_messages(call: Call) -> Response:
 
 @ROUTES.add("GET", _MESSAGES + "/{batch_id}")
 async def get_messages(call: Call, batch_id: str) -> Response:
-    """Return a batch of messages."""
     batches = _messages_of(call)
     return _message_batch(call, await batches.files_api.batch(batches.owner, batch_id))
 
 
 @ROUTES.add("DELETE", _MESSAGES + "/{batch_id}")
 async def delete_messages(call: Call, batch_id: str) -> Response:
-    """Delete a batch of messages that is over, and its results."""
     return JsonResponse({"id": await _messages_of(call).remove(batch_id), "type": "message_batch_deleted"})
 
 
 @ROUTES.add("GET", _MESSAGES + "/{batch_id}/results")
 async def get_results(call: Call, batch_id: str) -> Response:
-    """Return the results of a batch that is over, one on each line."""
     batches = _messages_of(call)
     snapshot = await batches.files_api.batch(batches.owner, batch_id)
     return StreamingResponse(await batches.results(snapshot), media_type="application/x-jsonl")
@@ -214,7 +203,6 @@ async def get_results(call: Call, batch_id: str) -> Response:
 
 @ROUTES.add("POST", _MESSAGES + "/{batch_id}/cancel")
 async def cancel_messages(call: Call, batch_id: str) -> Response:
-    """Cancel a batch of messages; results so far are kept."""
     batches = _messages_of(call)
     return _message_batch(call, await batches.files_api.cancel(batches.owner, batch_id))
 

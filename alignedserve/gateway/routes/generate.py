@@ -31,7 +31,7 @@ async def _answer(endpoint: Endpoint[Any], call: Call, body: Any, prompts: Promp
     generation = Generation(request, model)
     await call.hold_limits(generation)
     make_formatter = endpoint.formatter(body, model)
-    if generation.request.is_streamed:  # bodies that may ask for it have formatters that can
+    if generation.request.is_streamed:  # only of endpoints with such formatters
         return EventStreamResponse(generation, cast(MakeFormatter, make_formatter))
     return BodyResponse(generation, make_formatter)
 

@@ -48,9 +48,9 @@ def plain(value: Any) -> Any:
     if isinstance(value, msgspec.Struct):
         return {name: plain(getattr(value, name)) for name in value.__struct_fields__}
     if isinstance(value, tuple | list):
-        return [plain(one) for one in value]
+        return [plain(item) for item in value]
     if isinstance(value, dict):
-        return {str(name): plain(one) for name, one in value.items()}
+        return {str(name): plain(item) for name, item in value.items()}
     return value.value if isinstance(value, enum.Enum) else value
 
 
@@ -149,13 +149,11 @@ _DASHBOARD = HtmlPage.load("dashboard.html")
 
 @ROUTES.add("GET", "/dashboard", is_counted=False)
 async def dashboard(_: Call) -> Response:
-    """Return the live page, which asks for a key where one is needed."""
     return _DASHBOARD.response()
 
 
 @ROUTES.add("GET", "/v1/alignedserve/live", is_counted=False)
 async def live(call: Call) -> Response:
-    """Return what the cluster does at this moment, to a key that may see what all keys use."""
     call.check_sees_all()
     services, files_api = call.services, call.services.files_api
     totals = None if files_api is None else await files_api.totals.read(files_api.repository)
@@ -168,7 +166,6 @@ _PAGE = HtmlPage.load("page.html")
 
 @ROUTES.add("GET", "/", is_counted=False)
 async def page(_: Call) -> Response:
-    """Return the chat page."""
     return _PAGE.response()
 
 

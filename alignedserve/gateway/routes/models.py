@@ -74,7 +74,6 @@ def _adapters_of(call: Call, body: LoadAdapterRequest | UnloadAdapterRequest) ->
 
 @ROUTES.add("GET", "/v1/models", is_counted=False)
 async def list_models(call: Call) -> Response:
-    """List the served models."""
     models = list(usable_cards(call.services.models, call.key))
     if call.is_anthropic:
         return JsonResponse(model_list(models))

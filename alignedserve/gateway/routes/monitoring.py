@@ -27,13 +27,11 @@ _DEFAULT_BUCKETS, _MAX_BUCKETS = 31, 24 * 31
 
 @ROUTES.add("GET", "/health", is_counted=False)
 async def health(_: Call) -> Response:
-    """Report that the gateway is alive, whatever the rest of the cluster does."""
     return JsonResponse({"status": "alive"})
 
 
 @ROUTES.add("GET", "/ready", is_counted=False)
 async def ready(call: Call) -> Response:
-    """Report whether every model generates tokens; 503 with the reason when one does not."""
     readiness = call.services.readiness
     missing = readiness.missing()
     if missing is None:
@@ -57,7 +55,6 @@ async def metrics(call: Call) -> Response:
 
 @ROUTES.add("GET", "/version", is_counted=False)
 async def get_version(_: Call) -> Response:
-    """Return the version of AlignedServe."""
     return JsonResponse({"version": _VERSION})
 
 

@@ -122,7 +122,7 @@ async def receive(call: Call) -> bytes:
 
 
 async def body_chunks(call: Call, max_bytes: int) -> AsyncIterator[bytes]:
-    """Yield a body that declares JSON as it arrives, decompressed: for one that is larger than others may be.
+    """Yield a large JSON body as it arrives, decompressed.
 
     `max_bytes`: of the whole. Raises InvalidRequest.
     """

@@ -46,7 +46,6 @@ _NO_IDS = {"first_id": "", "last_id": ""}  # of an empty list
 
 @ROUTES.add("POST", "/v1/responses")
 async def create_response(call: Call) -> Response:
-    """Answer items, streamed if the client asked for that, or later in the background."""
     raw = await receive(call)
     await read_if_long(raw, RESPONSES.path, call.services, call.ignored, call.key)  # refused there, it is not read here
     body = await parsed(raw, call.services, partial(parse_response, ignored=call.ignored))
@@ -83,7 +82,6 @@ async def _submit(
 
 @ROUTES.add("POST", "/v1/responses/input_tokens")
 async def count_tokens(call: Call) -> Response:
-    """Count the tokens of the prompt that a response would have."""
 
     async def answer(body: InputTokensRequest) -> bytes:
         model = await awake_model(call, body)
@@ -95,7 +93,6 @@ async def count_tokens(call: Call) -> Response:
 
 @ROUTES.add("GET", _RESPONSE)
 async def get_response(call: Call, response_id: str) -> Response:
-    """Return a stored response."""
     api = _api(call)
     record = await api.retrieve(response_id)
     if one_of(call, "stream", ("false", "true")) == "false":
@@ -110,27 +107,23 @@ async def get_response(call: Call, response_id: str) -> Response:
 
 @ROUTES.add("DELETE", _RESPONSE)
 async def delete_response(call: Call, response_id: str) -> Response:
-    """Delete a stored response."""
     record = await _api(call).delete(response_id)
     return JsonResponse({"id": record.response_id, "object": "response", "deleted": True})
 
 
 @ROUTES.add("POST", _RESPONSE + "/cancel")
 async def cancel_response(call: Call, response_id: str) -> Response:
-    """Cancel a response in the background."""
     return JsonResponse(bytes((await _api(call).cancel(response_id)).response))
 
 
 @ROUTES.add("GET", _RESPONSE + "/input_items")
 async def list_input_items(call: Call, response_id: str) -> Response:
-    """List the items of a response's own input, a page at a time."""
     items, has_more = page_of(await _api(call).input_items(response_id), item_page(call))
     return JsonResponse(_NO_IDS | list_view(items, has_more=has_more))
 
 
 @ROUTES.add("POST", "/v1/conversations")
 async def create_conversation(call: Call) -> Response:
-    """Create a conversation."""
     body = await read_body(call, partial(parse, CreateConversationRequest, ignored=call.ignored))
     record = await _api(call).stored_conversations().create(body.items, body.metadata, call.ignored)
     return JsonResponse(conversation_view(record))
@@ -138,13 +131,11 @@ async def create_conversation(call: Call) -> Response:
 
 @ROUTES.add("GET", _CONVERSATION)
 async def get_conversation(call: Call, conversation_id: str) -> Response:
-    """Return a conversation."""
     return JsonResponse(conversation_view(await _api(call).conversation(conversation_id)))
 
 
 @ROUTES.add("POST", _CONVERSATION)
 async def update_conversation(call: Call, conversation_id: str) -> Response:
-    """Replace a conversation's metadata."""
     body = await read_body(call, partial(parse, UpdateConversationRequest, ignored=call.ignored))
     record = await _api(call).stored_conversations().set_metadata(conversation_id, body.metadata)
     return JsonResponse(conversation_view(record))
@@ -152,14 +143,12 @@ async def update_conversation(call: Call, conversation_id: str) -> Response:
 
 @ROUTES.add("DELETE", _CONVERSATION)
 async def delete_conversation(call: Call, conversation_id: str) -> Response:
-    """Delete a conversation."""
     await _api(call).stored_conversations().delete(conversation_id)
     return JsonResponse({"id": conversation_id, "object": "conversation.deleted", "deleted": True})
 
 
 @ROUTES.add("GET", _CONVERSATION + "/items")
 async def list_items(call: Call, conversation_id: str) -> Response:
-    """List the items of a conversation, a page at a time."""
     record = await _api(call).conversation(conversation_id)
     items, has_more = page_of(conversation_items(record), item_page(call), dict(record.deleted))
     return JsonResponse(_NO_IDS | list_view(items, has_more=has_more))
@@ -167,7 +156,6 @@ async def list_items(call: Call, conversation_id: str) -> Response:
 
 @ROUTES.add("POST", _CONVERSATION + "/items")
 async def create_items(call: Call, conversation_id: str) -> Response:
-    """Add items at the end of a conversation."""
     body = await read_body(call, partial(parse, CreateItemsRequest, ignored=call.ignored))
     items = await _api(call).stored_conversations().add_items(conversation_id, body.items, call.ignored)
     return JsonResponse(_NO_IDS | list_view(items, has_more=False))
@@ -175,13 +163,11 @@ async def create_items(call: Call, conversation_id: str) -> Response:
 
 @ROUTES.add("GET", _CONVERSATION + "/items/{item_id}")
 async def get_item(call: Call, conversation_id: str, item_id: str) -> Response:
-    """Return an item of a conversation."""
     return JsonResponse(find_item(await _api(call).conversation(conversation_id), item_id))
 
 
 @ROUTES.add("DELETE", _CONVERSATION + "/items/{item_id}")
 async def delete_item(call: Call, conversation_id: str, item_id: str) -> Response:
-    """Delete an item of a conversation; returns the conversation."""
     return JsonResponse(
         conversation_view(await _api(call).stored_conversations().remove_item(conversation_id, item_id))
     )
