@@ -87,7 +87,10 @@ class BatchService:
         await self._keys_watch.look()
         self._watching = start_background(self._keys_watch.run(), "the watch of keys")
         self._stores = open_driver_stores(self._location)
-        self._claim_namespace(self._stores)
+        folder = self._location.folder
+        if self._location.redis is not None and folder is not None:
+            claim = claim_on(self._stores.records, folder_id(folder), self._location.config.namespace)
+            self._claiming = start_background(claim, "the claim of the namespace")
         await self._start_state_server(self._stores)
         services = ApiServices.of(
             self._config, reply_to=self._links.own_address, observing=self._observing, keys=self._keys
@@ -110,12 +113,6 @@ class BatchService:
         )
         self._driver_task = start_background(_drive(driver, deployments), "the driver of batches")
         logger.info("%s drives the batches of %s", self._links.identity.name, self._location.folder)
-
-    def _claim_namespace(self, stores: DriverStores) -> None:
-        folder = self._location.folder
-        if self._location.redis is not None and folder is not None:
-            claim = claim_on(stores.records, folder_id(folder), self._location.config.namespace)
-            self._claiming = start_background(claim, "the claim of the namespace")
 
     async def _start_state_server(self, stores: DriverStores) -> None:
         if self._state is None:

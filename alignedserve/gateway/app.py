@@ -59,12 +59,12 @@ async def _http_exception(http: Request, error: Exception) -> Response:
         body: Any = error_view(message, error.status_code, call.request_id)
     else:
         body = error_json(message, "invalid_request_error", code=code)
-    headers = {"Allow": ", ".join(_methods_of(http))} if error.status_code == 405 else error.headers
+    headers = (
+        {"Allow": ", ".join(sorted({method for route in _routes_at(http.scope) for method in route.methods or ()}))}
+        if error.status_code == 405
+        else error.headers
+    )
     return JsonResponse(body, error.status_code, headers=headers)
-
-
-def _methods_of(http: Request) -> list[str]:
-    return sorted({method for route in _routes_at(http.scope) for method in route.methods or ()})
 
 
 def _meant(http: Request) -> str:

@@ -104,7 +104,6 @@ class Call:
 
     @property
     def is_last(self) -> bool:
-        """Return whether its connection ends with it."""
         is_refused = self.body is not None and self.body.is_refused
         return self.services.intake.is_closed or self.closes_connection or is_refused
 

@@ -107,7 +107,7 @@ class MessageBatches:
         for kind in ResultKind:
             chunks = self.files_api.stores.logs.chunks(snapshot.record.batch_id, kind, snapshot.progress.log_bytes)
             async for lines in _whole_lines(chunks):
-                yield await asyncio.to_thread(_results_of, lines)  # some thousands of them
+                yield await asyncio.to_thread(_results_of, lines)  # thousands
 
 
 class _Lines:
@@ -179,10 +179,11 @@ def _results_of(lines: bytes) -> bytes:
 def batch_view(snapshot: BatchSnapshot, results_url: str) -> dict[str, Any]:
     """Return a batch; its results are at this address once it is over."""
     record = snapshot.record
+    is_cancelling = record.status is BatchStatus.CANCELLING
     return {
         "id": record.batch_id,
         "type": "message_batch",
-        "processing_status": _processing_status(snapshot),
+        "processing_status": "ended" if record.is_over else "canceling" if is_cancelling else "in_progress",
         "request_counts": _counts(snapshot),
         "created_at": timestamp(record.created_s),
         "expires_at": timestamp(record.expires_s),
@@ -206,12 +207,6 @@ def _result(response: dict[str, Any] | None, error: dict[str, Any] | None) -> di
     if error["code"] in _UNRUN:
         return {"type": _UNRUN[error["code"]]}
     return {"type": "errored", "error": error_view(error["message"], 500, None)}
-
-
-def _processing_status(snapshot: BatchSnapshot) -> str:
-    if snapshot.record.is_over:
-        return "ended"
-    return "canceling" if snapshot.record.status is BatchStatus.CANCELLING else "in_progress"
 
 
 def _counts(snapshot: BatchSnapshot) -> dict[str, int]:

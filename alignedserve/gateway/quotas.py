@@ -36,7 +36,6 @@ class ShownLimits:
         self._shown[what] = (limit, owed, may_owe)
 
     def as_headers(self) -> list[tuple[bytes, bytes]]:
-        """Return the headers as ASGI has them."""
         headers = []
         for what, (limit, owed, may_owe) in self._shown.items():
             remaining = max(0, math.floor((may_owe - owed) * limit + _ROUNDING))
@@ -171,7 +170,7 @@ class RequestQuotas:
         has_others: bool = True,
         is_first_process: bool = True,
     ) -> None:
-        """`requests_per_minute`: of keys without a limit. `gateways`: of the start, each with a share of every limit; none:
+        """`requests_per_minute`: of keys without a limit. `gateways`: of the start, with a share of every limit; none:
         this is the only one. `client`: None: there is no state server. `has_others`: else open requests are counted
         here alone. `is_first_process`: of its name.
         """
@@ -204,7 +203,8 @@ class RequestQuotas:
     async def count(self, key: KeyEntry, shown: ShownLimits | None = None) -> None:
         """Count one request. Raises QuotaExceeded with the time until the next one is allowed, or Unavailable where it
         cannot be counted. `shown`: gets what is left."""
-        per_minute, tokens = self._requests_of(key), key.tokens_per_minute
+        per_minute = self._per_minute if key.requests_per_minute is None else key.requests_per_minute
+        tokens = key.tokens_per_minute
         charges: tuple[Charge, ...] = ()
         if per_minute:
             charges = (Charge(f"requests/{key.owner}", 1.0 / per_minute),)
@@ -248,15 +248,9 @@ class RequestQuotas:
             return
         charges = (Charge(_tokens(key), -cost),)
         if self._share.seconds_leased(time.monotonic()) > 0.0:  # once: what is lost on the way stays counted
-            start_background(self._give_back(charges), "tokens that did not come")
+            start_background(self._call(charges), "tokens that did not come")
         elif self._has_share:
             self._share.take(charges, time.monotonic())
-
-    async def _give_back(self, charges: tuple[Charge, ...]) -> None:
-        await self._call(charges)
-
-    def _requests_of(self, key: KeyEntry) -> int | None:
-        return self._per_minute if key.requests_per_minute is None else key.requests_per_minute
 
     async def _take(self, charges: tuple[Charge, ...]) -> Taken:
         if self._client is None and self._has_share:

@@ -30,16 +30,15 @@ _RETRY_AFTER_S = 5.0
 
 
 class Ticket:
-    """A request for which a drain waits until `release`."""
+    """A request for which a drain waits until `release`, which may be repeated."""
 
     def __init__(self, intake: "Intake") -> None:
-        self._intake: Intake | None = intake
+        self._intake, self._is_open = intake, True
         intake.num_open += 1
 
     def release(self) -> None:
-        intake, self._intake = self._intake, None
-        if intake is not None:
-            intake.num_open -= 1
+        self._intake.num_open -= self._is_open
+        self._is_open = False
 
 
 class Intake:

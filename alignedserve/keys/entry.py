@@ -61,11 +61,9 @@ class KeyEntry(msgspec.Struct, frozen=True, gc=False):
         return tier if tier in self.tiers else None
 
     def may_have_priority(self, priority: int) -> bool:
-        """Return whether it may send requests of this priority."""
         return self.min_priority <= priority <= self.max_priority
 
     def may_use(self, *names: str) -> bool:
-        """Return whether it may use the model of these names."""
         return self.models is None or any(_matches(pattern, name) for pattern in self.models for name in names)
 
 

@@ -43,7 +43,6 @@ class KeyRing:
 
     @property
     def owners(self) -> tuple[str, ...]:
-        """Return the owner of every entry."""
         return (ANYONE.owner,) if self.is_open else tuple(self._by_owner)
 
     def find(self, secret: str | None, now: float) -> KeyEntry | None:
@@ -77,7 +76,6 @@ class CurrentKeys:
 
 
 def digest_of(secret: str) -> bytes:
-    """Return what is kept of a secret."""
     return hashlib.sha256(secret.encode()).digest()
 
 

@@ -41,11 +41,9 @@ class SamplingParams(request.SamplingParams):
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """Return the stop strings, where one may be given as itself."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     def for_worker(self) -> request.SamplingParams:
-        """Return the part that workers know."""
         return request.SamplingParams(**_values(self, request.SamplingParams))
 
 

@@ -44,7 +44,6 @@ class TextScores(NamedTuple):
 
 
 def shipped_text() -> str:
-    """Return prose that comes with the package."""
     return files("alignedserve.offline").joinpath("prose.txt").read_text()
 
 

@@ -112,7 +112,6 @@ class UsageStore:
         return {hour: await self._rows_of(hour) for hour in hours if start_s <= hour < end_s}
 
     async def rows_of_key(self, key: str, start_s: int, end_s: int) -> dict[int, list[UsageRow]]:
-        """Return the rows of one key, without reading others."""
         by_hour: dict[int, list[UsageRow]] = {}
         async for names in self._listed(key, start_s, end_s):
             for name, row in zip(names, await self._read_rows(names), strict=True):

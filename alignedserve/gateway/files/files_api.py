@@ -38,7 +38,7 @@ from alignedserve.batches.records import (
     parsed_batch_key,
     parsed_file_id,
 )
-from alignedserve.batches.repository import MAX_ACTIVE, BatchRepository, BatchSnapshot, StorageUsage, idempotency_key_of
+from alignedserve.batches.repository import MAX_ACTIVE, BatchRepository, BatchSnapshot, idempotency_key_of
 from alignedserve.batches.results import result_bytes
 from alignedserve.batches.schedule import check_window
 from alignedserve.config.sections import BatchesConfig
@@ -177,14 +177,16 @@ class FilesApi:
         await upload.blob.commit()
         # If it is not known whether the store has the record, the content stays: garbage collection removes it if not.
         async with self._changing.turn(owner):
-            is_added = await self.repository.add_file(record, fits=self._fits)
+            is_added = await self.repository.add_file(
+                record,
+                fits=lambda usage: (
+                    usage.num_files <= self.config.max_files and usage.num_bytes <= self.config.max_files_bytes
+                ),
+            )
         if not is_added:
             await self.stores.blobs.remove(file_id)
             raise too_many_files()
         return record
-
-    def _fits(self, usage: StorageUsage) -> bool:
-        return usage.num_files <= self.config.max_files and usage.num_bytes <= self.config.max_files_bytes
 
     async def file(self, owner: str, text: str) -> FileRecord:
         record = await self._find_file(owner, text)

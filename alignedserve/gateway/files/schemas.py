@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from alignedserve.api.schema import Metadata, Priority, Schema
-from alignedserve.batches.records import BatchRecord, Endpoint, Eta, FileRecord, LineProblem, Progress
+from alignedserve.batches.records import BatchRecord, Endpoint, Eta, FileRecord, Progress
 from alignedserve.batches.repository import BatchSnapshot
 from alignedserve.batches.schedule import reason_to_wait, window_text
 from alignedserve.config.sections import BatchesConfig
@@ -137,7 +137,11 @@ def batch_view(snapshot: BatchSnapshot) -> dict[str, Any]:
         "status": record.status.value,
         "created_at": int(record.created_s),
         "expires_at": int(record.expires_s),
-        "request_counts": _counts(record, progress),
+        "request_counts": {
+            "total": record.num_lines,
+            "completed": progress.counts.completed,
+            "failed": progress.counts.num_ended - progress.counts.completed,
+        },
         "usage": _usage(progress),
         "metadata": record.metadata,
     }
@@ -145,7 +149,11 @@ def batch_view(snapshot: BatchSnapshot) -> dict[str, Any]:
     if record.model is not None:
         view["model"] = record.model
     if record.problems:
-        view["errors"] = {"object": "list", "data": [_problem(problem) for problem in record.problems]}
+        problems = [
+            {"code": problem.code, "message": problem.message, "param": problem.param, "line": problem.line}
+            for problem in record.problems
+        ]
+        view["errors"] = {"object": "list", "data": problems}
     if progress.output_bytes:
         view["output_file_id"] = record.output_file_id
     if progress.error_bytes:
@@ -175,11 +183,6 @@ def limits_view(config: BatchesConfig) -> dict[str, Any]:
     }
 
 
-def _counts(record: BatchRecord, progress: Progress) -> dict[str, int]:
-    counts = progress.counts
-    return {"total": record.num_lines, "completed": counts.completed, "failed": counts.num_ended - counts.completed}
-
-
 def _usage(progress: Progress) -> dict[str, Any]:
     usage = progress.usage
     return {
@@ -189,10 +192,6 @@ def _usage(progress: Progress) -> dict[str, Any]:
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": usage.input_tokens + usage.output_tokens,
     }
-
-
-def _problem(problem: LineProblem) -> dict[str, Any]:
-    return {"code": problem.code, "message": problem.message, "param": problem.param, "line": problem.line}
 
 
 def _extension(record: BatchRecord, progress: Progress, now: float) -> dict[str, Any]:
@@ -226,11 +225,6 @@ def _eta(record: BatchRecord, eta: Eta) -> dict[str, Any]:
         "basis": "measured" if eta.is_measured else "assumed",
         "quoted_at": int(eta.estimated_s),
     }
-    fitting = _fitting_window(record, eta)
-    return view if fitting is None else view | {"fitting_window": fitting}
-
-
-def _fitting_window(record: BatchRecord, eta: Eta) -> str | None:
     if eta.fitting_s is None or eta.fitting_s - record.created_s > MAX_WINDOW_S:
-        return None
-    return window_text(eta.fitting_s - record.created_s)
+        return view
+    return view | {"fitting_window": window_text(eta.fitting_s - record.created_s)}

@@ -121,8 +121,10 @@ class ResponsesApi:
         if asked.previous_response_id is not None:
             previous = await self._find(asked.previous_response_id, PREVIOUS)
             context = await load_context(self._stored(PREVIOUS), previous)
-        conversation = None if asked.conversation_id is None else await self._open_conversation(asked.conversation_id)
-        if conversation is not None:
+        conversation = None
+        if asked.conversation_id is not None:
+            conversation = await self.conversation(asked.conversation_id, param="conversation")
+            check_unlocked(conversation)
             context = Context(conversation_items(conversation))
         find = None if self.state is None else partial(self._find, param="input")
         parsed = await self.lanes.run(rough_length(asked.input), lambda: parse_items(asked.input, response_id, ignored))
@@ -256,11 +258,6 @@ class ResponsesApi:
             except NotFound:  # deleted, or expired
                 await conversations.settle(record.conversation_id, response_id, [])
         return await conversations.find(text, param=param) if record.pending else record
-
-    async def _open_conversation(self, text: str) -> StoredConversation:
-        record = await self.conversation(text, param="conversation")
-        check_unlocked(record)
-        return record
 
     def stored_conversations(self, param: str = "conversation_id") -> Conversations:
         """Return the conversations. Raises InvalidRequest where there are none."""

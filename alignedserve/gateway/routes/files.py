@@ -162,7 +162,6 @@ async def pause_batch(call: Call, batch_id: str) -> Response:
 
 @ROUTES.add("POST", _BATCH + "/resume")
 async def resume_batch(call: Call, batch_id: str) -> Response:
-    """Start lines of a paused batch again."""
     return JsonResponse(batch_view(await call.files_api.pause(call.key.owner, batch_id, is_paused=False)))
 
 

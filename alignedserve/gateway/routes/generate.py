@@ -37,7 +37,6 @@ async def _answer(endpoint: Endpoint[Any], call: Call, body: Any, prompts: Promp
 
 
 async def _count(endpoint: TokenEndpoint[Any], call: Call) -> Response:
-    """Answer from the tokens of a prompt, without generating."""
 
     async def answer(body: Any) -> bytes:
         return await endpoint.answer(body, await awake_model(call, body), call.ignored)

@@ -124,7 +124,6 @@ class HtmlPage:
 
     @classmethod
     def load(cls, path: str) -> "HtmlPage":
-        """Load a file of the gateway's package."""
         text = files("alignedserve.gateway").joinpath(path).read_text(encoding="utf-8")
         policy = (
             f"default-src 'none'; script-src {_hashes(text, 'script')}; style-src {_hashes(text, 'style')}; "
@@ -134,7 +133,6 @@ class HtmlPage:
         return cls(text, headers)
 
     def response(self) -> Response:
-        """Return the response of a request for it."""
         return Response(self.text, media_type="text/html; charset=utf-8", headers=self.headers)
 
 

@@ -43,7 +43,6 @@ class UnloadAdapterRequest(Schema):
 
 @ROUTES.add("POST", "/v1/load_lora_adapter")
 async def load_adapter(call: Call) -> Response:
-    """Let requests name an adapter whose folder is inside lora.allowed_folder."""
     body = await read_body(call, partial(parse, LoadAdapterRequest, ignored=call.ignored))
     adapters = _adapters_of(call, body)
     if body.lora_name in call.services.models and not adapters.find(body.lora_name):
@@ -82,7 +81,6 @@ async def list_models(call: Call) -> Response:
 
 @ROUTES.add("GET", "/v1/models/{name:path}", is_counted=False)
 async def get_model(call: Call, name: str) -> Response:
-    """Return a model by its name, which may hold slashes."""
     models = call.services.models
     check_usable(models, name, call.key)
     model = models.card(name)
@@ -90,6 +88,7 @@ async def get_model(call: Call, name: str) -> Response:
 
 
 def _model_view(model: ModelCard) -> dict[str, Any]:
+    sampling = model.sampling
     return {
         "id": model.name,
         "object": "model",
@@ -98,15 +97,11 @@ def _model_view(model: ModelCard) -> dict[str, Any]:
         "max_model_len": model.max_context_len,
         "supported_tasks": model.supported_tasks,
         **({"input_modalities": ("text", "image")} if model.picture_form is not None else {}),
-        **({"default_sampling": _sampling_view(model)} if model.encoder is None else {}),
+        # What a request that names nothing gets, and who says so; null: OpenAI's defaults hold.
+        **({} if model.encoder else {"default_sampling": {**sampling.values, "source": sampling.source or None}}),
         **({"alias_of": model.alias_of} if model.alias_of is not None else {}),
         **({"parent": model.parent} if model.parent is not None else {}),
     }
-
-
-def _sampling_view(model: ModelCard) -> dict[str, Any]:
-    """Return what is taken where a request names nothing, and who says so; null: OpenAI's defaults hold."""
-    return {**model.sampling.values, "source": model.sampling.source or None}
 
 
 def model_info(model: ModelCard) -> dict[str, Any]:
@@ -123,7 +118,6 @@ def model_info(model: ModelCard) -> dict[str, Any]:
 
 
 def model_list(models: list[ModelCard]) -> dict[str, Any]:
-    """Return the page of all models."""
     shown = [model_info(model) for model in models]
     first_id, last_id = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
     return {"data": shown, "has_more": False, "first_id": first_id, "last_id": last_id}
