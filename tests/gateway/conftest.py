@@ -1,6 +1,6 @@
 """Fixtures for every test of the gateway."""
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from functools import lru_cache
 
 import msgspec
@@ -11,6 +11,7 @@ from alignedserve.api.models import model_services
 from alignedserve.batches import driver, run
 from alignedserve.runtime.grammar.trials import GrammarTrials
 from alignedserve.runtime.grammar.vocabulary import TokenTable
+from tests.gateway.support import Gateway, gateway
 
 
 @pytest.fixture(autouse=True)
@@ -42,3 +43,10 @@ def _lasting_trials(monkeypatch: pytest.MonkeyPatch) -> None:
         return _trials_of(msgspec.msgpack.encode(load()))
 
     monkeypatch.setattr(model_services, "GrammarTrials", trials)
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[Gateway]:
+    """A gateway that says hello world."""
+    async with gateway() as running:
+        yield running
