@@ -1,4 +1,4 @@
-"""Builds the requests of lines of batches: at best effort, to the model that each line names."""
+"""Runs lines of batches as best-effort requests, each to the model that it names."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -48,6 +48,7 @@ _ALLOWED_SERVICE_TIERS = ("auto", "default", "standard_only", _SERVICE_TIER)
 _STATE_FIELDS = ("background", "conversation", "previous_response_id", "store")
 
 FieldsT = TypeVar("FieldsT", bound=Schema)
+_RETRY_AFTER_S = 1.0
 
 
 class LineJob(NamedTuple):
@@ -105,9 +106,6 @@ def _at_best_effort(fields: FieldsT) -> FieldsT:
             code="unsupported_parameter",
         )
     return fields.model_copy(update={"service_tier": _SERVICE_TIER})
-
-
-_RETRY_AFTER_S = 1.0
 
 
 class ClusterLineRunner:

@@ -1,4 +1,4 @@
-"""Authentication: whose key a request brings, or a token stands for."""
+"""Authentication: the key that a request presents, or for which its token stands; the keys of the head's file."""
 
 import asyncio
 import time

@@ -23,6 +23,10 @@ from alignedserve.process.background_tasks import start_background
 _NAMES = ("limit", "remaining", "reset")
 LIMIT_HEADERS = tuple(f"x-ratelimit-{name}-{what}" for what in ("requests", "tokens") for name in _NAMES)
 _ROUNDING = 1e-6
+_ASKED_AGAIN_S = LEASE_S / 10
+_RETRY_S = 1.0  # of a client
+_SIGN_OF_LIFE_S = LEASE_S / 5
+_ANSWER_S = 0.5
 
 
 class ShownLimits:
@@ -51,10 +55,6 @@ def duration(seconds: float) -> str:
         return f"{math.ceil(seconds * 1000.0)}ms"
     minutes, rest = divmod(math.ceil(seconds), 60)
     return f"{minutes}m{rest}s" if minutes else f"{rest}s"
-
-
-_ASKED_AGAIN_S = LEASE_S / 10
-_RETRY_S = 1.0  # of a client
 
 
 class OpenRequests:
@@ -151,10 +151,6 @@ class OpenRequests:
 def _too_many_open(key: KeyEntry, limit: int, more: str = "") -> QuotaExceeded:
     message = f"Rate limit reached for the key {key.name} on {Limit.OPEN.value}: Limit {limit}{more}."
     return QuotaExceeded(message, retry_after_s=_RETRY_S)
-
-
-_SIGN_OF_LIFE_S = LEASE_S / 5
-_ANSWER_S = 0.5
 
 
 class RequestQuotas:

@@ -64,11 +64,11 @@ class KeyEntry(msgspec.Struct, frozen=True, gc=False):
         return self.min_priority <= priority <= self.max_priority
 
     def may_use(self, *names: str) -> bool:
-        return self.models is None or any(_matches(pattern, name) for pattern in self.models for name in names)
-
-
-def _matches(pattern: str, name: str) -> bool:
-    return name.startswith(pattern[:-1]) if pattern.endswith("*") else name == pattern
+        return self.models is None or any(
+            name.startswith(pattern[:-1]) if pattern.endswith("*") else name == pattern
+            for pattern in self.models
+            for name in names
+        )
 
 
 ANYONE = KeyEntry("anyone", "anyone", may_see_usage=True)  # where no keys are set

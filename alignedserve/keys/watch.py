@@ -13,6 +13,8 @@ from alignedserve.keys.entry import MAX_KEYS_BYTES
 from alignedserve.keys.file import KeyRow, read_keys, render_keys, ring_of
 from alignedserve.keys.ring import CurrentKeys, KeyRing
 
+logger = logging.getLogger(__name__)
+
 
 class KeysText(NamedTuple):
     """A text of keys and its unique name."""
@@ -33,9 +35,6 @@ class SharedKeys:
         if len(content) > MAX_KEYS_BYTES:
             raise ConfigError(f"the keys are larger than {MAX_KEYS_BYTES >> 20} MiB without aliases")
         self.now = KeysText(hashlib.sha256(content).hexdigest(), content)
-
-
-logger = logging.getLogger(__name__)
 
 
 class KeysSource(Protocol):

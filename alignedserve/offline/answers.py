@@ -1,4 +1,4 @@
-"""Answers of the Python API while they are computed: decoded by what decodes the gateway's."""
+"""Answers of the Python API, decoded while they are computed, and the line that shows their progress."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""How prompts of the Python API are sampled: checked like what comes by a link, before anything is computed."""
+"""Sampling and adapters of the Python API, checked before anything is computed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields

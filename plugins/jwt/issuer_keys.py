@@ -29,6 +29,10 @@ _KINDS: dict[str, tuple[str, str | None]] = {
     "ES512": ("EC", "P-521"),
     "EdDSA": ("OKP", "Ed25519"),
 }
+logger = logging.getLogger(__name__)
+AGAIN_S = 10.0  # between two fetches at least, whatever tokens name
+_TIMEOUT_S = 5.0
+_PART_BYTES = 16 << 10
 
 
 class KeySet:
@@ -78,13 +82,6 @@ def _key(jwk: dict[str, Any], algorithm: str) -> jwt.PyJWK | None:
         return jwt.PyJWK(jwk, algorithm)
     except (jwt.PyJWTError, ValueError, TypeError, KeyError):
         return None
-
-
-logger = logging.getLogger(__name__)
-
-AGAIN_S = 10.0  # between two fetches at least, whatever tokens name
-_TIMEOUT_S = 5.0
-_PART_BYTES = 16 << 10
 
 
 async def fetch(issuer: JwtIssuer) -> bytes:

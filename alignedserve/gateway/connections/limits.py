@@ -17,6 +17,9 @@ from alignedserve.config.sections import GatewayConfig
 
 _RESERVED_FILES = 256  # for links to the cluster, stores and logs
 _KEPT_SHARE = 1 / 4  # of the places, from best effort
+_SHARE_OF_KEY = 1 / 4  # of a gateway's connections, for the bodies of one key
+_MOST_WHOLE = 64  # of the largest bodies, whose bytes those of one key may hold in memory
+_RETRY_S = 1.0
 
 
 @dataclass(slots=True)
@@ -133,16 +136,11 @@ def raise_file_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-_SHARE = 1 / 4  # of a gateway's connections, for the bodies of one key
-_MOST_WHOLE = 64  # of the largest bodies, whose bytes those of one key may hold in memory
-_RETRY_S = 1.0
-
-
 class ArrivingBodies:
     """The bodies that have not come to their end, by the owner of their key."""
 
     def __init__(self, max_connections: int, max_body_bytes: int) -> None:
-        self.most = max(int(_SHARE * max_connections), 1)
+        self.most = max(int(_SHARE_OF_KEY * max_connections), 1)
         self.most_bytes = _MOST_WHOLE * max_body_bytes
         self._num = Counter[str]()
         self._num_bytes = Counter[str]()

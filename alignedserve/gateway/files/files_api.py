@@ -59,6 +59,12 @@ from alignedserve.keys.ring import CurrentKeys
 from alignedserve.process.background_tasks import PatientReader
 
 _LONG_S = 0.5  # what fails sooner holds up nobody: others of many gateways were in its way
+_PATIENCE_S = 1.0  # of a scrape, for which deploy/prometheus gives five seconds in all
+INPUT_PURPOSE = "batch"
+_QUOTA_RETRY_S = 60.0
+_IDEMPOTENCY_KEY_LIFETIME_S = 24 * 3600.0  # an Idempotency-Key is remembered for at least this long
+_MAX_CONFLICTS = 5
+WINDOW = "24h"
 
 
 class _Owner:
@@ -91,9 +97,6 @@ class Turns:
                 raise
 
 
-_PATIENCE_S = 1.0  # of a scrape, for which deploy/prometheus gives five seconds in all
-
-
 class BatchTotalsReader:
     """Reads the totals of a repository, whose state may not answer."""
 
@@ -110,14 +113,6 @@ async def _read(repository: BatchRepository) -> BatchTotals | None:
         return await repository.totals()
     except StorageError:
         return None
-
-
-INPUT_PURPOSE = "batch"
-_QUOTA_RETRY_S = 60.0
-_IDEMPOTENCY_KEY_LIFETIME_S = 24 * 3600.0  # an Idempotency-Key is remembered for at least this long
-_MAX_CONFLICTS = 5
-
-WINDOW = "24h"
 
 
 class Content(NamedTuple):

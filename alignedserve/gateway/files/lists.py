@@ -1,4 +1,4 @@
-"""Lists of files, read in pieces: an owner may have many thousands, and chat's streams go on between two of them."""
+"""Lists of files and batches: a list goes on where its last page ended, even if that item was deleted meanwhile."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,6 +8,7 @@ from alignedserve.batches.results import result_bytes
 from alignedserve.core.errors import InvalidRequest
 
 _PIECE = 500  # files read at a time
+_BATCHES_AT_ONCE = 100  # batches read at a time
 
 
 async def list_files(
@@ -62,9 +63,6 @@ def _size_of(file: FileRecord, batches: Mapping[BatchKey, Progress]) -> int:
     if file.view is None or file.view.batch_id not in batches:
         return file.num_bytes
     return result_bytes(batches[file.view.batch_id], file.view.kind)
-
-
-_BATCHES_AT_ONCE = 100  # batches read at a time
 
 
 async def list_batches(

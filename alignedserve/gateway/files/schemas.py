@@ -1,4 +1,4 @@
-"""Requests for files and batches, and their validation."""
+"""Bodies of requests for files and batches, and views of both in OpenAI's shapes: fields that are not set are absent."""
 
 import re
 import time
@@ -21,6 +21,7 @@ _WINDOW = re.compile(r"(\d{1,6})([smhd])", re.ASCII)
 MIN_WINDOW_S, MAX_WINDOW_S = 60.0, 7 * 86_400.0
 _LAST_S = 4_102_444_800.0  # the year 2100
 MIN_LIFETIME_S, MAX_LIFETIME_S = 3600, 2_592_000
+_TIMES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
 
 
 class ExpiresAfter(Schema):
@@ -106,9 +107,6 @@ def lifetime_of(fields: dict[str, str]) -> float | None:
             param="expires_after[seconds]",
         )
     return float(seconds)
-
-
-_TIMES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
 
 
 def file_view(record: FileRecord, num_bytes: int) -> dict[str, Any]:

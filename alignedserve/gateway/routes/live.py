@@ -1,4 +1,4 @@
-"""The chat page, the live page and what it and `alignedserve top` read, and the course of a request."""
+"""The chat page, the live page and its document, counters and counts without a request, and the course of a request."""
 
 import base64
 import enum
@@ -30,6 +30,8 @@ _TOTALS = (
     *("num_prompt_tokens", "num_tokens", "num_preemptions", "num_evictions", "num_handoffs_verified"),
     *("num_handoffs_refused", "num_reused_tokens", "num_recomputed_tokens"),
 )
+
+ROUTES = RouteTable()
 
 
 def live_view(services: Services, totals: BatchTotals | None, now: float) -> dict[str, Any]:
@@ -110,9 +112,6 @@ def _load(status: ClusterStatus) -> dict[str, Any]:
         "spread": {"counts": list(accumulate(log.spread_counts))},
         "totals": {name: getattr(status, name) for name in _TOTALS},
     }
-
-
-ROUTES = RouteTable()
 
 
 @dataclass(frozen=True, slots=True)
