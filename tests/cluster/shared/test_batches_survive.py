@@ -5,7 +5,7 @@ import pytest
 from tests.cluster.batch_jobs import NUM_LINES, check_answers, submit, wait_for
 from tests.cluster.serving import Serving
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
 
 
 def test_a_batch_whose_worker_is_killed(cluster: Serving) -> None:
