@@ -8,12 +8,16 @@ place is refused and its connection closed, so it holds a place of others only w
 
 import resource
 from collections import Counter
+from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass, field
-
-from starlette.types import Message, Receive
+from typing import Any
 
 from alignedserve.api.errors import QuotaExceeded
 from alignedserve.config.sections import GatewayConfig
+
+# As Starlette has them, which the driver of a cluster does not load.
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
 
 _RESERVED_FILES = 256  # for links to the cluster, stores and logs
 _KEPT_SHARE = 1 / 4  # of the places, from best effort

@@ -1,4 +1,4 @@
-"""Bodies of requests for files and batches, and views of both in OpenAI's shapes: fields that are not set are absent."""
+"""Bodies of requests for files and batches, and views of both in OpenAI's shapes: without unset fields."""
 
 import re
 import time

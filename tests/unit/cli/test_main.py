@@ -56,7 +56,7 @@ LOADED = {
     "alignedserve.batch_worker.actor": "",
     "alignedserve.cli.commands.serving.serve": "",
     "alignedserve.batch_worker.service": "llguidance prometheus_client",
-    "alignedserve.gateway.start": "opentelemetry starlette uvicorn",
+    "alignedserve.gateway.start": "starlette uvicorn",
 }
 PATHS: tuple[list[str], ...] = (
     [],
