@@ -3,7 +3,6 @@
 import asyncio
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable
-from functools import partial
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -55,7 +54,10 @@ async def read_prompts(call: Call, endpoint: Endpoint[BodyT]) -> tuple[BodyT, Pr
     """
     raw = await receive(call)
     outcome = await read_if_long(raw, endpoint.path, call.services, call.ignored, call.key)
-    parse = partial(endpoint.parse, ignored=call.ignored)
+
+    def parse(fields: dict[str, Any]) -> BodyT:
+        return endpoint.parse(fields, call.ignored)
+
     if not isinstance(outcome, ReadBody):
         return await parsed(raw, call.services, parse), None
     return await parsed(outcome.body, call.services, parse), outcome.unpacked()

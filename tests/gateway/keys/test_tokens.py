@@ -381,7 +381,8 @@ def test_issuers_without_the_plugin_are_refused_at_the_start(tmp_path: Path, mon
     monkeypatch.setitem(sys.modules, "jwt", None)
     monkeypatch.setattr(serving, "load_plugin", load_plugin.__wrapped__)
     monkeypatch.setattr(services, "load_plugin", load_plugin.__wrapped__)
-    for start in (check_keys, build_services):
+    starts: tuple[Callable[[GatewayConfig], object], ...] = (check_keys, build_services)
+    for start in starts:
         with pytest.raises(ConfigError, match=r"jwt needs jwt: pip install 'alignedserve\[jwt\]'"):
             start(config)
 
