@@ -3,8 +3,8 @@
 Whoever names a URL decides where this process connects to. So, before a byte is sent:
 1. The URL has the one form that is read: https, the name of a host, maybe a port. No user, address or odd character.
 2. Its host and port are in the list.
-3. The host's addresses are looked up, and all of them must be public. The connection goes to one of these, so that a
-   name that changes its addresses meanwhile changes nothing.
+3. The host's addresses are looked up, and all of them must be public. The connection goes to an
+   address found then: a name may change its addresses meanwhile.
 A redirect is followed to the same host alone, from 1 on. Bytes, time and redirects of a fetch are bounded, and so are
 fetches at once, of which best effort has three quarters at most, and so has one client of each class; best effort waits
 in a queue of its own. No message shows anything of a URL, or of what came from there.
@@ -25,7 +25,7 @@ from typing_extensions import override
 from yarl import URL
 
 from alignedserve.api.errors import Overloaded, ResourceUnavailable, Unfetched
-from alignedserve.api.task_class import client_of_task, is_best_effort
+from alignedserve.api.work_lanes import client_of_task, is_best_effort
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import InvalidRequest
 
@@ -35,7 +35,7 @@ _MAX_URL_LEN = 4096
 _HTTPS_PORT = 443
 _PART_BYTES = 64 << 10
 _MAX_AT_ONCE, _MAX_WAITING = 16, 64
-_MAX_SHARE_AT_ONCE, _MAX_SHARE_WAITING = 12, 48  # of best effort, whose waiting ones count apart, and of one client
+_MAX_SHARE_AT_ONCE, _MAX_SHARE_WAITING = 12, 48  # of best effort, counted apart, and of one client
 _RETRY_AFTER_S = 1.0
 _TOO_MANY = "Too many pictures wait to be fetched."
 _REDIRECTS = (301, 302, 303, 307, 308)
@@ -89,7 +89,7 @@ class PictureFetcher:
         self._clients: dict[tuple[str, bool], _Share] = {}  # that have some; True: of best effort
 
     async def fetch(self, url: str, at: str, config: GatewayConfig) -> bytes:
-        """Return what is at a URL; `at`: the field that names it.
+        """Return the content of a URL; `at`: the field with the URL.
 
         Raises InvalidRequest: it may not be fetched, is too large, or is not there; Unfetched: it could not be fetched
         now; Overloaded; of best effort ResourceUnavailable.

@@ -36,7 +36,7 @@ class PrefixHasher:
     def of(cls, deployed: ServedDeployment, *, key: bytes) -> "PrefixHasher | None":
         """Return the hasher of a deployment, with the cluster's key.
 
-        None: its prefix cache is off, or it is an encoder, whose tokens depend on those after them.
+        None: its prefix cache is off, or it is an encoder, whose tokens depend on later tokens.
         """
         config, block_size = deployed.prefix_cache, deployed.block_size
         if not config.enabled or deployed.served.encoder is not None:

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from alignedserve.api.anthropic.errors import anthropic_error_body
+from alignedserve.api.anthropic.message_format import anthropic_error_body
 from alignedserve.api.endpoints import ENDPOINTS, RESPONSES
 from alignedserve.api.errors import (
     GenerationError,
@@ -16,17 +16,16 @@ from alignedserve.api.errors import (
     error_body,
     http_error_of,
 )
+from alignedserve.api.models.model_registry import is_usable, usable_model
 from alignedserve.api.models.model_services import ModelServices
-from alignedserve.api.models.usable_models import is_usable, usable_model
 from alignedserve.api.openai.generation import Generation
 from alignedserve.api.openai.generation_request import DEADLINE_HEADER, Arrival, GenerationRequest
 from alignedserve.api.openai.parsing import check_shape
 from alignedserve.api.openai.response_format import MakeBodyFormatter, collect_body
-from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
 from alignedserve.api.responses.background_events import BackgroundFormatter, generate_body
-from alignedserve.api.schema import Schema
+from alignedserve.api.schema import IgnoredFields, Schema
 from alignedserve.api.services import ApiServices
-from alignedserve.api.timelines.trace_context import REQUEST_ID_HEADER
+from alignedserve.api.timelines.timeline import REQUEST_ID_HEADER
 from alignedserve.batches.interfaces import (
     ClusterTotals,
     LineFailed,
@@ -77,7 +76,7 @@ async def build_job(line: LineRequest, services: ApiServices, held: ExitStack) -
     job = LineJob(model, await endpoint.build(body, arrival, model, None), endpoint.formatter(body, model))
     if streamed is None:
         return job
-    return job._replace(make_event_formatter=partial(BackgroundFormatter, asked=body, response=streamed))
+    return job._replace(make_event_formatter=partial(BackgroundFormatter, body=body, response=streamed))
 
 
 def _arrival_of(

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import Scope
 
-from alignedserve.api.anthropic.errors import error_view
+from alignedserve.api.anthropic.message_format import error_view
 from alignedserve.api.errors import error_json
 from alignedserve.gateway.call import Call
 from alignedserve.gateway.json_response import JsonResponse

@@ -13,13 +13,13 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from alignedserve.api.errors import Forbidden, NotFound, ResourceUnavailable
+from alignedserve.api.models.model_registry import usable_model, usable_name
 from alignedserve.api.models.model_services import BEST_EFFORT_RETRY_S, ModelServices
-from alignedserve.api.models.usable_models import usable_model, usable_name
 from alignedserve.api.openai.generation import Generation
 from alignedserve.api.openai.generation_request import Arrival, class_of
-from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
-from alignedserve.api.task_class import note_class
-from alignedserve.api.timelines.trace_context import plain_request_id
+from alignedserve.api.schema import IgnoredFields
+from alignedserve.api.timelines.timeline import plain_request_id
+from alignedserve.api.work_lanes import note_class
 from alignedserve.core.request import RequestClass
 from alignedserve.gateway.connections.http_protocol import StreamedBody
 from alignedserve.gateway.connections.limits import ConnectionPlace, CountedBody

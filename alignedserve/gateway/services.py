@@ -8,7 +8,7 @@ from functools import partial
 
 from typing_extensions import override
 
-from alignedserve.api.errors import Draining, Overloaded
+from alignedserve.api.errors import Overloaded, ServerDraining
 from alignedserve.api.models.model_registry import ModelRegistry
 from alignedserve.api.services import ApiServices
 from alignedserve.api.work_lanes import Lane
@@ -49,7 +49,7 @@ class Intake:
         self.num_open = 0
 
     def admit(self, method: str) -> Ticket | None:
-        """Return the ticket of a request; None: it is served, but a drain does not wait for it. Raises Draining.
+        """Return the ticket of a request; None: it is served, but a drain does not wait for it. Raises ServerDraining.
 
         What only reads is served until the end: whoever asks all the time would never let a drain end otherwise.
         """
@@ -57,7 +57,7 @@ class Intake:
             return Ticket(self)
         if method in _READING:
             return None
-        raise Draining
+        raise ServerDraining
 
 
 class Readiness:

@@ -5,9 +5,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, TypedDict, TypeVar
 
-from alignedserve.api.embeddings.request_builder import check_dimensions
+from alignedserve.api.embeddings.request_builder import check_dimensions, limit_of, prompt_named
 from alignedserve.api.embeddings.response_format import Vectors, computed_scores, cosines, unit_vectors
-from alignedserve.api.embeddings.text_prompts import limit_of, prompt_named
 from alignedserve.api.errors import GenerationFailed
 from alignedserve.api.openai.prompt_encoding import param_at
 from alignedserve.core.errors import ContextTooLong, InvalidRequest

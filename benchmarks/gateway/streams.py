@@ -14,7 +14,6 @@ import time
 import httptools
 import uvloop
 
-from alignedserve.api.backend.scripted import Script, ScriptedBackend
 from alignedserve.api.models.model_card import ModelCard
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.gateway.server import HttpServer, bind
@@ -23,6 +22,7 @@ from alignedserve.runtime.model.built_in import pocket_folder
 from alignedserve.text.tokenizer import Tokenizer
 from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.recording import write_result
+from tests.harnesses.scripted_backend import Script, ScriptedBackend
 
 
 async def stream_once(port: int, max_tokens: int) -> tuple[bytes, float]:

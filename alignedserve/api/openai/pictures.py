@@ -9,8 +9,8 @@ from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
+from alignedserve.api.conversation import Conversation, NamedPicture
 from alignedserve.api.models.model_card import PromptServices
-from alignedserve.api.openai.schemas.messages import ChatMessage, ImagePart
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.picture import MAX_PICTURE_BYTES, Picture, PictureRun, picture_digest
@@ -29,29 +29,27 @@ class ReadPicture(NamedTuple):
     size: Size
 
 
-async def read_pictures(messages: Sequence[ChatMessage], services: PromptServices) -> list[ReadPicture]:
+async def read_pictures(conversation: Conversation, services: PromptServices) -> list[ReadPicture]:
     """Return the pictures of a conversation in their order.
 
     Raises InvalidRequest naming the field: of a model that does not see, of too many or too large ones, of URLs that
     carry no picture or lead where none is fetched from, of files that cannot be decoded. Raises also Unfetched.
     """
-    named = list(_image_parts(messages))
+    named = [picture for message in conversation.messages for picture in message.pictures]
     if not named:
         return []
-    path, _ = named[0]
     if services.model.picture_form is None:
-        message = f"{path}.type: this model does not see pictures."
-        raise InvalidRequest(message, param=f"{path}.type", code="unsupported_parameter")
-    config = services.config
+        path = named[0].kind_path
+        raise InvalidRequest(f"{path}: this model does not see pictures.", param=path, code="unsupported_parameter")
+    config, param = services.config, conversation.names.messages
     if len(named) > config.max_pictures:
-        raise InvalidRequest(f"More than {config.max_pictures} pictures in one request.", param="messages")
-    places = [f"{path}.image_url.url" for path, _ in named]
-    urls = [part.image_url.url for _, part in named]
+        raise InvalidRequest(f"More than {config.max_pictures} pictures in one request.", param=param)
     read, num_bytes = [], 0
-    for at, content in zip(places, await _contents(urls, places, services), strict=True):
+    for picture, content in zip(named, await _contents(named, services), strict=True):
+        at = picture.path
         num_bytes += len(content)
         if num_bytes > MAX_PICTURE_BYTES:
-            raise InvalidRequest(f"The pictures have more than {MAX_PICTURE_BYTES} bytes together.", param="messages")
+            raise InvalidRequest(f"The pictures have more than {MAX_PICTURE_BYTES} bytes together.", param=param)
         try:
             size = await services.pictures.size(content, config.max_picture_pixels)
         except PictureError as error:
@@ -64,12 +62,14 @@ async def read_pictures(messages: Sequence[ChatMessage], services: PromptService
     return read
 
 
-def placed(pictures: Sequence[ReadPicture], token_ids: Sequence[int], form: PictureForm) -> tuple[Picture, ...]:
+def placed(
+    pictures: Sequence[ReadPicture], token_ids: Sequence[int], form: PictureForm, param: str
+) -> tuple[Picture, ...]:
     """Return the pictures at their places in the prompt. Raises InvalidRequest unless it has one for every token."""
     places = [place for place, token_id in enumerate(token_ids) if token_id == form.token_id]
     counts = [form.num_tokens(picture.size) for picture in pictures]
     if len(places) != sum(counts):
-        raise InvalidRequest("The model's chat template does not show pictures at these places.", param="messages")
+        raise InvalidRequest("The model's chat template does not show pictures at these places.", param=param)
     done, shown = 0, []
     for picture, count in zip(pictures, counts, strict=True):
         runs, grid = tuple(_runs(places[done : done + count])), form.position_grid(picture.size)
@@ -80,14 +80,7 @@ def placed(pictures: Sequence[ReadPicture], token_ids: Sequence[int], form: Pict
     return tuple(shown)
 
 
-def _image_parts(messages: Sequence[ChatMessage]) -> Iterator[tuple[str, ImagePart]]:
-    for place, message in enumerate(messages):
-        for number, part in enumerate(message.content if isinstance(message.content, list) else ()):
-            if isinstance(part, ImagePart):
-                yield f"messages[{place}].content[{number}]", part
-
-
-async def _contents(urls: Sequence[str], places: Sequence[str], services: PromptServices) -> list[bytes]:
+async def _contents(pictures: Sequence[NamedPicture], services: PromptServices) -> list[bytes]:
     config = services.config
 
     async def content(url: str, at: str) -> bytes:
@@ -95,7 +88,7 @@ async def _contents(urls: Sequence[str], places: Sequence[str], services: Prompt
             return await services.pictures.fetch(url, at, config)
         return await services.lanes.run(len(url), partial(_content_of, url, at, config))
 
-    reading = [asyncio.create_task(content(url, at)) for url, at in zip(urls, places, strict=True)]
+    reading = [asyncio.create_task(content(url, at)) for url, at, _ in pictures]
     try:
         return await asyncio.gather(*reading)
     finally:

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from alignedserve.api.timelines.trace_context import plain_request_id
+from alignedserve.api.timelines.timeline import plain_request_id
 from alignedserve.cli.commands.explained_request import (
     ExplainedChoice,
     ExplainedEvent,

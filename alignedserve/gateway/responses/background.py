@@ -13,9 +13,9 @@ import msgspec
 import orjson
 
 from alignedserve.api.errors import Conflict, NotFound
+from alignedserve.api.responses.bodies import CreateResponseRequest
 from alignedserve.api.responses.context import raw_json
 from alignedserve.api.responses.items import Item, item_id
-from alignedserve.api.responses.schemas import CreateResponseRequest
 from alignedserve.batches.owners import BACKGROUND, STREAMED_RESPONSE, api_owner
 from alignedserve.batches.records import BatchKey, BatchStatus, Endpoint, ResultKind
 from alignedserve.batches.repository import BatchSnapshot

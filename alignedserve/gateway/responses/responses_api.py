@@ -11,8 +11,8 @@ import msgspec
 import orjson
 
 from alignedserve.api.errors import Conflict, NotFound
-from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
 from alignedserve.api.responses.background_events import write_first_events
+from alignedserve.api.responses.bodies import CreateResponseRequest, ResponseFields
 from alignedserve.api.responses.context import (
     PREVIOUS,
     Context,
@@ -26,7 +26,7 @@ from alignedserve.api.responses.context import (
 )
 from alignedserve.api.responses.items import Item, parse_items
 from alignedserve.api.responses.request_builder import new_response_id
-from alignedserve.api.responses.schemas import CreateResponseRequest, PromptFields
+from alignedserve.api.schema import IgnoredFields
 from alignedserve.api.work_lanes import WorkLanes, rough_length
 from alignedserve.batches.records import BatchKey
 from alignedserve.batches.responses.conversation_repository import StoredConversation
@@ -115,7 +115,7 @@ class ResponsesApi:
         conversations = Conversations(files_api.stores.responses.conversations, config, owner)
         return cls(state, jobs, conversations, services.lanes)
 
-    async def begin(self, asked: PromptFields, ignored: IgnoredFields | None) -> ResponseTurn:
+    async def begin(self, asked: ResponseFields, ignored: IgnoredFields | None) -> ResponseTurn:
         """Return the turn that a client asks for. Raises InvalidRequest, NotFound."""
         response_id, context = new_response_id(), Context([])
         if asked.previous_response_id is not None:

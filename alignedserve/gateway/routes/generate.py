@@ -5,7 +5,14 @@ from typing import Any, cast
 
 from starlette.responses import Response
 
-from alignedserve.api.endpoints import ENDPOINTS, INPUT_TOKENS, RESPONSES, TOKEN_ENDPOINTS, Endpoint, TokenEndpoint
+from alignedserve.api.endpoints import (
+    ENDPOINTS,
+    INPUT_TOKENS,
+    RESPONSES,
+    TOKEN_ENDPOINTS,
+    GeneratingEndpoint,
+    TokenEndpoint,
+)
 from alignedserve.api.openai.generation import Generation
 from alignedserve.api.openai.prompt_encoding import Prompts
 from alignedserve.api.openai.response_format import MakeFormatter
@@ -17,14 +24,14 @@ from alignedserve.gateway.streaming import BodyResponse, EventStreamResponse, an
 ROUTES = RouteTable()
 
 
-async def _generate(endpoint: Endpoint[Any], call: Call) -> Response:
+async def _generate(endpoint: GeneratingEndpoint[Any], call: Call) -> Response:
     """Answer with what the cluster generates, streamed if the client asked for that."""
     body, prompts = await read_prompts(call, endpoint)
     answer = partial(_answer, endpoint, call, body, prompts)
     return await answered_awake(call, body, answer, is_streamed=getattr(body, "stream", False))
 
 
-async def _answer(endpoint: Endpoint[Any], call: Call, body: Any, prompts: Prompts | None) -> Response:
+async def _answer(endpoint: GeneratingEndpoint[Any], call: Call, body: Any, prompts: Prompts | None) -> Response:
     model = call.model(body.model)
     request = await endpoint.build(body, call.arrival, model, prompts)
     call.hold_connection(request.requests[0].request_class)

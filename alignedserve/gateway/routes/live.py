@@ -15,11 +15,10 @@ from prometheus_client import Histogram
 from starlette.responses import Response
 
 from alignedserve.api.errors import NotFound
-from alignedserve.api.metrics.gateway_metrics import ModelMetrics
-from alignedserve.api.metrics.token_gaps import EDGES_S
+from alignedserve.api.metrics.gateway_metrics import EDGES_S, ModelMetrics
 from alignedserve.api.models.model_registry import RegisteredModel
 from alignedserve.api.models.model_services import ModelServices
-from alignedserve.api.timelines.trace_context import plain_request_id
+from alignedserve.api.timelines.timeline import plain_request_id
 from alignedserve.batches.records import BatchTotals
 from alignedserve.gateway.call import Call, RouteTable
 from alignedserve.gateway.json_response import JsonResponse

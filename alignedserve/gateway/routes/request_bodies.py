@@ -7,15 +7,14 @@ from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
-from alignedserve.api.endpoints import Endpoint, TokenEndpoint
+from alignedserve.api.endpoints import GeneratingEndpoint, TokenEndpoint
 from alignedserve.api.errors import BodyTooLarge, BodyTooSlow, ClientDisconnected, WrongContentType
-from alignedserve.api.models.usable_models import usable_cards
+from alignedserve.api.models.model_registry import usable_cards
 from alignedserve.api.openai.generation_request import likely_class
 from alignedserve.api.openai.parsing import parse_json
 from alignedserve.api.openai.prompt_encoding import Prompts
-from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
-from alignedserve.api.task_class import note_class
-from alignedserve.api.work_lanes import LONG_LEN, SHORT_LEN
+from alignedserve.api.schema import IgnoredFields
+from alignedserve.api.work_lanes import LONG_LEN, SHORT_LEN, note_class
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.gateway.call import Call
 from alignedserve.gateway.files.uploads import arriving
@@ -47,7 +46,7 @@ async def read_body(call: Call, parse: Callable[[dict[str, Any]], BodyT]) -> Bod
     return await parsed(await receive(call), call.services, parse)
 
 
-async def read_prompts(call: Call, endpoint: Endpoint[BodyT]) -> tuple[BodyT, Prompts | None]:
+async def read_prompts(call: Call, endpoint: GeneratingEndpoint[BodyT]) -> tuple[BodyT, Prompts | None]:
     """Return the body; of a long one, which another process reads, the prompts too, and a short stand-in in the body.
 
     Raises InvalidRequest, Overloaded.

@@ -10,16 +10,16 @@ from alignedserve.api.endpoints import INPUT_TOKENS, RESPONSES
 from alignedserve.api.openai.generation import Generation
 from alignedserve.api.openai.generation_request import GenerationRequest
 from alignedserve.api.openai.parsing import parse
-from alignedserve.api.responses.formatter import ResponsesFormatter, new_response
-from alignedserve.api.responses.parsing import parse_response
-from alignedserve.api.responses.request_builder import build_response_request, input_tokens_answer
-from alignedserve.api.responses.schemas import (
+from alignedserve.api.responses.bodies import (
     CreateConversationRequest,
     CreateItemsRequest,
     CreateResponseRequest,
     InputTokensRequest,
     UpdateConversationRequest,
+    parse_response,
 )
+from alignedserve.api.responses.formatter import ResponsesFormatter, new_response
+from alignedserve.api.responses.request_builder import build_response_request, input_tokens_answer
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.request import RequestClass, Slo
 from alignedserve.gateway.call import Call, RouteTable
@@ -66,7 +66,7 @@ async def _answer(call: Call, body: CreateResponseRequest) -> Response:
     call.hold_connection(request.requests[0].request_class)
     generation = Generation(request, model)
     await call.hold_limits(generation)
-    make_formatter = partial(ResponsesFormatter, asked=body, is_stored=turn.is_stored)
+    make_formatter = partial(ResponsesFormatter, body=body, is_stored=turn.is_stored)
     kind = ResponseEvents if body.stream else ResponseBody
     return kind(generation, make_formatter, partial(api.keep, turn))
 

@@ -10,7 +10,6 @@ from typing import Any
 import httpx
 from starlette.applications import Starlette
 
-from alignedserve.api.backend.scripted import Script, ScriptedBackend
 from alignedserve.api.models.model_card import ModelCard
 from alignedserve.batch_worker.lines import ClusterLineRunner
 from alignedserve.batches.driver import BatchDriver
@@ -22,6 +21,7 @@ from alignedserve.gateway.app import build_app
 from alignedserve.gateway.files.files_api import FilesApi
 from alignedserve.gateway.services import Services
 from tests.gateway.support import EOS, saying, services_for, tokens_of
+from tests.harnesses.scripted_backend import Script, ScriptedBackend
 from tests.support.batch_samples import chat_lines
 from tests.support.memory_records import MemoryRecords
 

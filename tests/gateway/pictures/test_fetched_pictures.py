@@ -14,8 +14,7 @@ from alignedserve.api.errors import Overloaded, ResourceUnavailable
 from alignedserve.api.models.model_card import ModelCard
 from alignedserve.api.picture_fetcher import PictureFetcher, is_public
 from alignedserve.api.picture_reader import PictureReader
-from alignedserve.api.task_class import note_class, note_client
-from alignedserve.api.work_lanes import WorkLanes
+from alignedserve.api.work_lanes import WorkLanes, note_class, note_client
 from alignedserve.batch_worker.lines import ClusterLineRunner
 from alignedserve.batches.interfaces import LineFailed, LineRequest
 from alignedserve.batches.records import Endpoint

@@ -1,16 +1,17 @@
-"""Requests to models that sleep: they wait until the model is there, their patience is over, or it cannot be loaded."""
+"""Models that requests may name: asleep until their first request, and found while the list of models changes."""
 
 import asyncio
+from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
 import pytest
+from typing_extensions import override
 
 from alignedserve.api.errors import Overloaded, ResourceUnavailable, Unavailable, UnknownModel
 from alignedserve.api.models.model_card import ModelCard
-from alignedserve.api.models.model_registry import ModelRegistry, RegisteredModel
+from alignedserve.api.models.model_registry import ModelRegistry, RegisteredModel, WaitingLine
 from alignedserve.api.models.model_services import ModelServices
-from alignedserve.api.models.waiting_line import WaitingLine
 from alignedserve.core.request import LoraAdapter, RequestClass
 
 CHAT, DOCUMENTS = RequestClass.REAL_TIME, RequestClass.BEST_EFFORT
@@ -128,3 +129,23 @@ def test_an_alias_is_another_name_of_its_model() -> None:
     assert registry.base_of("small") == "b"
     assert "small" in registry
     assert "other" not in registry
+
+
+def test_a_model_that_stays_is_found_at_every_moment() -> None:
+    """Threads look for models while the loop changes the list: a message batch would be refused as a whole."""
+    registry, seen = ModelRegistry(), list[bool]()
+
+    class Models(list[RegisteredModel]):
+        @override
+        def __iter__(self) -> Iterator[RegisteredModel]:
+            for model in super().__iter__():
+                seen.append("a" in registry and "alias" in registry)
+                yield model
+
+    models = Models(RegisteredModel(ModelCard(name, Path("/m"), 64)) for name in "bc")
+    models.append(RegisteredModel(ModelCard("a", Path("/m"), 64, aliases=("alias",))))
+    registry.replace_all(models)
+    seen.clear()
+    registry.replace_all(models)
+    assert seen
+    assert all(seen)

@@ -1,14 +1,19 @@
 """Bodies that clients of the Messages API may send. Content blocks are checked one by one, by their types."""
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import FailFast, Field
 
-from alignedserve.api.openai.schemas.messages import MAX_PARTS
-from alignedserve.api.openai.schemas.requests import StopString
-from alignedserve.api.schema import Schema
+from alignedserve.api.conversation import MAX_PARTS
+from alignedserve.api.errors import refuse
+from alignedserve.api.openai.bodies import StopString
+from alignedserve.api.openai.parsing import NeutralValues, parse, without_neutral
+from alignedserve.api.schema import IgnoredFields, Schema
+from alignedserve.core.errors import InvalidRequest
 
+# The one code that clients act on: they go on without a thread, and send the whole conversation.
+THREAD_UNSUPPORTED = "thread_unsupported_request"
 BlockList = Annotated[list[dict[str, Any]], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
@@ -109,7 +114,7 @@ class InputMessage(Schema):
     content: str | Annotated[BlockList, Field(min_length=1)]
 
 
-class Tool(Schema):
+class ClientTool(Schema):
     """A tool that the client runs."""
 
     type: Literal["custom"] = "custom"
@@ -122,7 +127,7 @@ class Tool(Schema):
     eager_input_streaming: bool | None = None  # inputs are always streamed as they come
 
 
-class ToolChoice(Schema):
+class ToolChoiceField(Schema):
     """Whether, and which, tools must be used."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -158,14 +163,14 @@ class Metadata(Schema):
     user_id: str | None = None
 
 
-class PromptFields(Schema):
+class MessageFields(Schema):
     """Fields that decide the prompt."""
 
     model: str
     messages: Annotated[list[InputMessage], Field(min_length=1), FailFast()]
     system: str | BlockList = ""
     tools: Annotated[list[dict[str, Any]], FailFast()] = Field(default_factory=list)
-    tool_choice: ToolChoice | None = None
+    tool_choice: ToolChoiceField | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: JsonFormat | None = None  # the older name of output_config.format
@@ -173,11 +178,11 @@ class PromptFields(Schema):
     user_profile_id: str | None = None  # whom a request is accounted to; there are no accounts here
 
 
-class CountTokensRequest(PromptFields):
+class CountTokensRequest(MessageFields):
     """POST /v1/messages/count_tokens."""
 
 
-class MessagesRequest(PromptFields):
+class MessagesRequest(MessageFields):
     """POST /v1/messages."""
 
     max_tokens: int = Field(ge=1)
@@ -185,7 +190,59 @@ class MessagesRequest(PromptFields):
     stream: bool = False
     temperature: float | None = Field(None, ge=0.0, le=1.0)  # None: as the model's makers say, as of the next two
     top_p: float | None = None
-    top_k: int | None = Field(None, ge=0)
+    top_k: int | None = Field(None, ge=0, lt=1 << 31)
     metadata: Metadata | None = None
     # The last two are ours: a best-effort class, and one before others.
     service_tier: Literal["auto", "standard_only", "priority", "flex"] = "auto"
+
+
+# Fields that are not supported, each with the values that ask for nothing, as in openai/parsing.py.
+_BODY: NeutralValues = {
+    "compaction": (),
+    "container": (),
+    "context_management": ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
+    "diagnostics": ({"previous_message_id": None},),
+    "fallbacks": ([],),
+    "inference_geo": (),
+    "mcp_servers": ([],),
+    "speed": ("standard",),
+}
+_TOOL: NeutralValues = {"allowed_callers": (["direct"], []), "input_examples": ([],)}
+_BLOCK: NeutralValues = {"caller": ({"type": "direct"},), "citations": ([], {"enabled": False}), "toolset_name": ()}
+
+Content = str | Sequence[dict[str, Any]]
+FieldsT = TypeVar("FieldsT", bound=MessageFields)
+
+
+class BodyParser:
+    """Parses one body. `ignored` as OpenAI's `parse` takes it; every method raises InvalidRequest naming the field."""
+
+    def __init__(self, ignored: IgnoredFields | None = None) -> None:
+        self._ignored = ignored
+
+    def fields(self, schema: type[FieldsT], body: dict[str, Any]) -> FieldsT:
+        if body.get("thread") is not None:
+            raise InvalidRequest("thread is not supported.", param="thread", code=THREAD_UNSUPPORTED)
+        return parse(schema, without_neutral(body, _BODY), self._ignored)
+
+    def tools(self, tools: Sequence[dict[str, Any]]) -> list[ClientTool]:
+        return [self._tool(tool, f"tools[{index}].") for index, tool in enumerate(tools)]
+
+    def blocks(self, content: Content, known: BlockTypes, path: str) -> list[tuple[Block, str]]:
+        """Check the blocks of a content, a text being one; return each with its path."""
+        if isinstance(content, str):
+            return [(TextBlock(type="text", text=content), path)]
+        paths = [f"{path}[{index}]" for index in range(len(content))]
+        return [(self._block(block, known, at), at) for block, at in zip(content, paths, strict=True)]
+
+    def _tool(self, tool: dict[str, Any], path: str) -> ClientTool:
+        if tool.get("type") not in (None, "custom"):
+            refuse(f"{path}type", "only tools of the type 'custom', which the client runs, are supported")
+        return parse(ClientTool, without_neutral(tool, _TOOL, path), self._ignored, parent=path)
+
+    def _block(self, block: dict[str, Any], known: BlockTypes, path: str) -> Block:
+        kind = block.get("type")
+        schema = known.get(kind) if isinstance(kind, str) else None
+        if schema is None:
+            refuse(f"{path}.type", f"the blocks supported here are {', '.join(known)}")
+        return parse(schema, without_neutral(block, _BLOCK, f"{path}."), self._ignored, parent=f"{path}.")
