@@ -97,7 +97,7 @@ def _model_view(model: ModelCard) -> dict[str, Any]:
         "max_model_len": model.max_context_len,
         "supported_tasks": model.supported_tasks,
         **({"input_modalities": ("text", "image")} if model.picture_form is not None else {}),
-        # What a request that names nothing gets, and who says so; null: OpenAI's defaults hold.
+        # Defaults of a request and their source; null: OpenAI's defaults hold.
         **({} if model.encoder else {"default_sampling": {**sampling.values, "source": sampling.source or None}}),
         **({"alias_of": model.alias_of} if model.alias_of is not None else {}),
         **({"parent": model.parent} if model.parent is not None else {}),
