@@ -29,7 +29,7 @@ Message = Mapping[str, Any]  # in OpenAI's shape
 Conversation = str | Sequence[Message]  # a text is what the user says first
 
 
-class ChatOptions(TypedDict, total=False):
+class ConversationOptions(TypedDict, total=False):
     """Options of a chat, by OpenAI's names and vLLM's; docs/tools.md says what each does."""
 
     tools: Sequence[Mapping[str, Any]]
@@ -53,11 +53,11 @@ class ConversationReader:
         self,
         conversations: Sequence[Conversation],
         structured_outputs: StructuredOutputs | None,
-        options: ChatOptions,
+        options: ConversationOptions,
     ) -> list[PreparedChat]:
         """Return what to generate. Raises InvalidRequest naming the field, as the HTTP API does."""
         for name in options:
-            if name not in ChatOptions.__annotations__:
+            if name not in ConversationOptions.__annotations__:
                 raise InvalidRequest(f"chat has no option {name[:64]}; SamplingParams says how to sample.", param=name)
         fields: dict[str, Any] = {"model": self._model.model.name, **options}
         if structured_outputs is not None:

@@ -38,7 +38,7 @@ from alignedserve.messages.iterations import IterationCompleted, RunIteration
 from alignedserve.messages.workers import AttemptFailed, PrefillRequest, WorkerRegistered
 from alignedserve.offline.answers import CollectedAnswer, ProgressLine, RequestOutput, collect
 from alignedserve.offline.calling_process import HeldInterrupt, let_forks_compute, require_loops
-from alignedserve.offline.conversations import ChatOptions, Conversation, ConversationReader, conversations_of
+from alignedserve.offline.conversations import Conversation, ConversationOptions, ConversationReader, conversations_of
 from alignedserve.offline.sampling import ANY_FOLDER, LoRARequests, SamplingParams, Samplings, adapters_of, samplings_of
 from alignedserve.offline.text_reader import EmbedOptions, TextReader, encoded_prompts, listed, naming
 from alignedserve.prefix_cache.block_hashes import prefix_root
@@ -205,7 +205,7 @@ class LLM:
         structured_outputs: StructuredOutputs | None = None,
         lora_request: LoRARequests = None,
         use_tqdm: bool = True,
-        **options: Unpack[ChatOptions],
+        **options: Unpack[ConversationOptions],
     ) -> list[RequestOutput]:
         """CollectedAnswer one conversation or several, and return one output for each, in order.
 
