@@ -36,6 +36,7 @@ CUDA_12_INDEX = (
 OLDEST_DRIVER, OLDEST_DRIVER_OF_CUDA_12 = 580, 525
 DRIVER = Path("/proc/driver/nvidia/version")
 LOOK_S = 0.2
+EXTRAS = ("vision",)  # what a checkout always has
 RUNNING: set[subprocess.Popen[bytes]] = set()  # what this process waits for
 # Whatever serves imports these, so that their compiled files are there before the first start.
 SERVING = ("alignedserve.cli.wiring", "decode_worker.start", "prefill_worker.start")
@@ -219,7 +220,7 @@ def install(venv: Path, extras: list[str], screen: Screen) -> None:
     """Install AlignedServe with these extras. Raises Failed."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     needed = list(project["project"]["dependencies"])
-    for extra in extras:
+    for extra in (*EXTRAS, *extras):
         needed += project["project"]["optional-dependencies"][extra]
     shutil.rmtree(LOGS, ignore_errors=True)
     LOGS.mkdir(parents=True)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from alignedserve.api.backend.interface import CompletionBackend
 from alignedserve.config.sections import AUTO, GatewayConfig
 from alignedserve.core.request import Slo
-from alignedserve.messages.measurements import WorkerSpeed
+from alignedserve.messages.cluster_view import WorkerSpeed
 
 _LEAST_TTFT_S, _PROMPTS = 1.0, 3.0
 _LEAST_TPOT_S, _SHARED_TOKENS = 0.15, 2.0

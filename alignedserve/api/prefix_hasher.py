@@ -13,8 +13,7 @@ from itertools import islice
 from alignedserve.core.request import Request
 from alignedserve.messages.prefixes import BLOCK_NAME_BYTES, MAX_BLOCK_NAMES
 from alignedserve.prefix_cache.block_hashes import BlockHasher, prefix_root
-from alignedserve.runtime.model.served_deployment import ServedDeployment
-from alignedserve.runtime.model.served_model import ServedModel
+from alignedserve.runtime.model.served_model import ServedDeployment, ServedModel
 
 _FORM_BYTES = 32
 _NUM_KEPT = 16

@@ -34,8 +34,7 @@ from alignedserve.batches.interfaces import (
     LineResponse,
     ModelState,
 )
-from alignedserve.batches.owners import client_of, take_streamed_response
-from alignedserve.batches.records import Endpoint
+from alignedserve.batches.records import Endpoint, client_of, take_streamed_response
 from alignedserve.batches.responses.event_log import EventLimits, EventLog
 from alignedserve.core.errors import AlignedServeError, InvalidRequest
 from alignedserve.keys.entry import KeyEntry

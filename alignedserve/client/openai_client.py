@@ -109,7 +109,7 @@ class ListedModel:
 
 @dataclass(slots=True)
 class CompletionOutcome:
-    """Outcome of one completion, filled while it runs, so that a cancelled one keeps what it had."""
+    """Outcome of a completion, filled while it runs: after a cancellation it has the tokens so far."""
 
     sent_s: float = 0.0
     ended_s: float = 0.0

@@ -14,8 +14,7 @@ from alignedserve.config.refusals import refusal_of
 from alignedserve.config.sections import ClusterConfig
 from alignedserve.config.unset_sizes import from_mapping
 from alignedserve.core.errors import ConfigError
-from alignedserve.disk.mistakes import mistake_of
-from alignedserve.disk.plain_yaml import load_yaml
+from alignedserve.disk.plain_yaml import load_yaml, mistake_of
 
 MAX_CONFIG_BYTES = 1024 * 1024
 MODELS = "models"  # the list of the file, in which each model has sections of its own

@@ -9,7 +9,7 @@ import msgspec
 
 from alignedserve.config.sections import ClusterConfig, Topology
 from alignedserve.core.errors import ConfigError
-from alignedserve.disk.mistakes import required_kind
+from alignedserve.disk.plain_yaml import required_kind
 
 _SECTIONS = {
     one.name: one.type for one in msgspec.structs.fields(ClusterConfig) if hasattr(one.type, "__struct_fields__")

@@ -18,8 +18,7 @@ from alignedserve.api.models.model_registry import check_usable
 from alignedserve.api.openai.parsing import parse, parse_json
 from alignedserve.api.schema import IgnoredFields, Schema
 from alignedserve.api.work_lanes import note_class
-from alignedserve.batches.owners import client_of
-from alignedserve.batches.records import BatchKey, BatchStatus, Endpoint, ResultKind
+from alignedserve.batches.records import BatchKey, BatchStatus, Endpoint, ResultKind, client_of
 from alignedserve.batches.repository import BatchSnapshot
 from alignedserve.config.sections import BatchesConfig
 from alignedserve.core.errors import InvalidRequest

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from alignedserve.api.errors import QuotaExceeded, Unavailable
 from alignedserve.batches.remote.state_client import StateClient
 from alignedserve.core.errors import StorageError
-from alignedserve.core.open_counts import OpenCounts, OpenStatement, Verdict, Wish
-from alignedserve.core.quotas import LEASE_S, Charge, OwnShare, Taken, share_of_open, unused
 from alignedserve.keys.entry import KeyEntry, Limit
+from alignedserve.keys.open_counts import OpenCounts, OpenStatement, Verdict, Wish
+from alignedserve.keys.quotas import LEASE_S, Charge, OwnShare, Taken, share_of_open, unused
 from alignedserve.messages.state import OpenStated, QuotaAnswer, StateOpen, UseQuota
 from alignedserve.process.background_tasks import start_background
 
@@ -244,9 +244,12 @@ class RequestQuotas:
             return
         charges = (Charge(_tokens(key), -cost),)
         if self._share.seconds_leased(time.monotonic()) > 0.0:  # once: what is lost on the way stays counted
-            start_background(self._call(charges), "tokens that did not come")
+            start_background(self._give_back_shared(charges), "tokens that did not come")
         elif self._has_share:
             self._share.take(charges, time.monotonic())
+
+    async def _give_back_shared(self, charges: tuple[Charge, ...]) -> None:
+        await self._call(charges)
 
     async def _take(self, charges: tuple[Charge, ...]) -> Taken:
         if self._client is None and self._has_share:

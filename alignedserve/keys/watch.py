@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from alignedserve.core.errors import ConfigError
-from alignedserve.disk.last_seen import LastSeen
+from alignedserve.disk.durable import LastSeen
 from alignedserve.keys.entry import MAX_KEYS_BYTES
 from alignedserve.keys.file import KeyRow, read_keys, render_keys, ring_of
 from alignedserve.keys.ring import CurrentKeys, KeyRing

@@ -14,7 +14,7 @@ from pathlib import Path
 from cryptography import x509
 
 from alignedserve.core.errors import ConfigError
-from alignedserve.disk.last_seen import LastSeen
+from alignedserve.disk.durable import LastSeen
 
 logger = logging.getLogger(__name__)
 

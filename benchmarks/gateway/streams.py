@@ -18,7 +18,7 @@ from alignedserve.api.models.model_card import ModelCard
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.gateway.server import HttpServer, bind
 from alignedserve.gateway.services import build_services
-from alignedserve.runtime.model.built_in import pocket_folder
+from alignedserve.runtime.model.named_models import pocket_folder
 from alignedserve.text.tokenizer import Tokenizer
 from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.recording import write_result

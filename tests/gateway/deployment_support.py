@@ -26,8 +26,7 @@ from alignedserve.messages.wire import Codec, Message
 from alignedserve.process.addresses import ROUTER, AddressBook, deployed_name
 from alignedserve.process.link_manager import LinkManager
 from alignedserve.process.links import Identity, Peer
-from alignedserve.runtime.model.served_deployment import ServedDeployment
-from alignedserve.runtime.model.served_model import ServedModel, resolve_model
+from alignedserve.runtime.model.served_model import ServedDeployment, ServedModel, resolve_model
 from tests.gateway.support import EOS, tokenizer_folder
 from tests.harnesses.scripted_backend import IDLE_STATUS
 from tests.support.models.tiny_llama import TINY_LLAMA

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 
 from alignedserve.core.request import Slo
-from alignedserve.messages.measurements import WorkerSpeed
+from alignedserve.messages.cluster_view import WorkerSpeed
 from tests.gateway.support import Gateway, gateway, saying
 from tests.harnesses.scripted_backend import IDLE_STATUS
 from tests.support.marks import each

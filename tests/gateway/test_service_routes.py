@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from alignedserve.api.errors import Unavailable
-from alignedserve.core.quotas import Charge, OwnShare
+from alignedserve.keys.quotas import Charge, OwnShare
 from tests.gateway.support import EOS, Gateway, error_of, gateway, probe_of, saying, tokens_of
 from tests.harnesses.scripted_backend import IDLE_STATUS, Script
 from tests.support.marks import each

@@ -13,7 +13,7 @@ from alignedserve.core.errors import ConfigError, RecordingError
 from alignedserve.costmodel.linear import LinearCoefficients
 from alignedserve.costmodel.links import LinkModel
 from alignedserve.costmodel.model_shapes import ModelShape
-from alignedserve.messages.recording import PART_FILE, RecordedPart
+from alignedserve.process.recording import PART_FILE, RecordedPart
 from decode_worker.logic import DecodeLogic
 from lab.commands.simulation.options import ReplayOptions
 from lab.commands.simulation.replay import parse_outstanding, replay, replay_folder

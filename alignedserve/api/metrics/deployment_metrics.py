@@ -17,9 +17,16 @@ from typing_extensions import override
 
 from alignedserve.api.backend.interface import CompletionBackend
 from alignedserve.core.request import Slo
-from alignedserve.messages.cluster_view import TIME_EDGES_S, AdapterLoads, TierLoad, TimeSpread, WorkerStatus
+from alignedserve.messages.cluster_view import (
+    SPREAD_EDGES,
+    TIME_EDGES_S,
+    AdapterLoads,
+    IterationLogTotals,
+    TierLoad,
+    TimeSpread,
+    WorkerStatus,
+)
 from alignedserve.messages.gateways import ClusterStatus
-from alignedserve.messages.measurements import SPREAD_EDGES, IterationLogTotals
 
 # name, help, value
 _GAUGES: tuple[tuple[str, str, Callable[[ClusterStatus], float]], ...] = (

@@ -13,7 +13,7 @@ from pathlib import Path
 from alignedserve.api.errors import Forbidden, NotFound
 from alignedserve.core.errors import AdapterError, InvalidRequest
 from alignedserve.core.request import LoraAdapter
-from alignedserve.disk.last_seen import LastSeen
+from alignedserve.disk.durable import LastSeen
 from alignedserve.keys.entry import ANYONE, KeyEntry
 from alignedserve.runtime.lora.adapter_folders import find_adapter
 from alignedserve.runtime.lora.loaded_file import (

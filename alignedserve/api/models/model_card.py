@@ -10,7 +10,7 @@ from alignedserve.api.work_lanes import WorkLanes
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.request import LoraAdapter
-from alignedserve.pictures.form import PictureForm
+from alignedserve.core.seeing import PictureForm
 from alignedserve.runtime.grammar.trial_turn import ALONE, TrialTurn
 from alignedserve.runtime.model.encoder.encoder_config import EncoderConfig
 from alignedserve.runtime.model.sampling_defaults import SamplingDefaults

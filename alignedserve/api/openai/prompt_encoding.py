@@ -9,7 +9,6 @@ from alignedserve.api.conversation import Conversation
 from alignedserve.api.models.model_card import PromptServices
 from alignedserve.api.openai.bodies import CompletionRequest, PromptForms
 from alignedserve.api.openai.chat_prompt import chat_prompt
-from alignedserve.api.openai.pictures import placed, read_pictures
 from alignedserve.api.work_lanes import rough_length
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.picture import Picture
@@ -37,18 +36,15 @@ async def encode_chat(conversation: Conversation, services: PromptServices, *, i
     `is_bounded`: a conversation that cannot fit the context is refused before it is tokenized, with ContextTooLong.
     """
     services.model.require_generation(conversation.names.messages)
-    form, pictures = services.model.picture_form, await read_pictures(conversation, services)
-    texts = [] if form is None else [form.text(picture.size) for picture in pictures]
+    pictures = await services.pictures.read(conversation, services.model.picture_form, services.config, services.lanes)
+    texts = () if pictures is None else pictures.texts
     limit = services.model.max_context_len if is_bounded else None
 
     def encode() -> Prompt:
         prompt = chat_prompt(conversation, services, texts)
         # Templates show the date.
         token_ids = tuple(services.tokenizer.encode_chat(prompt, now=datetime.now(), max_tokens=limit))
-        return Prompt(
-            token_ids,
-            pictures=() if form is None or not pictures else placed(pictures, token_ids, form, prompt.param),
-        )
+        return Prompt(token_ids, pictures=() if pictures is None else pictures.placed(token_ids, prompt.param))
 
     return await services.lanes.run(rough_length((conversation.messages, conversation.tools)), encode)
 

@@ -10,8 +10,7 @@ import orjson
 
 from alignedserve.api.errors import NotFound
 from alignedserve.api.responses.items import Item, item_id, parsed_response_id, place_of
-from alignedserve.batches.responses.bounded_records import MAX_RECORD_BYTES
-from alignedserve.batches.responses.response_repository import ResponseRepository, StoredResponse
+from alignedserve.batches.responses.response_repository import MAX_RECORD_BYTES, ResponseRepository, StoredResponse
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import InvalidRequest
 

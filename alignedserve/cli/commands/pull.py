@@ -4,9 +4,8 @@ from alignedserve.cli.console import INTERRUPTED, notes
 from alignedserve.cli.downloads import fetch_model
 from alignedserve.config.sections import ModelSectionConfig
 from alignedserve.core.errors import ConfigError
-from alignedserve.runtime.model.built_in import SMOLLM2, smollm2_file
-from alignedserve.runtime.model.hub.hub_name import names_hub_model, parse_hub_name
-from alignedserve.runtime.model.hub.short_names import full_name
+from alignedserve.runtime.model.hub.file_choice import names_hub_model, parse_hub_name
+from alignedserve.runtime.model.named_models import SMOLLM2, full_name, smollm2_file
 
 
 def pull(model: str) -> int:

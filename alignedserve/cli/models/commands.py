@@ -6,7 +6,7 @@ from rich.table import Table
 
 from alignedserve.cli.console import notes, print_json, printable, results
 from alignedserve.core.errors import ConfigError
-from alignedserve.runtime.model.hub.hub_name import parse_hub_name
+from alignedserve.runtime.model.hub.file_choice import parse_hub_name
 from alignedserve.runtime.model.hub.model_cache import list_models, remove_model
 
 _COMMIT_LEN = 10  # of forty characters; as much as tells revisions apart

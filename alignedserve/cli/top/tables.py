@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from alignedserve.cli.console import WIDEST, printable
 from alignedserve.cli.top.document import Batches, Load, Model, Reading, Worker, of_worker
-from alignedserve.core.percent import in_percent
+from alignedserve.core.metrics import in_percent
 
 _TIERS = {"real_time": "real-time", "best_effort": "best effort"}
 _OBJECTIVES = {"ttft": "first token", "tpot": "mean gap", "deadline": "deadline"}

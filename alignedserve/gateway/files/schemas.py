@@ -9,12 +9,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from alignedserve.api.schema import Metadata, Priority, Schema
+from alignedserve.batches.hours import MAX_HOURS_LEN, Schedule, parse_hours
 from alignedserve.batches.records import BatchRecord, Endpoint, Eta, FileRecord, Progress
 from alignedserve.batches.repository import BatchSnapshot
 from alignedserve.batches.schedule import reason_to_wait, window_text
 from alignedserve.config.sections import BatchesConfig
 from alignedserve.core.errors import InvalidRequest
-from alignedserve.core.hours import MAX_HOURS_LEN, Schedule, parse_hours
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _WINDOW = re.compile(r"(\d{1,6})([smhd])", re.ASCII)

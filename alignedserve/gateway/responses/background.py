@@ -16,8 +16,15 @@ from alignedserve.api.errors import Conflict, NotFound
 from alignedserve.api.responses.bodies import CreateResponseRequest
 from alignedserve.api.responses.context import raw_json
 from alignedserve.api.responses.items import Item, item_id
-from alignedserve.batches.owners import BACKGROUND, STREAMED_RESPONSE, api_owner
-from alignedserve.batches.records import BatchKey, BatchStatus, Endpoint, ResultKind
+from alignedserve.batches.records import (
+    BACKGROUND,
+    STREAMED_RESPONSE,
+    BatchKey,
+    BatchStatus,
+    Endpoint,
+    ResultKind,
+    api_owner,
+)
 from alignedserve.batches.repository import BatchSnapshot
 from alignedserve.batches.responses.response_repository import StoredResponse
 from alignedserve.core.errors import InvalidRequest

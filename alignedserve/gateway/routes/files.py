@@ -7,7 +7,7 @@ from starlette.responses import Response, StreamingResponse
 
 from alignedserve.api.errors import RangeNotSatisfiable
 from alignedserve.api.openai.parsing import parse
-from alignedserve.batches.owners import api_owner
+from alignedserve.batches.records import api_owner
 from alignedserve.batches.repository import BatchSnapshot
 from alignedserve.core.errors import InvalidRequest, StorageDamaged
 from alignedserve.gateway import message_batches

@@ -14,7 +14,7 @@ from alignedserve.api.models.model_card import ModelCard
 from alignedserve.batch_worker.lines import ClusterLineRunner
 from alignedserve.batches.driver import BatchDriver
 from alignedserve.batches.location import DriverStores, stores_in
-from alignedserve.batches.owners import client_of
+from alignedserve.batches.records import client_of
 from alignedserve.config.sections import BatchesConfig, GatewayConfig
 from alignedserve.core.request import Request
 from alignedserve.gateway.app import build_app

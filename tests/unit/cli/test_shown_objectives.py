@@ -10,8 +10,8 @@ from rich.table import Table
 
 from alignedserve.cli.commands.serving.serve import describe_objectives, show_trial
 from alignedserve.config.sections import GatewayConfig
+from alignedserve.messages.cluster_view import WorkerSpeed
 from alignedserve.messages.gateways import ClusterStatus
-from alignedserve.messages.measurements import WorkerSpeed
 from tests.gateway.deployment_support import served_model
 
 STATUS = ClusterStatus(speed=WorkerSpeed(short_prompt_s=0.2, prompt_s=2.5, token_s=0.1, shared_token_s=0.12))

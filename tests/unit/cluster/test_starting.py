@@ -18,7 +18,7 @@ from alignedserve.config.environment import RUN_DIR_VARIABLE
 from alignedserve.config.sections import ClusterConfig, ModelSectionConfig
 from alignedserve.process.loading_progress import LoadingProgress, Progress, read_progress
 from alignedserve.runtime.model.served_model import resolve_model
-from alignedserve.runtime.model.weights.random_weights import random_weights
+from alignedserve.runtime.model.weight_files import load_weights
 from tests.support.models.tiny_models import make_tiny_model
 
 CHOICE = SizeChoice(ClusterConfig(), resolve_model(ModelSectionConfig()), ("the context is shortened",))
@@ -105,7 +105,7 @@ def test_loading_reports_every_byte_and_layer(tmp_path: Path) -> None:
     total = served.config.weight_bytes("float32")
     progress = LoadingProgress(path, total, served.config.num_layers)
     assert read_progress(path) == Progress(0, total, 0, 3)
-    random_weights(served.decoder, 0, torch.float32, observer=progress)
+    load_weights(None, served.decoder, torch.float32, observer=progress)
     progress.finish()
     assert read_progress(path) == Progress(total, total, 3, 3)
 

@@ -2,7 +2,7 @@
 
 from alignedserve.cluster.deployments.events import View
 from alignedserve.cluster.hosts.models.driver import combined
-from alignedserve.runtime.model.served_deployment import DeploymentState
+from alignedserve.runtime.model.served_model import DeploymentState
 
 NOT_UP = "a gateway or the batch worker is not up"
 

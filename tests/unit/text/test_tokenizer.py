@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models
 
 from alignedserve.core.errors import InvalidRequest, ModelError, ModelNotFound, UnsupportedModel
-from alignedserve.runtime.model.built_in import pocket_folder
+from alignedserve.runtime.model.named_models import pocket_folder
 from alignedserve.text import tokenizer_files as module
 from alignedserve.text.chat_template import ChatPrompt, ChatTemplate
 from alignedserve.text.tokenizer import Tokenizer, TokenizerOnUse

@@ -2,7 +2,7 @@
 
 from alignedserve.cli.console import counted
 from alignedserve.config.sections import Topology
-from alignedserve.core.percent import in_percent
+from alignedserve.core.metrics import in_percent
 from alignedserve.messages.gateways import ClusterStatus
 
 

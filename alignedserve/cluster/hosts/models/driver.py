@@ -43,7 +43,7 @@ from alignedserve.cluster.hosts.models.site import Described, Ending, HostedDepl
 from alignedserve.cluster.ray_polls import Starting, answer_or_none, have_all_ended
 from alignedserve.cluster.restarts import Health, ProcessState
 from alignedserve.core.errors import AlignedServeError, NotEnoughMemory
-from alignedserve.runtime.model.served_deployment import DeploymentPhase, DeploymentState, ServedDeployment
+from alignedserve.runtime.model.served_model import DeploymentPhase, DeploymentState, ServedDeployment
 
 _Heard = tuple[DeploymentState, ...] | None  # None: its process is lost, and Ray may start it again
 

@@ -13,8 +13,7 @@ from alignedserve.cluster.hosts.plan import ClusterPlan
 from alignedserve.config.sections import ClusterConfig
 from alignedserve.config.written_overrides import written_override
 from alignedserve.core.request import LoraAdapter
-from alignedserve.runtime.model.served_deployment import DeploymentPhase, ServedDeployment
-from alignedserve.runtime.model.served_model import ServedModel
+from alignedserve.runtime.model.served_model import DeploymentPhase, ServedDeployment, ServedModel
 
 _OWN_ORDER = "on demand: "  # how ids of its orders begin, which no client waits for
 _SLEEPING = "sleeping: "  # and ids of what has no processes, among deployments

@@ -31,7 +31,7 @@ from alignedserve.cluster.running_cluster import START_TIMEOUT_S, RunningCluster
 from alignedserve.cluster.start_observer import LoggingObserver, Patience, StartObserver
 from alignedserve.core.request import LoraAdapter
 from alignedserve.process.addresses import ROUTER, deployed_name
-from alignedserve.runtime.model.served_deployment import DeploymentPhase, ServedDeployment
+from alignedserve.runtime.model.served_model import DeploymentPhase, ServedDeployment
 
 logger = logging.getLogger(__name__)
 

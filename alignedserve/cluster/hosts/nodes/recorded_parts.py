@@ -5,7 +5,7 @@ import re
 import shutil
 from pathlib import Path
 
-from alignedserve.messages.recording import SUFFIX
+from alignedserve.process.recording import SUFFIX
 
 MAX_PART_BYTES = 64 * 1024  # as much as Ray answers without its object store
 _NAME = re.compile(rf"[a-z]+(-\d+)?\.\d+{re.escape(SUFFIX)}")

@@ -19,7 +19,7 @@ from alignedserve.cluster.hosts.nodes.recorded_parts import MAX_PART_BYTES, part
 from alignedserve.cluster.hosts.recordings import RecordedNode, Recordings, clock_ahead_s
 from alignedserve.cluster.recording_folder import recording_into, remove_unserved, write_run_file
 from alignedserve.config.sections import ClusterConfig, ModelSectionConfig
-from alignedserve.messages.recording import PART_FILE, RecordedPart, RunMetadata
+from alignedserve.process.recording import PART_FILE, RecordedPart, RunMetadata
 from alignedserve.runtime.model.served_model import resolve_model
 from tests.support.waiting import holds
 
