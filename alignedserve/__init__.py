@@ -14,7 +14,7 @@ def __getattr__(name: str) -> Any:
 
         return LLM
     if name == "LoRARequest":
-        from alignedserve.offline.lora_request import LoRARequest
+        from alignedserve.offline.sampling import LoRARequest
 
         return LoRARequest
     if name == "SamplingParams":

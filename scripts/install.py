@@ -36,7 +36,7 @@ CUDA_12_INDEX = (
 OLDEST_DRIVER, OLDEST_DRIVER_OF_CUDA_12 = 580, 525
 DRIVER = Path("/proc/driver/nvidia/version")
 LOOK_S = 0.2
-EXTRAS = ("vision",)  # what a checkout always has
+EXTRAS = ("vision", "jwt")  # what a checkout always has
 RUNNING: set[subprocess.Popen[bytes]] = set()  # what this process waits for
 # Whatever serves imports these, so that their compiled files are there before the first start.
 SERVING = ("alignedserve.cli.wiring", "decode_worker.service", "prefill_worker.service")

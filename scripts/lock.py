@@ -144,7 +144,8 @@ def main(given: Sequence[str] | None = None) -> int:
     former = locked(LOCK.read_text()) if LOCK.exists() else {}
     try:
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-        wanted = needed([*project["dependencies"], *project["optional-dependencies"]["vision"]])
+        extras = project["optional-dependencies"]
+        wanted = needed([*project["dependencies"], *extras["vision"], *extras["jwt"]])
     except PackageNotFoundError as error:
         print(f"{LOCK.name}: {error.name} is not installed here; run `make install-dev` first")
         return 1

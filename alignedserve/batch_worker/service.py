@@ -11,7 +11,7 @@ import msgspec
 from alignedserve.api.backend.connection import ClusterConnection, ClusterLinks
 from alignedserve.api.deployments import Deployments
 from alignedserve.api.services import ApiServices
-from alignedserve.batch_worker.line_runner import ClusterLineRunner
+from alignedserve.batch_worker.lines import ClusterLineRunner
 from alignedserve.batches.driver import BatchDriver
 from alignedserve.batches.location import BatchLocation, DriverStores, open_driver_stores
 from alignedserve.batches.records import client_of
@@ -19,8 +19,7 @@ from alignedserve.batches.remote.state_server import SharedLimits, StateServer
 from alignedserve.batches.stores.namespace_claim import claim_on, folder_id
 from alignedserve.config.sections import GatewayConfig, Observing
 from alignedserve.keys.ring import CurrentKeys
-from alignedserve.keys.shared import SharedKeys
-from alignedserve.keys.watch import KeysFile, KeysWatch
+from alignedserve.keys.watch import KeysFile, KeysWatch, SharedKeys
 from alignedserve.process.background_tasks import start_background
 from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.runtime.model.served_model import DeploymentState, ServedDeployment
@@ -88,7 +87,10 @@ class BatchService:
         await self._keys_watch.look()
         self._watching = start_background(self._keys_watch.run(), "the watch of keys")
         self._stores = open_driver_stores(self._location)
-        self._claim_namespace(self._stores)
+        folder = self._location.folder
+        if self._location.redis is not None and folder is not None:
+            claim = claim_on(self._stores.records, folder_id(folder), self._location.config.namespace)
+            self._claiming = start_background(claim, "the claim of the namespace")
         await self._start_state_server(self._stores)
         services = ApiServices.of(
             self._config, reply_to=self._links.own_address, observing=self._observing, keys=self._keys
@@ -111,12 +113,6 @@ class BatchService:
         )
         self._driver_task = start_background(_drive(driver, deployments), "the driver of batches")
         logger.info("%s drives the batches of %s", self._links.identity.name, self._location.folder)
-
-    def _claim_namespace(self, stores: DriverStores) -> None:
-        folder = self._location.folder
-        if self._location.redis is not None and folder is not None:
-            claim = claim_on(stores.records, folder_id(folder), self._location.config.namespace)
-            self._claiming = start_background(claim, "the claim of the namespace")
 
     async def _start_state_server(self, stores: DriverStores) -> None:
         if self._state is None:

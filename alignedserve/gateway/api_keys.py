@@ -1,18 +1,36 @@
-"""Authentication: whose key a request brings, or a token stands for."""
+"""Authentication: the key that a request presents, or for which its token stands; the keys of the head's file."""
 
+import asyncio
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from alignedserve.api.errors import Unauthorized
+from alignedserve.batches.remote.state_client import StateClient
+from alignedserve.core.errors import ConfigError, StorageError
 from alignedserve.keys.entry import ANYONE, KeyEntry
+from alignedserve.keys.file import KeyRow, parse_keys
 from alignedserve.keys.ring import CurrentKeys
-
-if TYPE_CHECKING:  # loaded where issuers are named
-    from alignedserve.gateway.jwt.verifier import TokenVerifier
+from alignedserve.messages.state import KeysRead, ReadKeys
 
 PUBLIC_PATHS = frozenset({"/", "/dashboard", "/health", "/ready", "/version"})
 _DOTS = 2  # of a token, which no secret has
+
+
+class Tokens(Protocol):
+    """Tokens that stand for keys of keys.yaml: of the plugin `jwt`, where the configuration names issuers."""
+
+    async def start(self) -> None:
+        """Fetch what tokens are verified with, and again from time to time; return after the first attempt."""
+
+    def stop(self) -> None:
+        """Fetch no more. May be repeated."""
+
+    def remembered(self, token: str) -> str | None:
+        """Return the key's name of a token that was verified before and still holds."""
+
+    async def key_name(self, token: str) -> str:
+        """Return the key's name of a token. Raises Unauthorized, or Unavailable while its issuer's keys are unknown."""
 
 
 class ApiKeys:
@@ -21,7 +39,7 @@ class ApiKeys:
     def __init__(
         self,
         keys: CurrentKeys,
-        tokens: "TokenVerifier | None" = None,
+        tokens: Tokens | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`tokens`: None: no token stands for a key. `clock`: Unix time."""
@@ -54,3 +72,44 @@ class ApiKeys:
                 raise Unauthorized("The token stands for a key that is not here, or that is revoked.")
             return entry
         raise Unauthorized("A valid API key is required: send 'Authorization: Bearer KEY' or 'x-api-key: KEY'.")
+
+
+class HeadKeys:
+    """Implements KeysSource."""
+
+    name = "the head's keys"
+    look_s = 0.25
+
+    def __init__(self, client: StateClient) -> None:
+        self._client = client
+        self._version = ""  # of what was taken or refused last
+
+    async def changed(self) -> Sequence[KeyRow] | None:
+        try:
+            answer = await self._client.call(ReadKeys(self._version), KeysRead)
+            text = None if answer.version in ("", self._version) else await self._whole(answer)
+        except StorageError as error:
+            raise ConfigError(f"{self.name}: {error}") from error
+        if text is None:
+            return None
+        self._version = answer.version
+        return await asyncio.to_thread(_rows, text)
+
+    def forget(self) -> None:
+        self._version = ""
+
+    async def _whole(self, first: KeysRead) -> bytes | None:
+        text = bytearray(first.chunk)
+        while len(text) < first.num_bytes:
+            part = await self._client.call(ReadKeys(self._version, len(text)), KeysRead)
+            if part.version != first.version or not part.chunk:
+                return None
+            text += part.chunk
+        return bytes(text)
+
+
+def _rows(text: bytes) -> Sequence[KeyRow]:
+    try:
+        return parse_keys(text.decode())
+    except (UnicodeDecodeError, ConfigError) as error:
+        raise ConfigError(f"the head's keys: {error}") from error

@@ -4,77 +4,39 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Match
+from starlette.routing import Match, Route
 from starlette.types import Scope
 
 from alignedserve.api.anthropic.message_format import error_view
 from alignedserve.api.errors import error_json
-from alignedserve.gateway.connections.arriving_bodies import ArrivingBodies
-from alignedserve.gateway.connections.limits import ConnectionLimits
-from alignedserve.gateway.json_response import JsonResponse, is_anthropic
+from alignedserve.gateway.call import Call
+from alignedserve.gateway.json_response import JsonResponse
 from alignedserve.gateway.middleware import GatewayMiddleware, HeadMiddleware
-from alignedserve.gateway.routes import (
-    adapters,
-    batches,
-    conversations,
-    files,
-    generate,
-    health,
-    live,
-    message_batches,
-    models,
-    responses,
-    usage,
-)
+from alignedserve.gateway.quotas import LIMIT_HEADERS
+from alignedserve.gateway.routes import files, generate, live, models, monitoring, responses
 from alignedserve.gateway.services import Services
-from alignedserve.gateway.shown_limits import LIMIT_HEADERS
 
-_ROUTERS = tuple(
-    module.router
-    for module in (
-        generate,
-        responses,
-        conversations,
-        message_batches,
-        models,
-        adapters,
-        files,
-        batches,
-        health,
-        live,
-        usage,
-    )
-)
+_ROUTES = [route for module in (generate, responses, models, files, monitoring, live) for route in module.ROUTES]
 _MAX_ECHOED_PATH_LEN = 120
 _READABLE_HEADERS = ("x-request-id", "request-id", "x-alignedserve-ignored-fields", "retry-after", *LIMIT_HEADERS)
 
 
-def build_app(services: Services) -> FastAPI:
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    app.state.services = services
-    for router in _ROUTERS:
-        app.include_router(router)
-    app.add_exception_handler(HTTPException, _http_exception)
-    app.add_middleware(
-        GatewayMiddleware,
-        api_keys=services.api_keys,
-        metrics=services.metrics,
-        intake=services.intake,
-        bodies=ArrivingBodies(ConnectionLimits.of(services.config).max_connections, services.config.max_body_bytes),
-        logs_access=services.config.access_log,
-    )
+def build_app(services: Services) -> Starlette:
+    app = Starlette(routes=_ROUTES, exception_handlers={HTTPException: _http_exception})
+    app.router.redirect_slashes = False
+    app.add_middleware(GatewayMiddleware, services=services)
     app.add_middleware(HeadMiddleware)
     if services.config.cors_origins:
         _allow_origins(app, services.config.cors_origins)
     return app
 
 
-def _allow_origins(app: FastAPI, origins: Sequence[str]) -> None:
+def _allow_origins(app: Starlette, origins: Sequence[str]) -> None:
     app.add_middleware(
         CORSMiddleware,
         allow_origins=origins,
@@ -92,17 +54,17 @@ async def _http_exception(http: Request, error: Exception) -> Response:
     else:
         message = f"Invalid URL ({http.method} {path}).{_meant(http)}"
     code = "method_not_allowed" if error.status_code == 405 else "unknown_url"
-    if is_anthropic(http.scope):
-        body: Any = error_view(message, error.status_code, http.state.request_id)
+    call = Call.of(http.scope)
+    if call.is_anthropic:
+        body: Any = error_view(message, error.status_code, call.request_id)
     else:
         body = error_json(message, "invalid_request_error", code=code)
-    headers = {"Allow": ", ".join(_methods_of(http))} if error.status_code == 405 else error.headers
+    headers = (
+        {"Allow": ", ".join(sorted({method for route in _routes_at(http.scope) for method in route.methods or ()}))}
+        if error.status_code == 405
+        else error.headers
+    )
     return JsonResponse(body, error.status_code, headers=headers)
-
-
-def _methods_of(http: Request) -> list[str]:
-    methods = {method for route in _routes_at(http.scope) for method in getattr(route, "methods", None) or ()}
-    return sorted(methods | ({"HEAD"} if "GET" in methods else set()))
 
 
 def _meant(http: Request) -> str:
@@ -114,6 +76,5 @@ def _meant(http: Request) -> str:
     return f" Did you mean {meant[:_MAX_ECHOED_PATH_LEN]}? Look at the base URL of your client."
 
 
-def _routes_at(scope: Scope) -> list[BaseRoute]:
-    routes = [route for router in _ROUTERS for route in router.routes]
-    return [route for route in routes if route.matches(scope)[0] is not Match.NONE]
+def _routes_at(scope: Scope) -> list[Route]:
+    return [route for route in _ROUTES if route.matches(scope)[0] is not Match.NONE]

@@ -29,7 +29,7 @@ def error_response(error: Exception) -> Response:
     return JsonResponse(error_body(error), http_error_of(error).status, headers=error_headers(error))
 
 
-def anthropic_error_response(error: Exception, *, request_id: str) -> Response:
+def anthropic_error_response(error: Exception, request_id: str) -> Response:
     body = anthropic_error_body(error, request_id=request_id)
     return JsonResponse(body, anthropic_status(error), headers=error_headers(error))
 

@@ -23,8 +23,8 @@ from alignedserve.batches.repository import BatchSnapshot
 from alignedserve.config.sections import BatchesConfig
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.request import RequestClass
-from alignedserve.gateway.files.batch_lists import list_batches
 from alignedserve.gateway.files.files_api import FilesApi, input_line, submit_lines
+from alignedserve.gateway.files.lists import list_batches
 from alignedserve.gateway.services import Services
 from alignedserve.keys.entry import KeyEntry
 
@@ -105,7 +105,7 @@ class MessageBatches:
         for kind in ResultKind:
             chunks = self.files_api.stores.logs.chunks(snapshot.record.batch_id, kind, snapshot.progress.log_bytes)
             async for lines in _whole_lines(chunks):
-                yield await asyncio.to_thread(_results_of, lines)  # some thousands of them
+                yield await asyncio.to_thread(_results_of, lines)  # thousands
 
 
 class _Lines:
@@ -138,16 +138,16 @@ class _Lines:
             fields = parse_json(raw, self._services.config)
         except InvalidRequest as error:
             raise InvalidRequest(f"{path}: {error}", param=path, code=error.code) from error
-        one = parse(BatchedMessage, fields, self._ignored, parent=f"{path}.")
-        if one.custom_id in self._custom_ids:
+        message = parse(BatchedMessage, fields, self._ignored, parent=f"{path}.")
+        if message.custom_id in self._custom_ids:
             raise InvalidRequest(f"{path}.custom_id was used by an earlier request.", param=f"{path}.custom_id")
-        self._custom_ids.add(one.custom_id)
-        model = one.params.get("model")
+        self._custom_ids.add(message.custom_id)
+        model = message.params.get("model")
         if not isinstance(model, str):
             raise InvalidRequest(f"Invalid value for {path}.params.model.", param=f"{path}.params.model")
         check_usable(self._services.models, model, self._key)
         self._services.models.card(model)
-        line = input_line(one.custom_id, Endpoint.MESSAGES, one.params)
+        line = input_line(message.custom_id, Endpoint.MESSAGES, message.params)
         if len(line) > self._config.max_line_bytes:
             raise InvalidRequest("A request is too large for a batch.", param=path)
         return line
@@ -177,10 +177,11 @@ def _results_of(lines: bytes) -> bytes:
 def batch_view(snapshot: BatchSnapshot, results_url: str) -> dict[str, Any]:
     """Return a batch; its results are at this address once it is over."""
     record = snapshot.record
+    is_cancelling = record.status is BatchStatus.CANCELLING
     return {
         "id": record.batch_id,
         "type": "message_batch",
-        "processing_status": _processing_status(snapshot),
+        "processing_status": "ended" if record.is_over else "canceling" if is_cancelling else "in_progress",
         "request_counts": _counts(snapshot),
         "created_at": timestamp(record.created_s),
         "expires_at": timestamp(record.expires_s),
@@ -204,12 +205,6 @@ def _result(response: dict[str, Any] | None, error: dict[str, Any] | None) -> di
     if error["code"] in _UNRUN:
         return {"type": _UNRUN[error["code"]]}
     return {"type": "errored", "error": error_view(error["message"], 500, None)}
-
-
-def _processing_status(snapshot: BatchSnapshot) -> str:
-    if snapshot.record.is_over:
-        return "ended"
-    return "canceling" if snapshot.record.status is BatchStatus.CANCELLING else "in_progress"
 
 
 def _counts(snapshot: BatchSnapshot) -> dict[str, int]:

@@ -21,13 +21,13 @@ from alignedserve.batches.remote.state_client import StateClient
 from alignedserve.config.sections import GatewayConfig, Observing
 from alignedserve.config.sections.gateway import HEAD
 from alignedserve.core.errors import AddressInUse, ConfigError, NotEnoughMemory, StorageError
+from alignedserve.gateway.api_keys import HeadKeys
 from alignedserve.gateway.app import build_app
 from alignedserve.gateway.connections.http_protocol import BoundedHttpProtocol
 from alignedserve.gateway.connections.limits import ConnectionLimits, file_shortage
 from alignedserve.gateway.connections.tls_listener import TlsListener
 from alignedserve.gateway.files.files_api import FilesApi
-from alignedserve.gateway.head_keys import HeadKeys
-from alignedserve.gateway.request_quotas import RequestQuotas
+from alignedserve.gateway.quotas import RequestQuotas
 from alignedserve.gateway.services import Services, build_services
 from alignedserve.gateway.storage_metrics import Disks
 from alignedserve.keys.ring import CurrentKeys
@@ -157,7 +157,9 @@ class GatewayServer:
         if self._stores is not None:
             usage = services.usage.write_on(self._stores.repository.usage)
             self._usage = start_background(usage, "the writing of usage")
-        self._http = HttpServer(services, self._bound())
+        self._http = HttpServer(
+            services, bind(self._config.host, self._config.port, is_shared=self._config.shared_port)
+        )
         await self._http.start()
 
     async def _end_usage(self, services: Services | None, stores: BatchStores | None) -> None:
@@ -185,10 +187,6 @@ class GatewayServer:
             assert self._client is not None, "a host without the state's folder and without the state server"
             return HeadKeys(self._client)
         return KeysFile(path)
-
-    def _bound(self) -> socket.socket:
-        config = self._config
-        return bind(config.host, config.port, is_shared=config.shared_port)
 
     def _open_shared_state(self) -> None:
         batches, name = self._state.batches, self._links.identity.name
@@ -268,7 +266,7 @@ class HttpServer:
         self._server = _Uvicorn(
             uvicorn.Config(
                 build_app(services),
-                http=_protocol(ConnectionLimits.of(config)),
+                http=cast(type[asyncio.Protocol], partial(BoundedHttpProtocol, limits=ConnectionLimits.of(config))),
                 lifespan="off",
                 access_log=False,
                 log_config=None,
@@ -312,7 +310,6 @@ class HttpServer:
             self._watching = asyncio.create_task(self._certificate.watch())
 
     async def stop(self) -> None:
-        """Stop accepting connections and close the open ones."""
         if self._watching is not None:
             self._watching.cancel()
         self._server.should_exit = True
@@ -322,10 +319,6 @@ class HttpServer:
             serving.cancel()
             await asyncio.gather(serving, return_exceptions=True)
         self._listener.close()
-
-
-def _protocol(limits: ConnectionLimits) -> type[asyncio.Protocol]:
-    return cast(type[asyncio.Protocol], partial(BoundedHttpProtocol, limits=limits))
 
 
 class _Uvicorn(uvicorn.Server):

@@ -20,7 +20,7 @@ _PATIENCE_S = 0.5  # a file system that takes longer is told of at a later scrap
 
 
 class Disks:
-    """File systems by what is kept there. One that hangs holds up one thread, and no scrape."""
+    """File systems by what is kept there. A hanging disk holds up one thread, and no scrape."""
 
     def __init__(self, places: Mapping[str, Path] | None = None) -> None:
         self._places = places or {}
@@ -42,12 +42,12 @@ def _measured(places: Mapping[str, Path]) -> bytes:
     free = Gauge("alignedserve_disk_free_bytes", "Bytes of it that are free for us.", ["place"], registry=registry)
     for place, path in places.items():
         try:
-            found = os.statvfs(path)
+            space = os.statvfs(path)
         except OSError as error:
             logger.warning("the file system of %s cannot be measured: %s", path, error.strerror)
             continue
-        size.labels(place).set(found.f_blocks * found.f_frsize)
-        free.labels(place).set(found.f_bavail * found.f_frsize)
+        size.labels(place).set(space.f_blocks * space.f_frsize)
+        free.labels(place).set(space.f_bavail * space.f_frsize)
     return generate_latest(registry)
 
 

@@ -3,7 +3,7 @@ generation is cancelled and its requests are aborted."""
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any, TypeVar
 
@@ -14,11 +14,11 @@ from typing_extensions import override
 
 from alignedserve.api.anthropic.message_format import anthropic_error_body
 from alignedserve.api.errors import ClientDisconnected, error_body
+from alignedserve.api.models.model_services import ModelServices
 from alignedserve.api.openai.generation import Generation
 from alignedserve.api.openai.response_format import BodyFormatter, Formatter, MakeFormatter, collect_body
-from alignedserve.gateway.access_log import Answered
-from alignedserve.gateway.connections.http_protocol import StreamedBody
-from alignedserve.gateway.json_response import JsonResponse, is_anthropic
+from alignedserve.gateway.call import Call, NamesModel
+from alignedserve.gateway.json_response import JsonResponse
 
 EVENT_STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -26,7 +26,7 @@ EVENT_STREAM_HEADERS = [
     (b"x-accel-buffering", b"no"),
 ]
 
-# A client that does not read occupies capacity; after this it counts as disconnected.
+# A client counts as disconnected after reading nothing for this time.
 _SEND_TIMEOUT_S = 60.0
 _CHECK_PAUSE_S = 5.0
 # A stream that says nothing for this long gets a comment, which clients pass over: proxies cut silent connections.
@@ -46,7 +46,7 @@ class BodyResponse(Response):
 
     @override
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope["state"]["generation"] = self._generation  # for the access log
+        Call.of(scope).generation = self._generation
         body = await while_connected(receive, self._body())
         await JsonResponse(body)(scope, receive, send)
 
@@ -68,10 +68,9 @@ class EventStreamResponse(Response):
 
     @override
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        formatter = self._make_formatter(self._generation)
-        scope["state"]["generation"] = self._generation
-        scope["state"]["failure_events"] = formatter.failure_events
-        sender = EventSender(send, scope["state"])
+        call, formatter = Call.of(scope), self._make_formatter(self._generation)
+        call.generation, call.failure_events = self._generation, formatter.failure_events
+        sender = EventSender(send, call)
         await while_connected(receive, self._stream(formatter, sender), sender.check)
 
     async def _stream(self, formatter: Formatter, sender: "EventSender") -> None:
@@ -85,29 +84,29 @@ class EventStreamResponse(Response):
 
 
 class AwaitedResponse(Response):
-    """A response that can be made only once something has come, such as a model that is loaded.
+    """A response that is made once its model is loaded.
 
-    A stream begins after 15 s of waiting, with a comment. Errors are raised as by the others; one that comes after that
-    ends the stream.
+    A stream begins after 15 s of waiting, with a comment. A later error ends the stream.
     """
 
     def __init__(
-        self, wait: Callable[[], Awaitable[object]], make: Callable[[], Awaitable[Response]], *, is_streamed: bool
+        self,
+        loading: Callable[[], Coroutine[Any, Any, object]],
+        make: Callable[[], Awaitable[Response]],
+        *,
+        is_streamed: bool,
     ) -> None:
         super().__init__()
-        self._wait = wait
+        self._loading = loading
         self._make = make
         self._is_streamed = is_streamed
 
     @override
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sender = EventSender(send, scope["state"])
-        scope["state"]["failure_events"] = partial(_failure_event, scope)
-
-        async def wait() -> None:
-            await self._wait()
-
-        await while_connected(receive, wait(), sender.check if self._is_streamed else None)
+        call = Call.of(scope)
+        call.failure_events = partial(_failure_event, is_anthropic=call.is_anthropic, request_id=call.request_id)
+        sender = EventSender(send, call)
+        await while_connected(receive, self._loading(), sender.check if self._is_streamed else None)
         response = await self._make()
 
         async def send_rest(message: Message) -> None:
@@ -117,9 +116,25 @@ class AwaitedResponse(Response):
         await response(scope, receive, send_rest)
 
 
-def _failure_event(scope: Scope, error: Exception) -> bytes:
-    if is_anthropic(scope):
-        body = orjson.dumps(anthropic_error_body(error, request_id=scope["state"]["request_id"]))
+async def answered_awake(
+    call: Call, body: NamesModel, answer: Callable[[], Awaitable[Response]], *, is_streamed: bool
+) -> Response:
+    """Return what `answer` does; if the model sleeps, a response that calls it once the model is loaded."""
+    loading = await call.loading(body)
+    return await answer() if loading is None else AwaitedResponse(loading, answer, is_streamed=is_streamed)
+
+
+async def awake_model(call: Call, body: NamesModel) -> ModelServices:
+    """Return the model of a body, loaded and held until the response has ended. Raises also Overloaded."""
+    loading = await call.loading(body)
+    if loading is not None:
+        await while_connected(call.http.receive, loading())
+    return call.model(body.model)
+
+
+def _failure_event(error: Exception, *, is_anthropic: bool, request_id: str) -> bytes:
+    if is_anthropic:
+        body = orjson.dumps(anthropic_error_body(error, request_id=request_id))
         return b"event: error\ndata: %b\n\n" % body
     return b"data: %b\n\n" % orjson.dumps(error_body(error))
 
@@ -146,11 +161,11 @@ class TimedSender:
 class EventSender(TimedSender):
     """Sends the events of a stream, and comments while there are none."""
 
-    def __init__(self, send: Send, state: Mapping[str, Any]) -> None:
+    def __init__(self, send: Send, call: Call) -> None:
         super().__init__(send)
         self.has_started = False  # headers were sent
-        self._body: StreamedBody | None = state.get("streamed_body")
-        self._answered: Answered | None = state.get("answered")
+        self._call = call
+        self._body = call.streamed_body
         self._last_s = self._loop.time()
 
     async def start(self) -> None:
@@ -163,8 +178,7 @@ class EventSender(TimedSender):
         if not (events and self.has_started and self._body is not None and self._body.write(events)):
             return False
         self._last_s = self._loop.time()
-        if self._answered is not None:
-            self._answered.num_bytes += len(events)
+        self._call.num_bytes += len(events)
         return True
 
     async def send_events(self, events: bytes) -> None:
@@ -246,8 +260,8 @@ async def while_connected(
 ) -> T:
     """Await `work`; when the client disconnects first, cancel it and raise ClientDisconnected.
 
-    The request's body must have been read. `check`: called while it waits; what it raises ends the wait. Its first call
-    comes at a random moment, so that those of thousands of streams that came together do not.
+    The request's body must have been read. `check`: called while it waits, first at a random moment, as thousands of
+    streams may begin together; its errors end the wait.
     """
     pause_s = _CHECK_PAUSE_S * random.random()  # noqa: S311  (no secret)
     task = asyncio.create_task(work)

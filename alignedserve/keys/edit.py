@@ -15,7 +15,7 @@ from alignedserve.disk.durable import write_durably
 from alignedserve.keys.file import MAX_SECRETS, KeyRow, SecretRow, parse_keys, read_keys, render_keys
 from alignedserve.keys.ring import digest_of
 
-_PREFIX = "sk-as-"  # so that scanners of leaked secrets can be taught to find them
+_PREFIX = "sk-as-"  # scanners of leaked secrets can be taught to find it
 _SECRET_BYTES = 32
 
 Rows = tuple[KeyRow, ...]
@@ -40,7 +40,7 @@ def change_keys(path: Path, change: Callable[[Rows], Sequence[KeyRow]]) -> None:
 
 def added(rows: Rows, row: KeyRow) -> Rows:
     """Return the keys with one more. Raises ConfigError if its name is taken."""
-    if any(one.name == row.name for one in rows):
+    if any(other.name == row.name for other in rows):
         raise ConfigError(f"there is a key of the name {row.name}; `keys rotate` gives it another secret")
     return (*rows, row)
 
@@ -55,8 +55,8 @@ def rotated(rows: Rows, name: str, secret: SecretRow, now: datetime, overlap_s: 
 
     def rotate(row: KeyRow) -> KeyRow:
         ends = now + timedelta(seconds=overlap_s)
-        kept = (_ending(one, ends) for one in row.secrets if one.expires is None or one.expires > now)
-        others = tuple(one for one in kept if one.expires is None or one.expires > now)
+        ending = (_ending(known, ends) for known in row.secrets if known.expires is None or known.expires > now)
+        others = tuple(known for known in ending if known.expires is None or known.expires > now)
         if len(others) >= MAX_SECRETS:
             raise ConfigError(f"key {name} has {MAX_SECRETS} secrets that have not expired")
         return msgspec.structs.replace(row, revoked=False, secrets=(*others, secret))

@@ -47,7 +47,7 @@ class KeyEntry(msgspec.Struct, frozen=True, gc=False):
         return self.may_see_usage or not self.owner.startswith(NAMED)
 
     def may_change(self, owner: str) -> bool:
-        """Return whether it may replace or remove what this owner has loaded. An empty owner is an unknown one."""
+        """Return whether it may replace or remove adapters of this owner; empty: an unknown owner."""
         return owner in ("", self.owner) or self.sees_all
 
     @property
@@ -61,16 +61,14 @@ class KeyEntry(msgspec.Struct, frozen=True, gc=False):
         return tier if tier in self.tiers else None
 
     def may_have_priority(self, priority: int) -> bool:
-        """Return whether it may send requests of this priority."""
         return self.min_priority <= priority <= self.max_priority
 
     def may_use(self, *names: str) -> bool:
-        """Return whether it may use the model of these names."""
-        return self.models is None or any(_matches(pattern, name) for pattern in self.models for name in names)
-
-
-def _matches(pattern: str, name: str) -> bool:
-    return name.startswith(pattern[:-1]) if pattern.endswith("*") else name == pattern
+        return self.models is None or any(
+            name.startswith(pattern[:-1]) if pattern.endswith("*") else name == pattern
+            for pattern in self.models
+            for name in names
+        )
 
 
 ANYONE = KeyEntry("anyone", "anyone", may_see_usage=True)  # where no keys are set

@@ -55,7 +55,6 @@ class SecretRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     expires: _Time | None = None  # None: never
 
     def secret(self) -> KeySecret:
-        """Return the secret as requests are compared with it."""
         return KeySecret(bytes.fromhex(self.sha256), None if self.expires is None else self.expires.timestamp())
 
 
@@ -85,7 +84,6 @@ class KeyRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
             raise ValueError("priorities must be the smallest and the largest one")
 
     def entry(self) -> KeyEntry:
-        """Return the rights and limits."""
         preferred = self.default_tier or (DEFAULT if DEFAULT in self.tiers else self.tiers[0])
         return KeyEntry(
             name=self.name,
@@ -105,7 +103,6 @@ class KeyRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
         )
 
     def valid_secrets(self) -> tuple[KeySecret, ...]:
-        """Return the secrets that may be used, before they expire."""
         return () if self.revoked else tuple(row.secret() for row in self.secrets)
 
 

@@ -43,7 +43,6 @@ class KeyRing:
 
     @property
     def owners(self) -> tuple[str, ...]:
-        """Return the owner of every entry."""
         return (ANYONE.owner,) if self.is_open else tuple(self._by_owner)
 
     def find(self, secret: str | None, now: float) -> KeyEntry | None:
@@ -53,8 +52,8 @@ class KeyRing:
         """
         if self.is_open:
             return ANYONE
-        found = self._secrets.get(digest_of(secret)) if secret is not None else None
-        return found[0] if found is not None and found[1].is_valid(now) else None
+        row = self._secrets.get(digest_of(secret)) if secret is not None else None
+        return row[0] if row is not None and row[1].is_valid(now) else None
 
     def named(self, name: str) -> KeyEntry | None:
         """Return the entry of this name in the file; None: it is not there, or revoked."""
@@ -77,7 +76,6 @@ class CurrentKeys:
 
 
 def digest_of(secret: str) -> bytes:
-    """Return what is kept of a secret."""
     return hashlib.sha256(secret.encode()).digest()
 
 

@@ -1,18 +1,40 @@
 """Keeps the keys of a process as their source has them; where that is bad, the old ones go on."""
 
 import asyncio
+import hashlib
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from alignedserve.core.errors import ConfigError
 from alignedserve.disk.durable import LastSeen
-from alignedserve.keys.file import KeyRow, read_keys, ring_of
+from alignedserve.keys.entry import MAX_KEYS_BYTES
+from alignedserve.keys.file import KeyRow, read_keys, render_keys, ring_of
 from alignedserve.keys.ring import CurrentKeys, KeyRing
-from alignedserve.keys.shared import SharedKeys
 
 logger = logging.getLogger(__name__)
+
+
+class KeysText(NamedTuple):
+    """A text of keys and its unique name."""
+
+    version: str = ""  # empty: there were no good keys yet
+    content: bytes = b""
+
+
+class SharedKeys:
+    """The text of the keys of now; any thread may change it."""
+
+    def __init__(self) -> None:
+        self.now = KeysText()
+
+    def take(self, rows: Sequence[KeyRow]) -> None:
+        """Share these keys from now on. Raises ConfigError if they are too many."""
+        content = render_keys(rows).encode()
+        if len(content) > MAX_KEYS_BYTES:
+            raise ConfigError(f"the keys are larger than {MAX_KEYS_BYTES >> 20} MiB without aliases")
+        self.now = KeysText(hashlib.sha256(content).hexdigest(), content)
 
 
 class KeysSource(Protocol):
@@ -56,7 +78,7 @@ class KeysFile:
 
 
 class KeysWatch:
-    """Gives a process other keys whenever its source has others."""
+    """Gives a process the keys that its source has."""
 
     def __init__(
         self, keys: CurrentKeys, plain: Sequence[str], source: KeysSource | None, shared: SharedKeys | None = None

@@ -1,19 +1,82 @@
-"""Answers of the Python API while they are computed: decoded by what decodes the gateway's."""
+"""Answers of the Python API, decoded while they are computed, and the line that shows their progress."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from alignedserve.api.backend.interface import GeneratedTokens
 from alignedserve.api.openai.choice_decoder import ChoiceDecoder
 from alignedserve.api.tools.call_parser import ToolCallDelta, whole_tool_calls
 from alignedserve.core.ids import RequestId
-from alignedserve.core.request import FinishReason, Request
+from alignedserve.core.request import FinishReason, Request, TokenLogprob
 from alignedserve.messages.gateways import PromptScored, TokenDelta, TokensEmitted
 from alignedserve.messages.wire import Message
-from alignedserve.offline.progress import ProgressLine
-from alignedserve.offline.request_output import RequestOutput
 
 
-class Answer:
+@dataclass(slots=True)
+class RequestOutput:
+    """The answer to one prompt. `token_ids` are all of its tokens, `text` what is content."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: FinishReason | None = None
+    num_cached_tokens: int = 0  # of the prompt, that were not computed again
+    reasoning: str = ""  # the thought before the content, of chats
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)  # of chats, in OpenAI's shape: id, type, function
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # of `token_ids`, where `num_logprobs` asks for them
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # of the prompt from its second token on, as well
+    embedding: bytes = b""  # of the prompt, float32, where that was asked for instead of an answer
+    others: list["RequestOutput"] = field(default_factory=list)  # the further answers that `n` asks for
+
+    @property
+    def outputs(self) -> list["RequestOutput"]:
+        return [self, *self.others]
+
+    @property
+    def message(self) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": self.text or None if self.tool_calls else self.text}
+        message |= {"reasoning_content": self.reasoning} if self.reasoning else {}
+        return message | ({"tool_calls": self.tool_calls} if self.tool_calls else {})
+
+
+class ProgressLine:
+    """A line on stderr while the context lasts; nothing where stderr is not a terminal."""
+
+    def __init__(self, num_requests: int, *, is_shown: bool) -> None:
+        console = Console(stderr=True, highlight=False)
+        self._progress = Progress(
+            TextColumn("Requests"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[tokens]}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not (is_shown and console.is_terminal),
+            transient=True,
+            refresh_per_second=4,  # drawing takes time from the computing
+        )
+        self._task = self._progress.add_task("", total=num_requests, tokens="")
+        self._num_tokens = 0
+
+    def __enter__(self) -> "ProgressLine":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def add(self, num_tokens: int, *, has_ended: bool) -> None:
+        """Count new tokens of a request, and the request if it has ended with them."""
+        self._num_tokens += num_tokens
+        tokens = f"{self._num_tokens} tokens" if self._num_tokens else ""  # embeddings have none
+        self._progress.update(self._task, advance=int(has_ended), tokens=tokens)
+
+
+class CollectedAnswer:
     """Collects what is computed for one request. Without `make_decoder` its text is not wanted."""
 
     def __init__(
@@ -64,7 +127,7 @@ class Answer:
 
 
 def collect(
-    message: Message, answers: Mapping[RequestId, Answer], progress: ProgressLine | None = None
+    message: Message, answers: Mapping[RequestId, CollectedAnswer], progress: ProgressLine | None = None
 ) -> list[RequestId]:
     """Give what a message tells to the answers; return those that a stop string has ended, which no worker knows.
 

@@ -18,7 +18,7 @@ from alignedserve.api.openai.translation import chat_spec, conversation_of_chat
 from alignedserve.api.work_lanes import WorkLanes
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.request import Request
-from alignedserve.offline.named_prompts import naming
+from alignedserve.offline.text_reader import naming
 from alignedserve.runtime.grammar.constraints import StructuredOutputs
 from alignedserve.runtime.grammar.trials import ALONE, TrialTurn
 from alignedserve.text.tokenizer import Tokenizer
@@ -29,7 +29,7 @@ Message = Mapping[str, Any]  # in OpenAI's shape
 Conversation = str | Sequence[Message]  # a text is what the user says first
 
 
-class ChatOptions(TypedDict, total=False):
+class ConversationOptions(TypedDict, total=False):
     """Options of a chat, by OpenAI's names and vLLM's; docs/tools.md says what each does."""
 
     tools: Sequence[Mapping[str, Any]]
@@ -53,16 +53,16 @@ class ConversationReader:
         self,
         conversations: Sequence[Conversation],
         structured_outputs: StructuredOutputs | None,
-        options: ChatOptions,
+        options: ConversationOptions,
     ) -> list[PreparedChat]:
         """Return what to generate. Raises InvalidRequest naming the field, as the HTTP API does."""
         for name in options:
-            if name not in ChatOptions.__annotations__:
+            if name not in ConversationOptions.__annotations__:
                 raise InvalidRequest(f"chat has no option {name[:64]}; SamplingParams says how to sample.", param=name)
         fields: dict[str, Any] = {"model": self._model.model.name, **options}
         if structured_outputs is not None:
-            given = asdict(structured_outputs)
-            fields["structured_outputs"] = {name: value for name, value in given.items() if value is not None}
+            constraint = asdict(structured_outputs)
+            fields["structured_outputs"] = {name: value for name, value in constraint.items() if value is not None}
         bodies = [fields | {"messages": _messages(conversation)} for conversation in conversations]
         # In a thread of its own: the caller may stand in an event loop, as notebooks do.
         with ThreadPoolExecutor(1) as thread:

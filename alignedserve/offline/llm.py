@@ -36,16 +36,11 @@ from alignedserve.messages.gateways import AbortRequest
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import IterationCompleted, RunIteration
 from alignedserve.messages.workers import AttemptFailed, PrefillRequest, WorkerRegistered
-from alignedserve.offline.answers import Answer, collect
-from alignedserve.offline.conversations import ChatOptions, Conversation, ConversationReader, conversations_of
-from alignedserve.offline.forks import let_forks_compute, require_loops
-from alignedserve.offline.interrupts import HeldInterrupt
-from alignedserve.offline.lora_request import ANY_FOLDER, LoRARequests, adapters_of
-from alignedserve.offline.named_prompts import naming
-from alignedserve.offline.progress import ProgressLine
-from alignedserve.offline.request_output import RequestOutput
-from alignedserve.offline.sampling import SamplingParams, Samplings, samplings_of
-from alignedserve.offline.text_reader import EmbedOptions, TextReader, encoded_prompts, listed
+from alignedserve.offline.answers import CollectedAnswer, ProgressLine, RequestOutput, collect
+from alignedserve.offline.calling_process import HeldInterrupt, let_forks_compute, require_loops
+from alignedserve.offline.conversations import Conversation, ConversationOptions, ConversationReader, conversations_of
+from alignedserve.offline.sampling import ANY_FOLDER, LoRARequests, SamplingParams, Samplings, adapters_of, samplings_of
+from alignedserve.offline.text_reader import EmbedOptions, TextReader, encoded_prompts, listed, naming
 from alignedserve.prefix_cache.block_hashes import prefix_root
 from alignedserve.runtime.device.cores import has_native_bfloat16
 from alignedserve.runtime.device.devices import check_ranks, worker_devices
@@ -71,7 +66,7 @@ let_forks_compute()  # before this process computes, whether with a model or by 
 class LLM:
     """A model ready to generate. `memory_bytes` bounds the KV cache; requests beyond it wait.
 
-    Threads may share it: their calls are computed one after the other. Processes forked from its own may not; on CPUs
+    Threads may share it: calls are computed in turn. Processes forked from its own may not; on CPUs
     they may make another. `with LLM(...) as llm` closes it.
     Raises ModelError, ConfigError or NotEnoughMemory when made.
     """
@@ -209,9 +204,9 @@ class LLM:
         structured_outputs: StructuredOutputs | None = None,
         lora_request: LoRARequests = None,
         use_tqdm: bool = True,
-        **options: Unpack[ChatOptions],
+        **options: Unpack[ConversationOptions],
     ) -> list[RequestOutput]:
-        """Answer one conversation or several, and return one output for each, in order.
+        """CollectedAnswer one conversation or several, and return one output for each, in order.
 
         A conversation is a list of messages in OpenAI's shape, or a text: the first message of its user. The answers
         are those of the gateway: thoughts and calls of tools stand apart from the text, calls are decoded under their
@@ -258,18 +253,18 @@ class LLM:
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         grammar = serialize_alone(part_of(structured_outputs)) if structured_outputs is not None else ""
-        asked = [PreparedChat(tuple(prompt), _CONTINUED, grammar) for prompt in prompts]
-        return self._answer(asked, sampling, lora_request, use_tqdm=use_tqdm)
+        chats = [PreparedChat(tuple(prompt), _CONTINUED, grammar) for prompt in prompts]
+        return self._answer(chats, sampling, lora_request, use_tqdm=use_tqdm)
 
     def _answer(
         self, prompts: Sequence[PreparedChat], sampling: Samplings, lora_request: LoRARequests, *, use_tqdm: bool
     ) -> list[RequestOutput]:
         samplings = samplings_of(sampling, len(prompts))
         adapters = adapters_of(lora_request, len(prompts), self._served)
-        of_prompts: list[list[Answer]] = []
-        for asked in zip(prompts, samplings, adapters, strict=True):
+        of_prompts: list[list[CollectedAnswer]] = []
+        for parts in zip(prompts, samplings, adapters, strict=True):
             with naming(len(of_prompts), of=len(prompts)):
-                of_prompts.append(self._answers(*asked))
+                of_prompts.append(self._answers(*parts))
         self._compute(of_prompts, use_tqdm=use_tqdm)
         for first, *others in of_prompts:
             first.output.others = [other.output for other in others]
@@ -277,7 +272,7 @@ class LLM:
 
     def _answers(
         self, prompt: PreparedChat, sampling: SamplingParams | None, adapter: LoraAdapter | None
-    ) -> list[Answer]:
+    ) -> list[CollectedAnswer]:
         stops, count = (sampling.stop_strings, sampling.n) if sampling is not None else ((), 1)
         seed = secrets.randbits(63) if sampling is None or sampling.seed is None else sampling.seed
         shared = self._request(prompt.prompt, sampling, prompt.grammar, adapter)
@@ -286,27 +281,27 @@ class LLM:
             sampled = replace(shared.sampling, seed=choice_seed(seed, choice))
             request = replace(shared, request_id=RequestId(secrets.token_hex(8)), sampling=sampled)
             make_decoder = partial(self._conversations.decoder, request, prompt.output_format, stops)
-            answers.append(Answer(request, make_decoder, has_stops=bool(stops)))
+            answers.append(CollectedAnswer(request, make_decoder, has_stops=bool(stops)))
         return answers
 
     def _generate(self, requests: Sequence[Request], *, use_tqdm: bool) -> list[RequestOutput]:
-        answers = [Answer(request) for request in requests]
+        answers = [CollectedAnswer(request) for request in requests]
         self._compute([[answer] for answer in answers], use_tqdm=use_tqdm)
         return [answer.output for answer in answers]
 
-    def _compute(self, of_prompts: Sequence[Sequence[Answer]], *, use_tqdm: bool) -> None:
+    def _compute(self, of_prompts: Sequence[Sequence[CollectedAnswer]], *, use_tqdm: bool) -> None:
         if os.getpid() != self._pid:  # the engine's threads were not forked
             raise ModelError("this LLM is of the process that this one was forked from; spawn processes instead")
         answers = [answer for prompt in of_prompts for answer in prompt]
         by_id = {answer.request.request_id: answer for answer in answers}
-        asked = [Received(_ROUTER, PrefillRequest(answer.request, number)) for number, answer in enumerate(answers)]
+        received = [Received(_ROUTER, PrefillRequest(answer.request, number)) for number, answer in enumerate(answers)]
         with self._turn:
             if self._is_closed:
                 raise ModelError("this LLM is closed; make another")
             if self._is_broken:
                 raise ModelError("an earlier call broke off; make another LLM")
             with ProgressLine(len(answers), is_shown=use_tqdm) as progress:
-                reasons = self._perform(asked, by_id, progress)
+                reasons = self._perform(received, by_id, progress)
         if reasons:
             raise ModelError(_failure(of_prompts, reasons))
 
@@ -340,22 +335,22 @@ class LLM:
     def _perform(
         self,
         events: Sequence[PeerConnected | Received],
-        answers: dict[RequestId, Answer],
+        answers: dict[RequestId, CollectedAnswer],
         progress: ProgressLine | None = None,
     ) -> dict[RequestId, str]:
         """Perform what follows from `events` until nothing is left; return why requests have failed. Other messages to
         the router are dropped. Ctrl-C aborts all requests after the iteration in hand."""
         pending: list[ColocatedCommand] = []
         reasons: dict[RequestId, str] = {}
-        asked = list(answers)
+        unanswered = list(answers)
         with HeldInterrupt() as interrupt:
             self._is_broken = True
             for event in events:
                 pending += self._logic.on_event(event, 0.0)
             while pending:
-                if interrupt.came and asked:
-                    pending += self._abort(asked)
-                    asked = []
+                if interrupt.came and unanswered:
+                    pending += self._abort(unanswered)
+                    unanswered = []
                 command = pending.pop(0)
                 if isinstance(command, RunIteration):
                     completed: IterationCompleted = self._executor.run_iteration(command)
@@ -372,9 +367,9 @@ class LLM:
         return [command for event in events for command in self._logic.on_event(event, 0.0)]
 
 
-def _failure(of_prompts: Sequence[Sequence[Answer]], reasons: Mapping[RequestId, str]) -> str:
+def _failure(of_prompts: Sequence[Sequence[CollectedAnswer]], reasons: Mapping[RequestId, str]) -> str:
     ids = [[answer.request.request_id for answer in answers] for answers in of_prompts]
-    failed = [place for place, own in enumerate(ids) if not reasons.keys().isdisjoint(own)]
+    failed = [index for index, of_prompt in enumerate(ids) if not reasons.keys().isdisjoint(of_prompt)]
     reason = next(reasons[request_id] for request_id in ids[failed[0]] if request_id in reasons)
     which = f" (prompts[{failed[0]}])" if len(of_prompts) > 1 else ""
     return f"{len(failed)} of {len(of_prompts)} prompts failed: {reason}{which}"

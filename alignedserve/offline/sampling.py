@@ -1,14 +1,19 @@
-"""How prompts of the Python API are sampled: checked like what comes by a link, before anything is computed."""
+"""Sampling and adapters of the Python API, checked before anything is computed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import msgspec
 from typing_extensions import override
 
+from alignedserve.config.sections import LoraConfig
 from alignedserve.core import request
 from alignedserve.core.errors import InvalidRequest
+from alignedserve.core.request import LoraAdapter
+from alignedserve.runtime.lora.adapter_folders import find_adapter
+from alignedserve.runtime.model.served_model import ServedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +23,8 @@ class SamplingParams(request.SamplingParams):
     Raises InvalidRequest naming the field.
     """
 
-    n: int = 1  # answers to each prompt; the first has `seed`, each other one that is derived from it
-    stop: str | tuple[str, ...] = ()  # the first of these ends the text, which does not hold it
+    n: int = 1  # answers to each prompt: the first has `seed`, the rest seeds derived from it
+    stop: str | tuple[str, ...] = ()  # the first to come ends the text before it
 
     @override
     def __post_init__(self) -> None:
@@ -36,28 +41,26 @@ class SamplingParams(request.SamplingParams):
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """Return the stop strings, where one may be given as itself."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     def for_worker(self) -> request.SamplingParams:
-        """Return the part that workers know."""
         return request.SamplingParams(**_values(self, request.SamplingParams))
 
 
 Samplings = request.SamplingParams | Sequence[request.SamplingParams] | None  # for all, or one for each; None: greedily
 
 
-def samplings_of(asked: Samplings, count: int) -> list[SamplingParams | None]:
+def samplings_of(sampling: Samplings, count: int) -> list[SamplingParams | None]:
     """Return how each of `count` prompts is sampled, in the fields' own types. Raises InvalidRequest."""
-    if asked is None:
+    if sampling is None:
         return [None] * count
-    if isinstance(asked, request.SamplingParams):
-        return [_in_own_types(asked)] * count
-    if not isinstance(asked, Sequence) or not all(isinstance(one, request.SamplingParams) for one in asked):
+    if isinstance(sampling, request.SamplingParams):
+        return [_in_own_types(sampling)] * count
+    if not isinstance(sampling, Sequence) or not all(isinstance(params, request.SamplingParams) for params in sampling):
         raise InvalidRequest("sampling must be SamplingParams, or a list of them", param="sampling")
-    if len(asked) != count:
+    if len(sampling) != count:
         raise InvalidRequest("sampling must be one, or one for each prompt", param="sampling")
-    return list(map(_in_own_types, asked))
+    return list(map(_in_own_types, sampling))
 
 
 def _in_own_types(sampling: request.SamplingParams) -> SamplingParams:
@@ -69,3 +72,36 @@ def _in_own_types(sampling: request.SamplingParams) -> SamplingParams:
 
 def _values(sampling: request.SamplingParams, of: type[request.SamplingParams]) -> dict[str, Any]:
     return {field.name: getattr(sampling, field.name) for field in fields(of)}
+
+
+ANY_FOLDER = LoraConfig(allowed_folder="/")  # the caller's own program names them
+
+
+@dataclass(frozen=True, slots=True)
+class LoRARequest:
+    """An adapter to generate with: a PEFT folder, under a name of your choice."""
+
+    name: str
+    path: str | Path
+
+
+LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None  # for all prompts, or one for each
+
+
+def adapters_of(lora_request: LoRARequests, count: int, served: ServedModel) -> list[LoraAdapter | None]:
+    """Return the adapter of each of `count` prompts. Raises AdapterError, InvalidRequest."""
+    each = (
+        [lora_request] * count if lora_request is None or isinstance(lora_request, LoRARequest) else list(lora_request)
+    )
+    if len(each) != count:
+        raise InvalidRequest("lora_request must be one, or one for each prompt", param="lora_request")
+    if any(each) and served.encoder is not None:
+        raise InvalidRequest("encoders have no adapters", param="lora_request")
+    if any(each) and not served.lora.is_enabled:
+        raise InvalidRequest("LLM(..., enable_lora=True) is needed for adapters", param="lora_request")
+    adapters = {
+        adapter: find_adapter(adapter.name, str(adapter.path), served.lora, served.decoder)
+        for adapter in each
+        if adapter is not None
+    }
+    return [None if adapter is None else adapters[adapter] for adapter in each]

@@ -1,19 +1,32 @@
 """Vectors and scores of texts from Python, by the prompts that the gateway makes."""
 
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, TypedDict, TypeVar
 
 from alignedserve.api.embeddings.request_builder import check_dimensions, limit_of, prompt_named
 from alignedserve.api.embeddings.response_format import Vectors, computed_scores, cosines, unit_vectors
 from alignedserve.api.errors import GenerationFailed
+from alignedserve.api.openai.prompt_encoding import param_at
 from alignedserve.core.errors import ContextTooLong, InvalidRequest
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request, SamplingParams
-from alignedserve.offline.named_prompts import naming
-from alignedserve.offline.request_output import RequestOutput
+from alignedserve.offline.answers import RequestOutput
 from alignedserve.runtime.model.encoder.encoder_config import EncoderConfig
 from alignedserve.text.tokenizer import EncodedPair, Tokenizer
+
+
+@contextmanager
+def naming(index: int, *, of: int) -> Iterator[None]:
+    """Let an InvalidRequest within name the prompt that it is about, as `prompts[3]`; a single one needs no name."""
+    try:
+        yield
+    except InvalidRequest as error:
+        if of > 1:
+            error.args = (f"{param_at('prompts', index, of=of)}: {error}",)
+        raise
+
 
 _EMBEDDING = SamplingParams(max_tokens=0, wants_embedding=True)
 
@@ -36,8 +49,8 @@ def listed(prompts: str | Sequence[Prompt]) -> Sequence[str | Prompt]:
 def encoded_prompts(prompts: Iterable[str | Sequence[int]], tokenizer: Tokenizer) -> list[list[int]]:
     """Return the token ids of every prompt. Raises InvalidRequest naming the one that is none."""
     encoded: list[list[int]] = []
-    for prompt in (given := [*prompts]):
-        with naming(len(encoded), of=len(given)):
+    for prompt in (listed_prompts := [*prompts]):
+        with naming(len(encoded), of=len(listed_prompts)):
             encoded.append(prompt_token_ids(prompt, tokenizer))
     return encoded
 
@@ -47,15 +60,15 @@ def prompt_token_ids(prompt: str | Sequence[int], tokenizer: Tokenizer) -> list[
     if isinstance(prompt, str):
         return tokenizer.encode(prompt)
     is_list = isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray)  # of which items are numbers
-    given = [token_id for token_id in prompt if type(token_id) is int] if is_list else []
-    if not given or len(given) < len(prompt):
+    token_ids = [token_id for token_id in prompt if type(token_id) is int] if is_list else []
+    if not token_ids or len(token_ids) < len(prompt):
         raise InvalidRequest(
             "prompts is a list; each of its items is a text, or a list of token ids with at least one.", param="prompts"
         )
     last = tokenizer.vocab_size - 1
-    if not 0 <= min(given) <= max(given) <= last:
+    if not 0 <= min(token_ids) <= max(token_ids) <= last:
         raise InvalidRequest(f"a prompt holds an id outside the vocabulary (0 to {last}).", param="prompts")
-    return given
+    return token_ids
 
 
 class TextReader(NamedTuple):
@@ -92,9 +105,9 @@ class TextReader(NamedTuple):
         prompt = prompt_named(self.encoder.embedding if self.encoder is not None else None, prompt_name)
         limit = self._limit(texts, truncate_to)
         encoded = [self.tokenizer.encode(prompt + text) for text in texts]
-        for place, token_ids in enumerate(encoded):
+        for index, token_ids in enumerate(encoded):
             if limit is not None and len(token_ids) > limit:
-                encoded[place] = self.tokenizer.encode_beginning(prompt + texts[place], limit)
+                encoded[index] = self.tokenizer.encode_beginning(prompt + texts[index], limit)
         return self._checked([EncodedPair(token_ids, 0) for token_ids in encoded])
 
     def _pairs(self, first: Sequence[str], second: Sequence[str], truncate_to: int | None) -> list[EncodedPair]:

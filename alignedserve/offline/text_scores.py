@@ -20,7 +20,7 @@ from alignedserve.runtime.engine.model_loading import load_decoder
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.served_model import load_tokenizer, resolve_model
 
-_PIECE_LEN = 512  # tokens that are read together, each by those before it
+_PIECE_LEN = 512  # tokens of one pass
 _FEWEST = 2
 _SCORED = SamplingParams(max_tokens=1, temperature=0.0, num_prompt_logprobs=1)
 
@@ -39,12 +39,11 @@ class TextScores(NamedTuple):
 
     def agreement(self, other: "TextScores") -> float:
         """Return the share of places at which both find the same token likeliest."""
-        same = [own == theirs for own, theirs in zip(self.likeliest, other.likeliest, strict=True)]
+        same = [ours == theirs for ours, theirs in zip(self.likeliest, other.likeliest, strict=True)]
         return sum(same) / len(same)
 
 
 def shipped_text() -> str:
-    """Return prose that comes with the package."""
     return files("alignedserve.offline").joinpath("prose.txt").read_text()
 
 

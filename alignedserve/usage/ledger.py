@@ -26,7 +26,7 @@ class UsageLedger:
     """Counts in memory; `write_on` makes it durable."""
 
     def __init__(self) -> None:
-        self.totals: dict[UsageSubject, UsageCounts] = {}  # of this process, for metrics: others than the first as one
+        self.totals: dict[UsageSubject, UsageCounts] = {}  # for metrics; keys after the first few are one row
         self._names: set[str] = set()
         self._pending: dict[tuple[int, UsageSubject], UsageCounts] = {}
         self._sending: dict[tuple[int, UsageSubject], UsageCounts] = {}
@@ -36,17 +36,13 @@ class UsageLedger:
         self._writing = asyncio.Lock()
 
     def add(self, subject: UsageSubject, counts: UsageCounts) -> None:
-        """Count a request that has ended."""
-        shown = subject if self._is_named(subject.key) else subject._replace(key=OTHER)
+        if len(self._names) < _MAX_NAMES:
+            self._names.add(subject.key)
+        shown = subject if subject.key in self._names else subject._replace(key=OTHER)
         self.totals[shown] = self.totals.get(shown, UsageCounts()).plus(counts)
         if self.is_kept:
             at = (hour_of(time.time()), subject)
             self._pending[at] = self._pending.get(at, UsageCounts()).plus(counts)
-
-    def _is_named(self, name: str) -> bool:
-        if len(self._names) < _MAX_NAMES:
-            self._names.add(name)
-        return name in self._names
 
     async def write_on(self, store: UsageStore) -> None:
         """Write what is counted every second, until it is cancelled."""

@@ -1,7 +1,7 @@
 """What clients used: tokens, seconds and requests of an hour, by key, model and class. No clock and no I/O."""
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -72,15 +72,6 @@ def row_id(subject: UsageSubject) -> str:
 
 def key_id(key: str) -> str:
     return hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
-
-
-def merged(
-    deltas: Iterable[tuple[int, UsageSubject, UsageCounts]],
-) -> dict[tuple[int, UsageSubject], UsageCounts]:
-    sums: dict[tuple[int, UsageSubject], UsageCounts] = {}
-    for hour, subject, counts in deltas:
-        sums[hour, subject] = sums.get((hour, subject), UsageCounts()).plus(counts)
-    return sums
 
 
 def grouped(

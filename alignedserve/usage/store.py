@@ -4,17 +4,14 @@
 |---|---|
 | `usage/<hour>/<subject's digest>` | UsageRow |
 | `usage-of/<source>` | what of a source is in the rows |
-| `usage-listed` | the first hour of which every row is in the list of its key: older versions have no such lists |
-| `usage-listed-to` | the newest hour in which rows were put there: from then on an older version may have counted |
-Indexes: `usage` (hours), `usage/<hour>` (the subjects' digests), `usage-by/<key's digest>` (hours and digests of its
-own rows).
+Indexes: `usage` (hours), `usage/<hour>` (digests of its subjects), `usage-by/<key's digest>` (hours and digests of the
+key's rows).
 
 A source is a process of a gateway, whose value is the number of its last commit, or a batch, whose value is its totals.
-A commit changes rows and source together. One whose end is not known is made again: if the source says that it was
-carried out, it is not added a second time.
+A commit changes rows and source together. A commit of unknown end is made again, unless the source says that it was
+carried out.
 
-A damaged row begins anew, and what a damaged source had counted is not counted again: neither holds up what all others
-use.
+A damaged row begins anew, and what a damaged source had counted is not counted again, so that neither holds up others.
 """
 
 import asyncio
@@ -26,7 +23,7 @@ import msgspec
 
 from alignedserve.core.errors import StorageDamaged, StoreUnavailable
 from alignedserve.messages.state import AddToIndex, Change, SetValue
-from alignedserve.usage.records import HOUR_S, UsageCounts, UsageRow, UsageSubject, hour_of, key_id, row_id
+from alignedserve.usage.records import UsageCounts, UsageRow, UsageSubject, hour_of, key_id, row_id
 
 _MAX_CONFLICTS = 100
 _MAX_ROWS_AT_ONCE = 1000  # of a commit
@@ -34,7 +31,6 @@ _KEPT_DAYS = 400
 _KEPT_S = _KEPT_DAYS * 86_400.0
 _MAX_HOURS, _MAX_SUBJECTS = 24 * (_KEPT_DAYS + 1), 100_000
 _SOURCE_KEPT_S = 60 * 86_400.0  # longer than a batch is kept
-_LISTED, _LISTED_TO = "usage-listed", "usage-listed-to"
 _PAGE_LEN = 1000  # of a key's list
 
 logger = logging.getLogger(__name__)
@@ -69,8 +65,6 @@ class UsageStore:
 
     def __init__(self, records: UsageRecords) -> None:
         self._records = records
-        self._first_listed: int | None = None  # as the store has it, once it is known
-        self._counts_to: int | None = None  # the newest hour of what it has added
 
     async def add(self, source: str, number: int, deltas: Deltas) -> None:
         """Add what a process has counted, unless its commit of this number was carried out. One call at a time."""
@@ -98,15 +92,9 @@ class UsageStore:
 
     async def _commit(self, key: str, before: bytes | None, after: bytes, deltas: Deltas) -> bool:
         assert len(deltas) <= _MAX_ROWS_AT_ONCE, "more rows than one commit may have"
-        first_listed = await self._first_listed_hour()
-        if self._counts_to is None:
-            await self._list_from(await self._listed_to(first_listed))  # in that hour itself, too
         keys = [f"usage/{hour}/{row_id(subject)}" for hour, subject in deltas]
         rows = await self._records.read(keys)
         changes: list[Change] = [SetValue(key, after, _SOURCE_KEPT_S)]
-        newest = max(hour for hour, _ in deltas)
-        if self._counts_to is None or newest > self._counts_to:
-            changes.append(SetValue(_LISTED_TO, str(newest).encode()))
         for row_key, raw, ((hour, subject), delta) in zip(keys, rows, deltas.items(), strict=True):
             anew = UsageRow(*subject, UsageCounts())
             known = anew if raw is None else _undamaged(raw, UsageRow, anew)
@@ -115,27 +103,21 @@ class UsageStore:
             if raw is None:
                 changes.append(AddToIndex("usage", str(hour), float(hour)))
                 changes.append(AddToIndex(f"usage/{hour}", row_id(subject), 0.0))
-                changes.append(_listing(hour, subject))
-        is_done = await self._records.commit(changes, unchanged={key: before, **dict(zip(keys, rows, strict=True))})
-        if is_done:
-            self._counts_to = max(self._counts_to or 0, newest)
-        return is_done
+                changes.append(AddToIndex(_list_of(subject.key), f"{hour}/{row_id(subject)}", float(hour)))
+        return await self._records.commit(changes, unchanged={key: before, **dict(zip(keys, rows, strict=True))})
 
     async def rows(self, start_s: int, end_s: int) -> dict[int, list[UsageRow]]:
         """Return the rows of the hours that begin from `start_s` to before `end_s`, by hour."""
-        return {hour: await self._rows_of(hour) for hour in await self._hours(start_s, end_s)}
+        hours = sorted(int(hour) for hour in await self._members("usage", _MAX_HOURS))
+        return {hour: await self._rows_of(hour) for hour in hours if start_s <= hour < end_s}
 
     async def rows_of_key(self, key: str, start_s: int, end_s: int) -> dict[int, list[UsageRow]]:
-        """Return one key's rows of these hours. Those of others are read only of hours that older checkouts wrote."""
-        first_listed = await self._first_listed_hour()
-        found: dict[int, list[UsageRow]] = {}
-        for hour in await self._hours(start_s, min(end_s, first_listed)):
-            found[hour] = [row for row in await self._rows_of(hour) if row.key == key]
-        async for names in self._listed(key, max(start_s, first_listed), end_s):
+        by_hour: dict[int, list[UsageRow]] = {}
+        async for names in self._listed(key, start_s, end_s):
             for name, row in zip(names, await self._read_rows(names), strict=True):
                 if row is not None:
-                    found.setdefault(_hour_in(name), []).append(row)
-        return found
+                    by_hour.setdefault(_hour_in(name), []).append(row)
+        return by_hour
 
     async def _listed(self, key: str, start_s: int, end_s: int) -> AsyncIterator[list[str]]:
         after: str | None = None
@@ -148,58 +130,18 @@ class UsageStore:
             if not page.has_more or _hour_in(after) < start_s:
                 return
 
-    async def _first_listed_hour(self) -> int:
-        """Return from which hour on every row is in its key's list: from the one after all that the store had before
-        it had lists."""
-        while self._first_listed is None:
-            raw = (await self._records.read([_LISTED]))[0]
-            if raw is not None and raw.isdigit():
-                await self._list_from(await self._listed_to(int(raw)) + HOUR_S)
-                self._first_listed = int(raw)
-            else:  # or it is damaged
-                end_s = await self._end_s()
-                await self._records.commit([SetValue(_LISTED, str(end_s).encode())], unchanged={_LISTED: raw})
-        return self._first_listed
-
-    async def _listed_to(self, first_listed: int) -> int:
-        raw = (await self._records.read([_LISTED_TO]))[0]
-        return int(raw) if raw is not None and raw.isdigit() else first_listed - HOUR_S
-
-    async def _list_from(self, start_s: int) -> None:
-        end_s = await self._end_s()
-        for hour in await self._hours(start_s, end_s) if start_s < end_s else ():
-            names = await self._members(f"usage/{hour}", _MAX_SUBJECTS)
-            for first in range(0, len(names), _MAX_ROWS_AT_ONCE):
-                some = names[first : first + _MAX_ROWS_AT_ONCE]
-                raws = await self._records.read([f"usage/{hour}/{name}" for name in some])
-                rows = [_undamaged(raw, UsageRow, None) for raw in raws if raw is not None]
-                listings = [_listing(hour, row.subject) for row in rows if row is not None]
-                await self._records.commit(listings, unchanged={})
-
-    async def _end_s(self) -> int:
-        newest = await self._members("usage", 1)
-        return int(newest[0]) + HOUR_S if newest else 0
-
-    async def _hours(self, start_s: int, end_s: int) -> list[int]:
-        hours = [int(hour) for hour in await self._members("usage", _MAX_HOURS)]
-        return sorted(hour for hour in hours if start_s <= hour < end_s)
-
     async def _rows_of(self, hour: int) -> list[UsageRow]:
         members = await self._members(f"usage/{hour}", _MAX_SUBJECTS)
         rows = await self._read_rows([f"{hour}/{member}" for member in members])
         return [row for row in rows if row is not None]
 
     async def _read_rows(self, names: Sequence[str]) -> list[UsageRow | None]:
-        found = await self._records.read([f"usage/{name}" for name in names])
-        return [None if raw is None else _decoded(raw, UsageRow) for raw in found]
+        values = await self._records.read([f"usage/{name}" for name in names])
+        return [None if raw is None else _decoded(raw, UsageRow) for raw in values]
 
     async def _members(self, index: str, limit: int) -> tuple[str, ...]:
         page = await self._records.page(index, after=None, limit=limit, newest_first=True)
         return () if page is None else page.members
-
-
-def _listing(hour: int, subject: UsageSubject) -> Change:
-    return AddToIndex(_list_of(subject.key), f"{hour}/{row_id(subject)}", float(hour))
 
 
 def _list_of(key: str) -> str:

@@ -12,7 +12,7 @@ from benchmarks.gpu.targets import NOT_MEASURED
 from tests.support.marks import slow
 
 ABSENT = (
-    *("ray", "msgspec", "orjson", "redis", "fastapi", "uvicorn", "aiohttp", "httpx"),
+    *("ray", "msgspec", "orjson", "redis", "starlette", "uvicorn", "aiohttp", "httpx"),
     *("jinja2", "tokenizers", "prometheus_client", "yaml"),
 )
 OF_TRANSFORMERS = ("httpx", "jinja2", "tokenizers", "yaml")  # it may load these itself

@@ -19,8 +19,7 @@ from alignedserve.batches.remote import remote_stores, state_client, state_serve
 from alignedserve.batches.remote.remote_stores import RemoteBlobs, RemoteLogs, RemoteRecords
 from alignedserve.batches.remote.state_client import StateClient
 from alignedserve.core.errors import StorageError, StoreUnavailable
-from alignedserve.gateway.open_requests import OpenRequests
-from alignedserve.gateway.request_quotas import RequestQuotas
+from alignedserve.gateway.quotas import OpenRequests, RequestQuotas
 from alignedserve.keys.entry import ANYONE, KeyEntry
 from alignedserve.keys.open_counts import OpenPool
 from alignedserve.keys.quotas import LEASE_S, QuotaPool

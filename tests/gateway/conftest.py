@@ -1,7 +1,8 @@
 """Fixtures for every test of the gateway."""
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from functools import lru_cache
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -11,6 +12,8 @@ from alignedserve.api.models import model_services
 from alignedserve.batches import driver, run
 from alignedserve.runtime.grammar.trials import GrammarTrials
 from alignedserve.runtime.grammar.vocabulary import TokenTable
+from tests.gateway.batches.batch_support import BatchGateway, batch_gateway
+from tests.gateway.support import Gateway, gateway
 
 
 @pytest.fixture(autouse=True)
@@ -42,3 +45,24 @@ def _lasting_trials(monkeypatch: pytest.MonkeyPatch) -> None:
         return _trials_of(msgspec.msgpack.encode(load()))
 
     monkeypatch.setattr(model_services, "GrammarTrials", trials)
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[Gateway]:
+    """A gateway that says hello world."""
+    async with gateway() as running:
+        yield running
+
+
+@pytest.fixture
+async def driven(tmp_path: Path) -> AsyncIterator[BatchGateway]:
+    """A gateway whose batches run."""
+    async with batch_gateway(tmp_path) as running:
+        yield running
+
+
+@pytest.fixture
+async def undriven(tmp_path: Path) -> AsyncIterator[BatchGateway]:
+    """A gateway whose batches wait for a driver."""
+    async with batch_gateway(tmp_path, is_driven=False) as running:
+        yield running

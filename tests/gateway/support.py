@@ -13,7 +13,7 @@ from tempfile import mkdtemp
 from typing import Any
 
 import httpx
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from alignedserve.api.backend.interface import ReadinessProbe
@@ -103,7 +103,7 @@ class Gateway:
     client: httpx.AsyncClient
     backend: ScriptedBackend
     services: Services
-    app: FastAPI
+    app: Starlette
 
     async def chat(self, *, headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
         body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], **fields}

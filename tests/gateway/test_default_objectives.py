@@ -24,19 +24,18 @@ async def slo_of(served: Gateway, **asked: Any) -> Slo:
     return served.backend.submitted[-1].slo
 
 
-async def test_chat_that_names_none_has_what_the_machine_can_hold() -> None:
-    async with gateway() as served:
-        assert await slo_of(served) == Slo()  # no router has told a speed
-        assert await slo_of(measured(served)) == DEFAULT
-        assert await slo_of(served, service_tier="priority") == DEFAULT
-        assert await slo_of(served, headers={"x-slo-ttft-ms": "500"}) == Slo(ttft_s=0.5, tpot_s=0.2)
-        assert await slo_of(served, headers={"x-slo-deadline-ms": "500"}) == Slo(deadline_s=0.5)
-        assert await slo_of(served, service_tier="flex") == Slo()
-        message = {"model": "tiny", "max_tokens": 9, "messages": [{"role": "user", "content": "hello"}]}
-        await served.client.post("/v1/messages", json=message)
-        assert served.backend.submitted[-1].slo == DEFAULT
-        await served.client.post("/v1/responses", json={"model": "tiny", "input": "hello", "store": False})
-        assert served.backend.submitted[-1].slo == DEFAULT
+async def test_chat_that_names_none_has_what_the_machine_can_hold(served: Gateway) -> None:
+    assert await slo_of(served) == Slo()  # no router has told a speed
+    assert await slo_of(measured(served)) == DEFAULT
+    assert await slo_of(served, service_tier="priority") == DEFAULT
+    assert await slo_of(served, headers={"x-slo-ttft-ms": "500"}) == Slo(ttft_s=0.5, tpot_s=0.2)
+    assert await slo_of(served, headers={"x-slo-deadline-ms": "500"}) == Slo(deadline_s=0.5)
+    assert await slo_of(served, service_tier="flex") == Slo()
+    message = {"model": "tiny", "max_tokens": 9, "messages": [{"role": "user", "content": "hello"}]}
+    await served.client.post("/v1/messages", json=message)
+    assert served.backend.submitted[-1].slo == DEFAULT
+    await served.client.post("/v1/responses", json={"model": "tiny", "input": "hello", "store": False})
+    assert served.backend.submitted[-1].slo == DEFAULT
 
 
 @each(
@@ -55,10 +54,9 @@ async def test_the_configuration_says_which(config: dict[str, Any], expected: Sl
     assert 'objective="tpot"} 0' not in shown
 
 
-async def test_metrics_tell_them_and_whether_they_are_held() -> None:
-    async with gateway() as served:
-        await measured(served).chat()
-        shown = (await served.client.get("/metrics")).text
+async def test_metrics_tell_them_and_whether_they_are_held(served: Gateway) -> None:
+    await measured(served).chat()
+    shown = (await served.client.get("/metrics")).text
     for objective, seconds in (("ttft", 1.8), ("tpot", 0.2)):
         labels = f'model_name="tiny",objective="{objective}"'
         assert f"alignedserve_default_objective_seconds{{{labels}}} {seconds}" in shown
@@ -66,10 +64,9 @@ async def test_metrics_tell_them_and_whether_they_are_held() -> None:
         assert held in shown.replace('outcome="held",tier="default"', 'outcome="held"')
 
 
-async def test_a_response_reports_on_what_its_client_named_alone() -> None:
-    async with gateway() as served:
-        plain = (await measured(served).chat()).json()
-        named = (await served.chat(headers={"x-slo-ttft-ms": "60000"})).json()
+async def test_a_response_reports_on_what_its_client_named_alone(served: Gateway) -> None:
+    plain = (await measured(served).chat()).json()
+    named = (await served.chat(headers={"x-slo-ttft-ms": "60000"})).json()
     assert "alignedserve" not in plain
     assert named["alignedserve"]["slo"].keys() == {"ttft"}
 
@@ -86,7 +83,6 @@ async def test_of_a_body_of_a_thousand_prompts_the_first_few_are_chat() -> None:
     assert named == [Slo(ttft_s=9.0, tpot_s=0.2)] * 16 + [Slo(ttft_s=9.0)] * 84
 
 
-async def test_embeddings_have_none() -> None:
-    async with gateway() as served:
-        await measured(served).client.post("/v1/embeddings", json={"model": "tiny", "input": "hello"})
-        assert [request.slo for request in served.backend.submitted] == [Slo()]
+async def test_embeddings_have_none(served: Gateway) -> None:
+    await measured(served).client.post("/v1/embeddings", json={"model": "tiny", "input": "hello"})
+    assert [request.slo for request in served.backend.submitted] == [Slo()]

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from alignedserve.gateway.intake import Intake
+from alignedserve.gateway.services import Intake
 from tests.gateway.support import EOS, error_of, gateway, saying, tokens_of
 from tests.harnesses.scripted_backend import Script
 from tests.support.marks import each

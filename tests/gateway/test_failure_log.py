@@ -3,7 +3,7 @@
 import pytest
 
 from alignedserve.api.errors import NotFound, Unauthorized
-from alignedserve.gateway.failure_log import MAX_LINES, PERIOD_S, FailureLog
+from alignedserve.gateway.logs import MAX_LINES, PERIOD_S, FailureLog
 from tests.gateway.support import gateway
 
 

@@ -50,10 +50,9 @@ async def preflight(served: Gateway, origin: str) -> tuple[int, str | None]:
     return answer.status_code, answer.headers.get("access-control-allow-origin")
 
 
-async def test_no_other_origin_is_allowed_by_default() -> None:
-    async with gateway() as served:
-        status, allowed = await preflight(served, PAGE)
-        answer = await served.chat(headers={"origin": PAGE})
+async def test_no_other_origin_is_allowed_by_default(served: Gateway) -> None:
+    status, allowed = await preflight(served, PAGE)
+    answer = await served.chat(headers={"origin": PAGE})
     assert (status, allowed) == (405, None)
     assert "access-control-allow-origin" not in answer.headers
 

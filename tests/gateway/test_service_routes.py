@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from alignedserve.api.errors import Unavailable
 from alignedserve.keys.quotas import Charge, OwnShare
-from tests.gateway.support import EOS, error_of, gateway, probe_of, saying, tokens_of
+from tests.gateway.support import EOS, Gateway, error_of, gateway, probe_of, saying, tokens_of
 from tests.harnesses.scripted_backend import IDLE_STATUS, Script
 from tests.support.marks import each
 from tests.support.waiting import holds
@@ -176,32 +176,30 @@ async def test_metrics_have_the_names_that_dashboards_read() -> None:
     assert not re.search(r"[0-9a-f]{32}", text)
 
 
-async def test_models() -> None:
-    async with gateway() as served:
-        listed = (await served.client.get("/v1/models")).json()
-        one = (await served.client.get("/v1/models/tiny")).json()
+async def test_models(served: Gateway) -> None:
+    listed = (await served.client.get("/v1/models")).json()
+    one = (await served.client.get("/v1/models/tiny")).json()
     assert listed == {"object": "list", "data": [one]}
     assert one["id"] == "tiny"
     assert one["max_model_len"] == 256
 
 
-async def test_tokenize_and_detokenize() -> None:
-    async with gateway() as served:
-        asked = (await served.client.post("/tokenize", json={"prompt": "the dog"})).json()
-        assert asked == {"count": 2, "max_model_len": 256, "tokens": list(tokens_of("the dog"))}
-        text = await served.client.post("/detokenize", json={"tokens": asked["tokens"]})
-        assert text.json() == {"prompt": "the dog"}
-        messages = [{"role": "user", "content": "hello"}]
-        chat = (await served.client.post("/tokenize", json={"messages": messages})).json()
-        await served.chat(messages=messages)
-        assert chat["tokens"] == list(served.backend.submitted[0].prompt_token_ids)
-        for path, body in (
-            ("/tokenize", {}),
-            ("/tokenize", {"prompt": "a", "messages": messages}),
-            ("/detokenize", {"tokens": [10**6]}),
-            ("/detokenize", {"tokens": "a"}),
-        ):
-            error_of(await served.client.post(path, json=body), 400)
+async def test_tokenize_and_detokenize(served: Gateway) -> None:
+    asked = (await served.client.post("/tokenize", json={"prompt": "the dog"})).json()
+    assert asked == {"count": 2, "max_model_len": 256, "tokens": list(tokens_of("the dog"))}
+    text = await served.client.post("/detokenize", json={"tokens": asked["tokens"]})
+    assert text.json() == {"prompt": "the dog"}
+    messages = [{"role": "user", "content": "hello"}]
+    chat = (await served.client.post("/tokenize", json={"messages": messages})).json()
+    await served.chat(messages=messages)
+    assert chat["tokens"] == list(served.backend.submitted[0].prompt_token_ids)
+    for path, body in (
+        ("/tokenize", {}),
+        ("/tokenize", {"prompt": "a", "messages": messages}),
+        ("/detokenize", {"tokens": [10**6]}),
+        ("/detokenize", {"tokens": "a"}),
+    ):
+        error_of(await served.client.post(path, json=body), 400)
 
 
 @each("path", ["/", "/dashboard"])

@@ -17,7 +17,7 @@ from alignedserve.batches.records import BatchKey, FileId, ResultKind, parsed_ba
 from alignedserve.core.errors import ProtocolError, StorageError, StoreUnavailable
 from alignedserve.keys.open_counts import OpenPool, OpenStatement, Wish
 from alignedserve.keys.quotas import Charge, Owed, QuotaCall, QuotaPool
-from alignedserve.keys.shared import SharedKeys
+from alignedserve.keys.watch import SharedKeys
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.state import (
     MAX_CHUNK_BYTES,

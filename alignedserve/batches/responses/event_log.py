@@ -15,7 +15,12 @@ from typing import NamedTuple
 
 from alignedserve.batches.interfaces import RecordStore
 from alignedserve.batches.records import StoredRecord, decode, encode
-from alignedserve.batches.responses.response_repository import BoundedRecords, Entry
+from alignedserve.batches.responses.response_repository import (
+    BoundedRecords,
+    ConversationRepository,
+    Entry,
+    ResponseRepository,
+)
 from alignedserve.messages.state import Change, DeleteValue, SetValue
 
 _CHUNKS_PER_READ = 16
@@ -138,3 +143,15 @@ class EventWriter:
 
 def _key(response_id: str) -> str:
     return f"response-events/{response_id}"
+
+
+class ResponseStores(NamedTuple):
+    """Repositories that all gateways and the driver of batches share."""
+
+    responses: ResponseRepository
+    conversations: ConversationRepository
+    events: EventLog
+
+
+def response_stores(records: RecordStore) -> ResponseStores:
+    return ResponseStores(ResponseRepository(records), ConversationRepository(records), EventLog(records))

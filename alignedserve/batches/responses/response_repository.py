@@ -7,7 +7,6 @@ import msgspec
 
 from alignedserve.batches.interfaces import RecordStore
 from alignedserve.batches.records import BatchKey, StoredRecord, decode, encode
-from alignedserve.batches.responses.event_log import EventLog
 from alignedserve.core.errors import InvalidRequest, StorageDamaged
 from alignedserve.messages.state import AddToIndex, Change, DeleteValue, RemoveFromIndex, SetValue
 
@@ -232,15 +231,3 @@ class ConversationRepository:
 
 def _conversation_entry(record: StoredConversation) -> Entry:
     return Entry(record.owner, record.conversation_id, encode(record))
-
-
-class ResponseStores(NamedTuple):
-    """Repositories that all gateways and the driver of batches share."""
-
-    responses: ResponseRepository
-    conversations: ConversationRepository
-    events: EventLog
-
-
-def response_stores(records: RecordStore) -> ResponseStores:
-    return ResponseStores(ResponseRepository(records), ConversationRepository(records), EventLog(records))

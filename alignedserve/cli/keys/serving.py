@@ -4,6 +4,7 @@ from alignedserve.cli.console import counted, notes
 from alignedserve.config.environment import API_KEYS_VARIABLE, api_keys
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import ConfigError
+from alignedserve.core.plugins import load_plugin
 from alignedserve.keys.file import read_keys
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -16,7 +17,8 @@ def warn_of_strangers(config: GatewayConfig) -> None:
 
 
 def check_keys(config: GatewayConfig) -> None:
-    """Raise ConfigError if there is to be a file of keys that cannot be used, clients' or an issuer's."""
+    """Raise ConfigError for a file of keys that cannot be used, clients' or an issuer's, and for issuers without the
+    plugin."""
     path = config.keys_path
     try:
         if path is not None:
@@ -25,11 +27,8 @@ def check_keys(config: GatewayConfig) -> None:
         if isinstance(error.__cause__, FileNotFoundError):
             raise ConfigError(f"{error}; `alignedserve keys add NAME --file {path}` makes it") from error
         raise
-    if any(issuer.path is not None for issuer in config.jwt):
-        from alignedserve.gateway.jwt.issuer_keys import check_file
-
-        for issuer in config.jwt:
-            check_file(issuer)
+    for issuer in config.jwt:
+        load_plugin("jwt").check_file(issuer)
 
 
 def show_keys(config: GatewayConfig) -> None:

@@ -1,19 +1,29 @@
-"""What one connection may send before it is refused, and how many connections there may be.
+"""Limits of connections: what each may send, how many there may be, how many bodies of a key may arrive at a time.
 
-A connection is of no class until its first request has been read; from then on it is of the class of the last one, also
-while it is kept open without any. Best effort has three quarters of the places at most, in all and of one address, so
-that documents that wait leave room for chat. A best-effort request that finds none is refused and its connection
-closed: the places that are kept for others are never held by best effort for longer than its request takes to be read,
-and `header_timeout_s` and `min_body_bytes_per_s` bound that.
+A connection has the class of its last request, and none before the first was read. Best effort has three quarters of
+the places at most, in all and of one address: waiting documents leave room for chat. A best-effort request without a
+place is refused and its connection closed, so it holds a place of others only while it is read, for a time that
+`header_timeout_s` and `min_body_bytes_per_s` bound.
 """
 
 import resource
+from collections import Counter
+from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass, field
+from typing import Any
 
+from alignedserve.api.errors import QuotaExceeded
 from alignedserve.config.sections import GatewayConfig
+
+# As Starlette has them, which the driver of a cluster does not load.
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
 
 _RESERVED_FILES = 256  # for links to the cluster, stores and logs
 _KEPT_SHARE = 1 / 4  # of the places, from best effort
+_SHARE_OF_KEY = 1 / 4  # of a gateway's connections, for the bodies of one key
+_MOST_WHOLE = 64  # of the largest bodies, whose bytes those of one key may hold in memory
+_RETRY_S = 1.0
 
 
 @dataclass(slots=True)
@@ -47,26 +57,26 @@ class ConnectionLimits:
 
     def admit(self, address: str) -> "ConnectionPlace | None":
         """Count one more connection of this address; None: there are too many, and it is to be closed."""
-        own = self.of_address.get(address) or _Counts()
-        if self.all.num_open >= self.max_connections or own.num_open >= self.max_per_address:
+        of_address = self.of_address.get(address) or _Counts()
+        if self.all.num_open >= self.max_connections or of_address.num_open >= self.max_per_address:
             return None
-        self.of_address[address] = own
-        for counts in (self.all, own):
+        self.of_address[address] = of_address
+        for counts in (self.all, of_address):
             counts.num_open += 1
         return ConnectionPlace(self, address)
 
     def leave(self, address: str) -> None:
-        own = self.of_address[address]
-        for counts in (self.all, own):
+        of_address = self.of_address[address]
+        for counts in (self.all, of_address):
             counts.num_open -= 1
-        if not own.num_open:
+        if not of_address.num_open:
             del self.of_address[address]
 
     def has_room_for_best_effort(self, address: str) -> bool:
         """Return whether one more connection of this address may be of best effort."""
         most, most_of_address = (_best_effort_of(limit) for limit in (self.max_connections, self.max_per_address))
-        own = self.of_address[address]
-        return self.all.num_best_effort < most and own.num_best_effort < most_of_address
+        of_address = self.of_address[address]
+        return self.all.num_best_effort < most and of_address.num_best_effort < most_of_address
 
     def add_best_effort(self, address: str, count: int) -> None:
         for counts in (self.all, self.of_address[address]):
@@ -74,7 +84,7 @@ class ConnectionLimits:
 
 
 class ConnectionPlace:
-    """The place of one connection; its requests say of which class it is."""
+    """The place of one connection, of the class of its last request."""
 
     def __init__(self, limits: ConnectionLimits, address: str) -> None:
         self._limits, self._address = limits, address
@@ -128,3 +138,68 @@ def _connections_within(num_files: int) -> int:
 def raise_file_limit() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+class ArrivingBodies:
+    """The bodies that have not come to their end, by the owner of their key."""
+
+    def __init__(self, max_connections: int, max_body_bytes: int) -> None:
+        self.most = max(int(_SHARE_OF_KEY * max_connections), 1)
+        self.most_bytes = _MOST_WHOLE * max_body_bytes
+        self._num = Counter[str]()
+        self._num_bytes = Counter[str]()
+
+    def begin(self, owner: str) -> None:
+        if self._num[owner] >= self.most:
+            message = f"Too many bodies of this key arrive at a time: Limit {self.most}."
+            raise QuotaExceeded(message, retry_after_s=_RETRY_S)
+        self._num[owner] += 1
+
+    def hold(self, owner: str, num_bytes: int) -> None:
+        """Count so many bytes more that stay in memory until the end of their body. Raises QuotaExceeded."""
+        if self._num_bytes[owner] + num_bytes > self.most_bytes:
+            message = f"Too many bytes of this key's bodies arrive at a time: Limit {self.most_bytes}."
+            raise QuotaExceeded(message, retry_after_s=_RETRY_S)
+        self._num_bytes[owner] += num_bytes
+
+    def end(self, owner: str, num_bytes: int) -> None:
+        for counts, num in ((self._num, 1), (self._num_bytes, num_bytes)):
+            counts[owner] -= num
+            if not counts[owner]:
+                del counts[owner]
+
+
+class CountedBody:
+    """The body of one request, which counts from when it is first awaited until it is whole, or `close`."""
+
+    def __init__(self, bodies: ArrivingBodies, owner: str, receive: Receive) -> None:
+        self._bodies = bodies
+        self._owner = owner
+        self._receive = receive
+        self._has_begun = False
+        self._counts = False
+        self._num_bytes = 0  # in memory
+        self.is_refused = False  # then the connection ends
+
+    async def receive(self) -> Message:
+        """Return the next message. Raises QuotaExceeded before the first one."""
+        if not self._has_begun:
+            self.is_refused = True
+            self._bodies.begin(self._owner)
+            self.is_refused, self._has_begun, self._counts = False, True, True
+        message = await self._receive()
+        if not message.get("more_body", False):
+            self.close()
+        return message
+
+    def hold(self, num_bytes: int) -> None:
+        if self._counts:
+            self.is_refused = True
+            self._bodies.hold(self._owner, num_bytes)
+            self.is_refused = False
+            self._num_bytes += num_bytes
+
+    def close(self) -> None:
+        if self._counts:
+            self._counts = False
+            self._bodies.end(self._owner, self._num_bytes)

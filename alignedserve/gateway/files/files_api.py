@@ -1,14 +1,17 @@
 """The Files and Batches API on behalf of one owner (an API key); files and batches of others do not exist for it."""
 
+import asyncio
 import contextlib
 import hashlib
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import msgspec
 import orjson
@@ -24,6 +27,7 @@ from alignedserve.batches.records import (
     NUM_ID_BYTES,
     BatchKey,
     BatchRecord,
+    BatchTotals,
     Endpoint,
     Eta,
     FileId,
@@ -35,14 +39,12 @@ from alignedserve.batches.records import (
     parsed_batch_key,
     parsed_file_id,
 )
-from alignedserve.batches.repository import MAX_ACTIVE, BatchRepository, BatchSnapshot, StorageUsage, idempotency_key_of
+from alignedserve.batches.repository import MAX_ACTIVE, BatchRepository, BatchSnapshot, idempotency_key_of
 from alignedserve.batches.results import result_bytes
 from alignedserve.batches.schedule import check_window
 from alignedserve.config.sections import BatchesConfig
-from alignedserve.core.errors import InvalidRequest, StorageError
-from alignedserve.gateway.files.arriving_uploads import ArrivingUploads, too_many_files
-from alignedserve.gateway.files.batch_lists import list_batches
-from alignedserve.gateway.files.batch_totals import BatchTotalsReader
+from alignedserve.core.errors import InvalidRequest, StorageError, StoreUnavailable
+from alignedserve.gateway.files.lists import list_batches
 from alignedserve.gateway.files.schemas import (
     CreateBatchRequest,
     ExpiresAfter,
@@ -51,18 +53,66 @@ from alignedserve.gateway.files.schemas import (
     schedule_asked,
     window_s,
 )
-from alignedserve.gateway.files.turns import Turns
-from alignedserve.gateway.files.uploads import Upload
+from alignedserve.gateway.files.uploads import ArrivingUploads, Upload, too_many_files
 from alignedserve.keys.entry import FLEX, KeyEntry, Limit
 from alignedserve.keys.ring import CurrentKeys
+from alignedserve.process.background_tasks import PatientReader
 
+_LONG_S = 0.5  # what fails sooner holds up nobody: others of many gateways were in its way
+_PATIENCE_S = 1.0  # of a scrape, for which deploy/prometheus gives five seconds in all
 INPUT_PURPOSE = "batch"
 _QUOTA_RETRY_S = 60.0
 _IDEMPOTENCY_KEY_LIFETIME_S = 24 * 3600.0  # an Idempotency-Key is remembered for at least this long
 _MAX_CONFLICTS = 5
-
 WINDOW = "24h"
-_NEWER = ("not_before", "hours", "priority")  # unset, they leave the fingerprints of earlier releases as they were
+
+
+class _Owner:
+    def __init__(self) -> None:
+        self.lock = asyncio.Lock()
+        self.num_given_up = 0  # changes that the store did not answer to
+
+
+class Turns:
+    """The changes of this process that wait, by their owners; other processes' are seen by the store alone."""
+
+    def __init__(self) -> None:
+        self._owners: WeakValueDictionary[str, _Owner] = WeakValueDictionary()
+
+    @asynccontextmanager
+    async def turn(self, name: str) -> AsyncIterator[None]:
+        """Let one change of this owner be made. Raises StoreUnavailable if the store did not answer to one before it:
+        all waiting changes fail together, not each after seconds.
+        """
+        owner = self._owners.setdefault(name, _Owner())
+        num_given_up = owner.num_given_up
+        async with owner.lock:
+            if owner.num_given_up != num_given_up:
+                raise StoreUnavailable("Files and batches cannot be reached now.")
+            began_s = time.monotonic()
+            try:
+                yield
+            except StoreUnavailable:
+                owner.num_given_up += time.monotonic() - began_s >= _LONG_S
+                raise
+
+
+class BatchTotalsReader:
+    """Reads the totals of a repository, whose state may not answer."""
+
+    def __init__(self) -> None:
+        self._reader: PatientReader[BatchTotals | None] = PatientReader(_PATIENCE_S)
+
+    async def read(self, repository: BatchRepository) -> BatchTotals | None:
+        """Return the totals; None while the state cannot be reached, or does not answer at once."""
+        return await self._reader.read(lambda: asyncio.create_task(_read(repository)))
+
+
+async def _read(repository: BatchRepository) -> BatchTotals | None:
+    try:
+        return await repository.totals()
+    except StorageError:
+        return None
 
 
 class Content(NamedTuple):
@@ -122,14 +172,16 @@ class FilesApi:
         await upload.blob.commit()
         # If it is not known whether the store has the record, the content stays: garbage collection removes it if not.
         async with self._changing.turn(owner):
-            is_added = await self.repository.add_file(record, fits=self._fits)
+            is_added = await self.repository.add_file(
+                record,
+                fits=lambda usage: (
+                    usage.num_files <= self.config.max_files and usage.num_bytes <= self.config.max_files_bytes
+                ),
+            )
         if not is_added:
             await self.stores.blobs.remove(file_id)
             raise too_many_files()
         return record
-
-    def _fits(self, usage: StorageUsage) -> bool:
-        return usage.num_files <= self.config.max_files and usage.num_bytes <= self.config.max_files_bytes
 
     async def file(self, owner: str, text: str) -> FileRecord:
         record = await self._find_file(owner, text)
@@ -157,9 +209,9 @@ class FilesApi:
         async with self._changing.turn(owner):
             for _ in range(_MAX_CONFLICTS):
                 record = await self.file(owner, text)
-                for one in await self.repository.active_batches():
-                    if is_used_by(record, one.record):
-                        raise Conflict(f"{one.record.batch_id} is using this file.", param="id", code="file_in_use")
+                for batch in await self.repository.active_batches():
+                    if is_used_by(record, batch.record):
+                        raise Conflict(f"{batch.record.batch_id} is using this file.", param="id", code="file_in_use")
                 if await delete_file(self.stores, record):
                     return record
         raise Conflict("The file is being changed; try again.", param="id")
@@ -202,17 +254,11 @@ class FilesApi:
             if made.record.input_file_id == asked.input_file_id:
                 return made
             second = await self._source(made.record.owner, asked.input_file_id)
-            if second.digest and second.digest == await self._digest_of_input(made.record):
+            if second.digest and second.digest == made.record.input_digest:
                 return made
         raise Conflict(
             "This Idempotency-Key was used for another request.", param="Idempotency-Key", code="idempotency_key_reused"
         )
-
-    async def _digest_of_input(self, record: BatchRecord) -> str:
-        if record.input_digest:
-            return record.input_digest
-        file = await self.repository.file(record.owner, record.input_file_id, time.time())  # of an earlier version
-        return "" if file is None else file.digest
 
     async def _source(self, owner: str, text: str) -> FileRecord:
         record = await self._find_file(owner, text)
@@ -252,7 +298,9 @@ class FilesApi:
         if snapshot.record.is_over:
             message = f"The batch is {snapshot.record.status.value}; it can no longer be cancelled."
             raise Conflict(message, param="batch_id", code="batch_is_over")
-        record = await self.repository.change_batch(batch_id, lambda one: advance(one, CancelRequested(), time.time()))
+        record = await self.repository.change_batch(
+            batch_id, lambda batch: advance(batch, CancelRequested(), time.time())
+        )
         return BatchSnapshot(record, snapshot.progress)
 
     async def pause(self, owner: str, text: str, *, is_paused: bool) -> BatchSnapshot:
@@ -260,7 +308,7 @@ class FilesApi:
         snapshot = await self.batch(owner, text)
         event = PauseRequested() if is_paused else ResumeRequested()
         record = await self.repository.change_batch(
-            snapshot.record.batch_id, lambda one: advance(one, event, time.time())
+            snapshot.record.batch_id, lambda batch: advance(batch, event, time.time())
         )
         if record.is_ending:
             message = f"The batch is {record.status.value}; it can no longer be paused or resumed."
@@ -284,8 +332,8 @@ def _check_tokens(
     limit = key.enqueued_batch_tokens
     if limit is None:
         return
-    own = [snapshot for snapshot in active if client_of(snapshot.record.owner) == key.owner]
-    before = sum(remaining_work(snapshot.record, snapshot.progress, throughputs).num_tokens for snapshot in own)
+    of_key = [snapshot for snapshot in active if client_of(snapshot.record.owner) == key.owner]
+    before = sum(remaining_work(snapshot.record, snapshot.progress, throughputs).num_tokens for snapshot in of_key)
     more = remaining_work(record, Progress(), throughputs).num_tokens
     if before + more > limit:
         message = (
@@ -336,7 +384,7 @@ def _new_record(
 
 
 def _fingerprint(asked: CreateBatchRequest) -> str:
-    fields = asked.model_dump(exclude={"input_file_id"} | {name for name in _NEWER if not getattr(asked, name)})
+    fields = asked.model_dump(exclude={"input_file_id"})
     return hashlib.sha256(msgspec.json.encode(fields, order="sorted")).hexdigest()
 
 

@@ -3,14 +3,16 @@
 import asyncio
 import hashlib
 import re
-from collections.abc import AsyncIterator, Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import ClientDisconnect, Request
 
-from alignedserve.api.errors import BodyTooLarge, BodyTooSlow, ClientDisconnected, WrongContentType
+from alignedserve.api.errors import BodyTooLarge, BodyTooSlow, ClientDisconnected, QuotaExceeded, WrongContentType
 from alignedserve.batches.interfaces import BlobWriter, ContentStore
 from alignedserve.batches.records import FileId
 from alignedserve.core.errors import InvalidRequest
@@ -192,3 +194,33 @@ def shown_name(given: str) -> str:
     last = re.split(r"[/\\]", given)[-1]
     printable = "".join(character for character in last if character.isprintable())
     return printable[:_MAX_NAME_LEN] or "upload"
+
+
+def too_many_files() -> QuotaExceeded:
+    """Return the error of a key that has no room for another file."""
+    return QuotaExceeded("This key has too many files; delete some.", retry_after_s=None)
+
+
+class ArrivingUploads:
+    """Counts the bytes of arriving uploads for each owner."""
+
+    def __init__(self) -> None:
+        self._num_bytes = Counter[str]()
+
+    @contextmanager
+    def counted(self, owner: str, room: int) -> Iterator[Callable[[int], None]]:
+        num_bytes = 0
+
+        def take(more: int) -> None:
+            nonlocal num_bytes
+            if self._num_bytes[owner] + more > room:
+                raise too_many_files()
+            self._num_bytes[owner] += more
+            num_bytes += more
+
+        try:
+            yield take
+        finally:
+            self._num_bytes[owner] -= num_bytes
+            if not self._num_bytes[owner]:
+                del self._num_bytes[owner]

@@ -1,4 +1,4 @@
-"""Messages between the gateway and the process that reads long bodies: an Order and a body, then an Outcome."""
+"""Messages between the gateway and the process that reads long bodies: a ReadingTask and a body, then an Outcome."""
 
 from array import array
 from pathlib import Path
@@ -14,7 +14,7 @@ from alignedserve.core.picture import Picture
 from alignedserve.core.seeing import decode_seeing
 
 
-class Order(msgspec.Struct, frozen=True):
+class ReadingTask(msgspec.Struct, frozen=True):
     """How the body that follows is to be read."""
 
     path: str  # of its endpoint
@@ -52,7 +52,7 @@ class ReadBody(msgspec.Struct, frozen=True, tag=True):
         return tuple(prompt.unpacked() for prompt in self.prompts)
 
 
-class Answer(msgspec.Struct, frozen=True, tag=True):
+class CountedTokens(msgspec.Struct, frozen=True, tag=True):
     """The whole answer to a body that asks for no more than reading."""
 
     answer: bytes  # JSON
@@ -84,16 +84,16 @@ class NotRead(msgspec.Struct, frozen=True, tag=True):
     """A body that only the gateway itself can read."""
 
 
-Outcome = ReadBody | Answer | Refusal | NotRead
+Outcome = ReadBody | CountedTokens | Refusal | NotRead
 _OUTCOMES: msgspec.msgpack.Decoder[Outcome] = msgspec.msgpack.Decoder(Outcome)
 
 
-def encode(message: Order | Outcome) -> bytes:
+def encode(message: ReadingTask | Outcome) -> bytes:
     return msgspec.msgpack.encode(message, enc_hook=str)  # paths are the only ones it does not know
 
 
-def decode_order(raw: bytes) -> Order:
-    return msgspec.msgpack.decode(raw, type=Order, dec_hook=_decoded)
+def decode_task(raw: bytes) -> ReadingTask:
+    return msgspec.msgpack.decode(raw, type=ReadingTask, dec_hook=_decoded)
 
 
 def decode_outcome(raw: bytes) -> Outcome:

@@ -1,4 +1,4 @@
-"""The process that reads long bodies. Reads two frames for each, an Order and the body; writes one, the Outcome."""
+"""The process that reads long bodies. Two frames come for each, ReadingTask and body; one goes, the Outcome."""
 
 import asyncio
 import logging
@@ -21,14 +21,14 @@ from alignedserve.api.work_lanes import WorkLanes
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import InvalidRequest, ModelError
 from alignedserve.gateway.long_bodies.messages import (
-    Answer,
+    CountedTokens,
     EncodedPrompt,
     NotRead,
-    Order,
     Outcome,
     ReadBody,
+    ReadingTask,
     Refusal,
-    decode_order,
+    decode_task,
     encode,
 )
 from alignedserve.process.frames import read_frame, write_frame
@@ -40,7 +40,7 @@ _MAX_TOKENIZERS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedModel:
+class ReadingModel:
     """A model, as far as prompts need it."""
 
     model: ModelCard
@@ -50,7 +50,7 @@ class LoadedModel:
     pictures: PictureReader
 
 
-FindModel = Callable[[str | None], LoadedModel | None]
+FindModel = Callable[[str | None], ReadingModel | None]
 
 
 class BodyReading:
@@ -74,18 +74,18 @@ class BodyReading:
     async def _read(self, body: dict[str, Any]) -> Outcome:
         if self._path in TOKEN_ENDPOINTS:
             counted = TOKEN_ENDPOINTS[self._path]
-            asked = counted.parse(body, self._ignored)
-            answer = await counted.answer(asked, self._find(asked.model), self._ignored)
-            return Answer(answer, self._ignored_names)
+            fields = counted.parse(body, self._ignored)
+            answer = await counted.answer(fields, self._find(fields.model), self._ignored)
+            return CountedTokens(answer, self._ignored_names)
         endpoint = ENDPOINTS[self._path]
-        asked = endpoint.parse(body, self._ignored)
-        prompts = await endpoint.prompts(asked, self._find(asked.model), self._ignored)
+        fields = endpoint.parse(body, self._ignored)
+        prompts = await endpoint.prompts(fields, self._find(fields.model), self._ignored)
         if endpoint.short is None:
             return NotRead()
         packed = tuple(EncodedPrompt.of(prompt, keeps_text=bool(body.get("echo"))) for prompt in prompts)
-        return ReadBody(orjson.dumps(body | endpoint.short(asked)), packed, self._ignored_names)
+        return ReadBody(orjson.dumps(body | endpoint.short(fields)), packed, self._ignored_names)
 
-    def _find(self, name: str | None) -> LoadedModel:
+    def _find(self, name: str | None) -> ReadingModel:
         model = self._find_model(name)
         if model is None:
             raise NeedsGateway
@@ -102,11 +102,11 @@ def main() -> None:
     models = _Models()
     with asyncio.Runner() as runner:
         while (described := read_frame(source)) is not None and (raw := read_frame(source)) is not None:
-            write_frame(target, encode(runner.run(_outcome(decode_order(described), raw, models))))
+            write_frame(target, encode(runner.run(_outcome(decode_task(described), raw, models))))
 
 
-async def _outcome(order: Order, raw: bytes, models: "_Models") -> Outcome:
-    def find(name: str | None) -> LoadedModel | None:
+async def _outcome(order: ReadingTask, raw: bytes, models: "_Models") -> Outcome:
+    def find(name: str | None) -> ReadingModel | None:
         first = order.first if name is None else order.names.get(name)
         return None if first is None else models.get(order.cards[first], order.config)
 
@@ -123,7 +123,7 @@ class _Models:
         self._lanes = WorkLanes()
         self._pictures = PictureReader(fetches=False)
 
-    def get(self, card: ModelCard, config: GatewayConfig) -> LoadedModel | None:
+    def get(self, card: ModelCard, config: GatewayConfig) -> ReadingModel | None:
         key = (card.folder, card.vocab_size, card.chat_template)
         tokenizer = self._tokenizers.pop(key, None)
         try:
@@ -133,4 +133,4 @@ class _Models:
         self._tokenizers[key] = tokenizer
         while len(self._tokenizers) > _MAX_TOKENIZERS:
             del self._tokenizers[next(iter(self._tokenizers))]
-        return LoadedModel(card, tokenizer, config, self._lanes, self._pictures)
+        return ReadingModel(card, tokenizer, config, self._lanes, self._pictures)

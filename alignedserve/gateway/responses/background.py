@@ -20,7 +20,6 @@ from alignedserve.batches.records import (
     BACKGROUND,
     STREAMED_RESPONSE,
     BatchKey,
-    BatchRecord,
     BatchStatus,
     Endpoint,
     ResultKind,
@@ -74,7 +73,9 @@ class BackgroundJobs:
             _alone(line),
             Endpoint.RESPONSES,
             name=response["id"],
-            results_expire=self._results_expire(),
+            results_expire=ExpiresAfter(
+                anchor="created_at", seconds=int(min(max(self.lifetime_s, MIN_LIFETIME_S), MAX_LIFETIME_S))
+            ),
         )
         return snapshot.record.batch_id
 
@@ -105,10 +106,6 @@ class BackgroundJobs:
     def _owner(self) -> str:
         return api_owner(self.owner, BACKGROUND)
 
-    def _results_expire(self) -> ExpiresAfter:
-        seconds = int(min(max(self.lifetime_s, MIN_LIFETIME_S), MAX_LIFETIME_S))
-        return ExpiresAfter(anchor="created_at", seconds=seconds)
-
     async def _outcome(self, snapshot: BatchSnapshot, response_id: str) -> dict[str, Any]:
         match snapshot.record.status:
             case BatchStatus.CANCELLED:
@@ -116,7 +113,8 @@ class BackgroundJobs:
             case BatchStatus.COMPLETED:
                 result = await self._result(snapshot)
                 return _failure(_GONE) if result is None else _generated(result, response_id)
-        return _failure(_reason(snapshot.record))
+        problems = snapshot.record.problems
+        return _failure(problems[0].message if problems else f"It was not generated within {WINDOW}.")
 
     async def _result(self, snapshot: BatchSnapshot) -> dict[str, Any] | None:
         progress = snapshot.progress
@@ -142,12 +140,6 @@ def _generated(result: dict[str, Any], response_id: str) -> dict[str, Any]:
     for place, item in enumerate(generated["output"]):
         item["id"] = item_id(item["type"], response_id, place)
     return generated
-
-
-def _reason(record: BatchRecord) -> str:
-    if record.problems:
-        return record.problems[0].message
-    return f"It was not generated within {WINDOW}."
 
 
 def _failure(message: str) -> dict[str, Any]:

@@ -104,7 +104,9 @@ class Conversations:
             has_room = True
             if response_id not in record.pending:
                 return record
-            rest = msgspec.structs.replace(record, pending=tuple(one for one in record.pending if one != response_id))
+            rest = msgspec.structs.replace(
+                record, pending=tuple(pending_id for pending_id in record.pending if pending_id != response_id)
+            )
             try:
                 return _with_response(rest, items)
             except InvalidRequest:
@@ -143,10 +145,10 @@ def conversation_view(record: StoredConversation) -> dict[str, Any]:
 
 
 def find_item(record: StoredConversation, item_id: str) -> Item:
-    found = next((item for item in conversation_items(record) if item["id"] == item_id), None)
-    if found is None:
+    wanted = next((item for item in conversation_items(record) if item["id"] == item_id), None)
+    if wanted is None:
         raise NotFound("No such item in this conversation.", param="item_id", code="item_not_found")
-    return found
+    return wanted
 
 
 def check_unlocked(record: StoredConversation) -> None:
@@ -163,9 +165,9 @@ def check_has_room(record: StoredConversation, num_bytes: int, *, param: str) ->
 
 def _new_items(given: Sequence[dict[str, Any]], ignored: IgnoredFields | None) -> list[Item]:
     items = parse_items(given, secrets.token_hex(16), ignored, param="items")
-    for place, item in enumerate(items):
+    for index, item in enumerate(items):
         if item["type"] == "item_reference":
-            param = f"items[{place}].type"
+            param = f"items[{index}].type"
             raise InvalidRequest(f"{param} 'item_reference' is not supported here.", param=param)
     return items
 
@@ -202,10 +204,10 @@ def _without_logprobs(item: Item) -> Item:
 def _without_item(record: StoredConversation, item_id: str) -> StoredConversation:
     find_item(record, item_id)
     items = conversation_items(record)
-    place = [item["id"] for item in items].index(item_id)
-    behind = [one._replace(place=one.place - (one.place > place)) for one in record.deleted]
-    deleted = (*behind, DeletedItem(item_id, place))[-_MAX_DELETED:]
-    return msgspec.structs.replace(record, items=raw_json(items[:place] + items[place + 1 :]), deleted=deleted)
+    index = [item["id"] for item in items].index(item_id)
+    behind = [item._replace(place=item.place - (item.place > index)) for item in record.deleted]
+    deleted = (*behind, DeletedItem(item_id, index))[-_MAX_DELETED:]
+    return msgspec.structs.replace(record, items=raw_json(items[:index] + items[index + 1 :]), deleted=deleted)
 
 
 def _not_found(param: str) -> NotFound:

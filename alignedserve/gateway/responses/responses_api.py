@@ -1,9 +1,11 @@
 """The Responses API on behalf of one client: what routes call around generating a response."""
 
+import asyncio
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import orjson
@@ -29,7 +31,7 @@ from alignedserve.api.work_lanes import WorkLanes, rough_length
 from alignedserve.batches.records import BatchKey
 from alignedserve.batches.responses.event_log import EventLimits, EventLog
 from alignedserve.batches.responses.response_repository import StoredConversation, StoredResponse, fits
-from alignedserve.core.errors import InvalidRequest
+from alignedserve.core.errors import InvalidRequest, StoreFull, StoreUnavailable
 from alignedserve.gateway.responses.background import BackgroundJobs, cancelled, too_large, without_room
 from alignedserve.gateway.responses.conversations import (
     Conversations,
@@ -37,13 +39,50 @@ from alignedserve.gateway.responses.conversations import (
     check_unlocked,
     conversation_items,
 )
-from alignedserve.gateway.responses.store_loss import outlast
 from alignedserve.gateway.services import Services
+
+ResultT = TypeVar("ResultT")
+
+_RETURNS_S = 60.0  # as a router's next one
+_PAUSE_S = 0.2
+
+
+class StoreLoss:
+    """A store that may be away. Calls that may be repeated are, until it has been away for too long.
+
+    A full disk is told to the client at once: nobody knows when it ends.
+    """
+
+    def __init__(self) -> None:
+        self._since_s: float | None = None  # None: it is there
+
+    def is_over(self) -> None:
+        self._since_s = None
+
+    async def wait(self, error: StoreUnavailable) -> None:
+        """Pause before the next attempt. Raises the error of the last one after too many, and that of a full disk."""
+        if isinstance(error, StoreFull):
+            raise error
+        now = asyncio.get_running_loop().time()
+        self._since_s = now if self._since_s is None else self._since_s
+        if now - self._since_s >= _RETURNS_S:
+            raise error
+        await asyncio.sleep(_PAUSE_S)
+
+
+async def outlast(call: Callable[[], Awaitable[ResultT]]) -> ResultT:
+    """Return what a call returns that may be repeated, once the store is there. Raises StoreUnavailable after long."""
+    loss = StoreLoss()
+    while True:
+        try:
+            return await call()
+        except StoreUnavailable as error:
+            await loss.wait(error)
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """One response to be generated: its input, and what it continues."""
+class ResponseTurn:
+    """A response to be generated: its input, and the items before."""
 
     response_id: str
     items: list[Item]  # of its own input
@@ -75,14 +114,16 @@ class ResponsesApi:
         conversations = Conversations(files_api.stores.responses.conversations, config, owner)
         return cls(state, jobs, conversations, services.lanes)
 
-    async def begin(self, asked: ResponseFields, ignored: IgnoredFields | None) -> Turn:
+    async def begin(self, asked: ResponseFields, ignored: IgnoredFields | None) -> ResponseTurn:
         """Return the turn that a client asks for. Raises InvalidRequest, NotFound."""
         response_id, context = new_response_id(), Context([])
         if asked.previous_response_id is not None:
             previous = await self._find(asked.previous_response_id, PREVIOUS)
             context = await load_context(self._stored(PREVIOUS), previous)
-        conversation = None if asked.conversation_id is None else await self._open_conversation(asked.conversation_id)
-        if conversation is not None:
+        conversation = None
+        if asked.conversation_id is not None:
+            conversation = await self.conversation(asked.conversation_id, param="conversation")
+            check_unlocked(conversation)
             context = Context(conversation_items(conversation))
         find = None if self.state is None else partial(self._find, param="input")
         parsed = await self.lanes.run(rough_length(asked.input), lambda: parse_items(asked.input, response_id, ignored))
@@ -92,9 +133,9 @@ class ResponsesApi:
             check_storable(items)
         if conversation is not None:
             check_has_room(conversation, len(orjson.dumps(items)), param="conversation")
-        return Turn(response_id, items, context, is_stored, asked.conversation_id)
+        return ResponseTurn(response_id, items, context, is_stored, asked.conversation_id)
 
-    async def keep(self, turn: Turn, response: bytes, batch_id: BatchKey | None = None) -> None:
+    async def keep(self, turn: ResponseTurn, response: bytes, batch_id: BatchKey | None = None) -> None:
         """Store a response, if it is to be stored, and add it to its conversation, if it has one and is over.
 
         Raises InvalidRequest where the conversation has no room for it any more, and Conflict where another one was
@@ -119,7 +160,7 @@ class ResponsesApi:
                 await self.delete(stored.response_id)
             raise
 
-    async def _store(self, turn: Turn, response: bytes, batch_id: BatchKey | None) -> StoredResponse:
+    async def _store(self, turn: ResponseTurn, response: bytes, batch_id: BatchKey | None) -> StoredResponse:
         state, now, items = self._stored("store"), time.time(), raw_json(turn.items)
         record = StoredResponse(
             response_id=turn.response_id,
@@ -136,7 +177,9 @@ class ResponsesApi:
         await outlast(partial(state.add, record))  # the answer is all there
         return record
 
-    async def submit(self, asked: CreateResponseRequest, turn: Turn, response: dict[str, Any]) -> dict[str, Any]:
+    async def submit(
+        self, asked: CreateResponseRequest, turn: ResponseTurn, response: dict[str, Any]
+    ) -> dict[str, Any]:
         """Let a response be generated in the background; return it as it is now."""
         assert self.jobs is not None, "a background without a store"
         assert self.state is not None, "a background without a store"
@@ -214,11 +257,6 @@ class ResponsesApi:
             except NotFound:  # deleted, or expired
                 await conversations.settle(record.conversation_id, response_id, [])
         return await conversations.find(text, param=param) if record.pending else record
-
-    async def _open_conversation(self, text: str) -> StoredConversation:
-        record = await self.conversation(text, param="conversation")
-        check_unlocked(record)
-        return record
 
     def stored_conversations(self, param: str = "conversation_id") -> Conversations:
         """Return the conversations. Raises InvalidRequest where there are none."""

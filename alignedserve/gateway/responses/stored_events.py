@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from functools import partial
 
 import orjson
 from starlette.responses import Response
@@ -16,11 +15,9 @@ from alignedserve.api.openai.generation import Generation
 from alignedserve.api.openai.response_format import Formatter, MakeFormatter
 from alignedserve.api.responses.formatter import ResponsesFormatter, encoded_event
 from alignedserve.batches.responses.event_log import EventLog
-from alignedserve.batches.responses.response_repository import StoredResponse
 from alignedserve.core.errors import StoreUnavailable
-from alignedserve.gateway.intake import release_early
-from alignedserve.gateway.responses.responses_api import ResponsesApi
-from alignedserve.gateway.responses.store_loss import StoreLoss
+from alignedserve.gateway.call import Call
+from alignedserve.gateway.responses.responses_api import ResponsesApi, StoreLoss
 from alignedserve.gateway.streaming import (
     BodyResponse,
     EventSender,
@@ -59,13 +56,11 @@ class ResponseEvents(EventStreamResponse):
     async def _closing_events(self, formatter: Formatter) -> bytes:
         assert isinstance(formatter, ResponsesFormatter), "a formatter of another API"
         # They hold the whole answer, four times.
-        events, response = await self._generation.written(partial(_closing, formatter))
+        events, response = await self._generation.written(
+            lambda: (formatter.closing_events(), orjson.dumps(formatter.response))
+        )
         await self._keep(response)
         return events
-
-
-def _closing(formatter: ResponsesFormatter) -> tuple[bytes, bytes]:
-    return formatter.closing_events(), orjson.dumps(formatter.response)
 
 
 @dataclass(slots=True)
@@ -112,7 +107,9 @@ class StoredEvents:
                 break
             await asyncio.sleep(_POLL_S)
         if self.last + 1 > self.starting_after:
-            yield _last_event(record, self.last + 1)
+            response = orjson.loads(bytes(record.response))
+            name = _LAST_EVENTS.get(response["status"], "incomplete")
+            yield encoded_event({"type": f"response.{name}", "response": response}, self.last + 1)
 
     async def _written(self) -> AsyncGenerator[bytes, None]:
         while chunks := await self.log.read(self.response_id, self._num_chunks):
@@ -138,7 +135,7 @@ class StoredEvents:
 
 
 class StoredEventsResponse(Response):
-    """A stream of stored events. A client that disconnects leaves the response as it is."""
+    """A stream of stored events. The response goes on without its client."""
 
     def __init__(self, stored: StoredEvents) -> None:
         super().__init__()
@@ -146,9 +143,10 @@ class StoredEventsResponse(Response):
 
     @override
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope["state"]["failure_events"] = self._stored.failure_events
-        release_early(scope["state"])  # the next server has the rest of its events, after the last one that it knows
-        sender = EventSender(send, scope["state"])
+        call = Call.of(scope)
+        call.failure_events = self._stored.failure_events
+        call.release_early()  # another gateway has the later events
+        sender = EventSender(send, call)
         await while_connected(receive, self._send_all(sender), sender.check)
 
     async def _send_all(self, sender: EventSender) -> None:
@@ -163,9 +161,3 @@ class StoredEventsResponse(Response):
 def _not_kept() -> NotFound:
     message = "Events that you lack are not kept any more; the response itself is. Read it without stream."
     return NotFound(message, param="starting_after", code="events_not_kept")
-
-
-def _last_event(record: StoredResponse, number: int) -> bytes:
-    response = orjson.loads(bytes(record.response))
-    name = _LAST_EVENTS.get(response["status"], "incomplete")
-    return encoded_event({"type": f"response.{name}", "response": response}, number)

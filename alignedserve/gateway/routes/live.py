@@ -1,25 +1,116 @@
-"""The chat page, the live page and what it and `alignedserve top` read, and the course of a request."""
+"""The chat page, the live page and its document, counters and counts without a request, and the course of a request."""
 
 import base64
+import enum
 import hashlib
 import re
 import time
 from dataclasses import dataclass
 from importlib.resources import files
+from itertools import accumulate
+from typing import Any
 
-from fastapi import APIRouter
-from starlette.requests import Request
+import msgspec
+from prometheus_client import Histogram
 from starlette.responses import Response
 
 from alignedserve.api.errors import NotFound
+from alignedserve.api.metrics.gateway_metrics import EDGES_S, ModelMetrics
+from alignedserve.api.models.model_registry import RegisteredModel
+from alignedserve.api.models.model_services import ModelServices
 from alignedserve.api.timelines.timeline import plain_request_id
 from alignedserve.batches.records import BatchTotals
+from alignedserve.gateway.call import Call, RouteTable
 from alignedserve.gateway.json_response import JsonResponse
-from alignedserve.gateway.live.view import live_view
-from alignedserve.gateway.routes.dependencies import key_of, overseen_services, rate_limited_services
 from alignedserve.gateway.services import Services
+from alignedserve.messages.gateways import ClusterStatus
 
-router = APIRouter()
+_TOTALS = (
+    *("num_prompt_tokens", "num_tokens", "num_preemptions", "num_evictions", "num_handoffs_verified"),
+    *("num_handoffs_refused", "num_reused_tokens", "num_recomputed_tokens"),
+)
+
+ROUTES = RouteTable()
+
+
+def live_view(services: Services, totals: BatchTotals | None, now: float) -> dict[str, Any]:
+    """Build the document. `totals`: of batches; None: they are not served, or their state cannot be reached."""
+    return {
+        "object": "live",
+        "time_s": now,
+        "not_ready": services.readiness.missing(),
+        "has_batches": services.files_api is not None,
+        "models": [_model(registered) for registered in services.models.all],
+        "batches": plain(totals) if totals is not None else None,
+    }
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, msgspec.Struct):
+        return {name: plain(getattr(value, name)) for name in value.__struct_fields__}
+    if isinstance(value, tuple | list):
+        return [plain(item) for item in value]
+    if isinstance(value, dict):
+        return {str(name): plain(item) for name, item in value.items()}
+    return value.value if isinstance(value, enum.Enum) else value
+
+
+def _model(registered: RegisteredModel) -> dict[str, Any]:
+    view: dict[str, Any] = {"name": registered.card.name, "problem": registered.missing(), "load": None}
+    if registered.services is not None:
+        view |= _of_gateway(registered.services)
+        status = registered.services.backend.status()
+        if status is not None:
+            view["load"] = _load(status)
+    return view
+
+
+def _of_gateway(services: ModelServices) -> dict[str, Any]:
+    metrics = services.metrics
+    return {
+        "num_open": services.uses.num_open,
+        "objectives": _objectives(metrics),
+        "ttft": _histogram(metrics.ttft_s),
+        "gap": {"edges": EDGES_S, "counts": metrics.tbt_s.counts()},
+    }
+
+
+def _objectives(metrics: ModelMetrics) -> list[dict[str, Any]]:
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    for tier, objective, outcome, count in metrics.objectives():
+        row = rows.setdefault((tier, objective), {"tier": tier, "objective": objective, "held": 0, "missed": 0})
+        row[outcome] = count
+    return [rows[key] for key in sorted(rows)]
+
+
+def _histogram(histogram: Histogram) -> dict[str, Any]:
+    (metric,) = histogram.collect()
+    buckets = [sample for sample in metric.samples if sample.name.endswith("_bucket")]
+    edges = [float(sample.labels["le"]) for sample in buckets[:-1]]
+    return {"edges": edges, "counts": [int(sample.value) for sample in buckets]}
+
+
+def _load(status: ClusterStatus) -> dict[str, Any]:
+    log = status.iteration_log
+    return {
+        "tiers": {"real_time": plain(status.real_time), "best_effort": plain(status.best_effort)},
+        "queue_wait_s": status.demand.queue_wait_s,
+        "num_at_risk": status.demand.num_at_risk,
+        "num_prefill_workers": status.num_prefill_workers,
+        "num_decode_workers": status.num_decode_workers,
+        "pool": {
+            "num_blocks": status.num_pool_blocks,
+            "num_blocks_used": status.num_pool_blocks_used,
+            "num_blocks_kept": status.num_pool_blocks_kept,
+        },
+        "block_size": status.block_size,
+        "workers": plain(sorted(status.workers, key=lambda one: (one.node, one.worker))),
+        "trees": plain(status.trees),
+        "prefixes": plain(status.prefixes),
+        "time": {name: value for name, value in plain(log).items() if name != "spread_counts"},
+        "spread": {"counts": list(accumulate(log.spread_counts))},
+        "totals": {name: getattr(status, name) for name in _TOTALS},
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +122,6 @@ class HtmlPage:
 
     @classmethod
     def load(cls, path: str) -> "HtmlPage":
-        """Load a file of the gateway's package."""
         text = files("alignedserve.gateway").joinpath(path).read_text(encoding="utf-8")
         policy = (
             f"default-src 'none'; script-src {_hashes(text, 'script')}; style-src {_hashes(text, 'style')}; "
@@ -41,7 +131,6 @@ class HtmlPage:
         return cls(text, headers)
 
     def response(self) -> Response:
-        """Return the response of a request for it."""
         return Response(self.text, media_type="text/html; charset=utf-8", headers=self.headers)
 
 
@@ -51,48 +140,41 @@ def _hashes(text: str, tag: str) -> str:
     return " ".join(f"'sha256-{digest}'" for digest in digests)
 
 
-_DASHBOARD = HtmlPage.load("live/dashboard.html")
+_DASHBOARD = HtmlPage.load("dashboard.html")
 
 
-@router.get("/dashboard", response_model=None)
-async def dashboard() -> Response:
-    """Return the live page, which asks for a key where one is needed."""
+@ROUTES.add("GET", "/dashboard", is_counted=False)
+async def dashboard(_: Call) -> Response:
     return _DASHBOARD.response()
 
 
-@router.get("/v1/alignedserve/live", response_model=None)
-async def live(http: Request) -> Response:
-    """Return what the cluster does at this moment, to a key that may see what all keys use."""
-    services = overseen_services(http)
-    document = live_view(services, await _batch_totals(services), time.monotonic())
+@ROUTES.add("GET", "/v1/alignedserve/live", is_counted=False)
+async def live(call: Call) -> Response:
+    call.check_sees_all()
+    services, files_api = call.services, call.services.files_api
+    totals = None if files_api is None else await files_api.totals.read(files_api.repository)
+    document = live_view(services, totals, time.monotonic())
     return JsonResponse(document, headers={"Cache-Control": "no-store"})
-
-
-async def _batch_totals(services: Services) -> BatchTotals | None:
-    files_api = services.files_api
-    return None if files_api is None else await files_api.totals.read(files_api.repository)
 
 
 _PAGE = HtmlPage.load("page.html")
 
 
-@router.get("/", response_model=None)
-async def page() -> Response:
-    """Return the chat page."""
+@ROUTES.add("GET", "/", is_counted=False)
+async def page(_: Call) -> Response:
     return _PAGE.response()
 
 
-@router.get("/v1/requests/{wanted}", response_model=None)
-@router.get("/v1/alignedserve/requests/{wanted}", response_model=None)
-async def explain(http: Request, wanted: str) -> Response:
+@ROUTES.add("GET", "/v1/requests/{wanted}")
+@ROUTES.add("GET", "/v1/alignedserve/requests/{wanted}")
+async def explain(call: Call, wanted: str) -> Response:
     """Explain a request by the id of its response, or by the client's own, at whichever gateway it was made.
 
     Where it waits, with its place in the queue and when it is likely to start.
     """
-    services = await rate_limited_services(http)
     document = None
     if plain_request_id(wanted) is not None:
-        document = await services.questions.explain(wanted, key_of(http).owner)
+        document = await call.services.questions.explain(wanted, call.key.owner)
     if document is None:
         raise NotFound("There is no such request, or it ended too long ago.", code="request_not_found")
     return Response(document, media_type="application/json", headers={"cache-control": "no-store"})

@@ -1,41 +1,94 @@
-"""GET /v1/models and /v1/models/{id}, in the shapes of OpenAI, or of Anthropic for its clients."""
+"""Models in the shapes of OpenAI, or of Anthropic for its clients; adapters that are loaded and unloaded, in vLLM's."""
 
-from typing import Any
+import asyncio
+from functools import partial
+from typing import Annotated, Any
 
-from fastapi import APIRouter
-from starlette.requests import Request
-from starlette.responses import Response
+from pydantic import Field
+from starlette.responses import PlainTextResponse, Response
 
+from alignedserve.api.errors import Forbidden
+from alignedserve.api.models.adapter_directory import AdapterDirectory
 from alignedserve.api.models.model_card import ModelCard
 from alignedserve.api.models.model_registry import check_usable, usable_cards
-from alignedserve.gateway.json_response import JsonResponse, is_anthropic
+from alignedserve.api.openai.parsing import parse
+from alignedserve.api.schema import Schema
+from alignedserve.core.errors import InvalidRequest
+from alignedserve.core.request import MAX_ADAPTER_NAME_LEN, MAX_ADAPTER_PATH_LEN
+from alignedserve.gateway.call import Call, RouteTable
+from alignedserve.gateway.json_response import JsonResponse
 from alignedserve.gateway.message_batches import timestamp
-from alignedserve.gateway.routes.dependencies import key_of, services_of
+from alignedserve.gateway.routes.request_bodies import read_body
 
-router = APIRouter()
+ROUTES = RouteTable()
+
+_Name = Annotated[str, Field(min_length=1, max_length=MAX_ADAPTER_NAME_LEN)]
 
 
-@router.get("/v1/models", response_model=None)
-async def list_models(http: Request) -> Response:
-    """List the served models."""
-    models = list(usable_cards(services_of(http).models, key_of(http)))
-    if is_anthropic(http.scope):
+class LoadAdapterRequest(Schema):
+    """Body of /v1/load_lora_adapter."""
+
+    lora_name: _Name
+    lora_path: Annotated[str, Field(min_length=1, max_length=MAX_ADAPTER_PATH_LEN)]
+    load_inplace: bool = False  # an adapter of this name is replaced
+    base_model_name: str | None = None  # the model that it is for; None: the first one
+
+
+class UnloadAdapterRequest(Schema):
+    """Body of /v1/unload_lora_adapter."""
+
+    lora_name: _Name
+    base_model_name: str | None = None
+
+
+@ROUTES.add("POST", "/v1/load_lora_adapter")
+async def load_adapter(call: Call) -> Response:
+    body = await read_body(call, partial(parse, LoadAdapterRequest, ignored=call.ignored))
+    adapters = _adapters_of(call, body)
+    if body.lora_name in call.services.models and not adapters.find(body.lora_name):
+        raise InvalidRequest("A model of this name is served.", param="lora_name")
+    load = partial(adapters.load, body.lora_name, body.lora_path, replaces=body.load_inplace, key=call.key)
+    await asyncio.to_thread(load)
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+
+@ROUTES.add("POST", "/v1/unload_lora_adapter")
+async def unload_adapter(call: Call) -> Response:
+    """Let no new request name an adapter that was loaded while serving."""
+    body = await read_body(call, partial(parse, UnloadAdapterRequest, ignored=call.ignored))
+    await asyncio.to_thread(_adapters_of(call, body).unload, body.lora_name, call.key)
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+
+def _adapters_of(call: Call, body: LoadAdapterRequest | UnloadAdapterRequest) -> AdapterDirectory:
+    """Return the adapters of the body's model. Raises Forbidden for a name that other keys perhaps can use."""
+    if not call.key.may_use(body.lora_name):
+        message = f"The key {call.key.name} may not use a model of this name."
+        raise Forbidden(message, param="lora_name", code="model_not_allowed")
+    adapters = call.model(body.base_model_name).adapters
+    if adapters is None:
+        raise InvalidRequest("This model has no adapters here.", param="base_model_name", code="unsupported_parameter")
+    return adapters
+
+
+@ROUTES.add("GET", "/v1/models", is_counted=False)
+async def list_models(call: Call) -> Response:
+    models = list(usable_cards(call.services.models, call.key))
+    if call.is_anthropic:
         return JsonResponse(model_list(models))
-    return JsonResponse({"object": "list", "data": [_model_view(model) for model in models]})
+    return JsonResponse({"object": "list", "data": list(map(_model_view, models))})
 
 
-@router.get("/v1/models/{name:path}", response_model=None)
-async def get_model(http: Request, name: str) -> Response:
-    """Return a model by its name, which may hold slashes."""
-    models = services_of(http).models
-    check_usable(models, name, key_of(http))
+@ROUTES.add("GET", "/v1/models/{name:path}", is_counted=False)
+async def get_model(call: Call, name: str) -> Response:
+    models = call.services.models
+    check_usable(models, name, call.key)
     model = models.card(name)
-    if is_anthropic(http.scope):
-        return JsonResponse(model_info(model))
-    return JsonResponse(_model_view(model))
+    return JsonResponse(model_info(model) if call.is_anthropic else _model_view(model))
 
 
 def _model_view(model: ModelCard) -> dict[str, Any]:
+    sampling = model.sampling
     return {
         "id": model.name,
         "object": "model",
@@ -44,15 +97,11 @@ def _model_view(model: ModelCard) -> dict[str, Any]:
         "max_model_len": model.max_context_len,
         "supported_tasks": model.supported_tasks,
         **({"input_modalities": ("text", "image")} if model.picture_form is not None else {}),
-        **({"default_sampling": _sampling_view(model)} if model.encoder is None else {}),
+        # Defaults of a request and their source; null: OpenAI's defaults hold.
+        **({} if model.encoder else {"default_sampling": {**sampling.values, "source": sampling.source or None}}),
         **({"alias_of": model.alias_of} if model.alias_of is not None else {}),
         **({"parent": model.parent} if model.parent is not None else {}),
     }
-
-
-def _sampling_view(model: ModelCard) -> dict[str, Any]:
-    """Return what is taken where a request names nothing, and who says so; null: OpenAI's defaults hold."""
-    return {**model.sampling.values, "source": model.sampling.source or None}
 
 
 def model_info(model: ModelCard) -> dict[str, Any]:
@@ -69,7 +118,6 @@ def model_info(model: ModelCard) -> dict[str, Any]:
 
 
 def model_list(models: list[ModelCard]) -> dict[str, Any]:
-    """Return the page of all models."""
     shown = [model_info(model) for model in models]
     first_id, last_id = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
     return {"data": shown, "has_more": False, "first_id": first_id, "last_id": last_id}

@@ -15,14 +15,19 @@ from alignedserve.api.openai.parsing import parse_json
 from alignedserve.api.openai.prompt_encoding import Prompts
 from alignedserve.api.schema import IgnoredFields
 from alignedserve.api.work_lanes import LONG_LEN, SHORT_LEN, note_class
-from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import InvalidRequest
-from alignedserve.gateway.connections.arriving_bodies import CountedBody
+from alignedserve.gateway.call import Call
 from alignedserve.gateway.files.uploads import arriving
-from alignedserve.gateway.long_bodies.messages import Answer, NotRead, Order, ReadBody, Refusal, decode_outcome
+from alignedserve.gateway.logs import LONGEST_LOGGED, log_body
+from alignedserve.gateway.long_bodies.messages import (
+    CountedTokens,
+    NotRead,
+    ReadBody,
+    ReadingTask,
+    Refusal,
+    decode_outcome,
+)
 from alignedserve.gateway.long_bodies.messages import encode as encoded
-from alignedserve.gateway.request_log import LONGEST_LOGGED, log_body
-from alignedserve.gateway.routes.dependencies import key_of
 from alignedserve.gateway.services import Services
 from alignedserve.keys.entry import KeyEntry
 
@@ -36,57 +41,51 @@ _GZIP = ("gzip", "x-gzip")
 _KNOWN = ("", "identity", *_GZIP)
 
 
-async def read_body(http: Request, services: Services, parse: Callable[[dict[str, Any]], BodyT]) -> BodyT:
+async def read_body(call: Call, parse: Callable[[dict[str, Any]], BodyT]) -> BodyT:
     """Return the body, parsed by `parse`: a long one beside the loop. Raises InvalidRequest, Overloaded."""
-    return await parsed(await receive(http, services), services, parse)
+    return await parsed(await receive(call), call.services, parse)
 
 
-async def read_prompts(
-    http: Request, endpoint: GeneratingEndpoint[BodyT], services: Services, ignored: IgnoredFields | None
-) -> tuple[BodyT, Prompts | None]:
-    """Return the body, and its prompts if it was so long that another process has read it.
-
-    Then something short stands in the body for the prompts. Raises InvalidRequest, Overloaded.
-    """
-    raw = await receive(http, services)
-    read = await read_if_long(raw, endpoint.path, services, ignored, key_of(http))
-
-    def parse(body: dict[str, Any]) -> BodyT:
-        return endpoint.parse(body, ignored)
-
-    if not isinstance(read, ReadBody):
-        return await parsed(raw, services, parse), None
-    return await parsed(read.body, services, parse), read.unpacked()
-
-
-async def read_and_answer(
-    http: Request,
-    endpoint: TokenEndpoint[BodyT],
-    services: Services,
-    ignored: IgnoredFields | None,
-    answer: Callable[[BodyT], Awaitable[bytes]],
-) -> bytes:
-    """Return the answer to a body that asks for no more than reading: that of another process if it is long.
+async def read_prompts(call: Call, endpoint: GeneratingEndpoint[BodyT]) -> tuple[BodyT, Prompts | None]:
+    """Return the body; of a long one, which another process reads, the prompts too, and a short stand-in in the body.
 
     Raises InvalidRequest, Overloaded.
     """
-    raw = await receive(http, services)
-    read = await read_if_long(raw, endpoint.path, services, ignored, key_of(http))
-    if isinstance(read, Answer):
-        return read.answer
-    return await answer(await parsed(raw, services, lambda body: endpoint.parse(body, ignored)))
+    raw = await receive(call)
+    outcome = await read_if_long(raw, endpoint.path, call.services, call.ignored, call.key)
+
+    def parse(fields: dict[str, Any]) -> BodyT:
+        return endpoint.parse(fields, call.ignored)
+
+    if not isinstance(outcome, ReadBody):
+        return await parsed(raw, call.services, parse), None
+    return await parsed(outcome.body, call.services, parse), outcome.unpacked()
+
+
+async def read_and_answer(
+    call: Call, endpoint: TokenEndpoint[BodyT], answer: Callable[[BodyT], Awaitable[bytes]]
+) -> bytes:
+    """Return the answer to a body about tokens alone; another process answers a long one.
+
+    Raises InvalidRequest, Overloaded.
+    """
+    raw = await receive(call)
+    outcome = await read_if_long(raw, endpoint.path, call.services, call.ignored, call.key)
+    if isinstance(outcome, CountedTokens):
+        return outcome.answer
+    return await answer(await parsed(raw, call.services, lambda fields: endpoint.parse(fields, call.ignored)))
 
 
 async def read_if_long(
     raw: bytes, path: str, services: Services, ignored: IgnoredFields | None, key: KeyEntry
-) -> ReadBody | Answer | None:
-    """Return what another process has read of a long body; None: it is short, or this process is to read it.
+) -> ReadBody | CountedTokens | None:
+    """Return what another process read of a long body; None: the body is short, or this process has to read it.
 
     `ignored`: gets the fields that are ignored; None: they are refused. Raises InvalidRequest, Overloaded.
     """
     if len(raw) <= LONG_LEN:
         return None
-    outcome = decode_outcome(await services.work_process.answer(encoded(order_of(path, services, key)), raw))
+    outcome = decode_outcome(await services.work_process.answer(encoded(task_of(path, services, key)), raw))
     if isinstance(outcome, NotRead):
         return None
     if ignored is not None:
@@ -97,48 +96,49 @@ async def read_if_long(
     return outcome
 
 
-def order_of(path: str, services: Services, key: KeyEntry) -> Order:
-    """Describe the task; models that the key may not use are unknown there."""
+def task_of(path: str, services: Services, key: KeyEntry) -> ReadingTask:
+    """Describe the reading of a body; models that the key may not use are unknown there."""
     models = services.models
     bases = {card.name: models.base_of(card.name) for card in usable_cards(models, key)}
     known = set(bases.values())  # also of adapters and aliases alone
     loaded = tuple(model.card for model in models.all if model.services is not None and model.card.name in known)
     places = {card.name: place for place, card in enumerate(loaded)}
     named = {name: places[base] for name, base in bases.items() if base in places}
-    return Order(path, services.config, loaded, named, places.get(next(iter(bases.values()), "")))
+    return ReadingTask(path, services.config, loaded, named, places.get(next(iter(bases.values()), "")))
 
 
-async def receive(http: Request, services: Services) -> bytes:
+async def receive(call: Call) -> bytes:
     """Return the body as JSON, decompressed, and note its likely class. Raises InvalidRequest, Overloaded."""
-    config, encoding = services.config, http.headers.get("content-encoding", "")
+    config, encoding = call.services.config, call.http.headers.get("content-encoding", "")
     check_encoding(encoding)
-    raw = await _read_raw(http, config)
+    _check_declared(call.http, config.max_body_bytes)
+    raw = await _read_body(call, config.max_body_bytes)
     if encoding:
-        note_class(likely_class(b"", key_of(http)))  # by its key alone
+        note_class(likely_class(b"", call.key))  # by its key alone
         sent = raw
-        raw = await services.lanes.run(SHORT_LEN + 1, lambda: decoded(sent, encoding, config.max_body_bytes))
-    log_body(raw, http.headers, config)
-    note_class(likely_class(raw, key_of(http)))
+        raw = await call.services.lanes.run(SHORT_LEN + 1, lambda: decoded(sent, encoding, config.max_body_bytes))
+    log_body(raw, call.http.headers, config)
+    note_class(likely_class(raw, call.key))
     return raw
 
 
-async def body_chunks(http: Request, config: GatewayConfig, max_bytes: int) -> AsyncIterator[bytes]:
-    """Yield a body that declares JSON as it arrives, decompressed: for one that is larger than others may be.
+async def body_chunks(call: Call, max_bytes: int) -> AsyncIterator[bytes]:
+    """Yield a large JSON body as it arrives, decompressed.
 
     `max_bytes`: of the whole. Raises InvalidRequest.
     """
+    http, config = call.http, call.services.config
     encoding = http.headers.get("content-encoding", "")
     check_encoding(encoding)
     _check_declared(http, max_bytes)
-    counted: CountedBody | None = getattr(http.state, "counted_body", None)
     num_bytes, beginning, num_held = 0, b"", 0
     async for chunk in _unpacked(arriving(http)) if encoding.strip().lower() in _GZIP else arriving(http):
         num_bytes += len(chunk)
         if num_bytes > max_bytes:
             raise BodyTooLarge(f"The body is larger than {max_bytes} bytes.")
-        if counted is not None and num_held < config.max_body_bytes:  # no more of it is kept until its end
+        if call.body is not None and num_held < config.max_body_bytes:  # no more of it is kept until its end
             more = min(len(chunk), config.max_body_bytes - num_held)
-            counted.hold(more)
+            call.body.hold(more)
             num_held += more
         if len(beginning) <= LONGEST_LOGGED:
             beginning += chunk
@@ -170,34 +170,26 @@ async def parsed(raw: bytes, services: Services, parse: Callable[[dict[str, Any]
     return await services.lanes.run(len(raw), lambda: parse(parse_json(raw, services.config)))
 
 
-async def _read_raw(request: Request, config: GatewayConfig) -> bytes:
-    """Return the body of a request that declares JSON. Raises InvalidRequest."""
-    _check_declared(request, config.max_body_bytes)
-    return await _read_body(request, config.max_body_bytes)
-
-
-def _check_declared(request: Request, limit: int) -> None:
-    """Raise InvalidRequest for a body that declares to be no JSON, or more than `limit` bytes."""
-    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+def _check_declared(http: Request, limit: int) -> None:
+    media_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         # Also keeps other sites' pages from posting here: JSON needs a preflight, answered for cors_origins alone.
         raise WrongContentType("The Content-Type header must be application/json.")
-    length = request.headers.get("content-length", "")
+    length = http.headers.get("content-length", "")
     if length.isdigit() and int(length) > limit:
         raise BodyTooLarge(f"The body is larger than {limit} bytes.")
 
 
-async def _read_body(request: Request, limit: int) -> bytes:
-    counted: CountedBody | None = getattr(request.state, "counted_body", None)
+async def _read_body(call: Call, limit: int) -> bytes:
     chunks, size = [], 0
     try:
         async with asyncio.timeout(_BODY_TIMEOUT_S):
-            async for chunk in request.stream():
+            async for chunk in call.http.stream():
                 size += len(chunk)
                 if size > limit:
                     raise BodyTooLarge(f"The body is larger than {limit} bytes.")
-                if counted is not None:
-                    counted.hold(len(chunk))
+                if call.body is not None:
+                    call.body.hold(len(chunk))
                 chunks.append(chunk)
     except TimeoutError as error:
         raise BodyTooSlow("The body did not arrive in time.") from error

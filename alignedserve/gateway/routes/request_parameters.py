@@ -5,10 +5,9 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from starlette.requests import Request
-
 from alignedserve.api.responses.items import Item
 from alignedserve.core.errors import InvalidRequest
+from alignedserve.gateway.call import Call
 
 _DEFAULT_ITEMS, _MAX_ITEMS = 20, 100  # of a page
 _RANGE = re.compile(r"bytes=(\d{1,15})-", re.ASCII)
@@ -22,9 +21,9 @@ class ItemPage(NamedTuple):
     newest_first: bool
 
 
-def positive(http: Request, name: str, *, default: int, at_most: int) -> int:
+def positive(call: Call, name: str, *, default: int, at_most: int) -> int:
     """Return a number from 1 to `at_most`. Raises InvalidRequest."""
-    text = http.query_params.get(name)
+    text = call.http.query_params.get(name)
     if text is None:
         return default
     if not re.fullmatch(r"\d{1,9}", text, re.ASCII) or not 1 <= int(text) <= at_most:
@@ -32,9 +31,9 @@ def positive(http: Request, name: str, *, default: int, at_most: int) -> int:
     return int(text)
 
 
-def number(http: Request, name: str, *, default: int) -> int:
+def number(call: Call, name: str, *, default: int) -> int:
     """Return a number that is not negative. Raises InvalidRequest."""
-    text = http.query_params.get(name)
+    text = call.http.query_params.get(name)
     if text is None:
         return default
     if not re.fullmatch(r"\d{1,9}", text, re.ASCII):
@@ -42,29 +41,29 @@ def number(http: Request, name: str, *, default: int) -> int:
     return int(text)
 
 
-def one_of(http: Request, name: str, known: Sequence[str]) -> str:
+def one_of(call: Call, name: str, known: Sequence[str]) -> str:
     """Return one of the known values, the first when unset. Raises InvalidRequest."""
-    text = http.query_params.get(name, known[0])
+    text = call.http.query_params.get(name, known[0])
     if text not in known:
         raise InvalidRequest(f"{name} must be one of {', '.join(known)}.", param=name, code="invalid_value")
     return text
 
 
-def item_page(http: Request) -> ItemPage:
+def item_page(call: Call) -> ItemPage:
     """Return the part of a list of items that `after`, `limit` and `order` ask for. Raises InvalidRequest."""
     return ItemPage(
-        after=http.query_params.get("after"),
-        limit=positive(http, "limit", default=_DEFAULT_ITEMS, at_most=_MAX_ITEMS),
-        newest_first=one_of(http, "order", ("desc", "asc")) == "desc",
+        after=call.http.query_params.get("after"),
+        limit=positive(call, "limit", default=_DEFAULT_ITEMS, at_most=_MAX_ITEMS),
+        newest_first=one_of(call, "order", ("desc", "asc")) == "desc",
     )
 
 
-def first_byte(http: Request) -> int | None:
+def first_byte(call: Call) -> int | None:
     """Return the first byte that `Range: bytes=N-` asks for, to resume a download (RFC 9110, section 14).
 
     None without a range, or with one of another form, which may be ignored.
     """
-    match = _RANGE.fullmatch(http.headers.get("range", "").strip())
+    match = _RANGE.fullmatch(call.http.headers.get("range", "").strip())
     return int(match[1]) if match else None
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import httpx2
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from alignedserve.core.request import Request
 from tests.gateway.support import Gateway, gateway
@@ -79,7 +79,7 @@ async def sdk_client(
         yield client, served
 
 
-def sdk_of(app: FastAPI, api_key: str = "any") -> Any:
+def sdk_of(app: Starlette, api_key: str = "any") -> Any:
     import anthropic
 
     http_client = httpx2.AsyncClient(transport=httpx2.ASGITransport(app))

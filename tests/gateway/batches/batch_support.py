@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from alignedserve.api.models.model_card import ModelCard
-from alignedserve.batch_worker.line_runner import ClusterLineRunner
+from alignedserve.batch_worker.lines import ClusterLineRunner
 from alignedserve.batches.driver import BatchDriver
 from alignedserve.batches.location import DriverStores, stores_in
 from alignedserve.batches.records import client_of
@@ -44,7 +44,7 @@ async def eventually(holds: Callable[[], Awaitable[bool]], timeout_s: float = 20
 class BatchGateway:
     """A gateway, its stores, and a driver that can be killed and started again."""
 
-    app: FastAPI
+    app: Starlette
     client: httpx.AsyncClient
     backend: ScriptedBackend
     records: MemoryRecords

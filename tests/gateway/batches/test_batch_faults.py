@@ -56,21 +56,20 @@ async def test_a_validation_that_cannot_read_pauses_and_goes_on(
 
 
 async def test_an_upload_whose_record_may_be_kept_keeps_its_content(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    undriven: BatchGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The store had it, and its answer was lost: a record without content would be a lie."""
-    async with batch_gateway(tmp_path, is_driven=False) as served:
-        commit = served.records.commit
+    commit = undriven.records.commit
 
-        async def losing(changes: Sequence[Change], *, unchanged: Mapping[str, bytes | None]) -> bool:
-            await commit(changes, unchanged=unchanged)
-            raise StoreUnavailable("lost")
+    async def losing(changes: Sequence[Change], *, unchanged: Mapping[str, bytes | None]) -> bool:
+        await commit(changes, unchanged=unchanged)
+        raise StoreUnavailable("lost")
 
-        monkeypatch.setattr(served.records, "commit", losing)
-        assert (await served.upload(chat_lines(1))).status_code == 503
-        monkeypatch.undo()
-        listed: dict[str, Any] = (await served.client.get("/v1/files")).json()
-        assert [await served.results(file["id"]) for file in listed["data"]] == [chat_lines(1).decode().splitlines()]
+    monkeypatch.setattr(undriven.records, "commit", losing)
+    assert (await undriven.upload(chat_lines(1))).status_code == 503
+    monkeypatch.undo()
+    listed: dict[str, Any] = (await undriven.client.get("/v1/files")).json()
+    assert [await undriven.results(file["id"]) for file in listed["data"]] == [chat_lines(1).decode().splitlines()]
 
 
 class SilentRecords(MemoryRecords):
@@ -194,19 +193,18 @@ async def damage(served: BatchGateway, key: str) -> None:
     await served.records.commit([SetValue(key, b"?" + raw[1:])], unchanged={})
 
 
-async def test_damaged_progress_is_added_up_anew_from_the_log(tmp_path: Path) -> None:
-    async with batch_gateway(tmp_path, is_driven=False) as served:
-        batch = await served.submit(chat_lines(3))
-        await damage(served, f"progress/{batch['id']}")
-        served.start_driver()
+async def test_damaged_progress_is_added_up_anew_from_the_log(undriven: BatchGateway) -> None:
+    batch = await undriven.submit(chat_lines(3))
+    await damage(undriven, f"progress/{batch['id']}")
+    undriven.start_driver()
 
-        async def is_told() -> bool:
-            return (await served.client.get(f"/v1/batches/{batch['id']}")).status_code == 200
+    async def is_told() -> bool:
+        return (await undriven.client.get(f"/v1/batches/{batch['id']}")).status_code == 200
 
-        await eventually(is_told)
-        done = await served.wait_for(batch["id"])
-        assert done["request_counts"] == {"total": 3, "completed": 3, "failed": 0}
-        assert len(await served.results(done["output_file_id"])) == 3
+    await eventually(is_told)
+    done = await undriven.wait_for(batch["id"])
+    assert done["request_counts"] == {"total": 3, "completed": 3, "failed": 0}
+    assert len(await undriven.results(done["output_file_id"])) == 3
 
 
 @each("kind", ["capacity/", "harvest", "usage/", "usage-of/"])
@@ -318,13 +316,12 @@ async def test_a_lower_limit_of_lines_holds_for_new_batches_alone(tmp_path: Path
     assert done["request_counts"] == {"total": 8, "completed": 8, "failed": 0}
 
 
-async def test_a_damaged_batch_stops_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async with batch_gateway(tmp_path, is_driven=False) as served:
-        damaged = await served.submit(chat_lines(3))
-        await damage(served, f"batch/{damaged['id']}")
-        other = await served.submit(chat_lines(2))
-        served.start_driver()
-        assert (await served.wait_for(other["id"]))["status"] == "completed"
-        answer = await served.client.get(f"/v1/batches/{damaged['id']}")
-        assert error_of(answer, 503)["code"] == "storage_unavailable"
+async def test_a_damaged_batch_stops_no_other(caplog: pytest.LogCaptureFixture, undriven: BatchGateway) -> None:
+    damaged = await undriven.submit(chat_lines(3))
+    await damage(undriven, f"batch/{damaged['id']}")
+    other = await undriven.submit(chat_lines(2))
+    undriven.start_driver()
+    assert (await undriven.wait_for(other["id"]))["status"] == "completed"
+    answer = await undriven.client.get(f"/v1/batches/{damaged['id']}")
+    assert error_of(answer, 503)["code"] == "storage_unavailable"
     assert caplog.text.count(f"{damaged['id']} is left out: ") == 1

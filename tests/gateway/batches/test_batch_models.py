@@ -30,32 +30,30 @@ def lines_of(*models: str) -> bytes:
     return b"".join(chat_line(f"line-{place}", model=model) + b"\n" for place, model in enumerate(models))
 
 
-async def test_every_line_runs_with_the_model_that_it_names(tmp_path: Path) -> None:
-    async with batch_gateway(tmp_path) as served:
-        other = add_model(served, "other")
-        batch = await served.wait_for((await served.submit(lines_of("tiny", "other", "tiny", "other")))["id"])
-        assert batch["status"] == "completed"
-        assert "model" not in batch  # they name several
-        results = [json.loads(line) for line in await served.results(batch["output_file_id"])]
-        bodies = {one["custom_id"]: one["response"]["body"] for one in results}
-        said = {name: (body["model"], body["choices"][0]["message"]["content"]) for name, body in bodies.items()}
-        assert said == {
-            "line-0": ("tiny", "hello world"),
-            "line-1": ("other", "good day"),
-            "line-2": ("tiny", "hello world"),
-            "line-3": ("other", "good day"),
-        }
-        assert len(other.submitted) == len(served.backend.submitted) == 2
-        one_model = await served.wait_for((await served.submit(lines_of("other", "other")))["id"])
-        assert one_model["model"] == "other"
+async def test_every_line_runs_with_the_model_that_it_names(driven: BatchGateway) -> None:
+    other = add_model(driven, "other")
+    batch = await driven.wait_for((await driven.submit(lines_of("tiny", "other", "tiny", "other")))["id"])
+    assert batch["status"] == "completed"
+    assert "model" not in batch  # they name several
+    results = [json.loads(line) for line in await driven.results(batch["output_file_id"])]
+    bodies = {one["custom_id"]: one["response"]["body"] for one in results}
+    said = {name: (body["model"], body["choices"][0]["message"]["content"]) for name, body in bodies.items()}
+    assert said == {
+        "line-0": ("tiny", "hello world"),
+        "line-1": ("other", "good day"),
+        "line-2": ("tiny", "hello world"),
+        "line-3": ("other", "good day"),
+    }
+    assert len(other.submitted) == len(driven.backend.submitted) == 2
+    one_model = await driven.wait_for((await driven.submit(lines_of("other", "other")))["id"])
+    assert one_model["model"] == "other"
 
 
-async def test_a_line_of_a_model_that_nobody_serves_fails_the_file(tmp_path: Path) -> None:
-    async with batch_gateway(tmp_path) as served:
-        add_model(served, "other")
-        batch = await served.wait_for((await served.submit(lines_of("tiny", "another", "other")))["id"])
-        assert batch["status"] == "failed"
-        assert [(one["code"], one["line"]) for one in batch["errors"]["data"]] == [("model_not_found", 2)]
+async def test_a_line_of_a_model_that_nobody_serves_fails_the_file(driven: BatchGateway) -> None:
+    add_model(driven, "other")
+    batch = await driven.wait_for((await driven.submit(lines_of("tiny", "another", "other")))["id"])
+    assert batch["status"] == "failed"
+    assert [(one["code"], one["line"]) for one in batch["errors"]["data"]] == [("model_not_found", 2)]
 
 
 async def test_lines_of_a_model_that_is_removed_fail_with_its_error_and_those_that_run_end(tmp_path: Path) -> None:
@@ -143,18 +141,17 @@ async def _told_of_places(served: BatchGateway) -> None:
         await holds(lambda: num_looks >= 2)
 
 
-async def test_a_model_that_is_not_loaded_yet_is_waited_for(tmp_path: Path) -> None:
-    async with batch_gateway(tmp_path, is_driven=False) as served:
-        served.services.models.replace_all(served.services.models.all, expected=["other"])
-        served.services.models.is_complete = False
-        served.start_driver()
-        submitted = await served.submit(lines_of("tiny"))
-        batch = await served.wait_for(submitted["id"])
-        assert batch["status"] == "completed"
-        refused = await served.client.post(
-            "/v1/chat/completions", json={"model": "other", "messages": [{"role": "user", "content": "hello"}]}
-        )
-        assert refused.status_code == 503
+async def test_a_model_that_is_not_loaded_yet_is_waited_for(undriven: BatchGateway) -> None:
+    undriven.services.models.replace_all(undriven.services.models.all, expected=["other"])
+    undriven.services.models.is_complete = False
+    undriven.start_driver()
+    submitted = await undriven.submit(lines_of("tiny"))
+    batch = await undriven.wait_for(submitted["id"])
+    assert batch["status"] == "completed"
+    refused = await undriven.client.post(
+        "/v1/chat/completions", json={"model": "other", "messages": [{"role": "user", "content": "hello"}]}
+    )
+    assert refused.status_code == 503
 
 
 async def test_lines_of_a_model_that_is_about_to_be_served_wait_for_it(

@@ -13,8 +13,8 @@ from alignedserve.api.errors import GenerationFailed, Overloaded, Unavailable
 from alignedserve.batches import run
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.request import FinishReason, Request, RequestClass
-from tests.gateway.batches.batch_support import batch_gateway, eventually, slowly
-from tests.gateway.support import EOS, error_of, gateway, saying, tokens_of
+from tests.gateway.batches.batch_support import BatchGateway, batch_gateway, eventually, slowly
+from tests.gateway.support import EOS, Gateway, error_of, saying, tokens_of
 from tests.harnesses.scripted_backend import Script
 from tests.support.batch_samples import chat_line, chat_lines
 
@@ -23,19 +23,18 @@ def custom_ids(lines: list[str]) -> list[str]:
     return sorted(json.loads(line)["custom_id"] for line in lines)
 
 
-async def test_a_batch_from_upload_to_results(tmp_path: Path) -> None:
-    async with batch_gateway(tmp_path) as served:
-        created = await served.submit(metadata={"team": "a"})
-        assert created["status"] == "validating"
-        assert created["alignedserve"]["quote"]["verdict"] == "fits"
-        done = await served.wait_for(created["id"])
-        assert done["status"] == "completed"
-        assert done["request_counts"] == {"total": 3, "completed": 3, "failed": 0}
-        assert done["metadata"] == {"team": "a"}
-        assert done["usage"]["total_tokens"] == done["usage"]["input_tokens"] + done["usage"]["output_tokens"] > 0
-        assert "error_file_id" not in done
-        lines = await served.results(done["output_file_id"])
-        file = (await served.client.get(f"/v1/files/{done['output_file_id']}")).json()
+async def test_a_batch_from_upload_to_results(driven: BatchGateway) -> None:
+    created = await driven.submit(metadata={"team": "a"})
+    assert created["status"] == "validating"
+    assert created["alignedserve"]["quote"]["verdict"] == "fits"
+    done = await driven.wait_for(created["id"])
+    assert done["status"] == "completed"
+    assert done["request_counts"] == {"total": 3, "completed": 3, "failed": 0}
+    assert done["metadata"] == {"team": "a"}
+    assert done["usage"]["total_tokens"] == done["usage"]["input_tokens"] + done["usage"]["output_tokens"] > 0
+    assert "error_file_id" not in done
+    lines = await driven.results(done["output_file_id"])
+    file = (await driven.client.get(f"/v1/files/{done['output_file_id']}")).json()
     assert custom_ids(lines) == ["line-0", "line-1", "line-2"]
     first = json.loads(lines[0])
     assert first["response"]["status_code"] == 200
@@ -46,10 +45,9 @@ async def test_a_batch_from_upload_to_results(tmp_path: Path) -> None:
     assert (file["purpose"], "expires_at" in file) == ("batch_output", True)
 
 
-async def test_lines_are_best_effort_requests_with_a_deadline(tmp_path: Path) -> None:
-    async with batch_gateway(tmp_path) as served:
-        await served.wait_for((await served.submit(window="2h"))["id"])
-        requests = served.backend.submitted
+async def test_lines_are_best_effort_requests_with_a_deadline(driven: BatchGateway) -> None:
+    await driven.wait_for((await driven.submit(window="2h"))["id"])
+    requests = driven.backend.submitted
     assert {request.request_class for request in requests} == {RequestClass.BEST_EFFORT}
     assert all(0 < (request.slo.deadline_s or 0) <= 7200 for request in requests)
 
@@ -273,32 +271,30 @@ async def test_running_work_goes_on_while_the_store_is_away(tmp_path: Path) -> N
     assert done["request_counts"] == {"total": 40, "completed": 40, "failed": 0}
 
 
-async def test_the_same_idempotency_key_makes_one_batch(tmp_path: Path) -> None:
-    async with batch_gateway(tmp_path, is_driven=False) as served:
-        file_id = (await served.upload(chat_lines(2))).json()["id"]
-        headers = {"idempotency-key": "once"}
-        answers = await asyncio.gather(*(served.create(file_id, headers=headers) for _ in range(5)))
-        assert len({answer.json()["id"] for answer in answers}) == 1
-        sent_again = (await served.upload(chat_lines(2))).json()["id"]
-        assert (await served.create(sent_again, headers=headers)).json()["id"] == answers[0].json()["id"]
-        changed = (await served.upload(chat_lines(3))).json()["id"]
-        assert error_of(await served.create(changed, headers=headers), 409)["code"] == "idempotency_key_reused"
-        other = await served.create(file_id, headers=headers, window="2h")
-        assert error_of(other, 409)["code"] == "idempotency_key_reused"
-        listed = (await served.client.get("/v1/batches")).json()
+async def test_the_same_idempotency_key_makes_one_batch(undriven: BatchGateway) -> None:
+    file_id = (await undriven.upload(chat_lines(2))).json()["id"]
+    headers = {"idempotency-key": "once"}
+    answers = await asyncio.gather(*(undriven.create(file_id, headers=headers) for _ in range(5)))
+    assert len({answer.json()["id"] for answer in answers}) == 1
+    sent_again = (await undriven.upload(chat_lines(2))).json()["id"]
+    assert (await undriven.create(sent_again, headers=headers)).json()["id"] == answers[0].json()["id"]
+    changed = (await undriven.upload(chat_lines(3))).json()["id"]
+    assert error_of(await undriven.create(changed, headers=headers), 409)["code"] == "idempotency_key_reused"
+    other = await undriven.create(file_id, headers=headers, window="2h")
+    assert error_of(other, 409)["code"] == "idempotency_key_reused"
+    listed = (await undriven.client.get("/v1/batches")).json()
     assert len(listed["data"]) == 1
 
 
-async def test_lists_are_paged(tmp_path: Path) -> None:
-    async with batch_gateway(tmp_path, is_driven=False) as served:
-        made = [(await served.submit())["id"] for _ in range(5)]
-        first = (await served.client.get("/v1/batches?limit=2")).json()
-        second = (await served.client.get(f"/v1/batches?limit=4&after={first['last_id']}")).json()
-        for path in ("/v1/batches", "/v1/files"):
-            for after in ("batch_nothing", "x" * 1000):
-                bad = await served.client.get(f"{path}?after={after}")
-                assert error_of(bad, 400)["param"] == "after"
-        assert error_of(await served.client.get("/v1/batches?limit=101"), 400)["param"] == "limit"
+async def test_lists_are_paged(undriven: BatchGateway) -> None:
+    made = [(await undriven.submit())["id"] for _ in range(5)]
+    first = (await undriven.client.get("/v1/batches?limit=2")).json()
+    second = (await undriven.client.get(f"/v1/batches?limit=4&after={first['last_id']}")).json()
+    for path in ("/v1/batches", "/v1/files"):
+        for after in ("batch_nothing", "x" * 1000):
+            bad = await undriven.client.get(f"{path}?after={after}")
+            assert error_of(bad, 400)["param"] == "after"
+    assert error_of(await undriven.client.get("/v1/batches?limit=101"), 400)["param"] == "limit"
     assert [one["id"] for one in first["data"] + second["data"]] == made[::-1]
     assert (first["has_more"], second["has_more"]) == (True, False)
 
@@ -319,17 +315,15 @@ BAD_FIELDS: list[tuple[dict[str, Any], int, str]] = [
 
 
 @pytest.mark.parametrize(("fields", "status", "param"), BAD_FIELDS)
-async def test_bad_fields(tmp_path: Path, fields: dict[str, Any], status: int, param: str) -> None:
-    async with batch_gateway(tmp_path, is_driven=False) as served:
-        file_id = (await served.upload(chat_lines(1))).json()["id"]
-        error = error_of(await served.create(file_id, **fields), status)
+async def test_bad_fields(fields: dict[str, Any], status: int, param: str, undriven: BatchGateway) -> None:
+    file_id = (await undriven.upload(chat_lines(1))).json()["id"]
+    error = error_of(await undriven.create(file_id, **fields), status)
     assert error["param"].startswith(param)
 
 
 @pytest.mark.parametrize("window", ["60s", "1m", "90m", "24h", "7d"])
-async def test_windows(tmp_path: Path, window: str) -> None:
-    async with batch_gateway(tmp_path, is_driven=False) as served:
-        batch = await served.submit(window=window)
+async def test_windows(window: str, undriven: BatchGateway) -> None:
+    batch = await undriven.submit(window=window)
     assert batch["completion_window"] == window
 
 
@@ -378,23 +372,21 @@ async def test_embeddings_are_best_effort(tmp_path: Path) -> None:
     assert refused["error"]["param"] == "input"
 
 
-async def test_without_batches_the_routes_say_so(tmp_path: Path) -> None:
-    async with gateway() as without:
-        assert error_of(await without.client.get("/v1/batches"), 404)["code"] == "batches_disabled"
+async def test_without_batches_the_routes_say_so(served: Gateway) -> None:
+    assert error_of(await served.client.get("/v1/batches"), 404)["code"] == "batches_disabled"
 
 
-async def test_metrics(tmp_path: Path) -> None:
-    async with batch_gateway(tmp_path) as served:
-        await served.wait_for((await served.submit(chat_line("a") + b"\n" + chat_line("b", n=0)))["id"])
+async def test_metrics(driven: BatchGateway) -> None:
+    await driven.wait_for((await driven.submit(chat_line("a") + b"\n" + chat_line("b", n=0)))["id"])
 
-        async def are_told() -> bool:
-            text = (await served.client.get("/metrics")).text
-            # Lines that ended one after the other may be told so.
-            states = [f'alignedserve_batch_lines_total{{state="{state}"}} 1.0' for state in ("failed", "completed")]
-            return all(state in text for state in states)
+    async def are_told() -> bool:
+        text = (await driven.client.get("/metrics")).text
+        # Lines that ended one after the other may be told so.
+        states = [f'alignedserve_batch_lines_total{{state="{state}"}} 1.0' for state in ("failed", "completed")]
+        return all(state in text for state in states)
 
-        await eventually(are_told)
-        assert 'alignedserve_batch_tokens_total{kind="output"}' in (await served.client.get("/metrics")).text
-        served.records.is_down = True
-        away = await served.client.get("/metrics")
+    await eventually(are_told)
+    assert 'alignedserve_batch_tokens_total{kind="output"}' in (await driven.client.get("/metrics")).text
+    driven.records.is_down = True
+    away = await driven.client.get("/metrics")
     assert (away.status_code, "alignedserve_batch_lines_total" in away.text) == (200, False)

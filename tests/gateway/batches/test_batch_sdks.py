@@ -20,7 +20,7 @@ import pytest
 
 from alignedserve.core.request import Request
 from tests.gateway.batches.batch_server import Recorder, listening, transcript
-from tests.gateway.batches.batch_support import batch_gateway
+from tests.gateway.batches.batch_support import BatchGateway, batch_gateway
 from tests.gateway.completions.test_conformance import validator
 from tests.gateway.support import EOS, tokens_of
 from tests.harnesses.scripted_backend import Script
@@ -214,10 +214,9 @@ def test_nothing_is_told_that_is_not_described() -> None:
             assert [member for member, value in one.items() if value is None and member != "metadata"] == []
 
 
-async def test_empty_lists(tmp_path: Path) -> None:
-    async with batch_gateway(tmp_path, is_driven=False) as served:
-        validator("ListFilesResponse").validate((await served.client.get("/v1/files")).json())
-        validator("ListBatchesResponse").validate((await served.client.get("/v1/batches")).json())
+async def test_empty_lists(undriven: BatchGateway) -> None:
+    validator("ListFilesResponse").validate((await undriven.client.get("/v1/files")).json())
+    validator("ListBatchesResponse").validate((await undriven.client.get("/v1/batches")).json())
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from typing_extensions import override
 
-from alignedserve.gateway.files import file_lists, turns
+from alignedserve.gateway.files import files_api as turns
+from alignedserve.gateway.files import lists as file_lists
 from tests.gateway.batches.batch_support import BatchGateway, batch_gateway, eventually
 from tests.gateway.support import error_of
 from tests.support.batch_samples import chat_lines
@@ -54,10 +55,9 @@ async def test_binary_content_comes_back_as_it_was(tmp_path: Path) -> None:
         ("días.jsonl", "días.jsonl"),
     ],
 )
-async def test_a_name_is_shown_and_never_a_path(tmp_path: Path, name: str, shown: str) -> None:
-    async with batch_gateway(tmp_path, is_driven=False) as served:
-        made = (await served.upload(b"x", name=name)).json()
-        content = await served.client.get(f"/v1/files/{made['id']}/content")
+async def test_a_name_is_shown_and_never_a_path(tmp_path: Path, name: str, shown: str, undriven: BatchGateway) -> None:
+    made = (await undriven.upload(b"x", name=name)).json()
+    content = await undriven.client.get(f"/v1/files/{made['id']}/content")
     assert (made["filename"], content.status_code) == (shown, 200)
     assert left_on_disk(tmp_path) == [made["id"]]
 
@@ -95,31 +95,27 @@ async def test_a_body_without_a_length_ends_soon_beside_its_file_too(tmp_path: P
     assert left_on_disk(tmp_path) == []
 
 
-async def test_what_a_form_must_hold(tmp_path: Path) -> None:
-    async with batch_gateway(tmp_path, is_driven=False) as served:
-        client = served.client
-        assert error_of(await served.upload(b""), 400)["code"] == "empty_file"
-        assert error_of(await served.upload(b"x", fields={"purpose": "assistants"}), 400)["param"] == "purpose"
-        no_purpose = await client.post("/v1/files", files={"file": ("a", b"x")})
-        assert error_of(no_purpose, 400)["param"] == "purpose"
-        no_file = await client.post("/v1/files", files={"purpose": (None, "batch")})
-        assert error_of(no_file, 400)["param"] == "file"
-        unknown = await client.post(
-            "/v1/files", files={"file": ("a", b"x")}, data={"purpose": "batch", "nonsense": "1"}
-        )
-        assert error_of(unknown, 400)["param"] == "nonsense"
-        twice = await client.post("/v1/files", files=[("file", ("a", b"x")), ("file", ("b", b"y"))])
-        assert error_of(twice, 400)["code"] == "invalid_multipart"
-        as_json = await client.post("/v1/files", json={"purpose": "batch"})
-        assert error_of(as_json, 415)["code"] == "unsupported_media_type"
-        many = await client.post("/v1/files", files={f"p{n}": (None, "x") for n in range(99)})
-        assert many.status_code == 400
+async def test_what_a_form_must_hold(tmp_path: Path, undriven: BatchGateway) -> None:
+    client = undriven.client
+    assert error_of(await undriven.upload(b""), 400)["code"] == "empty_file"
+    assert error_of(await undriven.upload(b"x", fields={"purpose": "assistants"}), 400)["param"] == "purpose"
+    no_purpose = await client.post("/v1/files", files={"file": ("a", b"x")})
+    assert error_of(no_purpose, 400)["param"] == "purpose"
+    no_file = await client.post("/v1/files", files={"purpose": (None, "batch")})
+    assert error_of(no_file, 400)["param"] == "file"
+    unknown = await client.post("/v1/files", files={"file": ("a", b"x")}, data={"purpose": "batch", "nonsense": "1"})
+    assert error_of(unknown, 400)["param"] == "nonsense"
+    twice = await client.post("/v1/files", files=[("file", ("a", b"x")), ("file", ("b", b"y"))])
+    assert error_of(twice, 400)["code"] == "invalid_multipart"
+    as_json = await client.post("/v1/files", json={"purpose": "batch"})
+    assert error_of(as_json, 415)["code"] == "unsupported_media_type"
+    many = await client.post("/v1/files", files={f"p{n}": (None, "x") for n in range(99)})
+    assert many.status_code == 400
     assert left_on_disk(tmp_path) == []
 
 
-async def test_fields_may_come_after_the_file(tmp_path: Path) -> None:
-    async with batch_gateway(tmp_path, is_driven=False) as served:
-        made = await served.client.post("/v1/files", files=[("file", ("a", b"x")), ("purpose", (None, "batch"))])
+async def test_fields_may_come_after_the_file(undriven: BatchGateway) -> None:
+    made = await undriven.client.post("/v1/files", files=[("file", ("a", b"x")), ("purpose", (None, "batch"))])
     assert made.status_code == 200
 
 
@@ -129,10 +125,9 @@ HEAD = b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\
 @pytest.mark.parametrize(
     "body", [b"", b"nonsense", HEAD, HEAD + b"content", HEAD + b"content\r\n--b", b"--b\r\n" + b"x" * 20_000]
 )
-async def test_a_broken_form(tmp_path: Path, body: bytes) -> None:
-    async with batch_gateway(tmp_path, is_driven=False) as served:
-        headers = {"content-type": "multipart/form-data; boundary=b"}
-        answer = await served.client.post("/v1/files", content=body, headers=headers)
+async def test_a_broken_form(tmp_path: Path, body: bytes, undriven: BatchGateway) -> None:
+    headers = {"content-type": "multipart/form-data; boundary=b"}
+    answer = await undriven.client.post("/v1/files", content=body, headers=headers)
     assert error_of(answer, 400)["code"] == "invalid_multipart"
     assert left_on_disk(tmp_path) == []
 
@@ -194,9 +189,8 @@ async def _expired(served: BatchGateway, file_id: str) -> None:
         {"expires_after[anchor]": "created_at"},
     ],
 )
-async def test_bad_expiry(tmp_path: Path, fields: dict[str, str]) -> None:
-    async with batch_gateway(tmp_path, is_driven=False) as served:
-        assert error_of(await served.upload(b"x", fields=fields), 400)["param"].startswith("expires_after")
+async def test_bad_expiry(tmp_path: Path, fields: dict[str, str], undriven: BatchGateway) -> None:
+    assert error_of(await undriven.upload(b"x", fields=fields), 400)["param"].startswith("expires_after")
     assert left_on_disk(tmp_path) == []
 
 
@@ -261,37 +255,34 @@ async def test_deletions_of_one_key_fail_together_where_the_store_is_away(
         assert (await served.client.delete(f"/v1/files/{file_ids[0]}")).status_code == 200
 
 
-async def test_a_file_that_a_batch_reads_stays(tmp_path: Path) -> None:
-    async with batch_gateway(tmp_path, is_driven=False) as served:
-        batch = await served.submit()
-        refused = await served.client.delete(f"/v1/files/{batch['input_file_id']}")
-        assert error_of(refused, 409)["code"] == "file_in_use"
-        served.start_driver()
-        done = await served.wait_for(batch["id"])
-        for file_id in (batch["input_file_id"], done["output_file_id"]):
-            assert (await served.client.delete(f"/v1/files/{file_id}")).status_code == 200
+async def test_a_file_that_a_batch_reads_stays(tmp_path: Path, undriven: BatchGateway) -> None:
+    batch = await undriven.submit()
+    refused = await undriven.client.delete(f"/v1/files/{batch['input_file_id']}")
+    assert error_of(refused, 409)["code"] == "file_in_use"
+    undriven.start_driver()
+    done = await undriven.wait_for(batch["id"])
+    for file_id in (batch["input_file_id"], done["output_file_id"]):
+        assert (await undriven.client.delete(f"/v1/files/{file_id}")).status_code == 200
     assert left_on_disk(tmp_path) == []
     assert list((tmp_path / "results").iterdir()) == []
 
 
 @pytest.mark.parametrize("file_id", ["file-1", "..%2f..%2fetc%2fpasswd", "file-" + "0" * 24, "batch_" + "0" * 24])
-async def test_ids_that_are_none(tmp_path: Path, file_id: str) -> None:
-    async with batch_gateway(tmp_path, is_driven=False) as served:
-        assert (await served.client.get(f"/v1/files/{file_id}")).status_code == 404
-        assert (await served.client.get(f"/v1/files/{file_id}/content")).status_code == 404
-        assert error_of(await served.create(file_id), 404)["param"] == "input_file_id"
+async def test_ids_that_are_none(file_id: str, undriven: BatchGateway) -> None:
+    assert (await undriven.client.get(f"/v1/files/{file_id}")).status_code == 404
+    assert (await undriven.client.get(f"/v1/files/{file_id}/content")).status_code == 404
+    assert error_of(await undriven.create(file_id), 404)["param"] == "input_file_id"
 
 
-async def test_lists(tmp_path: Path) -> None:
-    async with batch_gateway(tmp_path, is_driven=False) as served:
-        made = [(await served.upload(b"x")).json()["id"] for _ in range(3)]
-        page = (await served.client.get("/v1/files?order=asc&limit=2")).json()
-        assert ([one["id"] for one in page["data"]], page["has_more"]) == (made[:2], True)
-        rest = (await served.client.get(f"/v1/files?order=asc&after={page['last_id']}")).json()
-        assert ([one["id"] for one in rest["data"]], rest["has_more"]) == (made[2:], False)
-        assert (await served.client.get("/v1/files?purpose=batch_output")).json()["data"] == []
-        for query in ("limit=0", "limit=x", "order=up", "after=file-0"):
-            assert (await served.client.get(f"/v1/files?{query}")).status_code == 400
+async def test_lists(undriven: BatchGateway) -> None:
+    made = [(await undriven.upload(b"x")).json()["id"] for _ in range(3)]
+    page = (await undriven.client.get("/v1/files?order=asc&limit=2")).json()
+    assert ([one["id"] for one in page["data"]], page["has_more"]) == (made[:2], True)
+    rest = (await undriven.client.get(f"/v1/files?order=asc&after={page['last_id']}")).json()
+    assert ([one["id"] for one in rest["data"]], rest["has_more"]) == (made[2:], False)
+    assert (await undriven.client.get("/v1/files?purpose=batch_output")).json()["data"] == []
+    for query in ("limit=0", "limit=x", "order=up", "after=file-0"):
+        assert (await undriven.client.get(f"/v1/files?{query}")).status_code == 400
 
 
 async def test_a_file_that_is_deleted_meanwhile_ends_no_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,33 +351,31 @@ async def test_a_download_goes_on_from_a_byte(tmp_path: Path) -> None:
                 assert (await served.client.get(path, headers={"range": ignored})).status_code == 200
 
 
-async def test_a_download_of_what_is_damaged_or_gone_says_so(tmp_path: Path) -> None:
-    async with batch_gateway(tmp_path) as served:
-        done = await served.wait_for((await served.submit())["id"])
-        log = tmp_path / "results" / f"{done['id']}.log"
-        content = bytearray(log.read_bytes())
-        content[content.index(b"custom_id")] ^= 1
-        log.write_bytes(content)
-        path = f"/v1/files/{done['output_file_id']}/content"
-        assert error_of(await served.client.get(path), 503)["code"] == "storage_unavailable"
-        log.unlink()
-        assert error_of(await served.client.get(path), 503)["code"] == "storage_unavailable"
+async def test_a_download_of_what_is_damaged_or_gone_says_so(tmp_path: Path, driven: BatchGateway) -> None:
+    done = await driven.wait_for((await driven.submit())["id"])
+    log = tmp_path / "results" / f"{done['id']}.log"
+    content = bytearray(log.read_bytes())
+    content[content.index(b"custom_id")] ^= 1
+    log.write_bytes(content)
+    path = f"/v1/files/{done['output_file_id']}/content"
+    assert error_of(await driven.client.get(path), 503)["code"] == "storage_unavailable"
+    log.unlink()
+    assert error_of(await driven.client.get(path), 503)["code"] == "storage_unavailable"
 
 
-async def test_lists_by_purpose_have_no_empty_pages(tmp_path: Path) -> None:
-    async with batch_gateway(tmp_path) as served:
-        first = await served.submit()
-        await served.wait_for(first["id"])
-        for _ in range(5):
-            await served.upload(b"x")
-        page = (await served.client.get("/v1/files?purpose=batch_output&limit=1")).json()
-        assert ([one["purpose"] for one in page["data"]], page["has_more"]) == (["batch_output"], False)
-        found, after = [], ""
-        while True:
-            page = (await served.client.get(f"/v1/files?purpose=batch&limit=2{after}")).json()
-            found += [one["id"] for one in page["data"]]
-            if not page["has_more"]:
-                break
-            assert len(page["data"]) == 2
-            after = f"&after={page['last_id']}"
+async def test_lists_by_purpose_have_no_empty_pages(driven: BatchGateway) -> None:
+    first = await driven.submit()
+    await driven.wait_for(first["id"])
+    for _ in range(5):
+        await driven.upload(b"x")
+    page = (await driven.client.get("/v1/files?purpose=batch_output&limit=1")).json()
+    assert ([one["purpose"] for one in page["data"]], page["has_more"]) == (["batch_output"], False)
+    found, after = [], ""
+    while True:
+        page = (await driven.client.get(f"/v1/files?purpose=batch&limit=2{after}")).json()
+        found += [one["id"] for one in page["data"]]
+        if not page["has_more"]:
+            break
+        assert len(page["data"]) == 2
+        after = f"&after={page['last_id']}"
     assert len(found) == len(set(found)) == 6

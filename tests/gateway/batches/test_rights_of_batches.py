@@ -44,32 +44,29 @@ async def create(served: BatchGateway, **fields: Any) -> Any:
 
 
 @pytest.mark.parametrize("priority", [-1, 6])
-async def test_a_batch_has_no_priority_that_its_key_may_not_send(tmp_path: Path, priority: int) -> None:
-    async with batch_gateway(tmp_path, is_driven=False) as served:
-        with_key(served, priorities=(3, 5))
-        error = error_of(await create(served, priority=priority), 403)
-        assert (error["param"], error["code"]) == ("priority", "priority_not_allowed")
-        assert error["message"] == "The key team-a may not send this priority; it may send 3 to 5."
-        for fields in ({"priority": 3}, {"priority": 5}, {}):  # whoever names none sends none
-            assert (await create(served, **fields)).status_code == 200
-        assert len((await served.client.get("/v1/batches")).json()["data"]) == 3
+async def test_a_batch_has_no_priority_that_its_key_may_not_send(priority: int, undriven: BatchGateway) -> None:
+    with_key(undriven, priorities=(3, 5))
+    error = error_of(await create(undriven, priority=priority), 403)
+    assert (error["param"], error["code"]) == ("priority", "priority_not_allowed")
+    assert error["message"] == "The key team-a may not send this priority; it may send 3 to 5."
+    for fields in ({"priority": 3}, {"priority": 5}, {}):  # whoever names none sends none
+        assert (await create(undriven, **fields)).status_code == 200
+    assert len((await undriven.client.get("/v1/batches")).json()["data"]) == 3
 
 
-async def test_a_key_without_flex_has_no_batches(tmp_path: Path) -> None:
-    async with batch_gateway(tmp_path, is_driven=False) as served:
-        with_key(served, tiers=("default",))
-        assert error_of(await create(served), 403)["code"] == "service_tier_not_allowed"
+async def test_a_key_without_flex_has_no_batches(undriven: BatchGateway) -> None:
+    with_key(undriven, tiers=("default",))
+    assert error_of(await create(undriven), 403)["code"] == "service_tier_not_allowed"
 
 
-async def test_a_model_of_others_is_as_absent_in_a_batch_as_one_that_is_not_there(tmp_path: Path) -> None:
-    async with batch_gateway(tmp_path) as served:
-        with_key(served, models=("other",))
-        forbidden = await served.wait_for((await served.submit(chat_lines(3)))["id"])
-        absent = await served.wait_for((await served.submit(chat_lines(3).replace(b'"tiny"', b'"nothing"')))["id"])
-        assert forbidden["errors"] == absent["errors"]
-        assert (forbidden["status"], served.backend.submitted) == ("failed", [])
-        with_key(served, models=("ti*",))
-        assert (await served.wait_for((await served.submit(chat_lines(3)))["id"]))["status"] == "completed"
+async def test_a_model_of_others_is_as_absent_in_a_batch_as_one_that_is_not_there(driven: BatchGateway) -> None:
+    with_key(driven, models=("other",))
+    forbidden = await driven.wait_for((await driven.submit(chat_lines(3)))["id"])
+    absent = await driven.wait_for((await driven.submit(chat_lines(3).replace(b'"tiny"', b'"nothing"')))["id"])
+    assert forbidden["errors"] == absent["errors"]
+    assert (forbidden["status"], driven.backend.submitted) == ("failed", [])
+    with_key(driven, models=("ti*",))
+    assert (await driven.wait_for((await driven.submit(chat_lines(3)))["id"]))["status"] == "completed"
 
 
 async def test_the_command_says_what_its_key_may_not(tmp_path: Path) -> None:
@@ -92,17 +89,16 @@ async def test_the_load_generator_says_what_its_key_may_not(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(("may_see_usage", "seen"), [(False, ["team-a"]), (True, ["anyone", "team-a"])])
 async def test_a_key_sees_the_usage_of_all_where_its_entry_says_so(
-    tmp_path: Path, may_see_usage: bool, seen: list[str]
+    undriven: BatchGateway, may_see_usage: bool, seen: list[str]
 ) -> None:
-    async with batch_gateway(tmp_path, is_driven=False) as served:
-        served.services.usage.is_kept = True
-        body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
-        assert (await served.client.post("/v1/chat/completions", json=body)).status_code == 200
-        with_key(served, may_see_usage=may_see_usage)
-        assert (await served.client.post("/v1/chat/completions", json=body)).status_code == 200
-        asked = f"start_time={int(time.time()) - 3600}&bucket_width=1h&group_by=key"
-        page = (await served.client.get(f"/v1/usage?{asked}")).json()
-        assert sorted(one["key"] for bucket in page["data"] for one in bucket["results"]) == seen
+    undriven.services.usage.is_kept = True
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
+    assert (await undriven.client.post("/v1/chat/completions", json=body)).status_code == 200
+    with_key(undriven, may_see_usage=may_see_usage)
+    assert (await undriven.client.post("/v1/chat/completions", json=body)).status_code == 200
+    asked = f"start_time={int(time.time()) - 3600}&bucket_width=1h&group_by=key"
+    page = (await undriven.client.get(f"/v1/usage?{asked}")).json()
+    assert sorted(one["key"] for bucket in page["data"] for one in bucket["results"]) == seen
 
 
 class SlowRecords(MemoryRecords):
@@ -135,12 +131,13 @@ async def test_a_key_may_have_so_many_batches(tmp_path: Path) -> None:
     assert error_of(refused, 429)["code"] == "rate_limit_exceeded"
 
 
-async def test_a_key_may_have_so_many_tokens_of_batches_and_waits_for_none_that_never_fit(tmp_path: Path) -> None:
-    async with batch_gateway(tmp_path, is_driven=False) as served:
-        with_key(served, enqueued_batch_tokens=1000)
-        small, large, huge = [(await served.upload(chat_lines(count))).json()["id"] for count in (3, 12, 30)]
-        assert (await served.create(small)).status_code == 200
-        later, never = await served.create(large), await served.create(huge)
+async def test_a_key_may_have_so_many_tokens_of_batches_and_waits_for_none_that_never_fit(
+    undriven: BatchGateway,
+) -> None:
+    with_key(undriven, enqueued_batch_tokens=1000)
+    small, large, huge = [(await undriven.upload(chat_lines(count))).json()["id"] for count in (3, 12, 30)]
+    assert (await undriven.create(small)).status_code == 200
+    later, never = await undriven.create(large), await undriven.create(huge)
     for refused in (later, never):
         assert error_of(refused, 429)["message"].startswith("Limit of enqueued batch tokens (enqueued_batch_tokens)")
     assert later.headers["retry-after"] == "60"

@@ -17,13 +17,12 @@ from tests.support.batch_samples import chat_lines
 from tests.support.marks import each
 
 
-async def test_a_batch_waits_for_its_hour_and_says_until_when(tmp_path: Path) -> None:
-    async with batch_gateway(tmp_path) as served:
-        waiting = await served.submit(not_before=time.time() + 3600.0, priority=-3)
-        await eventually(lambda: _has_status(served, waiting["id"], "in_progress"))
-        shown = (await served.client.get(f"/v1/batches/{waiting['id']}")).json()
-        done = await served.wait_for((await served.submit(hours="00:00-24:00 Europe/Berlin"))["id"])
-        late = await served.create(waiting["input_file_id"], window="1m", not_before=time.time() + 3600.0)
+async def test_a_batch_waits_for_its_hour_and_says_until_when(driven: BatchGateway) -> None:
+    waiting = await driven.submit(not_before=time.time() + 3600.0, priority=-3)
+    await eventually(lambda: _has_status(driven, waiting["id"], "in_progress"))
+    shown = (await driven.client.get(f"/v1/batches/{waiting['id']}")).json()
+    done = await driven.wait_for((await driven.submit(hours="00:00-24:00 Europe/Berlin"))["id"])
+    late = await driven.create(waiting["input_file_id"], window="1m", not_before=time.time() + 3600.0)
     assert shown["alignedserve"]["paused"].startswith("waits until 20")
     assert shown["alignedserve"]["priority"] == -3
     assert shown["alignedserve"]["quote"]["expected_at"] >= shown["alignedserve"]["not_before"]

@@ -9,19 +9,18 @@ import msgspec
 
 from alignedserve.keys.file import KeyRow, ring_of
 from alignedserve.keys.ring import digest_of
-from tests.gateway.support import error_of, gateway
+from tests.gateway.support import Gateway, error_of, gateway
 from tests.support.marks import each
 
 BODY = json.dumps({"model": "tiny", "prompt": "hello", "max_tokens": 2}).encode()
 JSON = {"content-type": "application/json"}
 
 
-async def test_gzip_is_read() -> None:
-    async with gateway() as served:
-        for encoding, body in (("gzip", gzip.compress(BODY)), ("identity", BODY), ("GZIP", gzip.compress(BODY))):
-            headers = JSON | {"content-encoding": encoding}
-            answer = await served.client.post("/v1/completions", content=body, headers=headers)
-            assert answer.json()["choices"][0]["text"] == "hello world"[:5] + " world"
+async def test_gzip_is_read(served: Gateway) -> None:
+    for encoding, body in (("gzip", gzip.compress(BODY)), ("identity", BODY), ("GZIP", gzip.compress(BODY))):
+        headers = JSON | {"content-encoding": encoding}
+        answer = await served.client.post("/v1/completions", content=body, headers=headers)
+        assert answer.json()["choices"][0]["text"] == "hello world"[:5] + " world"
 
 
 @each(
@@ -66,8 +65,7 @@ async def test_those_of_a_key_for_documents_wait_in_the_queue_of_documents() -> 
         assert all(await asyncio.gather(*chats))
 
 
-async def test_files_are_sent_plain() -> None:
-    async with gateway() as served:
-        headers = {"content-encoding": "gzip", "content-type": "multipart/form-data; boundary=x"}
-        answer = await served.client.post("/v1/files", content=b"", headers=headers)
-        assert answer.status_code in (404, 415)
+async def test_files_are_sent_plain(served: Gateway) -> None:
+    headers = {"content-encoding": "gzip", "content-type": "multipart/form-data; boundary=x"}
+    answer = await served.client.post("/v1/files", content=b"", headers=headers)
+    assert answer.status_code in (404, 415)

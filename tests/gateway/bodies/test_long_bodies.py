@@ -18,7 +18,7 @@ from alignedserve.api.work_lanes import WorkLanes, note_class, rough_length
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.request import RequestClass
-from alignedserve.gateway.routes.request_bodies import order_of
+from alignedserve.gateway.routes.request_bodies import task_of
 from alignedserve.keys.entry import ANYONE, KeyEntry
 from alignedserve.runtime.grammar import constraints as lark
 from tests.gateway.support import Gateway, error_of, gateway, tokenizer
@@ -225,16 +225,15 @@ async def test_a_documents_text_is_read_after_that_of_a_chat(path: str, monkeypa
     assert order == ["chat", "document"]
 
 
-async def test_a_long_body_that_names_no_model_is_not_read_by_another_model_than_the_first() -> None:
-    async with gateway() as served:
-        models = served.services.models
-        assert order_of("/tokenize", served.services, ANYONE).first == 0
-        asleep = RegisteredModel(replace(models.all[0].card, name="asleep", aliases=()), is_asleep=True)
-        models.replace_all([asleep, *models.all])
-        order = order_of("/tokenize", served.services, ANYONE)
-        assert (order.first, order.names) == (None, {"tiny": 0})  # the gateway waits until it is awake
-        own = KeyEntry("team", "key.team", models=("tiny",))
-        assert order_of("/tokenize", served.services, own).first == 0
+async def test_a_long_body_that_names_no_model_is_not_read_by_another_model_than_the_first(served: Gateway) -> None:
+    models = served.services.models
+    assert task_of("/tokenize", served.services, ANYONE).first == 0
+    asleep = RegisteredModel(replace(models.all[0].card, name="asleep", aliases=()), is_asleep=True)
+    models.replace_all([asleep, *models.all])
+    order = task_of("/tokenize", served.services, ANYONE)
+    assert (order.first, order.names) == (None, {"tiny": 0})  # the gateway waits until it is awake
+    own = KeyEntry("team", "key.team", models=("tiny",))
+    assert task_of("/tokenize", served.services, own).first == 0
 
 
 def test_lengths_of_what_is_parsed() -> None:

@@ -19,7 +19,7 @@ from typing_extensions import override
 from alignedserve.core.request import Request
 from alignedserve.gateway import services
 from alignedserve.gateway.routes import request_bodies
-from alignedserve.gateway.work_process import WorkProcess
+from alignedserve.gateway.services import WorkProcess
 from alignedserve.process.child_process import ChildProcess
 from tests.gateway.support import EOS, Gateway, error_of, gateway
 from tests.gateway.tool_support import HERMES, USER, called, function, model_with, result
@@ -228,12 +228,11 @@ def found(find: Find) -> psutil.Process:
     return process
 
 
-async def test_only_long_bodies_start_the_process(find_process: Find) -> None:
-    async with gateway() as served:
-        assert (await _tokenize(served, "hello")).status_code == 200
-        assert find_process() is None
-        assert (await _tokenize(served, LONG_TEXT)).json()["count"] > 30_000
-        process = found(find_process)
+async def test_only_long_bodies_start_the_process(find_process: Find, served: Gateway) -> None:
+    assert (await _tokenize(served, "hello")).status_code == 200
+    assert find_process() is None
+    assert (await _tokenize(served, LONG_TEXT)).json()["count"] > 30_000
+    process = found(find_process)
     assert not process.is_running()
 
 
@@ -263,29 +262,29 @@ async def test_a_lost_process_is_started_anew(find_process: Find, monkeypatch: p
         assert (await _tokenize(served, LONG_TEXT)).status_code == 200
 
 
-async def test_a_process_that_hangs_is_ended(find_process: Find, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with gateway() as served:
-        assert (await _tokenize(served, LONG_TEXT)).status_code == 200
-        found(find_process).suspend()
-        with monkeypatch.context() as patch:  # a new one imports much before it answers
-            patch.setattr(served.services.work_process._process, "_max_wall_s", 0.5)
-            answer, health = await asyncio.gather(_tokenize(served, LONG_TEXT), served.client.get("/health"))
-        assert health.status_code == 200
-        error_of(answer, 503)
-        assert (await _tokenize(served, LONG_TEXT)).status_code == 200
+async def test_a_process_that_hangs_is_ended(
+    served: Gateway, find_process: Find, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (await _tokenize(served, LONG_TEXT)).status_code == 200
+    found(find_process).suspend()
+    with monkeypatch.context() as patch:  # a new one imports much before it answers
+        patch.setattr(served.services.work_process._process, "_max_wall_s", 0.5)
+        answer, health = await asyncio.gather(_tokenize(served, LONG_TEXT), served.client.get("/health"))
+    assert health.status_code == 200
+    error_of(answer, 503)
+    assert (await _tokenize(served, LONG_TEXT)).status_code == 200
 
 
 @pytest.mark.usefixtures("_all_elsewhere")
-async def test_an_error_of_ours_is_answered_as_one_of_the_gateway() -> None:
+async def test_an_error_of_ours_is_answered_as_one_of_the_gateway(served: Gateway) -> None:
     """The gateway reads what the process cannot."""
-    async with gateway() as served:
-        gone = served.services.models.all[0].card.folder / "tokenizer.json"
-        kept = gone.read_bytes()
-        gone.unlink()
-        try:
-            assert (await served.chat()).status_code == 200
-        finally:
-            gone.write_bytes(kept)
+    gone = served.services.models.all[0].card.folder / "tokenizer.json"
+    kept = gone.read_bytes()
+    gone.unlink()
+    try:
+        assert (await served.chat()).status_code == 200
+    finally:
+        gone.write_bytes(kept)
 
 
 def test_the_process_ends_with_its_parent() -> None:

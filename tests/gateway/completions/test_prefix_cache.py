@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from alignedserve.api.prefix_hasher import PrefixHasher
-from alignedserve.batch_worker.line_runner import ClusterLineRunner
+from alignedserve.batch_worker.lines import ClusterLineRunner
 from alignedserve.batches.interfaces import LineRequest
 from alignedserve.batches.records import Endpoint
 from alignedserve.core.ids import RequestId

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import httpx
 
-from alignedserve.gateway.connections.paced_starts import PacedStarts
+from alignedserve.gateway.middleware import PacedStarts
 from alignedserve.keys.file import KeyRow, ring_of
 from tests.gateway.keys.token_support import issuer, key_set, token
-from tests.gateway.support import gateway
+from tests.gateway.support import Gateway, gateway
 
 
 async def test_streams_have_turns_while_many_requests_begin() -> None:
@@ -86,8 +86,7 @@ async def test_a_client_with_a_token_does_not_wait_for_made_up_ones(tmp_path: Pa
         assert await ends_of(running.client, [f"{key}.a.b" for key in MADE_UP], known, running.client) < 20
 
 
-async def test_where_no_keys_are_set_addresses_have_turns_whatever_keys_they_bring() -> None:
-    async with gateway() as running:
-        address = httpx.ASGITransport(running.app, client=("192.0.2.1", 1))
-        async with httpx.AsyncClient(transport=address, base_url="http://test") as other:
-            assert await ends_of(running.client, MADE_UP, "another", other) < 20
+async def test_where_no_keys_are_set_addresses_have_turns_whatever_keys_they_bring(served: Gateway) -> None:
+    address = httpx.ASGITransport(served.app, client=("192.0.2.1", 1))
+    async with httpx.AsyncClient(transport=address, base_url="http://test") as other:
+        assert await ends_of(served.client, MADE_UP, "another", other) < 20

@@ -14,7 +14,7 @@ from alignedserve.api.backend.connection import ClusterLinks
 from alignedserve.batches.location import BatchLocation, SharedState
 from alignedserve.batches.remote import state_client
 from alignedserve.config.sections import BatchesConfig, GatewayConfig
-from alignedserve.gateway.head_keys import HeadKeys
+from alignedserve.gateway.api_keys import HeadKeys
 from alignedserve.gateway.server import GatewayServer
 from alignedserve.keys.edit import change_keys, revoked
 from alignedserve.keys.file import KeyRow, SecretRow

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from alignedserve.api.models.model_registry import ModelRegistry
+from alignedserve.gateway.quotas import duration
 from alignedserve.gateway.services import Services
-from alignedserve.gateway.shown_limits import duration
 from alignedserve.keys.file import KeyRow, ring_of
 from alignedserve.keys.ring import digest_of
 from tests.gateway.support import Gateway, gateway

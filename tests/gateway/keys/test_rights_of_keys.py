@@ -11,7 +11,7 @@ import pytest
 
 from alignedserve.api.models.model_registry import RegisteredModel
 from alignedserve.core.request import RequestClass
-from alignedserve.gateway.long_bodies.messages import Answer
+from alignedserve.gateway.long_bodies.messages import CountedTokens
 from alignedserve.gateway.routes.request_bodies import read_if_long
 from alignedserve.keys.file import KeyRow, ring_of
 from alignedserve.keys.ring import digest_of
@@ -133,7 +133,7 @@ async def test_long_bodies_of_a_key_with_an_alias_alone_are_read_by_another_proc
         entry = running.services.keys.ring.find("alias", 0.0)
         assert entry is not None
         raw = orjson.dumps({"model": "small", "prompt": "hi " * 100_000})
-        assert isinstance(await read_if_long(raw, "/tokenize", running.services, None, entry), Answer)
+        assert isinstance(await read_if_long(raw, "/tokenize", running.services, None, entry), CountedTokens)
 
 
 async def test_keys_are_others_from_one_request_to_the_next() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -14,15 +15,18 @@ from jwt.algorithms import RSAAlgorithm
 from jwt.warnings import InsecureKeyLengthWarning
 
 from alignedserve.api.errors import Unauthorized, Unavailable
+from alignedserve.cli.keys import serving
 from alignedserve.cli.keys.serving import check_keys
 from alignedserve.config.loading import config_of
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import ConfigError
-from alignedserve.gateway.jwt import issuer_keys, verifier
-from alignedserve.gateway.jwt.issuer_keys import AGAIN_S, IssuerKeys
-from alignedserve.gateway.jwt.key_set import MAX_KEY_SET_BYTES, parse_key_set
-from alignedserve.gateway.jwt.verifier import MAX_TOKEN_LEN, TokenVerifier
+from alignedserve.core.plugins import load_plugin
+from alignedserve.gateway import services
+from alignedserve.gateway.services import build_services
 from alignedserve.keys.file import KeyRow, ring_of
+from plugins.jwt import issuer_keys, verifier
+from plugins.jwt.issuer_keys import AGAIN_S, MAX_KEY_SET_BYTES, IssuerKeys, parse_key_set
+from plugins.jwt.verifier import MAX_TOKEN_LEN, TokenVerifier
 from tests.gateway.keys.token_support import (
     AUDIENCE,
     ISSUER,
@@ -365,6 +369,22 @@ def test_a_bad_issuer_is_named(fields: dict[str, Any], words: str) -> None:
     assert config_of({"gateway": {"keys_file": "k", "jwt": [one]}}).gateway.jwt[0].claim == "sub"
     with pytest.raises(ConfigError, match=words):
         config_of({"gateway": {"keys_file": "k", "jwt": [one | fields]}})
+
+
+def test_issuers_without_the_plugin_are_refused_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("keys: []")
+    keys.chmod(0o600)
+    config = GatewayConfig(keys_file=str(keys), jwt=(issuer("https://issuer.example/keys"),))
+    for name in [name for name in sys.modules if name.startswith("plugins.jwt")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "jwt", None)
+    monkeypatch.setattr(serving, "load_plugin", load_plugin.__wrapped__)
+    monkeypatch.setattr(services, "load_plugin", load_plugin.__wrapped__)
+    starts: tuple[Callable[[GatewayConfig], object], ...] = (check_keys, build_services)
+    for start in starts:
+        with pytest.raises(ConfigError, match=r"jwt needs jwt: pip install 'alignedserve\[jwt\]'"):
+            start(config)
 
 
 def test_issuers_need_a_file_of_keys_and_names_of_their_own(tmp_path: Path) -> None:

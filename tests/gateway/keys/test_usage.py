@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from alignedserve.core.request import Request
-from alignedserve.gateway.routes import usage
+from alignedserve.gateway.routes import monitoring
 from alignedserve.usage.records import UsageResult, grouped
 from tests.gateway.batches.batch_server import listening
 from tests.gateway.batches.batch_support import BatchGateway, batch_gateway
@@ -36,16 +36,15 @@ async def usage_of(served: BatchGateway, **query: Any) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-async def test_usage_is_the_sum_of_the_answers(tmp_path: Path) -> None:
-    async with batch_gateway(tmp_path) as served:
-        served.services.usage.is_kept = True
-        told = []
-        for _ in range(3):
-            body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
-            told.append((await served.client.post("/v1/chat/completions", json=body)).json()["usage"])
-        batch = await served.wait_for((await served.submit())["id"])
-        found = {one["class"]: one for one in await usage_of(served)}
-        metrics = (await served.client.get("/metrics")).text
+async def test_usage_is_the_sum_of_the_answers(driven: BatchGateway) -> None:
+    driven.services.usage.is_kept = True
+    told = []
+    for _ in range(3):
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
+        told.append((await driven.client.post("/v1/chat/completions", json=body)).json()["usage"])
+    batch = await driven.wait_for((await driven.submit())["id"])
+    found = {one["class"]: one for one in await usage_of(driven)}
+    metrics = (await driven.client.get("/metrics")).text
     chat, lines = found["real_time"], found["batch"]
     assert chat["num_model_requests"] == 3
     assert chat["input_tokens"] == sum(usage["prompt_tokens"] for usage in told)
@@ -64,7 +63,7 @@ async def test_streams_go_on_while_a_long_page_is_made(tmp_path: Path, monkeypat
         assert goes_on.wait(5), "nothing else was answered"
         return grouped(*arguments, **named)
 
-    monkeypatch.setattr(usage, "grouped", waiting)
+    monkeypatch.setattr(monitoring, "grouped", waiting)
     async with batch_gateway(tmp_path) as served:
         page = asyncio.create_task(usage_of(served, start_time=0, limit=744))
         await holds(has_begun.is_set)
@@ -130,25 +129,23 @@ async def leave_in_the_middle(client: httpx.AsyncClient) -> Any:
     return last
 
 
-async def test_a_batch_whose_driver_dies_is_counted_once(tmp_path: Path) -> None:
-    async with batch_gateway(tmp_path) as served:
-        created = await served.submit()
-        for _ in range(3):
-            await served.stop_driver()
-            served.start_driver()
-        done = await served.wait_for(created["id"])
-        found = await usage_of(served, group_by="class")
+async def test_a_batch_whose_driver_dies_is_counted_once(driven: BatchGateway) -> None:
+    created = await driven.submit()
+    for _ in range(3):
+        await driven.stop_driver()
+        driven.start_driver()
+    done = await driven.wait_for(created["id"])
+    found = await usage_of(driven, group_by="class")
     assert [one["output_tokens"] for one in found] == [done["usage"]["output_tokens"]]
 
 
-async def test_bad_questions_are_named(tmp_path: Path) -> None:
-    async with batch_gateway(tmp_path, is_driven=False) as served:
-        for query, param in (
-            ("", "start_time"),
-            ("start_time=x", "start_time"),
-            ("start_time=1&limit=0", "limit"),
-            ("start_time=1&group_by=owner", "group_by"),
-            ("start_time=1&bucket_width=1m", "bucket_width"),
-            ("start_time=7200&end_time=3600", "end_time"),
-        ):
-            assert error_of(await served.client.get(f"/v1/usage?{query}"), 400)["param"] == param
+async def test_bad_questions_are_named(undriven: BatchGateway) -> None:
+    for query, param in (
+        ("", "start_time"),
+        ("start_time=x", "start_time"),
+        ("start_time=1&limit=0", "limit"),
+        ("start_time=1&group_by=owner", "group_by"),
+        ("start_time=1&bucket_width=1m", "bucket_width"),
+        ("start_time=7200&end_time=3600", "end_time"),
+    ):
+        assert error_of(await undriven.client.get(f"/v1/usage?{query}"), 400)["param"] == param

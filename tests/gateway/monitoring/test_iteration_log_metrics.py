@@ -4,7 +4,7 @@ import msgspec
 
 from alignedserve.api.metrics.gateway_metrics import GatewayMetrics
 from alignedserve.messages.cluster_view import WorkerStatus
-from tests.gateway.support import gateway, saying
+from tests.gateway.support import Gateway, gateway, saying
 from tests.harnesses.scripted_backend import IDLE_STATUS, ScriptedBackend
 from tests.support.samples import TOTALS
 
@@ -55,10 +55,9 @@ async def test_how_many_iterations_of_which_batches() -> None:
     assert list(map(float, buckets.values())) == [1, 1, 3, 3, 3, 3, 6, 6, 6, 6, 6, 10, 10, 10, 10, 10, 10]
 
 
-async def test_without_a_router_there_are_none() -> None:
-    async with gateway() as served:
-        served.backend.set_status(None)
-        assert "alignedserve_iterations" not in (await served.client.get("/metrics")).text
+async def test_without_a_router_there_are_none(served: Gateway) -> None:
+    served.backend.set_status(None)
+    assert "alignedserve_iterations" not in (await served.client.get("/metrics")).text
 
 
 def test_a_model_that_wakes_again_and_again_has_the_series_that_it_had() -> None:

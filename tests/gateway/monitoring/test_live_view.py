@@ -25,10 +25,9 @@ async def model_of(served: Gateway) -> dict[str, Any]:
     return model
 
 
-async def test_what_the_router_reports_is_shown_by_name() -> None:
-    async with gateway() as served:
-        served.backend.set_status(BUSY_STATUS)
-        model = await model_of(served)
+async def test_what_the_router_reports_is_shown_by_name(served: Gateway) -> None:
+    served.backend.set_status(BUSY_STATUS)
+    model = await model_of(served)
     load = model["load"]
     assert model["name"] == "tiny"
     assert load["tiers"]["best_effort"] == {
@@ -47,10 +46,9 @@ async def test_what_the_router_reports_is_shown_by_name() -> None:
     assert load["pool"] == {"num_blocks": 64, "num_blocks_used": 48, "num_blocks_kept": 0}
 
 
-async def test_without_a_router_the_reason_is_shown_instead() -> None:
-    async with gateway() as served:
-        served.backend.set_status(None)
-        document = (await served.client.get(LIVE)).json()
+async def test_without_a_router_the_reason_is_shown_instead(served: Gateway) -> None:
+    served.backend.set_status(None)
+    document = (await served.client.get(LIVE)).json()
     (model,) = document["models"]
     assert model["load"] is None
     assert "the router is not connected" in model["problem"]
@@ -127,19 +125,17 @@ def test_a_client_that_reads_no_more_is_no_failure_of_the_server() -> None:
     assert cause_of(ClientDisconnected("it does not read")) is Cause.CLIENT_GONE
 
 
-async def test_times_to_the_first_token_are_counted_up_to_each_edge() -> None:
-    async with gateway() as served:
-        await served.chat()
-        ttft = (await model_of(served))["ttft"]
+async def test_times_to_the_first_token_are_counted_up_to_each_edge(served: Gateway) -> None:
+    await served.chat()
+    ttft = (await model_of(served))["ttft"]
     assert len(ttft["counts"]) == len(ttft["edges"]) + 1
     assert ttft["counts"] == sorted(ttft["counts"])
     assert ttft["counts"][-1] == 1
 
 
-async def test_nothing_of_a_request_is_shown() -> None:
-    async with gateway() as served:
-        await served.chat(user="somebody", messages=[{"role": "user", "content": "a secret word"}])
-        text = (await served.client.get(LIVE)).text
+async def test_nothing_of_a_request_is_shown(served: Gateway) -> None:
+    await served.chat(user="somebody", messages=[{"role": "user", "content": "a secret word"}])
+    text = (await served.client.get(LIVE)).text
     assert "secret" not in text
     assert "somebody" not in text
     assert not any(request.request_id in text for request in served.backend.submitted)

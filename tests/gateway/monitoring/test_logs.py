@@ -9,7 +9,7 @@ import pytest
 
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import ConfigError
-from alignedserve.gateway.request_log import shown_body
+from alignedserve.gateway.logs import shown_body
 from alignedserve.process.logs.context import about_request
 from alignedserve.process.logs.files import LogFileHandler
 from alignedserve.process.logs.format import JSON, TEXT, require_format

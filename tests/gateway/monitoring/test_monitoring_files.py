@@ -13,7 +13,7 @@ from alignedserve.batches.records import BatchTotals
 from alignedserve.gateway import storage_metrics
 from alignedserve.gateway.storage_metrics import Disks, batch_metrics
 from tests.gateway.monitoring.live_samples import BUSY_STATUS
-from tests.gateway.support import gateway
+from tests.gateway.support import Gateway, gateway
 from tests.support.marks import each
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
@@ -69,10 +69,9 @@ async def test_expressions_group_by_labels_that_are_served(tmp_path: Path) -> No
             assert {label.strip() for label in grouped.split(",")} <= known, where
 
 
-async def test_what_alerts_watch_for_growth_is_there_before_it_grows() -> None:
+async def test_what_alerts_watch_for_growth_is_there_before_it_grows(served: Gateway) -> None:
     """A counter that appears with its first count has not grown, for Prometheus."""
-    async with gateway() as served:
-        text = (await served.client.get("/metrics")).text
+    text = (await served.client.get("/metrics")).text
     families = text_string_to_metric_families(text + batch_metrics(BatchTotals()).decode())
     samples = [sample for family in families for sample in family.samples]
     for rule in RULES:

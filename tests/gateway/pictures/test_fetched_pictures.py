@@ -14,14 +14,14 @@ from alignedserve.api.errors import Overloaded, ResourceUnavailable
 from alignedserve.api.models.model_card import ModelCard
 from alignedserve.api.picture_reader import PictureReader
 from alignedserve.api.work_lanes import WorkLanes, note_class, note_client
-from alignedserve.batch_worker.line_runner import ClusterLineRunner
+from alignedserve.batch_worker.lines import ClusterLineRunner
 from alignedserve.batches.interfaces import LineFailed, LineRequest
 from alignedserve.batches.records import Endpoint
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import ConfigError
 from alignedserve.core.request import RequestClass
 from alignedserve.gateway.long_bodies.messages import NotRead
-from alignedserve.gateway.long_bodies.process import BodyReading, LoadedModel
+from alignedserve.gateway.long_bodies.process import BodyReading, ReadingModel
 from alignedserve.keys.entry import ANYONE
 from plugins.vision.picture_fetcher import PictureFetcher, is_public
 from tests.gateway.pictures.test_pictures import GOOD, chat, data_url, image, seeing, text
@@ -274,7 +274,7 @@ def test_hosts_are_names(host: str) -> None:
 async def test_a_long_body_with_a_url_is_left_to_the_gateway(seeing: ModelCard) -> None:
     """The process that reads long bodies reads one after another: none of others waits for a host."""
     config, pictures = GatewayConfig(picture_hosts=("images.example",)), PictureReader(fetches=False)
-    loaded = LoadedModel(seeing, seeing.load_tokenizer(), config, WorkLanes(), pictures)
+    loaded = ReadingModel(seeing, seeing.load_tokenizer(), config, WorkLanes(), pictures)
     body = {"model": "tiny", "messages": [{"role": "user", "content": [image("https://images.example/")]}]}
     reading = BodyReading("/v1/chat/completions", config, lambda _: loaded)
     assert await reading.read(orjson.dumps(body)) == NotRead()

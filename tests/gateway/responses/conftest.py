@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from tests.gateway.responses.conformance import Answer, check, recording
 
@@ -12,7 +12,7 @@ from tests.gateway.responses.conformance import Answer, check, recording
 def _answers_are_as_described(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Looks at answers when the test is over: an error inside of a server would not reach the test."""
     answers: list[Answer] = []
-    monkeypatch.setattr(FastAPI, "__call__", recording(FastAPI.__call__, answers))
+    monkeypatch.setattr(Starlette, "__call__", recording(Starlette.__call__, answers))
     yield
     for answer in answers:
         check(answer)

@@ -18,7 +18,8 @@ from alignedserve.batches.responses.event_log import EventChunk
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import StoreUnavailable
 from alignedserve.gateway import streaming
-from alignedserve.gateway.responses import store_loss, stored_events
+from alignedserve.gateway.responses import responses_api as store_loss
+from alignedserve.gateway.responses import stored_events
 from alignedserve.gateway.responses.stored_events import StoredEvents, StoredEventsResponse
 from alignedserve.keys.entry import ANYONE
 from alignedserve.keys.ring import digest_of, plain_entry

@@ -11,7 +11,7 @@ from typing_extensions import override
 from alignedserve.api.models.model_card import ModelCard
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import StoreFull, StoreUnavailable
-from alignedserve.gateway.responses import store_loss
+from alignedserve.gateway.responses import responses_api as store_loss
 from alignedserve.messages.state import Change
 from tests.gateway.batches.batch_support import BatchGateway, batch_gateway
 from tests.gateway.responses.responses_support import events_of, response_of, text_of

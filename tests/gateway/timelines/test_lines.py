@@ -1,6 +1,6 @@
 """The course of a line of a batch, for the key that made the batch."""
 
-from alignedserve.batch_worker.line_runner import ClusterLineRunner
+from alignedserve.batch_worker.lines import ClusterLineRunner
 from alignedserve.batches.interfaces import LineRequest
 from alignedserve.batches.records import Endpoint
 from tests.gateway.support import error_of, gateway

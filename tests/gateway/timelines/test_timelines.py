@@ -29,7 +29,7 @@ from alignedserve.messages.request_notes import (
     Step,
 )
 from alignedserve.messages.wire import Message
-from tests.gateway.support import gateway, saying
+from tests.gateway.support import Gateway, gateway, saying
 from tests.support.marks import each
 from tests.support.servers.otlp_receiver import collecting
 from tests.support.waiting import holds
@@ -172,13 +172,12 @@ def test_what_failed_held_no_objective_and_of_a_client_that_left_none_is_known(
     assert _held(ended, 60.0) == held
 
 
-async def test_asking_for_ten_thousand_unknown_ids_keeps_nothing() -> None:
-    async with gateway() as served:
-        timelines, questions = served.services.timelines, served.services.questions
-        for index in range(10_000):
-            assert await questions.explain(f"chatcmpl-{index}", "anyone") is None
-        assert (len(timelines), timelines.num_bytes, len(questions._open)) == (0, 0, 0)
-        response = await served.client.get("/v1/alignedserve/requests/" + "x" * 500)
+async def test_asking_for_ten_thousand_unknown_ids_keeps_nothing(served: Gateway) -> None:
+    timelines, questions = served.services.timelines, served.services.questions
+    for index in range(10_000):
+        assert await questions.explain(f"chatcmpl-{index}", "anyone") is None
+    assert (len(timelines), timelines.num_bytes, len(questions._open)) == (0, 0, 0)
+    response = await served.client.get("/v1/alignedserve/requests/" + "x" * 500)
     assert response.status_code == 404
 
 

@@ -10,7 +10,7 @@ from alignedserve.batches.remote.state_client import STATE, StateClient
 from alignedserve.batches.remote.state_server import SharedLimits, StateServer
 from alignedserve.keys.open_counts import OpenPool
 from alignedserve.keys.quotas import LEASE_S, QuotaPool
-from alignedserve.keys.shared import SharedKeys
+from alignedserve.keys.watch import SharedKeys
 from alignedserve.messages.handshake import Role
 from alignedserve.process.addresses import AddressBook
 from alignedserve.process.links import Identity

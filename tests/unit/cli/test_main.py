@@ -23,7 +23,6 @@ HEAVY = (
     "aiohttp",
     "anthropic",
     "cryptography",
-    "fastapi",
     "httpx",
     "httpx2",
     "huggingface_hub",
@@ -57,7 +56,7 @@ LOADED = {
     "alignedserve.batch_worker.actor": "",
     "alignedserve.cli.commands.serving.serve": "",
     "alignedserve.batch_worker.service": "llguidance prometheus_client",
-    "alignedserve.gateway.start": "fastapi opentelemetry starlette uvicorn",
+    "alignedserve.gateway.start": "starlette uvicorn",
 }
 PATHS: tuple[list[str], ...] = (
     [],

@@ -18,7 +18,7 @@ from alignedserve.cli.top.document import LiveDocument, Reading
 from alignedserve.cli.top.tables import drawn
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import ConfigError, PeerError, PeerLost, ProtocolError
-from alignedserve.gateway.live.view import live_view
+from alignedserve.gateway.routes.live import live_view
 from alignedserve.messages.gateways import ClusterStatus
 from tests.gateway.monitoring.live_samples import BUSY_STATUS
 from tests.gateway.support import saying, services_for

@@ -62,7 +62,7 @@ def test_the_step_that_lists_what_is_needed_lists_the_projects_dependencies(vari
         cwd=ROOT,
         env={**os.environ, "VARIANT": variant},
     )
-    extras = ["vision", "gpu"] if variant == "cuda" else ["vision"]
+    extras = ["vision", "jwt", *(["gpu"] if variant == "cuda" else [])]
     named = [line for extra in extras for line in PROJECT["project"]["optional-dependencies"][extra]]
     assert listed.stdout.splitlines() == PROJECT["project"]["dependencies"] + named
 

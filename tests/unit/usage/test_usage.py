@@ -4,14 +4,13 @@ import contextlib
 import random
 from collections.abc import Mapping, Sequence
 
-import msgspec
 import pytest
 from typing_extensions import override
 
 from alignedserve.batches.interfaces import Page
 from alignedserve.batches.stores.sqlite_records import DAMAGED
 from alignedserve.core.errors import StoreUnavailable
-from alignedserve.messages.state import AddToIndex, Change, SetValue
+from alignedserve.messages.state import Change, SetValue
 from alignedserve.usage.ledger import OTHER, UsageLedger
 from alignedserve.usage.records import (
     BATCH,
@@ -172,49 +171,6 @@ async def test_a_key_of_many_rows_has_each_once_and_those_of_its_hours_alone() -
     assert {hour: sorted(row.model for row in of_hour) for hour, of_hour in rows.items()} == {
         hour: sorted(models) for hour in (HOUR_S, 2 * HOUR_S, 3 * HOUR_S)
     }
-
-
-async def count_as_older(records: MemoryRecords, counted: Mapping[tuple[int, UsageSubject], UsageCounts]) -> None:
-    """Store rows as versions did that had no list of each key."""
-    for (hour, subject), counts in counted.items():
-        row = msgspec.json.encode(UsageRow(*subject, counts))
-        changes: list[Change] = [SetValue(f"usage/{hour}/{row_id(subject)}", row)]
-        changes.append(AddToIndex("usage", str(hour), float(hour)))
-        changes.append(AddToIndex(f"usage/{hour}", row_id(subject), 0.0))
-        await records.commit(changes, unchanged={})
-
-
-async def test_a_key_still_sees_what_an_older_checkout_has_stored() -> None:
-    records = MemoryRecords()
-    await count_as_older(records, {(HOUR_S, CHAT): ONE, (HOUR_S, CHAT._replace(key="bob")): ONE})
-    store = UsageStore(records)
-    for number, hour in enumerate((HOUR_S, HOUR_S, 2 * HOUR_S)):
-        await store.add("gateway", number, {(hour, CHAT): ONE})
-    rows = await store.rows_of_key("alice", 0, DAY_S)
-    assert {hour: [row.counts.requests for row in of_hour] for hour, of_hour in rows.items()} == {
-        HOUR_S: [3],
-        2 * HOUR_S: [1],
-    }
-
-
-async def seen_by_alice(store: UsageStore) -> dict[int, int]:
-    """Return her requests by hour."""
-    rows = await store.rows_of_key("alice", 0, DAY_S)
-    return {hour // HOUR_S: sum(row.counts.requests for row in of_hour) for hour, of_hour in rows.items()}
-
-
-async def test_a_key_sees_what_was_counted_during_a_step_back_to_an_older_version() -> None:
-    records, batch = MemoryRecords(), CHAT._replace(request_class=BATCH)
-    await UsageStore(records).add("new", 1, {(HOUR_S, CHAT): ONE})
-    await count_as_older(records, {(HOUR_S, batch): ONE, (2 * HOUR_S, CHAT): ONE, (3 * HOUR_S, batch): ONE})
-    damaged = CHAT._replace(key="bob")
-    await count_as_older(records, {(3 * HOUR_S, damaged): ONE})
-    await records.commit([SetValue(f"usage/{3 * HOUR_S}/{row_id(damaged)}", DAMAGED)], unchanged={})
-    again = UsageStore(records)
-    assert (await seen_by_alice(again)).items() >= {2: 1, 3: 1}.items()  # also before anything is counted
-    await again.add("again", 1, {(3 * HOUR_S, CHAT): ONE})
-    for store in (again, UsageStore(records)):
-        assert await seen_by_alice(store) == {1: 2, 2: 1, 3: 2}
 
 
 def test_buckets_and_groups_add_up() -> None:

@@ -22,7 +22,7 @@ from alignedserve import LLM, SamplingParams, StructuredOutputs
 from alignedserve.core.errors import ContextTooLong, InvalidRequest, ModelError
 from alignedserve.core.request import FinishReason
 from alignedserve.messages.iterations import IterationCompleted, RunIteration
-from alignedserve.offline import forks
+from alignedserve.offline import calling_process as forks
 from alignedserve.runtime.model.named_models import pocket_folder
 from alignedserve.text.tokenizer import Tokenizer
 from tests.gateway.support import write_sentencepiece

@@ -6,22 +6,82 @@ An issuer that cannot be reached, or that answers anything but a good set, chang
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import jwt
+import msgspec
 
 from alignedserve.api.errors import Unavailable
 from alignedserve.config.sections.jwt import JwtIssuer
 from alignedserve.core.errors import ConfigError
-from alignedserve.gateway.jwt.key_set import MAX_KEY_SET_BYTES, KeySet, parse_key_set
 
+MAX_KEY_SET_BYTES = 256 << 10
+_MAX_KEYS = 64
+_MAX_TRIED = 4  # keys for one token, as a check takes a quarter of a millisecond and anyone may present one
+# Kind and curve of the key that an algorithm needs.
+_KINDS: dict[str, tuple[str, str | None]] = {
+    **dict.fromkeys(("RS256", "RS384", "RS512", "PS256", "PS384", "PS512"), ("RSA", None)),
+    "ES256": ("EC", "P-256"),
+    "ES384": ("EC", "P-384"),
+    "ES512": ("EC", "P-521"),
+    "EdDSA": ("OKP", "Ed25519"),
+}
 logger = logging.getLogger(__name__)
-
 AGAIN_S = 10.0  # between two fetches at least, whatever tokens name
 _TIMEOUT_S = 5.0
 _PART_BYTES = 16 << 10
+
+
+class KeySet:
+    """Keys by their ids and the algorithm that each is for."""
+
+    def __init__(self, keys: Iterable[tuple[str | None, str, jwt.PyJWK]]) -> None:
+        """`keys`: each with its id and its algorithm; several may have the same, or no id."""
+        self._keys = tuple(keys)
+
+    def find(self, kid: str | None, algorithm: str) -> tuple[jwt.PyJWK, ...]:
+        """Return the keys of this id; without an id, all that the algorithm has. None of more than a few."""
+        fitting = [key for key_id, name, key in self._keys if name == algorithm and kid in (key_id, None)]
+        return tuple(fitting) if len(fitting) <= _MAX_TRIED else ()
+
+
+class _Document(msgspec.Struct):
+    keys: list[dict[str, Any]]
+
+
+def parse_key_set(raw: bytes, algorithms: Sequence[str]) -> KeySet:
+    try:
+        listed = msgspec.json.decode(raw, type=_Document).keys
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ConfigError("it is no JWK set") from error
+    if len(listed) > _MAX_KEYS:
+        raise ConfigError(f"it has more than {_MAX_KEYS} keys")
+    keys: list[tuple[str | None, str, jwt.PyJWK]] = []
+    for jwk in listed:
+        for algorithm in algorithms:
+            key = _key(jwk, algorithm)
+            if key is not None:
+                keys.append((jwk.get("kid"), algorithm, key))
+    if not keys:
+        raise ConfigError(f"it has no public key for {', '.join(algorithms)}")
+    return KeySet(keys)
+
+
+def _key(jwk: dict[str, Any], algorithm: str) -> jwt.PyJWK | None:
+    kind, curve = _KINDS[algorithm]
+    is_private = "d" in jwk  # and known to whoever read it
+    is_other = jwk.get("use", "sig") != "sig" or jwk.get("alg", algorithm) != algorithm
+    is_other |= jwk.get("key_ops", ["verify"]) != ["verify"]
+    has_id = isinstance(jwk.get("kid"), str | None)
+    if is_private or is_other or not has_id or (jwk.get("kty"), jwk.get("crv")) != (kind, curve):
+        return None
+    try:
+        return jwt.PyJWK(jwk, algorithm)
+    except (jwt.PyJWTError, ValueError, TypeError, KeyError):
+        return None
 
 
 async def fetch(issuer: JwtIssuer) -> bytes:
@@ -88,21 +148,21 @@ class IssuerKeys:
         self._keys: KeySet | None = None  # None: it was never reached
         self._fetched_s = float("-inf")  # when that was tried last
         self._fetching: asyncio.Task[None] | None = None
-        self._problem = ""  # that was told last
-        self.version = 0  # another one with other keys: what earlier ones have verified is to be verified again
+        self._problem = ""  # in the log
+        self.version = 0  # grows with each other set: tokens are verified again
 
     async def find(self, kid: str | None, algorithm: str) -> tuple[jwt.PyJWK, ...]:
         """Return the keys of this id, after another fetch if it is unknown and the last one is not of just now.
 
-        Raises Unavailable while it is not known which keys there are.
+        Raises Unavailable before the first fetch has succeeded.
         """
-        found = self._known(kid, algorithm)
-        if not found:
+        keys = self._known(kid, algorithm)
+        if not keys:
             await self.refresh(AGAIN_S)
-            found = self._known(kid, algorithm)
+            keys = self._known(kid, algorithm)
         if self._keys is None:
             raise Unavailable("The keys of this token's issuer cannot be fetched now.")
-        return found
+        return keys
 
     async def run(self) -> None:
         while True:

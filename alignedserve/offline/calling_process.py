@@ -10,7 +10,10 @@ never ends, and nothing can stop it. It is told so, and ends.
 
 import ctypes
 import os
+import signal
 import threading
+from types import FrameType
+from typing import Self
 
 import torch
 
@@ -36,7 +39,7 @@ def require_loops(patience_s: float = 20.0) -> None:
 
 
 def _end_unless(has_ended: threading.Event, patience_s: float) -> None:
-    for _ in range(_LOOKS):  # so that a process that was stopped meanwhile is not ended for it
+    for _ in range(_LOOKS):  # a process that was stopped meanwhile does not end
         if has_ended.wait(patience_s / _LOOKS):
             return
     os.write(2, _PAST_HELP)
@@ -47,3 +50,32 @@ def _end_openmp_threads() -> None:
     end = getattr(ctypes.CDLL(None), "omp_pause_resource_all", None)
     if end is not None:
         end(_SOFT)
+
+
+class HeldInterrupt:
+    """Holds Ctrl-C back within its context, whose end raises it; pressed once more, it comes at once.
+
+    In another thread than the first one, or where the program has a handler of its own, it changes nothing.
+    """
+
+    def __init__(self) -> None:
+        self.came = False
+        self._is_held = False
+
+    def __enter__(self) -> Self:
+        is_first = threading.current_thread() is threading.main_thread()
+        if is_first and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, self._note)
+            self._is_held = True
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._is_held:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        if self.came and kind is None:
+            raise KeyboardInterrupt
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.came:
+            signal.default_int_handler(number, frame)
+        self.came = True

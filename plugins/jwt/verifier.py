@@ -1,7 +1,7 @@
-"""Verifies tokens (JWT, RFC 8725): who issued one, whether it holds now, and for which key of keys.yaml it stands.
+"""Verifies tokens (JWT, RFC 8725): issuer, time, audience, signature, and the key of keys.yaml that a token stands for.
 
-What was verified is remembered until it expires, by its digest, so that a client's next request costs a look-up. A
-refusal says which rule was broken and repeats nothing of the token.
+A verified token is remembered by its digest until it expires: the client's next request costs a look-up. A refusal
+says which rule was broken and repeats nothing of the token.
 """
 
 import asyncio
@@ -14,13 +14,13 @@ import jwt
 
 from alignedserve.api.errors import Unauthorized
 from alignedserve.config.sections.jwt import JwtIssuer
-from alignedserve.gateway.jwt.issuer_keys import IssuerKeys
 from alignedserve.process.background_tasks import start_background
+from plugins.jwt.issuer_keys import IssuerKeys
 
 MAX_TOKEN_LEN = 8192
 MAX_REMEMBERED = 10_000
-_LONGEST_S = 86_400  # that a token is remembered
-_TYPES = ("jwt", "at+jwt", "application/at+jwt")  # others are for other uses
+_LONGEST_S = 86_400  # in memory
+_TYPES = ("jwt", "at+jwt", "application/at+jwt")  # of access tokens
 _READING = jwt.PyJWT({"verify_signature": False})
 _SIGNATURES = jwt.PyJWS()
 _CLAIMS = ("iss", "aud", "exp")
@@ -74,8 +74,8 @@ class TokenVerifier:
 
     def remembered(self, token: str) -> str | None:
         """Return the name of the key that a token stands for which was verified before, and still holds."""
-        found = self._verified.get(_digest_of(token))
-        return found.name if found is not None and found.holds(self._clock()) else None
+        verified = self._verified.get(_digest_of(token))
+        return verified.name if verified is not None and verified.holds(self._clock()) else None
 
     async def key_name(self, token: str) -> str:
         """Return the name of the key that the token stands for. Raises Unauthorized, or Unavailable while its issuer's
@@ -83,15 +83,15 @@ class TokenVerifier:
         if len(token) > MAX_TOKEN_LEN:
             raise _refused("is too long")
         digest, now = _digest_of(token), self._clock()
-        found = self._verified.get(digest)
-        if found is not None and found.holds(now):
-            return found.name
+        verified = self._verified.get(digest)
+        if verified is not None and verified.holds(now):
+            return verified.name
         self._verified.pop(digest, None)
-        found = await self._verify(token, now)
+        verified = await self._verify(token, now)
         if len(self._verified) >= MAX_REMEMBERED:
             del self._verified[next(iter(self._verified))]
-        self._verified[digest] = found
-        return found.name
+        self._verified[digest] = verified
+        return verified.name
 
     async def _verify(self, token: str, now: float) -> _Verified:
         header, iss = _read(token)
@@ -105,7 +105,7 @@ class TokenVerifier:
         if not fitting:
             raise _refused("is signed with a key that its issuer does not publish")
         version = keys.version
-        key = next((one for one in fitting[:-1] if _is_signed(token, algorithm, one)), fitting[-1])
+        key = next((candidate for candidate in fitting[:-1] if _is_signed(token, algorithm, candidate)), fitting[-1])
         claims = _checked(token, issuer, algorithm, key)
         until_s = min(int(claims["exp"]), int(now) + _LONGEST_S) + issuer.leeway_s
         return _Verified(_name_of(claims, issuer), until_s, keys, version)
@@ -157,7 +157,7 @@ def _checked(token: str, issuer: JwtIssuer, algorithm: str, key: jwt.PyJWK) -> d
 def _name_of(claims: dict[str, Any], issuer: JwtIssuer) -> str:
     value = claims.get(issuer.claim)
     values = value if isinstance(value, list) else [value]
-    words = [one for one in values if isinstance(one, str)]
+    words = [word for word in values if isinstance(word, str)]
     names = set(words if issuer.keys is None else [issuer.keys[word] for word in words if word in issuer.keys])
     if len(names) != 1:
         raise _refused(f"names {'no key' if not names else 'several keys'} in the claim {issuer.claim}")
