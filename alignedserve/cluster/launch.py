@@ -40,7 +40,6 @@ from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode, alive_nodes, req
 from alignedserve.cluster.hosts.nodes.report import NodeReport
 from alignedserve.cluster.hosts.plan import ClusterPlan, NodePart, NodeResources, resolve_for
 from alignedserve.cluster.hosts.ray_directory import NAMESPACE
-from alignedserve.cluster.hosts.scaling.scaler import make_scaler
 from alignedserve.cluster.hosts.serving_cluster import Brought, ServingCluster
 from alignedserve.cluster.hosts.succession import Succession, digest_of
 from alignedserve.cluster.hosts.takeover import adopt_cluster
@@ -55,6 +54,7 @@ from alignedserve.cluster.start_observer import LoggingObserver, StartObserver
 from alignedserve.config.model_settings import ModelSettings
 from alignedserve.config.sections import ClusterConfig
 from alignedserve.core.errors import ConfigError, ResourceError
+from alignedserve.core.plugins import load_plugin
 from alignedserve.messages.recording import RunMetadata
 from alignedserve.process.addresses import FIRST_DEPLOYMENT, ROUTER, AddressBook, numbered_deployment
 from alignedserve.process.tls import CertificateAuthority
@@ -174,8 +174,9 @@ def launch_on_hosts(
     try:
         context = ray.get_runtime_context()
         require_head(alive_nodes(), context.get_node_id())
-        scaler = make_scaler(configs, context.gcs_address)
-        driving = Driving(Brought(settings, Admission, observer), Succession(asked), scaler)
+        scales = configs[0].scaling.max_nodes is not None
+        scaling = load_plugin("autoscaler").scaling_of(configs, context.gcs_address) if scales else None
+        driving = Driving(Brought(settings, Admission, observer), Succession(asked), scaling)
         cluster = adopt_cluster(asked, actor_classes, driving)
         is_adopted = cluster is not None
         if cluster is None:

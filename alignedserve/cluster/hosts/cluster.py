@@ -4,9 +4,10 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import msgspec
 import ray
@@ -24,6 +25,7 @@ from alignedserve.cluster.deployments.orders import (
     ScaleWorkers,
     UndoDrain,
 )
+from alignedserve.cluster.failed_processes import FailedProcesses
 from alignedserve.cluster.hosts.joining import Joining, Preparation
 from alignedserve.cluster.hosts.members import DRIVER, Member, record_of
 from alignedserve.cluster.hosts.membership import (
@@ -57,7 +59,6 @@ from alignedserve.cluster.hosts.record import (
     write_record,
 )
 from alignedserve.cluster.hosts.recordings import Recordings
-from alignedserve.cluster.hosts.scaling.scaler import NodeScaler, NodeScaling
 from alignedserve.cluster.hosts.serving_cluster import Brought, ServingCluster
 from alignedserve.cluster.hosts.succession import Succession, head_patience_s
 from alignedserve.cluster.ray_polls import kill_actors
@@ -92,13 +93,27 @@ _STOP_LOOK_S = 0.5  # between looks during a start
 _SETTLED_S = 30.0  # after which a driver has served, and an error in it is not one of each driver's start
 
 
+class NodeScaling(Protocol):
+    """Gives nodes back that the load does not need, and lets Ray add missing ones: the plugin `autoscaler`."""
+
+    def look(self, actors: Mapping[str, Mapping[str, Any]], find: Callable[[str], RayNode]) -> None:
+        """Go on. `actors`: by node and name. `find`: nodes by Ray's id. Raises PeerLost when Ray's head is silent."""
+
+    def close(self) -> None:
+        """Ask Ray for no nodes any more. Raises PeerLost."""
+
+
+# From the members by Ray's id, the head first.
+MakeScaling = Callable[[Mapping[str, Member], Membership, NodeDrains, FailedProcesses], NodeScaling]
+
+
 @dataclass(frozen=True, slots=True)
 class Driving:
     """Parts of a cluster of hosts that each driver brings along."""
 
     brought: Brought
     succession: Succession
-    scaler: NodeScaler | None = None  # None: the number of nodes is left as it is
+    make_scaling: MakeScaling | None = None  # None: the number of nodes is left as it is
 
 
 class ClusterOnHosts(ServingCluster):
@@ -113,7 +128,8 @@ class ClusterOnHosts(ServingCluster):
         self._adapters = AdapterExchange()
         self._seen = {member.ray_node.node_id: member.ray_node for member in members}
         self._preparations: dict[str, Preparation] = {}
-        self._scaling = NodeScaling(driving.scaler, self._members, self._membership, self._drains, self._failed)
+        known = (self._members, self._membership, self._drains, self._failed)
+        self._scaling = driving.make_scaling(*known) if driving.make_scaling is not None else None
         self._cluster_id = joining.cluster_id
         self._succession = driving.succession
         self._driver_id = secrets.token_hex(4)
@@ -270,7 +286,8 @@ class ClusterOnHosts(ServingCluster):
             self._workers.end(name)
             self._has_news = True
         self._has_news |= self._look_at_models(drained)
-        self._scaling.look(self._actors, self._seen.__getitem__)
+        if self._scaling is not None:
+            self._scaling.look(self._actors, self._seen.__getitem__)
         if self._has_news:
             self._announce()
         return True
@@ -382,7 +399,8 @@ class ClusterOnHosts(ServingCluster):
                 kill_actors(everything)
                 for member in self._members.values():
                     release(member.prepared.folder.name)
-                self._scaling.close()
+                if self._scaling is not None:
+                    self._scaling.close()
             except PeerLost:
                 logger.warning("Ray's head is gone, and with it the record of this cluster")
                 end_actors(everything)

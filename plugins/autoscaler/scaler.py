@@ -3,21 +3,23 @@
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from alignedserve.cluster.failed_processes import FailedProcesses
+from alignedserve.cluster.hosts.cluster import MakeScaling
 from alignedserve.cluster.hosts.members import Member
 from alignedserve.cluster.hosts.membership import Membership
 from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
 from alignedserve.cluster.hosts.operations.node_drains import NodeDrains
-from alignedserve.cluster.hosts.scaling.autoscaler import Autoscaler, ask_for, find_autoscaler, most_nodes
-from alignedserve.cluster.hosts.scaling.logic import AskForNodes, GiveBack, ScaledNode, ScalingLogic, TakeAgain
 from alignedserve.cluster.ray_polls import answer_or_none, has_ended
 from alignedserve.config.sections import ClusterConfig, ScalingConfig
 from alignedserve.config.unset_sizes import DefaultSize
 from alignedserve.core.errors import ConfigError, PeerLost
 from alignedserve.messages.gateways import ClusterStatus
 from alignedserve.process.addresses import is_gateway
+from plugins.autoscaler.logic import AskForNodes, GiveBack, ScaledNode, ScalingLogic, TakeAgain
+from plugins.autoscaler.ray_autoscaler import Autoscaler, ask_for, find_autoscaler, most_nodes
 
 logger = logging.getLogger(__name__)
 
@@ -85,34 +87,17 @@ class NodeScaler:
         self._asked_s = time.monotonic()
 
 
-def make_scaler(configs: Sequence[ClusterConfig], gcs_address: str) -> NodeScaler | None:
-    """Return the scaler of a cluster on the Ray at this address; None: it does not scale. Raises ConfigError.
-
-    `configs`: of its models.
-    """
-    scaling = configs[0].scaling
-    if scaling.max_nodes is None:
-        return None
-    for config in configs:
-        if not isinstance(config.decode.count, DefaultSize) or not isinstance(config.prefill.count, DefaultSize):
-            raise ConfigError(
-                "scaling.max_nodes needs workers that follow the nodes: leave prefill.count and decode.count out"
-            )
-    return NodeScaler(scaling, find_autoscaler(gcs_address))
-
-
-class NodeScaling:
-    """Gives nodes back that the load does not need, and lets Ray add missing ones."""
+class ScaledCluster:
+    """The nodes of one cluster, more and fewer. See NodeScaling of `alignedserve.cluster.hosts.cluster`."""
 
     def __init__(
         self,
-        scaler: NodeScaler | None,
+        scaler: NodeScaler,
         members: Mapping[str, Member],
         membership: Membership,
         drains: NodeDrains,
         failed: FailedProcesses,
     ) -> None:
-        """`scaler`: None: the number of nodes is left as it is. `members`: by Ray's id, the head first."""
         self._scaler = scaler
         self._members = members
         self._membership = membership
@@ -120,9 +105,6 @@ class NodeScaling:
         self._failed = failed
 
     def look(self, actors: Mapping[str, Mapping[str, Any]], find: Callable[[str], RayNode]) -> None:
-        """Go on. `actors`: by node and name. Raises PeerLost when Ray's head does not answer."""
-        if self._scaler is None:
-            return
         head = next(iter(self._members))
         released, draining = self._membership.released, self._membership.draining
         nodes = [
@@ -147,6 +129,17 @@ class NodeScaling:
                 self._drains.take_again(command.node_id)
 
     def close(self) -> None:
-        """Ask Ray for no nodes any more. Raises PeerLost."""
-        if self._scaler is not None:
-            self._scaler.close()
+        self._scaler.close()
+
+
+def scaling_of(configs: Sequence[ClusterConfig], gcs_address: str) -> MakeScaling:
+    """Return what makes the scaling of a cluster on the Ray at this address. Raises ConfigError.
+
+    `configs`: of its models.
+    """
+    for config in configs:
+        if not isinstance(config.decode.count, DefaultSize) or not isinstance(config.prefill.count, DefaultSize):
+            raise ConfigError(
+                "scaling.max_nodes needs workers that follow the nodes: leave prefill.count and decode.count out"
+            )
+    return partial(ScaledCluster, NodeScaler(configs[0].scaling, find_autoscaler(gcs_address)))
