@@ -5,7 +5,6 @@ import os
 import sys
 from pathlib import Path
 
-import msgspec
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -112,4 +111,6 @@ def chat_command(url: str, called: str) -> str:
 
 def to_json(report: object) -> bytes:
     """Return a report as indented JSON."""
+    import msgspec  # not loaded for `--help`
+
     return msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"

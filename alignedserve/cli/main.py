@@ -22,21 +22,21 @@ from alignedserve.cli.commands.options import (
 from alignedserve.cli.console import DEFAULT_URL, FAILURE, INTERRUPTED, exit_code, print_error
 from alignedserve.cli.keys.app import keys_app
 from alignedserve.cli.models.app import models_app
-from alignedserve.cli.options import JsonFlag, UrlOption, current_option, takes_options
+from alignedserve.cli.options import JsonFlag, UrlOption, takes_options
 from alignedserve.cli.standard_streams import open_closed_streams, written_output
 from alignedserve.config.environment import limit_thread_spinning, log_format, set_log_format
-from alignedserve.core.errors import AlignedServeError, PeerLost
+from alignedserve.core.errors import AlignedServeError, NothingListens
 from alignedserve.core.own_packages import require_own_kernels
 
 app = typer.Typer(
     name="alignedserve",
     cls=CommandGroup,
-    help="Real-time chat and best-effort documents from one fleet of prefill workers, decode workers and a KV pool.",
+    help="AlignedServe serves real-time chat and best-effort documents from one fleet of LLM workers: "
+    "chat keeps its objectives, documents are never lost.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
-    context_settings={"token_normalize_func": current_option},
 )
 app.add_typer(batch_app, name="batch")
 app.add_typer(keys_app, name="keys")
@@ -63,7 +63,7 @@ def main() -> None:
 
 def _elsewhere(error: AlignedServeError) -> str:
     """Return where this user's servers are, if nothing answers at the usual address."""
-    if not isinstance(error, PeerLost) or f"nothing answers at {DEFAULT_URL};" not in str(error):
+    if not isinstance(error, NothingListens) or error.url != DEFAULT_URL:
         return ""
     from alignedserve.cluster.deployments.client import urls_here
 

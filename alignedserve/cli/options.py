@@ -9,8 +9,6 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
-from alignedserve.cli.console import notes
-
 ClusterOption = Annotated[
     str | None, typer.Option("--cluster", metavar="ID", help="Its run folder's name, where several serve here.")
 ]
@@ -43,16 +41,6 @@ SetOption = Annotated[
     tuple[str, ...],
     typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Override one field of the configuration (repeatable)."),
 ]
-
-_RENAMED_OPTIONS = {"room": "component", "attention": "attention-backend"}  # old names are accepted for one version
-
-
-def current_option(name: str) -> str:
-    """Return the name that an option has today, without its dashes; click asks for every one."""
-    current = _RENAMED_OPTIONS.get(name, name)
-    if current != name:
-        notes().print(f"--{name} is now called --{current}; the next version will refuse the old name", soft_wrap=True)
-    return current
 
 
 def takes_options(run: Callable[[Any], None]) -> Callable[..., None]:

@@ -25,7 +25,7 @@ from alignedserve.client.sse import DONE, SseEvent, SseParser, error_code, error
 from alignedserve.client.trust import trust_for, untrusted
 from alignedserve.client.unreachable import unreachable
 from alignedserve.config.environment import CLIENT_KEY_VARIABLE
-from alignedserve.core.errors import ConfigError, PeerError, PeerLost, ProtocolError
+from alignedserve.core.errors import ConfigError, PeerError, ProtocolError
 
 CONNECT_TIMEOUT_S = 10.0
 PLAIN_TIMEOUT_S = 30.0  # of requests that are not completions
@@ -252,7 +252,7 @@ class OpenAiClient:
             async with asyncio.timeout(PLAIN_TIMEOUT_S), self._open.get(self.url + path) as response:
                 body = await response.content.read(-1)
         except (aiohttp.ClientError, OSError, ValueError) as error:  # TimeoutError is an OSError
-            raise PeerLost(unreachable(self.url, error)) from error
+            raise unreachable(self.url, error) from error
         if is_key_wanted(response.status, error_code(body)):
             raise PeerError(f"{self.url} wants a key: set {CLIENT_KEY_VARIABLE} to one that it knows")
         if response.status != 200:

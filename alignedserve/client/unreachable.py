@@ -6,15 +6,21 @@ import socket
 from collections.abc import Iterator
 
 from alignedserve.client.trust import untrusted
+from alignedserve.core.errors import NothingListens, PeerLost
 
 _CLOSED = ("ServerDisconnectedError", "RemoteDisconnected")  # of aiohttp and of http.client: neither is loaded here
 
 
-def unreachable(url: str, error: BaseException) -> str:
-    """Return why nothing came from a server, and what to do about it."""
-    return untrusted(url, error) or next(
-        filter(None, (_words(url, cause) for cause in _causes(error))), _other(url, error)
-    )
+def unreachable(url: str, error: BaseException) -> PeerLost:
+    """Return the error that says why nothing came from a server, and what to do about it."""
+    if (distrust := untrusted(url, error)) is not None:
+        return PeerLost(distrust)
+    for cause in _causes(error):
+        if isinstance(cause, OSError) and cause.errno == errno.ECONNREFUSED:
+            return NothingListens(url)
+        if (words := _words(url, cause)) is not None:
+            return PeerLost(words)
+    return PeerLost(_other(url, error))
 
 
 def _words(url: str, error: BaseException) -> str | None:
@@ -26,8 +32,6 @@ def _words(url: str, error: BaseException) -> str | None:
         return f"{url} does not answer in time"
     if not isinstance(error, OSError) or error.errno is None or error.errno < 0:
         return None
-    if error.errno == errno.ECONNREFUSED:
-        return f"nothing answers at {url}; `alignedserve serve` starts a server"
     return f"nothing answers at {url} ({os.strerror(error.errno)})"
 
 

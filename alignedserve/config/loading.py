@@ -1,6 +1,5 @@
 """Load the configuration: one YAML file, then `--set section.field=value` on top."""
 
-import logging
 import re
 from collections.abc import Sequence
 from fractions import Fraction
@@ -20,30 +19,6 @@ from alignedserve.disk.plain_yaml import load_yaml
 MAX_CONFIG_BYTES = 1024 * 1024
 MODELS = "models"  # the list of the file, in which each model has sections of its own
 _MOST = 2**63 - 1  # of a number, as messages hold it
-# Renamed fields: section and old name to the new name. Old names are accepted for one version.
-_RENAMED_FIELDS = {
-    ("model", "served_name"): "served_model_name",
-    ("router", "max_requeues"): "max_retries",
-    ("router", "candidate_requests"): "max_candidate_requests",
-    ("scheduling", "settings"): "policy_params",
-    ("prefill", "memory_bytes"): "kv_cache_bytes",
-    ("prefill", "buffer_bytes"): "candidate_buffer_bytes",
-    ("prefill", "max_running"): "max_running_requests",
-    ("prefill", "max_tokens_per_iteration"): "max_num_batched_tokens",
-    ("decode", "memory_bytes"): "kv_cache_bytes",
-    ("decode", "max_running"): "max_running_requests",
-    ("decode", "max_tokens_per_iteration"): "max_num_batched_tokens",
-    ("decode", "max_waiting"): "max_waiting_requests",
-    ("decode", "swap_bytes"): "swap_space_bytes",
-    ("engine", "attention"): "attention_backend",
-    ("links", "silence_s"): "hang_timeout_s",
-    ("batches", "max_tries"): "max_attempts",
-}
-# Fields that are gone: section and name to what serves in their place.
-_REMOVED_FIELDS = {
-    ("router", "sentence_encoder"): "router.length_predictor token_embeddings reads the served model's own embeddings",
-}
-logger = logging.getLogger(__name__)
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 _SIZE = re.compile(r"^\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([kmg]i?)?b?\s*$", re.IGNORECASE)
 # What PyYAML raises on text that is not YAML: for a date such as 2024-13-45 it is a ValueError.
@@ -63,16 +38,12 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> ClusterConf
 
 
 def read_values(path: Path | None) -> dict[str, Any]:
-    """Return the sections of the file by their present names; none: none. Raises ConfigError."""
-    return with_current_names(_read_yaml(path)) if path is not None else {}
+    """Return the sections of the file; none: none. Raises ConfigError."""
+    return _read_yaml(path) if path is not None else {}
 
 
 def config_of(values: dict[str, Any]) -> ClusterConfig:
     """Return the configuration of plain values, whose sizes may be text. Raises ConfigError naming the field."""
-    for (section, name), replacement in _REMOVED_FIELDS.items():
-        fields = values.get(section)
-        if isinstance(fields, dict) and name in fields:
-            raise ConfigError(f"{section}.{name} is gone: {replacement}")
     try:
         parsed = _with_parsed_sizes(values, "")
         config = from_mapping(parsed)
@@ -92,39 +63,6 @@ def parse_size(text: str) -> int:
     if match is None:
         raise ConfigError(f"not a size: {text[:40]!r} (write for example 256MiB)")
     return int(Fraction(match[1]) * _UNITS[(match[2] or "").lower()])
-
-
-def current_field_name(name: str) -> str:
-    """Return the name that `section.field` has today, with whatever follows the field."""
-    return ".".join(_current_keys(name.split(".")))
-
-
-def _current_keys(keys: list[str]) -> list[str]:
-    renamed = _RENAMED_FIELDS.get((keys[0], keys[1])) if len(keys) > 1 else None
-    return keys if renamed is None else [keys[0], renamed, *keys[2:]]
-
-
-def with_current_names(values: dict[str, Any]) -> dict[str, Any]:
-    """Rename the fields of a mapping of sections that are given under an old name."""
-    return {name: _with_current_fields(name, value) for name, value in values.items()}
-
-
-def _with_current_fields(section: str, fields: Any) -> Any:
-    if not isinstance(fields, dict):
-        return fields
-    renamed: dict[str, Any] = {}
-    for name, value in fields.items():
-        current = _RENAMED_FIELDS.get((section, name)) or name
-        if current in renamed:
-            raise ConfigError(f"{section}.{current} is given twice: by this name and by the old one")
-        if current != name:
-            _warn_of_old_name(f"{section}.{name}", f"{section}.{current}")
-        renamed[current] = value
-    return renamed
-
-
-def _warn_of_old_name(old: str, new: str) -> None:
-    logger.warning("%s is now called %s; the next version will refuse the old name", old, new)
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -158,17 +96,14 @@ def apply_override(values: dict[str, Any], override: str) -> None:
         value = load_yaml(text)
     except _YAML_ERRORS as error:
         raise ConfigError(f"--set {override!r}: the value is not valid YAML") from error
-    current = _current_keys(keys)
-    if current != keys:
-        _warn_of_old_name(".".join(keys), ".".join(current))
-    section, keys = values, current
+    section = values
     for key in keys[:-1]:
         if section.get(key) is None:  # also a section of the file that has no field yet
             section[key] = {}
         section = section[key]
         if not isinstance(section, dict):
             raise ConfigError(f"--set {override!r}: {key} is not a section")
-    section[keys[-1]] = value if len(keys) > 1 else _with_current_fields(keys[0], value)
+    section[keys[-1]] = value
 
 
 def _with_parsed_sizes(values: dict[str, Any], section: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any
 
-from alignedserve.config.loading import MODELS, apply_override, config_of, read_values, with_current_names
+from alignedserve.config.loading import MODELS, apply_override, config_of, read_values
 from alignedserve.config.sections import ClusterConfig, ModelSectionConfig
 from alignedserve.core.errors import ConfigError
 
@@ -135,12 +135,11 @@ def _listed(given: Any) -> list[dict[str, Any]]:
         return []
     if not isinstance(given, list) or not given or not all(isinstance(settings, dict) for settings in given):
         raise ConfigError(f"{MODELS}: a list with a mapping of sections for each model")
-    listed = [with_current_names(settings) for settings in given]
-    for number, own in enumerate(listed, start=1):
+    for number, own in enumerate(given, start=1):
         _require_own(own, f"{MODELS}: the model {number}")
         if not isinstance(own.get("model"), dict) or not own["model"].get("path"):
             raise ConfigError(f"{MODELS}: the model {number} has no model.path")
-    return listed
+    return given
 
 
 def named_model(given: str) -> dict[str, str]:

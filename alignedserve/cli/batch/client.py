@@ -239,8 +239,9 @@ class BatchClient:
             distrust = untrusted(self.url, error)
             if distrust is not None:  # which no patience helps
                 raise ConfigError(distrust) from error
-            told = f"nothing answers at {self.url}" if self._has_answered else unreachable(self.url, error)
-            raise ServerUnavailable(told, has_answered=False) from error
+            if not self._has_answered:
+                raise unreachable(self.url, error) from error
+            raise ServerUnavailable(f"nothing answers at {self.url}", has_answered=False) from error
         except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
             hint = "" if self._has_answered else closed_in_clear(self.url, error)
             self._has_answered = self._has_answered or not isinstance(error, TimeoutError)

@@ -20,7 +20,7 @@ from alignedserve.client.trust import trust_for
 from alignedserve.client.unreachable import unreachable
 from alignedserve.cluster.deployments.client import find_cluster, has_cluster, show_status
 from alignedserve.config.environment import client_api_key
-from alignedserve.core.errors import AlignedServeError, ConfigError, PeerError, PeerLost, ProtocolError
+from alignedserve.core.errors import AlignedServeError, ConfigError, PeerError, ProtocolError
 
 _PATH = "/v1/alignedserve/live"
 _PATIENCE_S = 10.0
@@ -87,7 +87,7 @@ def _look(url: str) -> LiveDocument:
     try:
         status, body = _get(url)
     except (HTTPException, OSError) as error:
-        raise PeerLost(unreachable(url, error)) from error
+        raise unreachable(url, error) from error
     if status != HTTPStatus.OK:
         raise PeerError(_refusal(status))
     try:

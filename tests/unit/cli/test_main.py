@@ -344,10 +344,3 @@ def test_bench_serve_fails_when_nothing_completes(
         arguments = ["--url", server.url, "--synthetic", "rate=100,prompt=5,output=3", "--num-requests", "3"]
         assert run_command(monkeypatch, "bench", "serve", *arguments) == 1
     assert "failed: http 503" in capsys.readouterr().out
-
-
-def test_a_renamed_option_is_accepted_with_a_warning(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    assert run_command(monkeypatch, "replay", str(tmp_path), "--room", "router") == 1
-    assert "--room is now called --component" in capsys.readouterr().err
