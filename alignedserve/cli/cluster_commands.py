@@ -65,7 +65,7 @@ def top(
     every: Annotated[float, typer.Option("--every", min=0.2, max=3600.0, help="Seconds between two looks.")] = 1.0,
 ) -> None:
     """Show what the cluster does, again and again: workers, queues, objectives, batches, where time goes."""
-    from alignedserve.cli.top.command import top as run
+    from alignedserve.cli.commands.top import top as run
 
     run(url, is_once=once, every_s=every)
 

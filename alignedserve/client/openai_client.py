@@ -22,8 +22,7 @@ import aiohttp
 import msgspec
 
 from alignedserve.client.sse import DONE, SseEvent, SseParser, error_code, error_message, is_key_wanted, read_chunk
-from alignedserve.client.trust import trust_for, untrusted
-from alignedserve.client.unreachable import unreachable
+from alignedserve.client.unreachable import trust_for, unreachable, untrusted
 from alignedserve.config.environment import CLIENT_KEY_VARIABLE
 from alignedserve.core.errors import ConfigError, PeerError, ProtocolError
 

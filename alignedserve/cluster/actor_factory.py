@@ -19,7 +19,7 @@ from alignedserve.config.environment import api_keys, log_format, trace_headers
 from alignedserve.config.sections import ClusterConfig, EngineConfig, Observing, RouterConfig, Topology
 from alignedserve.messages.handshake import Role
 from alignedserve.process.addresses import AddressBook
-from alignedserve.process.logs.format import require_format
+from alignedserve.process.logs import require_format
 from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.process.tls import CertificateAuthority
 from alignedserve.runtime.model.served_deployment import ServedDeployment

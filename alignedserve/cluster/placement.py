@@ -14,8 +14,7 @@ import msgspec
 from alignedserve.config.sections import ClusterConfig, EngineConfig, Section
 from alignedserve.config.unset_sizes import DefaultSize
 from alignedserve.core.errors import ConfigError
-from alignedserve.process.addresses import FIRST_DEPLOYMENT, ROUTER, deployed_name
-from alignedserve.process.stage_names import stage_name
+from alignedserve.process.addresses import FIRST_DEPLOYMENT, ROUTER, deployed_name, stage_name
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from alignedserve.config.sections import ClusterConfig, Topology
 from alignedserve.core.block_layout import FP8, INT8
 from alignedserve.core.errors import AddressInUse, ConfigError, NotEnoughMemory
 from alignedserve.gguf.file import is_gguf
-from alignedserve.process.server_certificate import ServerCertificate
+from alignedserve.process.tls import ServerCertificate
 from alignedserve.runtime.device.devices import CUDA, check_ranks, worker_devices
 from alignedserve.runtime.engine.engine_sizes import engine_mechanisms, hidden_block_tokens, storage_blocks
 from alignedserve.runtime.kv.arena_files import arena_folder

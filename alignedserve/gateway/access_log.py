@@ -8,7 +8,7 @@ from starlette.types import Scope
 
 from alignedserve.api.openai.generation import Generation
 from alignedserve.keys.entry import KeyEntry
-from alignedserve.process.logs.format import FIELDS
+from alignedserve.process.logs import FIELDS
 
 logger = logging.getLogger("alignedserve.access")
 

@@ -23,7 +23,7 @@ from alignedserve.gateway.intake import Intake
 from alignedserve.gateway.json_response import anthropic_error_response, error_response, is_anthropic
 from alignedserve.gateway.shown_limits import ShownLimits
 from alignedserve.keys.entry import ANYONE, KeyEntry
-from alignedserve.process.logs.context import about_request
+from alignedserve.process.logs import about_request
 
 # What of a request's state leads back to its connection. In a cycle a request would stay until a garbage collection
 # comes by: of 50 chats a second a hundred thousand objects, at which the gateway stopped for half a second.

@@ -13,7 +13,7 @@ from starlette.datastructures import Headers
 
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.config.sections.gateway import FULL_BODIES, NO_BODIES
-from alignedserve.process.logs.format import FIELDS
+from alignedserve.process.logs import FIELDS
 
 logger = logging.getLogger("alignedserve.requests")
 

@@ -20,8 +20,7 @@ from alignedserve.core.errors import AlignedServeError
 from alignedserve.messages.handshake import Role
 from alignedserve.process.heap import settle_heap
 from alignedserve.process.loading_progress import read_progress
-from alignedserve.process.logs.files import LogFileHandler
-from alignedserve.process.logs.queued import QueuedLogHandler
+from alignedserve.process.logs import LogFileHandler, QueuedLogHandler
 from alignedserve.process.process_spec import ProcessSpec
 
 logger = logging.getLogger(__name__)

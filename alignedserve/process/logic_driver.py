@@ -26,8 +26,7 @@ from alignedserve.messages.wire import Codec, Message
 from alignedserve.messages.workers import RegistrationRefused
 from alignedserve.process.link_manager import LinkManager
 from alignedserve.process.links import Peer
-from alignedserve.process.logs.context import about_request
-from alignedserve.process.logs.format import FIELDS
+from alignedserve.process.logs import FIELDS, about_request
 from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.process.recorder import Recorder
 

@@ -10,7 +10,7 @@ from alignedserve.config.sections import RecordingConfig
 from alignedserve.messages.handshake import Role
 from alignedserve.process.addresses import FIRST_DEPLOYMENT, ROUTER, AddressBook, deployed_name
 from alignedserve.process.links import Identity
-from alignedserve.process.logs.format import TEXT
+from alignedserve.process.logs import TEXT
 from alignedserve.process.recorder import Recorder, open_recorder
 from alignedserve.process.tls import Credentials
 

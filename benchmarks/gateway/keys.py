@@ -29,7 +29,7 @@ from jwt.algorithms import ECAlgorithm, RSAAlgorithm
 
 from alignedserve.api.errors import Unauthorized
 from alignedserve.api.work_lanes import favour_the_loop
-from alignedserve.config.sections.jwt import JwtIssuer
+from alignedserve.config.sections.gateway import JwtIssuer
 from alignedserve.gateway.api_keys import ApiKeys
 from alignedserve.gateway.head_keys import HeadKeys
 from alignedserve.gateway.jwt.verifier import TokenVerifier

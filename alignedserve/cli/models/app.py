@@ -30,7 +30,7 @@ _SettingsOption = Annotated[
 @models_app.command("list")
 def show_list(json_output: JsonFlag = False) -> None:
     """List the models in the cache of downloads (HF_HOME), also those of other programs."""
-    from alignedserve.cli.models.commands import show_list as run
+    from alignedserve.cli.models.cached import show_list as run
 
     run(json_output)
 
@@ -40,7 +40,7 @@ def remove(
     model: Annotated[str, typer.Argument(metavar="ORG/NAME[@REVISION]", help="Model, or only one revision of it.")],
 ) -> None:
     """Remove a model, or one revision of it, whole or half downloaded. What other revisions share is kept."""
-    from alignedserve.cli.models.commands import remove as run
+    from alignedserve.cli.models.cached import remove as run
 
     run(model)
 

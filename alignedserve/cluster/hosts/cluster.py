@@ -68,8 +68,7 @@ from alignedserve.cluster.signals import signals_ignored
 from alignedserve.config.environment import log_format
 from alignedserve.core.errors import AlignedServeError, PeerLost
 from alignedserve.process.loading_progress import Progress
-from alignedserve.process.logs.files import LogFileHandler
-from alignedserve.process.logs.format import require_format
+from alignedserve.process.logs import LogFileHandler, require_format
 
 
 class DriverLog:

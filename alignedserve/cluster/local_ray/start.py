@@ -25,7 +25,7 @@ from alignedserve.cluster.ray_node import RAY_ENVIRONMENT
 from alignedserve.cluster.signals import handlers_preserved
 from alignedserve.config.environment import RUN_DIR_VARIABLE, SPIN_VARIABLE
 from alignedserve.core.errors import ResourceError
-from alignedserve.process.logs.files import LossyFileHandler
+from alignedserve.process.logs import LossyFileHandler
 
 _MAX_BYTES = 4 << 20
 _ORDERS = "workers.sock"  # in the cluster's folder

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from alignedserve.process.client_turns import ClientTurns
+from alignedserve.process.turn_threads import ClientTurns
 
 _PER_TURN = 4  # to begin one takes from a third of a millisecond to one
 

@@ -13,7 +13,7 @@ import aiohttp
 import jwt
 
 from alignedserve.api.errors import Unavailable
-from alignedserve.config.sections.jwt import JwtIssuer
+from alignedserve.config.sections.gateway import JwtIssuer
 from alignedserve.core.errors import ConfigError
 from alignedserve.gateway.jwt.key_set import MAX_KEY_SET_BYTES, KeySet, parse_key_set
 

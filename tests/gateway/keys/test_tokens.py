@@ -14,7 +14,7 @@ from jwt.algorithms import RSAAlgorithm
 from jwt.warnings import InsecureKeyLengthWarning
 
 from alignedserve.api.errors import Unauthorized, Unavailable
-from alignedserve.cli.keys.serving import check_keys
+from alignedserve.cli.keys.commands import check_keys
 from alignedserve.config.loading import config_of
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import ConfigError

@@ -11,10 +11,9 @@ from typing import Any
 import psutil
 import pytest
 
-from alignedserve.cli.commands.chat.chat import ChatSession, Conversation
-from alignedserve.cli.commands.chat.chat import chat as run_chat
-from alignedserve.cli.commands.chat.sampling import ChatSampling
-from alignedserve.cli.commands.options import ChatOptions
+from alignedserve.cli.commands.chat import ChatSampling, ChatSession, Conversation
+from alignedserve.cli.commands.chat import chat as run_chat
+from alignedserve.cli.options import ChatOptions
 from alignedserve.client.openai_client import ListedModel
 from alignedserve.core.errors import ConfigError
 from tests.support.servers.fake_server import FakeServer, Script, running

@@ -15,11 +15,11 @@ from ray._private import services
 from rich.console import Console
 
 from alignedserve.cli.commands.cluster import hosts
-from alignedserve.cli.commands.cluster.load_line import load_line
-from alignedserve.cli.commands.options import ServeOptions
+from alignedserve.cli.commands.cluster.one_host import load_line
 from alignedserve.cli.commands.serving import serve as serving
 from alignedserve.cli.commands.serving.up import driver_command, urls_of
 from alignedserve.cli.main import main
+from alignedserve.cli.options import ServeOptions
 from alignedserve.cli.wiring import start_cluster
 from alignedserve.cluster.deployments.orders import DeploymentReport
 from alignedserve.cluster.hosts import ray_directory

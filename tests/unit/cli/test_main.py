@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from alignedserve.cli.commands.options import ServeOptions
 from alignedserve.cli.console import chat_command
 from alignedserve.cli.main import main
+from alignedserve.cli.options import ServeOptions
 from alignedserve.config.loading import load_config
 from alignedserve.core.errors import ConfigError, ModelNotFound, NodeLost
 from lab.commands.bench.app import bench_app

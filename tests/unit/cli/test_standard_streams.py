@@ -5,8 +5,7 @@ from collections.abc import Callable
 import pytest
 import typer
 
-from alignedserve.cli.console import print_json, results
-from alignedserve.cli.standard_streams import open_closed_streams, written_output
+from alignedserve.cli.console import open_closed_streams, print_json, results, written_output
 
 
 def test_a_full_disk_ends_a_command_with_one_line(

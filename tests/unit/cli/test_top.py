@@ -13,10 +13,9 @@ from typing_extensions import override
 
 from alignedserve.api.backend.scripted import ScriptedBackend
 from alignedserve.batches.records import BatchTotals
+from alignedserve.cli.commands import top as command
+from alignedserve.cli.commands.top import LiveDocument, Reading, drawn
 from alignedserve.cli.console import results
-from alignedserve.cli.top import command
-from alignedserve.cli.top.document import LiveDocument, Reading
-from alignedserve.cli.top.tables import drawn
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import ConfigError, PeerError, PeerLost, ProtocolError
 from alignedserve.gateway.live.view import live_view

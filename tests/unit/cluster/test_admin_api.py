@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from alignedserve.cli.top import command
+from alignedserve.cli.commands import top as command
 from alignedserve.cluster.deployments import client
 from alignedserve.cluster.deployments.admin_api import MAX_LINE_BYTES, AdminApi
 from alignedserve.cluster.deployments.client import ask, find_cluster, show

@@ -7,7 +7,7 @@ import pytest
 
 from alignedserve.config.loading import apply_override, load_config
 from alignedserve.config.model_settings import load_models, name_of
-from alignedserve.config.written_overrides import written_override
+from alignedserve.config.overrides import written_override
 from alignedserve.core.errors import ConfigError
 from tests.support.marks import each
 

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from rich.markup import escape
 from rich.table import Table
 
-from alignedserve.cli.commands.cluster.load_line import load_line
-from alignedserve.cli.commands.cluster.shown_log import TAIL_BYTES, show_log
+from alignedserve.cli.commands.cluster.one_host import TAIL_BYTES, load_line, show_log
 from alignedserve.cli.console import notes, print_json, printable, results
 from alignedserve.cluster.deployments.orders import (
     DeploymentReport,

@@ -9,9 +9,9 @@ import yaml
 from rich.markup import escape
 from rich.table import Table
 
-from alignedserve.cli.commands.options import ServeOptions
 from alignedserve.cli.console import notes, results
-from alignedserve.cli.keys.serving import check_keys, warn_of_strangers
+from alignedserve.cli.keys.commands import check_keys, warn_of_strangers
+from alignedserve.cli.options import ServeOptions
 from alignedserve.cluster.hosts.client import connected
 from alignedserve.cluster.hosts.record import ClusterRecord, read_record, recorded_drain_s, recorded_driver
 from alignedserve.cluster.hosts.supervisor import driver_log, end_supervisor, start_supervisor

@@ -10,8 +10,8 @@ from alignedserve.cluster.deployments.on_demand import Demand, Load, OnDemandLog
 from alignedserve.cluster.deployments.orders import AddModel, Answer, DeploymentReport, ModelOrder, Refused, RemoveModel
 from alignedserve.cluster.hosts.models.preparing import Asleep
 from alignedserve.cluster.hosts.plan import ClusterPlan
+from alignedserve.config.overrides import written_override
 from alignedserve.config.sections import ClusterConfig
-from alignedserve.config.written_overrides import written_override
 from alignedserve.core.request import LoraAdapter
 from alignedserve.runtime.model.served_deployment import DeploymentPhase, ServedDeployment
 from alignedserve.runtime.model.served_model import ServedModel

@@ -18,7 +18,7 @@ from alignedserve.cluster.hosts.nodes.sweeper import start_sweeper
 from alignedserve.cluster.run_folder import make_run_folder, remove_files
 from alignedserve.core.errors import AdapterError, AlignedServeError
 from alignedserve.process.loading_progress import PROGRESS_SUFFIX, Progress, read_progress
-from alignedserve.process.logs.files import LogPart, read_log
+from alignedserve.process.logs import LogPart, read_log
 from alignedserve.runtime.kv.arena_files import ARENA_PREFIX, arena_folder, remove_stale_arenas
 from alignedserve.runtime.lora.loaded_file import AdapterChange, exchange, loaded_file
 

@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from alignedserve.core.errors import PeerError, PeerLost
-from alignedserve.process.addresses import Publication
+from alignedserve.process.addresses import Publication, stage_name
 from alignedserve.process.process_spec import ProcessSpec
-from alignedserve.process.stage_names import stage_name
 from alignedserve.runtime.engine.ranks.frames import encode
 from alignedserve.runtime.engine.stages.stage_group import StageLink
 from alignedserve.runtime.engine.stages.stage_spec import StageSpec, StageStart

@@ -11,10 +11,9 @@ import socket
 import threading
 
 from alignedserve.core.errors import PeerError, PeerLost, ProtocolError
-from alignedserve.process.addresses import AddressResolver
+from alignedserve.process.addresses import AddressResolver, worker_of_stage
 from alignedserve.process.links import real_address
 from alignedserve.process.process_spec import ProcessSpec
-from alignedserve.process.stage_names import worker_of_stage
 from alignedserve.runtime.engine.stages.stage_process import serve_stage
 from alignedserve.runtime.engine.stages.stage_wire import StageWire
 from alignedserve.runtime.kv.transfers.channels.control_socket import ControlSocket, keep_alive, listen_at

@@ -7,17 +7,18 @@ oldest messages. From a pipe each line is a turn, and what stands there of comma
 """
 
 import asyncio
+import base64
 import contextlib
+import mimetypes
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from rich.markup import escape
 
-from alignedserve.cli.commands.chat.pictures import picture_part
-from alignedserve.cli.commands.chat.sampling import ChatSampling
-from alignedserve.cli.commands.options import EFFORTS, ChatOptions
 from alignedserve.cli.console import FAILURE, INTERRUPTED, notes, print_error, printable
+from alignedserve.cli.options import EFFORTS, ChatOptions
 from alignedserve.client.openai_client import (
     ClientFailure,
     ClientFailureKind,
@@ -29,7 +30,79 @@ from alignedserve.client.openai_client import (
 )
 from alignedserve.client.sse import is_key_wanted
 from alignedserve.config.environment import CLIENT_KEY_VARIABLE, client_api_key
-from alignedserve.core.errors import ConfigError, PeerError
+from alignedserve.config.sections import SAMPLING_FIELDS
+from alignedserve.core.errors import ConfigError, InvalidRequest, PeerError
+from alignedserve.core.request import SamplingParams
+
+_MAX_BYTES = 32 << 20
+
+
+def picture_part(path: str) -> dict[str, object]:
+    """Return the part of a message with the picture in this file. Raises ConfigError."""
+    file = Path(path).expanduser()
+    kind, _ = mimetypes.guess_type(file.name)
+    if kind is None or not kind.startswith("image/"):
+        raise ConfigError(f"{path}: its name is not one of a picture, such as otter.jpg")
+    try:
+        if file.stat().st_size > _MAX_BYTES:
+            raise ConfigError(f"{path} has more than {_MAX_BYTES >> 20} MiB")
+        content = file.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{base64.b64encode(content).decode()}"}}
+
+
+# Of models whose makers name nothing. Small ones repeat themselves without end at the likeliest token.
+_OWN = {"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.1}
+_OF_EVERY_SERVER = ("temperature", "top_p")  # the others are extensions of OpenAI's API
+_DEFAULT = "default"
+
+
+class ChatSampling:
+    """What the person has set."""
+
+    def __init__(self, temperature: float | None = None) -> None:
+        self._set: dict[str, float] = {} if temperature is None else {"temperature": temperature}
+
+    def fields(self, model: ListedModel) -> dict[str, float]:
+        """Return the fields of a request; what the server takes by itself is left out."""
+        if self._set.get("temperature") == 0.0:
+            return dict(self._set)
+        return {**self._beside_server(model), **self._set}
+
+    def in_words(self, model: ListedModel) -> str:
+        known = model.sampling if model.sampling_source else {}
+        plain = {"temperature": 1.0, "top_p": 1.0, "top_k": 0.0, "min_p": 0.0, "repetition_penalty": 1.0}
+        taken = {**plain, **known, **self.fields(model)}
+        shown = [
+            f"{name} {taken[name]:g}" for name in SAMPLING_FIELDS if name in self._set or taken[name] != plain[name]
+        ]
+        who = model.sampling_source or "this program's own, as the makers of the model name none"
+        return f"{', '.join(shown) or 'temperature 1'} ({who}{'; changed here' if self._set else ''})"
+
+    def change(self, argument: str) -> None:
+        """Obey `NAME VALUE`, or `NAME default`. Raises ConfigError saying what is wrong."""
+        name, _, text = argument.partition(" ")
+        if name not in SAMPLING_FIELDS:
+            raise ConfigError(f"/set takes one of {', '.join(SAMPLING_FIELDS)}, and a number or {_DEFAULT}")
+        if text.strip() == _DEFAULT:
+            self._set.pop(name, None)
+            return
+        try:
+            value = int(text) if name == "top_k" else float(text)
+            SamplingParams(**{name: value})  # type: ignore[arg-type]
+        except InvalidRequest as error:
+            raise ConfigError(str(error)) from error
+        except ValueError as error:
+            raise ConfigError(f"/set {name} takes a number, or {_DEFAULT}") from error
+        self._set[name] = value
+
+    def _beside_server(self, model: ListedModel) -> Mapping[str, float]:
+        if model.sampling_source:
+            return {}
+        is_extended = model.max_context_len is not None
+        return {name: value for name, value in _OWN.items() if is_extended or name in _OF_EVERY_SERVER}
+
 
 with contextlib.suppress(ImportError):
     import readline  # noqa: F401 - gives input() line editing and a history

@@ -1,15 +1,35 @@
-"""`alignedserve models`: what is in the cache of downloads, and its removal."""
+"""`alignedserve pull`, `models list` and `models rm`: the cache of downloads."""
 
 from dataclasses import asdict
 
 from rich.table import Table
 
-from alignedserve.cli.console import notes, print_json, printable, results
+from alignedserve.cli.console import INTERRUPTED, notes, print_json, printable, results
+from alignedserve.cli.downloads import fetch_model
+from alignedserve.config.sections import ModelSectionConfig
 from alignedserve.core.errors import ConfigError
-from alignedserve.runtime.model.hub.hub_name import parse_hub_name
+from alignedserve.runtime.model.built_in import SMOLLM2, smollm2_file
+from alignedserve.runtime.model.hub.hub_name import names_hub_model, parse_hub_name
 from alignedserve.runtime.model.hub.model_cache import list_models, remove_model
+from alignedserve.runtime.model.hub.short_names import full_name
 
 _COMMIT_LEN = 10  # of forty characters; as much as tells revisions apart
+
+
+def pull(model: str) -> int:
+    """Download what is missing and print the folder or file. Raises like Hub.fetch; ConfigError for a wrong name."""
+    if model == SMOLLM2 == full_name(model):  # installed as a package
+        print(smollm2_file())
+        return 0
+    parse_hub_name(full_name(model))
+    if not names_hub_model(full_name(model)):
+        raise ConfigError(f"{model} is a file or folder of this machine, not a model on a hub")
+    try:
+        print(fetch_model(ModelSectionConfig(path=model)).path)
+    except KeyboardInterrupt:
+        notes().print("Interrupted; the next pull goes on from here.")
+        return INTERRUPTED
+    return 0
 
 
 def show_list(json_output: bool) -> None:
