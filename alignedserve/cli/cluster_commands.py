@@ -18,7 +18,7 @@ from alignedserve.core.errors import ConfigError, ResourceError
 
 def _is_here(cluster: str | None) -> bool:
     """Return whether a command is about a cluster that serves on this host alone, rather than one of `up`."""
-    from alignedserve.cluster.deployments.client import has_cluster
+    from alignedserve.cluster.deployments.admin_api import has_cluster
 
     return cluster is not None or (ray_address() is None and has_cluster())
 

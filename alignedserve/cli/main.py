@@ -102,7 +102,7 @@ def _elsewhere(error: AlignedServeError) -> str:
     """Return where this user's servers are, if nothing answers at the usual address."""
     if not isinstance(error, NothingListens) or error.url != DEFAULT_URL:
         return ""
-    from alignedserve.cluster.deployments.client import urls_here
+    from alignedserve.cluster.deployments.admin_api import urls_here
 
     urls = [url for url in urls_here() if url != DEFAULT_URL]
     return f"; one runs here already: --url {' or '.join(urls)}" if urls else ""

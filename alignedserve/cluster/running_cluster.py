@@ -2,13 +2,17 @@
 
 import atexit
 import contextlib
+import json
 import logging
 import os
+import ssl
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import ray
@@ -17,9 +21,7 @@ from ray.exceptions import RayError
 from alignedserve.batches.location import SharedState
 from alignedserve.cluster.actor_factory import ActorFactory, PreparedNode
 from alignedserve.cluster.batch_storage import StateLock, open_batch_storage
-from alignedserve.cluster.first_token import NotReady, ask_ready
-from alignedserve.cluster.local_ray.node_processes import kill_all, orphans_of
-from alignedserve.cluster.local_ray.node_watch import NodeWatch
+from alignedserve.cluster.local_ray.node_watch import NodeWatch, kill_all, orphans_of
 from alignedserve.cluster.local_ray.start import start_ray
 from alignedserve.cluster.local_ray.worker_template import WorkerTemplate
 from alignedserve.cluster.ray_polls import Starting, answer_of, kill_actors
@@ -33,6 +35,37 @@ from alignedserve.process.addresses import is_gateway
 from alignedserve.process.loading_progress import Progress, read_progress
 from alignedserve.runtime.kv.arena_files import ARENA_PREFIX, arena_folder, remove_stale_arenas
 from alignedserve.runtime.model.served_model import ServedModel
+
+MODEL_FAILS = "model_fails"  # the code of a gateway's answer where waiting does not help
+_TIMEOUT_S = 2.0
+
+
+class NotReady(NamedTuple):
+    """Why there is no token yet, as the gateway says it."""
+
+    reason: str
+    is_lasting: bool = False  # the model itself fails at every try
+
+
+def ask_ready(url: str) -> NotReady | None:
+    # Its own gateway, which it asks by an address that the certificate need not name; nothing secret is sent.
+    unverified_context = ssl._create_unverified_context() if url.startswith("https:") else None  # noqa: S323
+    try:
+        with urllib.request.urlopen(f"{url}/ready", timeout=_TIMEOUT_S, context=unverified_context):  # noqa: S310
+            return None
+    except urllib.error.HTTPError as error:
+        return _as_said(error)
+    except OSError as error:
+        return NotReady(f"the gateway does not answer ({error})")
+
+
+def _as_said(answer: urllib.error.HTTPError) -> NotReady:
+    try:
+        said = json.loads(answer.read())["error"]
+        return NotReady(str(said["message"]).removeprefix("Not ready: ").rstrip("."), said["code"] == MODEL_FAILS)
+    except (OSError, ValueError, LookupError, TypeError):
+        return NotReady(f"the gateway answers {answer.code}")
+
 
 logger = logging.getLogger(__name__)
 

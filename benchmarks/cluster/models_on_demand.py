@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 from typing_extensions import override
 
-from alignedserve.cluster.deployments.client import ask, find_cluster, show
+from alignedserve.cluster.deployments.admin_api import ask, find_cluster, show
 from alignedserve.config.sections import MIB
 from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.recording import write_result

@@ -11,7 +11,7 @@ import psutil
 import yaml
 from ray.exceptions import RayError
 
-from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
+from alignedserve.cluster.nodes.ray_nodes import RayNode
 from alignedserve.config.sections import ScalingConfig
 from alignedserve.core.errors import ConfigError, PeerLost
 

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from alignedserve.cluster.failed_processes import FailedProcesses
 from alignedserve.cluster.hosts.cluster import MakeScaling
-from alignedserve.cluster.hosts.members import Member
 from alignedserve.cluster.hosts.membership import Membership
-from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
-from alignedserve.cluster.hosts.operations.node_drains import NodeDrains
+from alignedserve.cluster.hosts.node_drains import NodeDrains
+from alignedserve.cluster.nodes.members import Member
+from alignedserve.cluster.nodes.ray_nodes import RayNode
 from alignedserve.cluster.ray_polls import answer_or_none, has_ended
+from alignedserve.cluster.watchdog import FailedProcesses
 from alignedserve.config.sections import ClusterConfig, ScalingConfig
 from alignedserve.config.unset_sizes import DefaultSize
 from alignedserve.core.errors import ConfigError, PeerLost

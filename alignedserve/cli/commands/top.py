@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from alignedserve.cli.console import DEFAULT_URL, WIDEST, print_table, printable, results
 from alignedserve.client.unreachable import trust_for, unreachable
-from alignedserve.cluster.deployments.client import find_cluster, has_cluster, show_status
+from alignedserve.cluster.deployments.admin_api import find_cluster, has_cluster, show_status
 from alignedserve.config.environment import client_api_key
 from alignedserve.core.errors import AlignedServeError, ConfigError, PeerError, ProtocolError
 from alignedserve.core.percent import in_percent

@@ -7,7 +7,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from alignedserve.cli.console import notes, print_json, print_table, printable, results
-from alignedserve.cluster.deployments.client import show
+from alignedserve.cluster.deployments.admin_api import show
 from alignedserve.cluster.deployments.orders import (
     AddModel,
     DeploymentReport,
@@ -18,7 +18,7 @@ from alignedserve.cluster.deployments.orders import (
     RestartWorkers,
     problem_of,
 )
-from alignedserve.cluster.hosts.client import found_cluster
+from alignedserve.cluster.hosts.orders import found_cluster
 from alignedserve.config.model_settings import named_model
 from alignedserve.core.errors import ConfigError
 

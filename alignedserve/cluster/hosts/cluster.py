@@ -4,7 +4,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,9 +25,6 @@ from alignedserve.cluster.deployments.orders import (
     ScaleWorkers,
     UndoDrain,
 )
-from alignedserve.cluster.failed_processes import FailedProcesses
-from alignedserve.cluster.hosts.joining import Joining, Preparation
-from alignedserve.cluster.hosts.members import DRIVER, Member, record_of
 from alignedserve.cluster.hosts.membership import (
     Announce,
     CancelPreparation,
@@ -42,33 +39,91 @@ from alignedserve.cluster.hosts.membership import (
     NodesSeen,
     PrepareNode,
 )
-from alignedserve.cluster.hosts.node_questions import AdapterExchange, LoadingOfNodes
-from alignedserve.cluster.hosts.nodes.agent import end_actors
-from alignedserve.cluster.hosts.nodes.placement_group import release
-from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode, alive_nodes
-from alignedserve.cluster.hosts.nodes.versions import own_versions
-from alignedserve.cluster.hosts.operations.node_drains import NodeDrains
-from alignedserve.cluster.hosts.operations.orders import StoredOrders
-from alignedserve.cluster.hosts.operations.worker_scaling import WorkerActors, WorkerScaling
+from alignedserve.cluster.hosts.node_drains import NodeDrains, WorkerActors, WorkerScaling
+from alignedserve.cluster.hosts.orders import StoredOrders
 from alignedserve.cluster.hosts.record import (
     ClusterRecord,
     NodeRecord,
     is_asked_to_stop,
     is_asked_to_stop_at_once,
+    own_versions,
     remove_record,
     write_record,
 )
 from alignedserve.cluster.hosts.recordings import Recordings
 from alignedserve.cluster.hosts.serving_cluster import Brought, ServingCluster
 from alignedserve.cluster.hosts.succession import Succession, head_patience_s
-from alignedserve.cluster.ray_polls import kill_actors
+from alignedserve.cluster.nodes.agent import end_actors
+from alignedserve.cluster.nodes.joining import Joining, Preparation
+from alignedserve.cluster.nodes.members import DRIVER, HostedModel, Member, record_of
+from alignedserve.cluster.nodes.ray_nodes import RayNode, alive_nodes, release
+from alignedserve.cluster.ray_polls import answers_so_far, kill_actors
 from alignedserve.cluster.restarts import Health
 from alignedserve.cluster.running_cluster import AskedToStop
 from alignedserve.cluster.signals import signals_ignored
+from alignedserve.cluster.watchdog import FailedProcesses
 from alignedserve.config.environment import log_format
 from alignedserve.core.errors import AlignedServeError, PeerLost
 from alignedserve.process.loading_progress import Progress
 from alignedserve.process.logs import LogFileHandler, require_format
+from alignedserve.runtime.lora.loaded_file import AdapterChange, Changes, merged
+
+_PERIOD_S = 0.5
+
+
+class AdapterExchange:
+    """The changes of all nodes, by deployment. Used on the driver's thread; never waits.
+
+    It keeps nothing that the nodes do not have: the next driver hears all of it again.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, Changes] = {}  # by deployment
+        self._asked: dict[Any, Any] = {}  # agents by their calls
+        self._looked_s = float("-inf")
+
+    def look(self, members: Iterable[Member], models: Mapping[str, HostedModel]) -> None:
+        for answer in answers_so_far(list(self._asked)).items():
+            self._take(*answer)
+        now = time.monotonic()
+        able = [one for one, model in models.items() if model.served.lora.is_enabled and model.served.encoder is None]
+        self._known = {one: self._known.get(one, {}) for one in able}
+        if not able or now - self._looked_s < _PERIOD_S:
+            return
+        self._looked_s = now
+        asked = set(self._asked.values())
+        told = {one: tuple(changes.values()) for one, changes in self._known.items()}
+        for member in members:
+            agent = member.agent.actor
+            if agent not in asked:
+                self._asked[agent.exchange_adapters.remote(told)] = agent
+
+    def _take(self, call: Any, answer: Mapping[str, tuple[AdapterChange, ...]] | None) -> None:
+        del self._asked[call]
+        for deployment_id, changes in (answer or {}).items():
+            if deployment_id in self._known:
+                self._known[deployment_id] = merged(self._known[deployment_id], changes)
+
+
+class LoadingOfNodes:
+    """The progress of nodes, as they last said."""
+
+    def __init__(self) -> None:
+        self._asked: dict[Any, str] = {}  # nodes by the calls of their agents
+        self._known: dict[str, list[Progress | None]] = {}
+
+    def look(self, members: Iterable[Member]) -> list[Progress | None]:
+        answered = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=0)[0] if self._asked else []
+        for reference in answered:
+            name = self._asked.pop(reference)
+            with contextlib.suppress(RayError):
+                self._known[name] = ray.get(reference)
+        names, asked = [], set(self._asked.values())
+        for member in members:
+            names.append(member.name)
+            if member.name not in asked:
+                self._asked[member.agent.actor.progress.remote()] = member.name
+        return [one for name in names for one in self._known.get(name, ())]
 
 
 class DriverLog:

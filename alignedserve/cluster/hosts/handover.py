@@ -12,17 +12,15 @@ from typing import Any, get_type_hints
 import msgspec
 
 from alignedserve.cluster.actor_factory import ClusterSecrets, PreparedNode
-from alignedserve.cluster.deployments.events import LeftDeployment
-from alignedserve.cluster.deployments.logic import DeploymentsLogic
+from alignedserve.cluster.deployments.logic import DeploymentsLogic, LeftDeployment
 from alignedserve.cluster.draining.drains import Draining, Drains
-from alignedserve.cluster.hosts.admission import JoiningDevice, agent_of
-from alignedserve.cluster.hosts.joining import Joining, Shares
-from alignedserve.cluster.hosts.members import DrainedNode, HostedModel, Member
 from alignedserve.cluster.hosts.membership import Host
-from alignedserve.cluster.hosts.nodes.placement_group import WorkerShare
-from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
-from alignedserve.cluster.hosts.plan import ClusterPlan
 from alignedserve.cluster.memory_planner import Machine
+from alignedserve.cluster.nodes.admission import JoiningDevice, agent_of
+from alignedserve.cluster.nodes.joining import Joining, Shares
+from alignedserve.cluster.nodes.members import DrainedNode, HostedModel, Member
+from alignedserve.cluster.nodes.plan import ClusterPlan
+from alignedserve.cluster.nodes.ray_nodes import RayNode, WorkerShare
 from alignedserve.cluster.placement import NodeCapacity, NodeShare, PlacedCounts, Placement
 from alignedserve.cluster.sizing import SizeChoice
 from alignedserve.config.sections import ClusterConfig

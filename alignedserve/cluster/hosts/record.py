@@ -1,10 +1,14 @@
 """The record of a running cluster, by which commands on any of its nodes find it."""
 
+import platform
+from importlib.metadata import version
+
 import msgspec
 
 from alignedserve.cluster.deployments.orders import DeploymentReport
 from alignedserve.cluster.hosts import ray_directory
 from alignedserve.core.errors import ProtocolError
+from alignedserve.messages.wire import PROTOCOL_VERSION
 
 DRAINING, DRAINED = "draining", "drained"
 _RECORD_KEY = "cluster"
@@ -153,3 +157,8 @@ def is_asked_to_stop_at_once(cluster_id: str) -> bool:
 
 def _at_once(cluster_id: str) -> bytes:
     return f"{cluster_id} at once".encode()
+
+
+def own_versions() -> str:
+    """Return the versions in which all nodes of a cluster must agree."""
+    return f"AlignedServe {version('alignedserve')} (protocol {PROTOCOL_VERSION}), Python {platform.python_version()}"

@@ -17,8 +17,8 @@ import msgspec
 import ray
 from ray.exceptions import RayError
 
-from alignedserve.cluster.hosts.members import Member
-from alignedserve.cluster.hosts.nodes.recorded_parts import MAX_PART_BYTES, is_name
+from alignedserve.cluster.nodes.members import Member
+from alignedserve.cluster.recording_folder import MAX_PART_BYTES, is_name
 from alignedserve.disk.private_files import open_private
 from alignedserve.messages.recording import PART_FILE, RecordedPart
 

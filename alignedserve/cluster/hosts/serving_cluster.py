@@ -10,6 +10,8 @@ from typing_extensions import override
 
 from alignedserve.cluster.actor_factory import ActorFactory, PreparedNode
 from alignedserve.cluster.deployments.admin_api import AdminApi
+from alignedserve.cluster.deployments.driver import DeploymentsDriver
+from alignedserve.cluster.deployments.on_demand import ModelOnDemand, OnDemandModels
 from alignedserve.cluster.deployments.orders import (
     AdminRequest,
     Answer,
@@ -25,21 +27,19 @@ from alignedserve.cluster.deployments.orders import (
     StatusReport,
     problem_of,
 )
+from alignedserve.cluster.deployments.preparing import DeploymentSettings, Examine, HostedPreparing
+from alignedserve.cluster.deployments.site import HostedDeployments
 from alignedserve.cluster.draining.drain_watch import DrainWatch
 from alignedserve.cluster.draining.rolling_restart import WorkerRestarts
-from alignedserve.cluster.failed_processes import FailedProcesses
-from alignedserve.cluster.hosts.joining import Joining
-from alignedserve.cluster.hosts.members import Member
-from alignedserve.cluster.hosts.models.driver import DeploymentsDriver
-from alignedserve.cluster.hosts.models.on_demand import ModelOnDemand, OnDemandModels
-from alignedserve.cluster.hosts.models.preparing import DeploymentSettings, Examine, HostedPreparing
-from alignedserve.cluster.hosts.models.site import HostedDeployments
-from alignedserve.cluster.hosts.plan import ClusterPlan
 from alignedserve.cluster.local_ray.worker_template import WorkerTemplate
+from alignedserve.cluster.nodes.joining import Joining
+from alignedserve.cluster.nodes.members import Member
+from alignedserve.cluster.nodes.plan import ClusterPlan
 from alignedserve.cluster.ray_polls import answer_or_none, has_ended, have_all_ended
 from alignedserve.cluster.restarts import STARTS_AGAIN, Health, ProcessState
 from alignedserve.cluster.running_cluster import RunningCluster
 from alignedserve.cluster.start_observer import StartObserver
+from alignedserve.cluster.watchdog import FailedProcesses
 from alignedserve.config.model_settings import ModelSettings
 from alignedserve.core.errors import PeerLost
 

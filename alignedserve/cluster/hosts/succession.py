@@ -19,13 +19,11 @@ from ray.exceptions import RayError
 
 from alignedserve.cluster.actor_factory import ClusterSecrets
 from alignedserve.cluster.hosts.handover import ClusterState, decode, encode
-from alignedserve.cluster.hosts.joining import Joining
-from alignedserve.cluster.hosts.members import Member
-from alignedserve.cluster.hosts.nodes.agent import KeptState
-from alignedserve.cluster.hosts.nodes.versions import own_versions
-from alignedserve.cluster.hosts.orphans import SILENT_S, kept_by
-from alignedserve.cluster.hosts.ray_storage import HEAD_RETURNS_S
-from alignedserve.cluster.hosts.record import ClusterRecord
+from alignedserve.cluster.hosts.ray_directory import HEAD_RETURNS_S
+from alignedserve.cluster.hosts.record import ClusterRecord, own_versions
+from alignedserve.cluster.nodes.agent import SILENT_S, KeptState, kept_by
+from alignedserve.cluster.nodes.joining import Joining
+from alignedserve.cluster.nodes.members import Member
 from alignedserve.cluster.ray_polls import answers_so_far
 from alignedserve.config.environment import api_keys, redis_url
 from alignedserve.config.sections import ClusterConfig

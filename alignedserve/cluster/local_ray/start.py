@@ -19,7 +19,7 @@ from ray._private import ray_constants, services, worker
 from ray._private.node import Node
 from ray._raylet import Config  # type: ignore[attr-defined]
 
-from alignedserve.cluster.local_ray.node_processes import NodeProcesses
+from alignedserve.cluster.local_ray.node_watch import NodeProcesses
 from alignedserve.cluster.local_ray.worker_template import WorkerTemplate
 from alignedserve.cluster.ray_node import RAY_ENVIRONMENT
 from alignedserve.cluster.signals import handlers_preserved

@@ -23,11 +23,11 @@ from alignedserve.cli.options import ServeOptions
 from alignedserve.cli.wiring import start_cluster
 from alignedserve.cluster.deployments.orders import DeploymentReport
 from alignedserve.cluster.hosts import ray_directory
-from alignedserve.cluster.hosts.nodes.versions import own_versions
 from alignedserve.cluster.hosts.record import (
     ActorRecord,
     ClusterRecord,
     NodeRecord,
+    own_versions,
     read_record,
     recorded_drain_s,
     recorded_id,

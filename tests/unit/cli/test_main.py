@@ -220,7 +220,7 @@ def test_a_server_of_this_host_at_another_port_is_named(
         free.bind(("127.0.0.1", 0))
         usual = f"http://127.0.0.1:{free.getsockname()[1]}"
         monkeypatch.setattr("alignedserve.cli.main.DEFAULT_URL", usual)
-        monkeypatch.setattr("alignedserve.cluster.deployments.client.urls_here", lambda: ["http://127.0.0.1:8001"])
+        monkeypatch.setattr("alignedserve.cluster.deployments.admin_api.urls_here", lambda: ["http://127.0.0.1:8001"])
         assert run_command(monkeypatch, "explain", "chatcmpl-1", "--url", usual) == 1
     assert capsys.readouterr().err.endswith("; one runs here already: --url http://127.0.0.1:8001\n")
 

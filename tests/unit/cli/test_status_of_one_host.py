@@ -13,8 +13,7 @@ from rich.markup import escape
 from alignedserve.cli.commands.cluster import one_host
 from alignedserve.cli.main import main
 from alignedserve.cli.models import serving
-from alignedserve.cluster.deployments.admin_api import AdminApi
-from alignedserve.cluster.deployments.client import has_cluster
+from alignedserve.cluster.deployments.admin_api import AdminApi, has_cluster
 from alignedserve.cluster.deployments.orders import DeploymentReport, ProcessReport, ShowStatus, StatusReport
 from alignedserve.core.errors import ResourceError
 from alignedserve.messages.gateways import ClusterStatus

@@ -11,9 +11,8 @@ import msgspec
 import pytest
 
 from alignedserve.cli.commands import top as command
-from alignedserve.cluster.deployments import client
-from alignedserve.cluster.deployments.admin_api import MAX_LINE_BYTES, AdminApi
-from alignedserve.cluster.deployments.client import ask, find_cluster, show
+from alignedserve.cluster.deployments import admin_api as client
+from alignedserve.cluster.deployments.admin_api import MAX_LINE_BYTES, AdminApi, ask, find_cluster, show
 from alignedserve.cluster.deployments.orders import (
     AddModel,
     AdminRequest,

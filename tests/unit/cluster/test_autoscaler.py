@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
 from alignedserve.cluster.launch import launch_cluster
+from alignedserve.cluster.nodes.ray_nodes import RayNode
 from alignedserve.config.model_settings import ModelSettings
 from alignedserve.config.sections import ScalingConfig
 from alignedserve.config.unset_sizes import from_mapping

@@ -2,9 +2,11 @@
 
 import pytest
 
-from alignedserve.cluster.deployments.events import (
+from alignedserve.cluster.deployments.logic import (
+    PROVING_S,
     Announce,
     Conclude,
+    DeploymentsLogic,
     Discard,
     End,
     Ended,
@@ -20,7 +22,6 @@ from alignedserve.cluster.deployments.events import (
     View,
     Viewed,
 )
-from alignedserve.cluster.deployments.logic import PROVING_S, DeploymentsLogic
 from alignedserve.cluster.deployments.orders import AddModel, ModelOrder, RemoveModel, ReplaceModel
 from alignedserve.config.model_settings import MAX_MODELS
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from alignedserve.cluster.deployments.events import LeftDeployment, Phase, Standing
-from alignedserve.cluster.deployments.logic import DeploymentsLogic
+from alignedserve.cluster.deployments.driver import DeploymentsDriver
+from alignedserve.cluster.deployments.logic import DeploymentsLogic, LeftDeployment, Phase, Standing
 from alignedserve.cluster.deployments.on_demand import (
     DOCUMENTS_TURN_S,
     RETRY_S,
@@ -15,13 +15,13 @@ from alignedserve.cluster.deployments.on_demand import (
     Demand,
     Leave,
     Load,
+    ModelOnDemand,
     OnDemandLogic,
+    OnDemandModels,
     Use,
 )
 from alignedserve.cluster.deployments.orders import AddModel
-from alignedserve.cluster.hosts.models.driver import DeploymentsDriver
-from alignedserve.cluster.hosts.models.on_demand import ModelOnDemand, OnDemandModels
-from alignedserve.cluster.hosts.models.preparing import Asleep
+from alignedserve.cluster.deployments.preparing import Asleep
 from alignedserve.config.model_settings import load_models
 from alignedserve.config.sections import PrefixCacheConfig
 from alignedserve.core.request import LoraAdapter

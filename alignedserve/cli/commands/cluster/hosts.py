@@ -17,30 +17,29 @@ from alignedserve.cluster.deployments.orders import (
     UndoDrain,
 )
 from alignedserve.cluster.draining.drains import MOVING_S
-from alignedserve.cluster.hosts.client import (
+from alignedserve.cluster.hosts.orders import (
     call_actor,
     connected,
     end_supervisor_of_head,
+    give_order,
     lost_nodes,
     node_of,
     running_cluster,
 )
-from alignedserve.cluster.hosts.nodes.versions import own_versions
-from alignedserve.cluster.hosts.operations.drain_rules import node_called
-from alignedserve.cluster.hosts.operations.orders import give_order
-from alignedserve.cluster.hosts.operations.resizing import parse_counts
-from alignedserve.cluster.hosts.orphans import end_cluster, has_driver
-from alignedserve.cluster.hosts.ray_storage import RayStorage, ray_storage, waiting_for_head
+from alignedserve.cluster.hosts.ray_directory import RayStorage, ray_storage, waiting_for_head
 from alignedserve.cluster.hosts.record import (
     DRAINED,
     ClusterRecord,
     NodeRecord,
     ask_to_stop,
+    own_versions,
     read_record,
     recorded_drain_s,
     recorded_id,
 )
+from alignedserve.cluster.hosts.resizing import node_called, parse_counts
 from alignedserve.cluster.hosts.supervisor import Ending
+from alignedserve.cluster.nodes.agent import end_cluster, has_driver
 from alignedserve.config.environment import redis_authority_path, redis_url
 from alignedserve.core.errors import PeerLost, ProtocolError, ResourceError
 from alignedserve.messages.gateways import ClusterStatus

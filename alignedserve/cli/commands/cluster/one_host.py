@@ -8,7 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from alignedserve.cli.console import counted, print_json, printable, results
-from alignedserve.cluster.deployments.client import find_cluster, show_status
+from alignedserve.cluster.deployments.admin_api import find_cluster, show_status
 from alignedserve.cluster.deployments.orders import DeploymentReport, ProcessReport, StatusReport
 from alignedserve.config.sections import MIB, Topology
 from alignedserve.core.errors import ResourceError

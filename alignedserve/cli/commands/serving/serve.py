@@ -23,9 +23,9 @@ from alignedserve.cli.downloads import fetch_model
 from alignedserve.cli.keys.commands import check_keys, show_keys, warn_of_strangers
 from alignedserve.cli.options import ServeOptions
 from alignedserve.cli.wiring import start_cluster
+from alignedserve.cluster.deployments.on_demand import ModelOnDemand
 from alignedserve.cluster.draining.drain_watch import LastAnswers
 from alignedserve.cluster.hosts.cluster import ClusterOnHosts
-from alignedserve.cluster.hosts.models.on_demand import ModelOnDemand
 from alignedserve.cluster.hosts.serving_cluster import ServingCluster
 from alignedserve.cluster.local_ray.worker_template import WorkerTemplate
 from alignedserve.cluster.running_cluster import AskedToStop, RunningCluster

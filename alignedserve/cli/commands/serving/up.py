@@ -12,7 +12,7 @@ from rich.table import Table
 from alignedserve.cli.console import notes, results
 from alignedserve.cli.keys.commands import check_keys, warn_of_strangers
 from alignedserve.cli.options import ServeOptions
-from alignedserve.cluster.hosts.client import connected
+from alignedserve.cluster.hosts.orders import connected
 from alignedserve.cluster.hosts.record import ClusterRecord, read_record, recorded_drain_s, recorded_driver
 from alignedserve.cluster.hosts.supervisor import driver_log, end_supervisor, start_supervisor
 from alignedserve.config.environment import ray_address

@@ -3,7 +3,7 @@
 import itertools
 import random
 
-from alignedserve.cluster.hosts.models.assignment import AssignableModel, AssignableNode, assign_models
+from alignedserve.cluster.deployments.division import AssignableModel, AssignableNode, assign_models
 from tests.support.marks import each
 
 SIZES = {"a": 4, "b": 3, "c": 2, "d": 1}

@@ -20,9 +20,9 @@ from alignedserve.cluster.deployments.orders import (
 )
 from alignedserve.cluster.draining.drain_watch import DrainWatch
 from alignedserve.cluster.draining.drains import MOVING_S, Draining, Drains
-from alignedserve.cluster.hosts.operations.drain_rules import node_called, require_drainable
-from alignedserve.cluster.hosts.operations.orders import StoredOrders, give_order
+from alignedserve.cluster.hosts.orders import StoredOrders, give_order
 from alignedserve.cluster.hosts.record import DRAINED, NodeRecord
+from alignedserve.cluster.hosts.resizing import node_called, require_drainable
 from alignedserve.cluster.placement import NodeShare
 from alignedserve.core.errors import PeerLost, ResourceError
 
@@ -144,7 +144,7 @@ def test_an_order_is_taken_and_answered_once(
             seen.append(taken)
             channel.answer(name, Done("done"))
 
-    monkeypatch.setattr("alignedserve.cluster.hosts.operations.orders.time.sleep", drive)
+    monkeypatch.setattr("alignedserve.cluster.hosts.orders.time.sleep", drive)
     assert give_order("c", order) == Done("done")
     assert seen == [order]
     assert store == {}
@@ -157,13 +157,13 @@ def test_a_refused_order_raises_its_reason(store: dict[str, bytes], monkeypatch:
         for name, _order in channel.take():
             channel.answer(name, Refused("it is the head"))
 
-    monkeypatch.setattr("alignedserve.cluster.hosts.operations.orders.time.sleep", drive)
+    monkeypatch.setattr("alignedserve.cluster.hosts.orders.time.sleep", drive)
     with pytest.raises(ResourceError, match="it is the head"):
         give_order("c", UndoDrain("node-0"))
 
 
 def test_an_order_without_an_answer_is_withdrawn(store: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("alignedserve.cluster.hosts.operations.orders._ANSWER_S", -1.0)
+    monkeypatch.setattr("alignedserve.cluster.hosts.orders._ANSWER_S", -1.0)
     with pytest.raises(PeerLost, match="driver of the cluster has not answered"):
         give_order("c", UndoDrain("node-0"))
     assert store == {}

@@ -26,12 +26,12 @@ from alignedserve.cluster.deployments.orders import (
     UndoDrain,
 )
 from alignedserve.cluster.hosts import cluster as running
-from alignedserve.cluster.hosts import joining
-from alignedserve.cluster.hosts.admission import Agent
 from alignedserve.cluster.hosts.cluster import ClusterOnHosts
-from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
-from alignedserve.cluster.hosts.operations.worker_scaling import WorkerActors
+from alignedserve.cluster.hosts.node_drains import WorkerActors
 from alignedserve.cluster.hosts.record import ClusterRecord
+from alignedserve.cluster.nodes import joining
+from alignedserve.cluster.nodes.admission import Agent
+from alignedserve.cluster.nodes.ray_nodes import RayNode
 from alignedserve.core.errors import NotEnoughMemory, PeerLost, ResourceError
 from tests.harnesses.hosts import cluster_demo, namespace_hosts
 from tests.unit.cluster.driven_cluster import NODES, started

@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from alignedserve.cluster import failed_processes
+from alignedserve.cluster import watchdog as failed_processes
+from alignedserve.cluster.deployments import preparing
 from alignedserve.cluster.deployments.division import holding_of
-from alignedserve.cluster.deployments.events import LeftDeployment, Ordered, Phase, View, Viewed
-from alignedserve.cluster.deployments.logic import DeploymentsLogic
+from alignedserve.cluster.deployments.logic import DeploymentsLogic, LeftDeployment, Ordered, Phase, View, Viewed
 from alignedserve.cluster.deployments.orders import (
     AddModel,
     AdminRequest,
@@ -24,23 +24,21 @@ from alignedserve.cluster.deployments.orders import (
     RemoveModel,
     ShowModels,
 )
-from alignedserve.cluster.hosts import ray_directory, succession
-from alignedserve.cluster.hosts.cluster import ClusterOnHosts
-from alignedserve.cluster.hosts.joining import Joining, needed_first
-from alignedserve.cluster.hosts.members import HostedModel, Member
-from alignedserve.cluster.hosts.models import preparing
-from alignedserve.cluster.hosts.models.planning import (
+from alignedserve.cluster.deployments.planning import (
     PlannedModel,
     models_for_node,
     plan_models,
     plan_one_more,
     planned_again,
 )
-from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
-from alignedserve.cluster.hosts.operations import orders
-from alignedserve.cluster.hosts.operations.orders import StoredOrders, give_order
-from alignedserve.cluster.hosts.plan import ClusterPlan, NodeResources
+from alignedserve.cluster.hosts import orders, ray_directory, succession
+from alignedserve.cluster.hosts.cluster import ClusterOnHosts
+from alignedserve.cluster.hosts.orders import StoredOrders, give_order
 from alignedserve.cluster.memory_planner import Machine
+from alignedserve.cluster.nodes.joining import Joining, needed_first
+from alignedserve.cluster.nodes.members import HostedModel, Member
+from alignedserve.cluster.nodes.plan import ClusterPlan, NodeResources
+from alignedserve.cluster.nodes.ray_nodes import RayNode
 from alignedserve.cluster.placement import NodeCapacity, NodeShare
 from alignedserve.cluster.restarts import FIRST_PAUSE_S, Health, ProcessState
 from alignedserve.config.sections import MIB

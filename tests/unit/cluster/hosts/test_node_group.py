@@ -5,12 +5,10 @@ from typing import Any
 
 import pytest
 
-from alignedserve.cluster.hosts.admission import differences
-from alignedserve.cluster.hosts.members import resources_of
-from alignedserve.cluster.hosts.nodes.placement_group import NodeGroup, WorkerShare, bundles_of, worker_shares
-from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
-from alignedserve.cluster.hosts.nodes.report import NodeReport
 from alignedserve.cluster.memory_planner import Machine
+from alignedserve.cluster.nodes.admission import NodeReport, differences
+from alignedserve.cluster.nodes.members import resources_of
+from alignedserve.cluster.nodes.ray_nodes import NodeGroup, RayNode, WorkerShare, bundles_of, worker_shares
 from alignedserve.cluster.placement import NodeCapacity, NodeShare, engines_of
 from alignedserve.config.sections import MIB, EngineConfig
 

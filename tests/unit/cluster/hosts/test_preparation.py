@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 from alignedserve.cluster.deployments.orders import AddModel, ReplaceModel
-from alignedserve.cluster.hosts.models.preparing import (
+from alignedserve.cluster.deployments.preparing import (
     Asleep,
     DeploymentSettings,
     HostedPlan,
     HostedPreparing,
     Surroundings,
 )
-from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
-from alignedserve.cluster.hosts.nodes.report import NodeReport
 from alignedserve.cluster.memory_planner import Machine
+from alignedserve.cluster.nodes.admission import NodeReport
+from alignedserve.cluster.nodes.ray_nodes import RayNode
 from alignedserve.config.model_settings import load_models
 from alignedserve.config.sections import MIB
 from alignedserve.core.errors import ConfigError, NotEnoughMemory

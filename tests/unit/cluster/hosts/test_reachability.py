@@ -5,9 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from alignedserve.cluster.hosts.admission import apart, clocks_apart
-from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
-from alignedserve.cluster.hosts.nodes.report import NodeReport, Surveyor, open_port, unreached
+from alignedserve.cluster.nodes.admission import NodeReport, Surveyor, apart, clocks_apart, open_port, unreached
+from alignedserve.cluster.nodes.ray_nodes import RayNode
 from alignedserve.cluster.preflight import check_machine
 from alignedserve.config.sections import ModelSectionConfig
 from alignedserve.config.unset_sizes import from_mapping

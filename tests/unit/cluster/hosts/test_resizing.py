@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from alignedserve.cluster.hosts.operations.resizing import Resize, RunningNode, parse_counts, plan_resize
+from alignedserve.cluster.hosts.resizing import Resize, RunningNode, parse_counts, plan_resize
 from alignedserve.cluster.placement import NodeCapacity, NodeShare
 from alignedserve.core.errors import ConfigError, ResourceError
 from tests.support.marks import each

@@ -11,19 +11,17 @@ import pytest
 from cryptography import x509
 
 from alignedserve.cluster.actor_factory import ClusterSecrets
-from alignedserve.cluster.deployments.events import LeftDeployment, Phase
-from alignedserve.cluster.deployments.logic import DeploymentsLogic
+from alignedserve.cluster.deployments.logic import DeploymentsLogic, LeftDeployment, Phase
 from alignedserve.cluster.draining.drains import Draining
 from alignedserve.cluster.hosts import succession
-from alignedserve.cluster.hosts.admission import Agent
 from alignedserve.cluster.hosts.handover import ClusterState, decode, encode
-from alignedserve.cluster.hosts.members import DrainedNode, HostedModel
-from alignedserve.cluster.hosts.nodes.agent import KeptState
-from alignedserve.cluster.hosts.nodes.placement_group import WorkerShare
-from alignedserve.cluster.hosts.nodes.versions import own_versions
-from alignedserve.cluster.hosts.record import ClusterRecord
+from alignedserve.cluster.hosts.record import ClusterRecord, own_versions
 from alignedserve.cluster.hosts.succession import Succession, digest_of, left_by_former
 from alignedserve.cluster.memory_planner import Machine
+from alignedserve.cluster.nodes.admission import Agent
+from alignedserve.cluster.nodes.agent import KeptState
+from alignedserve.cluster.nodes.members import DrainedNode, HostedModel
+from alignedserve.cluster.nodes.ray_nodes import WorkerShare
 from alignedserve.cluster.placement import NodeCapacity
 from alignedserve.config.sections import ModelSectionConfig
 from alignedserve.config.unset_sizes import DefaultSize, from_mapping

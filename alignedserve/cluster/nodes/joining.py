@@ -10,14 +10,24 @@ from typing import Any, NoReturn
 import ray
 from ray.exceptions import RayError
 
-from alignedserve.cluster.deployments.events import Phase
-from alignedserve.cluster.deployments.logic import DeploymentsLogic
+from alignedserve.cluster.deployments.logic import DeploymentsLogic, Phase
+from alignedserve.cluster.deployments.planning import (
+    PlannedModel,
+    devices_of,
+    divided,
+    models_for_node,
+    planned_again,
+)
 from alignedserve.cluster.draining.drains import Drains
-from alignedserve.cluster.hosts.admission import (
+from alignedserve.cluster.hosts.membership import Host
+from alignedserve.cluster.hosts.record import own_versions
+from alignedserve.cluster.memory_planner import Machine
+from alignedserve.cluster.nodes.admission import (
     NODE_ANSWER_S,
     Admission,
     Agent,
     JoiningDevice,
+    NodeReport,
     agent_of,
     create_agent,
     differences,
@@ -25,21 +35,9 @@ from alignedserve.cluster.hosts.admission import (
     require,
     warn_of_clocks,
 )
-from alignedserve.cluster.hosts.members import DrainedNode, HostedModel, Member, group_for, member_of, resources_of
-from alignedserve.cluster.hosts.membership import Host
-from alignedserve.cluster.hosts.models.planning import (
-    PlannedModel,
-    devices_of,
-    divided,
-    models_for_node,
-    planned_again,
-)
-from alignedserve.cluster.hosts.nodes.placement_group import NodeGroup, release
-from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
-from alignedserve.cluster.hosts.nodes.report import NodeReport
-from alignedserve.cluster.hosts.nodes.versions import own_versions
-from alignedserve.cluster.hosts.plan import ClusterPlan, NodePart, NodeResources, node_config, plan_joining
-from alignedserve.cluster.memory_planner import Machine
+from alignedserve.cluster.nodes.members import DrainedNode, HostedModel, Member, group_for, member_of, resources_of
+from alignedserve.cluster.nodes.plan import ClusterPlan, NodePart, NodeResources, node_config, plan_joining
+from alignedserve.cluster.nodes.ray_nodes import NodeGroup, RayNode, release
 from alignedserve.cluster.placement import NodeShare
 from alignedserve.cluster.ray_polls import have_all_ended, kill_actors
 from alignedserve.core.errors import PeerLost, ResourceError

@@ -11,19 +11,19 @@ from typing import Any, NamedTuple
 from ray.exceptions import RayError
 
 from alignedserve.cluster.actor_factory import BATCHES, PreparedNode
-from alignedserve.cluster.deployments.events import Prepared
+from alignedserve.cluster.deployments.logic import Prepared
+from alignedserve.cluster.deployments.on_demand import ModelOnDemand
 from alignedserve.cluster.deployments.orders import AddModel, ReplaceModel
-from alignedserve.cluster.hosts.admission import Agent
-from alignedserve.cluster.hosts.joining import Joining
-from alignedserve.cluster.hosts.members import HostedModel, Member
-from alignedserve.cluster.hosts.models.on_demand import ModelOnDemand
-from alignedserve.cluster.hosts.models.preparing import (
+from alignedserve.cluster.deployments.preparing import (
     Asleep,
     HostedPlan,
     HostedPreparing,
     Surroundings,
     in_background,
 )
+from alignedserve.cluster.nodes.admission import Agent
+from alignedserve.cluster.nodes.joining import Joining
+from alignedserve.cluster.nodes.members import HostedModel, Member
 from alignedserve.cluster.ray_polls import Starting, answers_so_far, have_all_ended, kill_actors
 from alignedserve.cluster.restarts import Health, ProcessState
 from alignedserve.cluster.run_folder import remove_files

@@ -1,6 +1,7 @@
 """The node agent: its private folder, its logs, and what is left behind when its processes are killed."""
 
 import contextlib
+import logging
 import os
 import threading
 import time
@@ -12,11 +13,14 @@ import psutil
 import ray
 from ray.exceptions import RayError
 
-from alignedserve.cluster.hosts.nodes import recorded_parts
-from alignedserve.cluster.hosts.nodes.placement_group import release
-from alignedserve.cluster.hosts.nodes.sweeper import start_sweeper
+from alignedserve.cluster import recording_folder
+from alignedserve.cluster.hosts.ray_directory import NAMESPACE
+from alignedserve.cluster.hosts.record import ClusterRecord, remove_record
+from alignedserve.cluster.nodes.ray_nodes import release, release_former
+from alignedserve.cluster.ray_polls import answer_or_none, kill_actors
 from alignedserve.cluster.run_folder import make_run_folder, remove_files
-from alignedserve.core.errors import AdapterError, AlignedServeError
+from alignedserve.cluster.sweeper import start_sweeper
+from alignedserve.core.errors import AdapterError, AlignedServeError, ResourceError
 from alignedserve.process.loading_progress import PROGRESS_SUFFIX, Progress, read_progress
 from alignedserve.process.logs import LogPart, read_log
 from alignedserve.runtime.kv.arena_files import ARENA_PREFIX, arena_folder, remove_stale_arenas
@@ -60,19 +64,19 @@ class NodeAgent:
 
     @property
     def _recordings(self) -> Path:
-        return recorded_parts.parts_folder(self._folder)
+        return recording_folder.parts_folder(self._folder)
 
     def read_log(self, name: str, offset: int) -> LogPart | None:
         return read_log(self._folder, name, offset)
 
     def recordings(self) -> dict[str, int]:
-        return recorded_parts.sizes(self._recordings)
+        return recording_folder.sizes(self._recordings)
 
     def read_recording(self, name: str, offset: int) -> bytes:
-        return recorded_parts.read_part(self._recordings, name, offset)
+        return recording_folder.read_part(self._recordings, name, offset)
 
     def remove_recordings(self) -> None:
-        recorded_parts.remove(self._recordings)
+        recording_folder.remove(self._recordings)
 
     def clock_s(self) -> float:
         return time.monotonic()
@@ -143,3 +147,54 @@ def end_actors(actors: Sequence[Any]) -> None:
     ended = [actor.__ray_terminate__.remote() for actor in actors]  # after what each was asked before
     with contextlib.suppress(RayError, ValueError):
         ray.wait([*stopped, *ended], num_returns=len(stopped) + len(ended), timeout=_END_S)
+
+
+logger = logging.getLogger(__name__)
+
+SILENT_S = 4.0  # after which a driver that hands over every second has ended
+_ANSWER_S = 10.0
+_POLL_S = 0.5
+_PATIENCE_S = 15.0  # with processes that do not end
+
+
+def end_cluster(record: ClusterRecord) -> None:
+    """End all processes of a recorded cluster without a driver. Raises ResourceError when they do not end."""
+    actors = [actor.name for node in record.nodes for actor in node.actors]  # the driver's name is no actor's
+    end_by_name([*actors, *(node.agent for node in record.nodes if node.agent)])
+    release_former()
+    remove_record(record.cluster_id)
+
+
+def has_driver(record: ClusterRecord) -> bool:
+    """Return whether a driver looks after this cluster."""
+    kept = kept_by([node.agent for node in record.nodes if node.agent])
+    return any(one.age_s < SILENT_S for one in kept)
+
+
+def kept_by(agents: Sequence[str]) -> list[KeptState]:
+    asked: list[Any] = []
+    for name in agents:
+        try:
+            asked.append(ray.get_actor(name, NAMESPACE).kept.remote())
+        except ValueError:
+            logger.info("%s is gone", name)
+    answered, _ = ray.wait(asked, num_returns=len(asked), timeout=_ANSWER_S) if asked else ([], [])
+    found = (answer_or_none(reference) for reference in answered)
+    return [kept for kept in found if kept is not None]  # some nodes may be gone
+
+
+def end_by_name(names: Sequence[str]) -> None:
+    """End all actors with these names, and wait until others may have the names. Raises ResourceError."""
+    ends_s = time.monotonic() + _PATIENCE_S
+    while left := [actor for name in names if (actor := _actor(name)) is not None]:
+        if time.monotonic() > ends_s:
+            raise ResourceError(f"{len(left)} processes of a former cluster do not end; see `ray list actors`")
+        kill_actors(left)
+        time.sleep(_POLL_S)
+
+
+def _actor(name: str) -> Any:
+    try:
+        return ray.get_actor(name, NAMESPACE)
+    except ValueError:
+        return None

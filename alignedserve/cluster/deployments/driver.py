@@ -9,10 +9,11 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from alignedserve.cluster.deployments.events import (
+from alignedserve.cluster.deployments.logic import (
     Announce,
     Command,
     Conclude,
+    DeploymentsLogic,
     Discard,
     End,
     Ended,
@@ -28,7 +29,7 @@ from alignedserve.cluster.deployments.events import (
     View,
     Viewed,
 )
-from alignedserve.cluster.deployments.logic import DeploymentsLogic
+from alignedserve.cluster.deployments.on_demand import OnDemandModels
 from alignedserve.cluster.deployments.orders import (
     Answer,
     DeploymentReport,
@@ -38,8 +39,7 @@ from alignedserve.cluster.deployments.orders import (
     Remark,
     RemoveModel,
 )
-from alignedserve.cluster.hosts.models.on_demand import OnDemandModels
-from alignedserve.cluster.hosts.models.site import Described, Ending, HostedDeployments
+from alignedserve.cluster.deployments.site import Described, Ending, HostedDeployments
 from alignedserve.cluster.ray_polls import Starting, answer_or_none, have_all_ended
 from alignedserve.cluster.restarts import Health, ProcessState
 from alignedserve.core.errors import AlignedServeError, NotEnoughMemory

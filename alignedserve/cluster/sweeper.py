@@ -6,6 +6,8 @@ lock is free, a socket when nothing listens there any more. It stays until the n
 that leaves behind.
 """
 
+import contextlib
+import fcntl
 import os
 import socket
 import subprocess
@@ -13,9 +15,63 @@ import sys
 import time
 from pathlib import Path
 
-from alignedserve.cluster.local_ray.raylet_children import RayletChildren
+import psutil
+
 from alignedserve.process.loading_progress import remove_unused_progress
 from alignedserve.runtime.kv.arena_files import ARENA_PREFIX, ARENA_SUFFIX, arena_folder, remove_stale_arenas
+
+_END_POLL_S = 0.5
+_GRACE_S = 1.0  # for processes that end by themselves
+
+
+class RayletChildren:
+    """The processes that one raylet has started; they are known by when they began as well as by their ids."""
+
+    def __init__(self, raylet_pid: int) -> None:
+        self._raylet: psutil.Process | None = None
+        self._children: set[psutil.Process] = set()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self._raylet = psutil.Process(raylet_pid)
+        self.note()
+
+    @property
+    def known(self) -> set[psutil.Process]:
+        return self._children
+
+    def note(self) -> bool:
+        """Note the processes that there are now; return whether the raylet still runs."""
+        if self._raylet is None:
+            return False
+        try:
+            if self._raylet.status() == psutil.STATUS_ZOMBIE:
+                return False
+            # Those known are kept: a raylet that ends right now has no children any more and is no zombie yet.
+            self._children = {child for child in self._children if child.is_running()} | set(self._raylet.children())
+        except psutil.NoSuchProcess:
+            return False
+        return True
+
+    def end_with_raylet(self, lock_folder: Path) -> None:
+        """Wait for the raylet's end and kill what outlives it, unless another process does that for this raylet."""
+        if self._raylet is None:
+            return
+        path = lock_folder / f"raylet-{self._raylet.pid}.lock"
+        with path.open("w", encoding="ascii") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return
+            while self.note():
+                time.sleep(_END_POLL_S)
+            self._kill_rest()
+            path.unlink(missing_ok=True)
+
+    def _kill_rest(self) -> None:
+        _, alive = psutil.wait_procs(self._children, timeout=_GRACE_S)
+        for process in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
 
 _POLL_S = 0.5
 _PATIENCE_S = 60.0  # with processes that live on
@@ -25,7 +81,7 @@ _REFUSING_S = 0.2
 def start_sweeper(folder: Path, raylet_pid: int) -> None:
     """Start the sweeper of a run folder, which outlasts this process, until all is swept and the raylet has ended."""
     reading, writing = os.pipe()  # the writing end stays open until this process ends, however it ends
-    command = [sys.executable, "-m", "alignedserve.cluster.hosts.nodes.sweeper", str(folder), str(raylet_pid)]
+    command = [sys.executable, "-m", "alignedserve.cluster.sweeper", str(folder), str(raylet_pid)]
     try:
         # It starts another and ends: a child of an actor would be killed by Ray with it.
         subprocess.run(command, stdin=reading, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True)  # noqa: S603

@@ -9,22 +9,20 @@ from typing import Any, NamedTuple
 
 from alignedserve.cluster.actor_factory import BATCHES, PreparedNode
 from alignedserve.cluster.deployments.division import Holding, holding_of
-from alignedserve.cluster.hosts.admission import Agent, agent_name
-from alignedserve.cluster.hosts.nodes.placement_group import (
+from alignedserve.cluster.hosts.record import DRAINED, DRAINING, ActorRecord, NodeRecord
+from alignedserve.cluster.nodes.admission import Agent, NodeReport, agent_name
+from alignedserve.cluster.nodes.plan import ClusterPlan, NodePart, NodeResources
+from alignedserve.cluster.nodes.ray_nodes import (
     NodeGroup,
+    RayNode,
     WorkerShare,
     create_group,
     is_placed,
     release,
     worker_shares,
 )
-from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
-from alignedserve.cluster.hosts.nodes.recorded_parts import parts_folder
-from alignedserve.cluster.hosts.nodes.report import NodeReport
-from alignedserve.cluster.hosts.plan import ClusterPlan, NodePart, NodeResources
-from alignedserve.cluster.hosts.record import DRAINED, DRAINING, ActorRecord, NodeRecord
 from alignedserve.cluster.placement import NodeCapacity, NodeShare, engines_of
-from alignedserve.cluster.recording_folder import recording_into
+from alignedserve.cluster.recording_folder import parts_folder, recording_into
 from alignedserve.config.sections import EngineConfig
 from alignedserve.core.errors import ResourceError
 from alignedserve.process.addresses import deployment_of

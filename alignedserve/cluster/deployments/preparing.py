@@ -14,13 +14,12 @@ import msgspec
 from alignedserve.cluster import preflight
 from alignedserve.cluster.actor_factory import PreparedNode
 from alignedserve.cluster.deployments.orders import AddModel, ReplaceModel
-from alignedserve.cluster.hosts.admission import Admission, OwnHost, missing_copies
-from alignedserve.cluster.hosts.members import HostedModel, Member, holdings_of, resources_of
-from alignedserve.cluster.hosts.models.planning import PlannedModel, plan_one_more
-from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
-from alignedserve.cluster.hosts.nodes.report import NodeReport
-from alignedserve.cluster.hosts.plan import ClusterPlan, NodeResources, resolve_for
+from alignedserve.cluster.deployments.planning import PlannedModel, plan_one_more
 from alignedserve.cluster.memory_planner import Machine
+from alignedserve.cluster.nodes.admission import Admission, NodeReport, OwnHost, missing_copies
+from alignedserve.cluster.nodes.members import HostedModel, Member, holdings_of, resources_of
+from alignedserve.cluster.nodes.plan import ClusterPlan, NodeResources, resolve_for
+from alignedserve.cluster.nodes.ray_nodes import RayNode
 from alignedserve.cluster.sizing import with_block_size
 from alignedserve.config.model_settings import ModelSettings, name_of, require_adapters_apart
 from alignedserve.config.sections import ClusterConfig

@@ -9,8 +9,11 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from alignedserve.cluster.deployments.division import (
+    AssignableModel,
+    AssignableNode,
     Holding,
     Part,
+    assign_models,
     assigned_gpus,
     divide,
     holding_of,
@@ -18,9 +21,8 @@ from alignedserve.cluster.deployments.division import (
     require_room,
     worker_bytes,
 )
-from alignedserve.cluster.hosts.models.assignment import AssignableModel, AssignableNode, assign_models
-from alignedserve.cluster.hosts.plan import ClusterPlan, NodeResources, choose_share, plan_cluster, sized_plan
 from alignedserve.cluster.memory_planner import ENOUGH_CONTEXT_LEN, LEAST_CONTEXT_LEN, Machine
+from alignedserve.cluster.nodes.plan import ClusterPlan, NodeResources, choose_share, plan_cluster, sized_plan
 from alignedserve.cluster.placement import NodeCapacity, NodeShare, Placement
 from alignedserve.config.sections import ClusterConfig
 from alignedserve.config.unset_sizes import DefaultSize
