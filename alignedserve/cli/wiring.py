@@ -2,11 +2,11 @@
 
 from alignedserve.batch_worker.actor import BatchActor
 from alignedserve.cluster.actor_factory import ActorClasses
-from alignedserve.cluster.hosts.serving_cluster import ServingCluster
 from alignedserve.cluster.launch import Hosts, launch_cluster, launch_on_hosts
 from alignedserve.cluster.local_ray.worker_template import WorkerTemplate
 from alignedserve.cluster.nodes.plan import NODE_ADDRESS
-from alignedserve.cluster.start_observer import StartObserver
+from alignedserve.cluster.serving_cluster import ServingCluster
+from alignedserve.cluster.starting import StartObserver
 from alignedserve.config.environment import RAY_ADDRESS_VARIABLE, ray_address
 from alignedserve.config.model_settings import ModelSettings
 from alignedserve.core.errors import ConfigError

@@ -14,7 +14,7 @@ import msgspec
 from alignedserve.batches.location import SharedState
 from alignedserve.batches.remote.state_client import STATE
 from alignedserve.cluster.placement import NodeCapacity, NodeShare, engines_of
-from alignedserve.cluster.ray_polls import kill_actors
+from alignedserve.cluster.ray_node import kill_actors
 from alignedserve.config.environment import api_keys, log_format, trace_headers
 from alignedserve.config.sections import ClusterConfig, EngineConfig, Observing, RouterConfig, Topology
 from alignedserve.messages.handshake import Role

@@ -15,11 +15,10 @@ from alignedserve.cluster import preflight
 from alignedserve.cluster.actor_factory import ActorClasses, ActorFactory, ClusterSecrets, PreparedNode
 from alignedserve.cluster.deployments.on_demand import ModelOnDemand
 from alignedserve.cluster.deployments.planning import PlannedModel, plan_models
-from alignedserve.cluster.hosts.cluster import ClusterOnHosts, Driving
+from alignedserve.cluster.hosts.cluster import ClusterOnHosts, HostsSetup
 from alignedserve.cluster.hosts.handover import ClusterState
 from alignedserve.cluster.hosts.ray_directory import NAMESPACE
 from alignedserve.cluster.hosts.record import read_record
-from alignedserve.cluster.hosts.serving_cluster import Brought, ServingCluster
 from alignedserve.cluster.hosts.succession import Succession, digest_of, left_by_former
 from alignedserve.cluster.local_ray.worker_template import WorkerTemplate
 from alignedserve.cluster.machine import GpuClaims, GpusTaken, claim_gpus
@@ -57,12 +56,12 @@ from alignedserve.cluster.nodes.ray_nodes import (
     require_head,
     wait_for_nodes,
 )
-from alignedserve.cluster.ray_node import join_ray
-from alignedserve.cluster.ray_polls import kill_actors
+from alignedserve.cluster.ray_node import join_ray, kill_actors
 from alignedserve.cluster.recording_folder import remove_unserved, with_absolute_folder, write_run_file
 from alignedserve.cluster.run_folder import make_run_folder, make_run_root
+from alignedserve.cluster.serving_cluster import DriverSetup, ServingCluster
 from alignedserve.cluster.sizing import with_block_size
-from alignedserve.cluster.start_observer import LoggingObserver, StartObserver
+from alignedserve.cluster.starting import LoggingObserver, StartObserver
 from alignedserve.config.model_settings import ModelSettings
 from alignedserve.config.sections import ClusterConfig
 from alignedserve.core.errors import AlignedServeError, ConfigError, PeerLost, ProtocolError, ResourceError
@@ -83,7 +82,7 @@ _STEP_S = 0.1
 _SETTLED_S = 30.0
 
 
-def adopt_cluster(asked: str, actor_classes: ActorClasses, driving: Driving) -> ClusterOnHosts | None:
+def adopt_cluster(asked: str, actor_classes: ActorClasses, setup: HostsSetup) -> ClusterOnHosts | None:
     """Take over what a former driver has left; None: there is nothing, or it was of another kind and has been ended.
 
     `asked`: what this driver is to serve, by `digest_of`. Raises ResourceError when the former driver still runs, or
@@ -99,14 +98,14 @@ def adopt_cluster(asked: str, actor_classes: ActorClasses, driving: Driving) -> 
     state = left_by_former(record)
     if state is not None and state.asked == asked:
         try:
-            return _adopt(state, actor_classes, replace(driving, succession=Succession(asked, state)))
+            return _adopt(state, actor_classes, replace(setup, succession=Succession(asked, state)))
         except AlignedServeError as error:
             logger.warning("the former cluster cannot be taken over, and is ended: %s", error)
     end_cluster(record)
     return None
 
 
-def _adopt(state: ClusterState, actor_classes: ActorClasses, driving: Driving) -> ClusterOnHosts:
+def _adopt(state: ClusterState, actor_classes: ActorClasses, setup: HostsSetup) -> ClusterOnHosts:
     nodes = _settled_nodes()
     alive = {node.node_id for node in nodes}
     lost = [member for member in state.members if member.ray_node.node_id not in alive]
@@ -122,7 +121,7 @@ def _adopt(state: ClusterState, actor_classes: ActorClasses, driving: Driving) -
     served = state.joining.plan.served
     factory = ActorFactory(served, actor_classes, state.secrets, is_detached=True)
     logger.warning("the cluster of a former driver goes on, on %d nodes", len(members))
-    return ClusterOnHosts(state.joining, members, factory, driving)
+    return ClusterOnHosts(state.joining, members, factory, setup)
 
 
 def _settled_nodes() -> list[RayNode]:
@@ -202,9 +201,9 @@ def launch_cluster(
     book = AddressBook(make_run_folder())  # when nothing is left that refuses the start in one line
     members = _members(plans, found, {host.node: Agent(None, book)})
     remove_stale_arenas(arena_folder(), ARENA_PREFIX)
-    brought = Brought(settings, lambda nodes: host, observer, on_demand, template)
-    joining = _joining(plans, found, brought, reports[host.node].digests, book.folder.name)
-    cluster = ServingCluster(joining, members, ActorFactory(joining.plan.served, actor_classes), brought)
+    setup = DriverSetup(settings, lambda nodes: host, observer, on_demand, template)
+    joining = _joining(plans, found, setup, reports[host.node].digests, book.folder.name)
+    cluster = ServingCluster(joining, members, ActorFactory(joining.plan.served, actor_classes), setup)
     try:
         cluster.start()
     except BaseException:
@@ -264,11 +263,11 @@ def launch_on_hosts(
         require_head(alive_nodes(), context.get_node_id())
         scales = configs[0].scaling.max_nodes is not None
         scaling = load_plugin("autoscaler").scaling_of(configs, context.gcs_address) if scales else None
-        driving = Driving(Brought(settings, Admission, observer), Succession(asked), scaling)
-        cluster = adopt_cluster(asked, actor_classes, driving)
+        setup = HostsSetup(DriverSetup(settings, Admission, observer), Succession(asked), scaling)
+        cluster = adopt_cluster(asked, actor_classes, setup)
         is_adopted = cluster is not None
         if cluster is None:
-            cluster = _prepare_cluster(configs, hosts, actor_classes, driving)
+            cluster = _prepare_cluster(configs, hosts, actor_classes, setup)
     except BaseException:
         ray.shutdown()
         raise
@@ -294,7 +293,7 @@ def _prepare_cluster(
     configs: Sequence[ClusterConfig],
     hosts: Hosts,
     actor_classes: ActorClasses,
-    driving: Driving,
+    setup: HostsSetup,
 ) -> ClusterOnHosts:
     _wait_for_former()
     nodes = wait_for_nodes(hosts.num_nodes, hosts.wait_s)
@@ -305,7 +304,7 @@ def _prepare_cluster(
         choice, reports = agreed_device(
             device, admission.reports(device, [resolve_for([], one).folder for one in configs])
         )
-        driving.brought.observer.device_chosen(choice)
+        setup.driver.observer.device_chosen(choice)
         configs = [with_device(config, choice) for config in configs]
         head = reports[nodes[0]]
         refused = admission.apart() | differences(reports, head)
@@ -332,11 +331,11 @@ def _prepare_cluster(
         _record_run(plans[FIRST_DEPLOYMENT], [member.prepared for member in members])
         if_it_fails.pop_all()
     authority = CertificateAuthority.new(cluster_id) if configs[0].links.tls else None
-    joining = _joining(plans, found, driving.brought, head.digests, cluster_id)
+    joining = _joining(plans, found, setup.driver, head.digests, cluster_id)
     joining.device = joining_device(device, choice)
     cluster_secrets = ClusterSecrets(authority=authority)
     factory = ActorFactory(plans[FIRST_DEPLOYMENT].served, actor_classes, cluster_secrets, is_detached=True)
-    cluster = ClusterOnHosts(joining, members, factory, driving)
+    cluster = ClusterOnHosts(joining, members, factory, setup)
     for node, problem in refused.items():
         cluster.refuse(node, problem)
     return cluster
@@ -373,15 +372,15 @@ def _members(
 def _joining(
     plans: Mapping[str, ClusterPlan],
     found: Mapping[RayNode, NodeResources],
-    brought: Brought,
+    setup: DriverSetup,
     digests: Sequence[str | None],
     cluster_id: str,
 ) -> Joining:
     for plan in plans.values():
-        brought.observer.sizes_chosen(next(iter(plan.choices.values())), has_others=len(plans) > 1)
+        setup.observer.sizes_chosen(next(iter(plan.choices.values())), has_others=len(plans) > 1)
     models = {
         one: HostedModel(plan, own, digest)
-        for (one, plan), own, digest in zip(plans.items(), brought.settings.own, digests, strict=True)
+        for (one, plan), own, digest in zip(plans.items(), setup.settings.own, digests, strict=True)
     }
     joining = Joining(plans[FIRST_DEPLOYMENT], models, cluster_id, len(found))
     joining.wholes = {resources.capacity.name: resources.machine for resources in found.values()}

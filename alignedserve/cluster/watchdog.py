@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, RayError
 
-from alignedserve.cluster.ray_polls import has_ended
+from alignedserve.cluster.ray_node import has_ended
 from alignedserve.cluster.restarts import Health, ProcessState, Restarts
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from alignedserve.cluster.hosts.membership import Membership
 from alignedserve.cluster.hosts.node_drains import NodeDrains
 from alignedserve.cluster.nodes.members import Member
 from alignedserve.cluster.nodes.ray_nodes import RayNode
-from alignedserve.cluster.ray_polls import answer_or_none, has_ended
+from alignedserve.cluster.ray_node import answer_or_none, has_ended
 from alignedserve.cluster.watchdog import FailedProcesses
 from alignedserve.config.sections import ClusterConfig, ScalingConfig
 from alignedserve.config.unset_sizes import DefaultSize

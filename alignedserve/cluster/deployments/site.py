@@ -6,10 +6,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from ray.exceptions import RayError
 
+from alignedserve.batches.records import Progress
 from alignedserve.cluster.actor_factory import BATCHES, PreparedNode
 from alignedserve.cluster.deployments.logic import Prepared
 from alignedserve.cluster.deployments.on_demand import ModelOnDemand
@@ -24,11 +25,10 @@ from alignedserve.cluster.deployments.preparing import (
 from alignedserve.cluster.nodes.admission import Agent
 from alignedserve.cluster.nodes.joining import Joining
 from alignedserve.cluster.nodes.members import HostedModel, Member
-from alignedserve.cluster.ray_polls import Starting, answers_so_far, have_all_ended, kill_actors
+from alignedserve.cluster.ray_node import answers_so_far, have_all_ended, kill_actors
 from alignedserve.cluster.restarts import Health, ProcessState
 from alignedserve.cluster.run_folder import remove_files
-from alignedserve.cluster.running_cluster import START_TIMEOUT_S, RunningCluster
-from alignedserve.cluster.start_observer import LoggingObserver, Patience, StartObserver
+from alignedserve.cluster.starting import START_TIMEOUT_S, LoggingObserver, Patience, Starting, StartObserver
 from alignedserve.core.request import LoraAdapter
 from alignedserve.process.addresses import ROUTER, deployed_name
 from alignedserve.runtime.model.served_deployment import DeploymentPhase, ServedDeployment
@@ -84,6 +84,16 @@ class Described(NamedTuple):
     topology: str = ""
 
 
+class RunningProcesses(Protocol):
+    """The processes of a cluster, as deployments come and go; see ServingCluster."""
+
+    def healths(self) -> Mapping[str, Health]: ...
+    def progress(self) -> list[Progress | None]: ...
+    def actors_of(self, node: str) -> Mapping[str, Any]: ...
+    def add_part(self, part: PreparedNode) -> dict[str, Any]: ...
+    def take_out(self, node: str, names: Iterable[str]) -> dict[str, Any]: ...
+
+
 class HostedDeployments:
     """Starts and ends deployments on the members of a cluster. Nothing here waits but on a thread of its own."""
 
@@ -92,7 +102,7 @@ class HostedDeployments:
         members: Mapping[str, Member],
         joining: Joining,
         preparing: HostedPreparing,
-        cluster: RunningCluster,
+        cluster: RunningProcesses,
         observer: StartObserver,
     ) -> None:
         """`members`: by Ray's id, as they come and go, the head first."""

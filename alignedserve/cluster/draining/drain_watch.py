@@ -11,7 +11,7 @@ from ray.exceptions import RayError
 
 from alignedserve.cluster.actor_factory import BATCHES
 from alignedserve.cluster.draining.drains import Drains
-from alignedserve.cluster.ray_polls import has_ended
+from alignedserve.cluster.ray_node import has_ended
 from alignedserve.core.errors import AlignedServeError
 from alignedserve.process.addresses import is_gateway, is_router, router_of
 

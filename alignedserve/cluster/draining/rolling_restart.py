@@ -25,7 +25,7 @@ from alignedserve.cluster.deployments.orders import (
     problem_of,
 )
 from alignedserve.cluster.draining.drains import Draining, Drains
-from alignedserve.cluster.ray_polls import has_ended
+from alignedserve.cluster.ray_node import has_ended
 from alignedserve.core.errors import AlignedServeError
 from alignedserve.process.addresses import deployment_of, router_of
 

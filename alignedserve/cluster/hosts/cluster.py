@@ -51,15 +51,14 @@ from alignedserve.cluster.hosts.record import (
     write_record,
 )
 from alignedserve.cluster.hosts.recordings import Recordings
-from alignedserve.cluster.hosts.serving_cluster import Brought, ServingCluster
 from alignedserve.cluster.hosts.succession import Succession, head_patience_s
 from alignedserve.cluster.nodes.agent import end_actors
 from alignedserve.cluster.nodes.joining import Joining, Preparation
 from alignedserve.cluster.nodes.members import DRIVER, HostedModel, Member, record_of
 from alignedserve.cluster.nodes.ray_nodes import RayNode, alive_nodes, release
-from alignedserve.cluster.ray_polls import answers_so_far, kill_actors
+from alignedserve.cluster.ray_node import answers_so_far, kill_actors
 from alignedserve.cluster.restarts import Health
-from alignedserve.cluster.running_cluster import AskedToStop
+from alignedserve.cluster.serving_cluster import AskedToStop, DriverSetup, ServingCluster
 from alignedserve.cluster.signals import signals_ignored
 from alignedserve.cluster.watchdog import FailedProcesses
 from alignedserve.config.environment import log_format
@@ -162,10 +161,10 @@ MakeScaling = Callable[[Mapping[str, Member], Membership, NodeDrains, FailedProc
 
 
 @dataclass(frozen=True, slots=True)
-class Driving:
+class HostsSetup:
     """Parts of a cluster of hosts that each driver brings along."""
 
-    brought: Brought
+    driver: DriverSetup
     succession: Succession
     make_scaling: MakeScaling | None = None  # None: the number of nodes is left as it is
 
@@ -173,8 +172,8 @@ class Driving:
 class ClusterOnHosts(ServingCluster):
     """A started cluster of several nodes, for a driver that calls `check` about once a second."""
 
-    def __init__(self, joining: Joining, members: Sequence[Member], factory: ActorFactory, driving: Driving) -> None:
-        super().__init__(joining, members, factory, driving.brought)
+    def __init__(self, joining: Joining, members: Sequence[Member], factory: ActorFactory, setup: HostsSetup) -> None:
+        super().__init__(joining, members, factory, setup.driver)
         self._membership = Membership({node_id: one.ray_node.host for node_id, one in self._members.items()})
         self._drains = NodeDrains(self._members, self._membership, joining, self._decide)
         workers = WorkerActors(self._create_worker, self.remove_worker)
@@ -183,9 +182,10 @@ class ClusterOnHosts(ServingCluster):
         self._seen = {member.ray_node.node_id: member.ray_node for member in members}
         self._preparations: dict[str, Preparation] = {}
         known = (self._members, self._membership, self._drains, self._failed)
-        self._scaling = driving.make_scaling(*known) if driving.make_scaling is not None else None
+        self._scaling = setup.make_scaling(*known) if setup.make_scaling is not None else None
         self._cluster_id = joining.cluster_id
-        self._succession = driving.succession
+        self._succession = setup.succession
+        self._is_adopted = setup.succession.is_adopted
         self._driver_id = secrets.token_hex(4)
         self._ready_s: float | None = None  # since when it has answered
         self._has_news = False  # that the record does not have
@@ -208,7 +208,7 @@ class ClusterOnHosts(ServingCluster):
         for member in self._members.values():
             self._recordings.follow(member)
         others = tuple(member.prepared for member in self._members.values())[1:]
-        if not self._succession.is_adopted:
+        if not self._is_adopted:
             self.start(others)
             self._models.announce()
             return
@@ -220,19 +220,11 @@ class ClusterOnHosts(ServingCluster):
 
     @override
     def wait_ready(self, timeout_s: float = 60.0) -> None:
-        """See RunningCluster, of every model; then every command finds the cluster."""
+        """See ServingCluster; then every command finds the cluster."""
         super().wait_ready(timeout_s)
         self._ready_s = time.monotonic()
         self._announce()
         self._heard_s = time.monotonic()
-
-    @override
-    def _are_all_ready(self) -> bool:
-        return self._succession.is_adopted or super()._are_all_ready()
-
-    @override
-    def _served_before(self) -> bool:
-        return self._succession.is_adopted
 
     @override
     def check_start(self) -> None:
@@ -247,7 +239,7 @@ class ClusterOnHosts(ServingCluster):
 
     @override
     def progress(self) -> list[Progress | None]:
-        """See RunningCluster; of all nodes."""
+        """See ServingCluster; of all nodes."""
         others = [member for member in self._members.values() if member.prepared.folder != self.folder]
         return [*super().progress(), *self._loading.look(others)]
 
@@ -269,7 +261,7 @@ class ClusterOnHosts(ServingCluster):
 
     @override
     def ends_at_once(self) -> bool:
-        """See RunningCluster; also when Ray's head is gone."""
+        """See ServingCluster; also when Ray's head is gone."""
         try:
             return is_asked_to_stop_at_once(self._cluster_id)
         except PeerLost:
@@ -300,7 +292,7 @@ class ClusterOnHosts(ServingCluster):
 
     @override
     def leave(self) -> None:
-        """See RunningCluster; the next driver finds it as if this one had been killed, or it ends after a while.
+        """See ServingCluster; the next driver finds it as if this one had been killed, or it ends after a while.
 
         One that has not served for long is stopped: its next driver might end in the same way.
         """

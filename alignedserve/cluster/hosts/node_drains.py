@@ -22,7 +22,7 @@ from alignedserve.cluster.nodes.joining import Joining
 from alignedserve.cluster.nodes.members import DrainedNode, Member
 from alignedserve.cluster.nodes.plan import ClusterPlan
 from alignedserve.cluster.placement import NodeShare, engines_of
-from alignedserve.cluster.ray_polls import answer_of
+from alignedserve.cluster.ray_node import answer_of
 from alignedserve.config.sections import MIB
 from alignedserve.core.errors import ConfigError, NotEnoughMemory, ResourceError
 from alignedserve.process.addresses import ROUTER, deployed_name

@@ -19,8 +19,7 @@ from alignedserve.cluster.hosts.ray_directory import NAMESPACE
 from alignedserve.cluster.hosts.record import DRAINED, ClusterRecord, NodeRecord, read_record, recorded_id
 from alignedserve.cluster.hosts.supervisor import Ending, end_supervisor
 from alignedserve.cluster.nodes.ray_nodes import alive_nodes
-from alignedserve.cluster.ray_node import address_here, join_ray
-from alignedserve.cluster.ray_polls import answer_of
+from alignedserve.cluster.ray_node import address_here, answer_of, join_ray
 from alignedserve.config.environment import ray_address
 from alignedserve.core.errors import PeerLost, ResourceError
 

@@ -24,7 +24,7 @@ from alignedserve.cluster.hosts.record import ClusterRecord, own_versions
 from alignedserve.cluster.nodes.agent import SILENT_S, KeptState, kept_by
 from alignedserve.cluster.nodes.joining import Joining
 from alignedserve.cluster.nodes.members import Member
-from alignedserve.cluster.ray_polls import answers_so_far
+from alignedserve.cluster.ray_node import answers_so_far
 from alignedserve.config.environment import api_keys, redis_url
 from alignedserve.config.sections import ClusterConfig
 from alignedserve.core.errors import ProtocolError, ResourceError

@@ -22,7 +22,7 @@ from alignedserve.cluster.memory_planner import Machine
 from alignedserve.cluster.nodes.agent import NodeActor
 from alignedserve.cluster.nodes.plan import NodePart
 from alignedserve.cluster.nodes.ray_nodes import RayNode, gpu_options
-from alignedserve.cluster.ray_polls import answer_of, kill_actors
+from alignedserve.cluster.ray_node import answer_of, kill_actors
 from alignedserve.config.sections import ClusterConfig, LinksConfig
 from alignedserve.core.errors import AlignedServeError, PeerLost, ResourceError
 from alignedserve.process.addresses import AddressBook

@@ -17,7 +17,7 @@ from alignedserve.cluster import recording_folder
 from alignedserve.cluster.hosts.ray_directory import NAMESPACE
 from alignedserve.cluster.hosts.record import ClusterRecord, remove_record
 from alignedserve.cluster.nodes.ray_nodes import release, release_former
-from alignedserve.cluster.ray_polls import answer_or_none, kill_actors
+from alignedserve.cluster.ray_node import answer_or_none, kill_actors
 from alignedserve.cluster.run_folder import make_run_folder, remove_files
 from alignedserve.cluster.sweeper import start_sweeper
 from alignedserve.core.errors import AdapterError, AlignedServeError, ResourceError

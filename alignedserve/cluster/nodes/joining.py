@@ -39,7 +39,7 @@ from alignedserve.cluster.nodes.members import DrainedNode, HostedModel, Member,
 from alignedserve.cluster.nodes.plan import ClusterPlan, NodePart, NodeResources, node_config, plan_joining
 from alignedserve.cluster.nodes.ray_nodes import NodeGroup, RayNode, release
 from alignedserve.cluster.placement import NodeShare
-from alignedserve.cluster.ray_polls import have_all_ended, kill_actors
+from alignedserve.cluster.ray_node import have_all_ended, kill_actors
 from alignedserve.core.errors import PeerLost, ResourceError
 
 logger = logging.getLogger(__name__)

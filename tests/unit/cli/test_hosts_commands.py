@@ -34,7 +34,7 @@ from alignedserve.cluster.hosts.record import (
 )
 from alignedserve.cluster.hosts.supervisor import Ending, end_supervisor, start_supervisor
 from alignedserve.cluster.ray_node import address_here
-from alignedserve.cluster.running_cluster import AskedToStop
+from alignedserve.cluster.serving_cluster import AskedToStop
 from alignedserve.config.model_settings import ModelSettings, load_models
 from alignedserve.core.errors import ConfigError, PeerLost, ProtocolError, ResourceError
 from alignedserve.messages.gateways import ClusterStatus, PrefixTotals, WorkerLean

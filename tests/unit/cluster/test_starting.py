@@ -13,7 +13,7 @@ from alignedserve.cli.commands.serving.start_screen import StartScreen
 from alignedserve.cluster import machine, run_folder
 from alignedserve.cluster.run_folder import make_run_folder
 from alignedserve.cluster.sizing import SizeChoice
-from alignedserve.cluster.start_observer import LoggingObserver, Patience
+from alignedserve.cluster.starting import LoggingObserver, Patience
 from alignedserve.config.environment import RUN_DIR_VARIABLE
 from alignedserve.config.sections import ClusterConfig, ModelSectionConfig
 from alignedserve.process.loading_progress import LoadingProgress, Progress, read_progress

@@ -26,9 +26,8 @@ from alignedserve.cli.wiring import start_cluster
 from alignedserve.cluster.deployments.on_demand import ModelOnDemand
 from alignedserve.cluster.draining.drain_watch import LastAnswers
 from alignedserve.cluster.hosts.cluster import ClusterOnHosts
-from alignedserve.cluster.hosts.serving_cluster import ServingCluster
 from alignedserve.cluster.local_ray.worker_template import WorkerTemplate
-from alignedserve.cluster.running_cluster import AskedToStop, RunningCluster
+from alignedserve.cluster.serving_cluster import AskedToStop, ServingCluster
 from alignedserve.cluster.signals import ignore_signals
 from alignedserve.config.environment import NODE_LOSSES_VARIABLE, api_keys, node_losses
 from alignedserve.config.model_settings import ModelSettings
@@ -162,7 +161,7 @@ def _serve(
         end()
 
 
-def _look_after(cluster: RunningCluster, ending: "_StopSignals") -> None:
+def _look_after(cluster: ServingCluster, ending: "_StopSignals") -> None:
     with contextlib.suppress(KeyboardInterrupt):
         while not ending.is_asked_for and cluster.check():
             if ending.takes_hangup():
@@ -171,7 +170,7 @@ def _look_after(cluster: RunningCluster, ending: "_StopSignals") -> None:
             time.sleep(_WATCH_S)
 
 
-def _drain(cluster: RunningCluster, ending: "_StopSignals") -> None:
+def _drain(cluster: ServingCluster, ending: "_StopSignals") -> None:
     drain_s, num_signals, is_said = cluster.config.gateway.drain_s, ending.num_signals, False
     ends_s, last_answers = time.monotonic() + drain_s, LastAnswers()
     with contextlib.suppress(KeyboardInterrupt):

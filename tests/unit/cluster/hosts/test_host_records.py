@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from alignedserve.batches.location import SharedState
-from alignedserve.cluster import running_cluster
+from alignedserve.cluster import serving_cluster
 from alignedserve.cluster.actor_factory import PreparedNode
 from alignedserve.cluster.deployments.orders import (
     AdminRequest,
@@ -141,7 +141,7 @@ def test_more_workers_have_new_names_and_fewer_are_those_with_the_least_work(
         member.agent = Agent(free, member.agent.book)
     actors = WorkerActors(lambda node, name: created.append(name), lambda node, name: ended.append(name))
     monkeypatch.setattr(cluster._workers, "_workers", actors)
-    monkeypatch.setattr("alignedserve.cluster.ray_polls.ray.get", lambda reference, timeout: reference)
+    monkeypatch.setattr("alignedserve.cluster.ray_node.ray.get", lambda reference, timeout: reference)
     said = cluster._workers.scale(ScaleWorkers({"decode": 3}), routers)
     assert (said, created) == ("decode-2 starts on node-0.", ["decode-2"])
     assert [actor.name for actor in cluster.record().nodes[0].actors][-2:] == ["decode-0", "decode-2"]
@@ -190,7 +190,7 @@ def test_a_driver_that_fails_leaves_a_cluster_that_has_served(
 
 
 def test_a_cluster_that_stops_ends_its_own_processes_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running_cluster, "_RAY_EXIT_S", 0.1)
+    monkeypatch.setattr(serving_cluster, "_RAY_EXIT_S", 0.1)
     with subprocess.Popen(["sleep", "60"]) as stranger:
         cluster = started(tmp_path, {})
         with subprocess.Popen(["sleep", "60"]) as own:

@@ -1,18 +1,14 @@
-"""A running cluster: its actors, which Ray supervises and restarts, and which communicate over their own links."""
+"""A running cluster: its actors, which Ray supervises and restarts, and its models, which come and go meanwhile."""
 
 import atexit
 import contextlib
-import json
 import logging
 import os
-import ssl
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, Self
 
 import psutil
 import ray
@@ -21,55 +17,48 @@ from ray.exceptions import RayError
 from alignedserve.batches.location import SharedState
 from alignedserve.cluster.actor_factory import ActorFactory, PreparedNode
 from alignedserve.cluster.batch_storage import StateLock, open_batch_storage
+from alignedserve.cluster.deployments.admin_api import AdminApi
+from alignedserve.cluster.deployments.driver import DeploymentsDriver
+from alignedserve.cluster.deployments.on_demand import ModelOnDemand, OnDemandModels
+from alignedserve.cluster.deployments.orders import (
+    AdminRequest,
+    Answer,
+    DeploymentReport,
+    Models,
+    NodeOrder,
+    OrderChannel,
+    ProcessReport,
+    Refused,
+    RestartWorkers,
+    ShowModels,
+    ShowStatus,
+    StatusReport,
+    problem_of,
+)
+from alignedserve.cluster.deployments.preparing import DeploymentSettings, Examine, HostedPreparing
+from alignedserve.cluster.deployments.site import HostedDeployments
+from alignedserve.cluster.draining.drain_watch import DrainWatch
+from alignedserve.cluster.draining.rolling_restart import WorkerRestarts
 from alignedserve.cluster.local_ray.node_watch import NodeWatch, kill_all, orphans_of
 from alignedserve.cluster.local_ray.start import start_ray
 from alignedserve.cluster.local_ray.worker_template import WorkerTemplate
-from alignedserve.cluster.ray_polls import Starting, answer_of, kill_actors
-from alignedserve.cluster.restarts import Health, ProcessState
+from alignedserve.cluster.nodes.joining import Joining
+from alignedserve.cluster.nodes.members import Member
+from alignedserve.cluster.nodes.plan import ClusterPlan
+from alignedserve.cluster.ray_node import answer_of, answer_or_none, has_ended, have_all_ended, kill_actors
+from alignedserve.cluster.restarts import STARTS_AGAIN, Health, ProcessState
 from alignedserve.cluster.signals import signals_ignored
-from alignedserve.cluster.start_observer import Patience, StartObserver
-from alignedserve.cluster.watchdog import Watchdog
+from alignedserve.cluster.starting import START_TIMEOUT_S, NotReady, Patience, Starting, StartObserver, ask_ready
+from alignedserve.cluster.watchdog import FailedProcesses, Watchdog
+from alignedserve.config.model_settings import ModelSettings
 from alignedserve.core.errors import ModelError, NodeLost, PeerLost
 from alignedserve.messages.gateways import ClusterStatus
 from alignedserve.process.addresses import is_gateway
 from alignedserve.process.loading_progress import Progress, read_progress
 from alignedserve.runtime.kv.arena_files import ARENA_PREFIX, arena_folder, remove_stale_arenas
-from alignedserve.runtime.model.served_model import ServedModel
-
-MODEL_FAILS = "model_fails"  # the code of a gateway's answer where waiting does not help
-_TIMEOUT_S = 2.0
-
-
-class NotReady(NamedTuple):
-    """Why there is no token yet, as the gateway says it."""
-
-    reason: str
-    is_lasting: bool = False  # the model itself fails at every try
-
-
-def ask_ready(url: str) -> NotReady | None:
-    # Its own gateway, which it asks by an address that the certificate need not name; nothing secret is sent.
-    unverified_context = ssl._create_unverified_context() if url.startswith("https:") else None  # noqa: S323
-    try:
-        with urllib.request.urlopen(f"{url}/ready", timeout=_TIMEOUT_S, context=unverified_context):  # noqa: S310
-            return None
-    except urllib.error.HTTPError as error:
-        return _as_said(error)
-    except OSError as error:
-        return NotReady(f"the gateway does not answer ({error})")
-
-
-def _as_said(answer: urllib.error.HTTPError) -> NotReady:
-    try:
-        said = json.loads(answer.read())["error"]
-        return NotReady(str(said["message"]).removeprefix("Not ready: ").rstrip("."), said["code"] == MODEL_FAILS)
-    except (OSError, ValueError, LookupError, TypeError):
-        return NotReady(f"the gateway answers {answer.code}")
-
 
 logger = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 600.0  # without progress
 _POLL_S = 0.1
 _STOP_TIMEOUT_S = 5.0
 _RAY_EXIT_S = 3.0
@@ -80,39 +69,101 @@ class AskedToStop(Exception):
     """Raised by a start that somewhere else was asked to end."""
 
 
-class RunningCluster:
-    """A started cluster. Stops everything it started on `stop`, and when used as a context manager at its end.
+_PATIENCE_S = 2.0
+_STATES = {ProcessState.UP: "up", ProcessState.STARTING: "starting", ProcessState.ENDED: "starting again"}
 
-    `node` is this host; more are added by `add_node` and removed by `remove_node`, all on one thread at a time.
+
+class StatusQuestion:
+    """One question: what each process takes of memory, and the routers' last reports."""
+
+    def __init__(self, actors: Mapping[str, Any], gateway: Any, now: float) -> None:
+        """`actors`: all of the cluster. `gateway`: the actor that gives the routers' reports."""
+        self._memory = {name: actor.memory_bytes.remote() for name, actor in actors.items()}
+        self._loads = gateway.cluster_statuses.remote()
+        self._ends_s = now + _PATIENCE_S
+
+    def is_over(self, now: float) -> bool:
+        return have_all_ended([self._loads, *self._memory.values()]) or now >= self._ends_s
+
+    def report(self, url: str, healths: Mapping[str, Health], reports: tuple[DeploymentReport, ...]) -> StatusReport:
+        memory = psutil.virtual_memory()
+        return StatusReport(
+            url=url,
+            deployments=reports,
+            loads=_answer(self._loads) or {},
+            processes=tuple(self._processes(healths)),
+            total_bytes=memory.total,
+            available_bytes=memory.available,
+        )
+
+    def _processes(self, healths: Mapping[str, Health]) -> Iterator[ProcessReport]:
+        for name, asked in self._memory.items():
+            health = healths.get(name, Health())
+            state = _STATES.get(health.state, "fails")
+            yield ProcessReport(name, state, health.problem, _answer(asked))
+
+
+def _answer(asked: Any) -> Any:
+    return answer_or_none(asked) if has_ended(asked) else None
+
+
+_READY_LOOK_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class DriverSetup:
+    """Parts of a cluster that each driver brings along."""
+
+    settings: ModelSettings
+    examine: Examine
+    observer: StartObserver
+    on_demand: tuple[ModelOnDemand, ...] = ()  # models that are not loaded at the start
+    template: WorkerTemplate | None = None  # forks the processes of a cluster of one host; None: Ray starts them
+
+
+class ServingCluster:
+    """A started cluster of one node, this host; a context manager that stops what it started. Used on one thread.
+
+    `check`, about once a second, carries orders out and never waits. ClusterOnHosts overrides what differs with hosts.
     """
 
-    def __init__(
-        self,
-        node: PreparedNode,
-        served: ServedModel,
-        factory: ActorFactory,
-        observer: StartObserver,
-        template: WorkerTemplate | None = None,
-    ) -> None:
-        """`template`: forks the processes of this host; it ends with the cluster."""
+    def __init__(self, joining: Joining, members: Sequence[Member], factory: ActorFactory, setup: DriverSetup) -> None:
+        """`members`: the head first."""
+        node = members[0].prepared
         self.config = node.config
-        self.served = served
+        self.served = joining.plan.served
         self.folder = node.folder
+        self.on_demand = setup.on_demand
         self._node = node
-        self._observer = observer
-        # Those of the cluster's start share the limits of keys; None: those of the nodes that are created.
-        self._first_gateways: tuple[str, ...] | None = None
+        self._members = {member.ray_node.node_id: member for member in members}
+        self._joining = joining
+        self._factory = factory
+        self._observer = setup.observer
+        self._template = setup.template
+        self._first_gateways = joining.plan.gateways  # also those of a later driver: shares must add up to the limits
+        self._is_adopted = False  # a former driver has served with it
         self._state = SharedState()
         self._state_lock: StateLock | None = None
         self._node_watch: NodeWatch | None = None  # of the Ray that this process has started
         self._watchdogs: dict[str, Watchdog] = {}  # by node
         self._actors: dict[str, dict[str, Any]] = {}  # by node and name
-        self._factory = factory
-        self._template = template
-        pid = template.pid if template is not None else None
-        self._children_before = {
-            child for child in psutil.Process().children() if child.pid != pid
-        }  # started for others
+        template_pid = setup.template.pid if setup.template is not None else None
+        children = psutil.Process().children()
+        self._children_before = {child for child in children if child.pid != template_pid}  # started for others
+        own = {deployment_id: model.own for deployment_id, model in joining.models.items()}
+        preparing = HostedPreparing(DeploymentSettings(setup.settings, own, self.folder), setup.examine)
+        site = HostedDeployments(self._members, joining, preparing, self, setup.observer)
+        self._models = DeploymentsDriver(site, joining.logic, self._answer, OnDemandModels(setup.on_demand))
+        self._restarts = WorkerRestarts(joining.drains, self.actors, self._answer)
+        self._drain_watch = DrainWatch(joining.drains)
+        self._failed = FailedProcesses(self._watched_healths, self._start_again)
+        self._questions: dict[str, StatusQuestion] = {}  # of status, by order
+        self._channel: OrderChannel | None = None  # from the first look on
+
+    @property
+    def plans(self) -> tuple[ClusterPlan, ...]:
+        """Return the plans of the models that are listed to clients, in that order."""
+        return tuple(self._joining.models[one].plan for one in self._models.listed)
 
     @property
     def url(self) -> str:
@@ -131,12 +182,10 @@ class RunningCluster:
 
     def create(self, others: tuple[PreparedNode, ...] = ()) -> None:
         """Create every actor; they come up by themselves, in any order."""
-        nodes = (self._node, *others)
-        gateways = self._first_gateways or tuple(name for node in nodes for name, _ in node.share.gateways)
-        self._state = SharedState(gateways=gateways)
+        self._state = SharedState(gateways=self._first_gateways)
         if self.config.batches.enabled:
             location, self._state_lock = open_batch_storage(self.config, is_adopted=self._factory.is_adopting)
-            self._state = SharedState(location, gateways)
+            self._state = SharedState(location, self._first_gateways)
         if not ray.is_initialized():
             processes = start_ray(self.folder, f"alignedserve-{self.folder.name}", self._template)
             self._node_watch = NodeWatch(processes, self._end_unheeded)
@@ -144,23 +193,29 @@ class RunningCluster:
         self._create_on(self._node, self._state, drives_batches=True)
         for node in others:
             self._create_on(node, self._state_of_others())
+        if self._has_several_models:
+            self._models.announce()
+
+    @property
+    def _has_several_models(self) -> bool:
+        return len(self._joining.models) > 1 or bool(self.on_demand)
 
     def _create_on(self, node: PreparedNode, state: SharedState, *, drives_batches: bool = False) -> None:
         made: dict[str, Any] = {}
         try:
             made |= self._factory_of(node).create(node, state, drives_batches=drives_batches)
-            for part in self._parts_beside(node):
+            member = next(one for one in self._members.values() if one.name == node.share.node)
+            for part in member.others.values():
                 made |= self._factory_of(part).create(part, state)
         except BaseException:
             kill_actors(made.values())
             raise
         self._actors[node.share.node] = made
 
-    def _parts_beside(self, node: PreparedNode) -> Sequence[PreparedNode]:
-        return ()
-
     def _factory_of(self, part: PreparedNode) -> ActorFactory:
-        return self._factory
+        model = self._joining.models.get(part.share.deployment_id)
+        served = model.served if model is not None else self.served  # of which a node without it has gateways alone
+        return self._factory.serving(served, self._models.announced)
 
     def add_node(self, node: PreparedNode) -> None:
         """Create the actors of a node that has joined. They come up by themselves, in any order."""
@@ -252,8 +307,11 @@ class RunningCluster:
                 actor.read_again.remote()
 
     def check(self) -> bool:
-        """Look after the cluster; False: it was asked to stop. Raises NodeLost."""
+        """Carry orders out, as far as they have come; False: the cluster is to stop. Raises NodeLost, PeerLost."""
         self._require_node()
+        self._take_orders()
+        self._look_at_models(self._drain_watch.look(self.actors()))
+        self._failed.look()
         return True
 
     def check_start(self) -> None:
@@ -270,7 +328,7 @@ class RunningCluster:
         return [read_progress(self._node.book.progress_of(name)) for name in names]
 
     def wait_ready(self, timeout_s: float = 60.0) -> None:
-        """Wait until a token has passed through the whole system.
+        """Wait until a token of every model has passed through the whole system.
 
         Raises PeerLost if none does within `timeout_s`, or within that of the last progress of a model that is loaded;
         ModelError at once for a model of a new cluster that gives no tokens; AskedToStop.
@@ -281,9 +339,10 @@ class RunningCluster:
             self.check_start()
             answer = ask_ready(self.url)
             if answer is None:
+                self._wait_for_every_model(timeout_s)
                 return
             not_ready = answer
-            if not_ready.is_lasting and not self._served_before():
+            if not_ready.is_lasting and not self._is_adopted:
                 raise ModelError(
                     f"the model gives no answer: {not_ready.reason}; the logs are in {self.folder / 'logs'}"
                 )
@@ -292,6 +351,14 @@ class RunningCluster:
             f"the cluster was not ready within {timeout_s:.0f} s: {not_ready.reason}; "
             f"its logs are in {self.folder / 'logs'}"
         )
+
+    def _wait_for_every_model(self, timeout_s: float) -> None:
+        patience = self._patience(timeout_s)
+        while self._has_several_models and not self._is_adopted and not self._models.are_all_ready():
+            self.check_start()
+            if patience.is_over():
+                raise PeerLost(f"not every model was ready within {timeout_s:.0f} s; see {self.folder / 'logs'}")
+            time.sleep(_READY_LOOK_S)
 
     def stop(self) -> None:
         """Stop every actor and Ray itself. May be repeated; never raises; ignores signals meanwhile."""
@@ -305,7 +372,7 @@ class RunningCluster:
         """
         self.stop()
 
-    def __enter__(self) -> "RunningCluster":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -376,6 +443,8 @@ class RunningCluster:
         return found
 
     def _close_own(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
         if self._state_lock is not None:
             self._state_lock.release()
 
@@ -392,11 +461,68 @@ class RunningCluster:
             self.check_start()
             starting.look(_POLL_S)
 
-    def _served_before(self) -> bool:
-        return False
-
     def _patience(self, timeout_s: float) -> Patience:
         return Patience(self.progress, timeout_s, self._observer)
+
+    # --- orders and models
+
+    def _open_channel(self) -> OrderChannel:
+        return AdminApi(self.folder)
+
+    def _take_orders(self) -> None:
+        if self._channel is None:
+            self._channel = self._open_channel()
+        for order_id, order in self._channel.take():
+            problem = problem_of(order)
+            if problem is not None:
+                self._answer(order_id, Refused(problem))
+            elif not self._models.logic.knows(order_id):  # a driver before this one may have begun it
+                self._obey(order_id, order)
+
+    def _obey(self, order_id: str, order: AdminRequest) -> None:
+        if isinstance(order, ShowModels):
+            self._answer(order_id, Models(self.url, self._reports()))
+        elif isinstance(order, ShowStatus):
+            actors, (gateway, *_) = self.actors(), self._node.share.gateways
+            self._questions[order_id] = StatusQuestion(actors, actors[gateway[0]], time.monotonic())
+        elif isinstance(order, RestartWorkers):
+            self._restarts.order(order_id, order, self._models.reports())
+        elif isinstance(order, NodeOrder):
+            self._answer(order_id, self._obey_of_nodes(order))
+        else:
+            self._models.order(order_id, order)
+
+    def _obey_of_nodes(self, order: NodeOrder) -> Answer:
+        return Refused("one host serves alone; nodes are drained and workers scaled in a cluster of several hosts")
+
+    def _look_at_models(self, drained: Collection[str]) -> bool:
+        """Go on with the orders; return whether a deployment has entered another phase.
+
+        `drained`: workers of which nothing is left.
+        """
+        before, now = self._models.phases, time.monotonic()
+        self._models.look()
+        self._models.note_failing(self._failed.failing, self.healths())
+        self._restarts.look(drained)
+        for order_id in [one for one, question in self._questions.items() if question.is_over(now)]:
+            question = self._questions.pop(order_id)
+            self._answer(order_id, question.report(self.url, self.healths(), self._reports()))
+        return self._models.phases != before
+
+    def _reports(self) -> tuple[DeploymentReport, ...]:
+        ended = {name: STARTS_AGAIN for name, one in self.healths().items() if one.state is ProcessState.ENDED}
+        return tuple(self._models.reports({**ended, **self._failed.problems}))
+
+    def _watched_healths(self) -> dict[str, Health]:
+        return {name: Health() if one.state is ProcessState.ENDED else one for name, one in self.healths().items()}
+
+    def _start_again(self, name: str) -> None:
+        member = next(one for one in self._members.values() if name in self._actors[one.name])
+        self.start_again(member.part_of(name), name)
+
+    def _answer(self, order_id: str, answer: Answer) -> None:
+        if self._channel is not None:
+            self._channel.answer(order_id, answer)
 
 
 def _end_survivors(processes: list[psutil.Process]) -> None:
