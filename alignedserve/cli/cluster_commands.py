@@ -38,10 +38,7 @@ def _of_hosts(instead: str) -> Iterator[None]:
         raise
 
 
-def status(
-    cluster: ClusterOption = None,
-    json_output: JsonFlag = False,
-) -> None:
+def status(cluster: ClusterOption = None, json_output: JsonFlag = False) -> None:
     """Show the running cluster, on this host or of `up`: processes, load, memory (exit code 1 when it is not whole)."""
     if _is_here(cluster):
         from alignedserve.cli.commands.cluster.one_host import status as run_here

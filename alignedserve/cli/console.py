@@ -104,16 +104,13 @@ def printable(text: str) -> str:
 
 
 def chat_command(url: str, called: str) -> str:
-    """Return what to type to talk to the server at this address, as this program itself was called.
-
-    So the environment need not be activated.
-    """
+    """Return what to type to talk to the server at this address, as this program itself was called. So the environment
+    need not be activated."""
     program = f"{sys.executable} -m alignedserve" if called.endswith("__main__.py") else called
     return f"{program} chat" if url == DEFAULT_URL else f"{program} chat --url {url}"
 
 
 def to_json(report: object) -> bytes:
-    """Return a report as indented JSON."""
     import msgspec  # not loaded for `--help`
 
     return msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
@@ -123,10 +120,8 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 
 def open_closed_streams() -> None:
-    """Have the streams that this process was started without lead nowhere.
-
-    Else the next socket or file would have the number of one, and what is printed would go into it.
-    """
+    """Have the streams that this process was started without lead nowhere. Else the next socket or file would have the
+    number of one, and what is printed would go into it."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             stream = open(os.devnull, mode)  # noqa: SIM115  (open as long as the process; it has the lowest free number)

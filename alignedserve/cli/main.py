@@ -28,14 +28,7 @@ from alignedserve.cli.console import (
 )
 from alignedserve.cli.keys.app import keys_app
 from alignedserve.cli.models.app import models_app
-from alignedserve.cli.options import (
-    ChatOptions,
-    JsonFlag,
-    QuantizeOptions,
-    ServeOptions,
-    UrlOption,
-    takes_options,
-)
+from alignedserve.cli.options import ChatOptions, JsonFlag, QuantizeOptions, ServeOptions, UrlOption, takes_options
 from alignedserve.config.environment import limit_thread_spinning, log_format, set_log_format
 from alignedserve.core.errors import AlignedServeError, NothingListens
 from alignedserve.core.own_packages import require_own_kernels

@@ -48,10 +48,8 @@ SetOption = Annotated[
 
 
 def takes_options(run: Callable[[Any], None]) -> Callable[..., None]:
-    """Build a Typer command from a function of one options dataclass, whose fields become the parameters.
-
-    A field of type `tuple[X, ...]` becomes an option that may be repeated.
-    """
+    """Build a Typer command from a function of one options dataclass, whose fields become the parameters. A field of
+    type `tuple[X, ...]` becomes an option that may be repeated."""
     (options_class,) = (parameter.annotation for parameter in signature(run).parameters.values())
     parameters = _parameters_of(options_class)
     repeated = set()
@@ -186,8 +184,7 @@ class ChatOptions:
         ),
     ] = None
     max_tokens: Annotated[
-        int | None,
-        typer.Option(min=1, help="Longest answer.", show_default="1024, at most a quarter of the context"),
+        int | None, typer.Option(min=1, help="Longest answer.", show_default="1024, at most a quarter of the context")
     ] = None
 
 

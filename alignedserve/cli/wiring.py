@@ -20,10 +20,8 @@ def start_cluster(
     template: WorkerTemplate | None = None,
 ) -> ServingCluster:
     """Start a cluster with our HTTP gateway: on this host, or on the nodes of the Ray cluster that RAY_ADDRESS names.
-
     `num_nodes`: to wait for. `template`: of the processes of a cluster on this host. Raises an error of the tree, with
-    nothing left running.
-    """
+    nothing left running."""
     address, classes = ray_address(), ActorClasses(GatewayActor, BatchActor)
     config = settings.configs[0]
     if address is not None:

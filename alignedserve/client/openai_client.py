@@ -50,7 +50,6 @@ class CompletionApi(enum.Enum):
 
     @property
     def path(self) -> str:
-        """Return the path below the server's address."""
         return "/v1/chat/completions" if self is CompletionApi.CHAT else "/v1/completions"
 
 
@@ -76,7 +75,6 @@ class ClientFailure:
 
     @property
     def label(self) -> str:
-        """Return the label under which failures are counted."""
         return f"http {self.status}" if self.kind is ClientFailureKind.HTTP else self.kind.value
 
     @property
@@ -123,7 +121,6 @@ class CompletionOutcome:
 
     @property
     def text(self) -> str:
-        """Return the answer so far."""
         return "".join(self.text_parts)
 
     @property
@@ -147,12 +144,8 @@ class CompletionCall:
 
 
 class OpenAiClient:
-    """Async client of an OpenAI-compatible server, a context manager.
-
-    Completions never raise for a server's faults: see CompletionOutcome.failure.
-
-    `url` may end in /v1 or not. Raises ConfigError when it is no HTTP address.
-    """
+    """Async client of an OpenAI-compatible server, a context manager. Completions never raise for a server's faults:
+    see CompletionOutcome.failure. `url` may end in /v1 or not. Raises ConfigError when it is no HTTP address."""
 
     def __init__(self, *, url: str, api_key: str | None = None, timeout_s: float = 600.0) -> None:
         if not url.startswith(("http://", "https://")):
@@ -163,7 +156,6 @@ class OpenAiClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        """Open the connection pool, without any limit: the generator must never queue what it sends."""
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30.0, ssl=trust_for(self.url) or True),
             headers=self._headers,
@@ -176,7 +168,6 @@ class OpenAiClient:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close all connections."""
         if self._session is not None:
             await self._session.close()
 
@@ -189,10 +180,8 @@ class OpenAiClient:
         on_text: TextListener | None = None,
         on_thought: TextListener | None = None,
     ) -> CompletionOutcome:
-        """Stream one completion into `outcome`, which is also returned. Cancelling it closes the connection.
-
-        The listeners get the pieces of the answer and of the thought before it.
-        """
+        """Stream one completion into `outcome`, which is also returned. Cancelling it closes the connection. The
+        listeners get the pieces of the answer and of the thought before it."""
         outcome.sent_s = outcome.ended_s = time.monotonic()
         try:
             async with asyncio.timeout(self._timeout_s):

@@ -11,11 +11,9 @@ from alignedserve.core.errors import ConfigError, NothingListens, PeerLost
 
 
 def trust_for(url: str) -> ssl.SSLContext | None:
-    """Return the TLS settings for a server; None: its address is not of https. Raises ConfigError.
-
-    Known are the system's authorities (or those of SSL_CERT_FILE and SSL_CERT_DIR, which OpenSSL reads), and those in
-    the file that ALIGNEDSERVE_CA names.
-    """
+    """Return the TLS settings for a server; None: its address is not of https. Raises ConfigError. Known are the
+    system's authorities (or those of SSL_CERT_FILE and SSL_CERT_DIR, which OpenSSL reads), and those in the file that
+    ALIGNEDSERVE_CA names."""
     if not url.startswith("https://"):
         return None
     context, path = ssl.create_default_context(), authority_path()
@@ -50,7 +48,6 @@ _CLOSED = ("ServerDisconnectedError", "RemoteDisconnected")  # of aiohttp and of
 
 
 def unreachable(url: str, error: BaseException) -> PeerLost:
-    """Return the error that says why nothing came from a server, and what to do about it."""
     if (distrust := untrusted(url, error)) is not None:
         return PeerLost(distrust)
     for cause in _causes(error):

@@ -97,17 +97,14 @@ class ActorFactory:
         self.is_adopting = False  # see `adopting`
 
     def serving(self, served: ServedModel, listed: tuple[ServedDeployment, ...] | None = None) -> "ActorFactory":
-        """Return a factory of the same cluster for another model.
-
-        `listed`: what gateways are told at first; None: that it serves alone.
-        """
+        """Return a factory of the same cluster for another model. `listed`: what gateways are told at first; None: that
+        it serves alone."""
         other = copy.copy(self)
         other._served, other._listed = served, listed
         return other
 
     @property
     def secrets(self) -> ClusterSecrets:
-        """Return what the actors know each other by."""
         return self._secrets
 
     @contextlib.contextmanager
@@ -120,10 +117,8 @@ class ActorFactory:
             self.is_adopting = False
 
     def create(self, node: PreparedNode, state: SharedState, *, drives_batches: bool = False) -> dict[str, Any]:
-        """Create all of a node's actors; return them by name.
-
-        `state`: as this node finds it. `drives_batches`: whether the driver of batches is to run there.
-        """
+        """Create all of a node's actors; return them by name. `state`: as this node finds it. `drives_batches`: whether
+        the driver of batches is to run there."""
         actors: dict[str, Any] = {}
         try:
             self._create(actors, node, state, drives_batches=drives_batches)

@@ -26,10 +26,8 @@ from alignedserve.disk.durable import lock_file
 
 
 def prepare_records(path: Path, *, is_served: bool = False) -> None:
-    """Check the file of records, or begin it. Raises ResourceError, with whatever was there left as it is.
-
-    `is_served`: a process may have it open, alone, and opens it again where it is started anew; it is not checked then.
-    """
+    """Check the file of records, or begin it. Raises ResourceError, with whatever was there left as it is. `is_served`:
+    a process may have it open, alone, and opens it again where it is started anew; it is not checked then."""
     if path.exists():
         if not is_served:
             check_file(path)
@@ -76,10 +74,8 @@ class BatchStorage(NamedTuple):
 
 
 def open_batch_storage(config: ClusterConfig, *, is_adopted: bool = False) -> BatchStorage:
-    """Prepare the state folder, and the file of records unless a Redis is named. Raises ResourceError.
-
-    `is_adopted`: the cluster of a former driver goes on, and its driver of batches has the file.
-    """
+    """Prepare the state folder, and the file of records unless a Redis is named. Raises ResourceError. `is_adopted`:
+    the cluster of a former driver goes on, and its driver of batches has the file."""
     folder, objects = _state_folder(config), _object_store(config.batches)
     named = _named_redis()
     location = BatchLocation(config.batches, folder, named, objects)

@@ -84,10 +84,8 @@ _SETTLED_S = 30.0
 
 def adopt_cluster(asked: str, actor_classes: ActorClasses, setup: HostsSetup) -> ClusterOnHosts | None:
     """Take over what a former driver has left; None: there is nothing, or it was of another kind and has been ended.
-
     `asked`: what this driver is to serve, by `digest_of`. Raises ResourceError when the former driver still runs, or
-    its processes do not end.
-    """
+    its processes do not end."""
     try:
         record = read_record()
     except ProtocolError as error:  # of another version; its agents end it
@@ -176,11 +174,9 @@ def launch_cluster(
     observer: StartObserver | None = None,
     template: WorkerTemplate | None = None,
 ) -> ServingCluster:
-    """Start a cluster on this host alone and return it when it is up.
-
-    `template`: forks its processes, and ends with the cluster; None: Ray starts them. Unset sizes are worked out, which
-    the observer is told before anything starts. Raises an error of the tree, with nothing left running, when it cannot.
-    """
+    """Start a cluster on this host alone and return it when it is up. `template`: forks its processes, and ends with
+    the cluster; None: Ray starts them. Unset sizes are worked out, which the observer is told before anything starts.
+    Raises an error of the tree, with nothing left running, when it cannot."""
     observer = observer or LoggingObserver()
     configs = [_checked(config, len(settings.own)) for config in settings.configs]
     if configs[0].scaling.max_nodes is not None:
@@ -216,9 +212,7 @@ def _on_demand(
     settings: ModelSettings, configs: Sequence[ClusterConfig], lasting: Sequence[int], host: OwnHost
 ) -> tuple[ModelSettings, tuple[ModelOnDemand, ...]]:
     """Return the settings of the models that are loaded at the start, and the others, each sized as if it were alone.
-
-    Raises NotEnoughMemory for one that does not fit alone.
-    """
+    Raises NotEnoughMemory for one that does not fit alone."""
     sleeping = []
     for index, config in enumerate(configs):
         if index in lasting:
@@ -232,10 +226,8 @@ def _on_demand(
 
 
 def _claimed(device: str) -> tuple[DeviceChoice, GpuClaims]:
-    """Return what engine.device means and claim its GPUs; the CPU where `auto` finds that others have them all.
-
-    Raises ConfigError, or ResourceError where GPUs that were asked for are another cluster's.
-    """
+    """Return what engine.device means and claim its GPUs; the CPU where `auto` finds that others have them all. Raises
+    ConfigError, or ResourceError where GPUs that were asked for are another cluster's."""
     choice = choose_device(device)
     try:
         return choice, claim_gpus(gpu_names(choice.device), make_run_root())
@@ -248,11 +240,9 @@ def _claimed(device: str) -> tuple[DeviceChoice, GpuClaims]:
 def launch_on_hosts(
     settings: ModelSettings, hosts: Hosts, actor_classes: ActorClasses, observer: StartObserver | None = None
 ) -> ClusterOnHosts:
-    """Start a cluster on the nodes of that Ray cluster and return it when it is up.
-
-    One that a former driver with the same configuration has left goes on instead, and one of another is ended first.
-    Raises an error of the tree, with nothing left running, when it cannot.
-    """
+    """Start a cluster on the nodes of that Ray cluster and return it when it is up. One that a former driver with the
+    same configuration has left goes on instead, and one of another is ended first. Raises an error of the tree, with
+    nothing left running, when it cannot."""
     observer, asked = observer or LoggingObserver(), digest_of(*settings.configs)
     configs = [_checked(config, len(settings.own)) for config in settings.configs]
     if any(config.model.keep_alive is not None for config in configs):
@@ -290,10 +280,7 @@ def _checked(config: ClusterConfig, num_models: int) -> ClusterConfig:
 
 
 def _prepare_cluster(
-    configs: Sequence[ClusterConfig],
-    hosts: Hosts,
-    actor_classes: ActorClasses,
-    setup: HostsSetup,
+    configs: Sequence[ClusterConfig], hosts: Hosts, actor_classes: ActorClasses, setup: HostsSetup
 ) -> ClusterOnHosts:
     _wait_for_former()
     nodes = wait_for_nodes(hosts.num_nodes, hosts.wait_s)

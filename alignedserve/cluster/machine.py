@@ -69,10 +69,8 @@ def _left_in_container(folder: Path) -> int:
 
 
 def _gpu_bytes(device: str) -> tuple[int, ...]:
-    """Return the free memory of each GPU that workers may use; empty where they compute on the CPU.
-
-    All of it where the driver's tool, which is asked so that this process takes none, does not say what is free.
-    """
+    """Return the free memory of each GPU that workers may use; empty where they compute on the CPU. All of it where the
+    driver's tool, which is asked so that this process takes none, does not say what is free."""
     if not device.startswith(CUDA):
         return ()
     worker_devices(device, 1)

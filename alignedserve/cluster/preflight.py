@@ -79,9 +79,7 @@ def check_configuration(config: ClusterConfig, served: ServedModel) -> None:
 
 def check_machine(config: ClusterConfig, served: ServedModel, ports: Iterable[int]) -> None:
     """Check this machine: its memory for the workers, cores or GPUs for their ranks, and these ports for gateways.
-
-    Raises NotEnoughMemory, AddressInUse or ConfigError.
-    """
+    Raises NotEnoughMemory, AddressInUse or ConfigError."""
     num_stages = config.engine.pipeline_parallel if served.num_hosts == 1 else 1
     check_ranks(config.engine.device, config.engine.tensor_parallel, num_stages, config.engine.expert_parallel)
     if config.gateway.tls_certificate is not None and config.gateway.tls_key is not None:
@@ -124,7 +122,6 @@ def _check_states(config: ClusterConfig, title: str) -> None:
 
 
 def window_cache_of(config: ClusterConfig) -> str:
-    """Return engine.window_cache, which is not to choose what another setting excludes."""
     choice = config.engine.window_cache
     return WHOLE if choice == AUTO and _obstacle_to_rings(resolve_policy(config)) is not None else choice
 

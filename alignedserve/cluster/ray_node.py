@@ -44,11 +44,9 @@ class NoRayHere(ResourceError):
 
 
 def address_here() -> str:
-    """Return the address of the Ray that `ray start` runs on this host. Raises NoRayHere when there is none.
-
-    Ray's own search (`auto`) would try an address that was noted before a restart of the host, and the Ray of a
-    `serve`, which is at a loopback address and admits nobody else: for minutes.
-    """
+    """Return the address of the Ray that `ray start` runs on this host. Raises NoRayHere when there is none. Ray's own
+    search (`auto`) would try an address that was noted before a restart of the host, and the Ray of a `serve`, which is
+    at a loopback address and admits nobody else: for minutes."""
     running: frozenset[str] = services.find_gcs_addresses()  # type: ignore[no-untyped-call]
     found = sorted(address for address in running if not _is_loopback(address))
     if not found:

@@ -25,10 +25,8 @@ def recording_into(config: ClusterConfig, folder: Path) -> ClusterConfig:
 
 
 def write_run_file(metadata: RunMetadata) -> None:
-    """Create the run's folder, which its configuration names, with RUN_FILE.
-
-    Raises ConfigError if the folder is not empty, as two runs in one folder cannot be told apart.
-    """
+    """Create the run's folder, which its configuration names, with RUN_FILE. Raises ConfigError if the folder is not
+    empty, as two runs in one folder cannot be told apart."""
     assert metadata.config.recording.folder is not None, "recording is off"
     folder = Path(metadata.config.recording.folder)
     try:
@@ -44,10 +42,8 @@ def write_run_file(metadata: RunMetadata) -> None:
 
 
 def remove_unserved(folder: Path) -> None:
-    """Remove the recordings of a start that failed, so that the next one finds the folder empty. Never raises.
-
-    Nothing has been served then, and a later start would be refused for this folder instead of its own reason.
-    """
+    """Remove the recordings of a start that failed, so that the next one finds the folder empty. Never raises. Nothing
+    has been served then, and a later start would be refused for this folder instead of its own reason."""
     with contextlib.suppress(OSError):
         parts = [path.parent for path in folder.glob(f"*/{PART_FILE}")]
         for place in (folder, *parts):

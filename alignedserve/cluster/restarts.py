@@ -61,15 +61,12 @@ class Restarts:
 
     @property
     def failing(self) -> frozenset[str]:
-        """Processes that do not serve and have failed to start again and again."""
         found = self._troubles.items()
         return frozenset(name for name, one in found if one.up_s is None and one.num_failed > _FEW_FAILURES)
 
     def look(self, healths: Mapping[str, Health], now: float) -> list[str]:
-        """Return the processes that are to be started again now; each counts as starting from then on.
-
-        `healths`: of all processes that there are.
-        """
+        """Return the processes that are to be started again now; each counts as starting from then on. `healths`: of
+        all processes that there are."""
         self._troubles = {name: one for name, one in self._troubles.items() if name in healths}
         for name, health in healths.items():
             self._note(name, health, now)

@@ -123,9 +123,8 @@ class DriverSetup:
 
 class ServingCluster:
     """A started cluster of one node, this host; a context manager that stops what it started. Used on one thread.
-
-    `check`, about once a second, carries orders out and never waits. ClusterOnHosts overrides what differs with hosts.
-    """
+    `check`, about once a second, carries orders out and never waits. ClusterOnHosts overrides what differs with
+    hosts."""
 
     def __init__(self, joining: Joining, members: Sequence[Member], factory: ActorFactory, setup: DriverSetup) -> None:
         """`members`: the head first."""
@@ -162,12 +161,10 @@ class ServingCluster:
 
     @property
     def plans(self) -> tuple[ClusterPlan, ...]:
-        """Return the plans of the models that are listed to clients, in that order."""
         return tuple(self._joining.models[one].plan for one in self._models.listed)
 
     @property
     def url(self) -> str:
-        """Base URL of the first gateway."""
         host = self.config.gateway.host
         reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104
         gateway, name = self.config.gateway, f"[{reachable}]" if ":" in reachable else reachable
@@ -218,14 +215,12 @@ class ServingCluster:
         return self._factory.serving(served, self._models.announced)
 
     def add_node(self, node: PreparedNode) -> None:
-        """Create the actors of a node that has joined. They come up by themselves, in any order."""
         # A node that comes back has its former name, and what its gateway let in still counts.
         state = replace(self._state_of_others(), have_run=True)
         self._create_on(node, state)
         self._watch(node.share.node)
 
     def remove_node(self, name: str) -> None:
-        """Forget the actors of a lost node, and kill those that still live."""
         watchdog = self._watchdogs.pop(name, None)
         if watchdog is not None:
             watchdog.stop()
@@ -238,16 +233,13 @@ class ServingCluster:
         self._watchdogs[of_node].watch(name, actor)
 
     def remove_worker(self, node: str, name: str) -> None:
-        """End one worker of a node."""
         self._watchdogs[node].forget(name)
         with contextlib.suppress(RayError, ValueError):
             ray.kill(self._actors[node].pop(name), no_restart=True)
 
     def add_part(self, part: PreparedNode) -> dict[str, Any]:
         """Create what a further deployment has on a node that serves; return its actors. They come up by themselves.
-
-        Raises an error of Ray's, with none of them left.
-        """
+        Raises an error of Ray's, with none of them left."""
         node = part.share.node
         state = self._state if part.share.is_head else self._state_of_others()
         actors = self._factory_of(part).create(part, state)
@@ -265,18 +257,14 @@ class ServingCluster:
         return found
 
     def actors_of(self, node: str) -> Mapping[str, Any]:
-        """Return the actors of a node by name."""
         return self._actors.get(node, {})
 
     def healths(self) -> dict[str, Health]:
-        """Return what is known of every process, by name."""
         return {name: health for watchdog in self._watchdogs.values() for name, health in watchdog.healths().items()}
 
     def start_again(self, node: PreparedNode, name: str) -> None:
         """Start a process of a node anew that serves nothing. Raises an error of Ray's while it holds the former one.
-
-        It comes up by itself. `node`: with its share as it is now.
-        """
+        It comes up by itself. `node`: with its share as it is now."""
         of_node = self._actors[node.share.node]
         if self.healths()[name].state is not ProcessState.DEAD:
             ray.kill(of_node[name], no_restart=False)
@@ -301,7 +289,6 @@ class ServingCluster:
         return {}
 
     def read_again(self) -> None:
-        """Let every gateway read again what may change while it serves. Does not wait."""
         for name, actor in self.actors().items():
             if is_gateway(name):
                 actor.read_again.remote()
@@ -323,16 +310,13 @@ class ServingCluster:
         return False
 
     def progress(self) -> list[Progress | None]:
-        """Return how far the workers have loaded their model."""
         names = self._actors.get(self._node.share.node, {})
         return [read_progress(self._node.book.progress_of(name)) for name in names]
 
     def wait_ready(self, timeout_s: float = 60.0) -> None:
-        """Wait until a token of every model has passed through the whole system.
-
-        Raises PeerLost if none does within `timeout_s`, or within that of the last progress of a model that is loaded;
-        ModelError at once for a model of a new cluster that gives no tokens; AskedToStop.
-        """
+        """Wait until a token of every model has passed through the whole system. Raises PeerLost if none does within
+        `timeout_s`, or within that of the last progress of a model that is loaded; ModelError at once for a model of a
+        new cluster that gives no tokens; AskedToStop."""
         patience = self._patience(timeout_s)
         not_ready = NotReady("nothing was asked")
         while not patience.is_over():
@@ -366,10 +350,8 @@ class ServingCluster:
             self._end_everything()
 
     def leave(self) -> None:
-        """Shut down after an internal error; whatever can run without this process keeps running.
-
-        Stops a cluster of one host, whose actors belong to this process. May be followed by `stop`; never raises.
-        """
+        """Shut down after an internal error; whatever can run without this process keeps running. Stops a cluster of
+        one host, whose actors belong to this process. May be followed by `stop`; never raises."""
         self.stop()
 
     def __enter__(self) -> Self:
@@ -452,10 +434,8 @@ class ServingCluster:
         ray.shutdown()
 
     def _wait_for_actors(self) -> None:
-        """Wait until every actor is up, as long as models load.
-
-        Raises the error of the first failing one, or AskedToStop.
-        """
+        """Wait until every actor is up, as long as models load. Raises the error of the first failing one, or
+        AskedToStop."""
         starting = Starting(self.actors(), self._patience(START_TIMEOUT_S))
         while not starting.is_over:
             self.check_start()
@@ -496,10 +476,8 @@ class ServingCluster:
         return Refused("one host serves alone; nodes are drained and workers scaled in a cluster of several hosts")
 
     def _look_at_models(self, drained: Collection[str]) -> bool:
-        """Go on with the orders; return whether a deployment has entered another phase.
-
-        `drained`: workers of which nothing is left.
-        """
+        """Go on with the orders; return whether a deployment has entered another phase. `drained`: workers of which
+        nothing is left."""
         before, now = self._models.phases, time.monotonic()
         self._models.look()
         self._models.note_failing(self._failed.failing, self.healths())

@@ -46,8 +46,7 @@ class LoggingObserver:
         for warning in choice.remarks(names_model=has_others):
             logger.warning(warning)
 
-    def model_loading(self, progress: Progress) -> None:
-        """Show nothing."""
+    def model_loading(self, progress: Progress) -> None: ...
 
 
 class Patience:

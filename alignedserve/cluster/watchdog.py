@@ -112,7 +112,6 @@ class FailedProcesses:
 
     @property
     def failing(self) -> frozenset[str]:
-        """Processes that do not serve and have failed to start again and again."""
         return self._restarts.failing
 
     def look(self) -> bool:

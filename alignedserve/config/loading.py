@@ -172,10 +172,8 @@ def apply_override(values: dict[str, Any], override: str) -> None:
 
 
 def _with_parsed_sizes(values: dict[str, Any], section: str) -> dict[str, Any]:
-    """Return the mapping with sizes such as `x_bytes: 256MiB` as integers.
-
-    `section`: its name and a dot, for messages.
-    """
+    """Return the mapping with sizes such as `x_bytes: 256MiB` as integers. `section`: its name and a dot, for
+    messages."""
     parsed: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, dict):

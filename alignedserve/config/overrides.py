@@ -13,7 +13,6 @@ def override_of(field: str, value: Any) -> str:
 
 
 def written_override(name: str, value: Any) -> str:
-    """Return the override that sets a field to a plain value."""
     text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=math.inf)
     value_text = text.removesuffix("...\n").rstrip("\n")  # three dots end a document of one word
     return f"{name}={value_text}"

@@ -42,7 +42,6 @@ class Publication:
     address: str  # where other nodes reach it
 
     def encode(self) -> str:
-        """Return the directory's entry."""
         return f"{self.node} {self.address}"
 
     @classmethod
@@ -66,15 +65,12 @@ class AddressBook:
 
     @property
     def is_among_hosts(self) -> bool:
-        """Return whether there are other nodes, now or later."""
         return self.directory is not None
 
     def of(self, name: str) -> str:
-        """Return the address on this node of the process with this name."""
         return f"unix:{self.folder / name}.sock"
 
     def progress_of(self, name: str) -> Path:
-        """Return the file in which this process reports how far its model is loaded."""
         return self.folder / f"{name}.progress"
 
     def listening(self, address: str) -> tuple[str, ...]:
@@ -89,10 +85,8 @@ class AddressBook:
 
 
 class AddressResolver:
-    """Resolves names on one event loop.
-
-    The last known place of a process is kept, so that it is dialled while the directory does not answer.
-    """
+    """Resolves names on one event loop. The last known place of a process is kept, so that it is dialled while the
+    directory does not answer."""
 
     def __init__(self, book: AddressBook | None) -> None:
         """`book`: None: there are no names, only addresses."""
@@ -145,15 +139,12 @@ class AddressResolver:
 
 
 def deployed_name(name: str, deployment_id: str) -> str:
-    """Return the name that a process has in a deployment (one model with its router, pools and workers).
-
-    For example router, and router.2 of the deployment 2. Names of two deployments of a cluster never meet.
-    """
+    """Return the name that a process has in a deployment (one model with its router, pools and workers). For example
+    router, and router.2 of the deployment 2. Names of two deployments of a cluster never meet."""
     return name if deployment_id == FIRST_DEPLOYMENT else f"{name}.{deployment_id}"
 
 
 def numbered_deployment(number: int) -> str:
-    """Return the id of a cluster's deployment of this number, counted from 1."""
     return FIRST_DEPLOYMENT if number == 1 else str(number)
 
 
@@ -163,12 +154,10 @@ def deployment_of(name: str) -> str:
 
 
 def router_of(name: str) -> str:
-    """Return the name of the router of the deployment to which the process of this name belongs."""
     return deployed_name(ROUTER, deployment_of(name))
 
 
 def is_router(name: str) -> bool:
-    """Return whether this is the name of a deployment's router."""
     return name.partition(".")[0] == ROUTER
 
 
@@ -185,10 +174,8 @@ _STAGE = "-stage-"
 
 
 def stage_name(worker: str, index: int) -> str:
-    """Return the name of a stage behind the first of the worker of this name."""
     return deployed_name(f"{worker.partition('.')[0]}{_STAGE}{index}", deployment_of(worker))
 
 
 def worker_of_stage(name: str) -> str:
-    """Return the name of the worker that the stage of this name belongs to."""
     return deployed_name(name.partition(".")[0].rpartition(_STAGE)[0], deployment_of(name))

@@ -25,7 +25,6 @@ class ChildProcess:
 
     @property
     def is_running(self) -> bool:
-        """Return whether it was started and has not ended."""
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> None:
@@ -61,7 +60,6 @@ class ChildProcess:
             process.kill()
 
     def end(self) -> None:
-        """End it, if it runs."""
         process, self._process = self._process, None
         if process is None:
             return

@@ -14,10 +14,8 @@ class ConnectedProcess:
     """The process, until it is ended. It ends with this one, however that ends: at the end of a pipe."""
 
     def __init__(self, module: str, ends: Sequence[socket.socket], descriptors: Sequence[int] = ()) -> None:
-        """Run a module with the numbers of its ends of connections and, last, of the pipe.
-
-        `ends`: they are closed here. `descriptors`: it has these as well, by the same numbers.
-        """
+        """Run a module with the numbers of its ends of connections and, last, of the pipe. `ends`: they are closed
+        here. `descriptors`: it has these as well, by the same numbers."""
         their_lifeline, self._lifeline = os.pipe()
         numbers = [*(end.fileno() for end in ends), their_lifeline]
         command = [sys.executable, "-m", module, *map(str, numbers)]
@@ -39,7 +37,6 @@ class ConnectedProcess:
         return self._process.wait()
 
     def kill(self) -> None:
-        """Kill it, if it runs."""
         self._process.kill()
 
     def end(self) -> None:
@@ -55,7 +52,6 @@ class ConnectedProcess:
 
 
 def end_with_parent(lifeline: int) -> None:
-    """End this process once its pipe's other end, which its parent has, is closed."""
 
     def wait() -> None:
         while os.read(lifeline, 1):

@@ -46,7 +46,6 @@ class Identity:
     credentials: Credentials | None = None  # for addresses that begin with tls:
 
     def trusted(self) -> Credentials:
-        """Return the credentials, without which no process has an address that begins with tls."""
         assert self.credentials is not None, "TLS without credentials"
         return self.credentials
 
@@ -138,10 +137,8 @@ class Link(asyncio.Protocol):
     # --- for the owner
 
     def send(self, message: Message) -> None:
-        """Enqueue one message, written with the others of this turn of the loop.
-
-        On a lost link it is dropped; `on_lost` reports the loss.
-        """
+        """Enqueue one message, written with the others of this turn of the loop. On a lost link it is dropped;
+        `on_lost` reports the loss."""
         if self._transport is None:
             return
         if self._transport.get_write_buffer_size() + self._num_outgoing_bytes > _MAX_BACKLOG_BYTES:
@@ -255,7 +252,6 @@ def _check_dialled(dialled: str, name: str) -> None:
 
 
 def proof_of(secret: bytes, side: str, nonce: bytes, name: str) -> bytes:
-    """Prove knowledge of the secret for this nonce, on this side of this kind of connection."""
     return hmac.digest(secret, side.encode() + nonce + name.encode(), "sha256")
 
 

@@ -23,10 +23,8 @@ class Progress(NamedTuple):
 
 
 class LoadingProgress:
-    """Counts what one worker has read and packed. Without a path the counts go nowhere.
-
-    Its file is locked until `finish` or the end of the process, so that others know that it is in use.
-    """
+    """Counts what one worker has read and packed. Without a path the counts go nowhere. Its file is locked until
+    `finish` or the end of the process, so that others know that it is in use."""
 
     def __init__(self, path: Path | None, total_bytes: int, total_layers: int) -> None:
         self._file_descriptor = _open_locked(path) if path is not None else None
@@ -45,7 +43,6 @@ class LoadingProgress:
         self._done = self._done._replace(num_layers=self._done.num_layers + 1)
 
     def finish(self) -> None:
-        """Note that all is loaded."""
         done = self._done
         self._done = done._replace(read_bytes=done.total_bytes, num_layers=done.total_layers)
         self._write()

@@ -54,11 +54,9 @@ class _Held(NamedTuple):
 
 
 class HeldMessages:
-    """Delivers messages, at once or once they are prepared. Used on one event loop.
-
-    Messages about one request stay in order, and so do batches that one pool grants; all others pass. A message is
-    dropped if what it waits for is cancelled: its request has ended, as the message behind it says.
-    """
+    """Delivers messages, at once or once they are prepared. Used on one event loop. Messages about one request stay in
+    order, and so do batches that one pool grants; all others pass. A message is dropped if what it waits for is
+    cancelled: its request has ended, as the message behind it says."""
 
     def __init__(self, prepare: Prepare, deliver: Callable[[str, Message], None]) -> None:
         """`prepare`: begins what a message needs, and returns what it has to wait for. `deliver`: takes the peer and
@@ -82,7 +80,6 @@ class HeldMessages:
             one.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._release))
 
     def drop(self, peer: str) -> None:
-        """Drop the messages of a peer that is lost, as if they had not arrived."""
         self._held = [one for one in self._held if one.peer != peer]
         self._release()
 
@@ -184,7 +181,6 @@ class LogicDriver(Generic[EventT, CommandT]):
         self._timer = self._loop.call_later(TICK_S, self._tick)
 
     def dispatch(self, event: CommonEvent | EventT) -> None:
-        """Pass the event to the logic and perform its commands. The clock is read here and nowhere below."""
         now = time.monotonic()
         if self._meter is not None:
             self._meter.happened(event)
@@ -241,7 +237,6 @@ class LogicDriver(Generic[EventT, CommandT]):
         self.dispatch(PeerDisconnected(peer.role, peer.name))
 
     async def close(self) -> None:
-        """Stop ticking and drop the links."""
         self._timer.cancel()
         if self._held is not None:
             self._held.close()

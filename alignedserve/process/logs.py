@@ -21,7 +21,6 @@ current_request: ContextVar[str] = ContextVar("current_request", default="")
 
 @contextmanager
 def about_request(request_id: str) -> Iterator[None]:
-    """Let lines that are logged within carry this id, those of tasks that begin there as well."""
     token = current_request.set(request_id)
     try:
         yield
@@ -94,12 +93,10 @@ class LossyFileHandler(logging.FileHandler):
     """Loses what the disk cannot take: Python would write a traceback to the terminal for each line."""
 
     @override
-    def handleError(self, record: logging.LogRecord) -> None:
-        """Say nothing: metrics tell how full the disk is."""
+    def handleError(self, record: logging.LogRecord) -> None: ...
 
     @override
     def close(self) -> None:
-        """Write no more, and lose what cannot be written any more either."""
         with suppress(OSError):
             super().close()
 
@@ -121,7 +118,6 @@ class LogPart(NamedTuple):
 
 
 def log_names(run_folder: Path) -> list[str]:
-    """Return the processes that have a log in this run folder."""
     return sorted(path.stem for path in (run_folder / _FOLDER).glob("*.log"))
 
 
@@ -144,11 +140,9 @@ logger = logging.getLogger(__name__)
 
 
 class QueuedLogHandler(QueueHandler):
-    """Writes the log of a process, as LogFileHandler does, on a thread.
-
-    A line is made where it is logged, as it names the request that is served there. Those for which there is no room
-    are lost until half of the room is free again; then a line says how many.
-    """
+    """Writes the log of a process, as LogFileHandler does, on a thread. A line is made where it is logged, as it names
+    the request that is served there. Those for which there is no room are lost until half of the room is free again;
+    then a line says how many."""
 
     def __init__(self, path: Path, log_format: str = TEXT, max_lines: int = _MAX_LINES) -> None:
         self._lines: queue.Queue[logging.LogRecord] = queue.Queue(max_lines)
@@ -186,7 +180,6 @@ class QueuedLogHandler(QueueHandler):
 
     @override
     def close(self) -> None:
-        """Write what is left, and no more; where that hangs it is lost. May be repeated."""
         if not self._is_closed:
             self._is_closed = True
             if not self._lines.full():

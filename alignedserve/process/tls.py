@@ -62,7 +62,6 @@ class CertificateAuthority:
 
     @classmethod
     def new(cls, cluster_id: str) -> "CertificateAuthority":
-        """Return a new authority for this cluster."""
         key, name = ec.generate_private_key(ec.SECP256R1()), _named(f"AlignedServe {cluster_id}")
         builder = _builder(name, name, key.public_key())
         builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
@@ -83,7 +82,6 @@ class CertificateAuthority:
         return _private_pem(self._key), _pem(self._certificate)
 
     def issue(self, process_name: str) -> Credentials:
-        """Return new credentials for the process with this name."""
         key = ec.generate_private_key(ec.SECP256R1())
         builder = _builder(_named(process_name), self._name, key.public_key())
         builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
@@ -95,9 +93,7 @@ class CertificateAuthority:
 
 def check_certificate(peer_certificate: dict[str, Any] | None, process_name: str) -> None:
     """Check that the other end's verified certificate, as `ssl` describes it, is of the process that it claims to be.
-
-    Raises ProtocolError: it has the certificate of another process.
-    """
+    Raises ProtocolError: it has the certificate of another process."""
     parts = [part for parts in (peer_certificate or {}).get("subject", ()) for part in parts]
     if dict(parts).get("commonName") != process_name:
         raise ProtocolError("the peer's certificate is of another process than its name says")
@@ -191,7 +187,6 @@ class ServerCertificate:
         return True
 
     async def watch(self) -> None:
-        """Look for changes for ever."""
         while True:
             await asyncio.sleep(LOOK_S)
             self.reload_if_changed()

@@ -28,11 +28,9 @@ class ClientTurns(Generic[ItemT]):
         return bool(self._clients)
 
     def __iter__(self) -> Iterator[ItemT]:
-        """Iterate over all items, client by client."""
         return chain.from_iterable(client.items for client in self._clients.values())
 
     def append(self, client: str, item: ItemT) -> None:
-        """Let an item wait for a turn of its client."""
         self._clients.setdefault(client, _Own()).items.append(item)
 
     def take(self) -> ItemT:
@@ -46,7 +44,6 @@ class ClientTurns(Generic[ItemT]):
         return item
 
     def remove(self, client: str, item: ItemT) -> None:
-        """Remove an item of this client."""
         own = self._clients[client]
         own.items.remove(item)
         if not own.items:
@@ -85,7 +82,6 @@ class TurnThreads:
         return done
 
     def hasten(self, done: "Future[Any]") -> None:
-        """Let best-effort work that still waits go with that of real-time requests, as one needs it too."""
         with self._lock:
             for work in self._waiting[False]:
                 if work.done is done:

@@ -24,10 +24,8 @@ class WorkerThreads:
         self._is_closed = False
 
     def submit(self, name: str, work: Callable[[], T], on_completed: Callable[[T], None]) -> None:
-        """Run the work on this thread; without asyncio futures, which cost a tenth of an iteration's gap.
-
-        Exceptions of the work are raised on the loop, where they end a hosted process.
-        """
+        """Run the work on this thread; without asyncio futures, which cost a tenth of an iteration's gap. Exceptions of
+        the work are raised on the loop, where they end a hosted process."""
         self._thread(name).submit(self.performer(work, on_completed))
 
     def call(self, name: str, work: Callable[[], T]) -> "Future[T]":
@@ -75,11 +73,9 @@ def _outcome_of(work: Callable[[], T]) -> Callable[[], T]:
 
 
 def run_quietly(work: Callable[[], T]) -> T:
-    """Run work on a thread of low priority, which ends with it, and return its result. Raises what it raises.
-
-    Threads that it starts inherit the priority, OpenMP's too; what must compute at the usual priority afterwards may
-    not be started here, as a process may not raise a priority again.
-    """
+    """Run work on a thread of low priority, which ends with it, and return its result. Raises what it raises. Threads
+    that it starts inherit the priority, OpenMP's too; what must compute at the usual priority afterwards may not be
+    started here, as a process may not raise a priority again."""
     results: list[T] = []
     errors: list[BaseException] = []
 

@@ -93,11 +93,8 @@ class ScalingLogic:
     def decide(
         self, statuses: Mapping[str, ClusterStatus], nodes: Sequence[ScaledNode], now: float
     ) -> list[ScalingCommand]:
-        """Return what is to be done; `nodes` in the order in which they came.
-
-        `statuses`: of each deployment's router; one that is missing has not reported, or is being repaired: nothing
-        changes then.
-        """
+        """Return what is to be done; `nodes` in the order in which they came. `statuses`: of each deployment's router;
+        one that is missing has not reported, or is being repaired: nothing changes then."""
         members = [node for node in nodes if not node.is_released]
         self._keep_unasked(len(members), now)
         serving = [node for node in members if node.is_serving]
@@ -114,10 +111,8 @@ class ScalingLogic:
     def _of_model(
         self, deployment_id: str, status: ClusterStatus | None, serving: Sequence[ScaledNode]
     ) -> Recommendation | None:
-        """Return the bounds for all nodes that follow from one model's demand; None: it is not known.
-
-        What a model needs beyond the nodes that it has comes on top of all.
-        """
+        """Return the bounds for all nodes that follow from one model's demand; None: it is not known. What a model
+        needs beyond the nodes that it has comes on top of all."""
         num_own = sum(deployment_id in node.models for node in serving)
         if status is None or not status.demand.num_decode_places or not num_own:
             return None

@@ -31,10 +31,8 @@ class Autoscaler:
     worker: Bundle  # what a node has that it adds; empty: the file does not say
 
     def request(self, num_nodes: int, head: RayNode, others: Sequence[RayNode]) -> list[dict[str, float]]:
-        """Return the resources of `num_nodes`: a bundle for each, with everything that Ray counts there.
-
-        A node that is added has what the file says, or else what the largest of the others has, or the head.
-        """
+        """Return the resources of `num_nodes`: a bundle for each, with everything that Ray counts there. A node that is
+        added has what the file says, or else what the largest of the others has, or the head."""
         largest = max((_all_of(node) for node in others), key=_strength, default=_all_of(head))
         worker = dict(self.worker) or largest
         bundles = [_all_of(head), *([worker] * (num_nodes - 1))]
@@ -42,10 +40,8 @@ class Autoscaler:
 
 
 def find_autoscaler(gcs_address: str) -> Autoscaler:
-    """Return the autoscaler of the Ray whose head, this host, has that address.
-
-    Raises ConfigError when it has none that adds nodes.
-    """
+    """Return the autoscaler of the Ray whose head, this host, has that address. Raises ConfigError when it has none
+    that adds nodes."""
     path = _file_of_autoscaler(gcs_address)
     if path is None:
         raise ConfigError(

@@ -44,10 +44,8 @@ class NodeScaler:
     def check(
         self, gateways: Sequence[Any], nodes: Sequence[ScaledNode], find: Callable[[str], RayNode]
     ) -> list[GiveBack | TakeAgain]:
-        """Ask Ray for nodes as decided, and return what the cluster itself is to do.
-
-        `gateways`: actors, the nearest first. Raises PeerLost when Ray's head does not answer.
-        """
+        """Ask Ray for nodes as decided, and return what the cluster itself is to do. `gateways`: actors, the nearest
+        first. Raises PeerLost when Ray's head does not answer."""
         self._look_at_answer(gateways)
         found: list[GiveBack | TakeAgain] = []
         for command in self._logic.decide(self._statuses, nodes, time.monotonic()):
@@ -133,10 +131,8 @@ class ScaledCluster:
 
 
 def scaling_of(configs: Sequence[ClusterConfig], gcs_address: str) -> MakeScaling:
-    """Return what makes the scaling of a cluster on the Ray at this address. Raises ConfigError.
-
-    `configs`: of its models.
-    """
+    """Return what makes the scaling of a cluster on the Ray at this address. Raises ConfigError. `configs`: of its
+    models."""
     for config in configs:
         if not isinstance(config.decode.count, DefaultSize) or not isinstance(config.prefill.count, DefaultSize):
             raise ConfigError(

@@ -40,8 +40,7 @@ class SubmitOptions:
         typer.Option("--not-before", metavar="TIME", help="No line starts before: 2026-11-25T22:00:00+01:00."),
     ] = None
     hours: Annotated[
-        str | None,
-        typer.Option(metavar="WINDOWS", help='Lines start only then: "Mon-Fri 22:00-06:00 Europe/Berlin".'),
+        str | None, typer.Option(metavar="WINDOWS", help='Lines start only then: "Mon-Fri 22:00-06:00 Europe/Berlin".')
     ] = None
     priority: Annotated[
         int | None, typer.Option(help="Among your own batches; smaller goes first.", show_default="0")

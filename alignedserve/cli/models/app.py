@@ -12,8 +12,7 @@ models_app = typer.Typer(
 )
 
 _ClusterOption = Annotated[
-    str | None,
-    typer.Option("--cluster", metavar="ID", help="Its run folder's name, where several serve on this host."),
+    str | None, typer.Option("--cluster", metavar="ID", help="Its run folder's name, where several serve on this host.")
 ]
 _PathArgument = Annotated[str, typer.Argument(metavar="MODEL", help="Model, as `alignedserve serve` takes it.")]
 _NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="The name by which clients call it.")]

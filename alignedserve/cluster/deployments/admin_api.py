@@ -187,11 +187,8 @@ _LOOK_S = 10.0  # for a driver to answer a question
 
 
 def find_cluster(cluster_id: str | None, *, option: str = "--cluster") -> Path:
-    """Return the door of the cluster that runs on this host.
-
-    `cluster_id`: the name of its run folder; None: there is one. `option`: by which the user chooses one. Raises
-    ResourceError listing the clusters.
-    """
+    """Return the door of the cluster that runs on this host. `cluster_id`: the name of its run folder; None: there is
+    one. `option`: by which the user chooses one. Raises ResourceError listing the clusters."""
     doors = {path.parent.name: path for path in sorted(run_root().glob(f"*/{SOCKET_NAME}")) if _is_open(path)}
     if cluster_id is not None and cluster_id in doors:
         return doors[cluster_id]
@@ -206,9 +203,7 @@ def find_cluster(cluster_id: str | None, *, option: str = "--cluster") -> Path:
 
 def ask(door: Path, request: AdminRequest, on_remark: OnRemark) -> Answer:
     """Give an order and return its last answer, however long it takes; a question is answered soon or not at all.
-
-    Raises ResourceError with the reason for which it is refused, or PeerLost when the cluster ends or is silent.
-    """
+    Raises ResourceError with the reason for which it is refused, or PeerLost when the cluster ends or is silent."""
     with contextlib.closing(_connect(door)) as connection:
         connection.settimeout(_LOOK_S if isinstance(request, ShowModels | ShowStatus) else None)
         for answer in _answers(connection, request):
@@ -239,12 +234,10 @@ def show_status(door: Path) -> StatusReport:
 
 
 def has_cluster() -> bool:
-    """Return whether a cluster that takes orders runs on this host, for this user."""
     return any(_is_open(path) for path in run_root().glob(f"*/{SOCKET_NAME}"))
 
 
 def urls_here() -> list[str]:
-    """Return the addresses of this user's clusters on this host."""
     doors = [path for path in sorted(run_root().glob(f"*/{SOCKET_NAME}")) if _is_open(path)]
     return [url for url in map(_url_of, doors) if url is not None]
 

@@ -36,12 +36,10 @@ def worker_bytes(config: ClusterConfig, served: ServedModel) -> int:
 
 
 def divide(machine: Machine, gpus: Sequence[str], beside_caches: Sequence[int]) -> list[Part]:
-    """Divide a machine among models whose workers take so many bytes beside their caches, all of a model together.
-
-    Each model has that, unless it is on GPUs, and all have equal parts of what is left for caches. GPUs are assigned
-    whole, in turn, where there is one for each model, and shared otherwise. Cores are shared: a model that has nothing
-    to compute leaves all of them to the others.
-    """
+    """Divide a machine among models whose workers take so many bytes beside their caches, all of a model together. Each
+    model has that, unless it is on GPUs, and all have equal parts of what is left for caches. GPUs are assigned whole,
+    in turn, where there is one for each model, and shared otherwise. Cores are shared: a model that has nothing to
+    compute leaves all of them to the others."""
     count = len(beside_caches)
     devices = assigned_gpus(gpus, count)
     on_host = [0] * count if gpus else list(beside_caches)
@@ -75,11 +73,9 @@ def _gpu_bytes(
 
 
 def left_of(whole: Machine, now: Machine, gpus: Sequence[str], holdings: Sequence[Holding]) -> Part:
-    """Return what is left for one more model beside these.
-
-    `whole`: the machine before the first of them, `now`: as it is found. Memory that is held but was not touched yet
-    is free by what the system says, so it is taken off what there was. Of the GPUs those with the fewest models.
-    """
+    """Return what is left for one more model beside these. `whole`: the machine before the first of them, `now`: as it
+    is found. Memory that is held but was not touched yet is free by what the system says, so it is taken off what there
+    was. Of the GPUs those with the fewest models."""
     host = whole.available_bytes - sum(holding.host_bytes for holding in holdings)
     shared = whole.shared_bytes - sum(holding.shared_bytes for holding in holdings)
     numbers = {gpu: sum(gpu in holding.gpus for holding in holdings) for gpu in gpus}
@@ -154,10 +150,8 @@ Assignment = Mapping[str, tuple[str, ...]]  # the nodes of each model, in the no
 
 
 def assign_models(models: Sequence[AssignableModel], nodes: Sequence[AssignableNode], fits: Fits) -> Assignment:
-    """Return the nodes of each model, by deployment id; a model that fits nowhere has none.
-
-    `fits` must be true of fewer models where it is true of more.
-    """
+    """Return the nodes of each model, by deployment id; a model that fits nowhere has none. `fits` must be true of
+    fewer models where it is true of more."""
     assigning = _Assigning(models, nodes, fits)
     assigning.place_each()
     assigning.fill()

@@ -237,11 +237,9 @@ class DeploymentsLogic:
         return is_waiting or any(deployment.order_id == order_id for deployment in self._deployments.values())
 
     def resume(self, now: float) -> list[Command]:
-        """Go on in another process, for which `now` may be of another clock.
-
-        What did not serve yet is ended, and its order is forgotten, as are those that waited: whoever still has one
-        gives it again. What drains goes on, with the time that it was given.
-        """
+        """Go on in another process, for which `now` may be of another clock. What did not serve yet is ended, and its
+        order is forgotten, as are those that waited: whoever still has one gives it again. What drains goes on, with
+        the time that it was given."""
         self._waiting.clear()
         self._current = None
         commands: list[Command] = []

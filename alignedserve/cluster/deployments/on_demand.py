@@ -90,18 +90,10 @@ class OnDemandLogic:
             self._problems[name] = problem, now + RETRY_S
 
     def look(
-        self,
-        awake: Mapping[str, tuple[Use, float]],
-        demands: Mapping[str, Demand],
-        now: float,
-        *,
-        is_changing: bool,
+        self, awake: Mapping[str, tuple[Use, float]], demands: Mapping[str, Demand], now: float, *, is_changing: bool
     ) -> Sequence[Load | Leave]:
-        """Return what is to be done now.
-
-        `awake`: use and `keep_alive` of every on-demand model that serves. `demands`: of those that sleep.
-        `is_changing`: one comes or goes already, and the next waits for it.
-        """
+        """Return what is to be done now. `awake`: use and `keep_alive` of every on-demand model that serves. `demands`:
+        of those that sleep. `is_changing`: one comes or goes already, and the next waits for it."""
         self._awake_since = {name: self._awake_since.get(name, now) for name in awake}
         self._no_room &= demands.keys()
         self._problems = {name: one for name, one in self._problems.items() if now < one[1]}
@@ -197,7 +189,6 @@ class OnDemandModels:
 
     @property
     def may_be_alone(self) -> bool:
-        """Return whether a cluster may serve no model for a time, as some can be loaded."""
         return bool(self._models)
 
     def note(self, model: ModelOnDemand) -> None:

@@ -25,7 +25,6 @@ class AddModel(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def subject(self) -> str:
-        """Return what the order is about."""
         return self.name or self.path
 
 
@@ -39,7 +38,6 @@ class ReplaceModel(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def subject(self) -> str:
-        """Return what the order is about."""
         return self.name
 
 
@@ -51,7 +49,6 @@ class RemoveModel(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def subject(self) -> str:
-        """Return what the order is about."""
         return self.name
 
 
@@ -71,7 +68,6 @@ class RestartWorkers(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def subject(self) -> str:
-        """Return what the order is about."""
         return self.model or "restart"
 
 
@@ -118,7 +114,6 @@ class DeploymentReport(msgspec.Struct, frozen=True):
 
     @property
     def state(self) -> str:
-        """Return its phase, or what is wrong with it, in words."""
         if self.problem:
             return f"{self.phase}: {self.problem}"
         if self.phase != "serving":
@@ -184,7 +179,6 @@ class StatusReport(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def is_whole(self) -> bool:
-        """True if every process is up and every model that is served has a router that knows workers."""
         loads = [
             self.loads.get(deployment.deployment_id) for deployment in self.deployments if deployment.phase == "serving"
         ]

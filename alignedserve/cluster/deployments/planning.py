@@ -57,15 +57,12 @@ class PlannedModel:
         return share
 
     def beside_caches(self, num_workers: int) -> int:
-        """Return the bytes that these workers on the CPU take beside their caches."""
         return num_workers * worker_bytes(self.config, self.served)
 
 
 def plan_models(models: Sequence[PlannedModel], nodes: Sequence[NodeResources]) -> dict[str, ClusterPlan]:
-    """Return the plan of each model, by deployment id. Raises NotEnoughMemory naming the model or the node.
-
-    One model alone is on every node, and refused where it does not fit one. Several share nodes, or spread.
-    """
+    """Return the plan of each model, by deployment id. Raises NotEnoughMemory naming the model or the node. One model
+    alone is on every node, and refused where it does not fit one. Several share nodes, or spread."""
     if len(models) == 1 and len(models[0].nodes) == len(nodes):
         (model,) = models
         return {model.deployment_id: plan_cluster(model.config, model.served, nodes)}
@@ -132,10 +129,8 @@ def divided(models: Sequence[PlannedModel], shares: Sequence[NodeShare], node: N
 def models_for_node(
     models: Sequence[PlannedModel], node: NodeResources, beside: Sequence[PlannedModel] = ()
 ) -> list[PlannedModel]:
-    """Return the first of these models that a joining node has room for together.
-
-    `beside`: those that it has anyway.
-    """
+    """Return the first of these models that a joining node has room for together. `beside`: those that it has
+    anyway."""
     chosen: list[PlannedModel] = []
     for model in models:
         if _problem([*beside, *chosen, model], node, 1, sys.maxsize) is None:
@@ -196,11 +191,9 @@ def plan_one_more(
     taken: Mapping[str, int],
     wholes: Mapping[str, Machine],
 ) -> ClusterPlan:
-    """Return the plan of one more model, on the nodes that have room for it beside others.
-
-    `nodes`: as found now, with all their GPUs; `wholes`: before the first model. `holdings`, `taken`: what the others
-    have there, and how many workers. Raises NotEnoughMemory naming what is missing where.
-    """
+    """Return the plan of one more model, on the nodes that have room for it beside others. `nodes`: as found now, with
+    all their GPUs; `wholes`: before the first model. `holdings`, `taken`: what the others have there, and how many
+    workers. Raises NotEnoughMemory naming what is missing where."""
     left = {
         node.capacity.name: left_of(
             wholes[node.capacity.name], node.machine, node.capacity.gpus, holdings.get(node.capacity.name, ())

@@ -47,9 +47,7 @@ class DeploymentSettings:
 
     def of_order(self, order: AddModel | ReplaceModel, replaced: str | None) -> tuple[Mapping[str, Any], ClusterConfig]:
         """Return the own sections of a deployment that is ordered, and its configuration with a model of this machine.
-
-        Takes as long as its download, if it is on a hub. Raises ConfigError or ModelError.
-        """
+        Takes as long as its download, if it is on a hub. Raises ConfigError or ModelError."""
         like = self._own.get(replaced) if replaced is not None else None
         own = self._common.another(order.path, order.name, order.settings, like)
         (config,) = self._common.with_models([own]).configs
@@ -61,10 +59,8 @@ class DeploymentSettings:
     def require_apart(
         self, served: ServedModel, config: ClusterConfig, replaced: str | None, asleep: Sequence[ServedModel] = ()
     ) -> None:
-        """Refuse names that other models, or adapters of them, have. Raises ConfigError, AdapterError.
-
-        `asleep`: other models, which have no deployment.
-        """
+        """Refuse names that other models, or adapters of them, have. Raises ConfigError, AdapterError. `asleep`: other
+        models, which have no deployment."""
         names = set(_names_of(served))
         for other in asleep:
             twice = next((name for name in _names_of(other) if name in names), None)
@@ -113,7 +109,6 @@ def _names_of(served: ServedModel) -> list[str]:
 
 
 def in_background(prepare: Callable[[], Any], name: str) -> "Future[Any]":
-    """Call this on a thread of that name, which the end of this process does not wait for."""
     future: Future[Any] = Future()
 
     def run() -> None:
@@ -169,11 +164,9 @@ class HostedPreparing:
     def prepare(
         self, deployment_id: str, order: AddModel | ReplaceModel, replaced: str | None, around: Surroundings
     ) -> HostedPlan:
-        """Plan the deployment that an order asks for, beside what is there.
-
-        Takes as long as its download on the head, if it is on a hub; other nodes need their copy before. Raises
-        ConfigError, ModelError, ResourceError or PeerLost.
-        """
+        """Plan the deployment that an order asks for, beside what is there. Takes as long as its download on the head,
+        if it is on a hub; other nodes need their copy before. Raises ConfigError, ModelError, ResourceError or
+        PeerLost."""
         own, config = self.settings.of_order(order, replaced)
         if config.engine.device == AUTO:
             config = with_device(config, DeviceChoice(around.device))

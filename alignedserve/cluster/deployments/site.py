@@ -15,13 +15,7 @@ from alignedserve.cluster.actor_factory import BATCHES, PreparedNode
 from alignedserve.cluster.deployments.logic import Prepared
 from alignedserve.cluster.deployments.on_demand import ModelOnDemand
 from alignedserve.cluster.deployments.orders import AddModel, ReplaceModel
-from alignedserve.cluster.deployments.preparing import (
-    Asleep,
-    HostedPlan,
-    HostedPreparing,
-    Surroundings,
-    in_background,
-)
+from alignedserve.cluster.deployments.preparing import Asleep, HostedPlan, HostedPreparing, Surroundings, in_background
 from alignedserve.cluster.nodes.admission import Agent
 from alignedserve.cluster.nodes.joining import Joining
 from alignedserve.cluster.nodes.members import HostedModel, Member
@@ -160,10 +154,8 @@ class HostedDeployments:
         return Ending(model.served.name, ended, _Cleaning(left).is_over)
 
     def forget_deployment(self, deployment_id: str) -> None:
-        """Forget a deployment that has ended, or was not started after all.
-
-        Until then its memory counts, and a next driver finds its processes.
-        """
+        """Forget a deployment that has ended, or was not started after all. Until then its memory counts, and a next
+        driver finds its processes."""
         self._planned.pop(deployment_id, None)
         self._joining.models.pop(deployment_id, None)
         for member in self._members.values():

@@ -77,14 +77,11 @@ class LastAnswers:
 
     @property
     def num_open(self) -> int:
-        """Return how many requests were open when each gateway last answered."""
         return sum(self._open.values())
 
     def look(self, actors: Mapping[str, Any]) -> bool:
         """Take the answers that have come and ask anew; return whether every process has answered that it is done.
-
-        Asked again and again: a process that was restarted has forgotten it.
-        """
+        Asked again and again: a process that was restarted has forgotten it."""
         doors = [name for name in actors if is_gateway(name) or name == BATCHES]
         for name in doors:
             if name not in self._asked or self._take(name):

@@ -196,7 +196,6 @@ class WorkerRestarts:
         return self._restart is not None
 
     def takes(self, name: str) -> bool:
-        """Return whether the end of this worker's drain is not the worker's."""
         return self._restart is not None and name in self._restart.names
 
     def look(self, drained: Collection[str]) -> None:

@@ -71,10 +71,8 @@ _PERIOD_S = 0.5
 
 
 class AdapterExchange:
-    """The changes of all nodes, by deployment. Used on the driver's thread; never waits.
-
-    It keeps nothing that the nodes do not have: the next driver hears all of it again.
-    """
+    """The changes of all nodes, by deployment. Used on the driver's thread; never waits. It keeps nothing that the
+    nodes do not have: the next driver hears all of it again."""
 
     def __init__(self) -> None:
         self._known: dict[str, Changes] = {}  # by deployment
@@ -196,7 +194,6 @@ class ClusterOnHosts(ServingCluster):
         self._log = DriverLog(self.folder / "logs")
 
     def refuse(self, node: RayNode, problem: str) -> None:
-        """Note a node that is not used, and why."""
         self._seen[node.node_id] = node
         self._membership.refuse(node.node_id, problem)
         logger.error("%s is not used: %s", node, problem)
@@ -220,7 +217,6 @@ class ClusterOnHosts(ServingCluster):
 
     @override
     def wait_ready(self, timeout_s: float = 60.0) -> None:
-        """See ServingCluster; then every command finds the cluster."""
         super().wait_ready(timeout_s)
         self._ready_s = time.monotonic()
         self._announce()
@@ -239,16 +235,13 @@ class ClusterOnHosts(ServingCluster):
 
     @override
     def progress(self) -> list[Progress | None]:
-        """See ServingCluster; of all nodes."""
         others = [member for member in self._members.values() if member.prepared.folder != self.folder]
         return [*super().progress(), *self._loading.look(others)]
 
     @override
     def check(self) -> bool:
-        """Take in new nodes and give up lost ones; False: the cluster has to stop.
-
-        Raises PeerLost when Ray's head has not answered for long.
-        """
+        """Take in new nodes and give up lost ones; False: the cluster has to stop. Raises PeerLost when Ray's head has
+        not answered for long."""
         self._hand_over()
         try:
             goes_on = self._look_around()
@@ -261,14 +254,12 @@ class ClusterOnHosts(ServingCluster):
 
     @override
     def ends_at_once(self) -> bool:
-        """See ServingCluster; also when Ray's head is gone."""
         try:
             return is_asked_to_stop_at_once(self._cluster_id)
         except PeerLost:
             return True
 
     def record(self) -> ClusterRecord:
-        """Return what the cluster consists of now."""
         draining, problems = self._membership.draining, self._failed.problems
         used = (
             record_of(one, is_draining=one_id in draining, problems=problems) for one_id, one in self._members.items()
@@ -292,10 +283,8 @@ class ClusterOnHosts(ServingCluster):
 
     @override
     def leave(self) -> None:
-        """See ServingCluster; the next driver finds it as if this one had been killed, or it ends after a while.
-
-        One that has not served for long is stopped: its next driver might end in the same way.
-        """
+        """See ServingCluster; the next driver finds it as if this one had been killed, or it ends after a while. One
+        that has not served for long is stopped: its next driver might end in the same way."""
         if self._ready_s is None or time.monotonic() - self._ready_s < _SETTLED_S:
             self.stop()
             return

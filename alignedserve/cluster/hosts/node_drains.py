@@ -93,10 +93,8 @@ class NodeDrains:
         self._decide(DrainUndone(node_id))
 
     def look(self, actors: Mapping[str, Any]) -> list[str]:
-        """Go on with the drains: inform routers and gateways, and end nodes whose work is gone.
-
-        Returns the names of single workers whose work is gone.
-        """
+        """Go on with the drains: inform routers and gateways, and end nodes whose work is gone. Returns the names of
+        single workers whose work is gone."""
         workers = []
         for name in self._watch.look(actors):
             self._drains.end(name)
@@ -145,10 +143,8 @@ class WorkerScaling:
         self._workers = workers
 
     def scale(self, order: ScaleWorkers, actors: Mapping[str, Any]) -> str:
-        """Begin the changes; return what is said of them. Raises an error of the tree, with nothing changed.
-
-        `actors`: all of the cluster, by name.
-        """
+        """Begin the changes; return what is said of them. Raises an error of the tree, with nothing changed. `actors`:
+        all of the cluster, by name."""
         deployment_id = self._deployment_of(order.model)
         if self._joining.models[deployment_id].plan.config.decode.standby:
             raise ConfigError("workers that others stand by for (decode.standby) keep their number; serve anew with it")

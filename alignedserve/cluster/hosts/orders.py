@@ -31,11 +31,8 @@ _MAX_REMARKS = 1000  # of an order
 
 
 def give_order(cluster_id: str, order: AdminRequest, on_remark: Callable[[str], None] = lambda text: None) -> Answer:
-    """Give an order and return its last answer; meanwhile the driver may be another.
-
-    Raises ResourceError with the reason for which it is refused, or PeerLost when the cluster ends, or does not answer
-    what it answers at once.
-    """
+    """Give an order and return its last answer; meanwhile the driver may be another. Raises ResourceError with the
+    reason for which it is refused, or PeerLost when the cluster ends, or does not answer what it answers at once."""
     name, num_said = secrets.token_hex(8), 0
     ray_directory.put(f"{cluster_id}/{_ORDERS}{name}", msgspec.json.encode(order))
     answer_key, remarks_key = f"{cluster_id}/{_ANSWERS}{name}", f"{cluster_id}/{_REMARKS}{name}"
@@ -77,9 +74,7 @@ class StoredOrders:
 
     def take(self) -> list[tuple[str, AdminRequest]]:
         """See OrderChannel; an order that cannot be read is refused. Raises PeerLost when Ray's head does not answer.
-
-        What could not be said before is said first.
-        """
+        What could not be said before is said first."""
         self._write()
         orders = []
         for key in ray_directory.keys(f"{self._cluster_id}/{_ORDERS}"):
@@ -140,11 +135,9 @@ def running_cluster() -> ClusterRecord:
 
 @contextlib.contextmanager
 def found_cluster(cluster_id: str | None) -> Iterator[Ask]:
-    """Find the cluster that runs on this host, or on the hosts that it belongs to; yield what asks it.
-
-    `cluster_id`: of its run folder, or of the record of its hosts; None: there is one. Hosts come first where
-    RAY_ADDRESS is set. Raises ResourceError naming those that there are.
-    """
+    """Find the cluster that runs on this host, or on the hosts that it belongs to; yield what asks it. `cluster_id`: of
+    its run folder, or of the record of its hosts; None: there is one. Hosts come first where RAY_ADDRESS is set. Raises
+    ResourceError naming those that there are."""
     try:
         door = find_cluster(cluster_id) if ray_address() is None else None
         missing = None
@@ -191,10 +184,8 @@ def node_of(record: ClusterRecord, actor: str) -> NodeRecord:
 
 
 def end_supervisor_of_head(*, leaves_s: float, patience_s: float) -> Ending:
-    """End the supervisor of the driver, which is on the head, from any node; return how. See `end_supervisor`.
-
-    Raises PeerLost when the head does not answer.
-    """
+    """End the supervisor of the driver, which is on the head, from any node; return how. See `end_supervisor`. Raises
+    PeerLost when the head does not answer."""
     head = alive_nodes()[0]
     if head.node_id == ray.get_runtime_context().get_node_id():
         return end_supervisor(leaves_s=leaves_s, patience_s=patience_s)

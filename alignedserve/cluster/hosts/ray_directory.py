@@ -80,19 +80,15 @@ class RayStorage(NamedTuple):
     options: tuple[str, ...]
 
     def shell(self) -> str:
-        """Return the line of shell that sets the environment, and the options as the shell's arguments."""
         exports = " ".join(f"{name}={shlex.quote(value)}" for name, value in self.environment.items())
         arguments = shlex.join(("set", "--", *self.options))
         return f"export {exports}; {arguments}" if exports else arguments
 
 
 def ray_storage(redis_url: str | None, cluster_name: str, authority: Path | None = None) -> RayStorage:
-    """Return how Ray's head uses this Redis; None: it keeps its state in its own memory.
-
-    `cluster_name`: its keys begin with it, so that several clusters can share a Redis. `authority`: file of the
-    certificates that sign that of a Redis over TLS; None: those that the system trusts. Raises ConfigError for a URL
-    that Ray cannot use.
-    """
+    """Return how Ray's head uses this Redis; None: it keeps its state in its own memory. `cluster_name`: its keys begin
+    with it, so that several clusters can share a Redis. `authority`: file of the certificates that sign that of a Redis
+    over TLS; None: those that the system trusts. Raises ConfigError for a URL that Ray cannot use."""
     if redis_url is None:
         return RayStorage({}, ())
     parts = urlsplit(redis_url)

@@ -37,12 +37,10 @@ class NodeRecord(msgspec.Struct, frozen=True):
     drain: str = ""  # "draining" or "drained"
 
     def is_called(self, name: str) -> bool:
-        """Return whether this is the node that a user means."""
         return name in (self.name, self.hostname, self.address)
 
     @property
     def summary(self) -> str:
-        """Return what runs here, in one line."""
         if self.problem:
             return f"not used: {self.problem}"
         if self.drain == DRAINED:
@@ -73,7 +71,6 @@ class ClusterRecord(msgspec.Struct, frozen=True):
 
     @property
     def urls(self) -> list[str]:
-        """Return the addresses of all gateways."""
         return [url for node in self.nodes for url in node.urls]
 
 
@@ -100,10 +97,8 @@ def read_record() -> ClusterRecord | None:
 
 
 def recorded_id() -> str | None:
-    """Return the id of the cluster that the record names, also one of another version; None: there is none.
-
-    Raises PeerLost when Ray's head does not answer.
-    """
+    """Return the id of the cluster that the record names, also one of another version; None: there is none. Raises
+    PeerLost when Ray's head does not answer."""
     found = _identity()
     return found.cluster_id if found is not None else None
 
@@ -116,9 +111,7 @@ def recorded_driver() -> tuple[str, str] | None:
 
 def recorded_drain_s() -> float:
     """Return the time that the running cluster, also one of another version, gives to what is open when it is to end.
-
-    Raises PeerLost when Ray's head does not answer.
-    """
+    Raises PeerLost when Ray's head does not answer."""
     found = _identity()
     return found.drain_s if found is not None else 0.0
 
@@ -138,10 +131,8 @@ def remove_record(cluster_id: str) -> None:
 
 
 def ask_to_stop(cluster_id: str, *, at_once: bool = False) -> None:
-    """Ask the driver of this cluster to stop it: once what is open is answered, for a time, or at once.
-
-    Raises PeerLost when Ray's head does not answer.
-    """
+    """Ask the driver of this cluster to stop it: once what is open is answered, for a time, or at once. Raises PeerLost
+    when Ray's head does not answer."""
     ray_directory.put(_STOP_KEY, _at_once(cluster_id) if at_once else cluster_id.encode())
 
 
@@ -160,5 +151,4 @@ def _at_once(cluster_id: str) -> bytes:
 
 
 def own_versions() -> str:
-    """Return the versions in which all nodes of a cluster must agree."""
     return f"AlignedServe {version('alignedserve')} (protocol {PROTOCOL_VERSION}), Python {platform.python_version()}"

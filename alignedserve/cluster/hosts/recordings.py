@@ -88,7 +88,6 @@ class Recordings:
             self._thread.start()
 
     def follow(self, member: Member) -> None:
-        """Copy what this node records from now on. The head's processes write where it is to be."""
         if self._folder is None or member.prepared.share.is_head:
             return
         try:

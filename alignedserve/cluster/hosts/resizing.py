@@ -86,10 +86,8 @@ def _plan_kind(kind: str, nodes: Sequence[RunningNode], wanted: int, *, is_separ
 
 
 def _has_device(node: RunningNode, added: Sequence[tuple[str, str]], kind: str) -> bool:
-    """Return whether a worker more can compute there: on the cores, or on a GPU that has none.
-
-    The GPUs of a node go to prefill workers first, so that one more of those would get a decode worker's.
-    """
+    """Return whether a worker more can compute there: on the cores, or on a GPU that has none. The GPUs of a node go to
+    prefill workers first, so that one more of those would get a decode worker's."""
     if not node.capacity.gpus:
         return True
     num_workers = node.share.num_workers + sum(name == node.share.node for _, name in added)
@@ -107,17 +105,10 @@ def node_called(nodes: Sequence[NodeRecord], name: str) -> NodeRecord:
 
 
 def require_drainable(
-    node: NodeRecord,
-    shares: Sequence[NodeShare] | None,
-    others: Sequence[Sequence[NodeShare]],
-    *,
-    is_forced: bool,
+    node: NodeRecord, shares: Sequence[NodeShare] | None, others: Sequence[Sequence[NodeShare]], *, is_forced: bool
 ) -> None:
-    """Raise ResourceError when this node cannot be drained.
-
-    `shares`: what runs there, of each deployment, that with the gateways first; None: nothing does. `others`: of the
-    nodes that neither drain nor have drained.
-    """
+    """Raise ResourceError when this node cannot be drained. `shares`: what runs there, of each deployment, that with
+    the gateways first; None: nothing does. `others`: of the nodes that neither drain nor have drained."""
     if node.drain == DRAINED:
         raise ResourceError(f"{node.name} has drained already")
     if shares is None:

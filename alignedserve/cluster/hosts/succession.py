@@ -43,9 +43,7 @@ _PATIENCE_S = 15.0  # with a driver that does not end
 
 def digest_of(*configs: ClusterConfig) -> str:
     """Return a digest of all that a driver is started with: a driver with another one starts a cluster of its own.
-
-    `configs`: of its models.
-    """
+    `configs`: of its models."""
     asked = [msgspec.json.encode(config, enc_hook=_typed).decode() for config in configs]
     parts = (own_versions(), *asked, *sorted(api_keys()), redis_url() or "")
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
@@ -84,12 +82,9 @@ class Succession:
         *,
         has_changed: bool = False,
     ) -> None:
-        """Give a copy to the agents of all members that have not this state, without waiting for them.
-
-        Looked at about once a second. `actors`: by node and name; agents end those of their node when they have had no
-        driver for long. `has_changed`: at once, so that a driver which dies now leaves no process that the next one
-        does not know.
-        """
+        """Give a copy to the agents of all members that have not this state, without waiting for them. Looked at about
+        once a second. `actors`: by node and name; agents end those of their node when they have had no driver for long.
+        `has_changed`: at once, so that a driver which dies now leaves no process that the next one does not know."""
         now = time.monotonic()
         if now - self._handed_s < _PERIOD_S and not has_changed:
             return
@@ -124,15 +119,12 @@ def head_patience_s() -> float:
 
 
 def orphans_patience_s() -> float:
-    """Return for how long a node's actors go on without a driver."""
     return HEAD_RETURNS_S - _BEFORE_RAY_S if redis_url() is not None else _ORPHANED_S
 
 
 def left_by_former(record: ClusterRecord | None) -> ClusterState | None:
-    """Return what the last driver of this cluster has left; None: nothing is left, or it is of another version.
-
-    Raises ResourceError when that driver has not ended.
-    """
+    """Return what the last driver of this cluster has left; None: nothing is left, or it is of another version. Raises
+    ResourceError when that driver has not ended."""
     if record is None or record.version != own_versions():
         return None
     agents = [node.agent for node in record.nodes if node.agent]

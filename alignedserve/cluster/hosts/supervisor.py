@@ -37,15 +37,12 @@ _USAGE_ERROR = 2  # exit code of a configuration that will never start
 
 
 def driver_log() -> Path:
-    """Return the file to which drivers write."""
     return run_root() / LOG_NAME
 
 
 def start_supervisor(command: Sequence[str], ray_address: str) -> "subprocess.Popen[bytes]":
-    """Start a supervisor of this command, which is to join the Ray at that address. Its process outlives this one.
-
-    A former one is ended first. Raises ResourceError when others can enter the folder of its log.
-    """
+    """Start a supervisor of this command, which is to join the Ray at that address. Its process outlives this one. A
+    former one is ended first. Raises ResourceError when others can enter the folder of its log."""
     root = make_run_root()
     end_supervisor()
     arguments = [sys.executable, "-m", "alignedserve.cluster.hosts.supervisor", *command]
@@ -75,11 +72,9 @@ class Ending(Enum):
 
 
 def end_supervisor(*, leaves_s: float = 0.0, drain_s: float = 0.0, patience_s: float = _STOP_S) -> Ending:
-    """End the supervisor of this host, if there is one, with its driver; return how.
-
-    `leaves_s`: in which it may end by itself. `drain_s`: in which its cluster may answer what is open; the driver is
-    then told again, and ends at once. After `patience_s` more the two are killed: a driver may hang.
-    """
+    """End the supervisor of this host, if there is one, with its driver; return how. `leaves_s`: in which it may end by
+    itself. `drain_s`: in which its cluster may answer what is open; the driver is then told again, and ends at once.
+    After `patience_s` more the two are killed: a driver may hang."""
     ending, began_s, is_told = Ending.NOT_THERE, time.monotonic(), False
     while (pid := running_supervisor()) is not None:
         ending = Ending.ENDED

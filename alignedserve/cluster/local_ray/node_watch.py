@@ -63,10 +63,8 @@ class NodeProcesses:
 
 
 def orphans_of(folder: Path) -> list[psutil.Process]:
-    """Return processes that Ray has started with the token in a cluster's folder, and that nobody here has any more.
-
-    An interrupted start of Ray ends its node process, and leaves the agents that this one has just started. On Linux.
-    """
+    """Return processes that Ray has started with the token in a cluster's folder, and that nobody here has any more. An
+    interrupted start of Ray ends its node process, and leaves the agents that this one has just started. On Linux."""
     own = psutil.Process()
     had = {own, *own.children(recursive=True)}
     token = f"RAY_AUTH_TOKEN_PATH={folder}{os.sep}".encode()

@@ -77,10 +77,8 @@ _PATIENT = {
 
 
 def start_ray(folder: Path, namespace: str, template: WorkerTemplate | None = None) -> NodeProcesses:
-    """Start Ray's processes, which end with this one; `folder` gets their sockets, logs and token.
-
-    `template`: forks the workers; None: Ray starts them. Raises ResourceError.
-    """
+    """Start Ray's processes, which end with this one; `folder` gets their sockets, logs and token. `template`: forks
+    the workers; None: Ray starts them. Raises ResourceError."""
     if not str(folder).isascii():
         raise ResourceError(f"Ray takes no folder such as {folder.parent}; set {RUN_DIR_VARIABLE} to one in ASCII")
     orders = folder / _ORDERS
@@ -118,9 +116,7 @@ def _question(error: Exception) -> str:
 @contextlib.contextmanager
 def _restrained(folder: Path, orders: Path | None = None) -> Iterator[None]:
     """Let Ray start on loopback, with sockets in this folder and no process or server that one host has no use for.
-
-    `orders`: where the template of workers listens.
-    """
+    `orders`: where the template of workers listens."""
 
     def socket_path(node: Node, path: str | None, default_prefix: str) -> str:
         return str(folder / f"{default_prefix}.sock")
@@ -148,5 +144,4 @@ def _idle_agent(component: str, session_dir: str, unbuffered: bool = True) -> li
     return [sys.executable, "-I", "-S", str(Path(__file__).with_name("idle_agent.py")), component]
 
 
-def _start_nothing(node: Node, **_: object) -> None:
-    """Stand in for a method that would start a process."""
+def _start_nothing(node: Node, **_: object) -> None: ...

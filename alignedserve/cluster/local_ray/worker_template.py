@@ -77,11 +77,8 @@ class WorkerTemplate:
 
     @classmethod
     def fork(cls, loads: TemplateLoads) -> Self | None:
-        """Fork the template; None: this process or this machine is not one for that.
-
-        Where NVIDIA's driver is, workers are started as Ray does it: nothing of CUDA may exist before a fork. So they
-        are where Ray was loaded before.
-        """
+        """Fork the template; None: this process or this machine is not one for that. Where NVIDIA's driver is, workers
+        are started as Ray does it: nothing of CUDA may exist before a fork. So they are where Ray was loaded before."""
         is_alone = threading.active_count() == 1 and "ray" not in sys.modules
         if sys.platform != "linux" or not is_alone or driver_version() is not None:
             return None
@@ -125,10 +122,8 @@ class WorkerTemplate:
 
 
 def _load_ray() -> None:
-    """Load Ray as a worker does, which takes two things from the environment then, and not later.
-
-    A worker ends with the process of that id: its node process, which here ends with the one that forks the template.
-    """
+    """Load Ray as a worker does, which takes two things from the environment then, and not later. A worker ends with
+    the process of that id: its node process, which here ends with the one that forks the template."""
     own = {_JOB_VARIABLE: _JOB, "RAY_RAYLET_PID": str(os.getpid())}
     os.environ.update(own)
     importlib.import_module("ray")
@@ -175,9 +170,8 @@ class _Orders:
 
     def take(self, most: int | None, timeout_s: float | None) -> bool:
         """Wait for an order or the end, at most this long (None: for ever), and obey all that wait. Raises _Ended.
-
-        `most`: of all orders that were ever taken, for those that wait to be taken now. Returns whether there was any.
-        """
+        `most`: of all orders that were ever taken, for those that wait to be taken now. Returns whether there was
+        any."""
         num_before = self._num_taken
         while most is None or self._num_taken < most:
             sources = [one for one in (self._control, self._listening) if one is not None]

@@ -81,9 +81,7 @@ class NodeReport:
 
 def model_digest(path: Path) -> str | None:
     """Return a digest of configuration, tokenizer and index, with names and sizes of weight files; None: no model.
-
-    Weights are not read: they may be hundreds of gigabytes.
-    """
+    Weights are not read: they may be hundreds of gigabytes."""
     digest = hashlib.sha256()
     if path.is_file():
         with path.open("rb") as file:
@@ -156,10 +154,8 @@ class Agent:
 
 
 class Admission:
-    """Nodes under examination, each by a process on the node. A context manager: those processes end with it.
-
-    They load PyTorch, which no node has to keep in memory for this.
-    """
+    """Nodes under examination, each by a process on the node. A context manager: those processes end with it. They load
+    PyTorch, which no node has to keep in memory for this."""
 
     def __init__(self, nodes: Sequence[RayNode]) -> None:
         self._surveyors = {
@@ -232,11 +228,9 @@ class Admission:
 
 
 def apart(nodes: Mapping[RayNode, Place], problems: Mapping[RayNode, Mapping[str, str]]) -> dict[RayNode, str]:
-    """Return which nodes do not reach a node before them, or are not reached by one, and why.
-
-    `nodes`: the head first, which is never refused for another; nor is a node for one that is refused. `problems`: what
-    `unreached` returned on each node, by node ids.
-    """
+    """Return which nodes do not reach a node before them, or are not reached by one, and why. `nodes`: the head first,
+    which is never refused for another; nor is a node for one that is refused. `problems`: what `unreached` returned on
+    each node, by node ids."""
     refused: dict[RayNode, str] = {}
     used: list[RayNode] = []
     for node, place in nodes.items():
@@ -259,19 +253,15 @@ def _sentence(source: RayNode, target: RayNode, place: Place, problem: str) -> s
 
 
 def warn_of_clocks(reports: Mapping[RayNode, NodeReport], asked_s: float, answered_s: float) -> None:
-    """Say which nodes' clocks are apart from this one's. They work: nothing here compares clocks of two hosts.
-
-    Log files and times in answers differ, and certificates are refused by clocks that are a day apart.
-    """
+    """Say which nodes' clocks are apart from this one's. They work: nothing here compares clocks of two hosts. Log
+    files and times in answers differ, and certificates are refused by clocks that are a day apart."""
     for node, apart_s in clocks_apart(reports, asked_s, answered_s).items():
         logger.warning("the clock of %s is %.0f s %s", node, abs(apart_s), "ahead" if apart_s > 0 else "behind")
 
 
 def clocks_apart(reports: Mapping[RayNode, NodeReport], asked_s: float, answered_s: float) -> dict[RayNode, float]:
-    """Return by how much the clocks of these nodes are ahead, at least, where it is over half a minute.
-
-    `asked_s`, `answered_s`: between which they have reported, by this host's clock.
-    """
+    """Return by how much the clocks of these nodes are ahead, at least, where it is over half a minute. `asked_s`,
+    `answered_s`: between which they have reported, by this host's clock."""
     found = {}
     for node, report in reports.items():
         if report.unix_s is not None:
@@ -314,10 +304,8 @@ def missing_copies(report: NodeReport, digests: Sequence[str | None]) -> dict[in
 
 
 def start_agents(folder_names: Mapping[RayNode, str], cluster_id: str, links: LinksConfig) -> dict[RayNode, Agent]:
-    """Start the agents of these folders, each on its node, and wait for them.
-
-    Raises the error for which a folder cannot be made, or PeerLost; with none of them left then.
-    """
+    """Start the agents of these folders, each on its node, and wait for them. Raises the error for which a folder
+    cannot be made, or PeerLost; with none of them left then."""
     actors = {node: create_agent(node, name) for node, name in folder_names.items()}
     agents = {}
     try:
@@ -360,8 +348,7 @@ class OwnHost:
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Do nothing: no process was started."""
+    ) -> None: ...
 
     def reports_that_come(self, device: str, models: Sequence[Path]) -> dict[RayNode, NodeReport]:
         """Return the report of this host. Raises ConfigError for a device that is not there."""
@@ -384,10 +371,8 @@ def _require(failure: AlignedServeError | None) -> None:
 
 
 def agreed_device(device: str, reports: Mapping[RayNode, NodeReport]) -> tuple[DeviceChoice, dict[RayNode, NodeReport]]:
-    """Return the device of all nodes and what they have for it: GPUs only if every usable node has some.
-
-    `reports`: by engine.device, of which a node's own `auto` is part.
-    """
+    """Return the device of all nodes and what they have for it: GPUs only if every usable node has some. `reports`: by
+    engine.device, of which a node's own `auto` is part."""
     usable = {node: report for node, report in reports.items() if report.problem is None}
     if device != AUTO:
         return DeviceChoice(device), dict(reports)

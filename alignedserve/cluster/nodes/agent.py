@@ -102,11 +102,8 @@ class NodeAgent:
         return [read_progress(path) for path in sorted(self._folder.glob(f"*{PROGRESS_SUFFIX}"))]
 
     def keep(self, number: int, state: bytes, actors: list[Any], patience_s: float) -> None:
-        """Keep a driver's state for the next one, unless a later one is here.
-
-        A driver is to be heard every so often: after `patience_s` without one, these actors of this node are ended,
-        and this one with them.
-        """
+        """Keep a driver's state for the next one, unless a later one is here. A driver is to be heard every so often:
+        after `patience_s` without one, these actors of this node are ended, and this one with them."""
         self._heard_s = time.monotonic()
         if self._kept is None or number >= self._kept.number:
             self._kept = KeptState(number, state, 0.0)
@@ -142,7 +139,6 @@ def _own_handle() -> Any:
 
 
 def end_actors(actors: Sequence[Any]) -> None:
-    """Let actors close their services and end, not to be restarted. Needs no answer of Ray's head."""
     stopped = [actor.stop.remote() for actor in actors]
     ended = [actor.__ray_terminate__.remote() for actor in actors]  # after what each was asked before
     with contextlib.suppress(RayError, ValueError):
@@ -166,7 +162,6 @@ def end_cluster(record: ClusterRecord) -> None:
 
 
 def has_driver(record: ClusterRecord) -> bool:
-    """Return whether a driver looks after this cluster."""
     kept = kept_by([node.agent for node in record.nodes if node.agent])
     return any(one.age_s < SILENT_S for one in kept)
 

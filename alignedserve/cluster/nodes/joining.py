@@ -11,13 +11,7 @@ import ray
 from ray.exceptions import RayError
 
 from alignedserve.cluster.deployments.logic import DeploymentsLogic, Phase
-from alignedserve.cluster.deployments.planning import (
-    PlannedModel,
-    devices_of,
-    divided,
-    models_for_node,
-    planned_again,
-)
+from alignedserve.cluster.deployments.planning import PlannedModel, devices_of, divided, models_for_node, planned_again
 from alignedserve.cluster.draining.drains import Drains
 from alignedserve.cluster.hosts.membership import Host
 from alignedserve.cluster.hosts.record import own_versions
@@ -54,10 +48,8 @@ class Joining:
     """Gives nodes their shares: those of a former node of the same host, or of their own. Outlives a driver."""
 
     def __init__(self, plan: ClusterPlan, models: Mapping[str, HostedModel], cluster_id: str, num_nodes: int) -> None:
-        """`plan`: of the first deployment, by which gateways are placed, also when its model is gone.
-
-        `num_nodes`: that the cluster was started with.
-        """
+        """`plan`: of the first deployment, by which gateways are placed, also when its model is gone. `num_nodes`: that
+        the cluster was started with."""
         self.plan = plan
         self.models = dict(models)
         self.device = JoiningDevice(self.plan.config.engine.device)
@@ -70,7 +62,6 @@ class Joining:
         self.drained: dict[str, DrainedNode] = {}  # nodes that stay out, by the ids under which they were members
 
     def vacate(self, member: Member) -> None:
-        """Keep the share of a node that has not, or no more, its actors for the next one of its host."""
         self.keep_share(member)
         kill_actors([member.agent.actor])
 
@@ -140,10 +131,8 @@ class Joining:
     def _take_shares(
         self, node: RayNode, resources: NodeResources, able: Mapping[str, HostedModel]
     ) -> tuple[list[PlannedModel], Shares]:
-        """Return the models of a node with its shares. `able`: models that it has a copy of, the neediest first.
-
-        A node that comes back has what it had, of those; and what has room beside that.
-        """
+        """Return the models of a node with its shares. `able`: models that it has a copy of, the neediest first. A node
+        that comes back has what it had, of those; and what has room beside that."""
         vacant = self.vacant.get(node.host)
         if vacant:
             shares = {share.deployment_id: share for share in vacant.pop()}
@@ -174,12 +163,7 @@ class Joining:
         return chosen, (shares[first], *(share for one, share in shares.items() if one in kept - {first}))
 
     def _member(
-        self,
-        node: RayNode,
-        agent: Agent,
-        planned: Sequence[PlannedModel],
-        shares: Shares,
-        resources: NodeResources,
+        self, node: RayNode, agent: Agent, planned: Sequence[PlannedModel], shares: Shares, resources: NodeResources
     ) -> Member:
         by_id = {share.deployment_id: share for share in shares}
         machines = divided(planned, [by_id[model.deployment_id] for model in planned], resources)
@@ -218,10 +202,8 @@ class Preparation:
         self._ends_s = clock() + NODE_ANSWER_S
 
     def advance(self) -> Member | None:
-        """Go on as far as the answers have come; return the member when it is ready.
-
-        Raises an error of the tree when the node cannot be used: PeerLost when it has not answered.
-        """
+        """Go on as far as the answers have come; return the member when it is ready. Raises an error of the tree when
+        the node cannot be used: PeerLost when it has not answered."""
         try:
             array = self._answers(self._asked)
         except RayError as error:

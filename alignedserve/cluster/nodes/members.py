@@ -34,11 +34,8 @@ _ALL_ADDRESSES = ("0.0.0.0", "::")  # noqa: S104
 
 @dataclass(slots=True)
 class Member:
-    """A node of the cluster.
-
-    Its part of each deployment is a PreparedNode: of the first one that which has the gateways as well, also when that
-    deployment has ended.
-    """
+    """A node of the cluster. Its part of each deployment is a PreparedNode: of the first one that which has the
+    gateways as well, also when that deployment has ended."""
 
     ray_node: RayNode
     prepared: PreparedNode
@@ -108,7 +105,6 @@ def member_of(node: RayNode, parts: Sequence[NodePart], agent: Agent) -> Member:
 
 
 def group_for(member: Member) -> NodeGroup:
-    """Create the group of a node. It is placed when Ray has what the workers take."""
     node, engines = member.ray_node, dict[str, EngineConfig]()
     for part in member.parts:
         engines |= engines_of(part.share, part.config.engine, part.capacity)

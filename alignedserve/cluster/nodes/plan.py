@@ -56,7 +56,6 @@ class ClusterPlan:
 
     @property
     def recomputing_bytes(self) -> int:
-        """Return the bytes beside each decode block, where the policy keeps hidden caches."""
         return bytes_beside_blocks(self.served, self.config.scheduling, self.config.engine.block_size)
 
     def part(self, index: int, address: str) -> "NodePart":
@@ -69,10 +68,8 @@ class ClusterPlan:
 
 
 def plan_cluster(config: ClusterConfig, served: ServedModel, nodes: Sequence[NodeResources]) -> ClusterPlan:
-    """Place everything and choose what is unset. Raises NotEnoughMemory naming the node.
-
-    `config`: with its topology. The shortest context that a node allows is everyone's.
-    """
+    """Place everything and choose what is unset. Raises NotEnoughMemory naming the node. `config`: with its topology.
+    The shortest context that a node allows is everyone's."""
     placement = Placement(config)
     return sized_plan(
         ClusterPlan(config, served, placement, (), {}), placement.place([node.capacity for node in nodes]), nodes
@@ -80,10 +77,8 @@ def plan_cluster(config: ClusterConfig, served: ServedModel, nodes: Sequence[Nod
 
 
 def sized_plan(plan: ClusterPlan, shares: Sequence[NodeShare], nodes: Sequence[NodeResources]) -> ClusterPlan:
-    """Return the plan with these shares of these nodes, and their sizes.
-
-    Raises NotEnoughMemory, naming the node where there are several.
-    """
+    """Return the plan with these shares of these nodes, and their sizes. Raises NotEnoughMemory, naming the node where
+    there are several."""
     if plan.placement.spans_hosts:
         plan = replace(plan, served=replace(plan.served, num_hosts=plan.config.engine.pipeline_parallel))
     choose = choose_named if len(nodes) > 1 else choose_share
@@ -102,10 +97,8 @@ def sized_plan(plan: ClusterPlan, shares: Sequence[NodeShare], nodes: Sequence[N
 
 
 def choose_joining(plan: ClusterPlan, share: NodeShare, machine: Machine) -> SizeChoice:
-    """Choose the sizes of a node with workers that joins.
-
-    Raises NotEnoughMemory when it has no room for the cluster's context.
-    """
+    """Choose the sizes of a node with workers that joins. Raises NotEnoughMemory when it has no room for the cluster's
+    context."""
     choice = choose_named(plan, share, machine)
     if choice.served.max_context_len < plan.served.max_context_len:
         raise NotEnoughMemory(
@@ -147,10 +140,8 @@ def choose_named(plan: ClusterPlan, share: NodeShare, machine: Machine) -> SizeC
 
 
 def resolve_for(machines: Sequence[Machine], config: ClusterConfig) -> ServedModel:
-    """Read the model's config, to be computed alike on all these machines; without any, on one that can all.
-
-    Raises ModelError or ConfigError.
-    """
+    """Read the model's config, to be computed alike on all these machines; without any, on one that can all. Raises
+    ModelError or ConfigError."""
     return resolve_model(
         config.model,
         msgspec.structs.replace(config.engine, window_cache=window_cache_of(config)),

@@ -25,11 +25,9 @@ _POLL_S = 0.5
 
 
 def gpu_options(num_gpus: float) -> dict[str, Any]:
-    """Return Ray's options that let a process with so many GPUs of a node see all of them; none without GPUs.
-
-    Workers name GPUs by their numbers on the host and map the memory of others. A Ray that we have not started shows an
-    actor those alone that it was given, numbered from 0.
-    """
+    """Return Ray's options that let a process with so many GPUs of a node see all of them; none without GPUs. Workers
+    name GPUs by their numbers on the host and map the memory of others. A Ray that we have not started shows an actor
+    those alone that it was given, numbered from 0."""
     return {"runtime_env": {"env_vars": {SEES_EVERY_GPU: "1"}}} if num_gpus else {}
 
 
@@ -89,9 +87,7 @@ def wait_for_nodes(
 
 def require_head(nodes: Sequence[RayNode], own_id: str) -> None:
     """Check that a driver runs on the host of the head, whose private folder and batches it uses. Raises ConfigError.
-
-    `own_id`: of the node that it has joined; on the head's host there may be several.
-    """
+    `own_id`: of the node that it has joined; on the head's host there may be several."""
     here = next((node for node in nodes if node.node_id == own_id), None)
     if here is not None and here.address != nodes[0].address:
         raise ConfigError(f"a cluster is started on the head of Ray, {nodes[0]}; this is {here}")
@@ -138,11 +134,9 @@ class NodeGroup:
 
 
 def worker_shares(engines: Mapping[str, EngineConfig], num_cpus: float) -> dict[str, WorkerShare]:
-    """Return what each worker takes of this many CPUs, as Ray counts them, and of its GPU.
-
-    A worker has a CPU for each of its threads, or less where Ray counts fewer; workers of one GPU share it evenly, and
-    one of several ranks has a GPU for each of them.
-    """
+    """Return what each worker takes of this many CPUs, as Ray counts them, and of its GPU. A worker has a CPU for each
+    of its threads, or less where Ray counts fewer; workers of one GPU share it evenly, and one of several ranks has a
+    GPU for each of them."""
     num_on = Counter(engine.device for engine in engines.values())
     bundles = {device: index for index, device in enumerate(num_on)}
     shares = {}
@@ -154,10 +148,8 @@ def worker_shares(engines: Mapping[str, EngineConfig], num_cpus: float) -> dict[
 
 
 def bundles_of(shares: Mapping[str, WorkerShare], address: str) -> list[dict[str, float]]:
-    """Return the bundles that hold these shares on the node at this address: one of each GPU, or one in all.
-
-    GPUs are whole, though three workers' thirds of one are less by a rounding.
-    """
+    """Return the bundles that hold these shares on the node at this address: one of each GPU, or one in all. GPUs are
+    whole, though three workers' thirds of one are less by a rounding."""
     found: dict[int, dict[str, float]] = {}
     for share in shares.values():
         bundle = found.setdefault(share.bundle, {"CPU": 0.0, "GPU": 0.0})
@@ -206,7 +198,6 @@ def release(folder_name: str) -> None:
 
 
 def release_former() -> None:
-    """Remove the groups that a driver left which did not end by itself."""
     table: Mapping[str, Mapping[str, Any]] = placement_group_table()
     for entry in table.values():
         name = str(entry["name"])

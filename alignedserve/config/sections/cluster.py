@@ -125,7 +125,6 @@ class Topology(enum.Enum):
 
     @property
     def is_separate(self) -> bool:
-        """True if prompts and decodes have workers of their own, with a pool between them."""
         return self is Topology.DISAGGREGATED
 
 
@@ -158,10 +157,8 @@ class ClusterConfig(Section, frozen=True):
 
     @property
     def node_pool(self) -> PoolConfig | None:
-        """Return the pool of each node, with the memory for all that it keeps; None: it keeps nothing.
-
-        It keeps requests on their way between separate workers or decodes of others, prefix blocks, or both.
-        """
+        """Return the pool of each node, with the memory for all that it keeps; None: it keeps nothing. It keeps
+        requests on their way between separate workers or decodes of others, prefix blocks, or both."""
         requests_bytes = self.pool.memory_bytes if self.chosen_topology.is_separate else self.decode.pool_bytes
         memory_bytes = requests_bytes + self.prefix_cache.pool_bytes
         return msgspec.structs.replace(self.pool, memory_bytes=memory_bytes) if memory_bytes else None

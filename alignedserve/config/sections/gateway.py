@@ -14,10 +14,7 @@ from alignedserve.core.picture import MAX_PICTURES, MAX_PIXELS
 from alignedserve.core.request import Slo
 
 # With public keys alone: what verifies a token cannot make one.
-ALGORITHMS = (
-    *("RS256", "RS384", "RS512", "PS256", "PS384", "PS512"),
-    *("ES256", "ES384", "ES512", "EdDSA"),
-)
+ALGORITHMS = (*("RS256", "RS384", "RS512", "PS256", "PS384", "PS512"), *("ES256", "ES384", "ES512", "EdDSA"))
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _MAX_ISSUERS = 16
 

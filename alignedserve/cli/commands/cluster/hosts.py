@@ -93,11 +93,9 @@ def logs(actor: str | None, *, follow: bool) -> None:
 
 
 def stop(*, at_once: bool) -> None:
-    """Stop the cluster, its driver and the driver's supervisor, also where these fail or hang.
-
-    What is open is answered first, for as long as the cluster's configuration gives it, unless `at_once`. Raises
-    ResourceError when there is nothing to stop, or a driver without a supervisor does not end.
-    """
+    """Stop the cluster, its driver and the driver's supervisor, also where these fail or hang. What is open is answered
+    first, for as long as the cluster's configuration gives it, unless `at_once`. Raises ResourceError when there is
+    nothing to stop, or a driver without a supervisor does not end."""
     with connected():
         has_record = recorded_id() is not None
         is_ended = _ask_driver_to_stop(at_once=at_once)
@@ -133,10 +131,8 @@ def _is_looked_after() -> bool:
 
 
 def _end_what_is_left(ending: Ending) -> bool:
-    """End a cluster that its driver has left; return whether there was one. Raises ResourceError, see `stop`.
-
-    `ending`: of the supervisor, and so of its driver, which agents may have heard of a moment ago.
-    """
+    """End a cluster that its driver has left; return whether there was one. Raises ResourceError, see `stop`. `ending`:
+    of the supervisor, and so of its driver, which agents may have heard of a moment ago."""
     if recorded_id() is None:
         return False
     record = running_cluster()
@@ -175,10 +171,8 @@ def drain(node: str, within_s: float, *, is_forced: bool, waits: bool) -> None:
 
 
 def scale(counts: list[str], model: str | None) -> None:
-    """Change the numbers of a model's workers. Raises ConfigError, or ResourceError saying what would fit.
-
-    `model`: its name for clients; None: one is served.
-    """
+    """Change the numbers of a model's workers. Raises ConfigError, or ResourceError saying what would fit. `model`: its
+    name for clients; None: one is served."""
     order = ScaleWorkers(parse_counts(counts), model)
     with connected():
         _give(running_cluster().cluster_id, order)
@@ -197,10 +191,8 @@ def _give(cluster_id: str, order: NodeOrder) -> None:
 
 
 def print_ray_storage(name: str, *, is_worker: bool) -> None:
-    """Print how `ray start` keeps its state in the Redis that is named, or waits for a head that does.
-
-    Raises ConfigError for a URL that Ray cannot use.
-    """
+    """Print how `ray start` keeps its state in the Redis that is named, or waits for a head that does. Raises
+    ConfigError for a URL that Ray cannot use."""
     url = redis_url()
     storage = RayStorage(waiting_for_head(url), ()) if is_worker else ray_storage(url, name, redis_authority_path())
     print(storage.shell())

@@ -42,11 +42,8 @@ _FOLLOW_S = 0.5
 
 
 def show_log(name: str, read: Callable[[int], LogPart | None], *, follow: bool) -> None:
-    """Print the end of a log, with `follow` also what comes.
-
-    `read`: returns the part that begins at a byte; counted from the end, where it is negative. Raises ResourceError
-    when there is no log of this name.
-    """
+    """Print the end of a log, with `follow` also what comes. `read`: returns the part that begins at a byte; counted
+    from the end, where it is negative. Raises ResourceError when there is no log of this name."""
     offset = -TAIL_BYTES
     while True:
         part = read(offset)
@@ -77,10 +74,8 @@ def status(cluster: str | None, *, json_output: bool) -> bool:
 
 
 def logs(cluster: str | None, name: str | None, *, follow: bool) -> None:
-    """Print the end of a process's log, or the names of those that have one; with `follow` also what comes.
-
-    Raises ResourceError.
-    """
+    """Print the end of a process's log, or the names of those that have one; with `follow` also what comes. Raises
+    ResourceError."""
     folder = find_cluster(cluster).parent
     names = log_names(folder)
     if name is None:

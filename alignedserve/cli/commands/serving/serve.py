@@ -54,15 +54,12 @@ class NodeLosses:
         self._began_s = time.monotonic()
 
     def pause(self) -> None:
-        """Wait before the next try, longer after each loss in a row. Signals end it as they do a start."""
         if self._num_before:
             time.sleep(_FIRST_PAUSE_S * 2 ** (self._num_before - 1))
 
     def go_on_after(self, error: NodeLost, *, is_wanted: bool) -> NoReturn:
-        """Start this command again, unless that is not wanted or has not helped before. Nothing else runs any more.
-
-        At once: what Ray has left of itself in this process may still break it.
-        """
+        """Start this command again, unless that is not wanted or has not helped before. Nothing else runs any more. At
+        once: what Ray has left of itself in this process may still break it."""
         has_served = time.monotonic() - self._began_s > _SETTLED_S
         num_losses = 1 if has_served else self._num_before + 1
         if not is_wanted or num_losses > _MAX_LOSSES:
@@ -106,9 +103,7 @@ _WATCH_S = 0.5  # between looks for an end whose interrupt was dropped
 
 def serve(options: ServeOptions, settings: ModelSettings, template: WorkerTemplate | None) -> None:
     """Serve until Ctrl-C or SIGTERM. Raises an error of the tree, with nothing left running, when it cannot start.
-
-    `settings`: those of the options. `template`: of the processes of a cluster on this host.
-    """
+    `settings`: those of the options. `template`: of the processes of a cluster on this host."""
     ending, losses = _StopSignals(), NodeLosses()
     try:
         _serve(options, settings, template, ending, losses)
@@ -190,11 +185,9 @@ def _draining(num_open: int, drain_s: float) -> str:
 
 
 class _StopSignals:
-    """Handler of Ctrl-C and SIGTERM alike, also where a shell started us in the background with SIGINT ignored.
-
-    SIGHUP is kept for whoever asks; at a terminal it ends the process, as when that is closed. The others raise where
-    the main thread is, and are remembered as well: Python drops what is raised inside a destructor.
-    """
+    """Handler of Ctrl-C and SIGTERM alike, also where a shell started us in the background with SIGINT ignored. SIGHUP
+    is kept for whoever asks; at a terminal it ends the process, as when that is closed. The others raise where the main
+    thread is, and are remembered as well: Python drops what is raised inside a destructor."""
 
     def __init__(self) -> None:
         self.num_signals, self._has_hangup = 0, False

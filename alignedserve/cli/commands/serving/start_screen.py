@@ -47,7 +47,6 @@ class StartScreen:
         self._bar.stop()
 
     def stopping(self) -> None:
-        """Show that Ctrl-C was heard, as the end of what has started takes seconds."""
         self._bar.tasks[0].total = None
         self._bar.update(self._task, description="Stopping …", done="")
 

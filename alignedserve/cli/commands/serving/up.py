@@ -29,10 +29,8 @@ _BOOTSTRAP_NAME = "ray_bootstrap_config.yaml"  # in the head's home
 
 
 def up(options: ServeOptions) -> None:
-    """Start the supervisor of a driver, in place of any former one, and wait until the cluster answers.
-
-    Raises an error of the tree, with the driver's last words, when it does not.
-    """
+    """Start the supervisor of a driver, in place of any former one, and wait until the cluster answers. Raises an error
+    of the tree, with the driver's last words, when it does not."""
     settings = load_models(options.config, options.all_overrides, options.named_models)
     for config in settings.configs:
         check_keys(config.gateway)
@@ -65,10 +63,8 @@ def _counted(num_nodes: int) -> str:
 
 
 def driver_command(options: ServeOptions, settings: ModelSettings) -> list[str]:
-    """Return the driver's command line: that of `serve`, with paths as seen from any folder.
-
-    `settings`: what the options amount to, seen from the folder of this shell.
-    """
+    """Return the driver's command line: that of `serve`, with paths as seen from any folder. `settings`: what the
+    options amount to, seen from the folder of this shell."""
     command = [sys.executable, "-m", "alignedserve", "serve"]
     command += [_absolute_argument(model) for model in options.named_models]
     if options.config is not None:
@@ -84,10 +80,8 @@ def _absolute_argument(model: str) -> str:
 
 
 def _absolute_paths(settings: ModelSettings, *, is_named: bool) -> list[str]:
-    """Return overrides for paths that mean something else in the driver's folder, which is not the shell's.
-
-    `is_named`: the models are arguments of the command line, and no settings.
-    """
+    """Return overrides for paths that mean something else in the driver's folder, which is not the shell's. `is_named`:
+    the models are arguments of the command line, and no settings."""
     config = settings.configs[0]
     paths: dict[str, str | None] = {
         "batches.folder": config.batches.folder if not config.batches.is_in_bucket else None,
