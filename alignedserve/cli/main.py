@@ -28,7 +28,14 @@ from alignedserve.cli.console import (
 )
 from alignedserve.cli.keys.app import keys_app
 from alignedserve.cli.models.app import models_app
-from alignedserve.cli.options import ChatOptions, JsonFlag, QuantizeOptions, ServeOptions, UrlOption, takes_options
+from alignedserve.cli.options import (
+    ChatCommandOptions,
+    JsonFlag,
+    QuantizeOptions,
+    ServeOptions,
+    UrlOption,
+    takes_options,
+)
 from alignedserve.config.environment import limit_thread_spinning, log_format, set_log_format
 from alignedserve.core.errors import AlignedServeError, NothingListens
 from alignedserve.core.own_packages import require_own_kernels
@@ -218,7 +225,7 @@ def doctor(json_output: JsonFlag = False) -> None:
 
 @app.command()
 @takes_options
-def chat(options: ChatOptions) -> None:
+def chat(options: ChatCommandOptions) -> None:
     """Talk to a running server in the terminal."""
     from alignedserve.cli.commands.chat import chat as run
 

@@ -156,7 +156,7 @@ EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")  # by Ope
 
 
 @dataclass(frozen=True, slots=True)
-class ChatOptions:
+class ChatCommandOptions:
     """Options of `alignedserve chat`."""
 
     url: UrlOption = DEFAULT_URL

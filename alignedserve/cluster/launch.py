@@ -23,8 +23,8 @@ from alignedserve.cluster.hosts.succession import Succession, digest_of, left_by
 from alignedserve.cluster.local_ray.worker_template import WorkerTemplate
 from alignedserve.cluster.machine import GpuClaims, GpusTaken, claim_gpus
 from alignedserve.cluster.nodes.admission import (
-    Admission,
     Agent,
+    NodeAdmission,
     NodeReport,
     OwnHost,
     agent_name,
@@ -253,7 +253,7 @@ def launch_on_hosts(
         require_head(alive_nodes(), context.get_node_id())
         scales = configs[0].scaling.max_nodes is not None
         scaling = load_plugin("autoscaler").scaling_of(configs, context.gcs_address) if scales else None
-        setup = HostsSetup(DriverSetup(settings, Admission, observer), Succession(asked), scaling)
+        setup = HostsSetup(DriverSetup(settings, NodeAdmission, observer), Succession(asked), scaling)
         cluster = adopt_cluster(asked, actor_classes, setup)
         is_adopted = cluster is not None
         if cluster is None:
@@ -286,7 +286,7 @@ def _prepare_cluster(
     nodes = wait_for_nodes(hosts.num_nodes, hosts.wait_s)
     if len(nodes) < hosts.num_nodes:
         logger.warning("%d of %d nodes are there after %.0f s", len(nodes), hosts.num_nodes, hosts.wait_s)
-    with contextlib.ExitStack() as if_it_fails, Admission(nodes) as admission:
+    with contextlib.ExitStack() as if_it_fails, NodeAdmission(nodes) as admission:
         device = configs[0].engine.device
         choice, reports = agreed_device(
             device, admission.reports(device, [resolve_for([], one).folder for one in configs])

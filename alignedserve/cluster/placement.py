@@ -91,7 +91,7 @@ class PlacedCounts:
     num_ports: dict[str, int] = field(default_factory=dict)  # gateways by address
 
 
-class Placement:
+class DeploymentPlacement:
     """Shares a deployment out over the nodes of its cluster; more nodes may join later. The gateways, which serve all
     deployments, are placed with the first."""
 

@@ -27,8 +27,8 @@ from alignedserve.cluster.deployments.orders import (
     Models,
     NodeOrder,
     OrderChannel,
+    OrderRefused,
     ProcessReport,
-    Refused,
     RestartWorkers,
     ShowModels,
     ShowStatus,
@@ -54,7 +54,7 @@ from alignedserve.config.model_settings import ModelSettings
 from alignedserve.core.errors import ModelError, NodeLost, PeerLost
 from alignedserve.messages.gateways import ClusterStatus
 from alignedserve.process.addresses import is_gateway
-from alignedserve.process.loading_progress import Progress, read_progress
+from alignedserve.process.loading_progress import LoadedShare, read_progress
 from alignedserve.runtime.kv.arena_files import ARENA_PREFIX, arena_folder, remove_stale_arenas
 
 logger = logging.getLogger(__name__)
@@ -309,7 +309,7 @@ class ServingCluster:
         """Return whether it was asked to stop without waiting for anything; by a signal alone is not known here."""
         return False
 
-    def progress(self) -> list[Progress | None]:
+    def progress(self) -> list[LoadedShare | None]:
         names = self._actors.get(self._node.share.node, {})
         return [read_progress(self._node.book.progress_of(name)) for name in names]
 
@@ -455,7 +455,7 @@ class ServingCluster:
         for order_id, order in self._channel.take():
             problem = problem_of(order)
             if problem is not None:
-                self._answer(order_id, Refused(problem))
+                self._answer(order_id, OrderRefused(problem))
             elif not self._models.logic.knows(order_id):  # a driver before this one may have begun it
                 self._obey(order_id, order)
 
@@ -473,7 +473,7 @@ class ServingCluster:
             self._models.order(order_id, order)
 
     def _obey_of_nodes(self, order: NodeOrder) -> Answer:
-        return Refused("one host serves alone; nodes are drained and workers scaled in a cluster of several hosts")
+        return OrderRefused("one host serves alone; nodes are drained and workers scaled in a cluster of several hosts")
 
     def _look_at_models(self, drained: Collection[str]) -> bool:
         """Go on with the orders; return whether a deployment has entered another phase. `drained`: workers of which

@@ -14,7 +14,7 @@ from ray.exceptions import RayError
 
 from alignedserve.cluster.sizing import SizeChoice
 from alignedserve.core.errors import AlignedServeError, ResourceError
-from alignedserve.process.loading_progress import Progress
+from alignedserve.process.loading_progress import LoadedShare
 from alignedserve.runtime.device_check.choice import DeviceChoice
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ class StartObserver(Protocol):
     def sizes_chosen(self, choice: SizeChoice, *, has_others: bool = False) -> None:
         """Say what was chosen, before anything is started. `has_others`: beside it other models are served."""
 
-    def model_loading(self, progress: Progress) -> None:
+    def model_loading(self, progress: LoadedShare) -> None:
         """Show how much of the model the workers have loaded, on average."""
 
 
@@ -46,7 +46,7 @@ class LoggingObserver:
         for warning in choice.remarks(names_model=has_others):
             logger.warning(warning)
 
-    def model_loading(self, progress: Progress) -> None: ...
+    def model_loading(self, progress: LoadedShare) -> None: ...
 
 
 class Patience:
@@ -54,14 +54,14 @@ class Patience:
 
     def __init__(
         self,
-        look: Callable[[], Sequence[Progress | None]],
+        look: Callable[[], Sequence[LoadedShare | None]],
         timeout_s: float,
         observer: StartObserver,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.timeout_s = timeout_s
         self._look, self._observer, self._clock = look, observer, clock
-        self._known: list[Progress | None] = []
+        self._known: list[LoadedShare | None] = []
         self._ends_s = clock() + timeout_s
 
     def is_over(self) -> bool:
@@ -72,8 +72,8 @@ class Patience:
         return self._clock() >= self._ends_s
 
 
-def _mean(found: Sequence[Progress]) -> Progress:
-    return Progress(*(sum(counts) // len(found) for counts in zip(*found, strict=True)))
+def _mean(found: Sequence[LoadedShare]) -> LoadedShare:
+    return LoadedShare(*(sum(counts) // len(found) for counts in zip(*found, strict=True)))
 
 
 class Starting:

@@ -13,7 +13,7 @@ _RECORD = struct.Struct("<4Q")
 _BETWEEN_S = 0.1  # writes
 
 
-class Progress(NamedTuple):
+class LoadedShare(NamedTuple):
     """The part of a model that is loaded."""
 
     read_bytes: int = 0
@@ -28,7 +28,7 @@ class LoadingProgress:
 
     def __init__(self, path: Path | None, total_bytes: int, total_layers: int) -> None:
         self._file_descriptor = _open_locked(path) if path is not None else None
-        self._done = Progress(0, total_bytes, 0, total_layers)
+        self._done = LoadedShare(0, total_bytes, 0, total_layers)
         self._written_s = 0.0
         self._write()
 
@@ -81,9 +81,9 @@ def remove_unused_progress(folder: Path) -> bool:
     return is_empty
 
 
-def read_progress(path: Path) -> Progress | None:
+def read_progress(path: Path) -> LoadedShare | None:
     """Return what a worker wrote; None: nothing yet."""
     try:
-        return Progress(*_RECORD.unpack(path.read_bytes()))
+        return LoadedShare(*_RECORD.unpack(path.read_bytes()))
     except (OSError, struct.error):
         return None

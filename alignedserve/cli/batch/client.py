@@ -88,7 +88,7 @@ class ServerUnavailable(PeerLost):
 
 
 @dataclass(slots=True)
-class Receiver:
+class DownloadReceiver:
     """Takes the bytes of a download from an offset on."""
 
     offset: Callable[[], int]  # the first wanted byte; called again after a lost connection
@@ -162,7 +162,7 @@ class BatchClient:
             if not page.get("has_more") or not page["data"] or len(found) >= limit:
                 return found[:limit]
 
-    async def receive(self, file_id: str, receiver: Receiver) -> None:
+    async def receive(self, file_id: str, receiver: DownloadReceiver) -> None:
         """Download all that a file holds now, from the receiver's offset on; resume after lost connections."""
 
         async def attempt() -> None:

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, Protocol
 import msgspec
 from rich.console import Console
 
-from alignedserve.cli.batch.client import PATIENCE_S, BatchClient, Receiver, RequestRefused
+from alignedserve.cli.batch.client import PATIENCE_S, BatchClient, DownloadReceiver, RequestRefused
 from alignedserve.cli.batch.formatting import OVER, num_ended, problem_text
 from alignedserve.cli.batch.session import POLL_S, checked_id, exit_code_of, run_with_client
 from alignedserve.cli.console import discard_output, printable, results
@@ -149,7 +149,7 @@ async def _copy(client: BatchClient, batch_id: str, tail: ResultTail, *, is_foll
         began_s = time.monotonic()
         tail.begin()
 
-    receiver = Receiver(offset=tail.offset, take=tail.take, begin=begin)
+    receiver = DownloadReceiver(offset=tail.offset, take=tail.take, begin=begin)
     while True:
         batch = await client.batch(batch_id)
         began_s = time.monotonic()
@@ -163,7 +163,7 @@ async def _copy(client: BatchClient, batch_id: str, tail: ResultTail, *, is_foll
         await asyncio.sleep(min(max(POLL_S, (time.monotonic() - began_s) * _SHARE), _LONGEST_PAUSE_S))
 
 
-async def _receive(client: BatchClient, file_id: str, receiver: Receiver) -> None:
+async def _receive(client: BatchClient, file_id: str, receiver: DownloadReceiver) -> None:
     try:
         await client.receive(file_id, receiver)
     except RequestRefused as error:
@@ -206,7 +206,7 @@ def show_errors(url: str, batch_id: str, *, json_output: bool) -> int:
         if batch.get("error_file_id"):
             printer = _LinePrinter(json_output)
             await client.receive(
-                batch["error_file_id"], Receiver(printer.tail.offset, printer.tail.take, printer.tail.begin)
+                batch["error_file_id"], DownloadReceiver(printer.tail.offset, printer.tail.take, printer.tail.begin)
             )
         elif not problems:
             console.print(f"no errors; the batch is {batch['status']}", markup=False)

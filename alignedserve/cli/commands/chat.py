@@ -18,7 +18,7 @@ from pathlib import Path
 from rich.markup import escape
 
 from alignedserve.cli.console import FAILURE, INTERRUPTED, notes, print_error, printable
-from alignedserve.cli.options import EFFORTS, ChatOptions
+from alignedserve.cli.options import EFFORTS, ChatCommandOptions
 from alignedserve.client.openai_client import (
     ClientFailure,
     ClientFailureKind,
@@ -124,7 +124,7 @@ Ctrl-C while an answer comes stops that answer."""
 
 
 @dataclass(slots=True)
-class Conversation:
+class ChatConversation:
     """The messages so far."""
 
     system: str | None = None
@@ -158,7 +158,7 @@ class Conversation:
         self.pictures.clear()
 
 
-def chat(options: ChatOptions) -> int:
+def chat(options: ChatCommandOptions) -> int:
     if options.reasoning_effort not in (None, *EFFORTS):
         raise ConfigError(f"--reasoning-effort: must be one of {', '.join(EFFORTS)}")
     model = _chosen_model(options)
@@ -170,7 +170,7 @@ def chat(options: ChatOptions) -> int:
     return session.converse()
 
 
-def _chosen_model(options: ChatOptions) -> ListedModel:
+def _chosen_model(options: ChatCommandOptions) -> ListedModel:
     if options.model is None:
         return asyncio.run(_served_models(options.url))[0]
     try:
@@ -196,10 +196,10 @@ def find_model(listed: Sequence[ListedModel], name: str) -> ListedModel:
 class ChatSession:
     """One run of the program."""
 
-    def __init__(self, *, options: ChatOptions, model: ListedModel) -> None:
+    def __init__(self, *, options: ChatCommandOptions, model: ListedModel) -> None:
         self._options = options
         self._model = model
-        self._conversation = Conversation(system=options.system)
+        self._conversation = ChatConversation(system=options.system)
         self._thoughts = _ThoughtPrinter()
         self._sampling = ChatSampling(options.temperature)
         self._effort = options.reasoning_effort  # None: the model's own

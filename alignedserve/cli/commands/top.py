@@ -25,7 +25,7 @@ from alignedserve.core.errors import AlignedServeError, ConfigError, PeerError, 
 from alignedserve.core.percent import in_percent
 
 
-class Tier(msgspec.Struct, frozen=True):
+class LiveTier(msgspec.Struct, frozen=True):
     """Requests of one class."""
 
     num_queued: int
@@ -44,7 +44,7 @@ class BatchLengths(msgspec.Struct, frozen=True):
     longest: int
 
 
-class Worker(msgspec.Struct, frozen=True):
+class LiveWorker(msgspec.Struct, frozen=True):
     """One worker."""
 
     worker: str
@@ -66,7 +66,7 @@ class Worker(msgspec.Struct, frozen=True):
     batch: BatchLengths
 
 
-class Pool(msgspec.Struct, frozen=True):
+class LivePools(msgspec.Struct, frozen=True):
     """All KV pools together."""
 
     num_blocks: int
@@ -74,7 +74,7 @@ class Pool(msgspec.Struct, frozen=True):
     num_blocks_kept: int
 
 
-class Prefixes(msgspec.Struct, frozen=True):
+class LivePrefixes(msgspec.Struct, frozen=True):
     """The prefix caches of all workers together."""
 
     num_query_tokens: int
@@ -82,27 +82,27 @@ class Prefixes(msgspec.Struct, frozen=True):
     num_blocks: int
 
 
-class Totals(msgspec.Struct, frozen=True):
+class LiveTotals(msgspec.Struct, frozen=True):
     """Counters of the whole deployment."""
 
     num_prompt_tokens: int
     num_tokens: int
 
 
-class Load(msgspec.Struct, frozen=True):
+class LiveLoad(msgspec.Struct, frozen=True):
     """What the router of a deployment reported last."""
 
-    tiers: dict[str, Tier]
+    tiers: dict[str, LiveTier]
     num_at_risk: int
     queue_wait_s: float
-    pool: Pool
-    workers: list[Worker]
-    prefixes: Prefixes
-    totals: Totals
+    pool: LivePools
+    workers: list[LiveWorker]
+    prefixes: LivePrefixes
+    totals: LiveTotals
     time: dict[str, float]  # seconds and counts of the iteration logs
 
 
-class Objective(msgspec.Struct, frozen=True):
+class LiveObjective(msgspec.Struct, frozen=True):
     """How often objectives of one kind were held."""
 
     tier: str
@@ -111,16 +111,16 @@ class Objective(msgspec.Struct, frozen=True):
     missed: int
 
 
-class Model(msgspec.Struct, frozen=True):
+class LiveModel(msgspec.Struct, frozen=True):
     """One model."""
 
     name: str
     problem: str | None
-    load: Load | None
-    objectives: list[Objective] = []
+    load: LiveLoad | None
+    objectives: list[LiveObjective] = []
 
 
-class Batches(msgspec.Struct, frozen=True):
+class LiveBatches(msgspec.Struct, frozen=True):
     """Batches of all clients."""
 
     num_waiting: int
@@ -137,35 +137,35 @@ class LiveDocument(msgspec.Struct, frozen=True):
 
     time_s: float
     not_ready: str | None
-    models: list[Model]
-    batches: Batches | None
+    models: list[LiveModel]
+    batches: LiveBatches | None
 
 
-class Reading:
+class LiveReading:
     """The latest document and an earlier one, by which rates are told; None: there is none yet."""
 
     def __init__(self, latest: LiveDocument, earlier: LiveDocument | None) -> None:
         self.latest = latest
         self._earlier = earlier
 
-    def gained(self, model: str, counter: Callable[[Load], float | None]) -> float | None:
+    def gained(self, model: str, counter: Callable[[LiveLoad], float | None]) -> float | None:
         """Return by how much a counter of a model has grown; None: it cannot be told, or its process restarted."""
         now = _read(self.latest, model, counter)
         before = _read(self._earlier, model, counter) if self._earlier is not None else None
         return None if now is None or before is None or now < before else now - before
 
-    def rate(self, model: str, counter: Callable[[Load], float | None]) -> float | None:
+    def rate(self, model: str, counter: Callable[[LiveLoad], float | None]) -> float | None:
         gained = self.gained(model, counter)
         if gained is None or self._earlier is None or self.latest.time_s <= self._earlier.time_s:
             return None
         return gained / (self.latest.time_s - self._earlier.time_s)
 
 
-def of_worker(name: str, counter: Callable[[Worker], float]) -> Callable[[Load], float | None]:
+def of_worker(name: str, counter: Callable[[LiveWorker], float]) -> Callable[[LiveLoad], float | None]:
     return lambda load: next((counter(worker) for worker in load.workers if worker.worker == name), None)
 
 
-def _read(document: LiveDocument, model: str, counter: Callable[[Load], float | None]) -> float | None:
+def _read(document: LiveDocument, model: str, counter: Callable[[LiveLoad], float | None]) -> float | None:
     load = next((one.load for one in document.models if one.name == model), None)
     return counter(load) if load is not None else None
 
@@ -183,7 +183,7 @@ _BAR_LEN = 40
 _WRAPPED = "objectives held"  # the column that gives way in a narrow terminal; figures are not cut
 
 
-def drawn(reading: Reading) -> RenderableType:
+def drawn(reading: LiveReading) -> RenderableType:
     parts: list[RenderableType] = []
     for model in reading.latest.models:
         parts += [*_model(model, reading), Text()]
@@ -194,7 +194,7 @@ def drawn(reading: Reading) -> RenderableType:
     return Group(*parts)
 
 
-def _model(model: Model, reading: Reading) -> Iterator[RenderableType]:
+def _model(model: LiveModel, reading: LiveReading) -> Iterator[RenderableType]:
     state = "ready" if model.problem is None else f"not ready: {printable(model.problem)}"
     style = "green" if model.problem is None else "yellow"
     yield Text.assemble((printable(model.name), "bold"), "  ", (state, style))
@@ -207,7 +207,7 @@ def _model(model: Model, reading: Reading) -> Iterator[RenderableType]:
     yield from _ledger(model.name, reading)
 
 
-def _rates(name: str, load: Load, reading: Reading) -> Text:
+def _rates(name: str, load: LiveLoad, reading: LiveReading) -> Text:
     hits, asked = load.prefixes.num_hit_tokens, load.prefixes.num_query_tokens
     parts = [
         f"{_number(reading.rate(name, lambda one: one.totals.num_tokens))} tokens/s",
@@ -221,7 +221,7 @@ def _rates(name: str, load: Load, reading: Reading) -> Text:
     return Text(" · ".join(parts))
 
 
-def _tiers(model: Model) -> Table:
+def _tiers(model: LiveModel) -> Table:
     table = _table("class", "queued", "oldest", "prefilling", "in a pool", "decoding", _WRAPPED)
     assert model.load is not None, "drawn without a report"
     for name, tier in model.load.tiers.items():
@@ -237,7 +237,7 @@ def _tiers(model: Model) -> Table:
     return table
 
 
-def _held(model: Model, tier: str) -> str:
+def _held(model: LiveModel, tier: str) -> str:
     held = [
         f"{_OBJECTIVES.get(objective.objective, printable(objective.objective))} "
         f"{_share(objective.held, objective.held + objective.missed)}"
@@ -247,7 +247,7 @@ def _held(model: Model, tier: str) -> str:
     return escape(", ".join(held)) or "-"
 
 
-def _workers(name: str, load: Load, reading: Reading) -> Table:
+def _workers(name: str, load: LiveLoad, reading: LiveReading) -> Table:
     columns = (
         "worker",
         "node",
@@ -283,13 +283,13 @@ def _workers(name: str, load: Load, reading: Reading) -> Table:
     return table
 
 
-def _role(worker: Worker) -> str:
+def _role(worker: LiveWorker) -> str:
     both = worker.can_prefill and worker.can_decode
     role = "elastic" if worker.is_elastic else "both" if both else "prefill" if worker.can_prefill else "decode"
     return f"{role}, drains" if worker.is_draining else role
 
 
-def _ledger(name: str, reading: Reading) -> Iterator[Text]:
+def _ledger(name: str, reading: LiveReading) -> Iterator[Text]:
     parts = [(label, _seconds(name, reading, keys), style) for label, keys, style in _PARTS]
     total = sum(seconds for _, seconds, _ in parts)
     if not total:
@@ -301,11 +301,11 @@ def _ledger(name: str, reading: Reading) -> Iterator[Text]:
     yield Text.assemble("      ", *((f"{label} {seconds / total:.0%}  ", style) for label, seconds, style in parts))
 
 
-def _seconds(name: str, reading: Reading, keys: tuple[str, ...]) -> float:
+def _seconds(name: str, reading: LiveReading, keys: tuple[str, ...]) -> float:
     return reading.gained(name, lambda load: sum(load.time.get(key, 0.0) for key in keys)) or 0.0
 
 
-def _batches(batches: Batches) -> Text:
+def _batches(batches: LiveBatches) -> Text:
     states = ", ".join(f"{count} {printable(state)}" for state, count in sorted(batches.num_batches.items()))
     lines = f"{batches.num_waiting} lines waiting, {batches.num_in_flight} at work, {batches.completed} done"
     text = Text.assemble(("batches", "bold"), f"  {states or 'none open'} · {lines}, {batches.failed} failed")
@@ -353,7 +353,7 @@ def top(url: str | None, *, is_once: bool, every_s: float) -> None:
     first = _look(url)
     if is_once:
         time.sleep(_ONCE_S)
-        print_table(drawn(Reading(_look(url), first)))
+        print_table(drawn(LiveReading(_look(url), first)))
         return
     with contextlib.suppress(KeyboardInterrupt):
         _go_on(url, first, console, every_s)
@@ -366,7 +366,7 @@ def _go_on(url: str, first: LiveDocument, console: Console, every_s: float) -> N
         live = stack.enter_context(Live(console=console, screen=True, auto_refresh=False)) if is_redrawn else None
         while True:
             problem = _look_again(url, documents)
-            picture = Group(_heading(url, problem), drawn(Reading(documents[-1], documents[0])))
+            picture = Group(_heading(url, problem), drawn(LiveReading(documents[-1], documents[0])))
             if live is not None:
                 live.update(picture, refresh=True)
             else:

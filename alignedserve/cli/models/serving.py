@@ -11,8 +11,8 @@ from alignedserve.cluster.deployments.admin_api import show
 from alignedserve.cluster.deployments.orders import (
     AddModel,
     DeploymentReport,
-    Done,
     ModelOrder,
+    OrderDone,
     RemoveModel,
     ReplaceModel,
     RestartWorkers,
@@ -87,7 +87,7 @@ def _give(order: ModelOrder | RestartWorkers, cluster: str | None) -> None:
         except KeyboardInterrupt:
             notes().print("The order goes on without this command; see `alignedserve models status`.")
             raise
-    if isinstance(answer, Done):
+    if isinstance(answer, OrderDone):
         results().print(answer.text, soft_wrap=True, markup=False)
 
 

@@ -23,9 +23,9 @@ from typing_extensions import override
 from alignedserve.cluster.deployments.orders import (
     AdminRequest,
     Answer,
-    Done,
     Models,
-    Refused,
+    OrderDone,
+    OrderRefused,
     Remark,
     ShowModels,
     ShowStatus,
@@ -103,7 +103,7 @@ class AdminApi:
             if _user_of(connection) != os.getuid():
                 return
             request = _decoded(reading.readline(MAX_LINE_BYTES + 1))
-            if isinstance(request, Refused):
+            if isinstance(request, OrderRefused):
                 connection.sendall(_line(request))
                 return
             request_id, answers = secrets.token_hex(8), queue.Queue[Answer | None](_MAX_ANSWERS)
@@ -115,7 +115,7 @@ class AdminApi:
             if is_closed:
                 return
             if is_busy:
-                connection.sendall(_line(Refused("too many orders wait; give it again later")))
+                connection.sendall(_line(OrderRefused("too many orders wait; give it again later")))
                 return
             self._taken.put((request_id, request))
             try:
@@ -165,15 +165,15 @@ def _user_of(connection: socket.socket) -> int:
     return int(_MACOS_PEER.unpack(packed)[1])
 
 
-def _decoded(line: bytes) -> AdminRequest | Refused:
+def _decoded(line: bytes) -> AdminRequest | OrderRefused:
     if len(line) > MAX_LINE_BYTES:
-        return Refused("the order is too long")
+        return OrderRefused("the order is too long")
     try:
         request: AdminRequest = msgspec.json.decode(line, type=AdminRequest)
     except (msgspec.MsgspecError, UnicodeDecodeError):
-        return Refused("not an order that this version knows")
+        return OrderRefused("not an order that this version knows")
     problem = problem_of(request)
-    return request if problem is None else Refused(problem)
+    return request if problem is None else OrderRefused(problem)
 
 
 def _line(answer: Answer) -> bytes:
@@ -210,9 +210,9 @@ def ask(door: Path, request: AdminRequest, on_remark: OnRemark) -> Answer:
             match answer:
                 case Remark(text):
                     on_remark(text)
-                case Refused(reason):
+                case OrderRefused(reason):
                     raise ResourceError(reason)
-                case Done() | Models() | StatusReport():
+                case OrderDone() | Models() | StatusReport():
                     return answer
     raise PeerLost("the cluster has ended before the order was carried out")
 

@@ -13,7 +13,7 @@ _PROCESSES_BYTES = 900 * 1024 * 1024  # of a deployment, beside weights and cach
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class MachinePart:
     """The part of a machine that one deployment may use."""
 
     machine: Machine  # as if there were no more
@@ -21,7 +21,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class HeldMemory:
     """The bytes that one deployment has reserved, whether their pages have been touched or not."""
 
     host_bytes: int
@@ -35,7 +35,7 @@ def worker_bytes(config: ClusterConfig, served: ServedModel) -> int:
     return served.weight_bytes + served.vision_bytes + config.lora.worker_bytes + worker_grammar_bytes(served)
 
 
-def divide(machine: Machine, gpus: Sequence[str], beside_caches: Sequence[int]) -> list[Part]:
+def divide(machine: Machine, gpus: Sequence[str], beside_caches: Sequence[int]) -> list[MachinePart]:
     """Divide a machine among models whose workers take so many bytes beside their caches, all of a model together. Each
     model has that, unless it is on GPUs, and all have equal parts of what is left for caches. GPUs are assigned whole,
     in turn, where there is one for each model, and shared otherwise. Cores are shared: a model that has nothing to
@@ -45,7 +45,7 @@ def divide(machine: Machine, gpus: Sequence[str], beside_caches: Sequence[int]) 
     on_host = [0] * count if gpus else list(beside_caches)
     left = max(machine.available_bytes - sum(on_host), 0)
     return [
-        Part(
+        MachinePart(
             replace(
                 machine,
                 available_bytes=min(own + left // count, machine.available_bytes),
@@ -72,7 +72,7 @@ def _gpu_bytes(
     return tuple(by_name[gpu] // sum(gpu in other for other in devices) for gpu in devices[index])
 
 
-def left_of(whole: Machine, now: Machine, gpus: Sequence[str], holdings: Sequence[Holding]) -> Part:
+def left_of(whole: Machine, now: Machine, gpus: Sequence[str], holdings: Sequence[HeldMemory]) -> MachinePart:
     """Return what is left for one more model beside these. `whole`: the machine before the first of them, `now`: as it
     is found. Memory that is held but was not touched yet is free by what the system says, so it is taken off what there
     was. Of the GPUs those with the fewest models."""
@@ -88,10 +88,10 @@ def left_of(whole: Machine, now: Machine, gpus: Sequence[str], holdings: Sequenc
         shared_bytes=max(min(shared, now.shared_bytes), 0),
         gpu_bytes=tuple(max(total[gpu] - held[gpu], 0) for gpu in chosen),
     )
-    return Part(machine, chosen)
+    return MachinePart(machine, chosen)
 
 
-def holding_of(config: ClusterConfig, served: ServedModel, gpus: Sequence[str]) -> Holding:
+def holding_of(config: ClusterConfig, served: ServedModel, gpus: Sequence[str]) -> HeldMemory:
     workers = [(config.decode.kv_cache_bytes, config.decode.count)]
     host = _PROCESSES_BYTES + config.decode.swap_space_bytes * config.decode.count
     if config.chosen_topology.is_separate:
@@ -107,11 +107,11 @@ def holding_of(config: ClusterConfig, served: ServedModel, gpus: Sequence[str]) 
     )
     computing = sum((beside_cache + cache) * count for cache, count in workers)
     if not gpus:
-        return Holding(host + shared + computing, shared)
-    return Holding(host + shared, shared, tuple(gpus), -(-(computing + on_gpus) // len(gpus)))
+        return HeldMemory(host + shared + computing, shared)
+    return HeldMemory(host + shared, shared, tuple(gpus), -(-(computing + on_gpus) // len(gpus)))
 
 
-def require_room(name: str, holding: Holding, part: Part) -> None:
+def require_room(name: str, holding: HeldMemory, part: MachinePart) -> None:
     needs = {
         "of memory": (holding.host_bytes, part.machine.available_bytes),
         "in the folder of the KV pool": (holding.shared_bytes, part.machine.shared_bytes),

@@ -10,22 +10,22 @@ from typing import Any
 from ray.exceptions import RayError
 
 from alignedserve.cluster.deployments.logic import (
-    Announce,
+    AnnounceDeployments,
     Command,
     Conclude,
     DeploymentsLogic,
+    DeploymentStage,
     Discard,
-    End,
-    Ended,
+    EndProcesses,
     Event,
     Failed,
     Ordered,
-    Phase,
     Prepare,
+    ProcessesGone,
+    ProcessesUp,
     Say,
     SettleAdapters,
-    Start,
-    Started,
+    StartProcesses,
     View,
     Viewed,
 )
@@ -33,13 +33,13 @@ from alignedserve.cluster.deployments.on_demand import OnDemandModels
 from alignedserve.cluster.deployments.orders import (
     Answer,
     DeploymentReport,
-    Done,
     ModelOrder,
-    Refused,
+    OrderDone,
+    OrderRefused,
     Remark,
     RemoveModel,
 )
-from alignedserve.cluster.deployments.site import Described, Ending, HostedDeployments
+from alignedserve.cluster.deployments.site import Described, EndingDeployment, HostedDeployments
 from alignedserve.cluster.ray_node import answer_or_none, have_all_ended
 from alignedserve.cluster.restarts import Health, ProcessState
 from alignedserve.cluster.starting import Starting
@@ -121,9 +121,9 @@ def _longest(waits_s: Iterable[float | None]) -> float | None:
 logger = logging.getLogger(__name__)
 
 _ANNOUNCED = {
-    Phase.PROVING: DeploymentPhase.PREPARING,
-    Phase.SERVING: DeploymentPhase.SERVING,
-    Phase.DRAINING: DeploymentPhase.DRAINING,
+    DeploymentStage.PROVING: DeploymentPhase.PREPARING,
+    DeploymentStage.SERVING: DeploymentPhase.SERVING,
+    DeploymentStage.DRAINING: DeploymentPhase.DRAINING,
 }
 
 
@@ -144,7 +144,7 @@ class DeploymentsDriver:
         self._preparations: dict[str, Future[Any]] = {}
         self._starts: dict[str, Starting] = {}
         self._failed: list[Failed] = []
-        self._ends: dict[str, Ending] = {}
+        self._ends: dict[str, EndingDeployment] = {}
         self._on_demand = on_demand
         self._announced: tuple[ServedDeployment, ...] = ()
         # Of models, by name, as they came: one that falls asleep and wakes keeps its place. The first of them serves
@@ -155,7 +155,9 @@ class DeploymentsDriver:
 
     @property
     def listed(self) -> tuple[str, ...]:
-        return tuple(standing.deployment_id for standing in self.logic.standings if standing.phase is Phase.SERVING)
+        return tuple(
+            standing.deployment_id for standing in self.logic.standings if standing.phase is DeploymentStage.SERVING
+        )
 
     @property
     def announced(self) -> tuple[ServedDeployment, ...]:
@@ -173,12 +175,12 @@ class DeploymentsDriver:
         return self._places.get(name, len(self._places))
 
     @property
-    def phases(self) -> dict[str, Phase]:
+    def phases(self) -> dict[str, DeploymentStage]:
         return {standing.deployment_id: standing.phase for standing in self.logic.standings}
 
     @property
     def is_changing(self) -> bool:
-        return any(standing.phase is not Phase.SERVING for standing in self.logic.standings)
+        return any(standing.phase is not DeploymentStage.SERVING for standing in self.logic.standings)
 
     def announce(self) -> None:
         self._announced = self.announced
@@ -197,7 +199,9 @@ class DeploymentsDriver:
         for standing in self.logic.standings:
             described = self._site.described(standing.deployment_id) or Described("")
             about = (standing.deployment_id, standing.name, described.path, standing.phase.value, standing.num_open)
-            leaves_in_s = self._on_demand.leaves_in_s(standing.name) if standing.phase is Phase.SERVING else None
+            leaves_in_s = (
+                self._on_demand.leaves_in_s(standing.name) if standing.phase is DeploymentStage.SERVING else None
+            )
             failing = {name: problems[name] for name in described.processes if name in problems}
             processes = (described.workers, described.processes, described.topology)
             yield DeploymentReport(*about, *processes, leaves_in_s=leaves_in_s, failing=failing)
@@ -208,7 +212,7 @@ class DeploymentsDriver:
         found = frozenset(
             standing.deployment_id
             for standing in self.logic.standings
-            if standing.phase in (Phase.SERVING, Phase.DRAINING)
+            if standing.phase in (DeploymentStage.SERVING, DeploymentStage.DRAINING)
             and self._are_failing(standing.deployment_id, failing, healths)
         )
         if found != self._failing:
@@ -234,15 +238,15 @@ class DeploymentsDriver:
         if name is None or name not in self._on_demand:
             return None
         if not isinstance(order, RemoveModel):
-            return Refused(f"{name} is a model on demand; remove it first")
+            return OrderRefused(f"{name} is a model on demand; remove it first")
         phases = {standing.phase for standing in self.logic.standings if standing.name == name}
-        if phases & {Phase.PREPARING, Phase.STARTING, Phase.PROVING}:
-            return Refused(f"{name} is being loaded; remove it once it serves")
+        if phases & {DeploymentStage.PREPARING, DeploymentStage.STARTING, DeploymentStage.PROVING}:
+            return OrderRefused(f"{name} is being loaded; remove it once it serves")
         self._on_demand.forget(name)
-        if Phase.SERVING in phases:
+        if DeploymentStage.SERVING in phases:
             return None
         self.announce()
-        return Done(f"{name} was asleep; it is on demand no more")
+        return OrderDone(f"{name} was asleep; it is on demand no more")
 
     def _take(self, order_id: str, order: ModelOrder) -> None:
         logger.info("ordered: %s", order)
@@ -272,7 +276,7 @@ class DeploymentsDriver:
             else:
                 if starting.is_over:
                     del self._starts[deployment_id]
-                    yield Started(deployment_id)
+                    yield ProcessesUp(deployment_id)
         views = self._views.look(is_changing=self.is_changing)
         if views is not None:
             yield Viewed(views)
@@ -280,15 +284,18 @@ class DeploymentsDriver:
         for deployment_id in [one for one, ending in self._ends.items() if ending.look()]:
             del self._ends[deployment_id]
             self._site.forget_deployment(deployment_id)
-            yield Ended(deployment_id)
+            yield ProcessesGone(deployment_id)
 
     def _look_at_demand(self, views: Mapping[str, View]) -> None:
         for standing in self.logic.standings:
-            if standing.phase is Phase.SERVING and standing.name not in self._on_demand:
+            if standing.phase is DeploymentStage.SERVING and standing.name not in self._on_demand:
                 self._note_on_demand(standing.deployment_id)
         for order_id, order in [*self._on_demand.look(views, self.logic.standings)]:
             for standing in self.logic.standings:
-                if isinstance(order, RemoveModel) and (standing.name, standing.phase) == (order.name, Phase.SERVING):
+                if isinstance(order, RemoveModel) and (standing.name, standing.phase) == (
+                    order.name,
+                    DeploymentStage.SERVING,
+                ):
                     self._note_left(standing.deployment_id)
             self._take(order_id, order)
         if self._announced != self.announced:  # one that sleeps cannot be loaded, or can again
@@ -324,15 +331,15 @@ class DeploymentsDriver:
             case Prepare(deployment_id, order, replaced):
                 asleep = self._on_demand.beside(order, self.logic.standings)
                 self._preparations[deployment_id] = self._site.begin_preparing(deployment_id, order, replaced, asleep)
-            case Start(deployment_id):
+            case StartProcesses(deployment_id):
                 self._start(deployment_id)
             case Discard(deployment_id):
                 self._site.forget_deployment(deployment_id)
             case SettleAdapters(order_id, replaced, deployment_id):
                 self._settle_adapters(order_id, replaced, deployment_id)
-            case Announce():
+            case AnnounceDeployments():
                 self.announce()
-            case End(deployment_id):
+            case EndProcesses(deployment_id):
                 self._starts.pop(deployment_id, None)
                 self._note_left(deployment_id)
                 self._ends[deployment_id] = self._site.end_deployment(deployment_id)
@@ -341,7 +348,7 @@ class DeploymentsDriver:
                     self._answer(order_id, Remark(text))
             case Conclude(order_id, text, is_refused, is_full):
                 logger.info("an order is %s: %s", "refused" if is_refused else "carried out", text)
-                answer = Refused(text) if is_refused else Done(text)
+                answer = OrderRefused(text) if is_refused else OrderDone(text)
                 if not self._on_demand.takes(order_id, answer, is_full=is_full):
                     self._answer(order_id, answer)
 

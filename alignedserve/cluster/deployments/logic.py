@@ -20,7 +20,7 @@ from alignedserve.cluster.deployments.orders import AddModel, ModelOrder, Remove
 from alignedserve.config.model_settings import MAX_MODELS
 
 
-class Phase(Enum):
+class DeploymentStage(Enum):
     """Phases of a deployment, in their order."""
 
     PREPARING = "preparing"
@@ -52,7 +52,7 @@ class Prepared:
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class ProcessesUp:
     """All processes of a deployment are up."""
 
     deployment_id: str
@@ -84,19 +84,19 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Viewed:
-    """All gateways and the batch worker have answered since the last Announce, or are lost."""
+    """All gateways and the batch worker have answered since the last AnnounceDeployments, or are lost."""
 
     views: Mapping[str, View]  # by deployment
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class ProcessesGone:
     """No process of a deployment is left."""
 
     deployment_id: str
 
 
-Event = Ordered | Prepared | Started | Failed | Viewed | Ended
+Event = Ordered | Prepared | ProcessesUp | Failed | Viewed | ProcessesGone
 
 # --- commands
 
@@ -111,8 +111,8 @@ class Prepare:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
-    """Create its processes; Started or Failed follows."""
+class StartProcesses:
+    """Create its processes; ProcessesUp or Failed follows."""
 
     deployment_id: str
 
@@ -125,7 +125,7 @@ class Discard:
 
 
 @dataclass(frozen=True, slots=True)
-class Announce:
+class AnnounceDeployments:
     """Tell gateways and batch worker which deployments there are now; Viewed follows, again and again."""
 
 
@@ -139,8 +139,8 @@ class SettleAdapters:
 
 
 @dataclass(frozen=True, slots=True)
-class End:
-    """End its processes; Ended follows."""
+class EndProcesses:
+    """End its processes; ProcessesGone follows."""
 
     deployment_id: str
 
@@ -163,7 +163,7 @@ class Conclude:
     is_full: bool = False  # for want of memory
 
 
-Command = Prepare | Start | Discard | SettleAdapters | Announce | End | Say | Conclude
+Command = Prepare | StartProcesses | Discard | SettleAdapters | AnnounceDeployments | EndProcesses | Say | Conclude
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,18 +172,18 @@ class LeftDeployment:
 
     deployment_id: str
     name: str
-    phase: Phase
+    phase: DeploymentStage
     order_id: str | None = None
     drains_within_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class DeploymentStanding:
     """A deployment as it stands now."""
 
     deployment_id: str
     name: str
-    phase: Phase
+    phase: DeploymentStage
     num_open: int | None
 
 
@@ -193,7 +193,7 @@ PROVING_S = 120.0  # for a token through a deployment whose processes are up
 @dataclass(slots=True)
 class _Deployment:
     name: str
-    phase: Phase
+    phase: DeploymentStage
     order_id: str | None = None  # that waits for its next phases
     replaces: str | None = None  # the deployment whose place it is to take
     drains_within_s: float | None = None
@@ -217,13 +217,13 @@ class DeploymentsLogic:
         self._current: str | None = None  # the order that no other may overtake
 
     @property
-    def standings(self) -> tuple[Standing, ...]:
-        return tuple(Standing(one, it.name, it.phase, it.num_open) for one, it in self._deployments.items())
+    def standings(self) -> tuple[DeploymentStanding, ...]:
+        return tuple(DeploymentStanding(one, it.name, it.phase, it.num_open) for one, it in self._deployments.items())
 
     @classmethod
     def of_start(cls, names: Mapping[str, str]) -> "DeploymentsLogic":
         """Return that of a new cluster. `names`: of the models that serve from its start, by deployment."""
-        return cls([LeftDeployment(one, name, Phase.SERVING) for one, name in names.items()], len(names))
+        return cls([LeftDeployment(one, name, DeploymentStage.SERVING) for one, name in names.items()], len(names))
 
     @property
     def left(self) -> tuple[LeftDeployment, ...]:
@@ -245,13 +245,13 @@ class DeploymentsLogic:
         commands: list[Command] = []
         for deployment_id, one in tuple(self._deployments.items()):
             one.since_s = now
-            if one.phase is Phase.PREPARING:
+            if one.phase is DeploymentStage.PREPARING:
                 del self._deployments[deployment_id]
-            elif one.phase in (Phase.STARTING, Phase.PROVING):
-                one.phase, one.order_id = Phase.ENDING, None
-            if one.phase is Phase.ENDING:
-                commands.append(End(deployment_id))
-        return [Announce(), *commands]
+            elif one.phase in (DeploymentStage.STARTING, DeploymentStage.PROVING):
+                one.phase, one.order_id = DeploymentStage.ENDING, None
+            if one.phase is DeploymentStage.ENDING:
+                commands.append(EndProcesses(deployment_id))
+        return [AnnounceDeployments(), *commands]
 
     def on_event(self, event: Event, now: float) -> list[Command]:
         match event:
@@ -259,13 +259,13 @@ class DeploymentsLogic:
                 commands = self._take(event)
             case Prepared():
                 commands = self._on_prepared(event, now)
-            case Started(deployment_id):
-                commands = self._enter(deployment_id, Phase.PROVING, now)
+            case ProcessesUp(deployment_id):
+                commands = self._enter(deployment_id, DeploymentStage.PROVING, now)
             case Failed(deployment_id, problem, is_full):
                 commands = self._give_up(deployment_id, problem, is_full=is_full)
             case Viewed(views):
                 commands = self._on_views(views, now)
-            case Ended(deployment_id):
+            case ProcessesGone(deployment_id):
                 commands = self._on_ended(deployment_id)
         return [*commands, *self._begin_next(now)]
 
@@ -292,7 +292,7 @@ class DeploymentsLogic:
         self.num_named += 1
         deployment_id, self._current = str(self.num_named), order_id
         within_s = order.drains_within_s if isinstance(order, ReplaceModel) else None
-        new = _Deployment(order.name or order.path, Phase.PREPARING, order_id, target, within_s, now)
+        new = _Deployment(order.name or order.path, DeploymentStage.PREPARING, order_id, target, within_s, now)
         self._deployments[deployment_id] = new
         return [Say(order_id, f"preparing {order.path}"), Prepare(deployment_id, order, target)]
 
@@ -302,7 +302,9 @@ class DeploymentsLogic:
             return f"a cluster serves {MAX_MODELS} models at most" if is_full else self._taken(order.name)
         if target is None:
             served = ", ".join(
-                deployment.name for deployment in self._deployments.values() if deployment.phase is Phase.SERVING
+                deployment.name
+                for deployment in self._deployments.values()
+                if deployment.phase is DeploymentStage.SERVING
             )
             return f"no model is served as {order.name}; there are {served}"
         if isinstance(order, RemoveModel) and self._num_serving == 1 and not self.may_be_empty:
@@ -315,12 +317,14 @@ class DeploymentsLogic:
         return f"a model is served as {name} already; replace it, or give another name"
 
     def _serving(self, name: str) -> str | None:
-        found = (one for one, it in self._deployments.items() if it.phase is Phase.SERVING and it.name == name)
+        found = (
+            one for one, it in self._deployments.items() if it.phase is DeploymentStage.SERVING and it.name == name
+        )
         return next(found, None)
 
     @property
     def _num_serving(self) -> int:
-        return sum(deployment.phase is Phase.SERVING for deployment in self._deployments.values())
+        return sum(deployment.phase is DeploymentStage.SERVING for deployment in self._deployments.values())
 
     def _on_prepared(self, prepared: Prepared, now: float) -> list[Command]:
         deployment_id, name = prepared.deployment_id, prepared.name
@@ -332,14 +336,18 @@ class DeploymentsLogic:
         new.name = name
         assert new.order_id is not None, "a preparation without an order"
         remarks = [Say(new.order_id, remark) for remark in prepared.remarks]
-        return [*remarks, *self._enter(deployment_id, Phase.STARTING, now), Start(deployment_id)]
+        return [*remarks, *self._enter(deployment_id, DeploymentStage.STARTING, now), StartProcesses(deployment_id)]
 
-    def _enter(self, deployment_id: str, phase: Phase, now: float) -> list[Command]:
+    def _enter(self, deployment_id: str, phase: DeploymentStage, now: float) -> list[Command]:
         new = self._deployments[deployment_id]
         new.phase, new.since_s = phase, now
         assert new.order_id is not None, "a start without an order"
-        said = "starting its processes" if phase is Phase.STARTING else "its processes are up; waiting for a token"
-        return [Say(new.order_id, said), *([Announce()] if phase is Phase.PROVING else [])]
+        said = (
+            "starting its processes"
+            if phase is DeploymentStage.STARTING
+            else "its processes are up; waiting for a token"
+        )
+        return [Say(new.order_id, said), *([AnnounceDeployments()] if phase is DeploymentStage.PROVING else [])]
 
     def _give_up(self, deployment_id: str, problem: str, *, is_full: bool = False) -> list[Command]:
         new = self._deployments[deployment_id]
@@ -347,11 +355,11 @@ class DeploymentsLogic:
         if new.order_id is not None:
             commands.append(Conclude(new.order_id, problem, is_refused=True, is_full=is_full))
         new.order_id = self._current = None
-        if new.phase is Phase.PREPARING:
+        if new.phase is DeploymentStage.PREPARING:
             del self._deployments[deployment_id]
             return [*commands, Discard(deployment_id)]
-        was_announced, new.phase = new.phase is Phase.PROVING, Phase.ENDING
-        return [*commands, *([Announce()] if was_announced else []), End(deployment_id)]
+        was_announced, new.phase = new.phase is DeploymentStage.PROVING, DeploymentStage.ENDING
+        return [*commands, *([AnnounceDeployments()] if was_announced else []), EndProcesses(deployment_id)]
 
     def _on_views(self, views: Mapping[str, View], now: float) -> list[Command]:
         # Phases as these views found them: who begins to drain by one of them has not been asked since.
@@ -360,9 +368,9 @@ class DeploymentsLogic:
         for deployment_id, phase in phases.items():
             view = views[deployment_id]
             self._deployments[deployment_id].num_open = view.num_open
-            if phase is Phase.PROVING:
+            if phase is DeploymentStage.PROVING:
                 commands += self._on_proof(deployment_id, view, now)
-            elif phase is Phase.DRAINING:
+            elif phase is DeploymentStage.DRAINING:
                 commands += self._on_drained(deployment_id, view.num_open, now)
         return commands
 
@@ -371,8 +379,8 @@ class DeploymentsLogic:
         is_over = old.drains_within_s is not None and now - old.since_s >= old.drains_within_s
         if num_open and not is_over:
             return []
-        old.phase = Phase.ENDING
-        return [Announce(), End(deployment_id)]
+        old.phase = DeploymentStage.ENDING
+        return [AnnounceDeployments(), EndProcesses(deployment_id)]
 
     def _on_proof(self, deployment_id: str, view: View, now: float) -> list[Command]:
         new = self._deployments[deployment_id]
@@ -384,9 +392,9 @@ class DeploymentsLogic:
             return self._give_up(deployment_id, f"no token has come through it for {PROVING_S:.0f} s: {view.missing}")
         order_id, self._current = new.order_id, None
         assert order_id is not None, "a proof that nothing waits for"
-        new.phase, new.since_s, new.order_id = Phase.SERVING, now, None
+        new.phase, new.since_s, new.order_id = DeploymentStage.SERVING, now, None
         if new.replaces is None:
-            return [Announce(), Conclude(order_id, f"{new.name} is served")]
+            return [AnnounceDeployments(), Conclude(order_id, f"{new.name} is served")]
         drained = self._drain(new.replaces, order_id, new.drains_within_s, now, successor=deployment_id)
         return [SettleAdapters(order_id, new.replaces, deployment_id), *drained]
 
@@ -394,12 +402,12 @@ class DeploymentsLogic:
         self, deployment_id: str, order_id: str, within_s: float | None, now: float, *, successor: str | None = None
     ) -> list[Command]:
         old = self._deployments[deployment_id]
-        old.phase, old.order_id, old.drains_within_s, old.since_s = Phase.DRAINING, order_id, within_s, now
+        old.phase, old.order_id, old.drains_within_s, old.since_s = DeploymentStage.DRAINING, order_id, within_s, now
         said = f"{old.name} takes no new requests"
         if successor is not None:
             self._move_up(deployment_id, successor)
             said = f"new requests go to the new {old.name}; the old one finishes its own"
-        return [Announce(), Say(order_id, said)]
+        return [AnnounceDeployments(), Say(order_id, said)]
 
     def _move_up(self, old: str, successor: str) -> None:
         others = {one: it for one, it in self._deployments.items() if one != successor}

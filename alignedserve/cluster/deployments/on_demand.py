@@ -5,8 +5,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from alignedserve.cluster.deployments.logic import Phase, Standing, View
-from alignedserve.cluster.deployments.orders import AddModel, Answer, DeploymentReport, ModelOrder, Refused, RemoveModel
+from alignedserve.cluster.deployments.logic import DeploymentStage, DeploymentStanding, View
+from alignedserve.cluster.deployments.orders import (
+    AddModel,
+    Answer,
+    DeploymentReport,
+    ModelOrder,
+    OrderRefused,
+    RemoveModel,
+)
 from alignedserve.cluster.deployments.preparing import Asleep
 from alignedserve.cluster.nodes.plan import ClusterPlan
 from alignedserve.config.overrides import written_override
@@ -21,7 +28,7 @@ RETRY_S = 30.0  # after which a model that could not be loaded is tried again
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
+class ModelUse:
     """How a model that is awake is used, by all gateways and batches together."""
 
     num_open: int = 0  # requests that it has
@@ -40,7 +47,7 @@ class Use:
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
+class ModelDemand:
     """For how long requests to a model that sleeps have waited, in seconds. None: there are none."""
 
     real_time_s: float | None = None
@@ -56,14 +63,14 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LoadModel:
     """Command: load this model; `on_refused` follows, or its use."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
-class Leave:
+class UnloadModel:
     """Command: give this model no more requests, and end it once it has answered those that it has."""
 
     name: str
@@ -90,8 +97,13 @@ class OnDemandLogic:
             self._problems[name] = problem, now + RETRY_S
 
     def look(
-        self, awake: Mapping[str, tuple[Use, float]], demands: Mapping[str, Demand], now: float, *, is_changing: bool
-    ) -> Sequence[Load | Leave]:
+        self,
+        awake: Mapping[str, tuple[ModelUse, float]],
+        demands: Mapping[str, ModelDemand],
+        now: float,
+        *,
+        is_changing: bool,
+    ) -> Sequence[LoadModel | UnloadModel]:
         """Return what is to be done now. `awake`: use and `keep_alive` of every on-demand model that serves. `demands`:
         of those that sleep. `is_changing`: one comes or goes already, and the next waits for it."""
         self._awake_since = {name: self._awake_since.get(name, now) for name in awake}
@@ -102,35 +114,35 @@ class OnDemandLogic:
         return self._for_demands(awake, demands, now) or self._for_keep_alive(awake)
 
     def _for_demands(
-        self, awake: Mapping[str, tuple[Use, float]], demands: Mapping[str, Demand], now: float
-    ) -> Sequence[Load | Leave]:
+        self, awake: Mapping[str, tuple[ModelUse, float]], demands: Mapping[str, ModelDemand], now: float
+    ) -> Sequence[LoadModel | UnloadModel]:
         for name in sorted(demands, key=lambda one: (*demands[one].rank, one)):
             if name in self._problems:
                 continue
             if name not in self._no_room:
-                return (Load(name),)
+                return (LoadModel(name),)
             victim = self._victim(demands[name], awake, now)
             if victim is not None:
                 self._no_room.clear()  # all of them are tried again once it has left
-                return (Leave(victim),)
+                return (UnloadModel(victim),)
             if not awake:
                 self._no_room.discard(name)
         return ()
 
-    def _for_keep_alive(self, awake: Mapping[str, tuple[Use, float]]) -> Sequence[Leave]:
+    def _for_keep_alive(self, awake: Mapping[str, tuple[ModelUse, float]]) -> Sequence[UnloadModel]:
         for name, (use, keep_alive_s) in awake.items():
             keep_s = keep_alive_s if use.keep_alive_s is None else use.keep_alive_s
             if use.is_idle and use.idle_s >= keep_s:
-                return (Leave(name),)
+                return (UnloadModel(name),)
         return ()
 
-    def _victim(self, demand: Demand, awake: Mapping[str, tuple[Use, float]], now: float) -> str | None:
+    def _victim(self, demand: ModelDemand, awake: Mapping[str, tuple[ModelUse, float]], now: float) -> str | None:
         able = [name for name, (use, _) in awake.items() if use.is_idle]
         if not able:
             able = [name for name, (use, _) in awake.items() if self._is_turn_over(name, use, demand, now)]
         return max(able, key=lambda name: (awake[name][0].idle_s, name), default=None)
 
-    def _is_turn_over(self, name: str, use: Use, demand: Demand, now: float) -> bool:
+    def _is_turn_over(self, name: str, use: ModelUse, demand: ModelDemand, now: float) -> bool:
         is_chat = demand.real_time_s is not None
         if is_chat and use.has_documents_alone:
             return True
@@ -201,7 +213,7 @@ class OnDemandModels:
     def note_left(self, name: str, deployment_id: str, adapters: tuple[LoraAdapter, ...]) -> None:
         self._left[name] = _Left(deployment_id, adapters)
 
-    def beside(self, order: ModelOrder, standings: Sequence[Standing]) -> Asleep:
+    def beside(self, order: ModelOrder, standings: Sequence[DeploymentStanding]) -> Asleep:
         serving = _serving(standings)
         own = next((name for name, one in self._models.items() if one.order == order), None)
         others = (name for name in self._models if name not in serving and name != own)
@@ -212,7 +224,7 @@ class OnDemandModels:
         served, left = self._models[name].deployed.served, self._left.get(name)
         return served if left is None else replace(served, adapters=(*served.adapters, *left.adapters))
 
-    def sleeping(self, standings: Sequence[Standing]) -> tuple[ServedDeployment, ...]:
+    def sleeping(self, standings: Sequence[DeploymentStanding]) -> tuple[ServedDeployment, ...]:
         serving, now = _serving(standings), time.monotonic()
         return tuple(
             replace(one.deployed, served=self._served(name), problem=self._logic.problem(name, now) or "")
@@ -220,7 +232,9 @@ class OnDemandModels:
             if name not in serving
         )
 
-    def look(self, views: Mapping[str, View], standings: Sequence[Standing]) -> Iterator[tuple[str, ModelOrder]]:
+    def look(
+        self, views: Mapping[str, View], standings: Sequence[DeploymentStanding]
+    ) -> Iterator[tuple[str, ModelOrder]]:
         """Yield the orders that are due, each with its id. `views`: by deployment, sleeping ones included."""
         if not self._models:
             return
@@ -236,17 +250,19 @@ class OnDemandModels:
         demands = self._demands(
             {name: views.get(_SLEEPING + name) for name in self._models if name not in serving}, now
         )
-        is_changing = bool(self._ordered) or any(standing.phase is not Phase.SERVING for standing in standings)
+        is_changing = bool(self._ordered) or any(
+            standing.phase is not DeploymentStage.SERVING for standing in standings
+        )
         for command in self._logic.look(awake, demands, now, is_changing=is_changing):
             self._ordered.add(command.name)
-            order = self._models[command.name].order if isinstance(command, Load) else RemoveModel(command.name)
+            order = self._models[command.name].order if isinstance(command, LoadModel) else RemoveModel(command.name)
             yield _OWN_ORDER + command.name, order
 
-    def _demands(self, asleep: Mapping[str, View | None], now: float) -> dict[str, Demand]:
+    def _demands(self, asleep: Mapping[str, View | None], now: float) -> dict[str, ModelDemand]:
         seen = {name: view for name, view in asleep.items() if view is not None}
         self._lines_since = {name: self._lines_since.get(name, now) for name, view in seen.items() if view.has_lines}
-        demands = {name: Demand(view.waited_s, self._documents_s(name, view, now)) for name, view in seen.items()}
-        return {name: one for name, one in demands.items() if one != Demand()}
+        demands = {name: ModelDemand(view.waited_s, self._documents_s(name, view, now)) for name, view in seen.items()}
+        return {name: one for name, one in demands.items() if one != ModelDemand()}
 
     def _documents_s(self, name: str, view: View, now: float) -> float | None:
         waits_s = (view.documents_waited_s, now - self._lines_since[name] if name in self._lines_since else None)
@@ -258,7 +274,7 @@ class OnDemandModels:
         if name == order_id:
             return False
         self._ordered.discard(name)
-        if isinstance(answer, Refused):
+        if isinstance(answer, OrderRefused):
             self._logic.on_refused(name, answer.reason, time.monotonic(), is_full=is_full)
         return True
 
@@ -270,7 +286,7 @@ class OnDemandModels:
         left_s = self._leaving_s.get(name)
         return left_s if left_s is not None and left_s < float("inf") else None
 
-    def reports(self, standings: Sequence[Standing]) -> Iterator[DeploymentReport]:
+    def reports(self, standings: Sequence[DeploymentStanding]) -> Iterator[DeploymentReport]:
         known = {standing.name for standing in standings}
         for name, one in self._models.items():
             if name not in known:
@@ -278,16 +294,18 @@ class OnDemandModels:
                 yield DeploymentReport("", name, one.order.path, "asleep", None, problem=problem)
 
 
-def _serving(standings: Sequence[Standing]) -> dict[str, str]:
-    return {standing.name: standing.deployment_id for standing in standings if standing.phase is Phase.SERVING}
+def _serving(standings: Sequence[DeploymentStanding]) -> dict[str, str]:
+    return {
+        standing.name: standing.deployment_id for standing in standings if standing.phase is DeploymentStage.SERVING
+    }
 
 
-def _use(view: View, awake_s: float) -> Use:
+def _use(view: View, awake_s: float) -> ModelUse:
     idle_s = awake_s if view.idle_s is None else min(view.idle_s, awake_s)
-    return Use(view.num_open, view.num_documents, view.has_lines, idle_s, view.keep_alive_s)
+    return ModelUse(view.num_open, view.num_documents, view.has_lines, idle_s, view.keep_alive_s)
 
 
-def _leaving_s(use: Use, keep_alive_s: float) -> float:
+def _leaving_s(use: ModelUse, keep_alive_s: float) -> float:
     return max((keep_alive_s if use.keep_alive_s is None else use.keep_alive_s) - use.idle_s, 0.0)
 
 

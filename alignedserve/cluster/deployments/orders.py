@@ -139,13 +139,13 @@ class Remark(msgspec.Struct, frozen=True, tag=True):
     text: str
 
 
-class Done(msgspec.Struct, frozen=True, tag=True):
+class OrderDone(msgspec.Struct, frozen=True, tag="OrderDone"):
     """Last answer to an order that was carried out."""
 
     text: str
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True):
+class OrderRefused(msgspec.Struct, frozen=True, tag="OrderRefused"):
     """Last answer to an order that was not carried out: everything is as it was before."""
 
     reason: str
@@ -186,7 +186,7 @@ class StatusReport(msgspec.Struct, frozen=True, tag=True):
         return has_workers and all(process.state == "up" for process in self.processes)
 
 
-Answer = Remark | Done | Refused | Models | StatusReport
+Answer = Remark | OrderDone | OrderRefused | Models | StatusReport
 
 
 def _kind_of(process: str) -> str:

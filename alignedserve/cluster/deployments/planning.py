@@ -11,8 +11,8 @@ import msgspec
 from alignedserve.cluster.deployments.division import (
     AssignableModel,
     AssignableNode,
-    Holding,
-    Part,
+    HeldMemory,
+    MachinePart,
     assign_models,
     assigned_gpus,
     divide,
@@ -23,7 +23,7 @@ from alignedserve.cluster.deployments.division import (
 )
 from alignedserve.cluster.memory_planner import ENOUGH_CONTEXT_LEN, LEAST_CONTEXT_LEN, Machine
 from alignedserve.cluster.nodes.plan import ClusterPlan, NodeResources, choose_share, plan_cluster, sized_plan
-from alignedserve.cluster.placement import NodeCapacity, NodeShare, Placement
+from alignedserve.cluster.placement import DeploymentPlacement, NodeCapacity, NodeShare
 from alignedserve.config.sections import ClusterConfig
 from alignedserve.config.unset_sizes import DefaultSize
 from alignedserve.core.errors import NotEnoughMemory
@@ -48,11 +48,11 @@ class PlannedModel:
 
     @property
     def plan(self) -> ClusterPlan:
-        placement = Placement(self.config, self.deployment_id)
+        placement = DeploymentPlacement(self.config, self.deployment_id)
         return ClusterPlan(self.config, self.served, placement, (), {})
 
     def part_of_node(self, capacity: NodeCapacity, num_nodes: int) -> NodeShare:
-        placement = Placement(_of_one_node(self.config, num_nodes), self.deployment_id)
+        placement = DeploymentPlacement(_of_one_node(self.config, num_nodes), self.deployment_id)
         (share,) = placement.place([capacity])
         return share
 
@@ -162,7 +162,7 @@ def _problem(models: Sequence[PlannedModel], node: NodeResources, num_nodes: int
     return None
 
 
-def _require_fits(model: PlannedModel, share: NodeShare, part: Part, context_len: int) -> None:
+def _require_fits(model: PlannedModel, share: NodeShare, part: MachinePart, context_len: int) -> None:
     choice = choose_share(model.plan, share, part.machine)
     if choice.served.max_context_len < min(context_len, model.served.max_context_len):
         max_context_len = choice.served.max_context_len
@@ -187,7 +187,7 @@ def _of_one_node(config: ClusterConfig, num_nodes: int) -> ClusterConfig:
 def plan_one_more(
     model: PlannedModel,
     nodes: Sequence[NodeResources],
-    holdings: Mapping[str, Sequence[Holding]],
+    holdings: Mapping[str, Sequence[HeldMemory]],
     taken: Mapping[str, int],
     wholes: Mapping[str, Machine],
 ) -> ClusterPlan:
@@ -228,7 +228,7 @@ def plan_one_more(
 
 
 def _problem_beside(
-    model: PlannedModel, node: NodeResources, part: Part, num_nodes: int, context_len: int
+    model: PlannedModel, node: NodeResources, part: MachinePart, num_nodes: int, context_len: int
 ) -> str | None:
     if node.capacity.name not in model.nodes:
         return "it has no copy of the model at the same path"

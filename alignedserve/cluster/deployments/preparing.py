@@ -16,7 +16,7 @@ from alignedserve.cluster.actor_factory import PreparedNode
 from alignedserve.cluster.deployments.orders import AddModel, ReplaceModel
 from alignedserve.cluster.deployments.planning import PlannedModel, plan_one_more
 from alignedserve.cluster.memory_planner import Machine
-from alignedserve.cluster.nodes.admission import Admission, NodeReport, OwnHost, missing_copies
+from alignedserve.cluster.nodes.admission import NodeAdmission, NodeReport, OwnHost, missing_copies
 from alignedserve.cluster.nodes.members import HostedModel, Member, holdings_of, resources_of
 from alignedserve.cluster.nodes.plan import ClusterPlan, NodeResources, resolve_for
 from alignedserve.cluster.nodes.ray_nodes import RayNode
@@ -151,7 +151,7 @@ class Surroundings:
     asleep: Asleep = field(default_factory=Asleep)
 
 
-Examine = Callable[[Sequence[RayNode]], Admission | OwnHost]  # examines these nodes, or the one that there is
+Examine = Callable[[Sequence[RayNode]], NodeAdmission | OwnHost]  # examines these nodes, or the one that there is
 
 
 class HostedPreparing:

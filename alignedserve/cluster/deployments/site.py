@@ -33,7 +33,7 @@ _STOP_S = 5.0  # for processes to free what they have
 _GONE_S = 10.0  # for those that were killed
 
 
-class Ending:
+class EndingDeployment:
     """A deployment whose processes end: asked first, then killed, until their memory is free."""
 
     def __init__(self, name: str, actors: Mapping[str, Any], remove: Callable[[], bool]) -> None:
@@ -138,7 +138,7 @@ class HostedDeployments:
                 made |= self._cluster.add_part(part)
         return Starting(made, Patience(self._cluster.progress, START_TIMEOUT_S, LoggingObserver()))
 
-    def end_deployment(self, deployment_id: str) -> Ending:
+    def end_deployment(self, deployment_id: str) -> EndingDeployment:
         model = self._joining.models[deployment_id]
         ended: dict[str, Any] = {}
         left: dict[str, tuple[Agent, tuple[str, ...]]] = {}
@@ -151,7 +151,7 @@ class HostedDeployments:
             ended |= self._cluster.take_out(member.name, names)
             left[member.name] = member.agent, names
         self._preparing.settings.forget(deployment_id)
-        return Ending(model.served.name, ended, _Cleaning(left).is_over)
+        return EndingDeployment(model.served.name, ended, _Cleaning(left).is_over)
 
     def forget_deployment(self, deployment_id: str) -> None:
         """Forget a deployment that has ended, or was not started after all. Until then its memory counts, and a next

@@ -12,7 +12,7 @@ MOVING_S = 5.0  # between the move of what is left and the end
 
 
 @dataclass(frozen=True, slots=True)
-class Draining:
+class ProcessDrain:
     """The processes that drain together."""
 
     workers: tuple[str, ...]  # with the pool of a whole node
@@ -32,12 +32,12 @@ class Draining:
 class Drains:
     """The drains that go on, by the name of their node or worker."""
 
-    def __init__(self, going_on: Mapping[str, Draining] = MappingProxyType({}), seen_s: float = 0.0) -> None:
+    def __init__(self, going_on: Mapping[str, ProcessDrain] = MappingProxyType({}), seen_s: float = 0.0) -> None:
         self._going_on = dict(going_on)
         self._seen_s = seen_s  # when it was last asked what is over
 
     @property
-    def going_on(self) -> Mapping[str, Draining]:
+    def going_on(self) -> Mapping[str, ProcessDrain]:
         return self._going_on
 
     @property
@@ -55,7 +55,7 @@ class Drains:
         lost_s, self._seen_s = max(0.0, self._seen_s - now), now
         self._going_on = {name: replace(one, moves_s=one.moves_s - lost_s) for name, one in self._going_on.items()}
 
-    def begin(self, name: str, draining: Draining) -> None:
+    def begin(self, name: str, draining: ProcessDrain) -> None:
         self._going_on[name] = draining
 
     def end(self, name: str) -> None:

@@ -17,11 +17,11 @@ from typing_extensions import override
 from alignedserve.cluster.actor_factory import ActorFactory, PreparedNode
 from alignedserve.cluster.deployments.orders import (
     Answer,
-    Done,
     DrainNode,
     NodeOrder,
     OrderChannel,
-    Refused,
+    OrderDone,
+    OrderRefused,
     ScaleWorkers,
     UndoDrain,
 )
@@ -63,7 +63,7 @@ from alignedserve.cluster.signals import signals_ignored
 from alignedserve.cluster.watchdog import FailedProcesses
 from alignedserve.config.environment import log_format
 from alignedserve.core.errors import AlignedServeError, PeerLost
-from alignedserve.process.loading_progress import Progress
+from alignedserve.process.loading_progress import LoadedShare
 from alignedserve.process.logs import LogFileHandler, require_format
 from alignedserve.runtime.lora.loaded_file import AdapterChange, Changes, merged
 
@@ -107,9 +107,9 @@ class LoadingOfNodes:
 
     def __init__(self) -> None:
         self._asked: dict[Any, str] = {}  # nodes by the calls of their agents
-        self._known: dict[str, list[Progress | None]] = {}
+        self._known: dict[str, list[LoadedShare | None]] = {}
 
-    def look(self, members: Iterable[Member]) -> list[Progress | None]:
+    def look(self, members: Iterable[Member]) -> list[LoadedShare | None]:
         answered = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=0)[0] if self._asked else []
         for reference in answered:
             name = self._asked.pop(reference)
@@ -234,7 +234,7 @@ class ClusterOnHosts(ServingCluster):
                 raise AskedToStop
 
     @override
-    def progress(self) -> list[Progress | None]:
+    def progress(self) -> list[LoadedShare | None]:
         others = [member for member in self._members.values() if member.prepared.folder != self.folder]
         return [*super().progress(), *self._loading.look(others)]
 
@@ -336,16 +336,16 @@ class ClusterOnHosts(ServingCluster):
         try:
             match order:
                 case DrainNode():
-                    return Done(self._drains.drain(order, self.record().nodes))
+                    return OrderDone(self._drains.drain(order, self.record().nodes))
                 case UndoDrain(name):
-                    return Done(self._drains.undo(name, self.record().nodes))
+                    return OrderDone(self._drains.undo(name, self.record().nodes))
                 case ScaleWorkers() if self._restarts.goes_on:  # their drains are not its own
-                    return Refused("workers are being restarted; scale when that is over")
+                    return OrderRefused("workers are being restarted; scale when that is over")
                 case ScaleWorkers():
                     self._has_news = True
-                    return Done(self._workers.scale(order, self.actors()))
+                    return OrderDone(self._workers.scale(order, self.actors()))
         except AlignedServeError as error:
-            return Refused(str(error))
+            return OrderRefused(str(error))
 
     @override
     def _watched_healths(self) -> dict[str, Health]:

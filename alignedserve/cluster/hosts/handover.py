@@ -13,7 +13,7 @@ import msgspec
 
 from alignedserve.cluster.actor_factory import ClusterSecrets, PreparedNode
 from alignedserve.cluster.deployments.logic import DeploymentsLogic, LeftDeployment
-from alignedserve.cluster.draining.drains import Draining, Drains
+from alignedserve.cluster.draining.drains import Drains, ProcessDrain
 from alignedserve.cluster.hosts.membership import Host
 from alignedserve.cluster.memory_planner import Machine
 from alignedserve.cluster.nodes.admission import JoiningDevice, agent_of
@@ -21,7 +21,7 @@ from alignedserve.cluster.nodes.joining import Joining, Shares
 from alignedserve.cluster.nodes.members import DrainedNode, HostedModel, Member
 from alignedserve.cluster.nodes.plan import ClusterPlan
 from alignedserve.cluster.nodes.ray_nodes import RayNode, WorkerShare
-from alignedserve.cluster.placement import NodeCapacity, NodeShare, PlacedCounts, Placement
+from alignedserve.cluster.placement import DeploymentPlacement, NodeCapacity, NodeShare, PlacedCounts
 from alignedserve.cluster.sizing import SizeChoice
 from alignedserve.config.sections import ClusterConfig
 from alignedserve.config.unset_sizes import DefaultSize, from_mapping
@@ -101,7 +101,7 @@ class _Handover(_Struct, frozen=True):
     num_nodes: int
     num_folders: int
     vacant: tuple[tuple[Host, tuple[Shares, ...]], ...]
-    drains: dict[str, Draining]
+    drains: dict[str, ProcessDrain]
     drains_seen_s: float
     drained: dict[str, DrainedNode]
     members: tuple[_Member, ...]
@@ -222,7 +222,7 @@ def _plan_of(record: _Plan, sections: Sequence[msgspec.Raw]) -> ClusterPlan:
     config = _config_of(record.config, sections)
     served = _served_of(record.served, EncoderConfig if record.is_encoder else ModelConfig)
     choices = {name: SizeChoice(_config_of(sized, sections), served) for name, sized in record.sizes.items()}
-    placement = Placement(config, record.deployment_id, record.counts)
+    placement = DeploymentPlacement(config, record.deployment_id, record.counts)
     return ClusterPlan(config, served, placement, record.shares, choices, record.capacities)
 
 

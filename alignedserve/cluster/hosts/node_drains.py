@@ -11,10 +11,10 @@ import msgspec
 
 from alignedserve.cluster.actor_factory import PreparedNode
 from alignedserve.cluster.deployments.division import worker_bytes
-from alignedserve.cluster.deployments.logic import Phase
+from alignedserve.cluster.deployments.logic import DeploymentStage
 from alignedserve.cluster.deployments.orders import DrainNode, ScaleWorkers
 from alignedserve.cluster.draining.drain_watch import DrainWatch
-from alignedserve.cluster.draining.drains import Draining
+from alignedserve.cluster.draining.drains import ProcessDrain
 from alignedserve.cluster.hosts.membership import DrainAsked, DrainUndone, Membership, MembershipEvent, NodeDrained
 from alignedserve.cluster.hosts.record import DRAINED, NodeRecord
 from alignedserve.cluster.hosts.resizing import Resize, RunningNode, node_called, plan_resize, require_drainable
@@ -118,7 +118,7 @@ class NodeDrains:
         gateways = tuple(name for name, _ in member.prepared.share.gateways)
         moves_s = time.monotonic() + within_s
         workers = (*member.workers, *pools)
-        self._drains.begin(member.name, Draining(workers, gateways, moves_s, is_given_back))
+        self._drains.begin(member.name, ProcessDrain(workers, gateways, moves_s, is_given_back))
         logger.info("%s drains; what is left after %.0f s goes elsewhere", member.name, within_s)
 
 
@@ -161,12 +161,14 @@ class WorkerScaling:
         leaving = self._choose_leaving(change, shares, actors[deployed_name(ROUTER, deployment_id)])
         started = [self._add(kind, able[node], deployment_id) for kind, node in change.added]
         for name in leaving:
-            self._drains.begin(name, Draining((name,), (), time.monotonic() + _LEAVING_S))
+            self._drains.begin(name, ProcessDrain((name,), (), time.monotonic() + _LEAVING_S))
             logger.info("%s drains, to be fewer", name)
         return _said(started, leaving)
 
     def _deployment_of(self, model: str | None) -> str:
-        standings = [standing for standing in self._joining.logic.standings if standing.phase is Phase.SERVING]
+        standings = [
+            standing for standing in self._joining.logic.standings if standing.phase is DeploymentStage.SERVING
+        ]
         found = [standing for standing in standings if model in (None, standing.name)]
         if len(found) == 1:
             return found[0].deployment_id

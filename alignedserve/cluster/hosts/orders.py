@@ -13,11 +13,11 @@ import ray
 from ray.exceptions import RayError
 
 from alignedserve.cluster.deployments.admin_api import Ask, ask, find_cluster
-from alignedserve.cluster.deployments.orders import AdminRequest, Answer, NodeOrder, Refused, Remark, ShowModels
+from alignedserve.cluster.deployments.orders import AdminRequest, Answer, NodeOrder, OrderRefused, Remark, ShowModels
 from alignedserve.cluster.hosts import ray_directory
 from alignedserve.cluster.hosts.ray_directory import NAMESPACE
 from alignedserve.cluster.hosts.record import DRAINED, ClusterRecord, NodeRecord, read_record, recorded_id
-from alignedserve.cluster.hosts.supervisor import Ending, end_supervisor
+from alignedserve.cluster.hosts.supervisor import SupervisorEnd, end_supervisor
 from alignedserve.cluster.nodes.ray_nodes import alive_nodes
 from alignedserve.cluster.ray_node import address_here, answer_of, join_ray
 from alignedserve.config.environment import ray_address
@@ -59,7 +59,7 @@ def give_order(cluster_id: str, order: AdminRequest, on_remark: Callable[[str], 
         answer: Answer = msgspec.json.decode(found, type=Answer)
     except msgspec.MsgspecError as error:
         raise PeerLost("the cluster is of another version") from error
-    if isinstance(answer, Refused):
+    if isinstance(answer, OrderRefused):
         raise ResourceError(answer.reason)
     return answer
 
@@ -86,7 +86,7 @@ class StoredOrders:
             try:
                 orders.append((name, msgspec.json.decode(found, type=AdminRequest)))
             except msgspec.MsgspecError as error:
-                self.answer(name, Refused(f"an order that cannot be read: {error}"))
+                self.answer(name, OrderRefused(f"an order that cannot be read: {error}"))
         return orders
 
     def answer(self, order_id: str, answer: Answer) -> None:
@@ -183,7 +183,7 @@ def node_of(record: ClusterRecord, actor: str) -> NodeRecord:
     raise ResourceError(f"there is no {actor} in this cluster; there are {known}")
 
 
-def end_supervisor_of_head(*, leaves_s: float, patience_s: float) -> Ending:
+def end_supervisor_of_head(*, leaves_s: float, patience_s: float) -> SupervisorEnd:
     """End the supervisor of the driver, which is on the head, from any node; return how. See `end_supervisor`. Raises
     PeerLost when the head does not answer."""
     head = alive_nodes()[0]
@@ -191,5 +191,5 @@ def end_supervisor_of_head(*, leaves_s: float, patience_s: float) -> Ending:
         return end_supervisor(leaves_s=leaves_s, patience_s=patience_s)
     task: Any = ray.remote(end_supervisor)
     asked = task.options(num_cpus=0, max_retries=0, **head.options).remote(leaves_s=leaves_s, patience_s=patience_s)
-    answered: Ending = answer_of(head, asked, leaves_s + patience_s + _TASK_S)
+    answered: SupervisorEnd = answer_of(head, asked, leaves_s + patience_s + _TASK_S)
     return answered

@@ -63,7 +63,7 @@ def start_supervisor(command: Sequence[str], ray_address: str) -> "subprocess.Po
         )
 
 
-class Ending(Enum):
+class SupervisorEnd(Enum):
     """The end that a supervisor came to."""
 
     NOT_THERE = auto()
@@ -71,17 +71,17 @@ class Ending(Enum):
     KILLED = auto()
 
 
-def end_supervisor(*, leaves_s: float = 0.0, drain_s: float = 0.0, patience_s: float = _STOP_S) -> Ending:
+def end_supervisor(*, leaves_s: float = 0.0, drain_s: float = 0.0, patience_s: float = _STOP_S) -> SupervisorEnd:
     """End the supervisor of this host, if there is one, with its driver; return how. `leaves_s`: in which it may end by
     itself. `drain_s`: in which its cluster may answer what is open; the driver is then told again, and ends at once.
     After `patience_s` more the two are killed: a driver may hang."""
-    ending, began_s, is_told = Ending.NOT_THERE, time.monotonic(), False
+    ending, began_s, is_told = SupervisorEnd.NOT_THERE, time.monotonic(), False
     while (pid := running_supervisor()) is not None:
-        ending = Ending.ENDED
+        ending = SupervisorEnd.ENDED
         waited_s = time.monotonic() - began_s
         if waited_s > leaves_s + drain_s + patience_s:
             _kill(pid)
-            return Ending.KILLED
+            return SupervisorEnd.KILLED
         if waited_s >= leaves_s + drain_s or (waited_s >= leaves_s and not is_told):
             is_told = True
             with contextlib.suppress(ProcessLookupError):

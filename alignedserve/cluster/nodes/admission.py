@@ -153,7 +153,7 @@ class Agent:
     book: AddressBook
 
 
-class Admission:
+class NodeAdmission:
     """Nodes under examination, each by a process on the node. A context manager: those processes end with it. They load
     PyTorch, which no node has to keep in memory for this."""
 
@@ -163,7 +163,7 @@ class Admission:
             for node in nodes
         }
 
-    def __enter__(self) -> "Admission":
+    def __enter__(self) -> "NodeAdmission":
         return self
 
     def __exit__(

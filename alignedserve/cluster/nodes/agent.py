@@ -21,7 +21,7 @@ from alignedserve.cluster.ray_node import answer_or_none, kill_actors
 from alignedserve.cluster.run_folder import make_run_folder, remove_files
 from alignedserve.cluster.sweeper import start_sweeper
 from alignedserve.core.errors import AdapterError, AlignedServeError, ResourceError
-from alignedserve.process.loading_progress import PROGRESS_SUFFIX, Progress, read_progress
+from alignedserve.process.loading_progress import PROGRESS_SUFFIX, LoadedShare, read_progress
 from alignedserve.process.logs import LogPart, read_log
 from alignedserve.runtime.kv.arena_files import ARENA_PREFIX, arena_folder, remove_stale_arenas
 from alignedserve.runtime.lora.loaded_file import AdapterChange, exchange, loaded_file
@@ -98,7 +98,7 @@ class NodeAgent:
                 found[deployment_id] = exchange(loaded_file(self._folder, deployment_id), changes)
         return found
 
-    def progress(self) -> list[Progress | None]:
+    def progress(self) -> list[LoadedShare | None]:
         return [read_progress(path) for path in sorted(self._folder.glob(f"*{PROGRESS_SUFFIX}"))]
 
     def keep(self, number: int, state: bytes, actors: list[Any], patience_s: float) -> None:

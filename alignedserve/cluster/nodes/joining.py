@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import ray
 from ray.exceptions import RayError
 
-from alignedserve.cluster.deployments.logic import DeploymentsLogic, Phase
+from alignedserve.cluster.deployments.logic import DeploymentsLogic, DeploymentStage
 from alignedserve.cluster.deployments.planning import PlannedModel, devices_of, divided, models_for_node, planned_again
 from alignedserve.cluster.draining.drains import Drains
 from alignedserve.cluster.hosts.membership import Host
@@ -18,9 +18,9 @@ from alignedserve.cluster.hosts.record import own_versions
 from alignedserve.cluster.memory_planner import Machine
 from alignedserve.cluster.nodes.admission import (
     NODE_ANSWER_S,
-    Admission,
     Agent,
     JoiningDevice,
+    NodeAdmission,
     NodeReport,
     agent_of,
     create_agent,
@@ -76,7 +76,7 @@ class Joining:
 
     def _steps(self, node: RayNode, members: Sequence[Member]) -> Steps:
         models = self.lasting_models()  # as they are now: what comes meanwhile does without this node
-        with Admission([node]) as admission:
+        with NodeAdmission([node]) as admission:
             asked_s = time.time()
             folders = [model.folder for model in models.values()]
             (report,) = yield [admission.ask_report(node, self.device.asked, folders)]
@@ -124,7 +124,7 @@ class Joining:
         leaving = {
             standing.deployment_id
             for standing in self.logic.standings
-            if standing.phase in (Phase.DRAINING, Phase.ENDING)
+            if standing.phase in (DeploymentStage.DRAINING, DeploymentStage.ENDING)
         }
         return {one: model for one, model in self.models.items() if one not in leaving}
 

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from alignedserve.cluster.actor_factory import BATCHES, PreparedNode
-from alignedserve.cluster.deployments.division import Holding, holding_of
+from alignedserve.cluster.deployments.division import HeldMemory, holding_of
 from alignedserve.cluster.hosts.record import DRAINED, DRAINING, ActorRecord, NodeRecord
 from alignedserve.cluster.nodes.admission import Agent, NodeReport, agent_name
 from alignedserve.cluster.nodes.plan import ClusterPlan, NodePart, NodeResources
@@ -192,7 +192,7 @@ class HostedModel:
         return self.plan.served.folder
 
 
-def holdings_of(members: Iterable[Member], models: Mapping[str, HostedModel]) -> dict[str, list[Holding]]:
+def holdings_of(members: Iterable[Member], models: Mapping[str, HostedModel]) -> dict[str, list[HeldMemory]]:
     return {
         member.name: [
             holding_of(part.share.config_of(part.config), models[deployment_id].served, part.capacity.gpus)

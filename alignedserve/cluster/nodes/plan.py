@@ -7,7 +7,7 @@ from typing import NamedTuple
 import msgspec
 
 from alignedserve.cluster.memory_planner import Machine
-from alignedserve.cluster.placement import NodeCapacity, NodeShare, Placement
+from alignedserve.cluster.placement import DeploymentPlacement, NodeCapacity, NodeShare
 from alignedserve.cluster.preflight import window_cache_of
 from alignedserve.cluster.sizing import SizeChoice, choose_sizes
 from alignedserve.config.sections import ClusterConfig
@@ -41,7 +41,7 @@ class ClusterPlan:
 
     config: ClusterConfig
     served: ServedModel  # with the context that fits every node
-    placement: Placement  # which more nodes may join
+    placement: DeploymentPlacement  # which more nodes may join
     shares: tuple[NodeShare, ...]
     choices: Mapping[str, SizeChoice]  # of the nodes that have workers, by name
     capacities: tuple[NodeCapacity, ...] = ()  # of the nodes of these shares, for this deployment
@@ -70,7 +70,7 @@ class ClusterPlan:
 def plan_cluster(config: ClusterConfig, served: ServedModel, nodes: Sequence[NodeResources]) -> ClusterPlan:
     """Place everything and choose what is unset. Raises NotEnoughMemory naming the node. `config`: with its topology.
     The shortest context that a node allows is everyone's."""
-    placement = Placement(config)
+    placement = DeploymentPlacement(config)
     return sized_plan(
         ClusterPlan(config, served, placement, (), {}), placement.place([node.capacity for node in nodes]), nodes
     )

@@ -11,9 +11,9 @@ from typing import Any
 import psutil
 import pytest
 
-from alignedserve.cli.commands.chat import ChatSampling, ChatSession, Conversation
+from alignedserve.cli.commands.chat import ChatConversation, ChatSampling, ChatSession
 from alignedserve.cli.commands.chat import chat as run_chat
-from alignedserve.cli.options import ChatOptions
+from alignedserve.cli.options import ChatCommandOptions
 from alignedserve.client.openai_client import ListedModel
 from alignedserve.core.errors import ConfigError
 from tests.support.servers.fake_server import FakeServer, Script, running
@@ -119,7 +119,7 @@ def _typed(monkeypatch: pytest.MonkeyPatch, server: FakeServer, *lines: str) -> 
         return line
 
     monkeypatch.setattr("builtins.input", read_line)
-    return ChatSession(options=ChatOptions(server.url), model=ListedModel("m", 400)).converse()
+    return ChatSession(options=ChatCommandOptions(server.url), model=ListedModel("m", 400)).converse()
 
 
 def test_conversation_is_kept_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,21 +181,21 @@ def test_cut_answer_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 def test_once(capsys: pytest.CaptureFixture[str]) -> None:
     with running(FakeServer()) as server:
-        assert run_chat(ChatOptions(server.url, once="hi", system="be brief")) == 0
+        assert run_chat(ChatCommandOptions(server.url, once="hi", system="be brief")) == 0
     assert capsys.readouterr().out == "Hello there.\n"
     assert [message["content"] for message in server.requests[0]["messages"]] == ["be brief", "hi"]
 
 
 def test_once_fails_with_its_answer(capsys: pytest.CaptureFixture[str]) -> None:
     with running(FakeServer(respond=lambda body: Script(cut_after=1))) as server:
-        assert run_chat(ChatOptions(server.url, once="hi")) == 1
+        assert run_chat(ChatCommandOptions(server.url, once="hi")) == 1
     assert "disconnected" in capsys.readouterr().err
 
 
 def test_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ALIGNEDSERVE_API_KEY", "a-key")
     with running(FakeServer()) as server:
-        run_chat(ChatOptions(server.url, once="hi"))
+        run_chat(ChatCommandOptions(server.url, once="hi"))
     assert server.headers[0]["authorization"] == "Bearer a-key"
 
 
@@ -210,9 +210,9 @@ def test_prompt_on_stdin() -> None:
 def test_lines_of_a_pipe_are_turns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     with running(FakeServer()) as server:
         monkeypatch.setattr(sys, "stdin", io.StringIO("one\n\n/set temperature 0\ntwo\n/new\nthree\n"))
-        assert run_chat(ChatOptions(server.url)) == 0
+        assert run_chat(ChatCommandOptions(server.url)) == 0
         monkeypatch.setattr(sys, "stdin", io.StringIO("a\nb\n"))
-        assert run_chat(ChatOptions(server.url, once="-")) == 0
+        assert run_chat(ChatCommandOptions(server.url, once="-")) == 0
     assert capsys.readouterr().out == "Hello there.\n" * 4
     asked = [[message["content"] for message in body["messages"]] for body in server.requests]
     assert asked == [["one"], ["one", "Hello there.", "two"], ["three"], ["a\nb"]]
@@ -222,10 +222,10 @@ def test_lines_of_a_pipe_are_turns(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 def test_a_turn_of_a_pipe_that_fails_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     with running(FakeServer(respond=lambda body: Script(status=503))) as server:
         monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\n"))
-        assert run_chat(ChatOptions(server.url)) == 1
+        assert run_chat(ChatCommandOptions(server.url)) == 1
         monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
         with pytest.raises(ConfigError, match="no prompt"):
-            run_chat(ChatOptions(server.url))
+            run_chat(ChatCommandOptions(server.url))
     assert len(server.requests) == 1
 
 
@@ -253,7 +253,7 @@ def test_a_model_without_makers_values_gets_this_programs() -> None:
 
 def test_answer_cannot_command_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     with running(FakeServer(respond=lambda body: Script(pieces=("a\x1b[2Jb\n",)))) as server:
-        run_chat(ChatOptions(server.url, once="hi"))
+        run_chat(ChatCommandOptions(server.url, once="hi"))
     assert capsys.readouterr().out == "a[2Jb\n"
 
 
@@ -273,7 +273,7 @@ def test_thoughts_stand_apart_from_the_answer(
 
 def test_scripts_get_the_answer_alone(capsys: pytest.CaptureFixture[str]) -> None:
     with running(FakeServer(respond=lambda body: THINKING)) as server:
-        run_chat(ChatOptions(server.url, once="hi"))
+        run_chat(ChatCommandOptions(server.url, once="hi"))
     assert capsys.readouterr() == ("Hello there.\n", "")
 
 
@@ -281,7 +281,7 @@ def test_the_effort_is_asked_for_and_changed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with running(FakeServer()) as server:
-        run_chat(ChatOptions(server.url, once="hi", reasoning_effort="low"))
+        run_chat(ChatCommandOptions(server.url, once="hi", reasoning_effort="low"))
         _typed(monkeypatch, server, "one", "/think high", "two", "/think much", "three", "/think default", "four")
     assert [body.get("reasoning_effort") for body in server.requests] == ["low", None, "high", "high", None]
     assert "/think takes one of none" in capsys.readouterr().err
@@ -292,7 +292,7 @@ def test_another_key_is_asked_for_where_this_one_is_not_known(
     capsys: pytest.CaptureFixture[str], status: int, code: str, is_other_key: bool
 ) -> None:
     with running(FakeServer(respond=lambda body: Script(status=status, error_code=code))) as server:
-        assert run_chat(ChatOptions(url=server.url, once="hi")) == 1
+        assert run_chat(ChatCommandOptions(url=server.url, once="hi")) == 1
     shown = capsys.readouterr().err
     assert "scripted refusal" in shown
     assert ("set ALIGNEDSERVE_API_KEY" in shown) is is_other_key
@@ -300,11 +300,11 @@ def test_another_key_is_asked_for_where_this_one_is_not_known(
 
 def test_an_unknown_effort_is_refused() -> None:
     with pytest.raises(ConfigError, match="--reasoning-effort: must be one of none"):
-        run_chat(ChatOptions("http://127.0.0.1:1", once="hi", reasoning_effort="much"))
+        run_chat(ChatCommandOptions("http://127.0.0.1:1", once="hi", reasoning_effort="much"))
 
 
 def test_settling_without_text_takes_the_question_back() -> None:
-    conversation = Conversation(system="s")
+    conversation = ChatConversation(system="s")
     conversation.ask("one")
     conversation.settle("")
     assert conversation.messages() == [{"role": "system", "content": "s"}]
@@ -337,9 +337,11 @@ def test_one_message_that_is_too_long_by_itself(
 
 def test_sampling_keeps_small_models_from_repeating_themselves() -> None:
     with running(FakeServer()) as server:
-        run_chat(ChatOptions(server.url, once="hi", model="m"))
-        ChatSession(options=ChatOptions(server.url), model=ListedModel("m", 99)).answer_once("hi")
-        ChatSession(options=ChatOptions(server.url, temperature=0.0), model=ListedModel("m", 99)).answer_once("hi")
+        run_chat(ChatCommandOptions(server.url, once="hi", model="m"))
+        ChatSession(options=ChatCommandOptions(server.url), model=ListedModel("m", 99)).answer_once("hi")
+        ChatSession(options=ChatCommandOptions(server.url, temperature=0.0), model=ListedModel("m", 99)).answer_once(
+            "hi"
+        )
     names = ("temperature", "top_p", "repetition_penalty", "max_tokens")
     asked = [[body.get(name) for name in names] for body in server.requests]
     assert asked == [[0.2, 0.9, None, None], [0.2, 0.9, 1.1, 24], [0.0, None, None, 24]]

@@ -10,7 +10,7 @@ from alignedserve.cluster.hosts.cluster import ClusterOnHosts, HostsSetup
 from alignedserve.cluster.hosts.ray_directory import RayDirectory
 from alignedserve.cluster.hosts.succession import Succession
 from alignedserve.cluster.memory_planner import Machine
-from alignedserve.cluster.nodes.admission import Admission, Agent
+from alignedserve.cluster.nodes.admission import Agent, NodeAdmission
 from alignedserve.cluster.nodes.joining import Joining
 from alignedserve.cluster.nodes.members import HostedModel, Member
 from alignedserve.cluster.nodes.plan import NodeResources, plan_cluster
@@ -69,5 +69,5 @@ def started(folder: Path, settings: dict[str, Any], logic: DeploymentsLogic | No
     made, members = joined(folder, settings)
     made.logic = logic or made.logic
     factory = ActorFactory(POCKET, ActorClasses(None, None))
-    brought = DriverSetup(ModelSettings({}, ({},)), Admission, LoggingObserver())
+    brought = DriverSetup(ModelSettings({}, ({},)), NodeAdmission, LoggingObserver())
     return ClusterOnHosts(made, members, factory, HostsSetup(brought, Succession("asked")))

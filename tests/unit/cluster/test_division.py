@@ -6,7 +6,14 @@ import msgspec
 import pytest
 
 from alignedserve.cluster.deployments import division
-from alignedserve.cluster.deployments.division import Holding, assigned_gpus, divide, holding_of, left_of, worker_bytes
+from alignedserve.cluster.deployments.division import (
+    HeldMemory,
+    assigned_gpus,
+    divide,
+    holding_of,
+    left_of,
+    worker_bytes,
+)
 from alignedserve.cluster.memory_planner import Machine, worker_grammar_bytes
 from alignedserve.config.sections import (
     MIB,
@@ -50,18 +57,18 @@ def test_a_shared_gpu_has_its_memory_divided() -> None:
 
 
 def test_memory_that_is_held_but_not_touched_yet_is_not_left() -> None:
-    part = left_of(MACHINE, MACHINE, (), [Holding(6 * GIB, 1 * GIB), Holding(2 * GIB, 1 * GIB)])
+    part = left_of(MACHINE, MACHINE, (), [HeldMemory(6 * GIB, 1 * GIB), HeldMemory(2 * GIB, 1 * GIB)])
     assert (part.machine.available_bytes, part.machine.shared_bytes) == (8 * GIB, 6 * GIB)
 
 
 def test_what_other_programs_took_is_not_left_either() -> None:
-    part = left_of(MACHINE, replace(MACHINE, available_bytes=3 * GIB), (), [Holding(6 * GIB, 0)])
+    part = left_of(MACHINE, replace(MACHINE, available_bytes=3 * GIB), (), [HeldMemory(6 * GIB, 0)])
     assert part.machine.available_bytes == 3 * GIB
 
 
 def test_one_more_model_gets_the_gpus_with_the_fewest() -> None:
     machine = replace(MACHINE, gpu_bytes=(80 * GIB, 80 * GIB))
-    part = left_of(machine, machine, ("cuda:0", "cuda:1"), [Holding(0, 0, ("cuda:0",), 30 * GIB)])
+    part = left_of(machine, machine, ("cuda:0", "cuda:1"), [HeldMemory(0, 0, ("cuda:0",), 30 * GIB)])
     assert (part.gpus, part.machine.gpu_bytes) == (("cuda:1",), (80 * GIB,))
 
 
@@ -82,7 +89,7 @@ def test_candidate_buffers_are_held_where_they_lie() -> None:
     buffers = PrefillWorkerConfig(count=2, candidate_buffer_bytes=3 * GIB)
     gpus = ("cuda:0", "cuda:1")
 
-    def held(transport: str, gpus: tuple[str, ...], prefill: PrefillWorkerConfig = buffers) -> Holding:
+    def held(transport: str, gpus: tuple[str, ...], prefill: PrefillWorkerConfig = buffers) -> HeldMemory:
         engine = EngineConfig(kv_transport=transport)
         return holding_of(ClusterConfig(topology=Topology.DISAGGREGATED, engine=engine, prefill=prefill), served, gpus)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from alignedserve.cluster.placement import NodeCapacity, Placement, engines_of, first_gpus
+from alignedserve.cluster.placement import DeploymentPlacement, NodeCapacity, engines_of, first_gpus
 from alignedserve.config.sections import ClusterConfig, Topology
 from alignedserve.config.unset_sizes import from_mapping
 from alignedserve.core.errors import ConfigError
@@ -24,7 +24,7 @@ def nodes(*cores: int) -> list[NodeCapacity]:
 
 
 def test_without_counts_every_node_has_workers_a_pool_and_a_gateway() -> None:
-    shares = Placement(config_of(SEPARATE)).place(nodes(2, 8, 2))
+    shares = DeploymentPlacement(config_of(SEPARATE)).place(nodes(2, 8, 2))
     assert [share.is_head for share in shares] == [True, False, False]
     assert [share.pool_name for share in shares] == ["pool-0", "pool-1", "pool-2"]
     assert [share.prefill for share in shares] == [("prefill-0",), ("prefill-1",), ("prefill-2",)]
@@ -38,8 +38,8 @@ def test_without_counts_every_node_has_workers_a_pool_and_a_gateway() -> None:
 
 def test_a_node_of_gpus_has_a_worker_on_each() -> None:
     gpus = NodeCapacity("node-0", "a", 64, tuple(f"cuda:{index}" for index in range(4)))
-    (separate,) = Placement(config_of(SEPARATE)).place([gpus])
-    (colocated,) = Placement(config_of(COLOCATED)).place([gpus])
+    (separate,) = DeploymentPlacement(config_of(SEPARATE)).place([gpus])
+    (colocated,) = DeploymentPlacement(config_of(COLOCATED)).place([gpus])
     assert (len(separate.prefill), len(separate.decode)) == (2, 2)
     assert (len(colocated.prefill), len(colocated.decode)) == (0, 4)
     engines = engines_of(separate, config_of(SEPARATE).engine, gpus)
@@ -54,7 +54,7 @@ def test_a_node_of_gpus_has_a_worker_on_each() -> None:
 def test_a_worker_of_two_ranks_has_two_neighbouring_gpus() -> None:
     gpus = NodeCapacity("node-0", "a", 64, tuple(f"cuda:{index}" for index in range(5)))
     config = from_mapping({**COLOCATED, "engine": {"tensor_parallel": 2}})
-    (share,) = Placement(config).place([gpus])
+    (share,) = DeploymentPlacement(config).place([gpus])
     engines = engines_of(share, config.engine, gpus)
     assert {name: engine.device for name, engine in engines.items()} == {"worker-0": "cuda:0", "worker-1": "cuda:2"}
 
@@ -68,12 +68,12 @@ def test_ranks_never_take_a_gpu_that_is_another_models(gpus: tuple[int, ...], us
 def test_ranks_without_neighbouring_gpus_are_refused_and_never_put_on_the_cpu(gpus: tuple[str, ...]) -> None:
     config = from_mapping({**COLOCATED, "engine": {"tensor_parallel": 2}})
     with pytest.raises(ConfigError, match=r"engine\.tensor_parallel is 2, but of the GPUs .* no 2 are neighbours"):
-        Placement(config).place([NodeCapacity("node-0", "a", 64, gpus)])
+        DeploymentPlacement(config).place([NodeCapacity("node-0", "a", 64, gpus)])
 
 
 def test_a_node_without_workers_may_have_any_gpus() -> None:
     config = from_mapping({**COLOCATED, "engine": {"tensor_parallel": 2}, "decode": {"count": 1}})
-    placement = Placement(config)
+    placement = DeploymentPlacement(config)
     placement.place(nodes(4))
     node = NodeCapacity("node-1", "b", 64, ("cuda:0",))
     assert engines_of(placement.join(node), config.engine, node) == {}
@@ -81,7 +81,7 @@ def test_a_node_without_workers_may_have_any_gpus() -> None:
 
 def test_workers_of_a_node_share_its_cores() -> None:
     node = nodes(9)[0]
-    (share,) = Placement(config_of(SEPARATE, decode=3)).place([node])
+    (share,) = DeploymentPlacement(config_of(SEPARATE, decode=3)).place([node])
     engines = engines_of(share, config_of(SEPARATE).engine, node)
     assert {engine.threads_per_worker for engine in engines.values()} == {2}
     fixed = msgspec.structs.replace(config_of(SEPARATE).engine, threads_per_worker=5)
@@ -90,31 +90,31 @@ def test_workers_of_a_node_share_its_cores() -> None:
 
 def test_nodes_of_one_host_share_its_ports() -> None:
     pair = [NodeCapacity("node-0", "10.0.0.1", 2), NodeCapacity("node-1", "10.0.0.1", 2)]
-    shares = Placement(config_of(COLOCATED)).place(pair)
+    shares = DeploymentPlacement(config_of(COLOCATED)).place(pair)
     assert [share.gateways for share in shares] == [(("gateway-0", 8000),), (("gateway-1", 8001),)]
 
 
 def test_gateways_may_share_one_port() -> None:
     config = from_mapping({**COLOCATED, "gateway": {"count": 3, "shared_port": True, "port": 9000}})
-    (share,) = Placement(config).place(nodes(8))
+    (share,) = DeploymentPlacement(config).place(nodes(8))
     assert share.gateways == (("gateway-0", 9000), ("gateway-1", 9000), ("gateway-2", 9000))
 
 
 def test_a_node_that_joins_follows_from_what_it_has_unless_counts_are_configured() -> None:
-    placement = Placement(config_of(SEPARATE))
+    placement = DeploymentPlacement(config_of(SEPARATE))
     placement.place(nodes(2, 2))
     joined = placement.join(NodeCapacity("node-2", "10.0.0.9", 2))
     assert (joined.prefill, joined.decode, joined.pool_name) == (("prefill-2",), ("decode-2",), "pool-2")
     assert joined.gateways == (("gateway-2", 8000),)
     assert not joined.is_head
-    configured = Placement(config_of(SEPARATE, decode=2, gateway=1))
+    configured = DeploymentPlacement(config_of(SEPARATE, decode=2, gateway=1))
     configured.place(nodes(2, 2))
     assert configured.join(NodeCapacity("node-2", "10.0.0.9", 2)).num_workers == 0
     assert configured.join(NodeCapacity("node-3", "10.0.0.8", 2)).gateways == ()
 
 
 def test_a_prefill_worker_never_stands_alone() -> None:
-    shares = Placement(config_of(SEPARATE, prefill=3, decode=2)).place(nodes(4, 2, 8))
+    shares = DeploymentPlacement(config_of(SEPARATE, prefill=3, decode=2)).place(nodes(4, 2, 8))
     assert [(len(share.prefill), len(share.decode)) for share in shares] == [(1, 1), (0, 0), (2, 1)]
     assert shares[1].gateways  # it still answers clients
 
@@ -125,7 +125,7 @@ SIZES = [cores for count in (1, 2, 3) for cores in itertools.product((1, 2, 7), 
 @each("total", [1, 2, 3, 5])
 @each("cores", SIZES, ids=str)
 def test_configured_totals_leave_the_poorest_worker_as_much_as_possible(cores: Sequence[int], total: int) -> None:
-    shares = Placement(config_of(COLOCATED, decode=total)).place(nodes(*cores))
+    shares = DeploymentPlacement(config_of(COLOCATED, decode=total)).place(nodes(*cores))
     counts = [len(share.decode) for share in shares]
     assert sum(counts) == total
     assert least(counts, cores) == max(
@@ -138,7 +138,7 @@ def test_configured_totals_leave_the_poorest_worker_as_much_as_possible(cores: S
 def test_separate_workers_are_in_pairs_and_none_is_lost(
     cores: Sequence[int], num_prefill: int, num_decode: int
 ) -> None:
-    shares = Placement(config_of(SEPARATE, prefill=num_prefill, decode=num_decode)).place(nodes(*cores))
+    shares = DeploymentPlacement(config_of(SEPARATE, prefill=num_prefill, decode=num_decode)).place(nodes(*cores))
     assert sum(len(share.prefill) for share in shares) == num_prefill
     assert sum(len(share.decode) for share in shares) == num_decode
     assert all(bool(share.prefill) == bool(share.decode) for share in shares)
@@ -152,7 +152,7 @@ def test_separate_workers_are_in_pairs_and_none_is_lost(
 
 def test_a_share_has_the_configuration_of_its_own_counts() -> None:
     config = config_of(SEPARATE, prefill=2, decode=5)
-    shares = Placement(config).place(nodes(2, 2))
+    shares = DeploymentPlacement(config).place(nodes(2, 2))
     assert [share.config_of(config).decode.count for share in shares] == [3, 2]
     assert [share.config_of(config).prefill.count for share in shares] == [1, 1]
     assert shares[0].config_of(config).chosen_topology is Topology.DISAGGREGATED

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from alignedserve.cluster import preflight
-from alignedserve.cluster.placement import NodeCapacity, Placement, engines_of
+from alignedserve.cluster.placement import DeploymentPlacement, NodeCapacity, engines_of
 from alignedserve.config.sections import EngineConfig, ModelSectionConfig
 from alignedserve.config.unset_sizes import from_mapping
 from alignedserve.core.errors import ConfigError
@@ -100,4 +100,4 @@ def test_a_node_with_fewer_gpus_than_ranks() -> None:
     with pytest.raises(
         ConfigError, match=r"tensor_parallel is 4, but of the GPUs .* no 4 are neighbours; set it lower"
     ):
-        engines_of(Placement(config).place([node])[0], config.engine, node)
+        engines_of(DeploymentPlacement(config).place([node])[0], config.engine, node)

@@ -16,7 +16,7 @@ from alignedserve.cluster.sizing import SizeChoice
 from alignedserve.cluster.starting import LoggingObserver, Patience
 from alignedserve.config.environment import RUN_DIR_VARIABLE
 from alignedserve.config.sections import ClusterConfig, ModelSectionConfig
-from alignedserve.process.loading_progress import LoadingProgress, Progress, read_progress
+from alignedserve.process.loading_progress import LoadedShare, LoadingProgress, read_progress
 from alignedserve.runtime.model.served_model import resolve_model
 from alignedserve.runtime.model.weights.random_weights import random_weights
 from tests.support.models.tiny_models import make_tiny_model
@@ -28,10 +28,10 @@ class Watching(LoggingObserver):
     """Keeps what it is shown."""
 
     def __init__(self) -> None:
-        self.shown: list[Progress] = []
+        self.shown: list[LoadedShare] = []
 
     @override
-    def model_loading(self, progress: Progress) -> None:
+    def model_loading(self, progress: LoadedShare) -> None:
         self.shown.append(progress)
 
 
@@ -93,7 +93,7 @@ def test_progress_prolongs_the_wait_and_all_workers_count(tmp_path: Path) -> Non
     assert not patience.is_over()
     first.finish()
     assert not patience.is_over()
-    assert watching.shown == [Progress(), Progress(0, 100, 0, 2), Progress(50, 100, 1, 2)]
+    assert watching.shown == [LoadedShare(), LoadedShare(0, 100, 0, 2), LoadedShare(50, 100, 1, 2)]
     clock.now_s = 28.0
     assert patience.is_over()
 
@@ -104,10 +104,10 @@ def test_loading_reports_every_byte_and_layer(tmp_path: Path) -> None:
     path = tmp_path / "decode-0.progress"
     total = served.config.weight_bytes("float32")
     progress = LoadingProgress(path, total, served.config.num_layers)
-    assert read_progress(path) == Progress(0, total, 0, 3)
+    assert read_progress(path) == LoadedShare(0, total, 0, 3)
     random_weights(served.decoder, 0, torch.float32, observer=progress)
     progress.finish()
-    assert read_progress(path) == Progress(total, total, 3, 3)
+    assert read_progress(path) == LoadedShare(total, total, 3, 3)
 
 
 def test_a_progress_that_is_absent_or_half_written_is_none(tmp_path: Path) -> None:
@@ -125,9 +125,9 @@ def test_a_full_disk_does_not_end_the_loading(tmp_path: Path) -> None:
 def test_without_a_terminal_only_the_sizes_and_warnings_are_written(capsys: pytest.CaptureFixture[str]) -> None:
     with StartScreen() as screen:
         screen.sizes_chosen(CHOICE)
-        screen.model_loading(Progress())
-        screen.model_loading(Progress(5, 10, 1, 2))
-        screen.model_loading(Progress(10, 10, 2, 2))
+        screen.model_loading(LoadedShare())
+        screen.model_loading(LoadedShare(5, 10, 1, 2))
+        screen.model_loading(LoadedShare(10, 10, 2, 2))
     assert capsys.readouterr().err == f"{CHOICE.line()}\nwarning: the context is shortened\n"
 
 
@@ -139,7 +139,7 @@ def test_beside_other_models_sizes_and_warnings_have_names(capsys: pytest.Captur
     assert warning == "warning: pocket: the context is shortened"
 
 
-def on_a_terminal(*shown: Progress) -> str:
+def on_a_terminal(*shown: LoadedShare) -> str:
     """Return the last line that a terminal of 80 columns has of these, two seconds apart."""
     clock = Clock()
     console = Console(force_terminal=True, width=80, color_system=None, file=io.StringIO())
@@ -154,15 +154,15 @@ def on_a_terminal(*shown: Progress) -> str:
 
 def test_a_terminal_shows_bytes_layers_and_the_time_that_is_left() -> None:
     total = 15 << 30
-    line = on_a_terminal(Progress(0, total, 0, 32), Progress(total // 4, total, 8, 32))
+    line = on_a_terminal(LoadedShare(0, total, 0, 32), LoadedShare(total // 4, total, 8, 32))
     assert "Loading … " in line
     assert "3.8 of 15.0 GiB, 8 of 32 layers, 6 s left" in line
-    assert "of" not in on_a_terminal(Progress())
-    assert "0 of 600 MiB, 0 of 3 layers 0:00:00" in on_a_terminal(Progress(0, 600 << 20, 0, 3))
+    assert "of" not in on_a_terminal(LoadedShare())
+    assert "0 of 600 MiB, 0 of 3 layers 0:00:00" in on_a_terminal(LoadedShare(0, 600 << 20, 0, 3))
 
 
 def test_a_loaded_model_does_not_look_like_a_start_that_stands_still() -> None:
-    spinning = on_a_terminal(Progress(600 << 20, 600 << 20, 3, 3)).split("\r")[-1]
+    spinning = on_a_terminal(LoadedShare(600 << 20, 600 << 20, 3, 3)).split("\r")[-1]
     assert spinning.split(" ")[0].strip("\x1b[2K") not in ("", " ")
     assert "Warming up … " in spinning
     assert "600 of 600 MiB, 3 of 3 layers" in spinning
@@ -171,7 +171,7 @@ def test_a_loaded_model_does_not_look_like_a_start_that_stands_still() -> None:
 def test_a_start_that_is_interrupted_says_that_it_stops() -> None:
     console = Console(force_terminal=True, width=80, color_system=None, file=io.StringIO())
     with StartScreen(console) as screen:
-        screen.model_loading(Progress(600 << 20, 600 << 20, 3, 3))
+        screen.model_loading(LoadedShare(600 << 20, 600 << 20, 3, 3))
         screen.stopping()
         screen._bar.refresh()
         assert isinstance(console.file, io.StringIO)

@@ -10,9 +10,9 @@ from alignedserve.cli.commands.cluster.one_host import TAIL_BYTES, load_line, sh
 from alignedserve.cli.console import notes, print_json, printable, results
 from alignedserve.cluster.deployments.orders import (
     DeploymentReport,
-    Done,
     DrainNode,
     NodeOrder,
+    OrderDone,
     ScaleWorkers,
     UndoDrain,
 )
@@ -38,7 +38,7 @@ from alignedserve.cluster.hosts.record import (
     recorded_id,
 )
 from alignedserve.cluster.hosts.resizing import node_called, parse_counts
-from alignedserve.cluster.hosts.supervisor import Ending
+from alignedserve.cluster.hosts.supervisor import SupervisorEnd
 from alignedserve.cluster.nodes.agent import end_cluster, has_driver
 from alignedserve.config.environment import redis_authority_path, redis_url
 from alignedserve.core.errors import PeerLost, ProtocolError, ResourceError
@@ -101,7 +101,7 @@ def stop(*, at_once: bool) -> None:
         is_ended = _ask_driver_to_stop(at_once=at_once)
         leaves_s = _LEAVES_S if has_record and is_ended else 0.0
         ending = end_supervisor_of_head(leaves_s=leaves_s, patience_s=_PATIENCE_S)
-        if not has_record and ending is Ending.NOT_THERE:
+        if not has_record and ending is SupervisorEnd.NOT_THERE:
             running_cluster()  # says that there is none
         is_left = _end_what_is_left(ending)
     notes().print(_stopped(ending, has_record=has_record, is_left=is_left), soft_wrap=True)
@@ -130,21 +130,21 @@ def _is_looked_after() -> bool:
     return record is not None and has_driver(record)
 
 
-def _end_what_is_left(ending: Ending) -> bool:
+def _end_what_is_left(ending: SupervisorEnd) -> bool:
     """End a cluster that its driver has left; return whether there was one. Raises ResourceError, see `stop`. `ending`:
     of the supervisor, and so of its driver, which agents may have heard of a moment ago."""
     if recorded_id() is None:
         return False
     record = running_cluster()
-    if ending is Ending.NOT_THERE and has_driver(record):
+    if ending is SupervisorEnd.NOT_THERE and has_driver(record):
         problem = f"the cluster does not end within {_STOP_S:.0f} s; its driver, which has no supervisor, is busy"
         raise ResourceError(f"{problem}: end its `alignedserve serve`")
     end_cluster(record)
     return True
 
 
-def _stopped(ending: Ending, *, has_record: bool, is_left: bool) -> str:
-    if ending is Ending.KILLED:
+def _stopped(ending: SupervisorEnd, *, has_record: bool, is_left: bool) -> str:
+    if ending is SupervisorEnd.KILLED:
         return "Stopped the cluster; its driver did not end by itself and was killed with its supervisor."
     if is_left:
         return "Stopped the cluster, without its driver."
@@ -186,7 +186,7 @@ def undo_drain(node: str) -> None:
 
 def _give(cluster_id: str, order: NodeOrder) -> None:
     answer = give_order(cluster_id, order)
-    if isinstance(answer, Done):
+    if isinstance(answer, OrderDone):
         results().print(answer.text)
 
 

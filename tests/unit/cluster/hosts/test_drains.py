@@ -11,22 +11,22 @@ from ray.exceptions import RayError
 
 from alignedserve.cluster.deployments.orders import (
     AdminRequest,
-    Done,
     DrainNode,
     NodeOrder,
-    Refused,
+    OrderDone,
+    OrderRefused,
     ScaleWorkers,
     UndoDrain,
 )
 from alignedserve.cluster.draining.drain_watch import DrainWatch
-from alignedserve.cluster.draining.drains import MOVING_S, Draining, Drains
+from alignedserve.cluster.draining.drains import MOVING_S, Drains, ProcessDrain
 from alignedserve.cluster.hosts.orders import StoredOrders, give_order
 from alignedserve.cluster.hosts.record import DRAINED, NodeRecord
 from alignedserve.cluster.hosts.resizing import node_called, require_drainable
 from alignedserve.cluster.placement import NodeShare
 from alignedserve.core.errors import PeerLost, ResourceError
 
-NODE = Draining(("prefill-1", "decode-1", "pool-1"), ("gateway-1",), moves_s=60.0)
+NODE = ProcessDrain(("prefill-1", "decode-1", "pool-1"), ("gateway-1",), moves_s=60.0)
 NOTHING = dict.fromkeys(NODE.names, 0)
 
 
@@ -62,7 +62,7 @@ def test_what_is_left_in_the_end_is_moved_and_then_not_waited_for() -> None:
 
 def test_a_drain_can_be_given_another_time() -> None:
     going_on = drains()
-    going_on.begin("node-1", Draining(NODE.workers, NODE.gateways, moves_s=5.0))
+    going_on.begin("node-1", ProcessDrain(NODE.workers, NODE.gateways, moves_s=5.0))
     assert going_on.due_to_move(5.0) == NODE.workers
 
 
@@ -142,10 +142,10 @@ def test_an_order_is_taken_and_answered_once(
     def drive(_: float) -> None:
         for name, taken in channel.take():
             seen.append(taken)
-            channel.answer(name, Done("done"))
+            channel.answer(name, OrderDone("done"))
 
     monkeypatch.setattr("alignedserve.cluster.hosts.orders.time.sleep", drive)
-    assert give_order("c", order) == Done("done")
+    assert give_order("c", order) == OrderDone("done")
     assert seen == [order]
     assert store == {}
 
@@ -155,7 +155,7 @@ def test_a_refused_order_raises_its_reason(store: dict[str, bytes], monkeypatch:
 
     def drive(_: float) -> None:
         for name, _order in channel.take():
-            channel.answer(name, Refused("it is the head"))
+            channel.answer(name, OrderRefused("it is the head"))
 
     monkeypatch.setattr("alignedserve.cluster.hosts.orders.time.sleep", drive)
     with pytest.raises(ResourceError, match="it is the head"):
@@ -174,7 +174,7 @@ def test_an_order_that_cannot_be_read_is_refused_and_gone(store: dict[str, bytes
     store["c/order/x"] = hostile
     assert StoredOrders("c").take() == []
     assert list(store) == ["c/answer/x"]
-    assert "cannot be read" in msgspec.json.decode(store["c/answer/x"], type=Refused).reason
+    assert "cannot be read" in msgspec.json.decode(store["c/answer/x"], type=OrderRefused).reason
 
 
 class Calls:
@@ -214,7 +214,7 @@ def test_router_and_gateways_are_told_until_nothing_drains(watch: tuple[Drains, 
     actors = {"router": router, "gateway-0": Calls(lambda is_draining: 9), "gateway-1": gateway}
     assert watching.look(actors) == []
     assert router.calls == gateway.calls == []
-    going_on.begin("node-1", Draining(("decode-1",), ("gateway-1",), moves_s=float("inf")))
+    going_on.begin("node-1", ProcessDrain(("decode-1",), ("gateway-1",), moves_s=float("inf")))
     for _ in range(3):
         assert watching.look(actors) == []
     assert router.calls == [(("decode-1",), ())] * 3
@@ -238,7 +238,7 @@ def test_a_gateway_that_is_gone_is_not_told(watch: tuple[Drains, DrainWatch]) ->
     going_on, watching = watch
     router = Calls(lambda draining, moved: dict.fromkeys(draining, 0))
     gateway = Calls(lambda is_draining: 0)
-    going_on.begin("node-1", Draining(("decode-1",), ("gateway-1",), moves_s=float("inf")))
+    going_on.begin("node-1", ProcessDrain(("decode-1",), ("gateway-1",), moves_s=float("inf")))
     watching.look({"router": router, "gateway-1": gateway})
     assert watching.look({"router": router, "gateway-1": gateway}) == ["node-1"]
     going_on.end("node-1")

@@ -18,10 +18,10 @@ from alignedserve.cluster.actor_factory import PreparedNode
 from alignedserve.cluster.deployments.orders import (
     AdminRequest,
     Answer,
-    Done,
     DrainNode,
     NodeOrder,
-    Refused,
+    OrderDone,
+    OrderRefused,
     ScaleWorkers,
     UndoDrain,
 )
@@ -79,8 +79,8 @@ def test_a_node_drains_stays_out_and_is_used_again(
 
     def after(order: NodeOrder) -> tuple[str, list[str]]:
         answer = answered(order)
-        assert isinstance(answer, Done | Refused)
-        said = answer.text if isinstance(answer, Done) else answer.reason
+        assert isinstance(answer, OrderDone | OrderRefused)
+        said = answer.text if isinstance(answer, OrderDone) else answer.reason
         return said, [node.drain for node in announced[-1].nodes]
 
     assert after(DrainNode("node-1", 60.0)) == (
@@ -88,7 +88,7 @@ def test_a_node_drains_stays_out_and_is_used_again(
         ["", "draining"],
     )
     assert after(UndoDrain("host-1")) == ("node-1 is used again.", ["", ""])
-    assert answered(UndoDrain("host-1")) == Refused("node-1 neither drains nor has drained")
+    assert answered(UndoDrain("host-1")) == OrderRefused("node-1 neither drains nor has drained")
     monkeypatch.setattr("alignedserve.cluster.draining.drains.MOVING_S", 0.0)
     assert after(DrainNode("10.0.0.1", 0.0))[1] == ["", "drained"]
     assert announced[-1].nodes[1].actors == ()
@@ -125,7 +125,7 @@ def test_orders_that_cannot_be_are_refused(
 ) -> None:
     monkeypatch.setattr(cluster, "actors", lambda: {"router": None})
     answer = answered(order)
-    assert isinstance(answer, Refused)
+    assert isinstance(answer, OrderRefused)
     assert problem in answer.reason
 
 

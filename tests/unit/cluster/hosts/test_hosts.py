@@ -25,7 +25,7 @@ from alignedserve.cluster.sweeper import sweep
 from alignedserve.config.sections import MIB, ClusterConfig, ModelSectionConfig, Topology
 from alignedserve.config.unset_sizes import from_mapping
 from alignedserve.core.errors import ConfigError, NotEnoughMemory, ResourceError
-from alignedserve.process.loading_progress import LoadingProgress, Progress, read_progress
+from alignedserve.process.loading_progress import LoadedShare, LoadingProgress, read_progress
 from alignedserve.runtime.kv.arena_files import arena_path
 from alignedserve.runtime.model.served_model import resolve_model
 from alignedserve.scheduling.factory import resolve_policy
@@ -193,9 +193,9 @@ def test_a_sweep_spares_what_a_worker_that_loads_reports(tmp_path: Path) -> None
     progress = LoadingProgress(path, 100, 2)
     assert not sweep(tmp_path)
     progress.layer_packed()
-    assert read_progress(path) == Progress(0, 100, 0, 2)  # written at most ten times a second
+    assert read_progress(path) == LoadedShare(0, 100, 0, 2)  # written at most ten times a second
     progress.finish()
-    assert read_progress(path) == Progress(100, 100, 2, 2)
+    assert read_progress(path) == LoadedShare(100, 100, 2, 2)
     assert sweep(tmp_path)
     assert not path.exists()
 
