@@ -121,7 +121,8 @@ class ActorFactory:
         the driver of batches is to run there."""
         actors: dict[str, Any] = {}
         try:
-            self._create(actors, node, state, drives_batches=drives_batches)
+            for process in self._processes(node, state, drives_batches=drives_batches):
+                self._add(actors, node, process)
         except BaseException:
             kill_actors(actors.values())  # those that are detached would stay
             raise
@@ -138,10 +139,6 @@ class ActorFactory:
         """Create one worker of a node that serves; return its actor."""
         return self.create_again(node, name, SharedState())
 
-    def _create(self, actors: dict[str, Any], node: PreparedNode, state: SharedState, *, drives_batches: bool) -> None:
-        for process in self._processes(node, state, drives_batches=drives_batches):
-            self._add(actors, node, process)
-
     def _processes(self, node: PreparedNode, state: SharedState, *, drives_batches: bool) -> Iterator[_Process]:
         config = node.config
         if node.share.is_head and node.share.has_model:
@@ -155,7 +152,8 @@ class ActorFactory:
         alone = (ServedDeployment(self._served, config.engine.block_size, config.prefix_cache),)
         deployments = self._listed if self._listed is not None else alone
         observing = Observing(config.explain, config.tracing, trace_headers())
-        settings = msgspec.structs.replace(config.gateway, keys_file=_text(config.gateway.keys_path))
+        keys = config.gateway.keys_path
+        settings = msgspec.structs.replace(config.gateway, keys_file=str(keys) if keys is not None else None)
         for name, port in node.share.gateways:
             gateway = (settings, port, deployments, api_keys(), state, observing)
             yield _Process(self._actor_classes.gateway, Role.GATEWAY, name, gateway)
@@ -221,7 +219,3 @@ class ActorFactory:
 def _router_config(config: ClusterConfig) -> RouterConfig:
     longest_s = config.router.max_real_time_wait_s or _WAIT_SHARE * config.gateway.first_token_timeout_s
     return msgspec.structs.replace(config.router, max_real_time_wait_s=longest_s)
-
-
-def _text(path: Path | None) -> str | None:
-    return None if path is None else str(path)

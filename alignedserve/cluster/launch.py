@@ -34,7 +34,7 @@ from alignedserve.cluster.nodes.admission import (
     missing_copies,
     start_agents,
 )
-from alignedserve.cluster.nodes.agent import end_by_name, end_cluster
+from alignedserve.cluster.nodes.agent import actor_called, end_by_name, end_cluster
 from alignedserve.cluster.nodes.joining import Joining
 from alignedserve.cluster.nodes.members import (
     DRIVER,
@@ -392,16 +392,8 @@ def _record_run(plan: ClusterPlan, parts: Sequence[NodePart | PreparedNode]) -> 
 def _wait_for_former() -> None:
     ends_s = time.monotonic() + _FORMER_ENDS_S
     while True:
-        if not any(_is_there(name) for name in _ALWAYS_THERE):
+        if all(actor_called(name) is None for name in _ALWAYS_THERE):
             return
         if time.monotonic() > ends_s:
             raise ResourceError("a cluster serves on these hosts already; end it with `alignedserve stop`")
         time.sleep(0.5)
-
-
-def _is_there(name: str) -> bool:
-    try:
-        ray.get_actor(name, NAMESPACE)
-    except ValueError:
-        return False
-    return True

@@ -37,7 +37,7 @@ def this_machine(device: str) -> Machine:
     """Return what is free now; `device` as engine.device. Raises ConfigError for a GPU that is not there."""
     stats = os.statvfs(arena_folder())
     return Machine(
-        available_bytes=_available_bytes(),
+        available_bytes=min(psutil.virtual_memory().available, _left_in_container(_CGROUP)),
         shared_bytes=stats.f_bavail * stats.f_frsize,
         num_cores=num_cores(),
         has_bfloat16=has_native_bfloat16(),
@@ -52,10 +52,6 @@ def with_gpus(machine: Machine, gpus: Sequence[str], used: Sequence[str]) -> Mac
     return replace(
         machine, gpu_bytes=tuple(size for gpu, size in zip(gpus, machine.gpu_bytes, strict=True) if gpu in used)
     )
-
-
-def _available_bytes() -> int:
-    return min(psutil.virtual_memory().available, _left_in_container(_CGROUP))
 
 
 def _left_in_container(folder: Path) -> int:

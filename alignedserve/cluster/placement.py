@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from alignedserve.config.sections import ClusterConfig, EngineConfig, Section
+from alignedserve.config.sections import ClusterConfig, EngineConfig
 from alignedserve.config.unset_sizes import DefaultSize
 from alignedserve.core.errors import ConfigError
 from alignedserve.process.addresses import FIRST_DEPLOYMENT, ROUTER, deployed_name, stage_name
@@ -78,7 +78,11 @@ class NodeShare:
             "gateway": len(self.gateways),
         }
         return msgspec.structs.replace(
-            config, **{name: _with_count(getattr(config, name), max(count, 1)) for name, count in counts.items()}
+            config,
+            **{
+                name: msgspec.structs.replace(getattr(config, name), count=max(count, 1))
+                for name, count in counts.items()
+            },
         )
 
 
@@ -116,7 +120,11 @@ class DeploymentPlacement:
         prefill, decode = self._worker_counts([nodes[index] for index in able], taken)
         placed = dict(zip(able, zip(prefill, decode, strict=True), strict=True))
         wanted = self._config.gateway.count
-        gateways = [1] * len(nodes) if isinstance(wanted, DefaultSize) else _in_turn(wanted, len(nodes))
+        gateways = (
+            [1] * len(nodes)
+            if isinstance(wanted, DefaultSize)
+            else [wanted // len(nodes) + (index < wanted % len(nodes)) for index in range(len(nodes))]
+        )
         shares = [
             self._share(node, *placed.get(index, (0, 0)), num_gateways)
             for index, (node, num_gateways) in enumerate(zip(nodes, gateways, strict=True))
@@ -283,13 +291,5 @@ def _left(node: NodeCapacity, num_workers: int) -> float:
     return node.weight / (num_workers + 1)
 
 
-def _in_turn(total: int, num_nodes: int) -> list[int]:
-    return [total // num_nodes + (index < total % num_nodes) for index in range(num_nodes)]
-
-
 def _set_count(count: int) -> int | None:
     return None if isinstance(count, DefaultSize) else count
-
-
-def _with_count(section: Section, count: int) -> Section:
-    return msgspec.structs.replace(section, count=count)

@@ -99,10 +99,14 @@ def _check_stages(config: ClusterConfig, num_hosts: int) -> None:
     setting = f"engine.pipeline_parallel={config.engine.pipeline_parallel}"
     if config.lora.is_enabled and num_hosts > 1:
         raise ConfigError(f"lora: stages of other hosts load no adapters of their layers ({setting}); leave it out")
+    _refuse_layer_inputs(config, f"which stages do not ({setting})")
+
+
+def _refuse_layer_inputs(config: ClusterConfig, reason: str) -> None:
     if Mechanism.HIDDEN_CACHE in wanted_mechanisms(config.scheduling):
         raise ConfigError(
-            f"policy {config.scheduling.policy!r} keeps layer inputs in place of keys and values, which stages do not "
-            f"({setting}); choose another policy, or scheduling.policy_params.hybrid_cache=false"
+            f"policy {config.scheduling.policy!r} keeps layer inputs in place of keys and values, {reason}; choose "
+            "another policy, or scheduling.policy_params.hybrid_cache=false"
         )
 
 
@@ -112,11 +116,7 @@ def _check_states(config: ClusterConfig, title: str) -> None:
             f"decode.swap_format=int8 rounds what it copies, and blocks of a model with {title} hold states as well, "
             "which are not rounded; leave it at exact"
         )
-    if Mechanism.HIDDEN_CACHE in wanted_mechanisms(config.scheduling):
-        raise ConfigError(
-            f"policy {config.scheduling.policy!r} keeps layer inputs in place of keys and values, and a model with "
-            f"{title} keeps states; choose another policy, or scheduling.policy_params.hybrid_cache=false"
-        )
+    _refuse_layer_inputs(config, f"and a model with {title} keeps states")
     if config.lora.is_enabled:
         raise ConfigError(f"lora: a model with {title} has no adapters; leave it out")
 
@@ -135,11 +135,7 @@ def _obstacle_to_rings(config: ClusterConfig) -> str | None:
 
 
 def _check_extras(config: ClusterConfig, title: str) -> None:
-    if Mechanism.HIDDEN_CACHE in wanted_mechanisms(config.scheduling):
-        raise ConfigError(
-            f"policy {config.scheduling.policy!r} keeps layer inputs in place of keys and values, which a model with "
-            f"{title} cannot; choose another policy, or scheduling.policy_params.hybrid_cache=false"
-        )
+    _refuse_layer_inputs(config, f"which a model with {title} cannot")
     if config.lora.is_enabled:
         raise ConfigError(f"lora: a model with {title} has no adapters; leave it out")
 

@@ -48,7 +48,8 @@ def address_here() -> str:
     search (`auto`) would try an address that was noted before a restart of the host, and the Ray of a `serve`, which is
     at a loopback address and admits nobody else: for minutes."""
     running: frozenset[str] = services.find_gcs_addresses()  # type: ignore[no-untyped-call]
-    found = sorted(address for address in running if not _is_loopback(address))
+    hosts = {address: address.rpartition(":")[0].strip("[]") for address in running}
+    found = sorted(address for address, host in hosts.items() if host not in ("127.0.0.1", "::1", "localhost"))
     if not found:
         raise NoRayHere(
             "no Ray cluster runs on this host; `alignedserve serve` starts a server that needs none, and Ctrl-C ends "
@@ -56,10 +57,6 @@ def address_here() -> str:
         )
     noted: str | None = services.find_bootstrap_address(None)
     return noted if noted in found else found[0]
-
-
-def _is_loopback(address: str) -> bool:
-    return address.rpartition(":")[0].strip("[]") in ("127.0.0.1", "::1", "localhost")
 
 
 def join_ray(address: str, namespace: str) -> None:

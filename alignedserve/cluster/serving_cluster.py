@@ -49,6 +49,7 @@ from alignedserve.cluster.ray_node import answer_of, answer_or_none, has_ended, 
 from alignedserve.cluster.restarts import STARTS_AGAIN, Health, ProcessState
 from alignedserve.cluster.signals import signals_ignored
 from alignedserve.cluster.starting import START_TIMEOUT_S, NotReady, Patience, Starting, StartObserver, ask_ready
+from alignedserve.cluster.sweeper import kill_survivors
 from alignedserve.cluster.watchdog import FailedProcesses, Watchdog
 from alignedserve.config.model_settings import ModelSettings
 from alignedserve.core.errors import ModelError, NodeLost, PeerLost
@@ -408,7 +409,7 @@ class ServingCluster:
             self._template.stop()
         self._actors.clear()
         self._close_own()
-        _end_survivors(started)
+        kill_survivors(started, _RAY_EXIT_S)
         kill_all(orphans_of(self.folder))
         self._remove_files()
 
@@ -501,10 +502,3 @@ class ServingCluster:
     def _answer(self, order_id: str, answer: Answer) -> None:
         if self._channel is not None:
             self._channel.answer(order_id, answer)
-
-
-def _end_survivors(processes: list[psutil.Process]) -> None:
-    _, alive = psutil.wait_procs(processes, timeout=_RAY_EXIT_S)
-    for process in alive:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()

@@ -68,12 +68,10 @@ class Patience:
         found = list(self._look())
         if found != self._known:
             self._known, self._ends_s = found, self._clock() + self.timeout_s
-            self._observer.model_loading(_mean([progress for progress in found if progress is not None]))
+            shares = [share for share in found if share is not None]
+            mean = (sum(counts) // len(shares) for counts in zip(*shares, strict=True))
+            self._observer.model_loading(LoadedShare(*mean))
         return self._clock() >= self._ends_s
-
-
-def _mean(found: Sequence[LoadedShare]) -> LoadedShare:
-    return LoadedShare(*(sum(counts) // len(found) for counts in zip(*found, strict=True)))
 
 
 class Starting:

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
@@ -22,6 +23,14 @@ from alignedserve.runtime.kv.arena_files import ARENA_PREFIX, ARENA_SUFFIX, aren
 
 _END_POLL_S = 0.5
 _GRACE_S = 1.0  # for processes that end by themselves
+
+
+def kill_survivors(processes: Iterable[psutil.Process], grace_s: float) -> None:
+    """Kill what does not end by itself within this time."""
+    _, alive = psutil.wait_procs(processes, timeout=grace_s)
+    for process in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 class RayletChildren:
@@ -63,14 +72,8 @@ class RayletChildren:
                 return
             while self.note():
                 time.sleep(_END_POLL_S)
-            self._kill_rest()
+            kill_survivors(self._children, _GRACE_S)
             path.unlink(missing_ok=True)
-
-    def _kill_rest(self) -> None:
-        _, alive = psutil.wait_procs(self._children, timeout=_GRACE_S)
-        for process in alive:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
 
 
 _POLL_S = 0.5

@@ -289,7 +289,9 @@ class DeploymentsDriver:
     def _look_at_demand(self, views: Mapping[str, View]) -> None:
         for standing in self.logic.standings:
             if standing.phase is DeploymentStage.SERVING and standing.name not in self._on_demand:
-                self._note_on_demand(standing.deployment_id)
+                model = self._site.on_demand(standing.deployment_id)
+                if model is not None:
+                    self._on_demand.note(model)
         for order_id, order in [*self._on_demand.look(views, self.logic.standings)]:
             for standing in self.logic.standings:
                 if isinstance(order, RemoveModel) and (standing.name, standing.phase) == (
@@ -307,11 +309,6 @@ class DeploymentsDriver:
         )
         if name is not None and name in self._on_demand:
             self._on_demand.note_left(name, deployment_id, self._site.loaded_adapters(deployment_id))
-
-    def _note_on_demand(self, deployment_id: str) -> None:
-        model = self._site.on_demand(deployment_id)
-        if model is not None:
-            self._on_demand.note(model)
 
     def _prepared(self, deployment_id: str, future: "Future[Any]") -> Event:
         try:
@@ -336,7 +333,9 @@ class DeploymentsDriver:
             case Discard(deployment_id):
                 self._site.forget_deployment(deployment_id)
             case SettleAdapters(order_id, replaced, deployment_id):
-                self._settle_adapters(order_id, replaced, deployment_id)
+                missing = self._site.settle_adapters(replaced, deployment_id)
+                if missing:
+                    self._answer(order_id, Remark(f"adapters that the new model does not have: {', '.join(missing)}"))
             case AnnounceDeployments():
                 self.announce()
             case EndProcesses(deployment_id):
@@ -351,11 +350,6 @@ class DeploymentsDriver:
                 answer = OrderRefused(text) if is_refused else OrderDone(text)
                 if not self._on_demand.takes(order_id, answer, is_full=is_full):
                     self._answer(order_id, answer)
-
-    def _settle_adapters(self, order_id: str, replaced: str, deployment_id: str) -> None:
-        missing = self._site.settle_adapters(replaced, deployment_id)
-        if missing:
-            self._answer(order_id, Remark(f"adapters that the new model does not have: {', '.join(missing)}"))
 
     def _start(self, deployment_id: str) -> None:
         try:

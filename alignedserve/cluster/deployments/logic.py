@@ -12,7 +12,7 @@ other; a draining deployment holds up none.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -256,7 +256,9 @@ class DeploymentsLogic:
     def on_event(self, event: Event, now: float) -> list[Command]:
         match event:
             case Ordered():
-                commands = self._take(event)
+                self._waiting.append(event)
+                is_next = self._current is None
+                commands = [] if is_next else [Say(event.order_id, "waits for the order before it")]
             case Prepared():
                 commands = self._on_prepared(event, now)
             case ProcessesUp(deployment_id):
@@ -267,18 +269,9 @@ class DeploymentsLogic:
                 commands = self._on_views(views, now)
             case ProcessesGone(deployment_id):
                 commands = self._on_ended(deployment_id)
-        return [*commands, *self._begin_next(now)]
-
-    def _take(self, ordered: Ordered) -> list[Command]:
-        self._waiting.append(ordered)
-        if self._current is None:
-            return []
-        return [Say(ordered.order_id, "waits for the order before it")]
-
-    def _begin_next(self, now: float) -> Iterator[Command]:
         while self._current is None and self._waiting:
-            ordered = self._waiting.popleft()
-            yield from self._begin(ordered, now)
+            commands += self._begin(self._waiting.popleft(), now)
+        return commands
 
     def _begin(self, ordered: Ordered, now: float) -> list[Command]:
         order_id, order = ordered.order_id, ordered.order

@@ -52,7 +52,8 @@ class EndingDeployment:
         if self._kills_s is not None:
             if not have_all_ended(self._stops) and time.monotonic() < self._kills_s:
                 return False
-            self._kill()
+            kill_actors(self._actors.values())
+            self._kills_s, self._gone_s = None, time.monotonic() + _GONE_S
             return False
         is_gone = self._remove()
         if not is_gone and time.monotonic() < self._gone_s:
@@ -60,10 +61,6 @@ class EndingDeployment:
         if not is_gone:
             logger.warning("memory of %s is not free yet", self._name)
         return True
-
-    def _kill(self) -> None:
-        kill_actors(self._actors.values())
-        self._kills_s, self._gone_s = None, time.monotonic() + _GONE_S
 
 
 _SERVE_NOTHING = (ProcessState.FAILED, ProcessState.DEAD)

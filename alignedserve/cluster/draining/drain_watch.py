@@ -59,13 +59,11 @@ class DrainWatch:
             logger.debug("%s does not drain now: %s", name, error)
             left = None
         del self._asked[name]
-        self._left = {process: count for process, count in self._left.items() if process in self._names()}
+        names = {*self._drains.workers, *self._drains.gateways}
+        self._left = {process: count for process, count in self._left.items() if process in names}
         if left is not None:
             self._told[name] = draining
             self._left |= left if is_router(name) else dict.fromkeys(draining, left)
-
-    def _names(self) -> frozenset[str]:
-        return frozenset((*self._drains.workers, *self._drains.gateways))
 
 
 class LastAnswers:

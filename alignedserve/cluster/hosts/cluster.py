@@ -65,7 +65,7 @@ from alignedserve.config.environment import log_format
 from alignedserve.core.errors import AlignedServeError, PeerLost
 from alignedserve.process.loading_progress import LoadedShare
 from alignedserve.process.logs import LogFileHandler, require_format
-from alignedserve.runtime.lora.loaded_file import AdapterChange, Changes, merged
+from alignedserve.runtime.lora.loaded_file import Changes, merged
 
 _PERIOD_S = 0.5
 
@@ -80,8 +80,11 @@ class AdapterExchange:
         self._looked_s = float("-inf")
 
     def look(self, members: Iterable[Member], models: Mapping[str, HostedModel]) -> None:
-        for answer in answers_so_far(list(self._asked)).items():
-            self._take(*answer)
+        for call, answer in answers_so_far(list(self._asked)).items():
+            del self._asked[call]
+            for deployment_id, changes in (answer or {}).items():
+                if deployment_id in self._known:
+                    self._known[deployment_id] = merged(self._known[deployment_id], changes)
         now = time.monotonic()
         able = [one for one, model in models.items() if model.served.lora.is_enabled and model.served.encoder is None]
         self._known = {one: self._known.get(one, {}) for one in able}
@@ -94,12 +97,6 @@ class AdapterExchange:
             agent = member.agent.actor
             if agent not in asked:
                 self._asked[agent.exchange_adapters.remote(told)] = agent
-
-    def _take(self, call: Any, answer: Mapping[str, tuple[AdapterChange, ...]] | None) -> None:
-        del self._asked[call]
-        for deployment_id, changes in (answer or {}).items():
-            if deployment_id in self._known:
-                self._known[deployment_id] = merged(self._known[deployment_id], changes)
 
 
 class LoadingOfNodes:
@@ -261,12 +258,14 @@ class ClusterOnHosts(ServingCluster):
 
     def record(self) -> ClusterRecord:
         draining, problems = self._membership.draining, self._failed.problems
+        released = [node_id for node_id in self._membership.released if node_id not in self._members]
+        left_out = {**self._membership.refused, **dict.fromkeys(released, "given back, as the load does not need it")}
         used = (
             record_of(one, is_draining=one_id in draining, problems=problems) for one_id, one in self._members.items()
         )
         refused = (
             NodeRecord("", node.node_id, node.address, node.hostname, problem=problem)
-            for node, problem in ((self._seen[node_id], why) for node_id, why in self._left_out().items())
+            for node, problem in ((self._seen[node_id], why) for node_id, why in left_out.items())
         )
         return ClusterRecord(
             cluster_id=self._cluster_id,
@@ -301,10 +300,6 @@ class ClusterOnHosts(ServingCluster):
     def _hand_over(self, *, has_changed: bool = False) -> None:
         known = (self._joining, tuple(self._members.values()), self._factory.secrets, self._actors)
         self._succession.hand_over(*known, has_changed=has_changed)
-
-    def _left_out(self) -> dict[str, str]:
-        released = [node_id for node_id in self._membership.released if node_id not in self._members]
-        return {**self._membership.refused, **dict.fromkeys(released, "given back, as the load does not need it")}
 
     def _look_around(self) -> bool:
         if is_asked_to_stop(self._cluster_id):

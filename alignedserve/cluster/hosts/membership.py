@@ -208,10 +208,8 @@ class Membership:
 
     def _is_known(self, node_id: str) -> bool:
         is_drained = any(drained.node_id == node_id for drained in self._drained.values())
-        return is_drained or any(node_id in known for known in self._ids())
-
-    def _ids(self) -> tuple[Mapping[str, object], ...]:
-        return self._members, self._preparing, self._refused, self._given_back
+        known = (self._members, self._preparing, self._refused, self._given_back)
+        return is_drained or any(node_id in ids for ids in known)
 
     def _forget_missing(self, alive: Mapping[str, Host]) -> list[MembershipCommand]:
         lost = [node_id for node_id in self._members if node_id not in alive]

@@ -153,7 +153,10 @@ class WorkerScaling:
             for member in self._members.values()
             if member.name not in self._drains and deployment_id in member.models
         }
-        shares = {name: self._without_leaving(member.models[deployment_id].share) for name, member in able.items()}
+        shares = {
+            name: share.without([worker for worker in share.workers if worker in self._drains])
+            for name, share in ((name, member.models[deployment_id].share) for name, member in able.items())
+        }
         nodes = [RunningNode(share, able[name].models[deployment_id].capacity) for name, share in shares.items()]
         plan = self._joining.models[deployment_id].plan
         change = plan_resize(nodes, order.counts, is_separate=plan.config.chosen_topology.is_separate)
@@ -185,9 +188,6 @@ class WorkerScaling:
             member.set_part(replace(part, share=part.share.without([name])))
             self._workers.end(member.name, name)
             logger.info("%s has drained and ended", name)
-
-    def _without_leaving(self, share: NodeShare) -> NodeShare:
-        return share.without([name for name in share.workers if name in self._drains])
 
     def _require_room(self, change: Resize, members: Mapping[str, Member], plan: ClusterPlan) -> None:
         needed: Counter[str] = Counter()

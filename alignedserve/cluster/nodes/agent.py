@@ -181,14 +181,15 @@ def kept_by(agents: Sequence[str]) -> list[KeptState]:
 def end_by_name(names: Sequence[str]) -> None:
     """End all actors with these names, and wait until others may have the names. Raises ResourceError."""
     ends_s = time.monotonic() + _PATIENCE_S
-    while left := [actor for name in names if (actor := _actor(name)) is not None]:
+    while left := [actor for name in names if (actor := actor_called(name)) is not None]:
         if time.monotonic() > ends_s:
             raise ResourceError(f"{len(left)} processes of a former cluster do not end; see `ray list actors`")
         kill_actors(left)
         time.sleep(_POLL_S)
 
 
-def _actor(name: str) -> Any:
+def actor_called(name: str) -> Any:
+    """Return the named actor; None: there is none."""
     try:
         return ray.get_actor(name, NAMESPACE)
     except ValueError:

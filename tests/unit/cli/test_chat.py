@@ -130,12 +130,7 @@ def test_conversation_is_kept_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> 
     asked = [
         [message["role"][0] + ":" + message["content"] for message in body["messages"]] for body in server.requests
     ]
-    assert asked == [
-        ["u:one"],
-        ["u:one", "a:Hello there.", "u:two"],
-        ["u:three"],
-        ["s:be brief", "u:four"],
-    ]
+    assert asked == [["u:one"], ["u:one", "a:Hello there.", "u:two"], ["u:three"], ["s:be brief", "u:four"]]
 
 
 def test_error_event_is_shown_and_the_text_before_it_kept(

@@ -105,8 +105,7 @@ def test_as_json(door: AdminApi, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{"loads": {}}, {"processes": (ProcessReport("decode-0", "fails", "no [bold]memory", None),)}],
+    "changes", [{"loads": {}}, {"processes": (ProcessReport("decode-0", "fails", "no [bold]memory", None),)}]
 )
 def test_what_is_not_whole(door: AdminApi, capsys: pytest.CaptureFixture[str], changes: dict[str, object]) -> None:
     assert not shown(door, msgspec.structs.replace(REPORT, **changes), json_output=False)

@@ -91,13 +91,7 @@ def test_a_model_that_has_not_reported_changes_nothing() -> None:
     commands = [
         one
         for now in range(5)
-        for one in made.decide(
-            {
-                "": status(0, 2),
-            },
-            (*TWO, ScaledNode("b", models=("2",))),
-            float(now),
-        )
+        for one in made.decide({"": status(0, 2)}, (*TWO, ScaledNode("b", models=("2",))), float(now))
     ]
     assert commands == [AskForNodes(3)]
 

@@ -8,13 +8,7 @@ from msgspec.structs import replace
 
 from alignedserve.cluster.preflight import check_configuration
 from alignedserve.cluster.sizing import with_block_size
-from alignedserve.config.sections import (
-    ClusterConfig,
-    EngineConfig,
-    LoraConfig,
-    ModelSectionConfig,
-    SchedulingConfig,
-)
+from alignedserve.config.sections import ClusterConfig, EngineConfig, LoraConfig, ModelSectionConfig, SchedulingConfig
 from alignedserve.config.unset_sizes import from_mapping
 from alignedserve.core.errors import ConfigError, UnsupportedModel
 from alignedserve.runtime.model.served_model import ServedModel, resolve_model

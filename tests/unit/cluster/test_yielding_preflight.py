@@ -17,10 +17,7 @@ STOPPING = SchedulingConfig(yield_between_layers=True)
 
 
 @pytest.mark.parametrize(
-    ("engine", "reason"),
-    [
-        (EngineConfig(tensor_parallel=2), "ranks go through the layers of a pass together"),
-    ],
+    ("engine", "reason"), [(EngineConfig(tensor_parallel=2), "ranks go through the layers of a pass together")]
 )
 def test_such_an_engine_is_refused(engine: EngineConfig, reason: str) -> None:
     config = ClusterConfig(engine=engine, scheduling=STOPPING)
