@@ -124,7 +124,7 @@ def _root(
 
 
 def _use_log_format(name: str | None) -> None:
-    """Let the cluster that starts here write its logs so; None: as the environment says. Raises ConfigError."""
+    """Set the format of the cluster's logs; None: from the environment. Raises ConfigError."""
     from alignedserve.process.logs import require_format
 
     set_log_format(require_format(name if name is not None else log_format()))

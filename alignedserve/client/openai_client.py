@@ -99,14 +99,14 @@ class ListedModel:
     """A model that a server lists."""
 
     name: str
-    max_context_len: int | None = None  # tokens, where the server says so, as vLLM and this one do
-    sampling: Mapping[str, float] = field(default_factory=dict)  # that it takes by itself, where it says so
+    max_context_len: int | None = None  # tokens, where the server reports it (vLLM and AlignedServe do)
+    sampling: Mapping[str, float] = field(default_factory=dict)  # server defaults, where reported
     sampling_source: str | None = None  # who says so; None: nobody but the API
 
 
 @dataclass(slots=True)
 class CompletionOutcome:
-    """Outcome of one completion, filled while it runs, so that a cancelled one keeps what it had."""
+    """Outcome of one completion, filled while it runs; a cancelled completion keeps its tokens."""
 
     sent_s: float = 0.0
     ended_s: float = 0.0

@@ -31,7 +31,7 @@ def untrusted(url: str, error: BaseException | None) -> str | None:
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        # aiohttp's own errors are of these classes as well, and have nothing of what they say.
+        # aiohttp's errors share these classes without their attributes.
         reason = getattr(error, "verify_message", None) or getattr(error, "reason", None)
         if isinstance(error, ssl.SSLCertVerificationError) and reason:
             return (

@@ -1,4 +1,4 @@
-"""Creates the actors of a node: who they are, what they get, where Ray is to keep them."""
+"""Creates the actors of a node with their arguments and Ray options."""
 
 import contextlib
 import copy
@@ -47,7 +47,7 @@ def _on_this_host(name: str) -> Mapping[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class ClusterSecrets:
-    """Secrets by which processes of one cluster know each other."""
+    """Secrets of one cluster: its processes accept no others."""
 
     secret: bytes = field(repr=False, default_factory=partial(secrets.token_bytes, 32))
     authority: CertificateAuthority | None = None  # of processes on several hosts; None: all are on one
@@ -78,7 +78,7 @@ class _Process(NamedTuple):
 
 
 class ActorFactory:
-    """Creates actors that belong to one cluster: they share its secret and serve its model."""
+    """Creates the actors of one cluster with the secret and the model."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class ActorFactory:
         *,
         is_detached: bool = False,
     ) -> None:
-        """`is_detached`: the actors outlive this process, for another that adopts them."""
+        """`is_detached`: the actors outlive this process, until the next driver adopts them."""
         self._served = served
         self._listed: tuple[ServedDeployment, ...] | None = None
         self._actor_classes = actor_classes
@@ -136,7 +136,7 @@ class ActorFactory:
         return actors[name]
 
     def create_worker(self, node: PreparedNode, name: str) -> Any:
-        """Create one worker of a node that serves; return its actor."""
+        """Create one more worker of a running node; return its actor."""
         return self.create_again(node, name, SharedState())
 
     def _processes(self, node: PreparedNode, state: SharedState, *, drives_batches: bool) -> Iterator[_Process]:
@@ -189,7 +189,7 @@ class ActorFactory:
         return _Process(DecodeWorkerActor, Role.DECODE_WORKER, name, decode)
 
     def _add(self, actors: dict[str, Any], node: PreparedNode, process: _Process) -> None:
-        # A dead actor is restarted for as long as its node lives.
+        # Ray restarts a dead actor while its node lives.
         name = process.name
         options = {"name": name, "get_if_exists": self.is_adopting, **self._options, **node.options_of(name)}
         made = process.actor_class.options(max_restarts=-1, max_task_retries=0, **options)

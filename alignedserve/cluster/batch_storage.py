@@ -67,7 +67,7 @@ class StateLock:
 
 
 class BatchStorage(NamedTuple):
-    """Location of the batches, and what this process holds for it."""
+    """Location of the batches, with the lock of their folder."""
 
     location: BatchLocation
     lock: StateLock | None  # of the folder; clusters may share one only with a Redis that they name

@@ -165,7 +165,7 @@ class Hosts:
 
     address: str
     num_nodes: int = 1  # to wait for
-    wait_s: float = 120.0  # at most; then with those that there are
+    wait_s: float = 120.0  # at most; the start goes on with fewer nodes
 
 
 def launch_cluster(
@@ -226,8 +226,8 @@ def _on_demand(
 
 
 def _claimed(device: str) -> tuple[DeviceChoice, GpuClaims]:
-    """Return what engine.device means and claim its GPUs; the CPU where `auto` finds that others have them all. Raises
-    ConfigError, or ResourceError where GPUs that were asked for are another cluster's."""
+    """Choose the device of engine.device and claim the GPUs; `auto` falls back to the CPU when other clusters hold
+    every GPU. Raises ConfigError, or ResourceError where GPUs that were asked for are another cluster's."""
     choice = choose_device(device)
     try:
         return choice, claim_gpus(gpu_names(choice.device), make_run_root())

@@ -1,7 +1,7 @@
 """Looks up what this machine has free for a cluster, and claims its GPUs, which two clusters of a user never share.
 
 A claim is a lock on a file of the user's folder, named after the GPU, and ends with the process that holds it however
-that ends. Clusters that join one Ray claim their GPUs there instead (`hosts/nodes/placement_group.py`).
+that ends. Clusters on a shared Ray claim GPUs there instead (`hosts/nodes/placement_group.py`).
 """
 
 import contextlib
@@ -65,8 +65,8 @@ def _left_in_container(folder: Path) -> int:
 
 
 def _gpu_bytes(device: str) -> tuple[int, ...]:
-    """Return the free memory of each GPU that workers may use; empty where they compute on the CPU. All of it where the
-    driver's tool, which is asked so that this process takes none, does not say what is free."""
+    """Return the free memory of each GPU that workers may use; empty where they compute on the CPU. Asks nvidia-smi,
+    which leaves this process without GPU memory; the total where the tool does not answer."""
     if not device.startswith(CUDA):
         return ()
     worker_devices(device, 1)
@@ -129,7 +129,7 @@ def free_by_uuid() -> dict[str, int]:
 
 
 class GpusTaken(ResourceError):
-    """Other clusters of this host have all GPUs that one may use."""
+    """Other clusters of this host hold every usable GPU."""
 
 
 class GpuClaims:

@@ -161,7 +161,7 @@ class DeploymentPlacement:
         return "decode.pool_bytes" if self._config.decode.pool_bytes else None
 
     def join(self, node: NodeCapacity) -> NodeShare:
-        """Give a node that joins later what follows from it; nothing of what is configured, which is placed. Raises
+        """Give a joining node the workers that follow from its resources; configured counts are placed already. Raises
         ConfigError as `first_gpus` does."""
         prefill = decode = 0
         if self.spans_hosts:  # a worker takes several nodes, which are there from the start
@@ -272,8 +272,8 @@ def _default_counts(node: NodeCapacity, tensor_parallel: int, *, is_separate: bo
 def _by_weight(
     total: int, nodes: Sequence[NodeCapacity], taken: Sequence[int], used: Sequence[bool] | None = None
 ) -> list[int]:
-    """Share workers out so that the one with the least of a node has as much as possible. `taken`: workers of others
-    that share each node. With `used`, each of those nodes gets at least one and the others none."""
+    """Share workers out so that the weakest worker gets as much of a node as possible. `taken`: workers of other
+    deployments on each node. With `used`, each of those nodes gets at least one and the others none."""
     usable = [index for index in range(len(nodes)) if used is None or used[index]]
     counts = [0] * len(nodes)
     if used is not None:

@@ -34,7 +34,7 @@ RAY_ENVIRONMENT = {
     # Workers share the cores with others: a thread that waits spins for microseconds and then sleeps. Sleeping at once
     # costs a system call per product.
     SPIN_VARIABLE: SHORT_SPINS,
-    # Every worker sees every GPU of its host, so that it can map the memory of others.
+    # Every worker sees every GPU of its host and can map memory of its peers.
     SEES_EVERY_GPU: "1",
 }
 

@@ -1,7 +1,7 @@
 """Decides when processes that do not serve are started again: pure, by what each last said of itself.
 
 The life of a process that does not start:
-1. It is FAILED, or DEAD where its start met an error that it did not expect. It is noted with the reason.
+1. It is FAILED, or DEAD after an unexpected error. It is noted with the reason.
 2. After a pause, which doubles with every failed start, it is started again. Meanwhile the others serve.
 3. It is UP: nothing is noted any more. When it has been up for a minute its next failure is a first one again.
 
@@ -14,7 +14,7 @@ from enum import Enum, auto
 
 
 class ProcessState(Enum):
-    """The state of a process, as its answers show it."""
+    """The state of a process by its last answer."""
 
     STARTING = auto()  # no answer since it was created, or started again
     UP = auto()

@@ -123,7 +123,7 @@ class DriverSetup:
 
 
 class ServingCluster:
-    """A started cluster of one node, this host; a context manager that stops what it started. Used on one thread.
+    """A started cluster of one node (this host) and a context manager. Used on one thread.
     `check`, about once a second, carries orders out and never waits. ClusterOnHosts overrides what differs with
     hosts."""
 
@@ -265,7 +265,7 @@ class ServingCluster:
 
     def start_again(self, node: PreparedNode, name: str) -> None:
         """Start a process of a node anew that serves nothing. Raises an error of Ray's while it holds the former one.
-        It comes up by itself. `node`: with its share as it is now."""
+        `node`: with its present share."""
         of_node = self._actors[node.share.node]
         if self.healths()[name].state is not ProcessState.DEAD:
             ray.kill(of_node[name], no_restart=False)
@@ -351,8 +351,8 @@ class ServingCluster:
             self._end_everything()
 
     def leave(self) -> None:
-        """Shut down after an internal error; whatever can run without this process keeps running. Stops a cluster of
-        one host, whose actors belong to this process. May be followed by `stop`; never raises."""
+        """Shut down after an internal error; whatever can run without this process keeps running. On one host the
+        actors belong to this process and stop. May be followed by `stop`; never raises."""
         self.stop()
 
     def __enter__(self) -> Self:

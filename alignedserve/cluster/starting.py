@@ -110,7 +110,7 @@ _TIMEOUT_S = 2.0
 
 
 class NotReady(NamedTuple):
-    """Why there is no token yet, as the gateway says it."""
+    """The gateway's reason for a missing token."""
 
     reason: str
     is_lasting: bool = False  # the model itself fails at every try

@@ -34,7 +34,7 @@ def kill_survivors(processes: Iterable[psutil.Process], grace_s: float) -> None:
 
 
 class RayletChildren:
-    """The processes that one raylet has started; they are known by when they began as well as by their ids."""
+    """The processes of one raylet, identified by process id and start time."""
 
     def __init__(self, raylet_pid: int) -> None:
         self._raylet: psutil.Process | None = None
@@ -111,7 +111,7 @@ def _is_served(path: Path) -> bool:
             probe.connect(str(path))
         except (ConnectionRefusedError, FileNotFoundError):
             return False
-        except OSError:  # such as EAGAIN: it is served, by a process that accepts nothing at the moment
+        except OSError:  # EAGAIN and the like: a busy process serves it
             return True
     return True
 

@@ -1,4 +1,4 @@
-"""Kills actors that do not answer for too long, so that Ray restarts them: a stopped process holds its requests."""
+"""Kills actors after a long silence; Ray restarts them. A stopped process would hold its requests."""
 
 import logging
 import threading
@@ -88,7 +88,7 @@ class Watchdog:
 def _health_of(answered: Any) -> Health:
     try:
         failure = ray.get(answered)
-    except ActorDiedError as error:  # an error that its start did not expect, which Ray takes for its end
+    except ActorDiedError as error:  # an unexpected error of the start: Ray takes it for the end
         return Health(ProcessState.DEAD, _line_of(error.__cause__ or error))
     except RayError:
         return Health(ProcessState.ENDED)

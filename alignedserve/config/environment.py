@@ -60,7 +60,7 @@ def log_format() -> str:
 
 
 def set_log_format(name: str) -> None:
-    """Set what `log_format` returns from now on, in this process and those that it starts."""
+    """Set `log_format` for this process and its children."""
     os.environ[LOG_FORMAT_VARIABLE] = name
 
 

@@ -86,7 +86,7 @@ MODELS = "models"  # the list of the file, in which each model has sections of i
 _MOST = 2**63 - 1  # of a number, as messages hold it
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 _SIZE = re.compile(r"^\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([kmg]i?)?b?\s*$", re.IGNORECASE)
-# What PyYAML raises on text that is not YAML: for a date such as 2024-13-45 it is a ValueError.
+# Errors of PyYAML on bad text: a date such as 2024-13-45 raises ValueError.
 _YAML_ERRORS = (yaml.YAMLError, ValueError, RecursionError)
 
 
@@ -172,7 +172,7 @@ def apply_override(values: dict[str, Any], override: str) -> None:
 
 
 def _with_parsed_sizes(values: dict[str, Any], section: str) -> dict[str, Any]:
-    """Return the mapping with sizes such as `x_bytes: 256MiB` as integers. `section`: its name and a dot, for
+    """Parse sizes such as `x_bytes: 256MiB` into integers. `section`: its name and a dot, for
     messages."""
     parsed: dict[str, Any] = {}
     for key, value in values.items():

@@ -1,4 +1,4 @@
-"""Overrides as this program writes them, for itself or for a process that it starts."""
+"""Overrides written by this program for a process of its own."""
 
 import json
 import math

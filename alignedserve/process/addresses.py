@@ -55,11 +55,11 @@ class Publication:
 
 @dataclass(frozen=True, slots=True)
 class AddressBook:
-    """The addresses as one process sees them: its own, those of its node, and the directory of the others."""
+    """The addresses known to one process: of its node, and the directory of other nodes."""
 
     folder: Path  # private, of this node
     node: str = ""
-    host: str = ""  # where this node listens for others; empty: there are no others
+    host: str = ""  # where this node listens for other nodes; empty: a single host
     directory: Directory | None = None
     has_tls: bool = True  # between nodes
 
@@ -80,7 +80,7 @@ class AddressBook:
         return (self.of(address), *self.beyond_node())
 
     def beyond_node(self) -> tuple[str, ...]:
-        """Return where to listen for other nodes: at any free port of this one; nowhere while there are no others."""
+        """Return where to listen for other nodes, at any free port; empty on a single host."""
         return (f"{'tls' if self.has_tls else 'tcp'}:{self.host}:0",) if self.directory is not None else ()
 
 

@@ -1,6 +1,6 @@
 """Runs tasks that nobody awaits, or whose waiter may leave before they end.
 
-An error that nobody reads ends a hosted process, so each of these says who reads it.
+An unread error ends a hosted process; each function here says who reads its error.
 """
 
 import asyncio

@@ -61,8 +61,8 @@ def keep_freed_memory() -> None:
 
 def forget_pages_of_files() -> None:
     """Forget the pages of libraries that only their loading has touched: of PyTorch's some fifty megabytes. They stay
-    in the system's cache, and come back from there once they are touched. Kept are those that this process has written,
-    as relocations are, whatever is forbidden since."""
+    in the system's cache, and come back from there once they are touched. Pages with relocations or other writes of
+    this process are kept."""
     if not _SMAPS.exists():
         return
     libc = ctypes.CDLL(None)

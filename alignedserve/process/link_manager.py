@@ -1,4 +1,4 @@
-"""All links of one process: it listens at its addresses, dials others, and passes every message to one handler.
+"""All links of one process: listens at its addresses, dials peers, passes every message to one handler.
 
 Addresses are those of `addresses.py`: of sockets, or names of processes, found anew at every attempt.
 """
@@ -63,7 +63,7 @@ class LinkManager:
         self._say_refused_s = float("-inf")
 
     async def listen(self, address: str) -> None:
-        """Accept links at this address; at its own name: wherever others look for it, which is published. A stale Unix
+        """Accept links at this address, or by the name of this process at published addresses. A stale Unix
         socket of a killed process is replaced. Raises PeerError when the directory does not answer."""
         for place in self._resolver.listening(address):
             _remove_stale_socket(place)

@@ -203,7 +203,7 @@ class Link(asyncio.Protocol):
             case Hello() if not self._is_dialler:
                 check_version(message.version)
                 self._check_proof(message.proof, "dialler", message.name)
-                # Before it counts as linked: it may have a true link to this process, which this one must not replace.
+                # Before the peer counts as linked: this link must not replace a true link.
                 _check_dialled(message.dialled, self._identity.name)
                 proof = self._proof("listener", message.nonce, self._identity.name)
                 self._write(_HANDSHAKE_CODEC.encode(Welcome(self._identity.role, self._identity.name, proof)))

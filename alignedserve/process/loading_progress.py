@@ -24,7 +24,7 @@ class LoadedShare(NamedTuple):
 
 class LoadingProgress:
     """Counts what one worker has read and packed. Without a path the counts go nowhere. Its file is locked until
-    `finish` or the end of the process, so that others know that it is in use."""
+    `finish` or the end of the process."""
 
     def __init__(self, path: Path | None, total_bytes: int, total_layers: int) -> None:
         self._file_descriptor = _open_locked(path) if path is not None else None

@@ -1,4 +1,4 @@
-"""The driver of a logic: feeds it events, sends its messages and performs its other commands."""
+"""The driver of a logic: feeds events, sends messages and performs commands."""
 
 import asyncio
 import logging
@@ -41,7 +41,7 @@ LinkCommand = Send | SendTo | Dial | StopDialling | HangUp
 class _Held(NamedTuple):
     peer: str
     message: Message
-    subjects: frozenset[str]  # what it is about: another message about one of these stays behind it
+    subjects: frozenset[str]  # subjects; later messages with a common subject stay behind
     prepared: Sequence[Future[Any]]
 
     @property
@@ -55,8 +55,8 @@ class _Held(NamedTuple):
 
 class HeldMessages:
     """Delivers messages, at once or once they are prepared. Used on one event loop. Messages about one request stay in
-    order, and so do batches that one pool grants; all others pass. A message is dropped if what it waits for is
-    cancelled: its request has ended, as the message behind it says."""
+    order, likewise batches of one pool; other messages pass. A message is dropped if what it waits for is cancelled:
+    its request has ended, as the message behind it says."""
 
     def __init__(self, prepare: Prepare, deliver: Callable[[str, Message], None]) -> None:
         """`prepare`: begins what a message needs, and returns what it has to wait for. `deliver`: takes the peer and

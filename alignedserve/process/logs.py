@@ -140,9 +140,9 @@ logger = logging.getLogger(__name__)
 
 
 class QueuedLogHandler(QueueHandler):
-    """Writes the log of a process, as LogFileHandler does, on a thread. A line is made where it is logged, as it names
-    the request that is served there. Those for which there is no room are lost until half of the room is free again;
-    then a line says how many."""
+    """Writes the log of a process, as LogFileHandler does, on a thread. A line is formatted by the logging thread,
+    which knows the request. Those for which there is no room are lost until half of the room is free again; then a line
+    says how many."""
 
     def __init__(self, path: Path, log_format: str = TEXT, max_lines: int = _MAX_LINES) -> None:
         self._lines: queue.Queue[logging.LogRecord] = queue.Queue(max_lines)

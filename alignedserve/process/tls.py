@@ -29,7 +29,7 @@ _LIFETIME = datetime.timedelta(days=3650)  # longer than any cluster runs: an ex
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """One process's certificate and key, and the authority that it believes. All in PEM."""
+    """One process's certificate and key, with the trusted authority. All in PEM."""
 
     authority: bytes
     certificate: bytes
@@ -78,7 +78,7 @@ class CertificateAuthority:
 
     @property
     def pem(self) -> tuple[bytes, bytes]:
-        """Return its key and its certificate, for the memory of those who keep them for the cluster's next driver."""
+        """Return key and certificate; agents keep both in memory for the next driver."""
         return _private_pem(self._key), _pem(self._certificate)
 
     def issue(self, process_name: str) -> Credentials:
@@ -92,7 +92,7 @@ class CertificateAuthority:
 
 
 def check_certificate(peer_certificate: dict[str, Any] | None, process_name: str) -> None:
-    """Check that the other end's verified certificate, as `ssl` describes it, is of the process that it claims to be.
+    """Check that a peer's verified certificate (in the form of `ssl`) names the claimed process.
     Raises ProtocolError: it has the certificate of another process."""
     parts = [part for parts in (peer_certificate or {}).get("subject", ()) for part in parts]
     if dict(parts).get("commonName") != process_name:

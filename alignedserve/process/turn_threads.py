@@ -21,7 +21,7 @@ class ClientTurns(Generic[ItemT]):
     """Items by client. Of one client the first comes first; `from_both_ends`: the first and the last by turns."""
 
     def __init__(self, *, from_both_ends: bool = False) -> None:
-        self._clients: dict[str, _Own[ItemT]] = {}  # that have some, the one whose turn is next first
+        self._clients: dict[str, _Own[ItemT]] = {}  # with waiting items, the next first
         self._from_both_ends = from_both_ends
 
     def __bool__(self) -> bool:
@@ -34,7 +34,7 @@ class ClientTurns(Generic[ItemT]):
         self._clients.setdefault(client, _Own()).items.append(item)
 
     def take(self) -> ItemT:
-        """Remove and return the item whose turn it is; there must be one."""
+        """Remove and return the next item; must not be empty."""
         client = next(iter(self._clients))
         own = self._clients.pop(client)
         item = own.items.pop() if own.takes_last else own.items.popleft()
@@ -70,7 +70,7 @@ class TurnThreads:
     def __init__(self, num_threads: int, name: str) -> None:
         self._threads = ThreadPoolExecutor(num_threads, name)
         self._waiting: dict[bool, ClientTurns[_Work]] = {True: ClientTurns(), False: ClientTurns()}  # True: real-time
-        self._num_in_a_row = 0  # real-time ones that went before best effort that waited
+        self._num_in_a_row = 0  # real-time requests since the last best-effort turn
         self._lock = Lock()
 
     def submit(self, do: Callable[[], ResultT], *, is_real_time: bool = True, client: str = "") -> "Future[ResultT]":

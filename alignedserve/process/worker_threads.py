@@ -33,7 +33,7 @@ class WorkerThreads:
         return self._thread(name).submit(work)
 
     def end(self, name: str) -> None:
-        """End a thread once it has done what it was given; work of its name gets another one."""
+        """End a thread after its pending work; later work of the name gets a new thread."""
         with self._lock:
             executor = self._executors.pop(name, None)
         if executor is not None:
@@ -47,7 +47,7 @@ class WorkerThreads:
             return executor
 
     def performer(self, work: Callable[[], T], on_completed: Callable[[T], None]) -> Callable[[], object]:
-        """Return what does the work on the thread that calls it, and reports as `submit` does."""
+        """Return a function that runs the work on its caller's thread and reports like `submit`."""
         loop = asyncio.get_running_loop()
 
         def deliver(outcome: Callable[[], T]) -> None:

@@ -34,9 +34,9 @@ class ScaledNode:
 
     node_id: str
     is_head: bool = False
-    is_serving: bool = True  # False: its workers are starting
-    is_released: bool = False  # it was given back and is still there
-    models: tuple[str, ...] = (FIRST_DEPLOYMENT,)  # deployments that have workers there
+    is_serving: bool = True  # False: workers are starting
+    is_released: bool = False  # given back, still present
+    models: tuple[str, ...] = (FIRST_DEPLOYMENT,)  # deployments with workers on the node
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,9 @@
 """`alignedserve chat`: a conversation in the terminal with a running server.
 
-Ctrl-C while an answer comes stops that answer; at the prompt it leaves, as does Ctrl-D. What came of a stopped or
-broken answer stays in the conversation as it stands, so that the model sees what the person saw. A message that got no
-text at all is taken back, so that it can be asked again. A conversation that outgrows the model's context loses its
-oldest messages. From a pipe each line is a turn, and what stands there of commands is obeyed.
+Ctrl-C while an answer comes stops that answer; at the prompt it leaves, as does Ctrl-D. The text of a stopped or broken
+answer stays in the conversation: the model sees the same as the person. A message that got no text at all is taken
+back, so that it can be asked again. A conversation that outgrows the model's context loses its oldest messages. From a
+pipe each line is a turn, and what stands there of commands is obeyed.
 """
 
 import asyncio

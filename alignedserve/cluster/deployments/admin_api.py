@@ -187,8 +187,8 @@ _LOOK_S = 10.0  # for a driver to answer a question
 
 
 def find_cluster(cluster_id: str | None, *, option: str = "--cluster") -> Path:
-    """Return the door of the cluster that runs on this host. `cluster_id`: the name of its run folder; None: there is
-    one. `option`: by which the user chooses one. Raises ResourceError listing the clusters."""
+    """Return the door of the cluster that runs on this host. `cluster_id`: the name of its run folder; None: only one
+    runs. `option`: the command line option for that name. Raises ResourceError listing the clusters."""
     doors = {path.parent.name: path for path in sorted(run_root().glob(f"*/{SOCKET_NAME}")) if _is_open(path)}
     if cluster_id is not None and cluster_id in doors:
         return doors[cluster_id]

@@ -16,7 +16,7 @@ _PROCESSES_BYTES = 900 * 1024 * 1024  # of a deployment, beside weights and cach
 class MachinePart:
     """The part of a machine that one deployment may use."""
 
-    machine: Machine  # as if there were no more
+    machine: Machine  # reduced to this share
     gpus: tuple[str, ...] = ()  # devices of its workers; none: they compute on the CPU
 
 
@@ -73,9 +73,9 @@ def _gpu_bytes(
 
 
 def left_of(whole: Machine, now: Machine, gpus: Sequence[str], holdings: Sequence[HeldMemory]) -> MachinePart:
-    """Return what is left for one more model beside these. `whole`: the machine before the first of them, `now`: as it
-    is found. Memory that is held but was not touched yet is free by what the system says, so it is taken off what there
-    was. Of the GPUs those with the fewest models."""
+    """Return the resources left for one more model. `whole`: the machine before the first model, `now`: its present
+    state. The system reports reserved memory as free until pages are touched, so holdings are subtracted from `whole`.
+    Of the GPUs those with the fewest models."""
     host = whole.available_bytes - sum(holding.host_bytes for holding in holdings)
     shared = whole.shared_bytes - sum(holding.shared_bytes for holding in holdings)
     numbers = {gpu: sum(gpu in holding.gpus for holding in holdings) for gpu in gpus}
@@ -133,8 +133,8 @@ class AssignableModel:
     """A model as its assignment sees it."""
 
     deployment_id: str
-    num_bytes: int  # of its weights: larger models choose first
-    most_nodes: int | None = None  # its workers are so many; None: they follow the nodes
+    num_bytes: int  # of weights: larger models choose first
+    most_nodes: int | None = None  # one for each configured worker; None: workers follow the nodes
 
 
 @dataclass(frozen=True, slots=True)

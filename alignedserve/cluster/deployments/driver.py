@@ -147,8 +147,8 @@ class DeploymentsDriver:
         self._ends: dict[str, EndingDeployment] = {}
         self._on_demand = on_demand
         self._announced: tuple[ServedDeployment, ...] = ()
-        # Of models, by name, as they came: one that falls asleep and wakes keeps its place. The first of them serves
-        # requests that name none.
+        # Positions of models by name, in order of arrival: a model keeps its position through sleep. The first of them
+        # serves requests that name none.
         self._places: dict[str, int] = {}
         self._failing: frozenset[str] = frozenset()  # deployments of which no missing worker starts
         self.logic = logic

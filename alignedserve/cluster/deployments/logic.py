@@ -2,10 +2,10 @@
 
 The life of a deployment that is ordered while the cluster serves:
 1. Preparing: its model is fetched, its sizes follow from what the machine has left, its configuration is checked.
-2. Starting: its router, pool and workers come up beside those that serve.
+2. Starting: its router, pool and workers come up beside the serving models.
 3. Proving: gateways and batch worker connect to it, load its tokenizer and wait for a token through its own workers.
-4. Serving: all of them are told in one list, in which the one that it replaces begins to drain.
-5. Draining: it has no new requests; those that it has are finished.
+4. Serving: one list announces it to all gateways; in the same list the replaced deployment begins to drain.
+5. Draining: it takes no new requests and finishes the open ones.
 6. Ending: its processes end and their memory is free.
 Whatever fails up to 3 ends what was started, and the others go on untouched. Orders are carried out one after the
 other; a draining deployment holds up none.
@@ -72,8 +72,8 @@ class View:
     """A deployment as all gateways and the batch worker together see it."""
 
     missing: str | None  # why one of them gets no token from it; None: all have had one
-    num_open: int  # requests that hold it; a process that is lost counts as one
-    num_documents: int = 0  # of them, lines of batches
+    num_open: int  # open requests; a lost process counts as one request
+    num_documents: int = 0  # lines of batches among num_open
     has_lines: bool = False  # lines of batches wait for its model
     idle_s: float | None = None  # since its last request; None: it had none
     keep_alive_s: float | None = None  # that this one asked for
@@ -168,7 +168,7 @@ Command = Prepare | StartProcesses | Discard | SettleAdapters | AnnounceDeployme
 
 @dataclass(frozen=True, slots=True)
 class LeftDeployment:
-    """A deployment as a driver leaves it to the next one."""
+    """A deployment in the record for the next driver."""
 
     deployment_id: str
     name: str
@@ -194,8 +194,8 @@ PROVING_S = 120.0  # for a token through a deployment whose processes are up
 class _Deployment:
     name: str
     phase: DeploymentStage
-    order_id: str | None = None  # that waits for its next phases
-    replaces: str | None = None  # the deployment whose place it is to take
+    order_id: str | None = None  # waiting for the next phases
+    replaces: str | None = None  # id of the replaced deployment
     drains_within_s: float | None = None
     since_s: float = 0.0  # when its phase began
     num_open: int | None = None
@@ -237,9 +237,8 @@ class DeploymentsLogic:
         return is_waiting or any(deployment.order_id == order_id for deployment in self._deployments.values())
 
     def resume(self, now: float) -> list[Command]:
-        """Go on in another process, for which `now` may be of another clock. What did not serve yet is ended, and its
-        order is forgotten, as are those that waited: whoever still has one gives it again. What drains goes on, with
-        the time that it was given."""
+        """Go on in another process, for which `now` may be of another clock. Deployments that did not serve yet end;
+        their orders and waiting orders are forgotten, and clients repeat them. Drains go on with their time."""
         self._waiting.clear()
         self._current = None
         commands: list[Command] = []
@@ -355,7 +354,7 @@ class DeploymentsLogic:
         return [*commands, *([AnnounceDeployments()] if was_announced else []), EndProcesses(deployment_id)]
 
     def _on_views(self, views: Mapping[str, View], now: float) -> list[Command]:
-        # Phases as these views found them: who begins to drain by one of them has not been asked since.
+        # Phases before these views: a deployment that begins to drain now has not been asked since.
         phases = {one: it.phase for one, it in self._deployments.items() if one in views}
         commands: list[Command] = []
         for deployment_id, phase in phases.items():

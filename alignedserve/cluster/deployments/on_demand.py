@@ -31,11 +31,11 @@ RETRY_S = 30.0  # after which a model that could not be loaded is tried again
 class ModelUse:
     """How a model that is awake is used, by all gateways and batches together."""
 
-    num_open: int = 0  # requests that it has
-    num_documents: int = 0  # of them, lines of batches
-    is_promised: bool = False  # batches have lines for it that wait
+    num_open: int = 0  # open requests
+    num_documents: int = 0  # lines of batches among num_open
+    is_promised: bool = False  # lines of batches wait for it
     idle_s: float = 0.0  # since its last request, or since it was loaded
-    keep_alive_s: float | None = None  # that its last request asked for; None: none did
+    keep_alive_s: float | None = None  # by its last request; None: unset
 
     @property
     def is_idle(self) -> bool:
@@ -71,7 +71,7 @@ class LoadModel:
 
 @dataclass(frozen=True, slots=True)
 class UnloadModel:
-    """Command: give this model no more requests, and end it once it has answered those that it has."""
+    """Command: give this model no more requests, and end it when its open requests are answered."""
 
     name: str
 
@@ -157,8 +157,8 @@ _SLEEPING = "sleeping: "  # and ids of what has no processes, among deployments
 class ModelOnDemand(NamedTuple):
     """A model that is loaded when a request names it."""
 
-    order: AddModel  # that has it loaded
-    deployed: ServedDeployment  # as gateways know it while it sleeps
+    order: AddModel  # loads the model
+    deployed: ServedDeployment  # for gateways, while the model sleeps
     keep_alive_s: float  # `inf`: it leaves only for others
 
     @classmethod
@@ -174,7 +174,7 @@ class ModelOnDemand(NamedTuple):
             deployment_id=_SLEEPING + served.name,
             phase=DeploymentPhase.SLEEPING,
         )
-        # The context that it was sized for, so that one which does not fit beside others is not shortened.
+        # With the planned context: a model that does not fit is refused, never shortened.
         settings = (*_settings(own), f"model.max_context_len={served.max_context_len}")
         return cls(AddModel(config.model.path, served.name, settings), deployed, keep_alive_s)
 
@@ -185,7 +185,7 @@ class _Left(NamedTuple):
 
 
 class OnDemandModels:
-    """The models on demand of one cluster, as its driver looks after them. All methods on one thread."""
+    """The models on demand of one cluster. All methods on one thread."""
 
     def __init__(self, models: Iterable[ModelOnDemand] = ()) -> None:
         self._models = {model.order.subject: model for model in models}

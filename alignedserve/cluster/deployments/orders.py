@@ -17,7 +17,7 @@ _MAX_SETTING_LEN = 4096
 
 
 class AddModel(msgspec.Struct, frozen=True, tag=True):
-    """Order: serve one more model, as soon as it can answer."""
+    """Order: serve one more model."""
 
     path: str  # folder or GGUF file, absolute; ORG/NAME on a hub; or the name of a built-in model
     name: str | None = None  # by which clients call it; None: as `serve` would name it
@@ -105,8 +105,8 @@ class DeploymentReport(msgspec.Struct, frozen=True):
     path: str
     phase: str  # see Phase of events.py
     num_open: int | None  # requests; None: not reported yet
-    workers: tuple[str, ...] = ()  # names of its processes that compute
-    processes: tuple[str, ...] = ()  # names of all its own processes, as far as it has them
+    workers: tuple[str, ...] = ()  # names of the workers
+    processes: tuple[str, ...] = ()  # names of all processes of the deployment
     topology: str = ""
     problem: str = ""  # why a model that sleeps cannot be loaded at present
     leaves_in_s: float | None = None  # until a model on demand leaves, if nobody asks for it

@@ -129,8 +129,7 @@ def divided(models: Sequence[PlannedModel], shares: Sequence[NodeShare], node: N
 def models_for_node(
     models: Sequence[PlannedModel], node: NodeResources, beside: Sequence[PlannedModel] = ()
 ) -> list[PlannedModel]:
-    """Return the first of these models that a joining node has room for together. `beside`: those that it has
-    anyway."""
+    """Choose the models for a joining node, in order, while they fit together. `beside`: models it has already."""
     chosen: list[PlannedModel] = []
     for model in models:
         if _problem([*beside, *chosen, model], node, 1, sys.maxsize) is None:

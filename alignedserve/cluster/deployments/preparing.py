@@ -1,4 +1,4 @@
-"""Plans one more deployment of a cluster: its settings, its nodes, its parts of what they have left."""
+"""Plans one more deployment of a cluster: settings, nodes, and a part of each node's free resources."""
 
 import logging
 import threading
@@ -47,7 +47,7 @@ class DeploymentSettings:
 
     def of_order(self, order: AddModel | ReplaceModel, replaced: str | None) -> tuple[Mapping[str, Any], ClusterConfig]:
         """Return the own sections of a deployment that is ordered, and its configuration with a model of this machine.
-        Takes as long as its download, if it is on a hub. Raises ConfigError or ModelError."""
+        Downloads the model first if it is on a hub. Raises ConfigError or ModelError."""
         like = self._own.get(replaced) if replaced is not None else None
         own = self._common.another(order.path, order.name, order.settings, like)
         (config,) = self._common.with_models([own]).configs
@@ -59,7 +59,7 @@ class DeploymentSettings:
     def require_apart(
         self, served: ServedModel, config: ClusterConfig, replaced: str | None, asleep: Sequence[ServedModel] = ()
     ) -> None:
-        """Refuse names that other models, or adapters of them, have. Raises ConfigError, AdapterError. `asleep`: other
+        """Refuse names of other models and of their adapters. Raises ConfigError, AdapterError. `asleep`: other
         models, which have no deployment."""
         names = set(_names_of(served))
         for other in asleep:
@@ -136,8 +136,8 @@ class HostedPlan:
 class Asleep(NamedTuple):
     """The models on demand that have no processes, as an order finds them."""
 
-    others: tuple[ServedModel, ...] = ()  # than the one that is ordered
-    former: str | None = None  # the deployment that the ordered one had when it was awake; None: it had none
+    others: tuple[ServedModel, ...] = ()  # without the ordered model
+    former: str | None = None  # last deployment of the ordered model; None: it was never awake
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,7 @@ class HostedPreparing:
     def prepare(
         self, deployment_id: str, order: AddModel | ReplaceModel, replaced: str | None, around: Surroundings
     ) -> HostedPlan:
-        """Plan the deployment that an order asks for, beside what is there. Takes as long as its download on the head,
+        """Plan the deployment of an order beside the present ones. Takes as long as its download on the head,
         if it is on a hub; other nodes need their copy before. Raises ConfigError, ModelError, ResourceError or
         PeerLost."""
         own, config = self.settings.of_order(order, replaced)

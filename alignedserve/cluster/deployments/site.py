@@ -29,8 +29,8 @@ from alignedserve.runtime.model.served_deployment import DeploymentPhase, Served
 
 logger = logging.getLogger(__name__)
 
-_STOP_S = 5.0  # for processes to free what they have
-_GONE_S = 10.0  # for those that were killed
+_STOP_S = 5.0  # for processes to free their memory
+_GONE_S = 10.0  # for killed processes
 
 
 class EndingDeployment:
@@ -70,8 +70,8 @@ class Described(NamedTuple):
     """A deployment as reports name it."""
 
     path: str  # of its model
-    workers: tuple[str, ...] = ()  # names of its processes that compute
-    processes: tuple[str, ...] = ()  # names of all its own processes
+    workers: tuple[str, ...] = ()  # names of the workers
+    processes: tuple[str, ...] = ()  # names of all processes of the deployment
     topology: str = ""
 
 

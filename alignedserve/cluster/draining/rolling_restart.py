@@ -71,7 +71,7 @@ class RestartEnd(NamedTuple):
 
 
 class RollingRestart:
-    """Restarts workers one after the other. `look` goes on as far as things have come."""
+    """Restarts workers one after the other. `look` takes the next step when it can."""
 
     def __init__(
         self, names: Sequence[str], within_s: Callable[[str], float], workers: Workers, say: Callable[[str], None]

@@ -282,8 +282,8 @@ class ClusterOnHosts(ServingCluster):
 
     @override
     def leave(self) -> None:
-        """See ServingCluster; the next driver finds it as if this one had been killed, or it ends after a while. One
-        that has not served for long is stopped: its next driver might end in the same way."""
+        """Leave the cluster to the next driver, as if this process had been killed. Stop a cluster that served only
+        briefly: the next driver might fail likewise."""
         if self._ready_s is None or time.monotonic() - self._ready_s < _SETTLED_S:
             self.stop()
             return

@@ -2,12 +2,12 @@
 
 The life of a node:
 1. NodesSeen has one that is new: PrepareNode. It is examined, gets a share of the cluster, and actors.
-2. NodeJoined: it is a member. NodeRefused: it is left alone, for as long as it lives. NodePostponed: it is prepared
+2. NodeJoined: it is a member. NodeRefused: the node stays out while it lives. NodePostponed: it is prepared
    anew after a pause, which doubles with every time.
 3. NodesSeen lacks it: a member is lost, ForgetNode; preparations end, CancelPreparation. Its share stays vacant until
    a node of that host comes.
 4. DrainAsked: a member drains. NodeDrained: EndNode, and its host stays out, also when it comes back under another id,
-   until DrainUndone. A node that is given back to Ray stays out for as long as it lives.
+   until DrainUndone. A node given back to Ray stays out while it lives.
 
 Announce follows whatever a command on any node is to see.
 """

@@ -223,7 +223,7 @@ class WorkerScaling:
         prepared = member.models[deployment_id]
         share = prepared.share
         threads = next(iter(engines_of(share, prepared.config.engine, prepared.capacity).values())).threads_per_worker
-        # As many as those beside it have, whose threads stay as they are.
+        # As many threads as each present worker keeps.
         engine = msgspec.structs.replace(prepared.config.engine, threads_per_worker=threads)
         (name,) = self._joining.models[deployment_id].plan.placement.names(kind, 1)
         config = msgspec.structs.replace(prepared.config, engine=engine)

@@ -117,7 +117,7 @@ _TASK_S = 30.0  # for Ray to start a process there on a busy host, and for what 
 
 @contextlib.contextmanager
 def connected() -> Iterator[None]:
-    """Join Ray for as long as a command needs it. Raises ResourceError when none runs here."""
+    """Join Ray during a command. Raises ResourceError when none runs here."""
     join_ray(ray_address() or address_here(), NAMESPACE)
     try:
         yield
@@ -135,8 +135,8 @@ def running_cluster() -> ClusterRecord:
 
 @contextlib.contextmanager
 def found_cluster(cluster_id: str | None) -> Iterator[Ask]:
-    """Find the cluster that runs on this host, or on the hosts that it belongs to; yield what asks it. `cluster_id`: of
-    its run folder, or of the record of its hosts; None: there is one. Hosts come first where RAY_ADDRESS is set. Raises
+    """Find the cluster of this host, or of the Ray cluster around it; yield a function that gives orders. `cluster_id`:
+    name of the run folder, or id in the record; None: only one runs. Hosts come first where RAY_ADDRESS is set. Raises
     ResourceError naming those that there are."""
     try:
         door = find_cluster(cluster_id) if ray_address() is None else None

@@ -86,9 +86,9 @@ class RayStorage(NamedTuple):
 
 
 def ray_storage(redis_url: str | None, cluster_name: str, authority: Path | None = None) -> RayStorage:
-    """Return how Ray's head uses this Redis; None: it keeps its state in its own memory. `cluster_name`: its keys begin
-    with it, so that several clusters can share a Redis. `authority`: file of the certificates that sign that of a Redis
-    over TLS; None: those that the system trusts. Raises ConfigError for a URL that Ray cannot use."""
+    """Return how Ray's head uses this Redis; None: it keeps its state in its own memory. `cluster_name`: prefix of all
+    keys; several clusters can share a Redis. `authority`: file with the certificate authority of a Redis over TLS;
+    None: the system's authorities. Raises ConfigError for a URL that Ray cannot use."""
     if redis_url is None:
         return RayStorage({}, ())
     parts = urlsplit(redis_url)

@@ -33,7 +33,7 @@ class NodeRecord(msgspec.Struct, frozen=True):
     agent: str = ""  # the actor that reads its logs
     actors: tuple[ActorRecord, ...] = ()
     urls: tuple[str, ...] = ()  # of its gateways
-    problem: str = ""  # for which it is not used
+    problem: str = ""  # reason for a refusal
     drain: str = ""  # "draining" or "drained"
 
     def is_called(self, name: str) -> bool:

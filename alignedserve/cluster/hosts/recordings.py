@@ -1,8 +1,8 @@
 """Copies what other nodes record into the folder of the run, on the head, while it is written.
 
 Each node's processes record into its private folder. Its part of the run is a folder of its own beside RUN_FILE, named
-by the node and by how many nodes had come before; the next driver goes on with it. A node that is lost takes with it
-what it recorded in the last second.
+by the node and by how many nodes had come before; the next driver goes on with it. The last second of a lost node is
+lost.
 """
 
 import logging

@@ -1,7 +1,7 @@
 """The supervisor of a cluster's driver, on the head: it outlives the shell that started it and restarts the driver.
 
-It is no process of Ray's, so `ray stop` leaves it alone: it ends by itself when Ray has ended on this host. There is
-one per user and host; a new one ends the former first, whose lock it then holds.
+It is no process of Ray's, so `ray stop` leaves it alone: it ends by itself when Ray has ended on this host. A user has
+one supervisor per host: a new supervisor ends the former and takes over the lock.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Starts Ray on this machine for one cluster: closed to other machines and other users, without what it does not need.
+"""Starts Ray on this machine for one cluster: closed to other machines and users, without unused processes.
 
 Ray listens at all addresses unless its node has the loopback address, which `ray.init` never gives it on Linux: it is
 started as on macOS, where it has. Its folder is in the cluster's, which nobody else can enter.
@@ -90,7 +90,7 @@ def start_ray(folder: Path, namespace: str, template: WorkerTemplate | None = No
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(32))
     os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token))
-    Config.initialize("")  # Ray read its settings when imported; this reads them again
+    Config.initialize("")  # Ray reads settings at import; read them again
     try:
         with handlers_preserved(), _restrained(folder, orders if is_forking else None):
             ray.init(

@@ -147,9 +147,9 @@ NODE_ANSWER_S = 420.0  # of a node that loads PyTorch from a cold disk and compi
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """The NodeActor of one node, and the node as its processes see it."""
+    """The NodeActor of one node, with the address book of its processes."""
 
-    actor: Any  # None: the driver itself looks after its own host, which has no others beside it
+    actor: Any  # None: on a single host the driver does an agent's work
     book: AddressBook
 
 
@@ -371,8 +371,8 @@ def _require(failure: AlignedServeError | None) -> None:
 
 
 def agreed_device(device: str, reports: Mapping[RayNode, NodeReport]) -> tuple[DeviceChoice, dict[RayNode, NodeReport]]:
-    """Return the device of all nodes and what they have for it: GPUs only if every usable node has some. `reports`: by
-    engine.device, of which a node's own `auto` is part."""
+    """Choose one device for all nodes, GPUs only if every usable node has some; return the reports for that device.
+    `reports`: by engine.device, of which a node's own `auto` is part."""
     usable = {node: report for node, report in reports.items() if report.problem is None}
     if device != AUTO:
         return DeviceChoice(device), dict(reports)

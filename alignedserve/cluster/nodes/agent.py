@@ -28,7 +28,7 @@ from alignedserve.runtime.lora.loaded_file import AdapterChange, exchange, loade
 
 _WATCH_S = 1.0
 _END_S = 3.0
-_UNUSED_S = 600.0  # for a driver that examines slow nodes before it hands over what it knows
+_UNUSED_S = 600.0  # a driver examines slow nodes before the first handover
 
 
 class KeptState(NamedTuple):
@@ -102,8 +102,8 @@ class NodeAgent:
         return [read_progress(path) for path in sorted(self._folder.glob(f"*{PROGRESS_SUFFIX}"))]
 
     def keep(self, number: int, state: bytes, actors: list[Any], patience_s: float) -> None:
-        """Keep a driver's state for the next one, unless a later one is here. A driver is to be heard every so often:
-        after `patience_s` without one, these actors of this node are ended, and this one with them."""
+        """Keep a driver's state for the next one, unless a later one is here. After `patience_s` without a driver the
+        agent ends these actors and itself."""
         self._heard_s = time.monotonic()
         if self._kept is None or number >= self._kept.number:
             self._kept = KeptState(number, state, 0.0)

@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 Steps = Generator[Sequence[Any], Sequence[Any], Member]  # from Ray's references to what they refer to
 
 
-Shares = tuple[NodeShare, ...]  # of one node: that with its gateways first, then those of further deployments
+Shares = tuple[NodeShare, ...]  # of one node: first the share with gateways, then further deployments
 
 
 class Joining:
@@ -59,7 +59,7 @@ class Joining:
         self.vacant: dict[Host, list[Shares]] = {}  # of hosts that are gone, for when they come back
         self.num_nodes = self.num_folders = num_nodes
         self.drains = Drains()
-        self.drained: dict[str, DrainedNode] = {}  # nodes that stay out, by the ids under which they were members
+        self.drained: dict[str, DrainedNode] = {}  # nodes that stay out, by their ids as members
 
     def vacate(self, member: Member) -> None:
         self.keep_share(member)
@@ -75,7 +75,7 @@ class Joining:
         return Preparation(node, self._steps(node, tuple(members)))
 
     def _steps(self, node: RayNode, members: Sequence[Member]) -> Steps:
-        models = self.lasting_models()  # as they are now: what comes meanwhile does without this node
+        models = self.lasting_models()  # a model added meanwhile does without this node
         with NodeAdmission([node]) as admission:
             asked_s = time.time()
             folders = [model.folder for model in models.values()]
@@ -131,8 +131,8 @@ class Joining:
     def _take_shares(
         self, node: RayNode, resources: NodeResources, able: Mapping[str, HostedModel]
     ) -> tuple[list[PlannedModel], Shares]:
-        """Return the models of a node with its shares. `able`: models that it has a copy of, the neediest first. A node
-        that comes back has what it had, of those; and what has room beside that."""
+        """Return the models of a node with its shares. `able`: models that it has a copy of, the neediest first. A
+        returning node keeps its former models and gets further models up to its room."""
         vacant = self.vacant.get(node.host)
         if vacant:
             shares = {share.deployment_id: share for share in vacant.pop()}

@@ -1,4 +1,4 @@
-"""The nodes of a running cluster, each with what it has and what runs there, and the models that they serve."""
+"""The nodes of a running cluster with their resources and processes, and the served models."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -177,7 +177,7 @@ def record_of(
 
 @dataclass(frozen=True, slots=True)
 class HostedModel:
-    """One deployment, beside what its nodes have of it (see Member)."""
+    """One deployment; Member has the part of each node."""
 
     plan: ClusterPlan
     own: Mapping[str, Any]  # sections of its settings, which win over those of all models

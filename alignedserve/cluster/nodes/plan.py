@@ -125,7 +125,7 @@ def node_config(config: ClusterConfig, share: NodeShare, address: str) -> Cluste
 def choose_share(plan: ClusterPlan, share: NodeShare, machine: Machine) -> SizeChoice:
     """Choose the sizes of a node with workers. Raises NotEnoughMemory."""
     beside, num_hosts = plan.recomputing_bytes, plan.served.num_hosts
-    if num_hosts > 1:  # as many nodes as this one hold a worker together
+    if num_hosts > 1:  # a worker spans `num_hosts` nodes of this size
         available, shared = machine.available_bytes * num_hosts, machine.shared_bytes * num_hosts
         machine = replace(machine, available_bytes=available, shared_bytes=shared)
     return choose_sizes(share.config_of(plan.config), plan.served, machine, recomputing_bytes=beside)

@@ -134,7 +134,7 @@ class NodeGroup:
 
 
 def worker_shares(engines: Mapping[str, EngineConfig], num_cpus: float) -> dict[str, WorkerShare]:
-    """Return what each worker takes of this many CPUs, as Ray counts them, and of its GPU. A worker has a CPU for each
+    """Return the CPUs (in Ray's count) and the share of a GPU of each worker. A worker has a CPU for each
     of its threads, or less where Ray counts fewer; workers of one GPU share it evenly, and one of several ranks has a
     GPU for each of them."""
     num_on = Counter(engine.device for engine in engines.values())

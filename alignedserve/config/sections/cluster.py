@@ -98,7 +98,7 @@ class RecordingConfig(Section, frozen=True):
 class ScalingConfig(Section, frozen=True):
     """Nodes that Ray's autoscaler adds and removes with the load, on a cluster of several hosts."""
 
-    max_nodes: int | None = None  # with the head; unset: the nodes are those that there are
+    max_nodes: int | None = None  # with the head; unset: no nodes are added or removed
     min_nodes: int = 1
     target_load: float = 0.8  # real-time requests per place of a decode worker; above it nodes are added
     max_wait_s: float = 5.0  # forecast for queued real-time requests; above it nodes are added
@@ -117,7 +117,7 @@ class ScalingConfig(Section, frozen=True):
 
 
 class Topology(enum.Enum):
-    """Workers that do both phases and hand requests over, such as keep them, or separate ones with a pool between."""
+    """Workers of both phases with handover (elastic) or without (colocated), or separate workers around a pool."""
 
     ELASTIC = "elastic"
     COLOCATED = "colocated"

@@ -22,8 +22,8 @@ _MAX_ISSUERS = 16
 class JwtIssuer(Section, frozen=True):
     """One issuer, and what its tokens must say."""
 
-    issuer: str  # as its tokens name it (iss)
-    audience: tuple[str, ...]  # of which they name one (aud): this service
+    issuer: str  # iss of the tokens
+    audience: tuple[str, ...]  # aud of the tokens, one of these: this service
     jwks: str  # its public keys: a URL with https (http: of this host alone), or the absolute path of a file
     algorithms: tuple[str, ...] = ("RS256", "ES256")
     claim: str = "sub"  # whose value says which key of keys.yaml a token stands for

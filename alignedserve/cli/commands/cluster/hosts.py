@@ -131,7 +131,7 @@ def _is_looked_after() -> bool:
 
 
 def _end_what_is_left(ending: SupervisorEnd) -> bool:
-    """End a cluster that its driver has left; return whether there was one. Raises ResourceError, see `stop`. `ending`:
+    """End a cluster without a driver; return whether a cluster was left. Raises ResourceError, see `stop`. `ending`:
     of the supervisor, and so of its driver, which agents may have heard of a moment ago."""
     if recorded_id() is None:
         return False
