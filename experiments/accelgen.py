@@ -115,7 +115,6 @@ def accelgen_case(
 
 
 def _settings(policy: str, setting: Setting) -> dict[str, Any]:
-    """Return the policy's parameters; S_pf is the token budget of all (section 3.1)."""
     budgets = {"accelgen": "pivot_len", "fastgen": "token_budget", "sarathi": "token_budget"}
     budget = {budgets[policy]: setting.pivot_len} if policy in budgets else {}
     return {**SETTINGS.get(policy, {}), **budget}
@@ -133,7 +132,6 @@ def _with_cache(config: SimConfig, setting: Setting) -> SimConfig:
 
 
 def prefill_s(costs: CostModel, prompt_len: int) -> float:
-    """Return the seconds of one prompt alone, whole."""
     work = IterationWork()
     work.add_chunk(prompt_len, 0, is_last=True)
     return costs.iteration_s(work)
@@ -168,7 +166,6 @@ def _rates(setting: Setting) -> list[LabelledCase]:
 
 
 def _reasons(setting: Setting) -> list[LabelledCase]:
-    """Return cases that show what the gap to Sarathi-Serve and to the oracle depends on; half of the window."""
     setting = replace(setting, window_s=setting.window_s / 2)
     changes = {
         "half the window": setting,
@@ -236,7 +233,6 @@ def _with_means(row: Row) -> Row:
 
 
 def cases_of(*, is_quick: bool, setting: Setting = OPT_13B) -> list[LabelledCase]:
-    """Return all cases, or the headline in little."""
     if is_quick:
         short = replace(setting, window_s=min(setting.window_s, 20.0))
         return _headline((1,), (short,), ("sarathi", "accelgen", "aligned_slo")) + _ablations((1,), short)

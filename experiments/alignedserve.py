@@ -70,7 +70,7 @@ COMPARED = ("aligned", "aligned_slo", "distserve", "vllm", "fastgen")
 BASELINES, CORE = ("vllm", "distserve", "fastgen"), ("aligned", "aligned_slo", "distserve", "vllm")
 STEADY = "steady"  # ten minutes: rates; all other parts are bursts
 WITHOUT_PREFETCH, WITHOUT_BOTH, FCFS_BATCHES = "aligned w/o P", "aligned w/o P&B", "aligned w/o B"
-PAPERS = {"aligned": {"pack_share": None}}  # slack packed is not AlignedServe's: experiments.slack
+PAPERS = {"aligned": {"pack_share": None}}  # slack packed is not AlignedServe's
 
 COLUMNS: Mapping[str, str] = {
     "lengths": "lengths",
@@ -200,7 +200,6 @@ class AlignedServeLoad:
     is_steady: bool = False  # ten minutes with as many requests in the air as the pool needs to choose from
 
     def case(self, part: str, system: str, seed: int) -> LabelledCase:
-        """Return the case of one of SYSTEMS."""
         policy, topology = SYSTEMS[system]
         cluster = with_policy(self.cell.cluster(topology), policy, PAPERS.get(policy), topology=topology)
         return self._case(part, system, seed, cluster)
@@ -274,7 +273,6 @@ def figures_7_and_9(num_requests: int) -> list[LabelledCase]:
 
 
 def figures_8_and_10(num_requests: int) -> list[LabelledCase]:
-    """Return recordings, on the model of Figure 13, with both kernels."""
     loads = [
         AlignedServeLoad(name, text, num_requests // (4 if name == "longbench" else 1), "opt-13b", kernel)
         for (name, text), kernel in product(applications().items(), KERNELS)
@@ -283,13 +281,11 @@ def figures_8_and_10(num_requests: int) -> list[LabelledCase]:
 
 
 def eight_accelerators(num_requests: int) -> list[LabelledCase]:
-    """Return the whole machine, three of four accelerators decoding."""
     load = replace(HEADLINE, cell=EIGHT, num_requests=num_requests)
     return [load.case("eight accelerators", system, 1) for system in COMPARED]
 
 
 def figures_13_and_14(num_requests: int, seeds: Sequence[int]) -> list[LabelledCase]:
-    """Return AlignedServe without its parts."""
     texts = applications()
     azure = AlignedServeLoad("azure", texts["azure"], num_requests, "opt-13b")
     names = (FCFS_BATCHES, WITHOUT_PREFETCH, WITHOUT_BOTH)
@@ -354,7 +350,6 @@ def _ratios(by_system: Mapping[str, Row], system: str) -> Row:
 
 
 def show(rows: Sequence[Row], compared: Sequence[Row]) -> None:
-    """Print all tables."""
     for part in dict.fromkeys(row["part"] for row in rows):
         means = over_seeds(pick(rows, part=part), (*_POINT, "system"))
         print_table(means, {**COLUMNS, "num_runs": "runs"}, title=part)
@@ -376,7 +371,6 @@ def parts_of(*, is_quick: bool) -> list[list[LabelledCase]]:
 
 
 def simulated(cases: Sequence[LabelledCase], *, processes: int) -> list[Row]:
-    """Return one row for each."""
     return run(cases, processes=processes, also=further_figures)
 
 

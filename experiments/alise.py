@@ -140,7 +140,6 @@ class AliseLoad:
     kernel: AttentionKernel = AttentionKernel.LOAD_BALANCED
 
     def case(self, part: str, name: str, seed: int) -> LabelledCase:
-        """Return the case under the system of this name."""
         system = SYSTEMS[name]
         spec = WorkerSpec(self.model, "v100-32g", kernel=self.kernel)
         worker = ColocatedWorkerSpec(
@@ -153,7 +152,6 @@ class AliseLoad:
         return colocated_case(labels, system.policy, worker, workload, system.settings)
 
     def _line(self, system: System) -> str:
-        """Return the workload line (docs/workloads.md)."""
         parts = (_source(self.lengths), f"max_total={_CONTEXT}", system.limit, f"rate={self.rate}")
         return ", ".join(part for part in (*parts, f"predict={self._prediction(system)}") if part)
 
@@ -253,7 +251,6 @@ def throughputs(rows: Sequence[Row]) -> list[Row]:
 
 
 def show(rows: Sequence[Row], reached: Sequence[Row]) -> None:
-    """Print all tables."""
     for part in dict.fromkeys(row["part"] for row in rows):
         means = over_seeds(pick(rows, part=part), ("model", "lengths", "rate", "policy"))
         print_table(means, {**COLUMNS, "num_runs": "runs"}, title=part)
@@ -261,7 +258,6 @@ def show(rows: Sequence[Row], reached: Sequence[Row]) -> None:
 
 
 def cases_of(*, is_quick: bool) -> list[LabelledCase]:
-    """Return all cases, or a few short ones."""
     if is_quick:
         loads = [AliseLoad("opt-13b", "sharegpt", rate, 60.0) for rate in (1.0, 2.0)]
         return [load.case("figure 6", name, 1) for load in loads for name in COMPARED]

@@ -105,14 +105,12 @@ class AptServeLoad:
     sent_s: float | None = None  # for so long, in place of a number of requests
 
     def line(self) -> str:
-        """Return the workload line (docs/workloads.md)."""
         ttft_s = TTFT_S[self.dataset][list(WORKERS).index(self.model)]
         objectives = f"ttft={ttft_s}, tpot={TBT_S[self.dataset]}"
         lengths = source_or(*LENGTHS[self.dataset])
         return f"{lengths}, max_total={_CONTEXT}, rate={self.rate:.4g}, cv={self.cv:g}, {objectives}"
 
     def case(self, part: str, policy: str, seed: int) -> LabelledCase:
-        """Return the case under this policy, or KV_ONLY."""
         labels: dict[str, str | float] = {
             "part": part,
             "dataset": self.dataset,
@@ -135,7 +133,6 @@ class AptServeLoad:
 
 
 def _with_memory_of(smaller: LabelledCase, larger: LabelledCase) -> LabelledCase:
-    """Return the case with the times of the A100-80GB, as published, and the memory of the smaller one."""
     kv_cache_bytes = smaller.case.config.cluster.decode.kv_cache_bytes
     cluster = larger.case.config.cluster
     cluster = msgspec.structs.replace(
@@ -157,7 +154,6 @@ class AttainmentCurve:
     held: dict[int, float] = field(default_factory=dict)  # by number of the rate
 
     def rate(self, number: int) -> float:
-        """Return a rate of the grid."""
         return _LOWEST_RATES[self.dataset] * _STEP**number
 
     def bracket(self, level: float) -> tuple[int, int]:
@@ -205,7 +201,6 @@ def find_throughputs(curves: Sequence[AttainmentCurve], sizes: WorkerSizes) -> l
 
 
 def curves_in(rows: Iterable[Row]) -> list[AttainmentCurve]:
-    """Return the curves in the rows of figure 8."""
     curves: dict[tuple[str, str, str], AttainmentCurve] = {}
     for row in pick(rows, part=FIGURE_8):
         key = (row["dataset"], row["model"], row["policy"])
@@ -215,7 +210,6 @@ def curves_in(rows: Iterable[Row]) -> list[AttainmentCurve]:
 
 
 def throughput_rows(curves: Iterable[AttainmentCurve]) -> list[Row]:
-    """Return one row for each, by level."""
     return [
         {"dataset": curve.dataset, "model": curve.model, "policy": curve.policy}
         | {_at(level): curve.throughput(level) for level in LEVELS}
@@ -279,7 +273,6 @@ def tables_4_and_5(sizes: WorkerSizes) -> list[LabelledCase]:
 
 
 def other_costs(sizes: WorkerSizes) -> list[LabelledCase]:
-    """Return the same with iteration times that others have measured."""
     loads = [
         AptServeLoad("sharegpt", rate, sizes.num_requests, costs=costs)
         for costs in ("vllm", "distserve")
@@ -290,7 +283,6 @@ def other_costs(sizes: WorkerSizes) -> list[LabelledCase]:
 
 
 def steady_state() -> list[LabelledCase]:
-    """Return the same lengths sent for as long as a rate needs."""
     loads = [AptServeLoad("sharegpt", rate, 0, sent_s=LEAST_S) for rate in STEADY_RATES]
     points = [(load, policy) for load in loads for policy in ("fcfs", "sarathi", *OURS)]
     return [load.case(STEADY, policy, seed) for load, policy in points for seed in range(1, LEAST_SEEDS + 1)]
@@ -307,7 +299,6 @@ def curves_of(*, is_quick: bool) -> list[AttainmentCurve]:
 
 
 def show(rows: Sequence[Row], throughputs: Sequence[Row], compared: Sequence[Row]) -> None:
-    """Print all tables."""
     print_table(throughputs, {name: name for name in _THROUGHPUT}, title="figure 8")
     print_table(compared, {name: name for name in compared[0]}, title="figure 8: by how much higher")
     for part in dict.fromkeys(row["part"] for row in rows if row["part"] != FIGURE_8):
@@ -332,7 +323,6 @@ def main() -> None:
 
 
 def _record(rows: Sequence[Row], options: Options) -> tuple[list[Row], list[Row]]:
-    """Record figure 8, as far as it has been run, unless the run is quick."""
     throughputs = chosen(throughput_rows(curves_in(rows)), _THROUGHPUT)
     compared = advantages(throughputs)
     if options.is_recorded:

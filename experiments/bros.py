@@ -118,7 +118,6 @@ class BrosLoad:
         return replace(on, source=self.costs, worker=replace(on.worker, hardware="a100-80g"))
 
     def case(self, part: str, policy: str, seed: int, duration_s: float) -> LabelledCase:
-        """Return the case under this policy, RECOMPUTING, WHOLE or WAITING."""
         labels: dict[str, str | float] = {
             "part": part,
             "model": self.model,
@@ -188,7 +187,6 @@ def other_reading(duration_s: float) -> list[LabelledCase]:
 
 
 def steady_state() -> list[LabelledCase]:
-    """Return the headline's load, and the highest of Figure 10, for as long as a rate needs."""
     points = [(BrosLoad("opt-13b", rate), policy) for rate, policies in STEADY_RATES.items() for policy in policies]
     return [load.case(STEADY, policy, seed, LEAST_S) for load, policy in points for seed in range(1, LEAST_SEEDS + 1)]
 
@@ -197,7 +195,6 @@ def steady_state() -> list[LabelledCase]:
 
 
 def comparisons(rows: Sequence[Row]) -> list[Row]:
-    """Return each of ours by each baseline, and the union by BROS, by kind of lengths, as far as they were run."""
     were_run = {(row["lengths"], row["policy"]) for row in rows}
     pairs = [*product(("bros", "aligned_slo"), COMPARED[:2]), ("aligned_slo", "bros")]
     return [
@@ -237,7 +234,6 @@ def _ratio(ours: float, theirs: float) -> float | None:
 
 
 def show(rows: Sequence[Row], comparisons: Sequence[Row]) -> None:
-    """Print all tables."""
     for part in dict.fromkeys(row["part"] for row in rows):
         means = over_seeds(pick(rows, part=part), ("lengths", "model", "rate", "wave", "costs", "policy"))
         print_table(means, {**COLUMNS, "num_runs": "runs"}, title=part)
@@ -246,7 +242,6 @@ def show(rows: Sequence[Row], comparisons: Sequence[Row]) -> None:
 
 
 def cases_of(*, is_quick: bool) -> list[LabelledCase]:
-    """Return the whole experiment, or the headline in little."""
     if is_quick:
         return headline(15.0, (1,))
     return [

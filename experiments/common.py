@@ -147,7 +147,6 @@ def run(
 
 
 def code_of(case: Case) -> str:
-    """Return the digest of the code that decides in a case."""
     return digests()[case.config.cluster.scheduling.policy]
 
 
@@ -162,7 +161,6 @@ def _figures(outcome: CaseResult, also: Callable[[SimulationResult], Row]) -> Ro
 
 
 def figures_of(result: SimulationResult) -> Row:
-    """Return the figures of a run, flat."""
     row: Row = {
         "duration_s": result.duration_s,
         "utilisation": max(worker.utilisation for worker in result.workers),
@@ -219,12 +217,10 @@ def _mean(rows: Sequence[Row], but: Sequence[str]) -> Row:
 
 
 def pick(rows: Iterable[Row], **labels: str | float) -> list[Row]:
-    """Return the rows with these labels."""
     return [row for row in rows if all(row[name] == value for name, value in labels.items())]
 
 
 def print_table(rows: Sequence[Row], columns: Mapping[str, str], *, title: str = "") -> None:
-    """Print these columns of the rows, by their headings."""
     table = Table(title=title or None, title_justify="left")
     for heading in columns.values():
         table.add_column(heading)
@@ -252,7 +248,6 @@ STEADY_FIGURES = (
 
 
 def chosen(rows: Iterable[Row], names: Iterable[str]) -> list[Row]:
-    """Return these fields of the rows, to five digits, for a record that can be read."""
     return [{name: _rounded(row[name]) for name in names if name in row} for row in rows]
 
 
@@ -290,12 +285,10 @@ class Options(NamedTuple):
     parts: tuple[str, ...] = ()  # likewise, where cases have that label
 
     def wants(self, labels: Mapping[str, Any]) -> bool:
-        """Return whether what has these labels is to run."""
         is_wanted = not self.policies or labels["policy"] in self.policies
         return is_wanted and (not self.parts or labels.get("part") in self.parts)
 
     def select(self, cases: Iterable[LabelledCase]) -> list[LabelledCase]:
-        """Return the parts that are to run."""
         return [case for case in cases if self.wants(case.labels)]
 
 

@@ -78,7 +78,6 @@ class Outcome(NamedTuple):
 
 
 def simulate(case: Case) -> Outcome:
-    """Run one of them."""
     line = f"{_CHAT}, rate={case.rate}"
     if case.documents:
         line += f"; be: {DOCUMENTS[case.documents]}"
@@ -110,7 +109,6 @@ def cases_of(name: str) -> list[Case]:
 
 
 def rows_of(name: str, outcomes: Mapping[Case, Outcome]) -> list[Row]:
-    """Return a row for each kind of documents and each rate."""
     rows = []
     for documents, rate in product(SHAPES[name].documents, SHAPES[name].rates):
         row: Row = {"shape": name, "documents": documents, "rate": rate, "duration_s": _DURATION_S}
@@ -145,7 +143,6 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def _share(mean: float, half_width: float | None) -> str:
-    """Return a share in percent, with its interval where that can be seen."""
     interval_percent = f"{100 * (half_width or 0.0):.1f}"
     return f"{100 * mean:.1f}" + (f" ± {interval_percent}" if interval_percent != "0.0" else "")
 

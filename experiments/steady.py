@@ -9,7 +9,6 @@ LEAST_COMPLETED = 0.95  # of arrivals, after the first fifth of their time
 
 
 def is_long(row: dict[str, Any]) -> bool:
-    """Return whether the requests of a row were sent for as long as a rate needs."""
     return float(row.get("sent_s") or 0.0) >= LEAST_S
 
 

@@ -109,7 +109,6 @@ def _source(name: str, seed: int, rate: float) -> str:
 
 
 def mixed_case(name: str, rate: float, policy: str, seed: int, duration_s: float) -> LabelledCase:
-    """Return real-time requests of the trace, best-effort ones of another beside them, on one worker."""
     trace = TRACES[name]
     best_effort = f"be: {trace.beside}, {trace.limit}, outstanding={_OUTSTANDING}"
     text = f"rt: {_source(name, seed, rate)}, {trace.objectives}; {best_effort}"
@@ -132,13 +131,11 @@ def separate_case(name: str, kernel: AttentionKernel, policy: str, seed: int, nu
 
 
 def mixed(seed: int) -> list[LabelledCase]:
-    """Return every trace at both rates."""
     points = [(name, rate, trace.window_s) for name, trace in TRACES.items() for rate in trace.rates]
     return [mixed_case(name, rate, policy, seed, window_s) for name, rate, window_s in points for policy in MIXED]
 
 
 def separate(seed: int, num_requests: int = 200) -> list[LabelledCase]:
-    """Return every trace, with both kinds of decode attention."""
     points = [(name, kernel) for name in TRACES for kernel in KERNELS]
     return [separate_case(*point, policy, seed, num_requests) for point in points for policy in APART]
 
@@ -154,7 +151,6 @@ def parts_of(*, is_quick: bool) -> list[list[LabelledCase]]:
 
 
 def verdicts(rows: Sequence[Row]) -> list[Row]:
-    """Return, at every point of the mix and for each figure, the union's value, the best other, and its policy."""
     means = over_seeds(pick(rows, part=MIX), ("trace", "rate", "policy"))
     found: list[Row] = []
     for trace, rate in dict.fromkeys((row["trace"], row["rate"]) for row in means):
@@ -175,7 +171,6 @@ def _verdict(figure: str, ours: Row, others: Sequence[Row]) -> Row:
 
 
 def show(rows: Sequence[Row], compared: Sequence[Row]) -> None:
-    """Print all tables."""
     mixes = over_seeds(pick(rows, part=MIX), ("trace", "rate", "policy"))
     print_table(mixes, {**COLUMNS, "num_runs": "runs"}, title=MIX)
     apart = over_seeds(pick(rows, part=SEPARATE), ("trace", "kernel", "policy"))

@@ -46,7 +46,6 @@ _ROLES = [target for target in Target if target not in (Target.ALL, Target.COMMA
 
 
 def accept() -> dict[str, Any]:
-    """Measure from the upload to the last line validated, and the way back."""
     with cluster_of("pocket") as (cluster, client):
         figures: dict[str, Any] = {"idle_mib": driver_mib(cluster)}
         for name, padding in (("short_lines", 0), ("long_lines", 3600)):
@@ -84,7 +83,6 @@ def accepted(cluster: KillCluster, client: BatchHttpClient, content: bytes) -> d
 
 
 def bookkeeping() -> dict[str, Any]:
-    """Measure the bookkeeping alone, and within a cluster."""
     alone = measure_bookkeeping(20_000, chat_file([(f"line-{n}", "spell otter") for n in range(20_000)], "pocket"))
     print("alone", alone, flush=True)
     num_lines = 3000
@@ -101,7 +99,6 @@ def bookkeeping() -> dict[str, Any]:
 
 
 def throughput() -> dict[str, Any]:
-    """Return the same short work by the engine alone, and as a batch."""
     count, prompt_len, output_len = _WORK
     with tempfile.TemporaryDirectory() as name:
         folder = make_opt_125m(Path(name) / "opt-125m")
@@ -123,7 +120,6 @@ def throughput() -> dict[str, Any]:
 
 
 def chat() -> dict[str, Any]:
-    """Measure a load that real time holds alone, then the same beside a batch."""
     with tempfile.TemporaryDirectory() as name:
         folder = make_opt_125m(Path(name) / "opt-125m")
         with cluster_of(str(folder), *options_of(settings_of("elastic"))) as (cluster, client):
@@ -147,7 +143,6 @@ def load(cluster: KillCluster, folder: Path, duration_s: float) -> dict[str, Any
 
 
 def completion_file(model: str, count: int, prompt_len: int, output_len: int) -> bytes:
-    """Make a file of lines with exactly these numbers of tokens."""
     bodies = [
         {
             "model": model,
@@ -165,18 +160,15 @@ def completion_file(model: str, count: int, prompt_len: int, output_len: int) ->
 
 @contextlib.contextmanager
 def cluster_of(model: str, *options: str) -> Iterator[tuple[KillCluster, BatchHttpClient]]:
-    """Start a cluster of its own."""
     with tempfile.TemporaryDirectory(prefix="batches-") as name, kill_cluster(Path(name), (model, *options)) as cluster:
         yield cluster, BatchHttpClient(cluster.url, patience_s=600.0)
 
 
 def driver_mib(cluster: KillCluster) -> float:
-    """Return memory that is the driver's alone."""
     return round(float(cluster.processes(Target.DRIVER)[-1].memory_full_info().uss) / (1 << 20), 1)
 
 
 def used_s(cluster: KillCluster) -> dict[str, float]:
-    """Return processor time by role."""
     return {role.value: sum(_cpu_s(process) for process in cluster.processes(role)) for role in _ROLES}
 
 

@@ -50,7 +50,6 @@ class Verdict(NamedTuple):
 
 
 def make_tasks(count: int) -> dict[str, PocketTask]:
-    """Make tasks by custom_id."""
     rng = random.Random(1)
     return {f"line-{number}": make_task(rng.choice(_SKILLS), rng) for number in range(count)}
 
@@ -65,7 +64,6 @@ def answered_alone(client: BatchHttpClient, tasks: dict[str, PocketTask], count:
 
 
 def run_schedule(cluster: KillCluster, schedule: KillSchedule, tasks: dict[str, PocketTask]) -> dict[str, Any]:
-    """Run one batch under fire."""
     client = BatchHttpClient(cluster.url)
     order = list(tasks)
     random.Random(schedule.seed).shuffle(order)
@@ -108,7 +106,6 @@ def run_schedule(cluster: KillCluster, schedule: KillSchedule, tasks: dict[str, 
 def judge(
     batch: dict[str, Any], output: list[dict[str, Any]], errors: list[dict[str, Any]], tasks: dict[str, PocketTask]
 ) -> Verdict:
-    """Compare the two result files with what was asked."""
     seen = Counter(line["custom_id"] for line in (*output, *errors))
     num_lost = sum(custom_id not in seen for custom_id in tasks)
     num_duplicated = sum(count - 1 for count in seen.values())
@@ -145,7 +142,6 @@ def run_all(folder: Path, seeds: range, records: dict[str, dict[str, Any]]) -> N
 
 
 def figures_of(records: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Sum up all recorded runs."""
     ordered = [records[seed] for seed in sorted(records, key=int)]
     faults = [fault for record in ordered for fault in record["faults"] if fault["batch_ran"] and fault["was_there"]]
     return {

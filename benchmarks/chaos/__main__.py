@@ -84,7 +84,6 @@ def _seeds(text: str) -> range:
 
 
 def _repeated(arguments: argparse.Namespace) -> str:
-    """Return the command that runs the same schedules, all of them."""
     seeds: range = arguments.seeds
     chosen = f"--covering {arguments.covering}" if arguments.covering else f"--seeds {seeds.start}:{seeds.stop}"
     return f"python -m benchmarks.chaos --stage {arguments.stage} {chosen}"
@@ -96,7 +95,6 @@ def _part(text: str) -> slice:
 
 
 def _enter_namespace() -> None:
-    """Start this program again with mounts of its own, where it may."""
     unshare = shutil.which("unshare")
     if _IN_NAMESPACE in os.environ or unshare is None:
         return

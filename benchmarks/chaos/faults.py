@@ -28,7 +28,6 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def inflict(site: Site, fault: ChaosFault) -> bool:
-    """Bring a fault about and undo it, which takes its duration. False: there was no such process, or no right to."""
     if not when_true(lambda: site.pid(fault.target) is not None, _STARTS_S):
         return False
     with contextlib.suppress(ProcessLookupError), _FAULTS[fault.hit](site, fault.target) as is_there:
@@ -38,7 +37,6 @@ def inflict(site: Site, fault: ChaosFault) -> bool:
 
 
 def kill_and_wait(site: Site, target: Target) -> None:
-    """Kill the process of this role, and return as soon as the next one has begun to start."""
     former = site.pid(target)
     with contextlib.suppress(ProcessLookupError), _killed(site, target):
         when_true(lambda: site.pid(target) not in (None, former), _STARTS_S, 0.005)
@@ -83,7 +81,6 @@ def _slow(site: Site, target: Target) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def _cut(site: Site, target: Target) -> Iterator[bool]:
-    """Shut down every link of the process again and again; nobody finds its socket meanwhile."""
     pid, path = site.pid(target), site.socket_path(target)
     hidden = path.with_suffix(".hidden")
     with contextlib.suppress(FileNotFoundError):
@@ -146,8 +143,6 @@ def _no_files(site: Site, target: Target) -> Iterator[bool]:
 
 
 def _full(folder_of: Callable[[Site], Path]) -> Callable[[Site, Target], AbstractContextManager[bool]]:
-    """Return the fault of a full file system, in which the process is killed and has to start."""
-
     @contextlib.contextmanager
     def inflicted(site: Site, target: Target) -> Iterator[bool]:
         folder = folder_of(site)
@@ -184,7 +179,6 @@ def _clock(shift_s: float) -> Callable[[Site, Target], AbstractContextManager[bo
 
 @contextlib.contextmanager
 def _repeated(turn: Callable[[], object], pause_s: float) -> Iterator[None]:
-    """Take a turn again and again, on a thread, until the block ends or the process is gone."""
     is_over = Event()
 
     def run() -> None:

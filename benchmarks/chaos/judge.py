@@ -37,13 +37,11 @@ class Outcome:
     arenas_left: int = 0
 
     def add(self, ending: Ending, message: str = "") -> None:
-        """Count one answer."""
         self.endings[ending.value] = self.endings.get(ending.value, 0) + 1
         if message:
             self.messages.append(message[:300])
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain values."""
         return asdict(self)
 
 

@@ -29,7 +29,6 @@ class Question(NamedTuple):
     max_tokens: int
 
     def body(self, model: str) -> dict[str, Any]:
-        """Return the request to this model."""
         return {
             "model": model,
             "prompt": list(self.prompt),
@@ -40,7 +39,6 @@ class Question(NamedTuple):
 
 
 def questions(count: int = _NUM_QUESTIONS, seed: int = 0) -> tuple[Question, ...]:
-    """Return the questions of every burst, the same for the same seed."""
     rng = random.Random(f"questions/{seed}")
     return tuple(
         Question(tuple(rng.randrange(10, 500) for _ in range(rng.randrange(3, 160))), rng.randrange(16, 49))
@@ -73,7 +71,6 @@ class Stream:
 
 
 async def ask_stream(client: httpx.AsyncClient, stream: Stream, model: str) -> None:
-    """Ask, and read to the end. Never raises for what the server does."""
     headers = {"x-request-id": stream.client_id}
     stream.sent_s = time.monotonic()
     try:
@@ -116,7 +113,6 @@ class Load:
         self._client = httpx.AsyncClient(base_url=site.url, timeout=_ANSWER_S, limits=limits)
 
     def burst(self, count: int = 4) -> list[Stream]:
-        """Ask `count` questions at once."""
         asked = list(self._answers)
         began = len(self.streams)
         for number in range(began, began + count):
@@ -131,7 +127,6 @@ class Load:
             await asyncio.wait(self._tasks, timeout=timeout_s)
 
     async def judge(self, outcome: Outcome) -> None:
-        """Wait for all, and add how they ended."""
         await self.settle()
         for stream, task in zip(self.streams, self._tasks, strict=True):
             if not task.done():
@@ -145,7 +140,6 @@ class Load:
         await self._client.aclose()
 
     def phases_at(self, at_s: float) -> list[str]:
-        """Return the phases in which open requests were at this time, as far as the gateway knows their courses."""
         found: Counter[str] = Counter()
         for stream in self.streams:
             for name, start_s, end_s in course_of(self._site, stream):
@@ -177,7 +171,6 @@ class BatchLoad:
         self._answers = answers
 
     def run(self, outcome: Outcome) -> None:
-        """Submit it, wait for its end, and add what came of it."""
         lines = [
             {"custom_id": custom_id, "method": "POST", "url": _ENDPOINT, "body": question.body(self._model)}
             for custom_id, question in self._lines.items()

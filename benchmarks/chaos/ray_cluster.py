@@ -37,54 +37,43 @@ class RayCluster:
 
     @property
     def url(self) -> str:
-        """See Site."""
         return self._cluster.url
 
     @property
     def run_folder(self) -> Path:
-        """See Site."""
         return next((path.parent for path in self._folder.glob("run/*/router.sock")), self._folder / "run")
 
     @property
     def log_folder(self) -> Path:
-        """See Site."""
         return self.run_folder / "logs"
 
     def start(self) -> None:
-        """See Site."""
         self._cluster.start()
 
     def stop(self) -> None:
-        """See Site."""
         self._cluster.stop()
 
     def pid(self, target: Target) -> int | None:
-        """See Site."""
         found = self._cluster.processes(kill_schedules.Target(target.value))
         return found[-1].pid if found else None
 
     def socket_path(self, target: Target) -> Path:
-        """See Site."""
         return self.run_folder / f"{_SOCKETS.get(target, target.value)}.sock"
 
     def clock_path(self, target: Target) -> Path | None:
-        """See Site."""
         return None
 
     def drain(self, target: Target, *, begins: bool) -> None:
         """See Site."""
 
     def arenas(self) -> list[Path]:
-        """See Site."""
         return sorted(arena_folder().glob(f"alignedserve-{self.run_folder.name}-*"))
 
     def tail(self) -> str:
-        """See Site."""
         return tail_of(self.log_folder)
 
 
 def tail_of(folder: Path) -> str:
-    """Return the last lines of every log in a folder."""
     lines = []
     for path in sorted(folder.glob("*.log")):
         lines += [f"--- {path.name}", *path.read_text(errors="replace").splitlines()[-6:]]

@@ -45,7 +45,6 @@ class RoomPlan(NamedTuple):
 
 
 def forking() -> Any:
-    """Return the context whose server has imported what rooms need."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(_PRELOADED))
     return context
@@ -66,26 +65,22 @@ class RoomProcess:
         self._watcher = threading.Thread(target=self._watch, name=self.name, daemon=True)
 
     def start(self) -> None:
-        """Start it, and watch it."""
         self._launch()
         self._watcher.start()
 
     @property
     def pid(self) -> int:
-        """Return the id of the process that was started last."""
         process = self._process
         assert process is not None, "asked before it was started"
         assert process.pid is not None, "a started process has an id"
         return process.pid
 
     def order(self, method: str, *arguments: Any) -> None:
-        """Let the actor call one of its methods; a process that is not there does not hear of it."""
         with self._lock, contextlib.suppress(OSError, ValueError):
             if self._orders is not None:
                 self._orders.send_bytes(json.dumps([method, arguments]).encode())
 
     def stop(self) -> None:
-        """End it for good."""
         self._is_stopping.set()
         while self._watcher.is_alive():  # it may be starting the next one at this moment
             process = self._process
@@ -143,7 +138,6 @@ def _are_models(argument: tuple[Any, ...]) -> bool:
 
 
 def _shift_clock(plan: RoomPlan) -> None:
-    """Let the wall clock of this process run as far from the true one as its file says."""
     path, true_time = plan.spec.addresses.folder / f"{plan.spec.name}.clock", time.time
     path.touch()
     file = path.open("r")

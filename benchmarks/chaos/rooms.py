@@ -60,7 +60,6 @@ class _Rooms(ActorFactory):
     """Plans the same processes as a cluster has, for a host without Ray."""
 
     def plans(self, node: PreparedNode, state: SharedState) -> list[RoomPlan]:
-        """Return what each process is made of."""
         planned = self._processes(node, state, drives_batches=True)
         return [
             RoomPlan(
@@ -74,7 +73,6 @@ class _Rooms(ActorFactory):
 
 
 def rooms_config(model: Path, port: int) -> ClusterConfig:
-    """Configure one process of each kind, small and quick to start. Loops retry for longer than faults last."""
     return resolve_policy(
         ClusterConfig(
             topology=Topology.DISAGGREGATED,
@@ -122,7 +120,6 @@ class Rooms:
         self._processes: dict[str, RoomProcess] = {}
 
     def start(self) -> None:
-        """Start everything; return when it is ready."""
         config = self._configure(self.port)
         prepare_records(self.state_folder / RECORDS)
         served = resolve_model(config.model, EngineConfig(kv_cache_dtype=config.engine.kv_cache_dtype))
@@ -150,7 +147,6 @@ class Rooms:
         return rooms_config(_write_model(self.folder / "served"), port)
 
     def stop(self) -> None:
-        """End everything."""
         for process in self._processes.values():
             process.stop()
         for path in self.arenas():
@@ -170,7 +166,6 @@ class Rooms:
         return None if room is None else room.pid
 
     def name(self, target: Target) -> str:
-        """Return the name of the process of this role."""
         return _NAMES[target]
 
     def socket_path(self, target: Target) -> Path:
@@ -178,7 +173,6 @@ class Rooms:
         return self.run_folder / f"{self.name(target)}.sock"
 
     def clock_path(self, target: Target) -> Path | None:
-        """Return the file that says how far the clock of this process is from the true one."""
         return self.run_folder / f"{self.name(target)}.clock"
 
     def drain(self, target: Target, *, begins: bool) -> None:
@@ -191,20 +185,16 @@ class Rooms:
     # --- what is seen from outside
 
     def is_ready(self) -> bool:
-        """Return whether /ready says so."""
         return ask(self, "/ready")[0] == 200
 
     def arenas(self) -> list[Path]:
-        """Return this cluster's files in shared memory."""
         return sorted(arena_folder().glob(f"alignedserve-{self.run_folder.name}-*"))
 
     def tail(self) -> str:
-        """See Site."""
         return tail_of(self.log_folder)
 
 
 def _write_model(folder: Path) -> Path:
-    """Write a folder with the shipped model's config and tokenizer, to be served with random weights."""
     folder.mkdir(exist_ok=True)
     for name in _OF_MODEL:
         shutil.copy(pocket_folder() / name, folder / name)

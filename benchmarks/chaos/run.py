@@ -41,7 +41,6 @@ class Calm:
 
     @classmethod
     def of(cls, site: Site) -> "Calm":
-        """Look at a site that has just started."""
         answers = undisturbed(site, questions())
         return cls(answers, asyncio.run(_undisturbed_windows(site, answers)), len(site.arenas()))
 
@@ -50,7 +49,6 @@ class Stage:
     """A site that is up, and is made anew after a schedule that failed."""
 
     def __init__(self, make: Callable[[Path], Site]) -> None:
-        """`make`: a site that keeps its files in this folder."""
         self._make = make
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._site: Site | None = None
@@ -58,7 +56,6 @@ class Stage:
         self._num_run = 0
 
     def run(self, schedule: ChaosSchedule) -> dict[str, Any]:
-        """Run one schedule and return its record."""
         if self._site is None or self._num_run >= _SCHEDULES_PER_SITE:
             self._open()
         site, calm = self._site, self._calm
@@ -82,7 +79,6 @@ class Stage:
         return record
 
     def close(self) -> None:
-        """End the site. May be repeated."""
         site, self._site = self._site, None
         folder, self._folder = self._folder, None
         if site is not None:
@@ -111,7 +107,6 @@ class _Run:
         self._load = Load(site, calm.answers, label)
 
     async def run(self) -> tuple[Outcome, list[dict[str, Any]]]:
-        """Return what came of it, and of every fault whether it happened and in which phases requests were then."""
         outcome = Outcome()
         batch = asyncio.create_task(asyncio.to_thread(BatchLoad(self._site, self._calm.answers).run, outcome))
         if self._schedule.faults[0].phase is not Phase.IDLE:
@@ -144,7 +139,6 @@ class _Run:
         return at_s, was_there
 
     async def _until(self, fault: ChaosFault) -> None:
-        """Wait for the phase of a fault, in a load made for it."""
         if fault.phase is Phase.IDLE:
             await self._load.settle(_LONGEST_WAIT_S)
         elif fault.phase is Phase.STARTING:
@@ -173,13 +167,11 @@ class _Run:
                 await asyncio.sleep(0.002)
 
     def _moment(self, phase: Phase) -> float:
-        """Return a moment after a burst at which some request is in this phase, if nothing delays it."""
         windows = self._calm.windows.get(phase) or [(0.0, 0.03)]
         start_s, end_s = self._rng.choice(windows)
         return self._rng.uniform(start_s, end_s)
 
     def _recovers(self) -> float | None:
-        """Return how long after the last fault a new request has its exact answer; None: too long, or a wrong one."""
         question = next(iter(self._calm.answers))
         began_s = time.monotonic()
         while time.monotonic() - began_s < RECOVERS_S:
@@ -204,7 +196,6 @@ class _Run:
 
 
 async def _undisturbed_windows(site: Site, answers: dict[Question, str]) -> Windows:
-    """Return when after a burst its requests are in which phase, with nothing hurt."""
     load = Load(site, answers, "undisturbed")
     burst = load.burst()
     await load.settle()

@@ -102,12 +102,10 @@ def _timed(rng: random.Random, target: Target, hit: Hit, phase: Phase) -> ChaosF
 
 
 def pairs_of(fault: ChaosFault) -> frozenset[Pair]:
-    """Return the pairs of target, hit and phase that a fault brings together."""
     return frozenset({(fault.target, fault.hit), (fault.target, fault.phase), (fault.hit, fault.phase)})
 
 
 def all_pairs() -> frozenset[Pair]:
-    """Return every pair that is possible."""
     hits = set(itertools.product(Target, Hit))
     return frozenset({*hits, *itertools.product(Target, Phase), *itertools.product(Hit, Phase)})
 
@@ -125,7 +123,6 @@ def covering(count: int, seed: int = 0) -> tuple[ChaosSchedule, ...]:
 
 
 def _covering_faults(rng: random.Random) -> list[ChaosFault]:
-    """Choose faults greedily, each the one of some candidates with the most pairs that are not covered yet."""
     missing, chosen = set(all_pairs()), []
     while missing:
         begun = min(missing, key=lambda pair: (str(pair[0]), str(pair[1])))  # so that every turn covers one
@@ -138,7 +135,6 @@ def _covering_faults(rng: random.Random) -> list[ChaosFault]:
 
 
 def _with_pair(rng: random.Random, pair: Pair) -> ChaosFault:
-    """Draw a fault with this pair in it."""
     target, hit, phase = rng.choice(list(Target)), rng.choice(list(Hit)), rng.choice(list(Phase))
     for one in pair:
         target = one if isinstance(one, Target) else target
@@ -163,7 +159,6 @@ def shrink(schedule: ChaosSchedule, fails: Callable[[ChaosSchedule], bool]) -> C
 
 
 def _fewest(faults: tuple[ChaosFault, ...], fails: Callable[[tuple[ChaosFault, ...]], bool]) -> tuple[ChaosFault, ...]:
-    """Delta debugging: leave out ever smaller parts for as long as the rest fails."""
     size = max(len(faults) // 2, 1)
     while len(faults) > 1:
         rest = next((rest for rest in _without_one_part(faults, size) if fails(rest)), None)
@@ -181,7 +176,6 @@ def _without_one_part(faults: tuple[ChaosFault, ...], size: int) -> Iterable[tup
 
 
 def _simpler(fault: ChaosFault) -> Sequence[ChaosFault]:
-    """Return simpler faults, the simplest first: no pause, the shortest duration of its kind."""
     shortest_s = _DURATIONS_S.get(fault.hit, _OTHERS_S)[0]
     options = [
         replace(fault, pause_s=0.0, duration_s=shortest_s),

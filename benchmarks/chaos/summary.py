@@ -8,7 +8,6 @@ _LONGEST = 5  # recoveries that are named
 
 
 def summary_of(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return counts over all records, and the failed ones whole, except their logs."""
     faults = [(record, fault) for record in records for fault in record["faults"] if fault["was_there"]]
     endings: Counter[str] = Counter()
     for record in records:

@@ -40,7 +40,6 @@ class Taken(NamedTuple):
 
 
 def measure(command: list[str]) -> Taken:
-    """Run a command to its end."""
     began_s = time.monotonic()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)

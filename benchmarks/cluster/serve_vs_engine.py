@@ -45,7 +45,6 @@ class System(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Return its key among the figures."""
         return self.topology if self.num_workers is None else f"{self.topology}, decode.count={self.num_workers}"
 
 

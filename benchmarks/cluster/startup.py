@@ -86,14 +86,12 @@ class Observer(threading.Thread):
 
 
 def name_of(process: psutil.Process) -> str:
-    """Return what a process calls itself, or its program and script."""
     command = process.cmdline()
     words = [word.rpartition("/")[2] for word in command if not word.startswith("-")]
     return " ".join(words[: 2 if words[0].startswith("python") else 1]) if words else process.name()
 
 
 def ask(port: int, question: str = "What is the capital of France?") -> str:
-    """Return the answer to a question."""
     message = {"role": "user", "content": question}
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=10) as listed:
         model = json.load(listed)["data"][0]["id"]
@@ -121,7 +119,6 @@ def memory_bytes(root: psutil.Process) -> dict[str, int]:
 
 
 def measure(arguments: list[str], checkout: Path, num_times: int) -> Start:
-    """Measure one start of a checkout. `num_times`: that the long question says what it says."""
     port = free_port()
     command = [ALIGNEDSERVE, "serve", *arguments, "--port", str(port)]
     began_s = time.monotonic()
@@ -147,7 +144,6 @@ def measure(arguments: list[str], checkout: Path, num_times: int) -> Start:
 
 
 def figures_of(starts: list[Start]) -> dict[str, Any]:
-    """Return what several starts say."""
     total, later = (
         [sum(memory.values()) / 2**20 for memory in memories]
         for memories in zip(*((start.memory, start.memory_later) for start in starts), strict=True)

@@ -41,7 +41,6 @@ _SETTLED_S, _BACK_S = 4.0, 90.0
 
 
 def calls(max_tokens: int, seed: int) -> list[CompletionCall]:
-    """Return completions of prompts that all differ."""
     rng = random.Random(seed)
     prompts = [" ".join(f"{rng.randrange(1000)}" for _ in range(_WORDS)) for _ in range(_NUM_STREAMS)]
     fields = {"model": "pocket", "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
@@ -78,7 +77,6 @@ def pause_s(outcome: CompletionOutcome, killed_s: float) -> float:
 
 
 async def measure(cluster: KillCluster, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return what every loss did."""
     rows: list[dict[str, Any]] = []
     async with OpenAiClient(url=cluster.url) as client:
         whole = await settled_blocks(client)
@@ -117,7 +115,6 @@ async def settled_blocks(client: OpenAiClient) -> int:
 
 
 async def restored(client: OpenAiClient, whole: int) -> None:
-    """Wait until all workers serve again."""
     deadline_s = time.monotonic() + _BACK_S
     while await num_blocks(client) < whole:
         if time.monotonic() > deadline_s:
@@ -126,7 +123,6 @@ async def restored(client: OpenAiClient, whole: int) -> None:
 
 
 async def num_blocks(client: OpenAiClient) -> int:
-    """Return the blocks of all workers that the router knows."""
     page = (await client.get("/metrics")).decode()
     return sum(
         int(float(line.split()[1])) for line in page.splitlines() if line.startswith("alignedserve_worker_blocks{")

@@ -63,7 +63,6 @@ def main() -> None:
 
 
 def measure_workload(options: argparse.Namespace, case: Suited, device: str) -> dict[str, Any]:
-    """Return the round of the median time."""
     spec = EngineBenchmarkSpec(
         model=case.model,
         groups=parse_workload(case.workload, options.seed),
@@ -82,7 +81,6 @@ def measure_workload(options: argparse.Namespace, case: Suited, device: str) -> 
 
 
 def measure_iterations(options: argparse.Namespace, case: Suited, device: str) -> dict[str, Any]:
-    """Return single iterations, which are measured often enough in one round."""
     if options.quantization is not None or options.kv_cache_dtype != "auto" or options.tensor_parallel > 1:
         raise ConfigError("single iterations are of one rank in its own dtype; name a --workload.")
     spec = replace(

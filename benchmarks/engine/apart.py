@@ -8,7 +8,6 @@ from benchmarks.engine.workloads import parse_workload
 
 
 def output_tokens_per_s(workload: str, shape: str = "opt-125m", dtype: str = "bfloat16") -> float:
-    """Run the workload once."""
     spec = EngineBenchmarkSpec(model=shape, groups=parse_workload(workload), dtype=dtype)
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(run_engine_benchmark, (spec,)).output_tokens_per_s

@@ -48,17 +48,14 @@ class EngineBenchmarkSpec:
 
     @property
     def has_random_blocks(self) -> bool:
-        """Return whether the weights are random ones in the blocks of GGUF files."""
         return self.quantization in BLOCK_TYPES and self.model in SHAPES and self.device == "cpu"
 
     @property
     def cache_dtype(self) -> str:
-        """Return the dtype of keys and values."""
         return self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
 
     @property
     def max_context_len(self) -> int:
-        """Return the longest prompt and output together."""
         return max(group.prompt_len + group.output_len for group in self.groups)
 
     @property

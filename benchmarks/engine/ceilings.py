@@ -30,19 +30,16 @@ class ProductClock:
         self.head_rows: Counter[int] = Counter()  # language-model heads by the number of sampled rows
 
     def reset(self) -> None:
-        """Forget what was noted."""
         self.seconds = 0.0
         self.layer_rows.clear()
         self.head_rows.clear()
 
     def note_pass(self, rows: int, seconds: float, *, has_head: bool) -> None:
-        """Note the products of a pass that computed all layers, and perhaps the head, in one call."""
         self.seconds += seconds
         self.layer_rows[rows] += 1
         self.head_rows[rows] += has_head
 
     def watch(self, weights: DecoderWeights) -> DecoderWeights:
-        """Return the same weights, whose products are timed."""
         layers = [self._watch_layer(layer) for layer in weights.layers]
         layers[0] = replace(layers[0], qkv=_TimedProjection(weights.layers[0].qkv, self, self.layer_rows))
         return replace(weights, layers=tuple(layers), lm_head=_TimedProjection(weights.lm_head, self, self.head_rows))
@@ -96,7 +93,6 @@ class Ceilings:
 
 @torch.inference_mode()
 def measure_ceilings(weights: DecoderWeights, clock: ProductClock, bytes_per_step: int, num_steps: int) -> Ceilings:
-    """Time the products of exactly the shapes that the clock saw, on the plain `weights`."""
     dtype = weights.embedding.dtype
     floor_s = _floor(weights.layer_projections, clock.layer_rows, dtype)
     floor_s += _floor((weights.lm_head,), clock.head_rows, dtype)

@@ -91,15 +91,12 @@ class StandInModel:
         self._logits = torch.zeros((num_rows, config.vocab_size))
 
     def forward(self, batch: Any, storage: Any) -> Tensor:
-        """See Decoder."""
         return self._hidden[: len(batch.token_ids)]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """See Decoder."""
         return self._logits[: len(hidden)]
 
     def decode(self, batch: Any, storage: Any) -> None:
-        """See Decoder."""
         return
 
     def finish_step(self) -> None:
@@ -115,12 +112,10 @@ class StandInKernels:
         self._chosen = torch.ones(num_rows, dtype=torch.int64), torch.ones(num_rows, dtype=torch.bool)
 
     def sample_tokens(self, logits: Tensor, parameters: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """See kernels.gpu.token_sampling."""
         return self._chosen[0][: len(logits)], self._chosen[1][: len(logits)]
 
 
 def replayed(work: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """Capture a step: its replay takes no time."""
     result = work()
     return lambda: result
 
@@ -133,13 +128,10 @@ class Parts:
         self._now: dict[str, float] = defaultdict(float)
 
     def end_step(self) -> None:
-        """Begin another step."""
         self.steps.append(dict(self._now))
         self._now.clear()
 
     def timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the call, which adds to a part."""
-
         def run(*args: Any, **more: Any) -> Any:
             started = time.thread_time()
             try:
@@ -158,7 +150,6 @@ class Calls:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Count those of a step within the body."""
         number = 0
 
         def note(_frame: Any, event: str, _argument: Any) -> None:
@@ -184,8 +175,6 @@ class Setup(NamedTuple):
 
 @contextmanager
 def stand_ins(num_rows: int) -> Iterator[None]:
-    """Put stand-ins in the place of the planner's choice, of the sampling kernel and of copies within the GPU."""
-
     def planner(_name: str, table: Any, storage: BlockStorage, config: ModelConfig, *_: Any) -> GpuPlanner:
         return GpuPlanner(table, storage, None, config.group_size, num_programs=PROGRAMS)
 
@@ -204,7 +193,6 @@ def stand_ins(num_rows: int) -> Iterator[None]:
 
 
 def made(num_rows: int, context_len: int, sampling: SamplingParams, *, is_spread: bool) -> Setup:
-    """Make a worker, whose requests have come."""
     config = parse_model_config(SHAPE)
     num_blocks = num_rows * (context_len // BLOCK_SIZE + _SPARE_BLOCKS)
     num_lent = num_rows
@@ -269,7 +257,6 @@ def measure(
 
 
 def calls_of(num_rows: int, context_len: int, kind: str) -> int:
-    """Return the median of calls in such a step."""
     calls = Calls()
     _run(num_rows, context_len, kind, COUNTED_STEPS, calls=calls)
     return round(statistics.median(calls.of_steps[-COUNTED_STEPS:]))
@@ -285,7 +272,6 @@ def _run(
     calls: Calls | None = None,
     turn: Callable[[], None] = lambda: None,
 ) -> list[float]:
-    """Run steps, after some to warm up, and return their seconds; note their parts, or count their calls."""
     filters = {"temperature": 0.7, "top_p": 0.9, "seed": 1} if kind == RANDOM else {"temperature": 0.0}
     sampling = SamplingParams(max_tokens=1000, ignore_eos=True, **filters)  # type: ignore[arg-type]
     with stand_ins(num_rows), torch.inference_mode():

@@ -87,7 +87,6 @@ class PeerProcess:
         self._board = LinkManager(Identity(Role.ROUTER, "router", SECRET), Codec(union), self)
 
     async def run(self) -> None:
-        """Run until every request is done."""
         await self._board.listen(f"unix:{self._folder}/router.sock")
         async with asyncio.timeout(600):
             await self._done.wait()
@@ -99,7 +98,6 @@ class PeerProcess:
         """Handle the link's event (see LinkHandler)."""
 
     def on_message(self, peer: Peer, message: Message) -> None:
-        """Handle the link's event (see LinkHandler)."""
         match message:
             case WorkerRegistered():
                 for number in range(NUM_REQUESTS):
@@ -118,7 +116,6 @@ class PeerProcess:
 
 
 def play_peer(folder: Path, prompt_len: int) -> None:
-    """Play the peer in the other process."""
     uvloop.run(_play(folder, prompt_len))
 
 
@@ -169,7 +166,6 @@ async def _serve(folder: Path, peer: Any) -> tuple[list[tuple[float, float, int]
 
 
 def _stamp_forward_passes(executor: ModelExecutor) -> list[tuple[float, float, int]]:
-    """Note (begin, end, tokens) of every pass, from entering the decoder to having the logits, or the highest alone."""
     model: Any = executor._engine.model
     forward, logits, decode, decode_highest = model.forward, model.logits, model.decode, model.decode_highest
     stamps: list[tuple[float, float, int]] = []

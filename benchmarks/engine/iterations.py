@@ -149,7 +149,6 @@ class _IterationBenchmark:
         return _at_most(DECODE, _named(self._decodes), self._seconds(self._decodes), bound, _DECODE_RATIO)
 
     def prefill(self) -> IterationRow:
-        """Return the share of a large product's rate that all arithmetic reaches."""
         config = self._config
         (chunk,) = self._prompt.chunks
         num_pairs = chunk.num_tokens * (chunk.num_tokens + 1) // 2
@@ -161,7 +160,6 @@ class _IterationBenchmark:
         return _at_least(PREFILL, f"{chunk.num_tokens} tokens", self._seconds(self._prompt), bound, _PREFILL_SHARE)
 
     def decode_beside_copies(self, *, is_listed: bool = False) -> IterationRow:
-        """Return the same decodes alone and beside both directions, which go on all the time, by turns."""
         alone: list[float] = []
         beside: list[float] = []
         lists = self._driver_lists if is_listed else self._lists
@@ -190,7 +188,6 @@ class _IterationBenchmark:
 
 
 def _attention_operations(config: ModelConfig, num_pairs: int) -> int:
-    """Return the operations of a query with a key and a value: two operations each per element."""
     return 4 * num_pairs * config.query_width * config.num_layers
 
 
@@ -204,14 +201,12 @@ class _Bound(NamedTuple):
 
 
 def _at_most(kind: str, sizes: str, seconds: float, bound: _Bound, limit: float) -> IterationRow:
-    """Return a row whose target is at most this many times the bound."""
     ratio = seconds / bound.seconds
     times = (seconds * 1e3, bound.what, bound.seconds * 1e3)
     return IterationRow(kind, f"{kind}, {sizes}", *times, ratio, f"at most {limit}", ratio <= limit)
 
 
 def _at_least(kind: str, sizes: str, seconds: float, bound: _Bound, limit: float) -> IterationRow:
-    """Return a row whose target is at least this share of the bound."""
     share = bound.seconds / seconds
     times = (seconds * 1e3, bound.what, bound.seconds * 1e3)
     return IterationRow(kind, f"{kind}, {sizes}", *times, share, f"at least {limit}", share >= limit)

@@ -37,7 +37,6 @@ def started_ranks(spec: RankEngineSpec, *, uses_process_group: bool = False) -> 
 
 
 def rank_spec(spec: EngineBenchmarkSpec, config: ModelConfig) -> RankEngineSpec:
-    """Return the engine of each rank, with the threads that this process has now."""
     folder = None if spec.model in SHAPES else model_path(spec.model)
     return RankEngineSpec(
         model=ModelSpec(config, folder, spec.dtype, spec.quantization, spec.seed),

@@ -71,7 +71,6 @@ def run_engine_benchmark(spec: EngineBenchmarkSpec) -> EngineBenchmarkResult:
 
 
 def _run_ranks(spec: EngineBenchmarkSpec) -> EngineBenchmarkResult:
-    """Run the workload on several ranks, without ceilings: what products take is known of one rank alone."""
     config = config_of(spec.model)
     check_tensor_parallel(config, spec.tensor_parallel)
     _check_context(config, spec)
@@ -124,7 +123,6 @@ def _warm_up(engine: Engine, spec: EngineBenchmarkSpec) -> None:
 
 
 def peak_rss_bytes() -> int:
-    """Return the most memory that this process has held."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -187,7 +185,6 @@ class WorkloadRun:
     _running: dict[RequestId, _ActiveRequest] = field(default_factory=dict)
 
     def run(self) -> None:
-        """Run every request to its end."""
         waiting = deque(self._requests())
         allocator = BlockAllocator(self.engine.storage.num_blocks)
         while waiting or self._running:

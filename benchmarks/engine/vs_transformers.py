@@ -44,7 +44,6 @@ def main() -> None:
 
 
 def make_contenders(reference: Any, folder: str) -> dict[str, Callable[[], None]]:
-    """Make the contenders, by name. Each call generates BATCH x OUTPUT_LEN tokens."""
     spec = EngineBenchmarkSpec(model=folder, groups=(RequestGroup(BATCH, PROMPT_LEN, OUTPUT_LEN),))
     engine = make_engine(load_decoder(folder, "float32"), spec)
     prompts = torch.randint(4, reference.config.vocab_size, (BATCH, PROMPT_LEN))
@@ -63,7 +62,6 @@ def make_contenders(reference: Any, folder: str) -> dict[str, Callable[[], None]
 
 
 def make_report(seconds: dict[str, list[float]]) -> dict[str, object]:
-    """Return medians, the ratio, and what is needed to repeat the measurement."""
     tokens_per_s = {name: BATCH * OUTPUT_LEN / statistics.median(values) for name, values in seconds.items()}
     best = max(value for name, value in tokens_per_s.items() if name != "alignedserve")
     return {

@@ -44,7 +44,6 @@ def parse_workload(text: str, seed: int = 0) -> tuple[RequestGroup, ...]:
 
 
 def _log_normal_lengths(seed: int) -> tuple[RequestGroup, ...]:
-    """Draw lengths with the medians and 95th percentiles above; outputs have their 95th percentile at the limit."""
     generator = np.random.default_rng(seed)
     prompts = _log_normal(generator, _W4_PROMPT_MEDIAN, _W4_PROMPT_P95).clip(4, _W4_PROMPT_LIMIT)
     outputs = _log_normal(generator, _W4_OUTPUT_MEDIAN, _W4_OUTPUT_LIMIT).clip(1, _W4_OUTPUT_LIMIT)

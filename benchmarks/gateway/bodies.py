@@ -37,7 +37,6 @@ _NUM_SENDERS = 4
 
 
 def bodies() -> dict[str, tuple[str, dict[str, Any]]]:
-    """Return a path and a body of each kind."""
     spaces, words = " " * _NUM_BYTES, "some words " * (_NUM_BYTES // 11)
     one = {"role": "user", "content": "hi " * 300}
     return {
@@ -60,7 +59,6 @@ def _request(path: str, fields: dict[str, Any]) -> bytes:
 
 
 async def _gaps(port: int, max_tokens: int) -> list[float]:
-    """Return the seconds between the tokens of one stream."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     fields = {"prompt": "hi", "stream": True, "max_tokens": max_tokens, "ignore_eos": True}
     writer.write(_request("/v1/completions", fields))
@@ -75,8 +73,6 @@ async def _gaps(port: int, max_tokens: int) -> list[float]:
 
 
 def read_streams(port: int, streams: int, max_tokens: int, results: "multiprocessing.Queue[list[float]]") -> None:
-    """Read all streams at once; put all gaps."""
-
     async def run() -> list[float]:
         read = await asyncio.gather(*(_gaps(port, max_tokens) for _ in range(streams)))
         return [gap for gaps in read for gap in gaps]
@@ -138,7 +134,6 @@ async def _measured(port: int, streams: int, max_tokens: int) -> dict[str, float
 
 
 def _stolen_s() -> float:
-    """Return how long this machine's processors have been another's, where it shares them and its system says so."""
     return float(getattr(psutil.cpu_times(), "steal", 0.0))
 
 

@@ -73,7 +73,6 @@ class Runner:
         self._deadline_s = time.monotonic() + total_s
 
     def run(self, shares: Sequence[TimeShare]) -> None:
-        """Run all parts, within the time that is left."""
         for index, share in enumerate(shares):
             left_s = self._deadline_s - time.monotonic()
             limit_s = max(1.0, left_s * share.weight / sum(one.weight for one in shares[index:]))
@@ -99,7 +98,6 @@ class Runner:
         print(f"   {seconds:.0f} s, {'; '.join((*ended.failures, *ended.left_out)) or 'went through'}", flush=True)
 
     def _take(self, part: str, folder: Path) -> dict[str, Any]:
-        """Return the figures of the part, as far as it came; its file is kept."""
         found = folder / f"gpu_{part}.json"
         try:
             figures: dict[str, Any] = json.loads(found.read_text())["figures"]
@@ -138,7 +136,6 @@ def main() -> int:
 
 
 def _chosen_parts(names: str | None, parser: argparse.ArgumentParser, *, is_toy: bool) -> Sequence[TimeShare]:
-    """Return the wanted parts; ends the program if a name is unknown."""
     if names is None:
         return PARTS if is_toy else (TESTS, *PARTS)
     asked = list(dict.fromkeys(names.split(",")))

@@ -60,7 +60,6 @@ class Load:
 
     @property
     def slo(self) -> Slo:
-        """Return the objectives of chat."""
         return Slo(ttft_s=self.ttft_s, tpot_s=self.tpot_s)
 
     def within(self, seconds: float) -> "Load":
@@ -99,7 +98,6 @@ class Traffic:
     """Sends the requests of one worker's phases."""
 
     def __init__(self, load: Load, gateway: TimedGateway, require_alive: Callable[[], None]) -> None:
-        """`require_alive`: raises where the worker is gone."""
         self.chats: list[SentRequest] = []  # of the last phase
         self.documents: list[SentRequest] = []  # of all
         self.most_late_s = 0.0  # that a chat was sent
@@ -213,7 +211,6 @@ class _Measuring:
         return self._figures
 
     async def _try(self, policy: str, folder: Path, *, is_first: bool) -> None:
-        """Run a policy's phases; once more with a smaller cache where its worker ends."""
         for cache_bytes in (None, _SMALLER_CACHE):
             try:
                 await self._run_policy(policy, folder, cache_bytes, is_first=is_first)
@@ -305,7 +302,6 @@ class _Measuring:
 
 
 def chat_figures(chats: Sequence[SentRequest], window: tuple[float, float], load: Load) -> dict[str, Any]:
-    """Return how the chats that were due within the window fared."""
     counted = [one for one in chats if window[0] <= one.due_s < window[1]]
     ttfts, tpots = [one.ttft_s for one in counted], [one.tpot_s for one in counted]
     in_time = [ttft <= load.ttft_s for ttft in ttfts]
@@ -341,7 +337,6 @@ def document_figures(documents: Sequence[SentRequest], window: tuple[float, floa
 
 
 def iteration_figures(state: WorkerState, window: tuple[float, float]) -> dict[str, Any]:
-    """Return the worker's pace within the window."""
     records = [one for one in state.iterations if window[0] <= one.started_s < window[1]]
     seconds = window[1] - window[0]
     if not records:
@@ -362,7 +357,6 @@ def iteration_figures(state: WorkerState, window: tuple[float, float]) -> dict[s
 
 
 def _spread(values: Sequence[float], unit: float = 1.0) -> dict[str, float | None]:
-    """Return percentiles in this unit; None where they are endless."""
     if not values:
         return {}
     wanted = {"p50": 50, "p90": 90, "p99": 99, "max": 100}

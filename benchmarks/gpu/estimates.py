@@ -81,7 +81,6 @@ class Target(NamedTuple):
 
 
 def targets(ledger: Ledger) -> Iterator[Target]:
-    """Yield the figures that the GPU path is to have, by the ledger."""
     dense = ledger[DENSE.name]
     gpu = GPUS[0]
 
@@ -106,7 +105,6 @@ def targets(ledger: Ledger) -> Iterator[Target]:
 
 
 def targets_table(ledger: Ledger) -> str:
-    """Return the figures."""
     lines = ["| figure | at most | by the ledger | |", "|---|---|---|---|"]
     for one in targets(ledger):
         verdict = HELD if one.is_held else f"{MISSED}: {one.cause}"
@@ -116,7 +114,6 @@ def targets_table(ledger: Ledger) -> str:
 
 
 def estimates_table(ledger: Ledger) -> str:
-    """Return the milliseconds of each model's steps."""
     headings = ["GPU", "model", *map(_size, _COLUMNS), "prompt", "mixed"]
     lines = [_row(headings), "|---" * len(headings) + "|"]
     for gpu in GPUS:
@@ -149,7 +146,6 @@ def _row(cells: list[str]) -> str:
 
 
 def _cell(ledger: Ledger, gpu: Gpu, form: ModelForm, step: StepForm) -> str:
-    """Return the milliseconds, where weights and cache fit."""
     if memory_bytes(form, step) > USABLE * gpu.memory_bytes:
         return ""
     if form in (NARROW, NARROWER) and not gpu.float8_per_s:
@@ -159,7 +155,6 @@ def _cell(ledger: Ledger, gpu: Gpu, form: ModelForm, step: StepForm) -> str:
 
 
 def _size(step: StepForm) -> str:
-    """Return sequences and tokens as pages write them."""
     return f"{step.num_decodes} x {step.context_len:,}".replace(",", " ")
 
 

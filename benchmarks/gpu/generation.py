@@ -106,7 +106,6 @@ def _figures(setup: Setup, seconds: dict[str, float], failures: dict[str, str]) 
 
 
 def _median_seconds(run: Callable[[], None], num_rounds: int, device: torch.device) -> float:
-    """Return the median of rounds behind one that compiles and warms up; of one alone where that took long."""
     taken: list[float] = []
     while len(taken) < (2 if taken and taken[0] > _LONG_ROUND_S else num_rounds + 1):
         synchronize(device)
@@ -118,7 +117,6 @@ def _median_seconds(run: Callable[[], None], num_rounds: int, device: torch.devi
 
 
 def _reference(config: ModelConfig, dtype: str, device: torch.device) -> Any:
-    """Make transformers' model of this shape, on the device."""
     transformers = _transformers()
     assert config.rope is not None, "a Llama rotates"
     own = transformers.LlamaConfig(
@@ -164,7 +162,6 @@ def _contenders(model: Any, folder: str, setup: Setup, device: torch.device) -> 
 
 
 def _ours(folder: str, setup: Setup, device: torch.device) -> Callable[[], None]:
-    """Draw the prompts anew, of the same lengths."""
     spec = EngineBenchmarkSpec(
         folder, setup.requests, setup.dtype, device=device.type, max_sequences=len(setup.requests), max_step_tokens=8192
     )
@@ -176,7 +173,6 @@ def _ours(folder: str, setup: Setup, device: torch.device) -> Callable[[], None]
 def _generate(
     model: Any, prompts: Sequence[list[int]], output_len: int, device: torch.device, *, is_compiled: bool
 ) -> None:
-    """Generate one static batch, padded on the left, with a static cache."""
     width = max(map(len, prompts))
     tokens = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
@@ -214,7 +210,6 @@ class _Continuous:
         assert num_tokens == sum(output_len for _, output_len in self._requests), "transformers stopped early"
 
     def close(self) -> None:
-        """End its thread and give its cache back."""
         self._open.close()
 
     def _started(self) -> Any:

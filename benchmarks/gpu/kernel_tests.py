@@ -63,7 +63,6 @@ def read_log(log: str) -> SeenTests:
 
 
 def run_tests(limit_s: float) -> dict[str, Any]:
-    """Run all as far as the time goes; returns what failed and what was left out."""
     import pytest
 
     has_all = _is_here(_OF_ALL_TESTS)
@@ -84,14 +83,12 @@ def run_tests(limit_s: float) -> dict[str, Any]:
 
 
 def _kernel_tests() -> list[str]:
-    """Return the options that choose them, without those that compile for a GPU that is not here."""
     processes = min(_MOST_PROCESSES, os.cpu_count() or 1)
     several = ["-n", str(processes)] if processes > 1 and _is_here("xdist") else []
     return [*several, _path(KERNEL_TESTS), f"--ignore={_path(KERNEL_TESTS)}/test_compiling.py"]
 
 
 def _run_pytest(options: list[str], limit_s: float) -> tuple[str | None, str]:
-    """Run pytest on the GPU itself, with nothing interpreted; returns what went wrong, and all that it printed."""
     paths = [str(_REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(paths)}
     with tempfile.TemporaryDirectory() as folder:
@@ -99,7 +96,6 @@ def _run_pytest(options: list[str], limit_s: float) -> tuple[str | None, str]:
 
 
 def _noted(figures: dict[str, Any], name: str, problem: str | None, log: str) -> str:
-    """Add what a run has found to the figures. Returns its log, where something failed."""
     print(log[-_KEPT_OF_LOG:], flush=True)
     found = read_log(log)
     for what, count in found.counts.items():

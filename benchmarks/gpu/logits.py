@@ -37,7 +37,6 @@ _MAX_CONTEXT_LEN = 512
 
 
 def compare_logits(device: torch.device, *, is_toy: bool) -> dict[str, Any]:
-    """Return root mean square errors of both, by dtype and attention."""
     model = random_llama(_MAX_CONTEXT_LEN, deviation=0.05)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -81,7 +80,6 @@ def _compare(folder: Path, device: torch.device, dtype: str, attention: str, is_
 
 
 def _by_engine(decoder: Decoder, attention: str, is_toy: bool) -> tuple[list[Tensor], list[list[int]]]:
-    """Return the log-probability of every token of every sequence but the first, and the sequences."""
     lengths, num_decoded = (TOY_PROMPTS, TOY_NUM_DECODED) if is_toy else (PROMPTS, NUM_DECODED)
     whole = {RequestId(str(length)): length + num_decoded for length in lengths}
     engine = _engine(decoder, attention, whole, num_decoded)
@@ -105,7 +103,6 @@ def _by_engine(decoder: Decoder, attention: str, is_toy: bool) -> tuple[list[Ten
 
 
 def _engine(decoder: Decoder, attention: str, whole: dict[RequestId, int], num_decoded: int) -> Engine:
-    """Make an engine with a random prompt of every request, over blocks that hold no numbers."""
     num_blocks = sum(blocks_for(length, BLOCK_SIZE) for length in whole.values())
     layout = decoder.config.block_layout(BLOCK_SIZE, decoder.dtype_name)
     storage = BlockStorage(layout, num_blocks, decoder.device, has_scratch=True)

@@ -44,7 +44,6 @@ PART_LIST = (
 
 
 def print_parts() -> None:
-    """Print a table of all parts."""
     table = Table(title="python -m benchmarks.gpu.parts NAME", title_justify="left", header_style="bold")
     for heading in ("part", "minutes", "measures"):
         table.add_column(heading)

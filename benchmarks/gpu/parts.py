@@ -56,7 +56,6 @@ class Part:
     policies: tuple[str, ...]  # promise: in turn
 
     def record(self, figures: dict[str, Any]) -> None:
-        """Write them."""
         options = f"{' --toy' if self.is_toy else ''}{' --compiled' if self.is_compiled else ''}"
         if self.policies != DEFAULT_POLICIES:
             options += f" --policies {','.join(self.policies)}"
@@ -64,11 +63,9 @@ class Part:
         write_result(f"gpu_{self.name}", figures, folder=self.folder, command=command)
 
     def record_some(self, known: dict[str, Any]) -> None:
-        """Write what is known so far."""
         self.record({"is_complete": False, **known})
 
     def record_report(self, report: Report) -> None:
-        """Write the report."""
         self.record_some(asdict(report))
 
 
@@ -114,7 +111,6 @@ def main() -> None:
 
 
 def sanitize(part: Part) -> dict[str, Any]:
-    """Return what the sanitizer's tools find in a tiny engine that replays graphs."""
     deadline_s = time.monotonic() + part.limit_s - _OWN_END_S
     return sanitize_self_check(part.device, deadline_s, part.record_some, is_toy=part.is_toy)
 
@@ -138,13 +134,10 @@ def _kernels(part: Part, groups: Groups = all_groups) -> dict[str, Any]:
 
 
 def _groups_of(module: str, name: str) -> Callable[[Part], dict[str, Any]]:
-    """Return a part that measures groups of kernel cases; its module is loaded when it runs."""
     return lambda part: _kernels(part, getattr(importlib.import_module(f"{_SLICES}.{module}"), name))
 
 
 def _sweep_of(module: str, name: str) -> Callable[[Part], dict[str, Any]]:
-    """Return a sweep; choices that need more memory than a program may have are left out of it, no failures."""
-
     def run(part: Part) -> dict[str, Any]:
         groups = getattr(importlib.import_module(f"{_SLICES}.{module}"), name)
         shape, dtype = ("toy", "float32") if part.is_toy else ("llama-3-8b", "bfloat16")
@@ -160,8 +153,6 @@ def _sweep_of(module: str, name: str) -> Callable[[Part], dict[str, Any]]:
 
 
 def _measured_by(module: str, name: str) -> Callable[[Part], dict[str, Any]]:
-    """Return a part with figures of its own, told as they come."""
-
     def run(part: Part) -> dict[str, Any]:
         measure = getattr(importlib.import_module(f"{_SLICES}.{module}"), name)
         figures: dict[str, Any] = measure(part.device, is_toy=part.is_toy, on_measured=part.record_some)
@@ -192,7 +183,6 @@ def _generation(part: Part) -> dict[str, Any]:
 
 
 def _promise(part: Part) -> dict[str, Any]:
-    """Run the components of a cluster, which need more than the other parts: they are loaded when it runs."""
     measure = importlib.import_module("benchmarks.gpu.chat_beside_documents").measure_promise
     figures: dict[str, Any] = measure(
         part.device,

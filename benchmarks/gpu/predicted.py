@@ -51,13 +51,11 @@ def fitted_profile(folder: Path) -> MachineProfile:
 
 
 def held_out_error(iterations: Sequence[TimedIteration]) -> FitError:
-    """Return the error on every other iteration of a model fitted to the rest."""
     samples = [one.sample for one in iterations]
     return fit_error(fit_linear(samples[::2]), samples[1::2])
 
 
 def predictions(folder: Path) -> dict[str, Predict]:
-    """Return what predicts seconds, by name."""
     models = {name: make_cost_model(name, WorkerSpec(SERVED_SHAPE, "h100")) for name in SHEET}
     models[FITTED] = fitted_profile(folder).cost_model()
     steps = ledger.read()[DENSE.name]
@@ -78,7 +76,6 @@ def _size(work: IterationWork) -> tuple[int, int]:
 
 
 def predicted(folder: Path) -> dict[str, Any]:
-    """Return every iteration with what was predicted, and ratios by kind."""
     iterations, by_name = timed_iterations(folder), predictions(folder)
     rows = [
         {
@@ -111,7 +108,6 @@ def _ends(values: Sequence[float]) -> list[float]:
 
 
 def table(figures: dict[str, Any]) -> str:
-    """Return the ratios by kind as a table."""
     columns = (*SHEET, LEDGER, FITTED)
     head = f"| predicted by measured: median, worst | | ms | {' | '.join(f'`{name}`' for name in columns)} |\n"
     rows = [head, "|---" * (3 + len(columns)) + "|\n"]
@@ -128,12 +124,10 @@ def _cell(ratios: dict[str, float] | None) -> str:
 
 
 def with_table(page: str) -> str:
-    """Return the page with the table of the record."""
     return put_table(page, TABLE, table(read_figures(NAME)))
 
 
 def profile_document(folder: Path) -> dict[str, Any]:
-    """Return the profile as `read_profile` reads it, and what lets a person judge it."""
     iterations, profile = timed_iterations(folder), fitted_profile(folder)
     costs = profile.cost_model()
     by_kind = {kind: [one.sample for one in iterations if one.kind == kind] for kind in KINDS}

@@ -50,7 +50,6 @@ def sanitize_self_check(
 
 
 def _run(command: list[str], deadline_s: float) -> str | None:
-    """Return what went wrong; None: nothing."""
     try:
         ended = subprocess.run(
             command, capture_output=True, text=True, timeout=max(1.0, deadline_s - time.monotonic()), check=False

@@ -25,13 +25,11 @@ def main() -> None:
 
 
 def recorded(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return what each part has recorded, by its name."""
     files = {part.name: folder / f"gpu_{part.name}.json" for part in PART_LIST}
     return {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
 
 
 def with_seen(page: str, records: dict[str, dict[str, Any]]) -> str:
-    """Return the page with those of the tables of these records that it has."""
     found = outcomes({name: record["figures"] for name, record in records.items()}, is_toy=False)
     targets = "| figure | target | seen | |\n|---|---|---|---|\n" + "".join(
         f"| {one.what} | {_spaced(one.target)} | {_spaced(one.seen)} | {one.verdict} |\n" for one in found
@@ -47,7 +45,6 @@ def with_seen(page: str, records: dict[str, dict[str, Any]]) -> str:
 
 
 def _promise(figures: dict[str, Any]) -> str:
-    """Return what chat and documents got, of each phase."""
     lines = [
         "| policy | phase | chats held | TTFT p50, p99, ms | TPOT p50, p99, ms | longest gap p99, ms "
         "| documents: prompt, output tokens/s | iterations/s |",
@@ -73,7 +70,6 @@ def _promise(figures: dict[str, Any]) -> str:
 
 
 def _lists(figures: dict[str, Any]) -> str:
-    """Return GB/s of 64 MiB in blocks of each size."""
     ways = [name for name in figures["rows"][0]["gb_per_s"] if name != "plain"]
     lines = [f"| block | {' | '.join(ways)} | plain copy |", "|---" * (len(ways) + 2) + "|"]
     for row in figures["rows"]:
@@ -83,7 +79,6 @@ def _lists(figures: dict[str, Any]) -> str:
 
 
 def _spaced(figure: str) -> str:
-    """Return a figure as pages show it, without the reasons why something was left out, which the record has."""
     why = figure.find("; left out: ")
     shown = figure if why < 0 else figure[:why] + "; others left out)"
     return shown.replace(".0%", "%").replace("%", " %")

@@ -169,7 +169,6 @@ class Serving:
         return time.monotonic() - began_s
 
     async def state(self) -> WorkerState:
-        """Ask the worker. Raises WorkerEnded."""
         self.require_alive()
         self._pipe.send(None)
         state = await self._answer()
@@ -182,13 +181,11 @@ class Serving:
             raise WorkerEnded(f"the worker ended with {self._process.exitcode}: {self.log_end()}")
 
     def log_end(self) -> str:
-        """Return the last lines of the worker's log."""
         path = self._folder / f"{WORKER}.log"
         lines = path.read_text(errors="replace").splitlines() if path.exists() else []
         return "\n".join(deque(lines, _KEPT_OF_LOG))
 
     async def close(self) -> None:
-        """End everything."""
         await self.gateway.close()
         self._pipe.close()  # at which the worker ends
         if self._process.pid is not None:
@@ -212,7 +209,6 @@ class Serving:
 
 @contextlib.asynccontextmanager
 async def serving(plan: Plan, folder: Path) -> AsyncIterator[Serving]:
-    """Make what is to be started, and end it afterwards."""
     made = Serving(plan, folder)
     try:
         yield made

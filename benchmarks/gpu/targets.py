@@ -64,7 +64,6 @@ def outcomes(parts: Mapping[str, Figures], *, is_toy: bool) -> list[TargetOutcom
 
 
 def _decode_cases(figures: Figures) -> list[str]:
-    """Return the names of the decode batches as they were measured, each once."""
     return list(dict.fromkeys(row["case"] for row in figures.get("rows", ()) if row["kernel"] == "decode"))
 
 

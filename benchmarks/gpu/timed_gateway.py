@@ -26,12 +26,10 @@ class SentRequest:
 
     @property
     def is_done(self) -> bool:
-        """Return whether it has ended, however that was."""
         return self.answer.done.is_set()
 
     @property
     def is_wrong(self) -> bool:
-        """Return whether it failed, or ended with other tokens than it asked for."""
         answer = self.answer
         if answer.failure is not None:
             return True
@@ -52,7 +50,6 @@ class SentRequest:
 
     @property
     def longest_gap_s(self) -> float:
-        """Return the longest time between two tokens."""
         times = [when for when, _ in self.stamps]
         return max((later - earlier for earlier, later in pairwise(times)), default=0.0)
 

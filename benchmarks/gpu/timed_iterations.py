@@ -32,18 +32,15 @@ class TimedIteration(NamedTuple):
 
     @property
     def sample(self) -> Sample:
-        """Return what a cost model is fitted to."""
         return Sample(self.point.work, self.seconds)
 
 
 def timed_iterations(folder: Path) -> list[TimedIteration]:
-    """Return them by kind, in the order of `KINDS`."""
     found = [*_plain(folder), *_profiled(folder), *_mixed(folder), *_at_start(folder)]
     return sorted(found, key=lambda one: KINDS.index(one.kind))
 
 
 def figures_of(folder: Path, name: str) -> Any:
-    """Return what a part has recorded."""
     return json.loads((folder / f"gpu_{name}.json").read_text())["figures"]
 
 

@@ -33,7 +33,6 @@ TOY_CHUNKS = ((1, 32, 32), (1, 8, 40), (2, 8, 24))
 
 
 def name_of(groups: Groups) -> str:
-    """Return the name that rows show."""
     return " + ".join(f"{number} x {length}" for number, length in groups)
 
 
@@ -91,7 +90,6 @@ def _decoding(step: StepAttention, queries: torch.Tensor) -> Callable[[int], obj
 
 
 def _naively_decoding(batch: AttentionBatch, planner: Any, queries: torch.Tensor) -> Callable[[int], object]:
-    """Return decode attention by the same kernel without work partitioning. `planner`: the one for the GPU."""
     naive, places, decoding = (
         importlib.import_module(name)
         for name in (
@@ -110,7 +108,6 @@ def _naively_decoding(batch: AttentionBatch, planner: Any, queries: torch.Tensor
 def prefill_cases(
     setup: KernelSetup, storage: BlockStorage, sequences: int, num_new: int, context: int
 ) -> Iterator[KernelCase]:
-    """Yield the last `num_new` tokens of these contexts, by every planner that runs here."""
     config = setup.config
     batch = attention_batch(storage, [context] * sequences, num_new)
     num_tokens = sequences * num_new
@@ -144,6 +141,5 @@ def _computing(
 
 
 def _in_turn(run: Callable[[int], object]) -> Callable[[], object]:
-    """Return a function that computes one layer per call, one after the other."""
     calls = count()
     return lambda: run(next(calls) % _NUM_LAYERS)

@@ -24,7 +24,6 @@ _NO_ROWS = np.zeros(0, np.int64)
 
 
 def num_blocks_of(lengths: Sequence[int], block_size: int) -> int:
-    """Return the blocks that sequences of these lengths take."""
     return sum(blocks_for(length, block_size) for length in lengths)
 
 
@@ -63,11 +62,9 @@ class AttentionBatch(NamedTuple):
         return found
 
     def decodes(self, planner: AttentionPlanner) -> StepAttention:
-        """Prepare a step of decodes alone."""
         return _placed(planner.plan(self.rows, _NO_ROWS, _NO_ROWS), self.storage.device)
 
     def chunks(self, planner: AttentionPlanner, num_new: int) -> StepAttention:
-        """Prepare a step of chunks alone, with this many tokens each."""
         counts = np.full(len(self.rows), num_new)
         return _placed(planner.plan(_NO_ROWS, self.rows, counts), self.storage.device)
 
@@ -87,7 +84,6 @@ def attention_batch(storage: BlockStorage, lengths: Sequence[int], num_new: int)
 
 
 def _refuse(library: AttentionLibrary, error: Exception) -> None:
-    """Have a library left out, whatever it has raised."""
     raise RuntimeError(f"{library.name} does not run") from error
 
 

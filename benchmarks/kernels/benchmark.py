@@ -86,7 +86,6 @@ def _measure(
 
 
 def _compared(setup: KernelSetup, rows: list[KernelRow]) -> list[KernelRow]:
-    """Return the rows of the mixed batch with their time against that of the even one by the same kernel."""
     mixed, even = (name_of(groups) for groups in batches(setup)[1:3])
     times = {(row.case, row.by): row.microseconds for row in rows}
     return [

@@ -15,12 +15,10 @@ _TOY_BLOCKS = 3
 
 
 def block_cases(setup: KernelSetup) -> Iterator[list[KernelCase]]:
-    """Yield groups to be measured by turns."""
     yield list(_block_lists(setup))
 
 
 def _listed_blocks(setup: KernelSetup) -> tuple[Tensor, Tensor]:
-    """Return blocks [num_blocks, runs, block_size, width], and half of their ids in no order."""
     config = setup.config
     shape = (2 * config.num_layers, _BLOCK_SIZE, config.kv_width)
     block_bytes = int(np.prod(shape)) * setup.dtype.itemsize

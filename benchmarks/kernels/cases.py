@@ -50,7 +50,6 @@ class KernelSetup:
         return [kernel_case for kernel_case in cases_of_group if self._runs(kernel_case)]
 
     def randn(self, *shape: int) -> Tensor:
-        """Draw normally distributed numbers in the dtype and on the device of the benchmark."""
         return torch.randn(*shape, device=self.device).to(self.dtype)
 
     def kernels(self, name: str) -> Any | None:
@@ -58,7 +57,6 @@ class KernelSetup:
         return importlib.import_module(f"kernels.gpu.{name}") if self.runs_triton else None
 
     def angles(self, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """Return cos, sin [tokens, 1, head_dim / 2] float32."""
         half = self.config.head_dim // 2
         frequencies = 10000.0 ** (-torch.arange(half, device=self.device) / half)
         return rotary_angles(torch.arange(num_tokens, device=self.device), frequencies, torch.float32)

@@ -25,7 +25,6 @@ def naive_batch(
 
 
 def unpartitioned(lengths: Int64Array, window: int | None = None) -> WorkPartition:
-    """Assign each context as one part to its own program."""
     begins = np.zeros_like(lengths) if window is None else np.maximum(lengths - window, 0) // TILE
     bounds = np.arange(len(lengths) + 1, dtype=np.int32)
     return WorkPartition(

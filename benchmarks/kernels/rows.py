@@ -20,7 +20,6 @@ _ACTIVATION = "silu"
 
 
 def row_cases(setup: KernelSetup) -> Iterator[list[KernelCase]]:
-    """Yield groups to be measured by turns."""
     for count in _TOY_ROWS if setup.is_toy else _ROWS:
         for group in (_norms, _heads, _gates):
             yield list(group(setup, count))
@@ -75,7 +74,6 @@ def _gates(setup: KernelSetup, count: int) -> Iterator[KernelCase]:
 
 
 def _sampling(setup: KernelSetup, name: str) -> Iterator[KernelCase]:
-    """Yield the decode cases; bytes count once, whatever an implementation reads."""
     kernels = setup.kernels("token_sampling")
     rows = _TOY_SAMPLED_ROWS if setup.is_toy else _SAMPLED_ROWS
     vocabulary = setup.config.vocab_size if setup.is_toy else _SAMPLED_VOCABULARY

@@ -26,22 +26,18 @@ class BatchHttpClient:
         return self.create(self.upload(content), endpoint, window)
 
     def upload(self, content: bytes) -> str:
-        """Return the file's id."""
         headers = {"content-type": "multipart/form-data; boundary=b"}
         return str(self._json("POST", "/v1/files", _form(content), headers)["id"])
 
     def create(self, file_id: str, endpoint: str, window: str = "24h") -> str:
-        """Return the batch's id."""
         asked = json.dumps({"input_file_id": file_id, "endpoint": endpoint, "completion_window": window}).encode()
         headers = {"content-type": "application/json", "idempotency-key": uuid.uuid4().hex}
         return str(self._json("POST", "/v1/batches", asked, headers)["id"])
 
     def batch(self, batch_id: str) -> dict[str, Any]:
-        """Return the batch as it is now."""
         return self._json("GET", f"/v1/batches/{batch_id}")
 
     def cancel(self, batch_id: str) -> dict[str, Any]:
-        """Ask for its end."""
         return self._json("POST", f"/v1/batches/{batch_id}/cancel", b"")
 
     def wait(self, batch_id: str, holds: Callable[[dict[str, Any]], bool] | None = None) -> dict[str, Any]:

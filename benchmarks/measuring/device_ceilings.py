@@ -55,14 +55,12 @@ def _memory_speeds(device: torch.device, timer: DeviceTimer, num_bytes: int) -> 
 
 
 def _matrix_rate(device: torch.device, dtype: torch.dtype, timer: DeviceTimer, side: int) -> float:
-    """Return the operations per second of x @ weight.T, as a linear layer computes it."""
     x, weight = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     out = torch.empty(side, side, dtype=dtype, device=device)
     return 2 * side**3 / timer.seconds(lambda: torch.mm(x, weight.T, out=out))
 
 
 def _link_speeds(device: torch.device, timer: DeviceTimer, num_bytes: int) -> tuple[float | None, float | None]:
-    """Return GB per second to the device and from it."""
     if device.type != CUDA:
         return None, None
     pinned = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)

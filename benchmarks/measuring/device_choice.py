@@ -11,7 +11,6 @@ AUTO = "auto"
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
-    """Give a script the option --device."""
     parser.add_argument("--device", default=AUTO, help="auto (a GPU where there is one), cpu or cuda")
 
 

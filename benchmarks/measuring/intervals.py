@@ -21,7 +21,6 @@ class Interval(NamedTuple):
 
     @property
     def high(self) -> float:
-        """Return the upper end."""
         return self.mean + (self.half or 0.0)
 
 

@@ -40,12 +40,10 @@ class KillCluster:
 
     @property
     def pid(self) -> int:
-        """Return the id of the command's process, below which all others are."""
         assert self._process is not None, "asked before it was started"
         return self._process.pid
 
     def start(self) -> None:
-        """Start it, or start it again over the state that it left. Returns when it is ready."""
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "ALIGNEDSERVE"))}
         folders = {"ALIGNEDSERVE_RUN_DIR": self.folder / "run", "ALIGNEDSERVE_STATE_DIR": self.folder / "state"}
         with (self.folder / "serve.log").open("ab") as log:
@@ -61,7 +59,6 @@ class KillCluster:
         self._note()
 
     def stop(self) -> None:
-        """End it, and whatever would not end."""
         self._note()
         process = self._process
         assert process is not None, "stopped before it was started"
@@ -95,7 +92,6 @@ class KillCluster:
         self.start()
 
     def processes(self, target: Target) -> list[psutil.Process]:
-        """Return the processes of this role that run now."""
         self._note()
         return [one for one in self._alive() if _title(one).startswith(_TITLES[target])]
 
@@ -142,7 +138,6 @@ class KillCluster:
 
 @contextlib.contextmanager
 def kill_cluster(folder: Path, options: tuple[str, ...] = SEPARATE) -> Iterator[KillCluster]:
-    """Start a cluster that is ended whatever happens."""
     cluster = KillCluster(folder, options)
     try:
         cluster.start()
@@ -159,6 +154,5 @@ def _title(process: psutil.Process) -> str:
 
 
 def _is_ours(process: psutil.Process) -> bool:
-    """Return whether the process is not one of Ray's own agents, which notice a lost node after a while."""
     title = _title(process)
     return title.startswith("ray::") and "Actor" in title

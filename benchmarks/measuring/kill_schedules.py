@@ -57,7 +57,6 @@ _STOPS_S = (0.05, 7.0)  # some longer than a peer may be silent
 
 
 def make_schedule(seed: int) -> KillSchedule:
-    """Make a schedule of one to three faults."""
     rng = random.Random(seed)
     return KillSchedule(seed, tuple(_fault(rng) for _ in range(rng.choice((1, 1, 2, 2, 3)))))
 

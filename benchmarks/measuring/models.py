@@ -59,7 +59,6 @@ def make_opt_125m(folder: Path) -> Path:
 
 
 def make_gemma3(folder: Path) -> Path:
-    """Write a small Gemma 3, with a window of 256 tokens on ten of twelve layers, in the same way."""
     return _make(folder, _GEMMA3)
 
 

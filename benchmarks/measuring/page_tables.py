@@ -4,6 +4,5 @@ import re
 
 
 def put_table(page: str, name: str, table: str) -> str:
-    """Return the page with this table, whose lines end, behind its line."""
     place = re.compile(rf"(?<=^<!-- table: {re.escape(name)} -->\n\n)(?:\|.*\n)*", re.MULTILINE)
     return place.sub(lambda _: table, page)

@@ -57,7 +57,6 @@ class PinnedLists:
         self.num_bytes = self._rows[OFFLOAD].numel()
 
     def begin(self, name: str) -> Event:
-        """Put one list in this direction on its stream; the event behind it."""
         if name == OFFLOAD:
             self._copies[name].copy_out(self._ids[name], self._rows[name])
         else:
@@ -65,7 +64,6 @@ class PinnedLists:
         return self._streams[name].record()
 
     def measure(self, name: str, num_rounds: int) -> PinnedSpeed:
-        """Measure one list against one copy of as many contiguous bytes."""
         seconds = medians_by_turns(num_rounds, _awaited(lambda: self.begin(name)), _awaited(lambda: self._plain(name)))
         return PinnedSpeed(*seconds)
 
@@ -119,7 +117,6 @@ def _awaited(begin: Callable[[], Event]) -> Callable[[], None]:
 
 
 def lists_at_the_end(storage: BlockStorage, num_blocks: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return two lists of the storage's last blocks, shuffled."""
     assert 2 * num_blocks <= storage.num_blocks, "fewer blocks than are listed"
     ids = np.arange(storage.num_blocks - 2 * num_blocks, storage.num_blocks)
     np.random.default_rng(0).shuffle(ids)

@@ -22,7 +22,6 @@ class RecordedLoad:
 
     @property
     def line(self) -> str:
-        """Return the workload."""
         return "; ".join(part.format(**asdict(self)) for part in (RT, BE))
 
 

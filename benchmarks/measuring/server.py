@@ -42,7 +42,6 @@ _OF_SEPARATE_WORKERS = (
 
 
 def free_port() -> int:
-    """Return a port that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -75,7 +74,6 @@ def settings_of(topology: str) -> list[str]:
 
 
 def options_of(settings: Iterable[str]) -> list[str]:
-    """Return settings as options of `serve`."""
     return [part for setting in settings for part in ("--set", setting)]
 
 

@@ -9,7 +9,6 @@ from benchmarks.measuring.results import DeviceCeilings, IterationReport, Kernel
 
 
 def print_kernels(console: Console, report: KernelReport) -> None:
-    """Print the kernels of one run, then the ceilings they are measured against."""
     title = f"kernels, {report.shape} in {report.dtype} on {report.ceilings.device}"
     table = Table(title=title, title_justify="left", header_style="bold")
     for heading in ("kernel", "case", "by"):
@@ -25,7 +24,6 @@ def print_kernels(console: Console, report: KernelReport) -> None:
 
 
 def print_iterations(console: Console, report: IterationReport) -> None:
-    """Print the iterations of one run, then the ceilings they are measured against."""
     title = f"engine, {report.model} in {report.dtype}, attention {report.attention}, on {report.ceilings.device}"
     table = Table(title=title, title_justify="left", header_style="bold")
     table.add_column("iteration", no_wrap=True)
@@ -78,7 +76,6 @@ def _said(what: str, lines: Sequence[str]) -> list[str]:
 
 
 def print_fields(console: Console, fields: Mapping[str, object], *, title: str) -> None:
-    """Print a flat record as a table with one row per field."""
     table = Table(title=title, title_justify="left", show_header=False)
     for name, value in fields.items():
         table.add_row(name.replace("_", " "), _shown_value(value))

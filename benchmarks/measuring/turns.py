@@ -23,5 +23,4 @@ def seconds_by_turns(
 
 
 def medians_by_turns(num_rounds: int, *works: Work) -> list[float]:
-    """Return the median seconds of each work."""
     return [statistics.median(seen) for seen in seconds_by_turns(num_rounds, *works)]

@@ -94,7 +94,6 @@ def row_of(certificate: Mapping[str, Any]) -> Row:
 
 
 def table(figures: Mapping[str, Row], model: str) -> str:
-    """Return the table of a model, a row for each certificate."""
     rows = [_HEAD, "|---" * (_HEAD.count("|") - 1) + "|"]
     rows += [_cells(shape, figures[key]) for shape in SHAPES if (key := key_of(model, shape)) in figures]
     return "\n".join(rows) + "\n"
@@ -123,7 +122,6 @@ def _cells(shape: str, row: Row) -> str:
 
 
 def _short(bound: str) -> str:
-    """Return the name of a bound as the heading of its column has it."""
     name = bound.partition(",")[0]
     return {"attainment lost beside documents": "attained", "latest first token": "latest"}.get(name, name)
 
@@ -137,7 +135,6 @@ def _off_on(times: Mapping[str, float], factor: float, digits: int) -> str:
 
 
 def with_table(page: str) -> str:
-    """Return the page with the table as the record has it now."""
     figures = read_figures(RECORD)
     for model in MODELS if figures is not None else ():
         page = put_table(page, f"certificates, {model}", table(figures, model))

@@ -54,7 +54,6 @@ SHAPES: dict[str, tuple[Topology, int, int]] = {  # topology, workers that decod
 
 
 def config_of(topology: Topology, num_workers: int, pool_blocks: int) -> SimConfig:
-    """Configure a cluster under `aligned_slo`."""
     memory_bytes = WORKER_BLOCKS * LAYOUT.block_bytes
     cluster = ClusterConfig(
         topology=topology,
@@ -84,7 +83,6 @@ def workload_of(seed: int, num_documents: int, rate: float, *, duration_s: float
 
 
 def measure(name: str, seeds: range) -> dict[str, Any]:
-    """Return what chat and documents get beside each other and alone, the worst of the seeds for chat."""
     topology, num_workers, pool_blocks = SHAPES[name]
     config = config_of(topology, num_workers, pool_blocks)
 
@@ -118,7 +116,6 @@ def _chat_of(results: list[ClassResult]) -> dict[str, float]:
 
 
 def _at(measure: Measure | None, percent: int) -> float:
-    """Return a percentile, the last one is the maximum; without any value infinite."""
     return measure.curve[percent] if measure is not None else float("inf")
 
 

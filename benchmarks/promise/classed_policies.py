@@ -76,7 +76,6 @@ def config_of(policy: str, settings: Mapping[str, int], shape: str) -> tuple[Sim
 
 
 def workload_of(load: Load, seed: int, num_workers: int) -> Workload:
-    """Draw the load for so many workers."""
     rng = random.Random(seed)
     documents = {"request_class": RequestClass.BEST_EFFORT, "slo": load.document_slo}
     requests = [
@@ -95,13 +94,11 @@ def _chats(load: Load, rng: random.Random, num_workers: int) -> Iterator[TimedRe
 
 
 def best_of(policy: str, load: str, shape: str, seeds: Sequence[int]) -> dict[str, Any]:
-    """Return what chat and documents get with the settings under which most chats attain."""
     rows = [measure(policy, settings, load, shape, seeds) for settings in POLICIES[policy]]
     return max(rows, key=lambda row: (row["attainment"], row["document_tokens_per_s"]))
 
 
 def measure(policy: str, settings: Mapping[str, int], load: str, shape: str, seeds: Sequence[int]) -> dict[str, Any]:
-    """Return what chat and documents get."""
     config, num_workers = config_of(policy, settings, shape)
     results = [Simulation(config, workload_of(LOADS[load], seed, num_workers)).run().classes for seed in seeds]
     chats: list[ClassResult] = [result["chat"] for result in results]

@@ -27,7 +27,6 @@ def table(shape: str) -> str:
 
 
 def _line(policy: str, rows: Sequence[dict[str, Any]], best: Mapping[str, float]) -> str:
-    """Return the name, its usual budget of tokens and the loads with another, then the figures of each load."""
     budgets = {row["load"]: row["settings"].get("token_budget") for row in rows}
     usual = next(iter(budgets.values()))
     others = [f"{load} {budget}" for load, budget in budgets.items() if budget != usual]
@@ -42,7 +41,6 @@ def _cell(row: Mapping[str, Any], best: float) -> str:
 
 
 def with_tables(text: str) -> str:
-    """Return the page with the tables of the record."""
     return _PLACE.sub(lambda place: f"<!-- table: {place[1]} -->\n\n{table(place[1])}\n", text)
 
 

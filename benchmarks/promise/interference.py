@@ -49,7 +49,6 @@ class Run(NamedTuple):
 
 
 def simulate(name: str, bound: float | None, workload: Workload, duration_s: float) -> Run:
-    """Run one load in one of the shapes."""
     config = config_of(*SHAPES[name])
     scheduling = SchedulingConfig(policy="aligned_slo", interference=bound)
     cluster = msgspec.structs.replace(config.cluster, scheduling=scheduling)
@@ -64,7 +63,6 @@ def simulate(name: str, bound: float | None, workload: Workload, duration_s: flo
 
 
 def measure(name: str, seeds: Sequence[int], duration_s: float) -> list[dict[str, Any]]:
-    """Return a row for each bound, with means over the seeds and their 95 % intervals."""
     num_workers = SHAPES[name][1]
     num_documents = int(_DOCUMENTS_PER_S * duration_s) * num_workers
 
@@ -103,7 +101,6 @@ def _only(kinds: Collection[str], load: Workload) -> Workload:
 
 
 def line_of(row: dict[str, Any]) -> str:
-    """Return a row as a line of the page's table."""
     bound = "none" if row["bound"] is None else f"{row['bound']:g}"
     p50, p99 = row["tpot_p50_ratio"], row["tpot_p99_ratio"]
     tokens, share = row["document_tokens_per_s"], row["share_of_alone"]
@@ -157,7 +154,6 @@ def _at(measure: Measure | None, percent: int) -> float:
 
 
 def _interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return the mean of a figure over seeds, and half of its 95 % interval."""
     mean, half = interval(values)
     return mean, half or 0.0
 

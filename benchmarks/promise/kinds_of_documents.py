@@ -55,7 +55,6 @@ def _words(count: int) -> str:
 
 
 def chat(number: int, **more: Any) -> Document:
-    """Return a chat of 60 words and 200 tokens."""
     messages = [{"role": "user", "content": f"{number} {_words(60)}"}]
     return Document("chat/completions", {"messages": messages, "max_tokens": 200, "ignore_eos": True, **more})
 
@@ -192,7 +191,6 @@ async def measure(
 
 
 def row_of(kind: str, figures: Mapping[str, Any], ttft_s: float, tpot_s: float) -> dict[str, Any]:
-    """Return the figures of one kind in short."""
     chats = [Seen(**one) for one in figures["chats"]]
     held = [one.ttft_s <= ttft_s and one.tpot_s <= tpot_s for one in chats]
     tpots = sorted(one.tpot_s for one in chats)
@@ -210,7 +208,6 @@ def row_of(kind: str, figures: Mapping[str, Any], ttft_s: float, tpot_s: float) 
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """Print the rows."""
     heads = ("first token p50, p99, longest, s", "a token p50, longest, s", "longest gap p50, max, s")
     table = Table("documents", "held", *heads, "ended/s, tokens/s")
     for row in rows:

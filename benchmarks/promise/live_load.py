@@ -12,10 +12,8 @@ _SETTINGS_OF = {"alise": ("decode.swap_format=int8",)}
 
 
 def real_time(load: str) -> str:
-    """Return the line of this load's chat."""
     return f"{CHAT}: {CHAT_FIELDS.format(rate=LOADS[load])}"
 
 
 def settings(policy: str, topology: str) -> list[str]:
-    """Return the settings of a server with this policy, beside its name."""
     return [*settings_of(topology), CACHE_FILLED_SOON, *_SETTINGS_OF.get(policy, ())]

@@ -45,7 +45,6 @@ Row = dict[str, Any]
 
 
 def systems() -> Iterator[tuple[str, str]]:
-    """Walk the policies that run live, each with every topology in which it does."""
     for name, entry in sorted(POLICIES.items()):
         if Mechanism.KNOWN_LENGTHS not in entry.needs:
             yield from ((name, topology) for topology in TOPOLOGIES if Topology(topology) in entry.topologies)
@@ -55,7 +54,6 @@ def systems() -> Iterator[tuple[str, str]]:
 
 
 def measure_alone(folder: Path, topology: str, recording: Path, duration_s: float) -> dict[str, Row]:
-    """Measure each kind of work alone under `aligned_slo`, and leave a recording of it all."""
     options = ("--policy", "aligned_slo", "--record", str(recording))
     with served(folder, settings("aligned_slo", topology), *options) as port:
         # First, as a chat's objective bounds iterations for a while after it.
@@ -68,7 +66,6 @@ def measure_alone(folder: Path, topology: str, recording: Path, duration_s: floa
 def measure(
     folder: Path, policy: str, topology: str, loads: Sequence[str], duration_s: float, recording: Path
 ) -> dict[str, Row]:
-    """Measure a policy in a topology, under each of these loads in turn, and leave a recording of them."""
     with served(folder, settings(policy, topology), "--policy", policy, "--record", str(recording)) as port:
         traffic_report(port, folder, [real_time("heavy"), BEST_EFFORT], LEARNING_S)
         return {
@@ -78,7 +75,6 @@ def measure(
 
 
 def row_of(report: Mapping[str, Any]) -> Row:
-    """Return what a row keeps of a report of `bench serve`, by class."""
     return {
         one["name"]: {
             "completed": one["num_completed"],
@@ -134,7 +130,6 @@ def _documents(live: Row) -> str:
 
 
 def with_table(page: str) -> str:
-    """Return the page with the table as the record has it now."""
     figures = read_figures(RECORD)
     return page if figures is None else put_table(page, "chat beside documents, live", table(figures))
 
@@ -176,19 +171,16 @@ def measure_all(
 
 
 def _forget(figures: dict[str, Any], rows: Sequence[tuple[str, str]]) -> None:
-    """Forget these policies in their topologies."""
     for policy, topology in rows:
         figures["topologies"].get(topology, {"both": {}})["both"].pop(policy, None)
 
 
 def _new_recording(folder: Path) -> Path:
-    """Return this folder for a recording, without an earlier one."""
     shutil.rmtree(folder, ignore_errors=True)
     return folder
 
 
 def _check_machine(topology: str, of_topology: dict[str, Any]) -> None:
-    """Raise RuntimeError where rows of this topology are of another machine."""
     machine = describe_machine()["cpu"]
     if of_topology["both"] and of_topology["machine"] != machine:
         raise RuntimeError(
@@ -210,7 +202,6 @@ def simulate_again(rows: dict[str, Row], recordings: Path, policy: str, topology
 
 
 def write_record(figures: Mapping[str, Any]) -> None:
-    """Write the record as far as it is."""
     write_result(RECORD, figures, command="python -m benchmarks.promise.live_policies")
 
 

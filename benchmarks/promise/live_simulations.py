@@ -80,7 +80,6 @@ def _chats(records: Sequence[RequestRecord]) -> Row:
 
 
 def _tokens_within(record: RequestRecord, begins_s: float, ends_s: float) -> float:
-    """Return how many tokens came in this time, as if they came evenly from the first to the last."""
     if record.ttft_s is None:
         return 0.0
     first_s, last_s = record.arrival_s + record.ttft_s, record.ended_s
@@ -98,7 +97,6 @@ def _percentiles(values: Iterable[float | None]) -> dict[str, float] | None:
 
 
 def _means(rows: Sequence[Row]) -> Row:
-    """Return the means of rows alike, field by field, of those that have it."""
     found: Row = {}
     for name, value in rows[0].items():
         values = [row[name] for row in rows]

@@ -68,7 +68,6 @@ def _pair(off: str, on: str) -> str:
 
 
 def with_table(page: str) -> str:
-    """Return the page with the table as the record has it now."""
     figures = read_figures(RECORD)
     return page if figures is None else put_table(page, "overload, live", table(figures))
 

@@ -54,7 +54,6 @@ class _Draw:
         return self._rng.choice(choices)
 
     def length(self, least: int, most: int) -> int:
-        """Return a length, as likely in each doubling."""
         return round(math.exp(self._rng.uniform(math.log(least), math.log(most))))
 
     def happens(self, chance: float) -> bool:
@@ -68,7 +67,6 @@ class Lengths(NamedTuple):
     output_len: int
 
     def within(self, longest: int) -> "Lengths":
-        """Return lengths of which one and a half times fits the model's context."""
         share = min(longest / (1.5 * (self.prompt_len + self.output_len)), 1.0)
         return Lengths(max(int(self.prompt_len * share), 1), max(int(self.output_len * share), 2))
 
@@ -103,7 +101,6 @@ def options_of(number: int) -> dict[str, str]:
 
 
 def command_of(options: Mapping[str, str]) -> str:
-    """Return the command that runs this certificate."""
     words = ["alignedserve", "certify", "--simulated", "--burst", "7", "--idle", "4", "--bursts", "2"]
     for name, value in options.items():
         words += [word for one in value.split() for word in (name, one)]
@@ -150,7 +147,6 @@ def _run_of(options: CertifyOptions) -> SimulatedRun:
 
 
 def table(rows: list[Row]) -> str:
-    """Return how many hold, by topology."""
     lines = [_HEAD, "|---" * (_HEAD.count("|") - 1) + "|"]
     for topology in ("elastic", "colocated", "disaggregated"):
         own = [row for row in rows if row["topology"] == topology and "refused" not in row]
@@ -167,7 +163,6 @@ def table(rows: list[Row]) -> str:
 
 
 def with_table(page: str) -> str:
-    """Return the page with the table as the record has it now."""
     rows = read_figures(RECORD)
     return page if rows is None else put_table(page, "random certificates", table(rows))
 

@@ -71,7 +71,6 @@ class Soak:
 
     @property
     def now_s(self) -> float:
-        """Seconds since the begin."""
         return time.monotonic() - self.began_s
 
     async def send_chats(self) -> None:
@@ -165,7 +164,6 @@ class Soak:
             return told
 
     async def _noting(self, work: Awaitable[object], name: str) -> None:
-        """Count what has ended, and keep what went wrong."""
         try:
             await work
             self.counts[name] += 1
@@ -181,7 +179,6 @@ class Soak:
 
 
 def memory_by_process() -> dict[str, float]:
-    """Return the MiB that each process of the server has for itself, by its name."""
     found: dict[str, float] = {}
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
@@ -192,7 +189,6 @@ def memory_by_process() -> dict[str, float]:
 
 
 async def soak(port: int, seconds: float) -> Soak:
-    """Load the server for so long."""
     connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(f"http://127.0.0.1:{port}", connector=connector, timeout=timeout) as session:
         load = Soak(session)
@@ -212,7 +208,6 @@ async def soak(port: int, seconds: float) -> Soak:
 
 
 def figures_of(load: Soak, seconds: float) -> dict[str, Any]:
-    """Return what was seen, by thirds of the time."""
     thirds: list[dict[str, Any]] = []
     for third in range(3):
         begin_s, end_s = seconds * third / 3, seconds * (third + 1) / 3
@@ -237,7 +232,6 @@ def figures_of(load: Soak, seconds: float) -> dict[str, Any]:
 
 
 def show(figures: dict[str, Any]) -> None:
-    """Print the figures."""
     thirds = figures["thirds"]
     table = Table("", "first third", "second", "last")
     table.add_row("chats", *(str(one["num_chats"]) for one in thirds))

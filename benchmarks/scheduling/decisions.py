@@ -37,7 +37,6 @@ SEED = 20250401
 
 
 def view_of(situation: str, num_requests: int, policy: str) -> WorkerView:
-    """Make the view of a worker in this situation, with the mechanisms that the policy can make use of."""
     rng = np.random.default_rng(SEED)
     table = _requests(num_requests, rng)
     running = np.sort(rng.choice(num_requests, min(NUM_RUNNING, num_requests // 2), replace=False))
@@ -89,7 +88,6 @@ def _requests(num_requests: int, rng: np.random.Generator) -> RequestTable:
 
 
 def _start(table: RequestTable, running: Ints, rng: np.random.Generator) -> None:
-    """Mark these as decoding, their prompts computed."""
     table.num_generated[running] = rng.integers(1, 200, len(running))
     table.num_cached[running] = table.context_len[running] - 1
     table.num_blocks[running] = -(-table.num_cached[running] // BLOCK_SIZE)
@@ -99,7 +97,6 @@ def _start(table: RequestTable, running: Ints, rng: np.random.Generator) -> None
 
 
 def measure(policy: str, num_requests: int, situation: str, rounds: int) -> dict[str, Any]:
-    """Measure milliseconds of a decision, of processor time and as the clock has it, and what was decided."""
     view = view_of(situation, num_requests, policy)
     decider = make_policy(policy)
     plan = decider.plan(view)

@@ -60,7 +60,6 @@ class Corpus:
 
 
 def pocket_corpus(seed: int, num_tasks: int = NUM_TASKS) -> Corpus:
-    """Make tasks of all skills of the pocket model in its own tokens."""
     tokenizer, rng = Tokenizer.load(pocket_folder()), random.Random(seed)
     tasks = [make_task(rng.choice(OFFERED_SKILLS), rng) for _ in range(num_tasks)]
     prompts = [tuple(tokenizer.encode(task.prompt)) for task in tasks]
@@ -69,7 +68,6 @@ def pocket_corpus(seed: int, num_tasks: int = NUM_TASKS) -> Corpus:
 
 
 def read_corpus(path: Path, seed: int) -> Corpus:
-    """Read a file of texts."""
     content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     rows = []
     for fields in map(json.loads, filter(bytes.strip, content.splitlines())):
@@ -81,7 +79,6 @@ def read_corpus(path: Path, seed: int) -> Corpus:
 
 
 def _split(name: str, rows: list[tuple[tuple[int, ...], int]], seed: int) -> Corpus:
-    """Split at random; the same prompt can be in both parts, as in real traffic."""
     random.Random(seed).shuffle(rows)
     sampling = SamplingParams(max_tokens=MAX_TOKENS)
     answered = [
@@ -93,7 +90,6 @@ def _split(name: str, rows: list[tuple[tuple[int, ...], int]], seed: int) -> Cor
 
 
 def accuracies(corpus: Corpus) -> list[dict[str, Any]]:
-    """Return the figures of the predictor and of the mean."""
     predictor = LengthPredictor(HashedNgrams())
     for one in corpus.learnt:
         predictor.learn(one.request, predictor.encode(one.request), one.output_len)
@@ -144,7 +140,6 @@ def _ranks(values: Floats) -> Floats:
 
 
 def speeds(corpus: Corpus, sizes: Sequence[int], seed: int = 0) -> list[dict[str, float]]:
-    """Time the predictor at each size of its store, every stored prompt with a word of its own at the end."""
     predictor, rng, rows = LengthPredictor(HashedNgrams()), np.random.default_rng(seed), []
     num_stored = 0
     for size in sizes:

@@ -101,7 +101,6 @@ class RouterNodes:
         self.logic = self.start()
 
     def start(self) -> RouterLogic:
-        """Start a router that knows nothing, and register all nodes."""
         config = RouterConfig(max_queued_requests=1 << 20, max_queued_tokens=1 << 40)
         self.logic = make_logic(config=config, batching=BatchingConfig())
         self._events.append(PeerConnected(Role.GATEWAY, GATEWAY))
@@ -114,16 +113,13 @@ class RouterNodes:
         return self.logic
 
     def hear(self, peer: str, message: Message) -> None:
-        """Queue a message for the router."""
         self._events.append(Received(peer, message))
 
     def submit(self, request: Request) -> None:
-        """Send a new request."""
         self._requests[request.request_id] = request
         self.hear(GATEWAY, SubmitRequest(request, b"".join(self._block_names(request))))
 
     def finish(self) -> None:
-        """End the request that has decoded longest."""
         request, attempt, node = self.decoding.popleft()
         del self._requests[request.request_id]
         self.hear(f"decode-{node}", RequestFinished(request.request_id, attempt, OUTPUT_LEN))
@@ -131,7 +127,6 @@ class RouterNodes:
         self._load(node)
 
     def settle(self) -> None:
-        """Decide until nothing is left to decide."""
         while self._events:
             self._now += 1e-5
             event = self._events.popleft()
@@ -176,7 +171,6 @@ class RouterNodes:
         return [one.digest() for one in hashes]
 
     def _store(self, node: str, request: Request) -> None:
-        """Tell of a prompt's blocks that were not cached, and of as many of the oldest that leave for them."""
         cached, names = self._cached[node], self._block_names(request)
         stored = [name for name in names if name not in cached]
         for name in names:
@@ -238,7 +232,6 @@ def request_of(number: int, tenants: int = 0) -> Request:
 
 
 def measure(case: Case, num_requests: int) -> dict[str, Any]:
-    """Measure one case, alone in this process."""
     names = [f"router-{number}" for number in range(case.routers)]
     nodes = [f"{number:04d}" for number in range(case.nodes)]
     shards = {name: RouterNodes(nodes[number :: case.routers], case.sharing) for number, name in enumerate(names)}

@@ -41,7 +41,6 @@ def _azure(rng: random.Random) -> Iterator[int]:
 
 
 def _lognormal(rng: random.Random) -> Iterator[int]:
-    """Draw lengths of median 665 tokens, 95 % under 4 060."""
     while True:
         yield min(max(int(rng.lognormvariate(6.5, 1.1)), 1), _LONGEST)
 
@@ -77,7 +76,6 @@ class Arrivals:
         self._numbers = itertools.count()
 
     def take(self, count: int) -> list[PooledRequest]:
-        """Return the next ones."""
         return [self._make(number) for number in itertools.islice(self._numbers, count)]
 
     def _make(self, number: int) -> PooledRequest:
@@ -126,7 +124,6 @@ class FormingFigures:
 
 
 def run_schedule_benchmark(spec: ScheduleBenchmarkSpec) -> list[FormingFigures]:
-    """Measure every former at every pool size. Takes about half a minute at 100 000 requests."""
     pairs = itertools.product(spec.pool_sizes, spec.formers)
     return [_measure_forming(spec, name, num_pooled) for num_pooled, name in pairs]
 
@@ -228,7 +225,6 @@ def _range_blocks(batch: AlignedBatch, block_size: int) -> int:
 
 
 def range_to_best(batch: AlignedBatch, pool: list[PooledRequest], limits: BatchLimits, block_size: int) -> float:
-    """Return the batch's range of lengths over the narrowest with as many requests within the limits, in blocks."""
     ordered = sorted(pool, key=lambda pooled: pooled.context_len)
     leaves = np.array([blocks_for(pooled.context_len, block_size) for pooled in ordered])
     blocks = np.cumsum([0, *(pooled.num_blocks for pooled in ordered)])
@@ -239,14 +235,12 @@ def range_to_best(batch: AlignedBatch, pool: list[PooledRequest], limits: BatchL
 
 
 def measure(lengths: str, rounds: int) -> dict[str, Any]:
-    """Return medians over the rounds for one distribution of lengths."""
     spec = ScheduleBenchmarkSpec(lengths=lengths)
     results = [[asdict(row) for row in run_schedule_benchmark(spec)] for _ in range(rounds)]
     return {"lengths": lengths, **asdict(spec.limits), "forming": _medians(results)}
 
 
 def _medians(rounds: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Return the same table of every round as one of medians."""
     return [{name: _median([row[name] for row in rows]) for name in rows[0]} for rows in zip(*rounds, strict=True)]
 
 

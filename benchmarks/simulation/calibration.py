@@ -41,7 +41,6 @@ class Error(NamedTuple):
 
 
 def error_of(ratios: Iterable[float]) -> Error:
-    """Compare times of a model with measured ones, by their ratios."""
     apart = np.array(list(ratios)) - 1.0
     sizes = np.abs(apart)
     return Error(len(apart), *(round(float(one), 3) for one in (median(sizes), np.quantile(sizes, 0.9), median(apart))))
@@ -60,7 +59,6 @@ class Layer(NamedTuple):
 
 
 def layers() -> list[Layer]:
-    """Return all layers of one accelerator."""
     alone = [{**row, "model": "llama-2-7b"} for row in rows_of("llama_2_7b_layer.csv") if row["tensor_parallel"] == "1"]
     rows = [row for row in (*alone, *rows_of("layers_by_tokens.csv")) if int(row["num_tokens"]) <= 2048]
     return [Layer(row["model"], row["hardware"], int(row["num_tokens"]), float(row["layer_ms"]) * _MS) for row in rows]
@@ -77,7 +75,6 @@ def layer_ratios(found: Iterable[Layer], calibration: Calibration) -> list[float
 
 
 def fitted_corner(found: Sequence[Layer]) -> float:
-    """Return the exponent, to a tenth, with the least squared relative error."""
     of_fit = [layer for layer in found if layer.model in _FITTED]
 
     def badness(corner: float) -> float:
@@ -107,7 +104,6 @@ def chunk_ratios(calibration: Calibration) -> list[float]:
 
 
 def fitted_chunks() -> tuple[float, float, float]:
-    """Return the share of the peak, and the queries and keys more, with the least squared relative error."""
     num_tokens, num_cached, seconds = chunks().T
     keys = num_tokens + num_cached
 
@@ -135,7 +131,6 @@ def prompt_s(costs: RooflineModel, num_tokens: int, chunk: int) -> float:
 
 
 def overheads(calibration: Calibration) -> list[dict[str, float]]:
-    """Return how much longer prompts take in small chunks than in those of 2 048 tokens, measured and by the model."""
     costs = RooflineModel(YI_34B, hardware("a100-80g"), tensor_parallel=2, calibration=calibration)
     measured = {(int(row["num_tokens"]), int(row["chunk"])): float(row["ms"]) for row in rows_of("chunked_prefill.csv")}
     found = []

@@ -35,7 +35,6 @@ def table() -> str:
 
 
 def range_of(*measures: str) -> tuple[float, float]:
-    """Return the least and the largest ratio of these measures of all requests, over all rows of the table."""
     recorded = [read_figures(f"simulation/simulated_vs_live_{'_'.join(shape)}") for shape in SHAPES]
     found = [
         one["ratio"]
@@ -50,7 +49,6 @@ def range_of(*measures: str) -> tuple[float, float]:
 
 
 def with_table(page: str) -> str:
-    """Return the page with the table as the records have it now."""
     return put_table(page, "simulated against live", table())
 
 

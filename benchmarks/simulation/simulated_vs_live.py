@@ -83,7 +83,6 @@ def record_run(folder: Path, overrides: list[str], tokenizer: Path, num_rounds: 
 
 
 def judged(comparisons: Sequence[Comparison]) -> dict[str, bool]:
-    """Return whether each measure of all requests is within its bound."""
     within = {}
     for one in comparisons:
         if one.class_name == "all" and one.measure in JUDGED and one.ratio is not None:
@@ -93,7 +92,6 @@ def judged(comparisons: Sequence[Comparison]) -> dict[str, bool]:
 
 
 def record(arguments: argparse.Namespace, folder: Path) -> None:
-    """Make the recording unless it is there."""
     if (folder / WINDOWS).exists():
         return
     overrides = [f"topology={arguments.topology}", f"scheduling.policy={arguments.policy}"]
@@ -120,7 +118,6 @@ def record(arguments: argparse.Namespace, folder: Path) -> None:
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Record, compare; everything that a page needs."""
     record(arguments, folder)
     if arguments.only_record:
         return {}
@@ -157,7 +154,6 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def think_time_of(fitted: Sequence[ObservedRun]) -> dict[str, float]:
-    """Return the best-effort client's time between two requests, in the rounds of the fitted load."""
     found = [think_times_s(requests_of(one), {BE_CLASS: LOADS[FITTED].outstanding})[BE_CLASS] for one in fitted]
     return {BE_CLASS: statistics.fmean(found)}
 
@@ -171,7 +167,6 @@ def compared(
     *,
     num_runs: int,
 ) -> dict[str, Any]:
-    """Return what was observed of a load, in its rounds, beside its simulation with these costs."""
     rounds = [requests_of(one) for one in observed]
     comparisons = compare(rounds, {BE_CLASS: LOADS[name].outstanding}, machine, think_s, num_runs)
     return {
@@ -194,14 +189,12 @@ def itself(rounds: Sequence[Sequence[ReplayedRequest]]) -> dict[str, float]:
 
 
 def fitted_s(iteration: ObservedIteration, fit: MachineFit) -> float:
-    """Return the fitted cost of an iteration's work."""
     is_prefill = fit.prefill is not None and iteration.worker.startswith("prefill")
     costs = (fit.prefill if is_prefill and fit.prefill else fit.decode).costs
     return costs.iteration_s(iteration.work)
 
 
 def iterations_of(run: ObservedRun, fit: MachineFit) -> dict[str, Any]:
-    """Return how the measured iterations of a run compare with the fitted cost of the same work, by what is in them."""
     kinds: dict[str, list[tuple[float, float]]] = {}
     for one in run.iterations:
         kind = "decodes" if not one.work.num_chunks else "prompts" if not one.work.num_decodes else "both"
@@ -218,7 +211,6 @@ def iterations_of(run: ObservedRun, fit: MachineFit) -> dict[str, Any]:
 
 
 def slices_of(run: ObservedRun, fit: MachineFit) -> dict[str, list[float | None]]:
-    """Return, for every SLICE_S of a run, what iterations took by the fitted cost of the same work."""
     begin_s = min(one.started_s for one in run.iterations)
     num_slices = int((max(one.started_s for one in run.iterations) - begin_s) / SLICE_S) + 1
     sums = {kind: [[0.0, 0.0] for _ in range(num_slices)] for kind in ("decodes", "prompts")}
@@ -233,7 +225,6 @@ def slices_of(run: ObservedRun, fit: MachineFit) -> dict[str, list[float | None]
 
 
 def described(times_s: Sequence[float]) -> dict[str, Any]:
-    """Return a summary of many times."""
     summary = describe(times_s)
     return asdict(summary) if summary is not None else {}
 

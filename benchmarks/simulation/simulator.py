@@ -45,7 +45,6 @@ def workload_of(rows: Sequence[TraceRow], rate: float, duration_s: float) -> Wor
 
 
 def measure(model: str, hardware: str, workload: Workload) -> dict[str, Any]:
-    """Measure one run."""
     cluster = ClusterConfig(
         topology=Topology.DISAGGREGATED,
         scheduling=SchedulingConfig(policy="aligned"),

@@ -57,7 +57,6 @@ def _peer_rows(spec: TransferBenchmarkSpec, transport: str, here: int, there: in
 def _between_processes(
     what: str, report: TransferReport, on_measured: Seen, rows: Callable[[], Iterable[TransferResult]]
 ) -> None:
-    """Measure the ways between processes; a failing one is reported and the next one measured."""
     try:
         _add(rows(), report, on_measured)
     except ModuleNotFoundError as error:

@@ -29,24 +29,20 @@ class BlockMoves:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of all blocks."""
         return self.num_blocks * self.layout.block_bytes
 
     def offload(self, transfer: KVTransfer) -> BlockCopy:
-        """Move them out. Raises HandoffRejected when they are refused, as nothing is that holds."""
         (runs,) = transfer.offload([OffloadRequest(self.mine, self.theirs, GENERATION)])
         if runs is None:
             raise HandoffRejected("an offload that must hold was refused; the log says why")
         return BlockCopy(GENERATION, self.num_blocks * BLOCK_SIZE, runs)
 
     def fetch(self, transfer: KVTransfer, copy: BlockCopy) -> None:
-        """Move them back. Raises HandoffRejected as `offload`."""
         if transfer.fetch([FetchRequest(copy, self.mine)]) != [True]:
             raise HandoffRejected("a copy that was just written does not hold; the log says why")
 
     def result(
         self, transport: str, operation: str, measured: Callable[[], object], plain: Callable[[], object]
     ) -> TransferResult:
-        """Time both by turns."""
         size = (self._shape, self.layout.block_bytes, self.num_blocks)
         return transfer_result(size, (transport, operation), *medians_by_turns(self._num_rounds, measured, plain))

@@ -83,7 +83,6 @@ class _HostTransferBenchmark:
 
 
 def _own_blocks(connection: Connection, folder: Path, layout: BlockLayout, num_blocks: int) -> None:
-    """Serve a candidate buffer with its block server, and a bare process group beside it."""
     torch.set_num_threads(1)
     arena = Arena.create(folder / "candidates.arena", layout, num_blocks)
     own = identity(Role.PREFILL_WORKER)

@@ -40,7 +40,6 @@ class MemoryCopies:
             yield from self._by(num_threads)
 
     def close(self) -> None:
-        """Remove the arenas and end the threads."""
         self._threads.shutdown()
         for arena in (self._pool, self._buffer, self._plain_arena):
             arena.close(unlink=True)

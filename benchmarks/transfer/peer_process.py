@@ -54,10 +54,8 @@ def identity(role: Role, authority: CertificateAuthority | None = None) -> Ident
 
 
 def memory_folder() -> str | None:
-    """Return the folder in which the pool's arena would lie."""
     return "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 
 def address(folder: Path) -> str:
-    """Return the address at which the other process serves its blocks."""
     return f"unix:{folder}/blocks.sock"

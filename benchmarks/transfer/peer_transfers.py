@@ -94,7 +94,6 @@ def _copying(target: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
 def _serve_blocks(
     connection: Connection, folder: Path, layout: BlockLayout, num_blocks: int, device: str, transport: str
 ) -> None:
-    """Serve a candidate buffer on a device, in the other process."""
     lanes = _lanes(accelerator_of(torch.device(device)))
     buffer = DeviceBuffer(layout, lanes.accelerator.lendable(num_blocks, layout.block_bytes), lanes)
     server = BlockServer(

@@ -33,7 +33,6 @@ class TransferBenchmarkSpec:
             raise ConfigError("num_rounds must be at least 1.")
 
     def sizes(self) -> list[tuple[str, int]]:
-        """Return every shape with every number of blocks."""
         return [
             (shape, max(1, size * _MIB // LAYOUTS[shape].block_bytes))
             for shape in self.shapes

@@ -31,7 +31,6 @@ _SEND, _RECEIVE = "send", "receive"
 
 
 def stream_rows(spec: TransferBenchmarkSpec) -> Iterator[TransferResult]:
-    """Measure both kinds for every size."""
     torch.set_num_threads(1)
     for shape, num_blocks in spec.sizes():
         moves = BlockMoves(spec, shape, num_blocks)
@@ -70,7 +69,6 @@ def _rows(moves: BlockMoves, kind: str, folder: Path) -> Iterator[TransferResult
 def _serve(
     connection: Connection, folder: Path, layout: BlockLayout, num_blocks: int, kind: str, own: Identity
 ) -> None:
-    """Serve a candidate buffer with its block server, and a bare stream beside it."""
     torch.set_num_threads(1)
     arena = Arena.create(folder / "candidates.arena", layout, num_blocks)
     server = BlockServer(ArenaBuffer(arena), f"{kind}:127.0.0.1:0", identity=own, transports=("tcp",))

@@ -94,7 +94,6 @@ def _searched(tasks: Sequence[SearchTask], processes: int) -> Iterator[float]:
 
 
 def _try(points: Sequence[Point], seeds: Sequence[int]) -> None:
-    """Search these points without recording them, and show what comes of it."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / "grid.jsonl"
         for point in points:

@@ -64,7 +64,6 @@ def draw(rows: Sequence[Row], lead: _Lead = _OVER_BEST) -> str:
 
 
 def draw_field(rows: Sequence[Row]) -> str:
-    """Draw the goodput of all points over that of the best of the field."""
     return draw(rows, _OVER_FIELD)
 
 
@@ -96,7 +95,6 @@ def _number(ahead: float) -> str:
 
 
 def _colour(ahead: float) -> str:
-    """Return white for equal, blue for ahead, red for behind; 1: the deepest."""
     depth = min(abs(ahead), 1.0)
     pale, faint = round(255 - 175 * depth), round(255 - 115 * depth)
     return f"rgb({pale},{faint},255)" if ahead >= 0 else f"rgb(255,{faint},{pale})"

@@ -65,15 +65,12 @@ class Point:
 
     @property
     def arrivals_s(self) -> float:
-        """Return for how many seconds requests arrive."""
         return 60 * self.minutes
 
     def of_seed(self, seed: int) -> "Point":
-        """Return the same point with another seed."""
         return replace(self, seed=seed)
 
     def workload(self) -> WorkloadLine:
-        """Return the real-time requests of the trace, class `rt`, and what is served beside them, class `be`."""
         trace = TRACES[self.trace]
         text = f"rt: {self.trace}, max_total={MAX_TOTAL}, arrivals=gamma, rate={self.rate:g}, {self._objectives()}"
         if self.has_best_effort:

@@ -35,7 +35,6 @@ class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def policy(self) -> str:
-        """Return the policy of the system."""
         return self.system.partition(" ")[0]
 
     @property
@@ -45,7 +44,6 @@ class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def attainment(self) -> float:
-        """Return the share that met all objectives."""
         return self.num_met / self.num_sent
 
     @property
@@ -77,11 +75,9 @@ class Record:
                 self._note(line)
 
     def __iter__(self) -> Iterator[Outcome]:
-        """Iterate over the latest outcome of every case."""
         return iter(self._outcomes.values())
 
     def find(self, point: str, system: str) -> Outcome | None:
-        """Return what is recorded of a case."""
         return self._outcomes.get((point, system))
 
     def append(self, outcome: Outcome) -> None:
@@ -94,7 +90,6 @@ class Record:
 
 
 def append_run(path: Path, run: Run) -> None:
-    """Add a line that says on which machine the following ones were made."""
     _append(path, _RunLine(run))
 
 
@@ -108,7 +103,6 @@ def _append(path: Path, line: object) -> None:
 
 
 def _read(path: Path) -> Iterator[Outcome | Run]:
-    """Yield the lines; a last one that an interruption cut short is left out."""
     if not path.exists():
         return
     for text in path.read_bytes().splitlines():

@@ -31,7 +31,6 @@ def _chosen(outcomes: Sequence[Outcome], num_each: int) -> list[Outcome]:
 
 
 def repeat(sampled: Sequence[Outcome], simulated: Simulate) -> list[Row]:
-    """Simulate them, and return what is recorded of it."""
     rows = []
     for one in sampled:
         point = _point(one.point)
@@ -50,7 +49,6 @@ def repeat(sampled: Sequence[Outcome], simulated: Simulate) -> list[Row]:
 
 
 def is_same(recorded: Outcome, again: Outcome) -> bool:
-    """Return whether all figures are the same."""
     names = [name for name in recorded.__struct_fields__ if name not in _SAID_ONLY]
     return all(getattr(recorded, name) == getattr(again, name) for name in names)
 

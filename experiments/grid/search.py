@@ -82,7 +82,6 @@ def _margin(num: int) -> int:
 
 
 def search_point(point: Point, record: Record, simulated: Simulate, seeds: Sequence[int] = SEEDS) -> None:
-    """Simulate what the record lacks of a point."""
     search = _Search(point, record, simulated)
     default, *_ = [search.outcome_of(DEFAULT, seed) for seed in seeds]
     is_held = default.attainment >= ENOUGH
@@ -117,13 +116,11 @@ def search_task(task: SearchTask) -> float:
 
 
 def _still_holds(outcome: Outcome) -> bool:
-    """Return whether today's code decides so, by its digest or by a sample that was repeated."""
     of = {"system": outcome.kind, "code": outcome.code}
     return not is_stale(state_of(of, repeats("grid"), digests().values()))
 
 
 def is_searched(point: Point, record: Record, seeds: Sequence[int] = SEEDS) -> bool:
-    """Return whether all that has to be known of a point is in the record."""
     try:
         search_point(point, record, _refuse, seeds)
     except NotSimulatedError:

@@ -37,12 +37,10 @@ class Held(NamedTuple):
 
     @property
     def percents(self) -> list[float]:
-        """Return the attainment of each seed."""
         return [100 * one.attainment for one in self.outcomes]
 
     @property
     def num_met(self) -> int:
-        """Return the requests held, over all seeds."""
         return sum(one.num_met for one in self.outcomes)
 
     @property
@@ -51,7 +49,6 @@ class Held(NamedTuple):
         return is_served([one.completed_of_arrived or 0.0 for one in self.outcomes])
 
     def row(self, prefix: str, arrivals_s: float) -> Row:
-        """Return its figures, under names with this prefix."""
         found, beside = interval(self.percents), [one.best_effort_tokens_per_s for one in self.outcomes]
         known = [value for value in beside if value is not None]
         figures = {
@@ -68,14 +65,12 @@ class Held(NamedTuple):
 
 
 def held_at(point: Point, record: Record, system: System, seeds: Sequence[int]) -> Held:
-    """Return a system that was simulated to its end with all these seeds."""
     name = system.name(point.accelerators)
     found = [record.find(point.of_seed(seed).name, name) for seed in seeds]
     return Held(name, [one for one in found if one is not None])
 
 
 def summary_of(record: Record, seeds: Sequence[int] = SEEDS) -> dict[str, Any]:
-    """Return the points, totals over all and over every level of a factor, and the number of simulations."""
     points = [point for point in all_points() if is_searched(point, record, seeds)]
     rows = [row_of(point, record, seeds) for point in points]
     levels = {
@@ -96,7 +91,6 @@ def summary_of(record: Record, seeds: Sequence[int] = SEEDS) -> dict[str, Any]:
 
 
 def row_of(point: Point, record: Record, seeds: Sequence[int] = SEEDS) -> Row:
-    """Return the comparison at a point."""
     arrivals_s = len(seeds) * point.arrivals_s
     default = held_at(point, record, DEFAULT, seeds)
     screened = {name: record.find(point.of_seed(seeds[0]).name, name) for name in _others(point)}
@@ -120,7 +114,6 @@ def _labels(point: Point) -> Row:
 
 
 def _beside_best(point: Point, record: Record, default: Held, seeds: Sequence[int]) -> Row:
-    """Return the best of the field beside the default; nothing where all were sure to hold less than 98 %."""
     systems = _others(point)
     ended: list[tuple[System, int]] = []
     for name, system in systems.items():
@@ -180,7 +173,6 @@ def _best_effort_gain(rows: Sequence[Row]) -> float | None:
 
 
 def _ratio(ours: float, theirs: float) -> float | None:
-    """Return by how much per cent ours is more."""
     return 100 * (ours / theirs - 1) if theirs else None
 
 

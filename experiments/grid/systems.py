@@ -124,6 +124,5 @@ def _splits(baseline: Baseline, accelerators: int) -> Family:
 
 
 def others(accelerators: int, *, has_best_effort: bool = True) -> Mapping[str, System]:
-    """Return all that the default is compared with, by their names."""
     found = families(accelerators, has_best_effort=has_best_effort)
     return {system.name(accelerators): system for systems, _ in found for system in systems}

@@ -16,7 +16,6 @@ def _of(figure: str, **labels: object) -> Record:
 
 
 def figure_11() -> str:
-    """Return OPT-13B at 8 requests/s."""
     rows = []
     for policy in _POLICIES:
         of = _of("11", model="opt-13b", policy=policy)
@@ -36,7 +35,6 @@ def figure_11() -> str:
 
 
 def figure_12() -> str:
-    """Return AccelGen without each method."""
     rows = []
     for name in ("nothing", "/Order", "/Chunk", "/Chunk, whole", "/Batch"):
         of = _of("11", model="opt-13b", policy="accelgen") if name == "nothing" else _of("12", policy=name)
@@ -46,7 +44,6 @@ def figure_12() -> str:
 
 
 def others() -> str:
-    """Return other models, and rates nearer to what OPT-13B can serve."""
     points: Mapping[str, Mapping[str, object]] = {
         "Llama-2-13B": {"figure": "11", "model": "llama-2-13b"},
         "OPT-175B": {"figure": "11", "model": "opt-175b"},
@@ -62,7 +59,6 @@ def others() -> str:
 
 
 def _three(of: Record, last: str) -> str:
-    """Return tokens/s, requests/s and one figure more."""
     if not of:
         return ""
     value = of.mean(last)

@@ -44,14 +44,12 @@ def claims() -> str:
 
 
 def _ratios(means: Mapping[str, Record], system: str, figure: str) -> str:
-    """Return by how much the system is better than each baseline."""
     ours = means[system].mean(figure)
     theirs = [means[name].mean(figure) for name in _BASELINES]
     return ", ".join(f"{ours / one if figure == _TOKENS else one / ours:.2f}" for one in theirs)
 
 
 def parts() -> str:
-    """Return AlignedServe without its parts."""
     means = {name: _of("figure 14", system=name).mean(_TOKENS) for name in ("aligned", *_ABLATED)}
     rows = [["aligned", "", count(means["aligned"]), ""]]
     paper = {"aligned w/o P": "-14.7 %", "aligned w/o P&B": "a further -28.5 %", "aligned w/o B": ""}
@@ -110,7 +108,6 @@ def steady() -> str:
 
 
 def _gains(points: Mapping[str, Mapping[str, object]]) -> str:
-    """Return what aligned serves at each point, by what the others do, as far as they were simulated."""
     rows = []
     for name, labels in points.items():
         of = {system: runs("alignedserve").of(**labels, seed=1, system=system) for system in _COMPARED}
@@ -126,7 +123,6 @@ def _gains(points: Mapping[str, Mapping[str, object]]) -> str:
 
 
 def steady_kernels() -> str:
-    """Return the headline by kernel, for queries with a head of keys each and for four to one."""
     points = {
         f"{_model_name(model)}, `{kernel}`": {
             "part": _part_of(model, kernel),

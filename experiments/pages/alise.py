@@ -34,7 +34,6 @@ def _of(part: str, **labels: object) -> Record:
 
 
 def latency() -> str:
-    """Return seconds per token on OPT-13B."""
     rows = []
     for system, name in _SYSTEMS.items():
         part = "figure 8" if system in ("Recompute", "Defer") else "figure 6"
@@ -54,7 +53,6 @@ def _latency(of: Record, figure: str = _LATENCY) -> str:
 
 
 def rates() -> str:
-    """Return requests/s at 0.2 s/token."""
     rows = []
     for model in _MODELS:
         for lengths, name in _LENGTHS.items():

@@ -62,7 +62,6 @@ def _bursts(part: str, dataset: str, rate: float, policy: str, variations: Itera
 
 
 def rates_at_90() -> str:
-    """Return Figure 8 at 90 %."""
     level = "90%"
     points = [("sharegpt", model) for model in _MODELS] + [("humaneval", "opt-13b"), ("longbench", "opt-13b")]
     rows = []

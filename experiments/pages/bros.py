@@ -33,7 +33,6 @@ _LATENCY, _BEST_EFFORT, _TTFT, _TPOT = (
 
 
 def averages() -> str:
-    """Return the comparisons over all points of Figures 10 and 11."""
     rows = []
     for lengths, name in _LENGTHS.items():
         for measure, said in _MEASURES.items():
@@ -55,7 +54,6 @@ def _of(part: str, **labels: object) -> Record:
 
 
 def headline() -> str:
-    """Return one point with three seeds."""
     rows = []
     for policy in (*_POLICIES, "sarathi", "accelgen"):
         of = _of("headline", policy=policy)

@@ -20,7 +20,6 @@ class Claim(NamedTuple):
 
 
 def _times(ours: Record, theirs: Sequence[Record], figure: str, *, is_less_better: bool = False) -> str:
-    """Return by how many times ours is better than each."""
     ratios = [ours.mean(figure) / one.mean(figure) for one in theirs]
     return ", ".join(f"{1 / ratio if is_less_better else ratio:.2f}" for ratio in ratios)
 
@@ -199,7 +198,6 @@ def _alise() -> list[Claim]:
 
 
 def _at_least(found: Record, lengths: str, model: str) -> str:
-    """Return the rate that ALISE holds by vLLM's, as far as either was found."""
     rates = [found.of(lengths=lengths, model=model, policy=name).rows[0]["rate"] for name in ("ALISE", "vLLM")]
     tried = [
         [
@@ -247,6 +245,5 @@ def _apt_serve() -> list[Claim]:
 
 
 def claims() -> str:
-    """Return the papers' claims beside ours."""
     found = [*_alignedserve(), *_bros(), *_accelgen(), *_alise(), *_apt_serve()]
     return bullets(f"{one.paper}. Claim: {one.claimed}. Here: {one.ours}. {one.verdict}." for one in found)

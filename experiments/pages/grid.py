@@ -31,12 +31,10 @@ def rows() -> Sequence[Row]:
 
 
 def record() -> str:
-    """Return how much of the record is of today's decision code."""
     return bullets(states_of(rows(), states("grid", rows())))
 
 
 def progress() -> str:
-    """Return how much of the grid is done."""
     counts, level = figures("grid")["counts"], figures("grid")["all"]
     done, hours = level["num_points"], counts["simulated_s"] / 3600
     return bullets(
@@ -72,7 +70,6 @@ def verdict() -> str:
 
 
 def totals() -> str:
-    """Return the counts over all points and over every level of a factor."""
     counted = ("num_points", "num_contested", "num_held", "num_served", "num_behind", "num_ahead", "num_open")
     levels = [("all", figures("grid")["all"])]
     levels += [(name.replace("=", " "), level) for name, level in figures("grid")["by_level"].items()]
@@ -85,7 +82,6 @@ def totals() -> str:
 
 
 def beside() -> str:
-    """Return what the default's chat loses beside best-effort work, over all pairs of points, by trace and by load."""
     points = {row["point"]: row for row in figures("grid")["points"]}
     loaded = {f"{name.removesuffix('/be')}/alone": row for name, row in points.items() if name.endswith("/be")}
     pairs = [(points[name], row) for name, row in loaded.items() if name in points]
@@ -102,7 +98,6 @@ def beside() -> str:
 
 
 def _stale_points() -> set[str]:
-    """Return the points where an older code has decided something of the default."""
     found = rows()
     return {
         str(row["point"])
@@ -127,7 +122,6 @@ def _beside_cells(name: str, pairs: Sequence[tuple[Row, Row]]) -> list[str]:
 
 
 def floor() -> str:
-    """Return what chat attains where documents have no floor, beside what it attains with one."""
     lines = [
         [
             row["point"],
@@ -142,7 +136,6 @@ def floor() -> str:
 
 
 def compared() -> str:
-    """Return the points that are furthest behind."""
     points = sorted(figures("grid")["points"], key=lambda row: row.get("ahead", 100.0))[:_SHOWN]
     head = ["point", "default", "best", "which", "ahead", "goodput", "BE tokens/s", "gap"]
     return table(head, map(_cells, points))

@@ -6,37 +6,27 @@ from functools import partial
 from pathlib import Path
 
 from experiments.pages import (
-    ablations,
     accelgen,
     alignedserve,
     alise,
     apt_serve,
     bros,
     grid,
-    leak,
-    separation,
-    slack,
     stale,
     summary,
     unseen,
-    walls,
 )
 from experiments.pages.record import provenance
 
 DOCS = Path(__file__).parent.parent.parent / "docs" / "experiments"
 Tables = Mapping[str, Callable[[], str]]
 _OF_RECORDS: Mapping[str, Tables] = {
-    "ablations": ablations.TABLES,
     "accelgen": accelgen.TABLES,
     "alignedserve": alignedserve.TABLES,
     "alise": alise.TABLES,
     "apt_serve": apt_serve.TABLES,
     "bros": bros.TABLES,
-    "leak": leak.TABLES,
-    "separation": separation.TABLES,
-    "slack": slack.TABLES,
     "unseen": unseen.TABLES,
-    "walls": walls.TABLES,
 }
 PAGES: Mapping[str, Tables] = {
     "README": {**summary.TABLES, "stale": stale.stale},
@@ -47,18 +37,14 @@ _PLACE = re.compile(r"^<!-- table: (?P<name>.+) -->\n\n(?:(?:\||- |  ).*\n)*", r
 
 
 def page_path(page: str) -> Path:
-    """Return the file of a page."""
     return DOCS / f"{page}.md"
 
 
 def names_in(text: str) -> list[str]:
-    """Return the names of the tables that a page has places for."""
     return [place["name"] for place in _PLACE.finditer(text)]
 
 
 def with_tables(text: str, tables: Tables) -> str:
-    """Return the page with its tables as the records have them now."""
-
     def written(place: re.Match[str]) -> str:
         below = "" if text[place.end() : place.end() + 1] in ("", "\n") else "\n"  # a place that was empty until now
         return f"<!-- table: {place['name']} -->\n\n{tables[place['name']]()}\n{below}"

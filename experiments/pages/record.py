@@ -23,14 +23,12 @@ class Record:
         self.rows = rows
 
     def of(self, **labels: object) -> "Record":
-        """Return the rows with these labels."""
         return Record([row for row in self.rows if all(row.get(name) == value for name, value in labels.items())])
 
     def __bool__(self) -> bool:
         return bool(self.rows)
 
     def values(self, figure: str) -> list[float]:
-        """Return a figure of every row."""
         return [float(row[figure]) for row in self.rows]
 
     def mean(self, figure: str) -> float:
@@ -49,12 +47,10 @@ class Record:
 
 @cache
 def figures(name: str) -> Any:
-    """Return all figures of results/NAME.json."""
     return json.loads((RESULTS / f"{name}.json").read_text())["figures"]
 
 
 def runs(name: str) -> Record:
-    """Return the runs of results/NAME.json."""
     return Record(figures(name)["runs"])
 
 
@@ -70,29 +66,24 @@ def share(value: float, digits: int = 1) -> str:
 
 
 def change(ratio: float) -> str:
-    """Return a ratio as a change in percent, with its sign."""
     return f"{100 * (ratio - 1):+.1f} %"
 
 
 def seconds(value: float) -> str:
-    """Return a time, below 0.3 s in milliseconds."""
     if value < 0.3:
         return f"{1e3 * value:.0f} ms"
     return f"{value:.2f} s" if value < 1 else f"{value:.1f} s" if value < 10 else f"{value:.0f} s"
 
 
 def milliseconds(value: float) -> str:
-    """Return a time in milliseconds."""
     return f"{count(1e3 * value)} ms"
 
 
 def count(value: float) -> str:
-    """Return a number without a fraction, thousands apart."""
     return f"{value:,.0f}".replace(",", " ")
 
 
 def digits(value: float, num: int = 3) -> str:
-    """Return a number in `num` significant digits."""
     if value == 0:
         return "0"
     text = f"{value:#.{num}g}".removesuffix(".")
@@ -100,17 +91,14 @@ def digits(value: float, num: int = 3) -> str:
 
 
 def bold(text: str) -> str:
-    """Return the text as what stands out in a table."""
     return f"**{text}**"
 
 
 def bold_best(cells: Sequence[str], values: Sequence[float]) -> list[str]:
-    """Return the cells, those of the highest value in bold."""
     return [bold(cell) if value == max(values) else cell for cell, value in zip(cells, values, strict=True)]
 
 
 def table(headings: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """Return a table of a page."""
     head = list(headings)
     lines = [head, *map(list, rows)]
     assert all(len(line) == len(head) for line in lines), lines

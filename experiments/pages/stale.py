@@ -16,13 +16,11 @@ PAGES = (
 
 
 def rows_of(page: str) -> Sequence[Row]:
-    """Return the rows of a page's record."""
     rows: Sequence[Row] = grid.rows() if page == GRID else figures(page)["runs"]
     return rows
 
 
 def stale() -> str:
-    """Return, for each page, how many rows are of an older code, and how many are rates."""
     lines = []
     for page in PAGES:
         rows = rows_of(page)

@@ -43,6 +43,5 @@ def _cells(at: Record, of: str, held: str) -> list[str]:
 
 
 def percent(values: Sequence[float]) -> str:
-    """Return the mean of shares over seeds, with its interval."""
     found = interval(values)
     return share(found.mean) if not found.half else f"{100 * found.mean:.1f} ± {100 * found.half:.1f} %"

@@ -36,7 +36,6 @@ class Compared(NamedTuple):
     is_more_better: bool = True
 
     def text(self, value: float) -> str:
-        """Return a figure as text."""
         return self.shown(value)
 
     def verdict(self) -> str:
@@ -160,7 +159,6 @@ def _apt_serve() -> dict[str, list[Compared]]:
 
 
 def _steady() -> dict[str, list[Compared]]:
-    """Return the rates of both pages that have some: what is held at each, and the longest gap."""
     found: dict[str, list[Compared]] = {}
     for page, name, of, figure in (
         ("bros", "BROS", "rt", "rt.attainment"),
@@ -181,7 +179,6 @@ def _steady() -> dict[str, list[Compared]]:
 
 
 def _held(at: Record, of: str, figure: str) -> float:
-    """Return what is held at a rate; nothing of one that is not served."""
     return at.mean(figure) if is_served(at.values(f"{of}.completed_of_arrived")) else 0.0
 
 
@@ -200,7 +197,6 @@ def _of_policy(of: Record, policy: str) -> Record:
 
 
 def _rates() -> list[list[str]]:
-    """Return effective throughput, which may lie beyond the highest rate that was tried."""
     points = (("sharegpt", "opt-13b"), ("sharegpt", "opt-30b"), ("sharegpt", "opt-66b"))
     others = (("humaneval", "opt-13b"), ("longbench", "opt-13b"))
     rows = []
@@ -225,12 +221,10 @@ def _rate_verdict(theirs: float | None, ours: float | None) -> str:
 
 
 def union() -> str:
-    """Return `aligned_slo` beside each paper's policy."""
     return table(["", "the paper's policy", f"`{_UNION}`", "it is"], _rows())
 
 
 def worse() -> str:
-    """Return why it is worse, with the rows of that table in which it is."""
     of_reasons: dict[str, list[str]] = {}
     last = ""
     for name, *_, verdicts in _rows():

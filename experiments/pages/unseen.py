@@ -31,8 +31,6 @@ def _by_policy(title: str, cells: Callable[[list[Record]], list[str]]) -> str:
 
 
 def held() -> str:
-    """Return the share of requests that held both objectives, and p99 TBT."""
-
     def cells(policies: list[Record]) -> list[str]:
         held = [one.mean(_HELD) for one in policies]
         best = bold_best([share(value) if value > 0.99 else share(value, 0) for value in held], held)
@@ -42,8 +40,6 @@ def held() -> str:
 
 
 def throughput() -> str:
-    """Return best-effort tokens and real-time requests within objectives."""
-
     def cells(policies: list[Record]) -> list[str]:
         tokens, requests = ([one.mean(name) for one in policies] for name in (_BEST_EFFORT, _GOODPUT))
         few, rare = max(tokens) < 100, max(requests) < 0.5

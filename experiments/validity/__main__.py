@@ -47,7 +47,6 @@ def main() -> None:
 
 
 def _repeated(page: str, known: Sequence[Repeat], *, num_each: int, processes: int) -> list[Row]:
-    """Simulate again a sample of the rows of each system and code of which today's code has told nothing."""
     today, are_told = list(digests().values()), {(one["system"], one["code"]) for one in known}
     if page not in CASES:
         outcomes = grid_repeats.sample(Record(PATH), today, num_each=num_each)
@@ -65,7 +64,6 @@ def _record(page: str, known: Sequence[Repeat], found: Sequence[Row]) -> None:
 
 
 def _show(pages: Sequence[str]) -> int:
-    """Print a line for each page; return 1 if one is stale."""
     lines = []
     for page in pages:
         rows = rows_of(page)

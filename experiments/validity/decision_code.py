@@ -75,7 +75,6 @@ class DecisionCode:
         return found.hexdigest()[:_NUM_DIGITS]
 
     def _closure(self, own: set[str] | None) -> set[str]:
-        """Return all modules that are reached; from the registry of policies only those in `own`, unless None."""
         seen: set[str] = set()
         waiting = list(_FIRST)
         while waiting:
@@ -92,7 +91,6 @@ class DecisionCode:
         return seen
 
     def _module(self, name: str) -> _Module | None:
-        """Return a module of the decision code; None: it is none."""
         if name not in self._modules:
             self._modules[name] = self._parsed(name)
         return self._modules[name]
@@ -105,7 +103,6 @@ class DecisionCode:
         return None if text is None else _Module(ast.parse(text))
 
     def _digests_of(self, name: str) -> Sequence[str]:
-        """Return the digest of each statement of a module, with what its names stand for."""
         if name not in self._statements:
             module, stands_for = self._module(name), partial(self._stands_for, name)
             assert module is not None
@@ -113,7 +110,6 @@ class DecisionCode:
         return self._statements[name]
 
     def _stands_for(self, module_name: str, name: str) -> str | None:
-        """Return the digest of a definition, or the name of what lies outside of the decision code."""
         module = self._module(module_name)
         if module is None:
             return None
@@ -132,7 +128,6 @@ def digest_of(tree: ast.AST, stands_for: StandsFor = lambda _name: None) -> str:
 
 
 def _written(node: ast.AST, stands_for: StandsFor) -> Iterator[str]:
-    """Yield a node and those below it; a field that is empty is left out, as versions of Python differ in those."""
     yield type(node).__name__
     if isinstance(node, ast.Name):
         yield stands_for(node.id) or ""
@@ -150,19 +145,16 @@ def _written(node: ast.AST, stands_for: StandsFor) -> Iterator[str]:
 
 
 def _says_nothing(node: ast.AST) -> bool:
-    """Return whether a statement is a docstring or an import, which the names that are used tell."""
     if isinstance(node, ast.Import | ast.ImportFrom):
         return True
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
 def _imports_only(statement: ast.stmt) -> bool:
-    """Return whether a statement of a module imports, for types alone too, or says what the module is for."""
     return all(map(_says_nothing, statement.body if isinstance(statement, ast.If) else (statement,)))
 
 
 def _names_of(statement: ast.stmt) -> Iterator[str]:
-    """Yield the names that a statement of a module defines."""
     if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         yield statement.name
         return
@@ -172,7 +164,6 @@ def _names_of(statement: ast.stmt) -> Iterator[str]:
 
 
 def _imports(tree: ast.AST) -> Iterator[tuple[str, tuple[str, str]]]:
-    """Yield each name that is imported anywhere, with its module and what it is of it."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for one in node.names:
@@ -184,7 +175,6 @@ def _imports(tree: ast.AST) -> Iterator[tuple[str, tuple[str, str]]]:
 
 
 def _settings_of(entry: PolicyEntry) -> bytes:
-    """Return what the registry says of a policy but for its summary; its classes are modules of their own."""
     said = {field.name: getattr(entry, field.name) for field in fields(entry)}
     return repr([(name, _plain(value)) for name, value in said.items() if name != "summary"]).encode()
 
@@ -205,6 +195,5 @@ def _plain(value: object) -> object:
 
 @cache
 def digests() -> dict[str, str]:
-    """Return today's digest of every policy."""
     code = DecisionCode()
     return {name: code.digest(name) for name in POLICIES}

@@ -31,13 +31,11 @@ Repeat = Mapping[str, Any]
 
 @cache
 def repeats(page: str) -> Sequence[Repeat]:
-    """Return what was repeated of a page."""
     found: dict[str, list[Repeat]] = json.loads(REPEATED.read_text()) if REPEATED.exists() else {}
     return found.get(page, [])
 
 
 def told_today(page: str) -> list[Repeat]:
-    """Return what was repeated of a page by a code that is today's."""
     return [one for one in repeats(page) if one["now"] in digests().values()]
 
 
@@ -47,7 +45,6 @@ def system_of(row: Mapping[str, Any]) -> str:
 
 
 def state_of(row: Mapping[str, Any], repeated: Sequence[Repeat], today: Iterable[str]) -> State:
-    """Return what a row is of. One that was repeated with other figures speaks against all of its system and code."""
     code, now = row.get("code"), set(today)
     if not code:
         return State.UNKNOWN
@@ -58,12 +55,10 @@ def state_of(row: Mapping[str, Any], repeated: Sequence[Repeat], today: Iterable
 
 
 def states(page: str, rows: Sequence[Mapping[str, Any]]) -> list[State]:
-    """Return what each row of a page is of."""
     return [state_of(row, repeats(page), digests().values()) for row in rows]
 
 
 def is_stale(state: State) -> bool:
-    """Return whether nothing says that today's code would decide so."""
     return state in (State.OLDER, State.UNKNOWN)
 
 
@@ -74,7 +69,6 @@ def num_bursts(rows: Sequence[Mapping[str, Any]]) -> int:
 
 
 def _point_of(row: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
-    """Return what the rows of all seeds at a point have in common: texts, and numbers that are given."""
     given = ("rate", "cv", "wave", "num_requests", "sent_s")
     return tuple(
         (name, str(value))

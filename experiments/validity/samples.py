@@ -5,17 +5,12 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from experiments import (
-    ablations,
     accelgen,
     alignedserve,
     alise,
     apt_serve,
     bros,
-    leak,
-    separation,
-    slack,
     unseen,
-    walls,
 )
 from experiments.common import LabelledCase, Row, chosen, run
 from experiments.validity.rows import State, state_of, system_of
@@ -26,7 +21,6 @@ _COUNTED_SINCE = "num_recomputed_tokens"  # 0 in records of workers that were no
 _HELD = ("rt.attainment", "all.p99_attainment", "all.attainment")
 _FULL = apt_serve.WorkerSizes(300, (1, 2, 3), 1)
 CASES: Mapping[str, Callable[[], Sequence[LabelledCase]]] = {
-    "ablations": lambda: list(chain.from_iterable(ablations.parts_of(is_quick=False))),
     "accelgen": lambda: accelgen.cases_of(is_quick=False),
     "alignedserve": lambda: list(chain.from_iterable(alignedserve.parts_of(is_quick=False))),
     "alise": lambda: alise.cases_of(is_quick=False),
@@ -36,15 +30,7 @@ CASES: Mapping[str, Callable[[], Sequence[LabelledCase]]] = {
         *apt_serve.other_costs(_FULL),
     ],
     "bros": lambda: bros.cases_of(is_quick=False),
-    "leak": lambda: [
-        case._replace(labels={**case.labels, "part": name})
-        for name, of_part in leak.PARTS.items()
-        for case in of_part()
-    ],
-    "slack": lambda: list(chain.from_iterable(slack.parts_of(is_quick=False))),
     "unseen": lambda: list(chain.from_iterable(unseen.parts_of(is_quick=False))),
-    "separation": lambda: separation.cases_of(is_quick=False),
-    "walls": lambda: walls.cases_of(is_quick=False),
 }
 
 
@@ -77,7 +63,6 @@ def _chosen(sampled: Sequence[Sampled], num_each: int) -> list[Sampled]:
 
 
 def _held(row: Row) -> float | None:
-    """Return what a row's requests hold; None: it has no objectives."""
     return next((float(row[name]) for name in _HELD if row.get(name) is not None), None)
 
 
@@ -94,7 +79,6 @@ def _is_of(case: LabelledCase, row: Row) -> bool:
 
 
 def is_same(recorded: Row, again: Row) -> bool:
-    """Return whether every figure that both have is the same, to the digits of a record."""
     rounded = chosen([again], again)[0]
     apart = (*_LABELS_ONLY, *((_COUNTED_SINCE,) if not recorded.get(_COUNTED_SINCE) else ()))
     common = [name for name in recorded if name in rounded and name not in apart]
@@ -102,7 +86,6 @@ def is_same(recorded: Row, again: Row) -> bool:
 
 
 def repeat(sampled: Sequence[Sampled], *, processes: int) -> list[Row]:
-    """Simulate them, and return what is recorded of it."""
     again = run([one.case for one in sampled], processes=processes)
     return [
         {

@@ -24,7 +24,7 @@ _BUCKET_BYTES = 2 << 20
 # ... but fewer sequences than this leave cores idle.
 _MIN_BUCKET_SEQUENCES = 4
 # The fixed cost of one attention call, as bytes that it could read in that time: 24 us, at 0.76 us for 16 KiB (two
-# cores, Zen 4; benchmarks.engine.iteration_log compares predictions from it with measurements).
+# cores, Zen 4; an earlier benchmark compared predictions from it with measurements).
 CALL_BYTES = 512 << 10
 # Tokens that each bucket can grow before the plan is rebuilt.
 _SPARE_TOKENS = 8

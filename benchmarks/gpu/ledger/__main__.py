@@ -37,7 +37,6 @@ def main() -> None:
 
 
 def _table(title: str, step: LedgerStep) -> Table:
-    """Return a step kernel by kernel."""
     table = Table(title=f"{title}: {step.kernels} kernels, {step.num_bytes / 1e9:.2f} GB", title_justify="left")
     for heading in ("", "kernel", "launches", "MiB read", "MiB written", "10^9 operations"):
         table.add_column(heading)

@@ -50,7 +50,6 @@ class CountedTensor(Tensor):
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> "CountedTensor":
-        """Wrap `content`."""
         own: CountedTensor = Tensor._make_wrapper_subclass(
             cls,
             inner.shape,
@@ -78,7 +77,6 @@ class CountedTensor(Tensor):
 
 
 def _indexed(tensor: Tensor, index: Any) -> Tensor:
-    """Return tensor[index], by operations: PyTorch's own indexing asks a device of CUDA for its guard."""
     places = list(index) if isinstance(index, tuple) else [index]
     if Ellipsis in [place for place in places if not isinstance(place, Tensor)]:
         at = next(number for number, place in enumerate(places) if place is Ellipsis)
@@ -102,7 +100,6 @@ def _indexed(tensor: Tensor, index: Any) -> Tensor:
 
 
 def _assign(tensor: Tensor, index: Any, value: Any) -> None:
-    """Perform tensor[index] = value."""
     places = index if isinstance(index, tuple) else (index,)
     if any(isinstance(place, Tensor) for place in places):
         value = value if isinstance(value, Tensor) else torch.full((), value, dtype=tensor.dtype, device=GPU)
@@ -129,7 +126,6 @@ class CountedGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @classmethod
     @override
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here, and what would exclude this class from it takes seconds to import."""
         return False
 
     def __init__(self) -> None:
@@ -140,7 +136,6 @@ class CountedGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def used(self) -> Iterator["CountedGpu"]:
-        """Put this GPU in the place of torch.cuda and of Triton's launcher."""
         with contextlib.ExitStack() as stack:
             for target, name, value in self._replaced():
                 stack.enter_context(mock.patch.object(target, name, value))
@@ -168,7 +163,6 @@ class CountedGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ]
 
     def note(self, call: Callable[[], Launch]) -> None:
-        """Note what this call does now."""
         self.launches.append(call())
         self.calls.append(call)
 
@@ -215,13 +209,11 @@ class CountedGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _copied_out(self, target: Tensor, source: Tensor) -> Tensor:
-        """Copy to the host: of values that are not kept, zeros."""
         self.note(partial(Launch, TO_HOST, source.nbytes, 0))
         inner = source.content if isinstance(source, CountedTensor) else source
         return target.zero_() if inner.is_meta else target.copy_(inner)
 
     def _computed(self, func: Any, name: str, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
-        """Return the result, of kept values where it can be computed of such."""
         inners = [tensor.content if isinstance(tensor, CountedTensor) else tensor for tensor in tensors]
         keeps = not any(inner.is_meta for inner in inners) and name not in _HOST_READS
         if not inners:

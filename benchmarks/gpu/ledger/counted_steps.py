@@ -82,7 +82,6 @@ class _Counter:
 
     @property
     def num_launched(self) -> int:
-        """Return how much the GPU was given to do in all."""
         return self._num_taken + len(self.device.launches)
 
     def stream(self, name: str) -> _Stream:
@@ -104,7 +103,6 @@ class _Counter:
         return replay
 
     def take(self) -> CountedStep:
-        """Return what was counted since the last call."""
         device = self.device
         counts = (self.num_idle_waits, self.num_covered_waits, device.num_host_reads, self.num_recorded)
         step = CountedStep(list(device.launches), *counts)
@@ -131,7 +129,6 @@ def _of_layers(layers: int, one: CountedStep, two: CountedStep) -> LedgerStep:
 
 
 def count_steps(form: ModelForm, steps: tuple[StepForm, ...]) -> dict[str, CountedStep]:
-    """Return what each step of the model asks of a GPU, by name."""
     device = CountedGpu()
     with device.used(), torch.inference_mode(), mock.patch.object(triton_backend, "installed_libraries", _no_libraries):
         engine, counter = _engine(form, steps, device)
@@ -182,7 +179,6 @@ class _Requests:
         self._num_blocks = 0
 
     def add(self, length: int, num_cached: int) -> RequestId:
-        """Add a request of so many tokens."""
         place = len(self._added)
         request_id = RequestId(str(place))
         first, self._num_blocks = self._num_blocks, self._num_blocks + blocks_for(length + _SPARE, _BLOCK_SIZE)
@@ -194,7 +190,6 @@ class _Requests:
         return request_id
 
     def remove_all(self) -> None:
-        """Leave no sequence behind."""
         for request_id in self._added:
             self.engine.remove_sequence(request_id)
         self.engine.settle()

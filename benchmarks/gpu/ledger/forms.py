@@ -128,16 +128,13 @@ class EmptySource:
         self._pack = form.weights.pack
 
     def has(self, name: str) -> bool:
-        """See TensorSource."""
         return not name.startswith("decoder.")
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """See TensorSource."""
         del name
         return _empty(shape, self.dtype)
 
     def packed(self, name: str, shape: tuple[int, ...]) -> Rows | None:
-        """See PackedSource."""
         is_outer = "lm_head" in name or "embed" in name or ".gate." in name
         return None if self._pack is None or is_outer else self._pack(shape)
 

@@ -30,7 +30,6 @@ def _matrix_bytes(form: ModelForm, num_rows: int) -> float:
 
 
 def _layer_bytes(form: ModelForm, num_experts: float) -> float:
-    """Return the bytes of the matrices of a layer and of so many of its experts."""
     config = form.config
     attention = config.hidden_size * (2 * config.query_width + 2 * config.kv_width)
     if config.experts is None:

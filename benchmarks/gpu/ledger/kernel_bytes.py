@@ -75,7 +75,6 @@ def noted_operation(func: Any, args: Any, kwargs: Any, result: Any) -> list[Laun
 
 
 def _product(name: str, operands: list[Tensor], result: Tensor) -> Launch:
-    """Return the launch of a product of matrices, named by the sizes of the second."""
     x, weight = operands[:2] if name not in ("addmm", "baddbmm") else operands[1:3]
     read = sum(map(touched_bytes, operands))
     if name == "_grouped_mm":
@@ -85,7 +84,6 @@ def _product(name: str, operands: list[Tensor], result: Tensor) -> Launch:
 
 
 def _chosen_bytes(weight: Tensor, num_rows: int) -> int:
-    """Return what is read of the weights of experts [experts, ..] by rows of which each has one of them."""
     return round(touched_bytes(weight) * met_share(len(weight), num_rows))
 
 
@@ -95,7 +93,6 @@ def met_share(num_experts: int, num_choices: int) -> float:
 
 
 def _changed(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """Return the arguments that the operation writes."""
     found: list[Any] = []
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -122,7 +119,6 @@ _memory: "WeakValueDictionary[int, Tensor]" = WeakValueDictionary()  # tensors w
 
 
 def address_of(tensor: Tensor) -> int:
-    """Return an address of its own for a tensor."""
     _memory[id(tensor)] = tensor
     return id(tensor)
 
@@ -179,7 +175,6 @@ class _Pointers(ast.NodeVisitor):
 
     @override
     def visit_Assign(self, node: ast.Assign) -> None:
-        """Remember which parameters the assigned names depend on as addresses."""
         self.visit(node.value)
         roots = self._rooted(node.value)
         for target in node.targets:
@@ -189,14 +184,12 @@ class _Pointers(ast.NodeVisitor):
 
     @override
     def visit_AugAssign(self, node: ast.AugAssign) -> None:
-        """As an assignment of the sum."""
         self.visit(node.value)
         if isinstance(node.target, ast.Name):
             self._roots.setdefault(node.target.id, set()).update(self._rooted(node.value))
 
     @override
     def visit_Call(self, node: ast.Call) -> None:
-        """Note loads and stores, those of called device functions too."""
         self.generic_visit(node)
         called = ast.unparse(node.func)
         if called == "tl.load":
@@ -219,7 +212,6 @@ class _Pointers(ast.NodeVisitor):
                 self.written |= self._rooted(value)
 
     def _rooted(self, node: ast.AST) -> set[str]:
-        """Return the parameters in an expression, but not those behind a load or a called function."""
         if isinstance(node, ast.Name):
             return self._roots.get(node.id, set())
         if isinstance(node, ast.Call) and not (isinstance(node.func, ast.Attribute) and node.func.attr == "to"):
@@ -231,14 +223,12 @@ class _Pointers(ast.NodeVisitor):
 
 
 def _values(tensor: Tensor) -> Tensor:
-    """Return the values of an array that came from the host."""
     inner: Tensor = getattr(tensor, "content", tensor)
     assert not inner.is_meta, "the values of this array are not known"
     return inner
 
 
 def _of_decodes(arguments: Arguments) -> dict[str, int]:
-    """Every slot of each context, or of its window, and the parts that the step has."""
     lengths, window = _values(arguments["lengths"]).to(torch.int64), arguments["window"]
     tokens = int((lengths.clamp(max=window) if window else lengths).sum())
     blocks, block_size = arguments["blocks"], arguments["BLOCK_SIZE"]
@@ -262,7 +252,6 @@ def _of_merged(arguments: Arguments) -> dict[str, int]:
 
 
 def _of_chunks(arguments: Arguments) -> dict[str, int]:
-    """The context of each sequence once; tiles of the same context find it in the GPU's cache."""
     names = ("tile_sequences", "tile_positions", "tile_counts")
     sequences, positions, counts = (_values(arguments[name]).to(torch.int64) for name in names)
     ends = torch.zeros(int(sequences.max()) + 1, dtype=torch.int64)
@@ -273,21 +262,18 @@ def _of_chunks(arguments: Arguments) -> dict[str, int]:
 
 
 def _of_placed(arguments: Arguments) -> dict[str, int]:
-    """Keys and values of the rows."""
     keys: Tensor = arguments["keys"]
     row_bytes = keys.shape[-1] * keys.dtype.itemsize
     return dict.fromkeys(("keys", "values"), arguments["slots"].numel() * row_bytes)
 
 
 def _rotated(arguments: Arguments) -> dict[str, int]:
-    """Queries and keys are changed in place, values stay."""
     heads, kv_heads = int(arguments["NUM_HEADS"]), int(arguments["KV_HEADS"])
     all_heads = heads + 2 * kv_heads
     return {"fused": touched_bytes(arguments["fused"]) // all_heads * (heads + kv_heads)}
 
 
 def _of_grouped(arguments: Arguments) -> dict[str, int]:
-    """The weights of the experts that any row has."""
     weights = {
         name: arguments[name] for name in ("words", "scales", "zeros") if isinstance(arguments.get(name), Tensor)
     }
@@ -296,7 +282,6 @@ def _of_grouped(arguments: Arguments) -> dict[str, int]:
 
 
 def _of_sampled(arguments: Arguments) -> dict[str, int]:
-    """Rows without a temperature need no place for candidates; others read their logits three times with filters."""
     given: Tensor = arguments["temperatures"]
     temperatures: Tensor = getattr(given, "content", given)
     share = 1.0 if temperatures.is_meta else float((temperatures > 0.0).to(torch.float32).mean())
@@ -307,7 +292,6 @@ def _of_sampled(arguments: Arguments) -> dict[str, int]:
 
 
 def _adapters_of(arguments: Arguments) -> list[tuple[list[int], int]]:
-    """Return the words of the site of each tile's adapter (see kernels.adapters), and the tile's rows."""
     tiles = _values(arguments["tiles"])[HEAD_TILES:].tolist()
     return [(_site(arguments, address), count) for address, _, count in tiles if count]
 
@@ -318,7 +302,6 @@ def _site(arguments: Arguments, address: int) -> list[int]:
 
 
 def _matrix_bytes(arguments: Arguments) -> int:
-    """Return the bytes of A and B of all adapters; tiles of the same one find them in the GPU's cache."""
     found = {words[1]: words for words, _ in _adapters_of(arguments)}.values()
     starts = range(MODULES_AT, SITE_WORDS, MODULE_WORDS)
     columns = sum(words[at + 1] * words[at + 2] for words in found for at in starts)
@@ -327,7 +310,6 @@ def _matrix_bytes(arguments: Arguments) -> int:
 
 
 def _of_added(arguments: Arguments) -> dict[str, int]:
-    """The sums of the ranks that rows have."""
     return {"sums": 4 * arguments["num_runs"] * sum(words[0] * count for words, count in _adapters_of(arguments))}
 
 
@@ -353,14 +335,12 @@ BY_ADDRESS: dict[str, Callable[[Arguments], int]] = {"_add_adapters": _matrix_by
 
 
 def _decode_operations(arguments: Arguments) -> int:
-    """Return the operations of queries times keys and of weights times values."""
     lengths, window = _values(arguments["lengths"]).to(torch.int64), arguments["window"]
     tokens = int((lengths.clamp(max=window) if window else lengths).sum())
     return 4 * tokens * _query_width(arguments)
 
 
 def _chunk_operations(arguments: Arguments) -> int:
-    """Return the same of chunks, whose tokens read those up to their own."""
     positions, counts = (_values(arguments[name]).to(torch.int64) for name in ("tile_positions", "tile_counts"))
     pairs = int((counts * positions + counts * (counts + 1) // 2).sum())
     return 4 * pairs * _query_width(arguments)

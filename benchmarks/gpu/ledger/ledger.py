@@ -67,7 +67,6 @@ def kernels_of(launches: Sequence[Launch]) -> dict[str, Kernels]:
 
 
 def between(one: Mapping[str, Kernels], other: Mapping[str, Kernels]) -> dict[str, Kernels]:
-    """Return what `other` has more than `one`, kernel by kernel."""
     none = Kernels(0, 0, 0, 0)
     pairs = {name: zip(other.get(name, none), one.get(name, none), strict=True) for name in {**one, **other}}
     rests = {name: Kernels(*(after - before for after, before in pair)) for name, pair in pairs.items()}
@@ -75,14 +74,12 @@ def between(one: Mapping[str, Kernels], other: Mapping[str, Kernels]) -> dict[st
 
 
 def written(ledger: Ledger) -> str:
-    """Return the ledger as JSON, a kernel on a line."""
     models = {model: {name: asdict(step) for name, step in steps.items()} for model, steps in ledger.items()}
     text = json.dumps({"what": _ABOUT, "kernel": Kernels._fields, "models": models}, indent=1)
     return re.sub(r"\[\s+([^\]]*?)\s+\]", lambda list_: f"[{' '.join(list_[1].split())}]", text) + "\n"
 
 
 def read(path: Path = PATH) -> Ledger:
-    """Return the ledger of a file."""
     models = json.loads(path.read_text())["models"]
     return {model: {name: _of_fields(step) for name, step in steps.items()} for model, steps in models.items()}
 

@@ -30,7 +30,6 @@ def empty_adapter(config: ModelConfig, dtype: torch.dtype) -> AdapterMatrices:
 
 
 def _parts(config: ModelConfig, product: LayerProduct, shape: ProductShape) -> list[tuple[int, int]]:
-    """Return the first column and the columns of each module of a product."""
     if product is LayerProduct.QKV:
         query, kv = config.query_width, config.kv_width
         return [(0, query), (query, kv), (query + kv, kv)]

@@ -42,7 +42,6 @@ _TOY_CHOICES = [_Choice(DecodeTiling(32, 4, 3), 2), _Choice(DecodeTiling(64, 2, 
 
 
 def sweep_cases(setup: KernelSetup) -> Iterator[list[KernelCase]]:
-    """Yield a group per choice: every batch of contexts. One that needs more memory than there is fails alone."""
     batches = _TOY_BATCHES if setup.is_toy else _BATCHES
     runs = [_Decodes(setup, groups, dtype_name(setup.dtype)) for groups in batches] if setup.runs_triton else []
     for choice in _TOY_CHOICES if setup.is_toy else _CHOICES:

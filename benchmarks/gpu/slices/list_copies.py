@@ -71,7 +71,6 @@ def _measure(device: torch.device, layout: BlockLayout, num_blocks: int) -> dict
 
 
 def _returned(storage: BlockStorage, host: torch.Tensor) -> float:
-    """Return the share of the time of a list, copied out, after which the host goes on; the median."""
     stream, rng = streams_of(storage.device).stream("lists"), np.random.default_rng(1)
     shares = []
     for _ in range(_ROUNDS + 1):

@@ -54,7 +54,6 @@ def _row_bytes(form: Numbers, plain: Tensor) -> int:
 
 
 def _mixture_cases(setup: KernelSetup) -> Iterator[list[KernelCase]]:
-    """Yield the groups of a mixture of 8 experts, of which each row chooses 2; bytes are those of all experts."""
     if not setup.runs_triton:
         return
     columns, width = setup.config.intermediate_size, setup.config.hidden_size

@@ -54,7 +54,6 @@ def profile_steps(
 
 
 def host_calls(timer: IterationTimer, num_tokens: int) -> dict[str, Any]:
-    """Return a prompt's milliseconds, and the functions in which the host spends most under Python's profiler."""
     point = Point("prefill", (Chunk(num_tokens, 0, is_last=True),))
     timer.measure(point)
     prompt_s = min(timer.measure(point) for _ in range(_NUM_ROUNDS))
@@ -75,7 +74,6 @@ def host_calls(timer: IterationTimer, num_tokens: int) -> dict[str, Any]:
 
 
 def profiled(timer: IterationTimer, point: Point, device: torch.device) -> dict[str, Any]:
-    """Return a point's milliseconds, its heaviest kernels, and the share of time in which none ran."""
     timer.measure(point)
     is_gpu = device.type == CUDA
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_gpu else [])]

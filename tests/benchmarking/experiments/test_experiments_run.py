@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from experiments import ablations, alignedserve, bros, slack
+from experiments import alignedserve, bros
 from experiments.common import over_seeds, pick, run
 
 
@@ -27,19 +27,3 @@ def test_alignment_pays_where_the_longest_is_a_straggler_and_not_where_it_is_not
     )
     assert min(straggler["aligned"], straggler["aligned_slo"]) > 1.2 * straggler["distserve"]
     assert max(balanced["aligned"], balanced["aligned_slo"]) < 1.05 * balanced["distserve"]
-
-
-@pytest.mark.slow
-def test_packed_slack_holds_a_tpot_that_distserve_does_not() -> None:
-    cases = [slack.POINTS[0].case(system, 12.5, 1, 60.0) for system in slack.SYSTEMS]
-    rows = {row["system"]: row for row in run(cases, processes=1, also=slack.further_figures)}
-    assert rows[slack.PACKED]["rt.tpot_attainment"] > 0.9
-    assert rows[slack.DISTSERVE]["rt.tpot_attainment"] < 0.5
-
-
-@pytest.mark.slow
-def test_every_ablation_runs_and_its_mechanism_is_used() -> None:
-    (cases,) = ablations.parts_of(is_quick=True)
-    rows = {(row["part"], row["system"]): row for row in run(cases, processes=1)}
-    assert len(rows) == len(ablations.SYSTEMS)
-    assert all(row["all.num_sent"] > 0 for row in rows.values())

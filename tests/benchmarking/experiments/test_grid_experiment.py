@@ -1,9 +1,6 @@
 """Simulations of the grid's points, small ones."""
 
-from collections import Counter
-
 from alignedserve.config.sections import Topology
-from experiments.grid.differences import compare
 from experiments.grid.points import Point, all_points
 from experiments.grid.search import simulate
 from experiments.grid.systems import DEFAULT, FIELD, System, families, others
@@ -38,14 +35,3 @@ def test_an_abandoned_case_could_not_have_held_more() -> None:
     abandoned = simulate(point, system, whole.num_met + 1)
     assert abandoned.at_most == whole.num_met
     assert abandoned.ended_s <= whole.ended_s
-
-
-def test_requests_that_one_of_two_systems_holds_are_told_with_their_workers() -> None:
-    point = Point("azure_conv", 1.02, "mixed", 2, has_best_effort=False, minutes=0.6)
-    row = compare(point, System("fcfs", Topology.COLOCATED))
-    held = Counter(one["holds"] for one in row["requests"])
-    assert row["num_met"] - row["num_met_by_other"] == held["default"] - held["other"]
-    assert {name for one in row["requests"] for pair in one["workers"] for name in pair.split()} <= {
-        "worker-0",
-        "worker-1",
-    }

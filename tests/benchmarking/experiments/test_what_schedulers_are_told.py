@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator
 from dataclasses import fields
-from itertools import chain, product
+from itertools import chain
 
 from alignedserve.core.request import Request, SamplingParams
 from alignedserve.messages.workers import PrefillRequest
 from alignedserve.scheduling.table import COLUMN_NAMES
-from experiments import accelgen, alignedserve, alise, apt_serve, bros, leak, unseen
-from experiments.common import LabelledCase, Row
+from experiments import accelgen, alignedserve, alise, apt_serve, bros, unseen
+from experiments.common import LabelledCase
 from lab.commands.simulation.options import SimulateOptions
 from lab.commands.simulation.simulate_cases import plan_cases
 from lab.sim.sweep import Case, WorkloadLine
@@ -60,34 +60,3 @@ def test_what_schedulers_get_has_no_place_for_a_true_length() -> None:
     names = {field.name for kind in (Request, SamplingParams) for field in fields(kind)}
     names |= set(chain(*COLUMN_NAMES)) | set(PrefillRequest.__struct_fields__)
     assert {name for name in names if "output" in name or "answer" in name} == {"predicted_output_len"}
-
-
-def test_one_point_of_each_experiment_is_run_with_and_without() -> None:
-    told = {one.labels["knows"] for one in leak.apt_serve_cases()}
-    assert told == {one.name for one in leak.LENGTHS_WERE_TOLD}
-    by_name = {str(one.labels["knows"]): one.case for one in leak.apt_serve_cases()}
-    assert {name: case.config.learns_costs for name, case in by_name.items()} == {
-        "lengths and costs": False,
-        "costs": False,
-        "lengths within a factor of two": True,
-        "neither": True,
-    }
-    limits = {name: specs_of(case)[0].max_tokens for name, case in by_name.items()}
-    assert limits["lengths and costs"] is ClientLimit.EXACT
-    assert limits["lengths within a factor of two"] is ClientLimit.POWER_OF_TWO
-    assert limits["neither"] is ClientLimit.CONTEXT
-
-
-def test_limits_that_a_line_names_stay() -> None:
-    line = "a: rate=1, prompt=uniform(1,2), output=3; b: wave=2, prompt=1, output=2, max_tokens=7"
-    assert [spec.max_tokens for spec in parse_classes(leak.with_limits(line, ClientLimit.EXACT))] == [
-        ClientLimit.EXACT,
-        7,
-    ]
-
-
-def test_a_row_of_the_table_has_every_knowledge_side_by_side() -> None:
-    known: Row = {"part": "bros", "point": "10/s", "policy": "bros"}
-    of_seeds = product(("costs", "neither"), (1, 2))
-    rows = [known | {"knows": name, "seed": seed, "value": seed / 2} for name, seed in of_seeds]
-    assert leak.table(rows) == [known | {"measure": "held", "costs": 0.75, "neither": 0.75}]

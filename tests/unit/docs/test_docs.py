@@ -12,7 +12,7 @@ from tests.support.marks import each
 
 ROOT = Path(__file__).parents[3]
 PACKAGE_FOLDERS = ("alignedserve", "router", "kvpool", "prefill_worker", "decode_worker", "kernels", "lab", "plugins")
-FOLDERS = (*PACKAGE_FOLDERS, "benchmarks", "docs", "experiments", "scripts", "tests")
+FOLDERS = (*PACKAGE_FOLDERS, "benchmarks", "docs", "examples", "experiments", "scripts", "tests")
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")])
 MAX_WIDTH = 160
 

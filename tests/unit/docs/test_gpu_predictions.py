@@ -3,7 +3,7 @@
 from dataclasses import asdict
 
 from alignedserve.costmodel.linear import fit_error
-from benchmarks.gpu import predicted, promise_simulated
+from benchmarks.gpu import predicted
 from benchmarks.gpu.timed_iterations import KINDS, timed_iterations
 from benchmarks.gpu.timed_iterations import SHORT as HOST_BOUND
 from lab.costmodel.profile_file import read_profile
@@ -30,18 +30,3 @@ def test_the_profile_is_fitted_to_what_was_timed() -> None:
         assert error.median < 0.1, kind
     sheet = predicted.predicted(predicted.FOLDER)["kinds"][HOST_BOUND]["roofline"]
     assert sheet["median"] < 0.6, "no data sheet knows what the host needs for its launches"
-
-
-def test_the_load_is_the_one_that_ran() -> None:
-    live = promise_simulated.live_runs(predicted.FOLDER)[0]
-    for phase in live.phases():
-        if phase.name == promise_simulated.DOCUMENTS:
-            continue
-        begins_s = 0.0 if phase.name == promise_simulated.CHAT else live.documents_alone_s
-        chats = promise_simulated.drawn_chats(live.load, begins_s, phase.ends_s)
-        counted = [one for one in chats if phase.begins_s <= one.arrival_s]
-        chat = live.found["phases"][phase.name]["chat"]
-        seconds = phase.ends_s - phase.begins_s
-        assert len(counted) == chat["num"]
-        assert abs(sum(one.prompt_len for one in counted) / seconds - chat["prompt_tokens_per_s"]) < 1e-6
-        assert abs(sum(one.output_len for one in counted) / seconds - chat["output_tokens_per_s"]) < 1e-6

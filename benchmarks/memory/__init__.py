@@ -1,1 +1,0 @@
-"""Caches: what contexts take, and what happens where memory is short."""
