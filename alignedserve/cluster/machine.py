@@ -88,7 +88,6 @@ def _slowest_gpu(device: str) -> Hardware | None:
 
 
 def described_gpu(properties: Any) -> Hardware | None:
-    """Return a GPU by what PyTorch says of it; None: it is of a kind that is not known, or PyTorch is too old."""
     return gpu_of(
         str(properties.name),
         (properties.major, properties.minor),
@@ -111,7 +110,6 @@ def _uuid(gpu: Any) -> str:
 
 
 def free_by_uuid() -> dict[str, int]:
-    """Return the free bytes of each GPU by its uuid, as nvidia-smi says; empty: it is not here, or says nothing."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return {}

@@ -61,7 +61,6 @@ class RayletChildren:
         return True
 
     def end_with_raylet(self, lock_folder: Path) -> None:
-        """Wait for the raylet's end and kill what outlives it, unless another process does that for this raylet."""
         if self._raylet is None:
             return
         path = lock_folder / f"raylet-{self._raylet.pid}.lock"

@@ -40,7 +40,6 @@ def freeze_heap() -> None:
 
 
 def give_free_memory_back() -> None:
-    """Give back what the C library keeps of freed memory: tens of megabytes after a start."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; other libraries have none
     if trim is not None:
         trim(0)
@@ -72,7 +71,6 @@ def forget_pages_of_files() -> None:
 
 
 def unwritten_mappings(smaps: str) -> list[tuple[int, int]]:
-    """Return the addresses at which files are mapped for reading alone, without a page of this process's own."""
     found: dict[tuple[int, int], None] = {}
     place = 0, 0
     for line in smaps.splitlines():

@@ -107,7 +107,6 @@ def _subjects_of(peer: str, message: Message) -> frozenset[str]:
 
 
 def request_id_of(message: Message) -> str | None:
-    """Return the request that a message is about; None: it is about none, or about several."""
     about = getattr(message, "request", message)
     request_id: str | None = getattr(about, "request_id", None)
     return request_id

@@ -174,7 +174,6 @@ class ServerCertificate:
         return self._read()
 
     def reload_if_changed(self) -> bool:
-        """Read the files again if they are others than at the last look; return whether they were taken."""
         return self._files.has_changed() and self._read()
 
     def _read(self) -> bool:

@@ -26,7 +26,6 @@ _CHUNK_BYTES = 256 * 1024
 
 
 def upload_form(path: Path, on_bytes: Callable[[int], None]) -> tuple[dict[str, str], AsyncIterator[bytes]]:
-    """Return headers and body of one POST /v1/files; the name is sent without its folder."""
     boundary = secrets.token_hex(16)
     part = f'--{boundary}\r\nContent-Disposition: form-data; name="'
     head = f'{part}purpose"\r\n\r\nbatch\r\n{part}file"; filename="{_quoted(path.name)}"\r\n'

@@ -147,7 +147,6 @@ class ChatConversation:
             self.turns.pop()
 
     def forget_oldest(self) -> bool:
-        """Forget the oldest question and its answer; False when there is only the latest question."""
         if len(self.turns) < 3:
             return False
         del self.turns[:2]
@@ -215,7 +214,6 @@ class ChatSession:
         return FAILURE if outcome.failure is not None else 0
 
     def answer_lines(self, lines: Iterable[str]) -> int:
-        """Answer every line as a turn of one conversation on stdout; the first that fails is the last."""
         self._thoughts.is_hidden = not notes().is_terminal
         num_answers = 0
         for line in map(str.strip, lines):

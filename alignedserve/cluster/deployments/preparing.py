@@ -83,7 +83,6 @@ class DeploymentSettings:
         self._own.pop(deployment_id, None)
 
     def carry_adapters(self, former: str, deployment_id: str, served: ServedModel) -> tuple[str, ...]:
-        """Let a deployment have the adapters that were loaded for a former one; return why any is left out."""
         return carry_over(self._loaded(former), self._loaded(deployment_id), served)
 
     def loaded_adapters(self, deployment_id: str) -> tuple[LoraAdapter, ...]:

@@ -102,7 +102,6 @@ def _kill(pid: int) -> None:
 
 
 def running_supervisor() -> int | None:
-    """Return the process id of this host's supervisor; None: there is none."""
     path = run_root() / _LOCK_NAME
     try:
         with path.open("r+", encoding="ascii") as lock:
@@ -175,7 +174,6 @@ class Supervisor:
 
 
 def has_raylet() -> bool:
-    """Return whether Ray runs on this host, for this user; of the cluster whose port RAY_ADDRESS gives, if it does."""
     port = (ray_address() or "").rpartition(":")[2]
     return any(
         process.info["name"] == "raylet"

@@ -43,7 +43,6 @@ def open_port(address: str) -> socket.socket:
 
 
 def unreached(places: Mapping[str, Place]) -> dict[str, str]:
-    """Try to connect to every place; return why for the names of those to which there is no connection."""
     if not places:
         return {}
     with ThreadPoolExecutor(min(len(places), _MAX_AT_ONCE)) as pool:
@@ -105,7 +104,6 @@ class Surveyor:
         self._listening: list[socket.socket] = []  # until this process ends
 
     def open_port(self, address: str) -> int | AlignedServeError:
-        """Listen for others at this address of the node; return the port, or why there is none."""
         try:
             self._listening.append(open_port(address))
         except OSError as error:

@@ -178,7 +178,6 @@ class Joining:
 
 
 def needed_first(models: Mapping[str, HostedModel], members: Sequence[Member]) -> dict[str, HostedModel]:
-    """Return the models in the order in which they need one more node: of those with few nodes first."""
     counts = Counter(one for member in members for one, part in member.models.items() if part.share.num_workers)
     return dict(sorted(models.items(), key=lambda found: counts[found[0]]))
 

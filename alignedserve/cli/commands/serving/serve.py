@@ -229,7 +229,6 @@ def _start(
 
 
 def show_trial(url: str, served: ServedModel, config: GatewayConfig) -> None:
-    """Print a first request: in one line without a frame, so that it can be copied from any terminal."""
     key = ' -H "Authorization: Bearer $ALIGNEDSERVE_API_KEY"' if api_keys() or config.keys_file else ""
     path, body = _trial(served)
     command = f"curl {url}{path}{key} -H 'content-type: application/json' -d '{body}'"

@@ -110,7 +110,6 @@ def _absolute(path: str) -> str:
 
 
 def expected_nodes(bootstrap: Path) -> int:
-    """Return how many nodes `ray up` starts at least, by what it leaves on the head; 1 where it leaves nothing."""
     try:
         given = yaml.safe_load(bootstrap.read_text(encoding="utf-8"))
         types = given.get("available_node_types") or {}
