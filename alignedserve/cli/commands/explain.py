@@ -14,14 +14,12 @@ from alignedserve.config.environment import client_api_key
 from alignedserve.core.errors import ConfigError, ProtocolError
 
 
-class ExplainedReason(msgspec.Struct, frozen=True):
-    """Why something was so."""
-
+class _Reason(msgspec.Struct, frozen=True):
     text: str
 
 
 class ExplainedObjective(msgspec.Struct, frozen=True):
-    """An objective, and what came of it."""
+    """An objective and its outcome."""
 
     name: str
     target_ms: float
@@ -29,24 +27,20 @@ class ExplainedObjective(msgspec.Struct, frozen=True):
     held: bool | None
 
 
-class ExplainedPhase(msgspec.Struct, frozen=True):
-    """A part of a request's time."""
-
+class _Phase(msgspec.Struct, frozen=True):
     name: str
     where: str
     start_ms: float
     duration_ms: float
     is_wait: bool
-    reasons: list[ExplainedReason]
+    reasons: list[_Reason]
 
 
-class ExplainedEvent(msgspec.Struct, frozen=True):
-    """A step of a request."""
-
+class _Event(msgspec.Struct, frozen=True):
     at_ms: float
     where: str
     text: str
-    reason: ExplainedReason | None = None
+    reason: _Reason | None = None
 
 
 class ExplainedStanding(msgspec.Struct, frozen=True):
@@ -69,8 +63,8 @@ class ExplainedChoice(msgspec.Struct, frozen=True):
     cached_prompt_tokens: int
     duration_ms: float | None
     objectives: list[ExplainedObjective]
-    phases: list[ExplainedPhase]
-    events: list[ExplainedEvent]
+    phases: list[_Phase]
+    events: list[_Event]
     events_left_out: int
     standing: ExplainedStanding | None = None  # None: it has ended, or the server tells of none
 
@@ -170,7 +164,7 @@ def _phase_table(choice: ExplainedChoice) -> Table:
     return table
 
 
-def _event_table(events: list[ExplainedEvent]) -> Table:
+def _event_table(events: list[_Event]) -> Table:
     table = Table(_right("after"), "at", "step", "reason", title="Step by step")
     table.title_justify = "left"
     for event in events:
@@ -183,7 +177,7 @@ def _right(name: str) -> Column:
     return Column(name, justify="right", no_wrap=True)
 
 
-def _bar(phase: ExplainedPhase, total_ms: float) -> str:
+def _bar(phase: _Phase, total_ms: float) -> str:
     return "█" * max(round(_BAR_WIDTH * phase.duration_ms / total_ms), 1)
 
 

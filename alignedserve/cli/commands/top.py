@@ -25,9 +25,7 @@ from alignedserve.core.errors import AlignedServeError, ConfigError, PeerError, 
 from alignedserve.core.percent import in_percent
 
 
-class LiveTier(msgspec.Struct, frozen=True):
-    """Requests of one class."""
-
+class _Tier(msgspec.Struct, frozen=True):
     num_queued: int
     num_prefilling: int
     num_pooled: int
@@ -35,18 +33,14 @@ class LiveTier(msgspec.Struct, frozen=True):
     oldest_queued_s: float
 
 
-class BatchLengths(msgspec.Struct, frozen=True):
-    """The context lengths of the requests of one iteration."""
-
+class _BatchLengths(msgspec.Struct, frozen=True):
     num_requests: int
     shortest: int
     mean_len: float
     longest: int
 
 
-class LiveWorker(msgspec.Struct, frozen=True):
-    """One worker."""
-
+class _Worker(msgspec.Struct, frozen=True):
     worker: str
     node: str
     can_prefill: bool
@@ -63,66 +57,52 @@ class LiveWorker(msgspec.Struct, frozen=True):
     num_tokens: int
     wall_s: float
     compute_s: float
-    batch: BatchLengths
+    batch: _BatchLengths
 
 
-class LivePools(msgspec.Struct, frozen=True):
-    """All KV pools together."""
-
+class _Pools(msgspec.Struct, frozen=True):
     num_blocks: int
     num_blocks_used: int
     num_blocks_kept: int
 
 
-class LivePrefixes(msgspec.Struct, frozen=True):
-    """The prefix caches of all workers together."""
-
+class _Prefixes(msgspec.Struct, frozen=True):
     num_query_tokens: int
     num_hit_tokens: int
     num_blocks: int
 
 
-class LiveTotals(msgspec.Struct, frozen=True):
-    """Counters of the whole deployment."""
-
+class _Totals(msgspec.Struct, frozen=True):
     num_prompt_tokens: int
     num_tokens: int
 
 
-class LiveLoad(msgspec.Struct, frozen=True):
-    """What the router of a deployment reported last."""
-
-    tiers: dict[str, LiveTier]
+class _Load(msgspec.Struct, frozen=True):
+    tiers: dict[str, _Tier]
     num_at_risk: int
     queue_wait_s: float
-    pool: LivePools
-    workers: list[LiveWorker]
-    prefixes: LivePrefixes
-    totals: LiveTotals
+    pool: _Pools
+    workers: list[_Worker]
+    prefixes: _Prefixes
+    totals: _Totals
     time: dict[str, float]  # seconds and counts of the iteration logs
 
 
-class LiveObjective(msgspec.Struct, frozen=True):
-    """How often objectives of one kind were held."""
-
+class _Objective(msgspec.Struct, frozen=True):
     tier: str
     objective: str
     held: int
     missed: int
 
 
-class LiveModel(msgspec.Struct, frozen=True):
-    """One model."""
-
+class _Model(msgspec.Struct, frozen=True):
     name: str
     problem: str | None
-    load: LiveLoad | None
-    objectives: list[LiveObjective] = []
+    load: _Load | None
+    objectives: list[_Objective] = []
 
 
-class LiveBatches(msgspec.Struct, frozen=True):
-    """Batches of all clients."""
-
+class _Batches(msgspec.Struct, frozen=True):
     num_waiting: int
     num_in_flight: int
     completed: int
@@ -137,8 +117,8 @@ class LiveDocument(msgspec.Struct, frozen=True):
 
     time_s: float
     not_ready: str | None
-    models: list[LiveModel]
-    batches: LiveBatches | None
+    models: list[_Model]
+    batches: _Batches | None
 
 
 class LiveReading:
@@ -148,24 +128,24 @@ class LiveReading:
         self.latest = latest
         self._earlier = earlier
 
-    def gained(self, model: str, counter: Callable[[LiveLoad], float | None]) -> float | None:
+    def gained(self, model: str, counter: Callable[[_Load], float | None]) -> float | None:
         """Return by how much a counter of a model has grown; None: it cannot be told, or its process restarted."""
         now = _read(self.latest, model, counter)
         before = _read(self._earlier, model, counter) if self._earlier is not None else None
         return None if now is None or before is None or now < before else now - before
 
-    def rate(self, model: str, counter: Callable[[LiveLoad], float | None]) -> float | None:
+    def rate(self, model: str, counter: Callable[[_Load], float | None]) -> float | None:
         gained = self.gained(model, counter)
         if gained is None or self._earlier is None or self.latest.time_s <= self._earlier.time_s:
             return None
         return gained / (self.latest.time_s - self._earlier.time_s)
 
 
-def of_worker(name: str, counter: Callable[[LiveWorker], float]) -> Callable[[LiveLoad], float | None]:
+def of_worker(name: str, counter: Callable[[_Worker], float]) -> Callable[[_Load], float | None]:
     return lambda load: next((counter(worker) for worker in load.workers if worker.worker == name), None)
 
 
-def _read(document: LiveDocument, model: str, counter: Callable[[LiveLoad], float | None]) -> float | None:
+def _read(document: LiveDocument, model: str, counter: Callable[[_Load], float | None]) -> float | None:
     load = next((one.load for one in document.models if one.name == model), None)
     return counter(load) if load is not None else None
 
@@ -194,7 +174,7 @@ def drawn(reading: LiveReading) -> RenderableType:
     return Group(*parts)
 
 
-def _model(model: LiveModel, reading: LiveReading) -> Iterator[RenderableType]:
+def _model(model: _Model, reading: LiveReading) -> Iterator[RenderableType]:
     state = "ready" if model.problem is None else f"not ready: {printable(model.problem)}"
     style = "green" if model.problem is None else "yellow"
     yield Text.assemble((printable(model.name), "bold"), "  ", (state, style))
@@ -207,7 +187,7 @@ def _model(model: LiveModel, reading: LiveReading) -> Iterator[RenderableType]:
     yield from _ledger(model.name, reading)
 
 
-def _rates(name: str, load: LiveLoad, reading: LiveReading) -> Text:
+def _rates(name: str, load: _Load, reading: LiveReading) -> Text:
     hits, asked = load.prefixes.num_hit_tokens, load.prefixes.num_query_tokens
     parts = [
         f"{_number(reading.rate(name, lambda one: one.totals.num_tokens))} tokens/s",
@@ -221,7 +201,7 @@ def _rates(name: str, load: LiveLoad, reading: LiveReading) -> Text:
     return Text(" · ".join(parts))
 
 
-def _tiers(model: LiveModel) -> Table:
+def _tiers(model: _Model) -> Table:
     table = _table("class", "queued", "oldest", "prefilling", "in a pool", "decoding", _WRAPPED)
     assert model.load is not None, "drawn without a report"
     for name, tier in model.load.tiers.items():
@@ -237,7 +217,7 @@ def _tiers(model: LiveModel) -> Table:
     return table
 
 
-def _held(model: LiveModel, tier: str) -> str:
+def _held(model: _Model, tier: str) -> str:
     held = [
         f"{_OBJECTIVES.get(objective.objective, printable(objective.objective))} "
         f"{_share(objective.held, objective.held + objective.missed)}"
@@ -247,7 +227,7 @@ def _held(model: LiveModel, tier: str) -> str:
     return escape(", ".join(held)) or "-"
 
 
-def _workers(name: str, load: LiveLoad, reading: LiveReading) -> Table:
+def _workers(name: str, load: _Load, reading: LiveReading) -> Table:
     columns = (
         "worker",
         "node",
@@ -283,7 +263,7 @@ def _workers(name: str, load: LiveLoad, reading: LiveReading) -> Table:
     return table
 
 
-def _role(worker: LiveWorker) -> str:
+def _role(worker: _Worker) -> str:
     both = worker.can_prefill and worker.can_decode
     role = "elastic" if worker.is_elastic else "both" if both else "prefill" if worker.can_prefill else "decode"
     return f"{role}, drains" if worker.is_draining else role
@@ -305,7 +285,7 @@ def _seconds(name: str, reading: LiveReading, keys: tuple[str, ...]) -> float:
     return reading.gained(name, lambda load: sum(load.time.get(key, 0.0) for key in keys)) or 0.0
 
 
-def _batches(batches: LiveBatches) -> Text:
+def _batches(batches: _Batches) -> Text:
     states = ", ".join(f"{count} {printable(state)}" for state, count in sorted(batches.num_batches.items()))
     lines = f"{batches.num_waiting} lines waiting, {batches.num_in_flight} at work, {batches.completed} done"
     text = Text.assemble(("batches", "bold"), f"  {states or 'none open'} · {lines}, {batches.failed} failed")
