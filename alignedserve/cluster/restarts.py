@@ -57,7 +57,7 @@ class Restarts:
 
     @property
     def problems(self) -> Mapping[str, str]:
-        return {name: _said(one) for name, one in self._troubles.items() if one.up_s is None}
+        return {name: _said(trouble) for name, trouble in self._troubles.items() if trouble.up_s is None}
 
     @property
     def failing(self) -> frozenset[str]:

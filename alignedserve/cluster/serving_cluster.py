@@ -489,11 +489,13 @@ class ServingCluster:
         return self._models.phases != before
 
     def _reports(self) -> tuple[DeploymentReport, ...]:
-        ended = {name: STARTS_AGAIN for name, one in self.healths().items() if one.state is ProcessState.ENDED}
+        ended = {name: STARTS_AGAIN for name, health in self.healths().items() if health.state is ProcessState.ENDED}
         return tuple(self._models.reports({**ended, **self._failed.problems}))
 
     def _watched_healths(self) -> dict[str, Health]:
-        return {name: Health() if one.state is ProcessState.ENDED else one for name, one in self.healths().items()}
+        return {
+            name: Health() if health.state is ProcessState.ENDED else health for name, health in self.healths().items()
+        }
 
     def _start_again(self, name: str) -> None:
         member = next(one for one in self._members.values() if name in self._actors[one.name])

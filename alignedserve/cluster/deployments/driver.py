@@ -89,7 +89,7 @@ class Views:
 
 
 def combined(deployment_ids: Iterable[str], answers: Sequence[_Heard]) -> dict[str, View]:
-    return {one: _view(one, answers) for one in deployment_ids}
+    return {deployment_id: _view(deployment_id, answers) for deployment_id in deployment_ids}
 
 
 def _view(deployment_id: str, answers: Sequence[_Heard]) -> View:

@@ -108,7 +108,7 @@ class OnDemandLogic:
         of those that sleep. `is_changing`: one comes or goes already, and the next waits for it."""
         self._awake_since = {name: self._awake_since.get(name, now) for name in awake}
         self._no_room &= demands.keys()
-        self._problems = {name: one for name, one in self._problems.items() if now < one[1]}
+        self._problems = {name: problem for name, problem in self._problems.items() if now < problem[1]}
         if is_changing:
             return ()
         return self._for_demands(awake, demands, now) or self._for_keep_alive(awake)
@@ -215,7 +215,7 @@ class OnDemandModels:
 
     def beside(self, order: ModelOrder, standings: Sequence[DeploymentStanding]) -> Asleep:
         serving = _serving(standings)
-        own = next((name for name, one in self._models.items() if one.order == order), None)
+        own = next((name for name, model in self._models.items() if model.order == order), None)
         others = (name for name in self._models if name not in serving and name != own)
         left = None if own is None else self._left.get(own)
         return Asleep(tuple(self._served(name) for name in others), None if left is None else left.deployment_id)
@@ -227,8 +227,8 @@ class OnDemandModels:
     def sleeping(self, standings: Sequence[DeploymentStanding]) -> tuple[ServedDeployment, ...]:
         serving, now = _serving(standings), time.monotonic()
         return tuple(
-            replace(one.deployed, served=self._served(name), problem=self._logic.problem(name, now) or "")
-            for name, one in self._models.items()
+            replace(model.deployed, served=self._served(name), problem=self._logic.problem(name, now) or "")
+            for name, model in self._models.items()
             if name not in serving
         )
 
@@ -262,7 +262,7 @@ class OnDemandModels:
         seen = {name: view for name, view in asleep.items() if view is not None}
         self._lines_since = {name: self._lines_since.get(name, now) for name, view in seen.items() if view.has_lines}
         demands = {name: ModelDemand(view.waited_s, self._documents_s(name, view, now)) for name, view in seen.items()}
-        return {name: one for name, one in demands.items() if one != ModelDemand()}
+        return {name: demand for name, demand in demands.items() if demand != ModelDemand()}
 
     def _documents_s(self, name: str, view: View, now: float) -> float | None:
         waits_s = (view.documents_waited_s, now - self._lines_since[name] if name in self._lines_since else None)

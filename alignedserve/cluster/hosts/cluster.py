@@ -261,7 +261,8 @@ class ClusterOnHosts(ServingCluster):
         released = [node_id for node_id in self._membership.released if node_id not in self._members]
         left_out = {**self._membership.refused, **dict.fromkeys(released, "given back, as the load does not need it")}
         used = (
-            record_of(one, is_draining=one_id in draining, problems=problems) for one_id, one in self._members.items()
+            record_of(member, is_draining=one_id in draining, problems=problems)
+            for one_id, member in self._members.items()
         )
         refused = (
             NodeRecord("", node.node_id, node.address, node.hostname, problem=problem)

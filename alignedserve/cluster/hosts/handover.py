@@ -188,7 +188,7 @@ class _Sections:
 
     @property
     def records(self) -> tuple[msgspec.Raw, ...]:
-        return tuple(msgspec.Raw(one) for one in self._places)
+        return tuple(msgspec.Raw(section) for section in self._places)
 
     def places_of(self, config: ClusterConfig) -> _Places:
         return tuple(self._place_of(getattr(config, name)) for name in config.__struct_fields__)
