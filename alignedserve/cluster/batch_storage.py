@@ -46,8 +46,8 @@ def prepare_records(path: Path, *, is_served: bool = False) -> None:
 
 
 def has_contents(folder: Path) -> bool:
-    kept = (*(folder / "files").glob("file-*"), *(folder / "results").glob("*.log"))
-    return any(not one.name.endswith(".partial") for one in kept)
+    contents = (*(folder / "files").glob("file-*"), *(folder / "results").glob("*.log"))
+    return any(not one.name.endswith(".partial") for one in contents)
 
 
 class StateLock:
@@ -126,10 +126,10 @@ def _check_namespace(location: RedisLocation, namespace: str, folder: Path) -> N
             f"version of AlignedServe (format {version}; this one knows {RECORDS_VERSION}); they were left as they are"
         )
     try:
-        own = folder_id(folder)
+        own_id = folder_id(folder)
     except OSError as error:
         raise ResourceError(f"{folder} cannot be read or written: {error.strerror}") from error
-    if is_claimed_by_other(location, namespace, own):
+    if is_claimed_by_other(location, namespace, own_id):
         raise ResourceError(
             f"a cluster with another folder than {folder} runs under batches.namespace={namespace} in the Redis of "
             f"{REDIS_URL_VARIABLE}, and each would fail the batches of the other; set batches.namespace to another name"

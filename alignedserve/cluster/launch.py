@@ -137,9 +137,9 @@ def _found_again(member: Member) -> Member:
         agent = ray.get_actor(agent_name(folder_name), NAMESPACE)
     except ValueError as error:
         raise PeerLost(f"the agent of {member.ray_node} is gone") from error
-    found = replace(member, agent=replace(member.agent, actor=agent))
-    found.use(find_group(folder_name, member.placed))
-    return found
+    adopted = replace(member, agent=replace(member.agent, actor=agent))
+    adopted.use(find_group(folder_name, member.placed))
+    return adopted
 
 
 def _prepared_head(joining: Joining, node: RayNode) -> Member:
@@ -188,17 +188,17 @@ def launch_cluster(
     settings, on_demand = _on_demand(settings, configs, lasting, host)
     configs = [configs[index] for index in lasting]
     reports = host.reports_that_come(choice.device, [model_path(config.model.path) for config in configs])
-    found = {node: resources_of("node-0", node, report) for node, report in reports.items()}
-    plans = _plan(configs, found, reports)
+    resources = {node: resources_of("node-0", node, report) for node, report in reports.items()}
+    plans = _plan(configs, resources, reports)
     for plan in plans.values():
         host.check({host.node: plan.part(0, "")}, plan.served)
     first = plans[FIRST_DEPLOYMENT]
     _record_run(first, [first.part(0, "")])
     book = AddressBook(make_run_folder())  # when nothing is left that refuses the start in one line
-    members = _members(plans, found, {host.node: Agent(None, book)})
+    members = _members(plans, resources, {host.node: Agent(None, book)})
     remove_stale_arenas(arena_folder(), ARENA_PREFIX)
     setup = DriverSetup(settings, lambda nodes: host, observer, on_demand, template)
-    joining = _joining(plans, found, setup, reports[host.node].digests, book.folder.name)
+    joining = _joining(plans, resources, setup, reports[host.node].digests, book.folder.name)
     cluster = ServingCluster(joining, members, ActorFactory(joining.plan.served, actor_classes), setup)
     try:
         cluster.start()
@@ -218,8 +218,8 @@ def _on_demand(
         if index in lasting:
             continue
         reports = host.reports_that_come(config.engine.device, [model_path(config.model.path)])
-        found = {node: resources_of("node-0", node, report) for node, report in reports.items()}
-        plan = _plan([config], found, reports)[FIRST_DEPLOYMENT]
+        resources = {node: resources_of("node-0", node, report) for node, report in reports.items()}
+        plan = _plan([config], resources, reports)[FIRST_DEPLOYMENT]
         sized = next(iter(plan.choices.values())).config
         sleeping.append(ModelOnDemand.of(plan, sized, settings.own[index]))
     return settings.with_models([settings.own[index] for index in lasting]), tuple(sleeping)
@@ -297,16 +297,16 @@ def _prepare_cluster(
         refused = admission.apart() | differences(reports, head)
         if nodes[0] in refused or (missing := missing_copies(head, head.digests)):
             raise ResourceError(f"{nodes[0]}: {refused.get(nodes[0]) or next(iter(missing.values()))}")
-        found = {
+        resources = {
             node: resources_of(f"node-{index}", node, reports[node])
             for index, node in enumerate(node for node in nodes if node not in refused)
         }
-        plans = _plan(configs, found, reports)
+        plans = _plan(configs, resources, reports)
         cluster_id = secrets.token_hex(4)
-        names = {node: f"{cluster_id}-{index}" for index, node in enumerate(found)}
+        names = {node: f"{cluster_id}-{index}" for index, node in enumerate(resources)}
         agents = start_agents(names, cluster_id, configs[0].links)
         if_it_fails.callback(kill_actors, [agent.actor for agent in agents.values()])
-        members = _members(plans, found, agents)
+        members = _members(plans, resources, agents)
         expect_handoffs(members)
         for one, plan in plans.items():
             parts = {member.ray_node: member.models[one] for member in members if one in member.models}
@@ -318,7 +318,7 @@ def _prepare_cluster(
         _record_run(plans[FIRST_DEPLOYMENT], [member.prepared for member in members])
         if_it_fails.pop_all()
     authority = CertificateAuthority.new(cluster_id) if configs[0].links.tls else None
-    joining = _joining(plans, found, setup.driver, head.digests, cluster_id)
+    joining = _joining(plans, resources, setup.driver, head.digests, cluster_id)
     joining.device = joining_device(device, choice)
     cluster_secrets = ClusterSecrets(authority=authority)
     factory = ActorFactory(plans[FIRST_DEPLOYMENT].served, actor_classes, cluster_secrets, is_detached=True)

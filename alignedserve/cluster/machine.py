@@ -71,8 +71,8 @@ def _gpu_bytes(device: str) -> tuple[int, ...]:
         return ()
     worker_devices(device, 1)
     free = free_by_uuid()
-    found = _properties(device)
-    return tuple(min(int(gpu.total_memory), free.get(_uuid(gpu), sys.maxsize)) for gpu in found)
+    gpus = _properties(device)
+    return tuple(min(int(gpu.total_memory), free.get(_uuid(gpu), sys.maxsize)) for gpu in gpus)
 
 
 def _properties(device: str) -> list[Any]:
@@ -82,9 +82,9 @@ def _properties(device: str) -> list[Any]:
 
 
 def _slowest_gpu(device: str) -> Hardware | None:
-    found = [described_gpu(properties) for properties in _properties(device)] if device.startswith(CUDA) else []
-    known = [gpu for gpu in found if gpu is not None]
-    return min(known, key=lambda gpu: gpu.memory_bytes_per_s) if found and len(known) == len(found) else None
+    gpus = [described_gpu(properties) for properties in _properties(device)] if device.startswith(CUDA) else []
+    known = [gpu for gpu in gpus if gpu is not None]
+    return min(known, key=lambda gpu: gpu.memory_bytes_per_s) if gpus and len(known) == len(gpus) else None
 
 
 def described_gpu(properties: Any) -> Hardware | None:
@@ -114,14 +114,14 @@ def free_by_uuid() -> dict[str, int]:
     if tool is None:
         return {}
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        asked = subprocess.run(  # noqa: S603  (a program of this machine, by its full path)
+        output = subprocess.run(  # noqa: S603  (a program of this machine, by its full path)
             [tool, "--query-gpu=uuid,memory.free", "--format=csv,noheader,nounits"],
             capture_output=True,
             text=True,
             check=True,
             timeout=_TOOL_LIMIT_S,
         )
-        lines = re.findall(r"^GPU-([\w-]+), *(\d{1,9})$", asked.stdout, re.MULTILINE)
+        lines = re.findall(r"^GPU-([\w-]+), *(\d{1,9})$", output.stdout, re.MULTILINE)
         return {uuid: int(mebibytes) * _MIB for uuid, mebibytes in lines}
     return {}
 

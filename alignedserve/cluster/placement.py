@@ -246,13 +246,13 @@ def first_gpus(gpus: Sequence[str], tensor_parallel: int) -> tuple[str, ...]:
         return tuple(gpus)
     numbers = [int(gpu.partition(":")[2]) for gpu in gpus]
     firsts: list[str] = []
-    place = 0
-    while place + tensor_parallel <= len(numbers):
-        if numbers[place + tensor_parallel - 1] == numbers[place] + tensor_parallel - 1:
-            firsts.append(gpus[place])
-            place += tensor_parallel
+    index = 0
+    while index + tensor_parallel <= len(numbers):
+        if numbers[index + tensor_parallel - 1] == numbers[index] + tensor_parallel - 1:
+            firsts.append(gpus[index])
+            index += tensor_parallel
         else:
-            place += 1
+            index += 1
     if gpus and not firsts:
         raise ConfigError(
             f"engine.tensor_parallel is {tensor_parallel}, but of the GPUs for the workers of this model "

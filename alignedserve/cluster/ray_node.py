@@ -49,14 +49,14 @@ def address_here() -> str:
     at a loopback address and admits nobody else: for minutes."""
     running: frozenset[str] = services.find_gcs_addresses()  # type: ignore[no-untyped-call]
     hosts = {address: address.rpartition(":")[0].strip("[]") for address in running}
-    found = sorted(address for address, host in hosts.items() if host not in ("127.0.0.1", "::1", "localhost"))
-    if not found:
+    reachable = sorted(address for address, host in hosts.items() if host not in ("127.0.0.1", "::1", "localhost"))
+    if not reachable:
         raise NoRayHere(
             "no Ray cluster runs on this host; `alignedserve serve` starts a server that needs none, and Ctrl-C ends "
             "it; for several hosts start one with `ray up`, or set RAY_ADDRESS"
         )
     noted: str | None = services.find_bootstrap_address(None)
-    return noted if noted in found else found[0]
+    return noted if noted in reachable else reachable[0]
 
 
 def join_ray(address: str, namespace: str) -> None:

@@ -61,8 +61,8 @@ class Restarts:
 
     @property
     def failing(self) -> frozenset[str]:
-        found = self._troubles.items()
-        return frozenset(name for name, one in found if one.up_s is None and one.num_failed > _FEW_FAILURES)
+        troubles = self._troubles.items()
+        return frozenset(name for name, one in troubles if one.up_s is None and one.num_failed > _FEW_FAILURES)
 
     def look(self, healths: Mapping[str, Health], now: float) -> list[str]:
         """Return the processes that are to be started again now; each counts as starting from then on. `healths`: of

@@ -46,10 +46,10 @@ def make_run_root() -> Path:
     root = run_root()
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = root.stat()
+        status = root.stat()
     except OSError as error:
         raise _unusable(root, error) from error
-    if found.st_uid != os.getuid() or found.st_mode & 0o077:
+    if status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise ResourceError(f"{root} must belong to you and be closed to others (mode 700); it holds the sockets")
     return root
 

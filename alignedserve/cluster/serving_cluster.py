@@ -150,8 +150,8 @@ class ServingCluster:
         template_pid = setup.template.pid if setup.template is not None else None
         children = psutil.Process().children()
         self._children_before = {child for child in children if child.pid != template_pid}  # started for others
-        own = {deployment_id: model.own for deployment_id, model in joining.models.items()}
-        preparing = HostedPreparing(DeploymentSettings(setup.settings, own, self.folder), setup.examine)
+        sections = {deployment_id: model.own for deployment_id, model in joining.models.items()}
+        preparing = HostedPreparing(DeploymentSettings(setup.settings, sections, self.folder), setup.examine)
         site = HostedDeployments(self._members, joining, preparing, self, setup.observer)
         self._models = DeploymentsDriver(site, joining.logic, self._answer, OnDemandModels(setup.on_demand))
         self._restarts = WorkerRestarts(joining.drains, self.actors, self._answer)
@@ -252,10 +252,10 @@ class ServingCluster:
     def take_out(self, node: str, names: Iterable[str]) -> dict[str, Any]:
         """Return those actors of a node that have these names, which are of the cluster no more and end elsewhere."""
         of_node = self._actors.get(node, {})
-        found = {name: of_node.pop(name) for name in names if name in of_node}
-        for name in found:
+        taken = {name: of_node.pop(name) for name in names if name in of_node}
+        for name in taken:
             self._watchdogs[node].forget(name)
-        return found
+        return taken
 
     def actors_of(self, node: str) -> Mapping[str, Any]:
         return self._actors.get(node, {})
@@ -284,9 +284,9 @@ class ServingCluster:
         """Return the last report of each deployment's router, from a gateway that has any; empty: none answers."""
         for name, actor in self.actors().items():
             with contextlib.suppress(PeerLost):
-                found = answer_of(name, actor.cluster_statuses.remote(), _ANSWER_S) if is_gateway(name) else None
-                if found:
-                    return dict(found)
+                statuses = answer_of(name, actor.cluster_statuses.remote(), _ANSWER_S) if is_gateway(name) else None
+                if statuses:
+                    return dict(statuses)
         return {}
 
     def read_again(self) -> None:
@@ -419,11 +419,11 @@ class ServingCluster:
             path.unlink(missing_ok=True)
 
     def _started_processes(self) -> list[psutil.Process]:
-        found = [child for child in psutil.Process().children() if child not in self._children_before]
-        for child in tuple(found):
+        processes = [child for child in psutil.Process().children() if child not in self._children_before]
+        for child in tuple(processes):
             with contextlib.suppress(psutil.NoSuchProcess):
-                found += child.children(recursive=True)
-        return found
+                processes += child.children(recursive=True)
+        return processes
 
     def _close_own(self) -> None:
         if self._channel is not None:

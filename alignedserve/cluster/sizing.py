@@ -96,10 +96,10 @@ def choose_sizes(
     if served.encoder is not None:  # whose prompts leave nothing to share
         config = msgspec.structs.replace(config, prefix_cache=PrefixCacheConfig(enabled=False))
     planner = MemoryPlanner(config, served, machine, recomputing_bytes)
-    found = planner.longest_context()
-    if found is None and not is_any_set(config):
+    longest = planner.longest_context()
+    if longest is None and not is_any_set(config):
         raise NotEnoughMemory(_refusal(planner))
-    context_len = found or served.max_context_len
+    context_len = longest or served.max_context_len
     warnings = [_shortened_remark(planner, context_len)] if context_len < served.max_context_len else []
     if served.stored is not None and served.stored.warning is not None:
         warnings.append(f"Weights: {served.stored.warning}.")

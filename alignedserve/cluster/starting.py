@@ -65,10 +65,10 @@ class Patience:
         self._ends_s = clock() + timeout_s
 
     def is_over(self) -> bool:
-        found = list(self._look())
-        if found != self._known:
-            self._known, self._ends_s = found, self._clock() + self.timeout_s
-            shares = [share for share in found if share is not None]
+        seen = list(self._look())
+        if seen != self._known:
+            self._known, self._ends_s = seen, self._clock() + self.timeout_s
+            shares = [share for share in seen if share is not None]
             mean = (sum(counts) // len(shares) for counts in zip(*shares, strict=True))
             self._observer.model_loading(LoadedShare(*mean))
         return self._clock() >= self._ends_s

@@ -21,7 +21,7 @@ from alignedserve.process.addresses import is_gateway
 from plugins.autoscaler.logic import AskForNodes, GiveBack, ScaledNode, ScalingLogic, TakeAgain
 from plugins.autoscaler.ray_autoscaler import Autoscaler, ask_for, find_autoscaler, most_nodes
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("alignedserve.plugins.autoscaler")  # the driver's log has what is below "alignedserve"
 
 _SILENT_S = 5.0  # after which the last report is no longer believed
 

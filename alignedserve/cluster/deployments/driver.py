@@ -72,15 +72,15 @@ class Views:
             if self._announced and (is_changing or self._clock() >= self._next_s):
                 self._ask()
             return None
-        told, asked = self._round
-        if not have_all_ended(asked):
+        announced, calls = self._round
+        if not have_all_ended(calls):
             return None
         self._round = None
         self._next_s = self._clock() + _PAUSE_S
-        if told is not self._announced:
+        if announced is not self._announced:
             self._ask()
             return None
-        return combined([one.deployment_id for one in told], [answer_or_none(one) for one in asked])
+        return combined([one.deployment_id for one in announced], [answer_or_none(one) for one in calls])
 
     def _ask(self) -> None:
         if self._round is None:
@@ -168,8 +168,8 @@ class DeploymentsDriver:
             for standing in self.logic.standings
             if standing.phase in _ANNOUNCED
         )
-        found = (*there, *self._on_demand.sleeping(self.logic.standings))
-        return tuple(sorted(found, key=lambda one: self._place(one.served.name)))
+        announced = (*there, *self._on_demand.sleeping(self.logic.standings))
+        return tuple(sorted(announced, key=lambda one: self._place(one.served.name)))
 
     def _place(self, name: str) -> int:
         return self._places.get(name, len(self._places))
@@ -209,14 +209,14 @@ class DeploymentsDriver:
 
     def note_failing(self, failing: Collection[str], healths: Mapping[str, Health]) -> None:
         """Tell gateways of which deployments no worker is to be waited for. `failing`: processes that do not start."""
-        found = frozenset(
+        failing_ids = frozenset(
             standing.deployment_id
             for standing in self.logic.standings
             if standing.phase in (DeploymentStage.SERVING, DeploymentStage.DRAINING)
             and self._are_failing(standing.deployment_id, failing, healths)
         )
-        if found != self._failing:
-            self._failing = found
+        if failing_ids != self._failing:
+            self._failing = failing_ids
             self.announce()
 
     def _are_failing(self, deployment_id: str, failing: Collection[str], healths: Mapping[str, Health]) -> bool:

@@ -309,10 +309,10 @@ class DeploymentsLogic:
         return f"a model is served as {name} already; replace it, or give another name"
 
     def _serving(self, name: str) -> str | None:
-        found = (
+        matching = (
             one for one, it in self._deployments.items() if it.phase is DeploymentStage.SERVING and it.name == name
         )
-        return next(found, None)
+        return next(matching, None)
 
     @property
     def _num_serving(self) -> int:

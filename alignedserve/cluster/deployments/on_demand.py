@@ -215,9 +215,9 @@ class OnDemandModels:
 
     def beside(self, order: ModelOrder, standings: Sequence[DeploymentStanding]) -> Asleep:
         serving = _serving(standings)
-        own = next((name for name, model in self._models.items() if model.order == order), None)
-        others = (name for name in self._models if name not in serving and name != own)
-        left = None if own is None else self._left.get(own)
+        ordered = next((name for name, model in self._models.items() if model.order == order), None)
+        others = (name for name in self._models if name not in serving and name != ordered)
+        left = None if ordered is None else self._left.get(ordered)
         return Asleep(tuple(self._served(name) for name in others), None if left is None else left.deployment_id)
 
     def _served(self, name: str) -> ServedModel:
@@ -239,11 +239,11 @@ class OnDemandModels:
         if not self._models:
             return
         now, serving = time.monotonic(), _serving(standings)
-        own = {name: deployment_id for name, deployment_id in serving.items() if name in self._models}
-        self._since = {name: self._since.get(name, now) for name in own}
+        awake_ids = {name: deployment_id for name, deployment_id in serving.items() if name in self._models}
+        self._since = {name: self._since.get(name, now) for name in awake_ids}
         awake = {
             name: (_use(views[deployment_id], now - self._since[name]), self._models[name].keep_alive_s)
-            for name, deployment_id in own.items()
+            for name, deployment_id in awake_ids.items()
             if deployment_id in views
         }
         self._leaving_s = {name: _leaving_s(use, keep_s) for name, (use, keep_s) in awake.items() if use.is_idle}

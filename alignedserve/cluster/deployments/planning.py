@@ -74,8 +74,8 @@ def plan_models(models: Sequence[PlannedModel], nodes: Sequence[NodeResources]) 
     for context_len in (ENOUGH_CONTEXT_LEN, LEAST_CONTEXT_LEN):
 
         def fits(name: str, together: tuple[str, ...], least: int = context_len) -> bool:
-            found = [by_id[one] for one in sorted(together, key=list(by_id).index)]
-            return _problem(found, by_name[name], len(nodes), least) is None
+            candidates = [by_id[one] for one in sorted(together, key=list(by_id).index)]
+            return _problem(candidates, by_name[name], len(nodes), least) is None
 
         assigned = assign_models(assignable, strengths, fits)
         if all(assigned.values()):
@@ -95,11 +95,11 @@ def _plans(
     devices = {node.capacity.name: devices_of(by_node[node.capacity.name], node) for node in nodes}
     taken, placed = Counter[str](), {}
     for model in models:
-        plan, own = model.plan, assigned[model.deployment_id]
+        plan, nodes_of_model = model.plan, assigned[model.deployment_id]
         capacities = [
             replace(node.capacity, gpus=devices[node.capacity.name].get(model.deployment_id, ())) for node in nodes
         ]
-        shares = plan.placement.place(capacities, {name: taken[name] for name in own})
+        shares = plan.placement.place(capacities, {name: taken[name] for name in nodes_of_model})
         placed[model.deployment_id] = plan, shares, capacities
         taken.update({share.node: share.num_workers for share in shares})
     machines = {}

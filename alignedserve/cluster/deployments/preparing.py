@@ -49,12 +49,12 @@ class DeploymentSettings:
         """Return the own sections of a deployment that is ordered, and its configuration with a model of this machine.
         Downloads the model first if it is on a hub. Raises ConfigError or ModelError."""
         like = self._own.get(replaced) if replaced is not None else None
-        own = self._common.another(order.path, order.name, order.settings, like)
-        (config,) = self._common.with_models([own]).configs
+        sections = self._common.another(order.path, order.name, order.settings, like)
+        (config,) = self._common.with_models([sections]).configs
         if config.recording.folder is not None:
             raise ConfigError("recording.folder is for one model from start to end; serve without it to change models")
         require_effect(config)
-        return own, msgspec.structs.replace(config, model=with_local_model(config.model))
+        return sections, msgspec.structs.replace(config, model=with_local_model(config.model))
 
     def require_apart(
         self, served: ServedModel, config: ClusterConfig, replaced: str | None, asleep: Sequence[ServedModel] = ()
@@ -99,8 +99,8 @@ class DeploymentSettings:
         return loaded_file(self._folder, deployment_id)
 
     def _beside(self, name: str, replaced: str | None) -> dict[str, ClusterConfig]:
-        own = [settings for one, settings in self._own.items() if one != replaced and name_of(settings) != name]
-        return {name_of(one): self._common.with_models([one]).configs[0] for one in own}
+        others = [settings for one, settings in self._own.items() if one != replaced and name_of(settings) != name]
+        return {name_of(one): self._common.with_models([one]).configs[0] for one in others}
 
 
 def _names_of(served: ServedModel) -> list[str]:
@@ -166,7 +166,7 @@ class HostedPreparing:
         """Plan the deployment of an order beside the present ones. Takes as long as its download on the head,
         if it is on a hub; other nodes need their copy before. Raises ConfigError, ModelError, ResourceError or
         PeerLost."""
-        own, config = self.settings.of_order(order, replaced)
+        sections, config = self.settings.of_order(order, replaced)
         if config.engine.device == AUTO:
             config = with_device(config, DeviceChoice(around.device))
         config = resolve_policy(config)
@@ -177,20 +177,20 @@ class HostedPreparing:
             head = reports.get(around.members[0].ray_node)
             if head is None:
                 raise PeerLost(f"{around.members[0].ray_node} does not answer")
-            found = {
+            resources = {
                 node: resources_of(members[node].name, node, report)
                 for node, report in reports.items()
                 if report.problem is None and report.machine is not None
             }
-            served = with_adapters(resolve_for([one.machine for one in found.values()], config), config.lora)
+            served = with_adapters(resolve_for([one.machine for one in resources.values()], config), config.lora)
             self.settings.require_apart(served, config, replaced, around.asleep.others)
             config = with_block_size(config, served)
-            model = PlannedModel(deployment_id, config, served, _with_copies(found, reports, head))
-            plan = self._plan(model, list(found.values()), around)
-            parts = _parts(plan, found, members)
-            checked = {node: parts[members[node].name] for node in found if members[node].name in parts}
+            model = PlannedModel(deployment_id, config, served, _with_copies(resources, reports, head))
+            plan = self._plan(model, list(resources.values()), around)
+            parts = _parts(plan, resources, members)
+            checked = {node: parts[members[node].name] for node in resources if members[node].name in parts}
             admission.check(checked, plan.served)
-        noted = self.settings.note(deployment_id, own, plan.served)
+        noted = self.settings.note(deployment_id, sections, plan.served)
         hosted = HostedModel(plan, noted, head.digests[0])
         former = around.asleep.former if replaced is None else replaced
         if former is None:

@@ -210,10 +210,10 @@ class HostedDeployments:
 
 
 def _described(model: HostedModel, parts: Iterable[PreparedNode]) -> Described:
-    found = list(parts)
-    workers = tuple(name for part in found for name in part.share.workers)
-    routers = (part.share.router for part in found if part.share.is_head)
-    pools = (part.share.pool_name for part in found if part.share.num_workers and part.config.node_pool is not None)
+    all_parts = list(parts)
+    workers = tuple(name for part in all_parts for name in part.share.workers)
+    routers = (part.share.router for part in all_parts if part.share.is_head)
+    pools = (part.share.pool_name for part in all_parts if part.share.num_workers and part.config.node_pool is not None)
     topology = model.plan.config.chosen_topology.value
     return Described(str(model.folder), workers, (*routers, *pools, *workers), topology)
 
@@ -228,11 +228,11 @@ class _Cleaning:
             node = self._asked.pop(call)
             if is_gone is not False:
                 del self._left[node]
-        asked = set(self._asked.values())
+        asked_nodes = set(self._asked.values())
         for node, (agent, names) in tuple(self._left.items()):
             if agent.actor is None:
                 if remove_files(agent.book.folder, names):
                     del self._left[node]
-            elif node not in asked:
+            elif node not in asked_nodes:
                 self._asked[agent.actor.remove_files.remote(names)] = node
         return not self._left

@@ -91,12 +91,12 @@ class AdapterExchange:
         if not able or now - self._looked_s < _PERIOD_S:
             return
         self._looked_s = now
-        asked = set(self._asked.values())
-        told = {one: tuple(changes.values()) for one, changes in self._known.items()}
+        asked_agents = set(self._asked.values())
+        known = {one: tuple(changes.values()) for one, changes in self._known.items()}
         for member in members:
             agent = member.agent.actor
-            if agent not in asked:
-                self._asked[agent.exchange_adapters.remote(told)] = agent
+            if agent not in asked_agents:
+                self._asked[agent.exchange_adapters.remote(known)] = agent
 
 
 class LoadingOfNodes:
@@ -112,10 +112,10 @@ class LoadingOfNodes:
             name = self._asked.pop(reference)
             with contextlib.suppress(RayError):
                 self._known[name] = ray.get(reference)
-        names, asked = [], set(self._asked.values())
+        names, asked_agents = [], set(self._asked.values())
         for member in members:
             names.append(member.name)
-            if member.name not in asked:
+            if member.name not in asked_agents:
                 self._asked[member.agent.actor.progress.remote()] = member.name
         return [one for name in names for one in self._known.get(name, ())]
 

@@ -194,10 +194,10 @@ class _Sections:
         return tuple(self._place_of(getattr(config, name)) for name in config.__struct_fields__)
 
     def _place_of(self, section: object) -> int:
-        place = self._known.get(id(section))
-        if place is None:
-            place = self._known[id(section)] = self._places.setdefault(_plain(section), len(self._places))
-        return place
+        index = self._known.get(id(section))
+        if index is None:
+            index = self._known[id(section)] = self._places.setdefault(_plain(section), len(self._places))
+        return index
 
 
 def _config_of(places: _Places, sections: Sequence[msgspec.Raw]) -> ClusterConfig:
@@ -253,9 +253,9 @@ def _member_of(record: _Member, joining: Joining, sections: Sequence[msgspec.Raw
 
 
 def _served_of(record: msgspec.Raw, kind: type) -> ServedModel:
-    given = msgspec.msgpack.decode(record, type=dict[str, Any])
+    fields = msgspec.msgpack.decode(record, type=dict[str, Any])
     types = {**get_type_hints(ServedModel), "config": kind}
-    return ServedModel(**{name: msgspec.convert(value, types[name], dec_hook=_path) for name, value in given.items()})
+    return ServedModel(**{name: msgspec.convert(value, types[name], dec_hook=_path) for name, value in fields.items()})
 
 
 def _plain(value: object) -> bytes:

@@ -172,9 +172,9 @@ class WorkerScaling:
         standings = [
             standing for standing in self._joining.logic.standings if standing.phase is DeploymentStage.SERVING
         ]
-        found = [standing for standing in standings if model in (None, standing.name)]
-        if len(found) == 1:
-            return found[0].deployment_id
+        matching = [standing for standing in standings if model in (None, standing.name)]
+        if len(matching) == 1:
+            return matching[0].deployment_id
         names = ", ".join(standing.name for standing in standings)
         if model is None:
             raise ConfigError(f"several models are served ({names}); say whose workers are meant with --model NAME")

@@ -38,12 +38,12 @@ def give_order(cluster_id: str, order: AdminRequest, on_remark: Callable[[str], 
     answer_key, remarks_key = f"{cluster_id}/{_ANSWERS}{name}", f"{cluster_id}/{_REMARKS}{name}"
     begun_s = looked_s = time.monotonic()
     while True:
-        found = ray_directory.get(answer_key)
+        answered = ray_directory.get(answer_key)
         remarks = msgspec.json.decode(ray_directory.get(remarks_key) or b"[]", type=list[str])
         for remark in remarks[num_said:]:
             on_remark(remark)
         num_said = max(num_said, len(remarks))
-        if found is not None:
+        if answered is not None:
             break
         if time.monotonic() - looked_s > _LOOK_S:
             looked_s = time.monotonic()
@@ -56,7 +56,7 @@ def give_order(cluster_id: str, order: AdminRequest, on_remark: Callable[[str], 
     ray_directory.delete(answer_key)
     ray_directory.delete(remarks_key)
     try:
-        answer: Answer = msgspec.json.decode(found, type=Answer)
+        answer: Answer = msgspec.json.decode(answered, type=Answer)
     except msgspec.MsgspecError as error:
         raise PeerLost("the cluster is of another version") from error
     if isinstance(answer, OrderRefused):
@@ -79,12 +79,12 @@ class StoredOrders:
         orders = []
         for key in ray_directory.keys(f"{self._cluster_id}/{_ORDERS}"):
             name = key.rpartition("/")[2]
-            found = ray_directory.get(f"{self._cluster_id}/{_ORDERS}{name}")
-            if found is None or name in self._taken:
+            encoded = ray_directory.get(f"{self._cluster_id}/{_ORDERS}{name}")
+            if encoded is None or name in self._taken:
                 continue
             self._taken.add(name)
             try:
-                orders.append((name, msgspec.json.decode(found, type=AdminRequest)))
+                orders.append((name, msgspec.json.decode(encoded, type=AdminRequest)))
             except msgspec.MsgspecError as error:
                 self.answer(name, OrderRefused(f"an order that cannot be read: {error}"))
         return orders
@@ -190,6 +190,6 @@ def end_supervisor_of_head(*, leaves_s: float, patience_s: float) -> SupervisorE
     if head.node_id == ray.get_runtime_context().get_node_id():
         return end_supervisor(leaves_s=leaves_s, patience_s=patience_s)
     task: Any = ray.remote(end_supervisor)
-    asked = task.options(num_cpus=0, max_retries=0, **head.options).remote(leaves_s=leaves_s, patience_s=patience_s)
-    answered: SupervisorEnd = answer_of(head, asked, leaves_s + patience_s + _TASK_S)
+    call = task.options(num_cpus=0, max_retries=0, **head.options).remote(leaves_s=leaves_s, patience_s=patience_s)
+    answered: SupervisorEnd = answer_of(head, call, leaves_s + patience_s + _TASK_S)
     return answered

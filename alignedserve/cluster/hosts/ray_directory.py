@@ -55,10 +55,10 @@ def get(key: str) -> bytes | None:
 def keys(prefix: str) -> list[str]:
     """Return every key that begins like this, in order. Raises PeerLost when Ray's head does not answer."""
     try:
-        found = internal_kv._internal_kv_list(prefix, namespace=NAMESPACE)
+        listed = internal_kv._internal_kv_list(prefix, namespace=NAMESPACE)
     except _RAY_ERRORS as error:
         raise PeerLost(f"Ray's head does not answer: {error}") from error
-    return sorted(key.decode() for key in found)
+    return sorted(key.decode() for key in listed)
 
 
 def delete(prefix: str) -> None:

@@ -87,11 +87,11 @@ def write_record(record: ClusterRecord) -> None:
 
 def read_record() -> ClusterRecord | None:
     """Return the record; None: no cluster runs here. Raises PeerLost, or ProtocolError for one of another version."""
-    found = ray_directory.get(_RECORD_KEY)
-    if found is None:
+    encoded = ray_directory.get(_RECORD_KEY)
+    if encoded is None:
         return None
     try:
-        return msgspec.json.decode(found, type=ClusterRecord)
+        return msgspec.json.decode(encoded, type=ClusterRecord)
     except msgspec.MsgspecError as error:
         raise ProtocolError(f"the running cluster is of another version: {error}") from error
 
@@ -99,27 +99,27 @@ def read_record() -> ClusterRecord | None:
 def recorded_id() -> str | None:
     """Return the id of the cluster that the record names, also one of another version; None: there is none. Raises
     PeerLost when Ray's head does not answer."""
-    found = _identity()
-    return found.cluster_id if found is not None else None
+    identity = _identity()
+    return identity.cluster_id if identity is not None else None
 
 
 def recorded_driver() -> tuple[str, str] | None:
     """Return that id with its driver's: the next driver may go on with the same cluster. Raises as `recorded_id`."""
-    found = _identity()
-    return (found.cluster_id, found.driver) if found is not None else None
+    identity = _identity()
+    return (identity.cluster_id, identity.driver) if identity is not None else None
 
 
 def recorded_drain_s() -> float:
     """Return the time that the running cluster, also one of another version, gives to what is open when it is to end.
     Raises PeerLost when Ray's head does not answer."""
-    found = _identity()
-    return found.drain_s if found is not None else 0.0
+    identity = _identity()
+    return identity.drain_s if identity is not None else 0.0
 
 
 def _identity() -> _Identity | None:
-    found = ray_directory.get(_RECORD_KEY)
+    encoded = ray_directory.get(_RECORD_KEY)
     try:
-        return msgspec.json.decode(found, type=_Identity) if found is not None else None
+        return msgspec.json.decode(encoded, type=_Identity) if encoded is not None else None
     except msgspec.MsgspecError:
         return None  # it names no cluster that could be asked anything
 

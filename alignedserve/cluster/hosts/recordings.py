@@ -132,10 +132,10 @@ class Recordings:
         self._nodes = {}
 
     def _finish(self, node: str, ends_s: float) -> None:
-        found = self._nodes.get(node)
+        recorded = self._nodes.get(node)
         self.forget(node)
-        if found is not None:
-            self._perform(node, found.lock, partial(found.finish, ends_s))
+        if recorded is not None:
+            self._perform(node, recorded.lock, partial(recorded.finish, ends_s))
 
     def _run(self) -> None:
         while not self._is_closing.wait(_PERIOD_S):
@@ -174,10 +174,10 @@ def _recorded_node(folder: Path, member: Member) -> RecordedNode:
 
 
 def clock_ahead_s(ask: Callable[[], float]) -> float:
-    found = []
+    measured = []
     for _ in range(_NUM_ASKED):
         asked_s = time.monotonic()
         theirs_s = ask()
         answered_s = time.monotonic()
-        found.append((answered_s - asked_s, (asked_s + answered_s) / 2 - theirs_s))
-    return min(found)[1]
+        measured.append((answered_s - asked_s, (asked_s + answered_s) / 2 - theirs_s))
+    return min(measured)[1]

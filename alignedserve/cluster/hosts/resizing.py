@@ -96,11 +96,11 @@ def _has_device(node: RunningNode, added: Sequence[tuple[str, str]], kind: str) 
 
 def node_called(nodes: Sequence[NodeRecord], name: str) -> NodeRecord:
     """Return the node of this name, host name or address. Raises ResourceError listing the nodes."""
-    found = [node for node in nodes if node.name == name] or [node for node in nodes if node.is_called(name)]
-    if len(found) == 1:
-        return found[0]
+    matching = [node for node in nodes if node.name == name] or [node for node in nodes if node.is_called(name)]
+    if len(matching) == 1:
+        return matching[0]
     known = ", ".join(f"{node.name or 'one not used'} ({node.hostname}, {node.address})" for node in nodes)
-    problem = "more than one node is called" if found else "there is no node"
+    problem = "more than one node is called" if matching else "there is no node"
     raise ResourceError(f"{problem} {name}; there are {known}")
 
 

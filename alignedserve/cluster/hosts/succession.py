@@ -44,8 +44,8 @@ _PATIENCE_S = 15.0  # with a driver that does not end
 def digest_of(*configs: ClusterConfig) -> str:
     """Return a digest of all that a driver is started with: a driver with another one starts a cluster of its own.
     `configs`: of its models."""
-    asked = [msgspec.json.encode(config, enc_hook=_typed).decode() for config in configs]
-    parts = (own_versions(), *asked, *sorted(api_keys()), redis_url() or "")
+    encoded = [msgspec.json.encode(config, enc_hook=_typed).decode() for config in configs]
+    parts = (own_versions(), *encoded, *sorted(api_keys()), redis_url() or "")
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
@@ -99,11 +99,11 @@ class Succession:
 
     def _forget_lacking(self, names: set[str]) -> None:
         self._given = {name: given for name, given in self._given.items() if name in names}
-        asked = {given.answer: name for name, given in self._given.items() if given.answer is not None}
-        for answer, has_copy in answers_so_far(list(asked)).items():
-            self._given[asked[answer]].answer = None
+        calls = {given.answer: name for name, given in self._given.items() if given.answer is not None}
+        for answer, has_copy in answers_so_far(list(calls)).items():
+            self._given[calls[answer]].answer = None
             if not has_copy:
-                del self._given[asked[answer]]
+                del self._given[calls[answer]]
 
     def _tell(self, member: Member, actors: list[Any]) -> None:
         agent, given = member.agent.actor, self._given.get(member.name)

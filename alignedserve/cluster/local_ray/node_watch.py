@@ -65,28 +65,28 @@ class NodeProcesses:
 def orphans_of(folder: Path) -> list[psutil.Process]:
     """Return processes that Ray has started with the token in a cluster's folder, and that nobody here has any more. An
     interrupted start of Ray ends its node process, and leaves the agents that this one has just started. On Linux."""
-    own = psutil.Process()
-    had = {own, *own.children(recursive=True)}
+    this_process = psutil.Process()
+    had = {this_process, *this_process.children(recursive=True)}
     token = f"RAY_AUTH_TOKEN_PATH={folder}{os.sep}".encode()
-    found = []
+    orphans = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):  # of another user, or gone
             # Not by psutil, which reads no further than where an agent that names itself has overwritten it.
             variables = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
             if process not in had and any(variable.startswith(token) for variable in variables):
-                found.append(process)
-    return found
+                orphans.append(process)
+    return orphans
 
 
 def kill_all(processes: Iterable[psutil.Process]) -> None:
-    found = dict.fromkeys(processes)
-    for process in tuple(found):
+    family = dict.fromkeys(processes)
+    for process in tuple(family):
         with contextlib.suppress(psutil.NoSuchProcess):
-            found |= dict.fromkeys(process.children(recursive=True))
-    for process in found:
+            family |= dict.fromkeys(process.children(recursive=True))
+    for process in family:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(found, timeout=_KILLED_S)
+    psutil.wait_procs(family, timeout=_KILLED_S)
 
 
 logger = logging.getLogger(__name__)

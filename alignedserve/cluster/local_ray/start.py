@@ -130,13 +130,13 @@ def _restrained(folder: Path, orders: Path | None = None) -> Iterator[None]:
     if orders is not None:
         # Ray writes what this returns between the interpreter and the worker's own words.
         replaced.append((services, "_site_flags", lambda: ["-I", "-S", str(_FORK_WORKER), str(orders)]))
-    kept = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
+    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
     for owner, name, instead in replaced:
         setattr(owner, name, instead)
     try:
         yield
     finally:
-        for owner, name, own in kept:
+        for owner, name, own in originals:
             setattr(owner, name, own)
 
 

@@ -124,10 +124,10 @@ class WorkerTemplate:
 def _load_ray() -> None:
     """Load Ray as a worker does, which takes two things from the environment then, and not later. A worker ends with
     the process of that id: its node process, which here ends with the one that forks the template."""
-    own = {_JOB_VARIABLE: _JOB, "RAY_RAYLET_PID": str(os.getpid())}
-    os.environ.update(own)
+    variables = {_JOB_VARIABLE: _JOB, "RAY_RAYLET_PID": str(os.getpid())}
+    os.environ.update(variables)
     importlib.import_module("ray")
-    for name in own:
+    for name in variables:
         del os.environ[name]
 
 

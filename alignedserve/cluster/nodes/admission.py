@@ -46,8 +46,8 @@ def unreached(places: Mapping[str, Place]) -> dict[str, str]:
     if not places:
         return {}
     with ThreadPoolExecutor(min(len(places), _MAX_AT_ONCE)) as pool:
-        found = zip(places, pool.map(_problem, places.values()), strict=True)
-        return {name: problem for name, problem in found if problem is not None}
+        problems = zip(places, pool.map(_problem, places.values()), strict=True)
+        return {name: problem for name, problem in problems if problem is not None}
 
 
 def _problem(place: Place) -> str | None:
@@ -175,18 +175,18 @@ class NodeAdmission:
     def reports(self, device: str, models: Sequence[Path]) -> dict[RayNode, NodeReport]:
         """Ask every node at once and wait. Raises PeerLost naming the node that does not answer."""
         asked_s = time.time()
-        asked = {node: self.ask_report(node, device, models) for node in self._surveyors}
+        calls = {node: self.ask_report(node, device, models) for node in self._surveyors}
         reports: dict[RayNode, NodeReport] = {
-            node: answer_of(node, reference, NODE_ANSWER_S) for node, reference in asked.items()
+            node: answer_of(node, reference, NODE_ANSWER_S) for node, reference in calls.items()
         }
         warn_of_clocks(reports, asked_s, time.time())
         return reports
 
     def reports_that_come(self, device: str, models: Sequence[Path]) -> dict[RayNode, NodeReport]:
         """Ask every node at once and wait; leave those out that do not answer, as they may be about to be lost."""
-        asked = {node: self.ask_report(node, device, models) for node in self._surveyors}
+        calls = {node: self.ask_report(node, device, models) for node in self._surveyors}
         reports: dict[RayNode, NodeReport] = {}
-        for node, reference in asked.items():
+        for node, reference in calls.items():
             try:
                 reports[node] = answer_of(node, reference, NODE_ANSWER_S)
             except PeerLost as error:
@@ -195,8 +195,8 @@ class NodeAdmission:
 
     def apart(self) -> dict[RayNode, str]:
         """Let all nodes connect to each other; return the reasons of nodes that cannot. Raises PeerLost."""
-        asked = {node: surveyor.open_port.remote(node.address) for node, surveyor in self._surveyors.items()}
-        ports = {node: answer_of(node, reference, NODE_ANSWER_S) for node, reference in asked.items()}
+        calls = {node: surveyor.open_port.remote(node.address) for node, surveyor in self._surveyors.items()}
+        ports = {node: answer_of(node, reference, NODE_ANSWER_S) for node, reference in calls.items()}
         refused = {node: str(port) for node, port in ports.items() if not isinstance(port, int)}
         places = {node: (node.address, port) for node, port in ports.items() if isinstance(port, int)}
         tries = {
@@ -216,12 +216,12 @@ class NodeAdmission:
 
     def check(self, nodes: Mapping[RayNode, PreparedNode], served: ServedModel) -> None:
         """Check memory and ports on the nodes themselves. Raises the first error found there, or PeerLost."""
-        asked = [
+        calls = [
             (node, self.ask_check(node, prepared, served))
             for node, prepared in nodes.items()
             if prepared.share.num_workers
         ]
-        for node, reference in asked:
+        for node, reference in calls:
             require(node, answer_of(node, reference, NODE_ANSWER_S))
 
 
@@ -260,13 +260,13 @@ def warn_of_clocks(reports: Mapping[RayNode, NodeReport], asked_s: float, answer
 def clocks_apart(reports: Mapping[RayNode, NodeReport], asked_s: float, answered_s: float) -> dict[RayNode, float]:
     """Return by how much the clocks of these nodes are ahead, at least, where it is over half a minute. `asked_s`,
     `answered_s`: between which they have reported, by this host's clock."""
-    found = {}
+    apart_s = {}
     for node, report in reports.items():
         if report.unix_s is not None:
             ahead_s = max(report.unix_s - answered_s, 0.0) + min(report.unix_s - asked_s, 0.0)
             if abs(ahead_s) > _CLOCKS_APART_S:
-                found[node] = ahead_s
-    return found
+                apart_s[node] = ahead_s
+    return apart_s
 
 
 def require(node: RayNode, failure: AlignedServeError | None) -> None:
@@ -276,29 +276,29 @@ def require(node: RayNode, failure: AlignedServeError | None) -> None:
 
 
 def differences(reports: Mapping[RayNode, NodeReport], head: NodeReport) -> dict[RayNode, str]:
-    found = {}
+    problems = {}
     for node, report in reports.items():
         missing = missing_copies(report, head.digests)
         if report.problem is not None:
-            found[node] = str(report.problem)
+            problems[node] = str(report.problem)
         elif report.gpus and not node.num_gpus:
-            found[node] = f"Ray counts none of its {len(report.gpus)} GPUs; was it started there with --num-gpus=0?"
+            problems[node] = f"Ray counts none of its {len(report.gpus)} GPUs; was it started there with --num-gpus=0?"
         elif report.versions != head.versions:
-            found[node] = f"it has {report.versions}, the head {head.versions}"
+            problems[node] = f"it has {report.versions}, the head {head.versions}"
         elif len(missing) == len(head.digests):
-            found[node] = missing[0]
-    return found
+            problems[node] = missing[0]
+    return problems
 
 
 def missing_copies(report: NodeReport, digests: Sequence[str | None]) -> dict[int, str]:
     """Return the places of models that a node lacks, and why; `digests`: of the head's models."""
-    found = {}
+    missing = {}
     for place, (own, of_head) in enumerate(zip(report.digests, digests, strict=True)):
         if own is None:
-            found[place] = "it has no copy of the model at the same path"
+            missing[place] = "it has no copy of the model at the same path"
         elif own != of_head:
-            found[place] = "its copy of the model is another one (configuration, tokenizer or index differ)"
-    return found
+            missing[place] = "its copy of the model is another one (configuration, tokenizer or index differ)"
+    return missing
 
 
 def start_agents(folder_names: Mapping[RayNode, str], cluster_id: str, links: LinksConfig) -> dict[RayNode, Agent]:

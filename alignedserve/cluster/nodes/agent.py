@@ -92,11 +92,11 @@ class NodeAgent:
         self, others: Mapping[str, tuple[AdapterChange, ...]]
     ) -> dict[str, tuple[AdapterChange, ...]]:
         """Take what was loaded on other nodes, by deployment; return what is known here then."""
-        found = {}
+        known = {}
         for deployment_id, changes in others.items():
             with contextlib.suppress(AdapterError, OSError):
-                found[deployment_id] = exchange(loaded_file(self._folder, deployment_id), changes)
-        return found
+                known[deployment_id] = exchange(loaded_file(self._folder, deployment_id), changes)
+        return known
 
     def progress(self) -> list[LoadedShare | None]:
         return [read_progress(path) for path in sorted(self._folder.glob(f"*{PROGRESS_SUFFIX}"))]
@@ -162,8 +162,8 @@ def end_cluster(record: ClusterRecord) -> None:
 
 
 def has_driver(record: ClusterRecord) -> bool:
-    kept = kept_by([node.agent for node in record.nodes if node.agent])
-    return any(one.age_s < SILENT_S for one in kept)
+    copies = kept_by([node.agent for node in record.nodes if node.agent])
+    return any(one.age_s < SILENT_S for one in copies)
 
 
 def kept_by(agents: Sequence[str]) -> list[KeptState]:
@@ -174,8 +174,8 @@ def kept_by(agents: Sequence[str]) -> list[KeptState]:
         except ValueError:
             logger.info("%s is gone", name)
     answered, _ = ray.wait(asked, num_returns=len(asked), timeout=_ANSWER_S) if asked else ([], [])
-    found = (answer_or_none(reference) for reference in answered)
-    return [kept for kept in found if kept is not None]  # some nodes may be gone
+    answers = (answer_or_none(reference) for reference in answered)
+    return [kept for kept in answers if kept is not None]  # some nodes may be gone
 
 
 def end_by_name(names: Sequence[str]) -> None:

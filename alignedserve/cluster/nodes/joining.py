@@ -82,8 +82,8 @@ class Joining:
             (report,) = yield [admission.ask_report(node, self.device.asked, folders)]
             warn_of_clocks({node: report}, asked_s, time.time())
             head = NodeReport(own_versions(), digests=tuple(model.digest for model in models.values()))
-            found = differences({node: report}, head)
-            refusal = found.get(node) or self.device.refusal(report)
+            problems = differences({node: report}, head)
+            refusal = problems.get(node) or self.device.refusal(report)
             if refusal is not None:
                 raise ResourceError(refusal)
             missing = {list(models)[missing_copy] for missing_copy in missing_copies(report, head.digests)}
@@ -101,8 +101,8 @@ class Joining:
             try:
                 failure, folder = yield [agent.failure.remote(), agent.folder.remote()]
                 require(node, failure)
-                kept = agent_of(node, agent, folder, self.cluster_id, self.plan.config.links)
-                member = self._member(node, kept, planned, shares, resources)
+                prepared_agent = agent_of(node, agent, folder, self.cluster_id, self.plan.config.links)
+                member = self._member(node, prepared_agent, planned, shares, resources)
                 for part in member.models.values():
                     if part.share.num_workers:
                         served = models[part.share.deployment_id].served
@@ -159,8 +159,8 @@ class Joining:
             shares[first] = self.plan.placement.join(resources.capacity)
         if first not in {model.deployment_id for model in chosen}:
             shares[first] = shares[first].without_model()
-        kept = {model.deployment_id for model in chosen} | {first}
-        return chosen, (shares[first], *(share for one, share in shares.items() if one in kept - {first}))
+        kept_ids = {model.deployment_id for model in chosen} | {first}
+        return chosen, (shares[first], *(share for one, share in shares.items() if one in kept_ids - {first}))
 
     def _member(
         self, node: RayNode, agent: Agent, planned: Sequence[PlannedModel], shares: Shares, resources: NodeResources

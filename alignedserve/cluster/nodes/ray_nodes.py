@@ -61,8 +61,8 @@ def alive_nodes() -> list[RayNode]:
         nodes = ray.nodes()  # type: ignore[no-untyped-call]
     except (RayError, RuntimeError, OSError) as error:
         raise PeerLost(f"Ray's head does not answer: {error}") from error
-    found = [_ray_node(node, node["Resources"]) for node in nodes if node["Alive"] and node["Resources"] is not None]
-    return sorted(found, key=lambda node: (not node.is_head, node.address, node.node_id))
+    alive = [_ray_node(node, node["Resources"]) for node in nodes if node["Alive"] and node["Resources"] is not None]
+    return sorted(alive, key=lambda node: (not node.is_head, node.address, node.node_id))
 
 
 def _ray_node(node: Mapping[str, Any], resources: Mapping[str, float]) -> RayNode:
