@@ -253,6 +253,7 @@ class DeploymentsLogic:
         return [AnnounceDeployments(), *commands]
 
     def on_event(self, event: Event, now: float) -> list[Command]:
+        commands: list[Command]
         match event:
             case Ordered():
                 self._waiting.append(event)

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, Protocol
 
 from ray.exceptions import RayError
 
-from alignedserve.batches.records import Progress
 from alignedserve.cluster.actor_factory import BATCHES, PreparedNode
 from alignedserve.cluster.deployments.logic import Prepared
 from alignedserve.cluster.deployments.on_demand import ModelOnDemand
@@ -25,6 +24,7 @@ from alignedserve.cluster.run_folder import remove_files
 from alignedserve.cluster.starting import START_TIMEOUT_S, LoggingObserver, Patience, Starting, StartObserver
 from alignedserve.core.request import LoraAdapter
 from alignedserve.process.addresses import ROUTER, deployed_name
+from alignedserve.process.loading_progress import LoadedShare
 from alignedserve.runtime.model.served_deployment import DeploymentPhase, ServedDeployment
 
 logger = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class RunningProcesses(Protocol):
     """The processes of a cluster, as deployments come and go; see ServingCluster."""
 
     def healths(self) -> Mapping[str, Health]: ...
-    def progress(self) -> list[Progress | None]: ...
+    def progress(self) -> list[LoadedShare | None]: ...
     def actors_of(self, node: str) -> Mapping[str, Any]: ...
     def add_part(self, part: PreparedNode) -> dict[str, Any]: ...
     def take_out(self, node: str, names: Iterable[str]) -> dict[str, Any]: ...
