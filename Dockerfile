@@ -18,8 +18,8 @@ RUN torch=$(grep '^torch==' constraints.txt) && case "$VARIANT" in \
         *) echo "VARIANT is cpu or cuda, not $VARIANT" >&2; exit 1 ;; \
     esac
 COPY pyproject.toml ./
-# For GPUs the extra for them too.
-RUN python -c 'import sys, tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; print(*project["dependencies"], *project["optional-dependencies"].get(sys.argv[1], ()), sep="\n")' \
+# With the extra for pictures; for GPUs the extra for them too.
+RUN python -c 'import sys, tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; extras = project["optional-dependencies"]; print(*project["dependencies"], *extras["vision"], *extras.get(sys.argv[1], ()), sep="\n")' \
         "$(test "$VARIANT" != cuda || echo gpu)" > /tmp/needed.txt && pip install -c constraints.txt -r /tmp/needed.txt
 COPY setup.py MANIFEST.in README.md LICENSE NOTICE ./
 COPY alignedserve alignedserve

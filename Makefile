@@ -7,10 +7,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 DOCS_VENV := .venv-docs
 
-.PHONY: serve demo cluster-demo chat eval test test-promise test-part test-all test-histories test-clients sanitize faults records check check-types check-style check-wheels check-audit audit format bench docs install install-dev clean
+.DEFAULT_GOAL := help
+
+.PHONY: help serve demo cluster-demo chat eval test test-promise test-part test-all test-histories test-clients sanitize faults records check check-types check-style check-wheels check-audit audit format bench docs install install-dev clean
 
 # A folder, a GGUF file, or a name: `make serve MODEL=smollm2` holds a conversation.
 MODEL ?= pocket
+
+help:  ## what you can type here
+	@awk -F ':.*  ## ' '/^[a-z-]+:.*  ## / {printf "make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 serve: install $(if $(filter smollm2,$(MODEL)),$(VENV)/.smollm2)  ## start a cluster on this machine and serve MODEL
 	@$(BIN)/alignedserve serve $(MODEL)
@@ -63,7 +68,7 @@ records: install-dev  ## which experiments are of an older decision code; their 
 	@$(BIN)/python -m experiments.pages
 	@-$(BIN)/python -m experiments.validity
 
-check: install-dev  ## format, lint, types, import contracts, pins for NVIDIA GPUs, hashes, known vulnerabilities; types beside the others
+check: install-dev  ## format, lint, types, import contracts, pins, hashes, known vulnerabilities
 	@$(MAKE) --no-print-directory -j 2 --output-sync=target check-types check-style check-wheels check-audit
 
 check-types:

@@ -2,6 +2,7 @@
 
 They are optional: without a C++ compiler the installation succeeds, and plain PyTorch computes. So it does on systems
 other than Linux, whose compilers lack OpenMP, and with ALIGNEDSERVE_PLAIN=1, for a wheel that every system takes.
+With ALIGNEDSERVE_HERE=1 they lack what is for other processors than this machine's, half of the compiler's work.
 With ALIGNEDSERVE_SANITIZE=1 they check every access while they run (tests/sanitized.py).
 """
 
@@ -115,6 +116,11 @@ HEADERS = (
     "states/states",
 )
 
+# Flags of a processor, without which it cannot run the sources that end so.
+NEEDED_FLAGS = {"avx2": "avx2", "avxvnni": "avx_vnni", "_amx": "amx_tile"} | {
+    f"avx512{part}": "avx512f" for part in ("", "bf16", "vnni")
+}
+
 MOST_AT_A_TIME = 16  # 0.3 GB each
 
 IS_SANITIZED = os.environ.get("ALIGNEDSERVE_SANITIZE") == "1"
@@ -123,12 +129,21 @@ COMPILED = ["-O1", "-g1", "-fno-omit-frame-pointer", "-fno-wrapv", SANITIZERS] i
 LINKED = [SANITIZERS] if IS_SANITIZED else ["-s"]
 
 
+def sources() -> list[str]:
+    """Return the names of the sources to compile."""
+    if os.environ.get("ALIGNEDSERVE_HERE") != "1":
+        return list(SOURCES)
+    flags = set(Path("/proc/cpuinfo").read_text().split())
+    lacking = tuple(end for end, flag in NEEDED_FLAGS.items() if flag not in flags)
+    return [name for name in SOURCES if not name.endswith(lacking)]
+
+
 def native() -> Extension:
     """One module for all processors: each level is compiled for its instructions and chosen when it is loaded."""
     nanobind_dir = Path(nanobind.source_dir()).parent
     return Extension(
         "kernels._native",
-        sources=[f"kernels/csrc/{name}.cpp" for name in SOURCES],
+        sources=[f"kernels/csrc/{name}.cpp" for name in sources()],
         depends=["setup.py", *(f"kernels/csrc/{name}.h" for name in HEADERS)],
         include_dirs=[
             "kernels/csrc",

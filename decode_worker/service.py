@@ -10,7 +10,7 @@ from alignedserve.process.logic_driver import LogicDriver
 from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.runtime.engine.model_executor import ModelExecutor
 from alignedserve.runtime.kv.block_copier import BlockCopier
-from alignedserve.runtime.kv.transfers.transports import AUTO
+from alignedserve.runtime.kv.transfers.kv_transfer import AUTO
 from alignedserve.worker_core.compute_meter import ComputeMeter
 from alignedserve.worker_core.request_notes import Phases, WorkerNotes
 from decode_worker.iteration_log_writer import try_write_iterations

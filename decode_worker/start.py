@@ -25,8 +25,8 @@ from alignedserve.runtime.engine.model_executor import ModelExecutor
 from alignedserve.runtime.engine.stages.far_stages import far_stages
 from alignedserve.runtime.executor import Executor, make_candidate_memory, make_executor
 from alignedserve.runtime.kv.arena_files import arena_path
-from alignedserve.runtime.kv.lending.buffer_budget import BufferBudget
-from alignedserve.runtime.kv.lending.candidate_memory import CandidateMemory
+from alignedserve.runtime.kv.buffer_budget import BufferBudget
+from alignedserve.runtime.kv.candidate_memory import CandidateMemory
 from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.runtime.model.weights.shared_weights import share_weights
 from alignedserve.scheduling.factory import calibration_s, with_yielding

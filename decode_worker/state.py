@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from typing_extensions import override
 
-from alignedserve.core.attempts import is_same_epoch
 from alignedserve.core.ids import BatchId, BlockId, LeaseId
+from alignedserve.core.lifecycle import is_same_epoch
 from alignedserve.core.request import SampledToken
 from alignedserve.messages.caches import BlockCopy, BlocksWritten, Handoff
 from alignedserve.messages.fields import NO_BATCH

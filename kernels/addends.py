@@ -36,7 +36,7 @@ class Addends(NamedTuple):
         return values.data_ptr(), values.stride(0), up_column(out_width), of_row.data_ptr()
 
     def from_column(self, first: int) -> "Addends":
-        """Return those of this column and the next ones, for a product that computes these alone."""
+        """Return the addends of a range of columns, for a product that computes only that range."""
         return self._replace(values=self.values[:, first:])
 
     def added_to(self, product: Tensor, *, is_gated: bool = False) -> Tensor:

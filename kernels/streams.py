@@ -30,7 +30,7 @@ class Laurel(NamedTuple):
 
 
 class StreamMix:
-    """What one layer makes of the streams around its own part of them."""
+    """What a layer makes of the streams around its own part."""
 
     __slots__ = ("_corrections", "_norm", "_num_streams", "_predictions", "_router", "_scale", "laurel")
 
@@ -93,7 +93,7 @@ class StreamEnds:
     __slots__ = ("_narrowing", "_widening")
 
     def __init__(self, widening: Sequence[Projection], narrowing: Sequence[Projection]) -> None:
-        """Products of streams 1, 2, …, one each, with as many columns as rows."""
+        """Square products, one for each of the streams 1, 2, …."""
         self._widening, self._narrowing = widening, narrowing
 
     def widened(self, hidden: Tensor) -> Tensor:

@@ -19,8 +19,8 @@ from itertools import chain
 
 from msgspec.structs import replace
 
-from alignedserve.core.attempts import is_same_epoch, next_step
 from alignedserve.core.ids import BatchId, RequestId
+from alignedserve.core.lifecycle import is_same_epoch, next_step
 from alignedserve.messages.caches import (
     ArenaOffered,
     BatchGranted,

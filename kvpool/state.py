@@ -3,8 +3,8 @@
 import enum
 from dataclasses import dataclass
 
+from alignedserve.core.class_floor import TurnClass
 from alignedserve.core.ids import BatchId, BlockId, LeaseId, RequestId
-from alignedserve.core.turn_class import TurnClass
 from alignedserve.messages.caches import BlocksWritten, Handoff
 from alignedserve.messages.fields import NO_BATCH
 from alignedserve.worker_core.deadlines import urgent_at_s

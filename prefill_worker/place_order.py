@@ -8,8 +8,7 @@ overload chats wait here all the time. While two documents that have a place are
 
 from collections.abc import Iterable
 
-from alignedserve.core.class_floor import ClassFloor, OverdueFloor
-from alignedserve.core.turn_class import TurnClass
+from alignedserve.core.class_floor import ClassFloor, OverdueFloor, TurnClass
 from prefill_worker.state import JobStage, PrefillJob
 
 _MOST_NOT_COMPUTED = 2  # documents: one that is computed, by the floor of its policy, and one behind it

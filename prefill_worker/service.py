@@ -9,8 +9,7 @@ from alignedserve.messages.wire import Codec
 from alignedserve.process.logic_driver import LogicDriver
 from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.runtime.engine.model_executor import ModelExecutor
-from alignedserve.runtime.kv.lending.candidate_memory import CandidateMemory
-from alignedserve.runtime.kv.lending.lending_copier import LendingCopier
+from alignedserve.runtime.kv.candidate_memory import CandidateMemory, LendingCopier
 from alignedserve.worker_core.compute_meter import ComputeMeter
 from alignedserve.worker_core.request_notes import Phases, WorkerNotes
 from prefill_worker.logic import PrefillEvent, PrefillLogic, WorkCommand

@@ -8,7 +8,7 @@ from alignedserve.runtime.engine.device_turns import shared_device_of
 from alignedserve.runtime.engine.engine_sizes import EngineSizes, can_stop, num_stops
 from alignedserve.runtime.engine.model_executor import ModelExecutor
 from alignedserve.runtime.executor import make_candidate_memory
-from alignedserve.runtime.kv.lending.buffer_budget import BufferBudget
+from alignedserve.runtime.kv.buffer_budget import BufferBudget
 from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.scheduling.factory import calibration_s, with_yielding
 from alignedserve.worker_core.registration import registration_of

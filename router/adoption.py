@@ -12,9 +12,8 @@ which were sent by a worker before that one: then it is computed again.
 
 from dataclasses import dataclass
 
-from alignedserve.core.attempts import epoch_end, is_same_epoch
 from alignedserve.core.ids import RequestId
-from alignedserve.core.lifecycle import Stage
+from alignedserve.core.lifecycle import Stage, epoch_end, is_same_epoch
 from alignedserve.messages.events import Send
 from alignedserve.messages.gateways import AbortRequest
 from alignedserve.messages.workers import DecodedRequest

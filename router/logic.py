@@ -20,9 +20,8 @@ requests in the same way, while their holder still lives. The router never sees 
 from collections.abc import Iterable
 
 from alignedserve.config.sections import RouterConfig
-from alignedserve.core.attempts import beyond_unreported, is_report_due, next_epoch
 from alignedserve.core.ids import RequestId, WorkerName
-from alignedserve.core.lifecycle import Stage
+from alignedserve.core.lifecycle import Stage, beyond_unreported, is_report_due, next_epoch
 from alignedserve.core.request import Request
 from alignedserve.messages.events import CommonEvent, PeerConnected, PeerDisconnected, Received, Send, Ticked
 from alignedserve.messages.gateways import AbortRequest, GatewayRegistered, ResumeRequest, SubmitRequest

@@ -5,9 +5,8 @@ larger at every handoff, tells which is the later. A message of an epoch that ha
 sender to release the whole epoch.
 """
 
-from alignedserve.core.attempts import epoch_end
 from alignedserve.core.ids import WorkerName
-from alignedserve.core.lifecycle import Stage
+from alignedserve.core.lifecycle import Stage, epoch_end
 from alignedserve.messages.events import Send
 from alignedserve.messages.fields import NO_BATCH
 from alignedserve.messages.gateways import AbortRequest

@@ -5,8 +5,8 @@ real-time ones, then best-effort ones; within a class the policy's key decides. 
 effort has a share of the tokens that leave the queue, the floor, so that it never starves. Nothing else lets a
 best-effort request pass a real-time one. A late one that is overdue has such a share beside those on time.
 
-Where several tenants wait in a class, the one with the lowest virtual token counter goes (core/fair_shares.py), and of
-its requests the first by class and key. A real-time request that can still hold its objective passes late ones of other
+Where several tenants wait in a class, the tenant with the lowest virtual token counter goes (router/fair_shares.py):
+its first request by class and key. A real-time request that can still hold its objective passes late ones of other
 tenants as long as its tenant is at most DEADLINE_LEAD beyond them: deadlines are kept inside a fair share.
 
 The floors, and what a real-time request waits for by them, are in alignedserve/core/class_floor.py.
@@ -17,11 +17,10 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from alignedserve.core.class_floor import ClassFloor, OverdueFloor
-from alignedserve.core.fair_shares import FairShares, cost_of
+from alignedserve.core.class_floor import ClassFloor, OverdueFloor, TurnClass
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request
-from alignedserve.core.turn_class import TurnClass
+from router.fair_shares import FairShares, cost_of
 from router.policies.prefill_order import OrderKey, PrefillOrder
 
 # By how much a tenant's counter may be beyond the lowest, and its requests on time still go before those that are late.
@@ -216,7 +215,7 @@ class PrefillQueue:
         return waiting.turn_class is not TurnClass.ON_TIME or not shares.is_behind(waiting.tenant)
 
     def charge(self, request: Request, cost: float) -> None:
-        """Add to the counter of its tenant what a request costs (core/fair_shares.py), or give it back: below 0."""
+        """Add to the counter of its tenant what a request costs (router/fair_shares.py), or give it back: below 0."""
         is_first = self._is_first(request)
         self._shares[is_first].charge(request.tenant, cost)
         if cost < 0:

@@ -9,14 +9,13 @@ may lose more holders than that: when it has come `FORGIVEN_TOKENS` further, ear
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from alignedserve.core.attempts import epoch_end, is_same_epoch
-from alignedserve.core.fair_shares import cost_of
 from alignedserve.core.ids import RequestId
-from alignedserve.core.lifecycle import Stage
+from alignedserve.core.lifecycle import Stage, epoch_end, is_same_epoch
 from alignedserve.messages.events import Send
 from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.gateways import AbortRequest, RequestFailed, RequestInterrupted
 from alignedserve.messages.pools import DropRequest
+from router.fair_shares import cost_of
 from router.placement import Placement
 from router.policies.forecast import DrainForecast, OutputLengthForecast
 from router.prediction.late_predictions import expected_len

@@ -5,10 +5,9 @@ import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from alignedserve.core.attempts import is_same_epoch
 from alignedserve.core.class_floor import turn_due_s
 from alignedserve.core.ids import BatchId, RequestId
-from alignedserve.core.lifecycle import Stage, advance
+from alignedserve.core.lifecycle import Stage, advance, is_same_epoch
 from alignedserve.core.request import Request, RequestClass
 from alignedserve.messages.cluster_view import BatchShape
 from alignedserve.messages.prefixes import BLOCK_NAME_BYTES

@@ -11,15 +11,16 @@ from alignedserve.messages.cluster_view import (
     AdapterLoad,
     AdapterLoads,
     BatchShape,
+    IterationLogTotals,
     PlacedTree,
     RequestTimes,
     TierLoad,
     TimeSpread,
+    WorkerSpeed,
     WorkerStatus,
     tree_of,
 )
 from alignedserve.messages.gateways import ClusterStatus, Demand, LengthTotals, PrefixTotals, WorkerLean
-from alignedserve.messages.measurements import IterationLogTotals, WorkerSpeed
 from alignedserve.messages.workers import IterationLogReport
 from router.placement import Placement
 from router.policies.prefill_order import first_token_s

@@ -36,6 +36,7 @@ CUDA_12_INDEX = (
 OLDEST_DRIVER, OLDEST_DRIVER_OF_CUDA_12 = 580, 525
 DRIVER = Path("/proc/driver/nvidia/version")
 LOOK_S = 0.2
+EXTRAS = ("vision",)  # what a checkout always has
 RUNNING: set[subprocess.Popen[bytes]] = set()  # what this process waits for
 # Whatever serves imports these, so that their compiled files are there before the first start.
 SERVING = ("alignedserve.cli.wiring", "decode_worker.start", "prefill_worker.start")
@@ -125,6 +126,13 @@ class Environment:
         needed = subprocess.run([self.python, "-c", NEEDS_CUDA], input=report.stdout, capture_output=True, text=True)
         return any(OF_CUDA.match(name) for name in needed.stdout.split())
 
+    def drop_torch_tests(self) -> None:
+        """Drop PyTorch's own tests of C++, a fifth of its bytes."""
+        for torch in self.folder.glob("lib/python*/site-packages/torch"):
+            shutil.rmtree(torch / "test", ignore_errors=True)
+            for program in torch.glob("bin/test_*"):
+                program.unlink()
+
     def has(self, requirement: str) -> bool:
         """Return whether this version of a package is installed, in whichever build."""
         name, version = requirement.split("==")
@@ -158,6 +166,11 @@ class Job:
         if self._failure is not None:
             raise self._failure
         return self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Wait for its end. Raises Failed."""
+        self._thread.join()
+        assert not self.is_going_on
 
     @property
     def progress(self) -> str:
@@ -207,7 +220,7 @@ def install(venv: Path, extras: list[str], screen: Screen) -> None:
     """Install AlignedServe with these extras. Raises Failed."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     needed = list(project["project"]["dependencies"])
-    for extra in extras:
+    for extra in (*EXTRAS, *extras):
         needed += project["project"]["optional-dependencies"][extra]
     shutil.rmtree(LOGS, ignore_errors=True)
     LOGS.mkdir(parents=True)
@@ -215,18 +228,24 @@ def install(venv: Path, extras: list[str], screen: Screen) -> None:
     screen.begin(f"Making a virtual environment in {venv.name}")
     environment.make()
     screen.begin("Installing packages, compiling native kernels")
-    compile_all = partial(compile_kernels, environment, project["build-system"]["requires"])
-    kernels = Job(compile_all, partial(kernel_progress, time.time()))
+    tools = Job(partial(environment.fetch_tools, project["build-system"]["requires"]), str)
+    kernels = Job(partial(compile_kernels, environment, tools), partial(kernel_progress, time.time()))
     install_packages(environment, needed, kernels, screen)
-    wait_for([kernels, Job(partial(compile_modules, environment), str)], screen)
-    screen.begin("Installing AlignedServe")
+    wait_for([kernels, Job(partial(install_here, environment, tools), str)], screen)
+
+
+def install_here(environment: Environment, tools: Job) -> None:
+    """Install AlignedServe itself, and compile the modules that serve."""
+    tools.wait()
     environment.install_checkout()
+    compile_modules(environment)
 
 
-def compile_kernels(environment: Environment, tools: list[str]) -> None:
+def compile_kernels(environment: Environment, tools: Job) -> None:
     """Compile the native kernels in place. They are optional: without a compiler, plain PyTorch computes."""
-    environment.fetch_tools(tools)
-    run([environment.python, "setup.py", "build_ext", "--inplace"], LOGS / "kernels.log", env=with_tools())
+    tools.wait()
+    build = [environment.python, "setup.py", "build_ext", "--inplace"]
+    run(build, LOGS / "kernels.log", env=with_tools(ALIGNEDSERVE_HERE="1"))
 
 
 def install_packages(environment: Environment, needed: list[str], kernels: Job, screen: Screen) -> None:
@@ -259,6 +278,7 @@ def install_torch(environment: Environment) -> None:
     if index == CPU_INDEX and not environment.has_cuda_build(torch):
         index = ()
     environment.install("torch", *index, "--no-deps", torch)
+    environment.drop_torch_tests()
 
 
 def driver_of(file: Path) -> int | None:

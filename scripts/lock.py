@@ -143,7 +143,8 @@ def main(given: Sequence[str] | None = None) -> int:
     pins = pins_of(PINS.read_text())
     former = locked(LOCK.read_text()) if LOCK.exists() else {}
     try:
-        wanted = needed(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"])
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        wanted = needed([*project["dependencies"], *project["optional-dependencies"]["vision"]])
     except PackageNotFoundError as error:
         print(f"{LOCK.name}: {error.name} is not installed here; run `make install-dev` first")
         return 1

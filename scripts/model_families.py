@@ -5,10 +5,12 @@ from pathlib import Path
 
 from alignedserve.core.json_fields import JsonFields
 from alignedserve.runtime.model.decoder.decoder_parts import HeadNormKind, NormKind
-from alignedserve.runtime.model.families import gemma, readers, states
+from alignedserve.runtime.model.families import form as states
+from alignedserve.runtime.model.families import readers
+from alignedserve.runtime.model.families import readers as gemma
 from alignedserve.runtime.model.families.form import FamilyForm
 from alignedserve.runtime.model.families.table import FAMILIES
-from alignedserve.runtime.model.hf_fields import Sizes
+from alignedserve.runtime.model.hf_fields import SharedSizes
 from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.page_tables import put_table
 
@@ -21,7 +23,7 @@ _HEAD_NORMS = {
 }
 
 
-_STATES: dict[Callable[[JsonFields, Sizes], states.StateLayers], str] = {
+_STATES: dict[Callable[[JsonFields, SharedSizes], states.StateLayers], str] = {
     states.short_convolutions: "short convolutions",
     states.mamba2: "Mamba-2",
     states.nemotron: "Mamba-2",

@@ -1,68 +1,39 @@
-"""Run tests of one tier in several plain pytest processes: `python scripts/run_tests.py default`.
+"""Run tests of one tier in several pytest processes: `python scripts/run_tests.py default`.
 
-Each process gets whole files, dealt out by what they cost in an earlier run (tests/seconds.json). docs/testing.md says
-which tiers there are and what each is for.
+A process that is free takes the next file of a list, the dearest first by seconds of earlier runs: on this machine, or
+else in tests/seconds.json. docs/testing.md says which tiers there are. The second half is a plugin of those processes.
 """
 
 import argparse
+import fcntl
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-import xml.etree.ElementTree as ET
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
+from _pytest.runner import collect_one_node
+
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "build" / "tests"
-SECONDS = ROOT / "tests" / "seconds.json"
+RESULTS = ROOT / "build" / "tests"  # seconds of each test when it last ran here, by tier
+SECONDS = ROOT / "tests" / "seconds.json"  # of each file, by tier
+TOGETHER = "tests/cluster/shared/"  # its files share clusters: one process takes them all
 NUM_PARTS = 8
 MAX_PROCESSES = 4  # a gigabyte each
 MAX_RERUN = 5  # a busy machine explains no more failures than that
-# Of a file that no earlier run has seen: of clusters and hosts, and others.
-UNKNOWN_CLUSTER_S = 60.0
-UNKNOWN_S = 2.0
+REPORT_S = 10.0
+UNKNOWN_CLUSTER_S, UNKNOWN_S = 60.0, 2.0  # of a file that no earlier run has seen
 NOT_HERE = "not gpu and not clients"
-
-_PROGRESS = re.compile(r"\[\s*\d+%\]$")
-_MARKS_OF_FILE = re.compile(r"^pytestmark = (\[\n[^\]]*|[^\n]*)", re.MULTILINE)
-_TAKES_CLUSTER = re.compile(r"def test_\w+\([^)]*\b(?:separate_)?cluster: Serving")
-
-
-@dataclass(frozen=True, slots=True)
-class Tier:
-    """A set of tests by marker, in one of `NUM_PARTS` parts of its files or whole."""
-
-    name: str
-    marker: str
-    word: str  # stands in every file with such a test, or in a conftest.py above it
-    num_waiting: int = 0  # processes more than there are cores, as tests of a cluster mostly wait
-
-    def files(self, folders: Sequence[str]) -> list[str]:
-        """Return the files under `folders` that may hold tests of this tier, sorted."""
-        return [file for file in _test_files(folders) if self._may_hold(file)]
-
-    def _may_hold(self, file: str) -> bool:
-        if self.name == "default":
-            return not is_slow_file(ROOT / file)
-        if self.name == "rest" and _is_marked(ROOT / file, "promise"):
-            return False
-        return any(self.word in path.read_text(encoding="utf-8") for path in _file_and_conftests(ROOT / file))
-
-
-TIERS = {
-    tier.name: tier
-    for tier in (
-        Tier("default", f"not slow and {NOT_HERE}", "", num_waiting=1),
-        Tier("promise", f"slow and promise and {NOT_HERE}", "promise"),
-        Tier("rest", f"slow and not promise and {NOT_HERE}", "slow"),
-    )
+MARKERS = {
+    "default": f"not slow and {NOT_HERE}",
+    "promise": f"slow and promise and {NOT_HERE}",
+    "rest": f"slow and not promise and {NOT_HERE}",
 }
 
 
@@ -76,208 +47,235 @@ class Outcome:
     is_broken: bool = False  # a process ended in another way than with its tests' outcome
 
 
-class PytestProcess:
-    """One pytest process over some files; shows its progress at once and keeps the rest of its output."""
-
-    def __init__(self, folder: Path, name: str, marker: str, tests: Sequence[str]) -> None:
-        self._report = folder / f"{name}.xml"
-        self._cache = folder / f"{name}.cache"
-        cache = ("-o", f"cache_dir={self._cache}")
-        report = (f"--junitxml={self._report}", "-o", "junit_family=xunit1")
-        command = [sys.executable, "-m", "pytest", "-m", marker, *cache, *report, *tests]
-        self._process = subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-        )
-        self._lines: list[str] = []
-        self._reader = threading.Thread(target=self._read)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if _PROGRESS.search(line):
-                print(line, end="", flush=True)
-            else:
-                self._lines.append(line)
-
-    def add_to(self, outcome: Outcome) -> None:
-        """Wait for the end, print what the process had to say, and add its results."""
-        self._reader.join()
-        code = self._process.wait()
-        if code not in (0, 5):  # 5: no test was chosen
-            print("".join(self._lines), flush=True)
-        outcome.is_broken |= code not in (0, 1, 5)
-        if self._report.exists():
-            self._read_report(outcome)
-        failed = self._cache / "v" / "cache" / "lastfailed"
-        if code == 1 and failed.exists():
-            outcome.failed += json.loads(failed.read_text())
-
-    def _read_report(self, outcome: Outcome) -> None:
-        for suite in ET.parse(self._report).getroot().iter("testsuite"):
-            problems = {kind: int(suite.get(kind, 0)) for kind in ("failures", "errors", "skipped")}
-            outcome.counts += Counter(problems)
-            outcome.counts["passed"] += int(suite.get("tests", 0)) - sum(problems.values())
-        for case in ET.parse(self._report).getroot().iter("testcase"):
-            test = f"{_file_of(case.get('classname', ''))}::{case.get('name')}"
-            outcome.seconds[test] = outcome.seconds.get(test, 0.0) + float(case.get("time", 0))
-
-
-def _file_of(class_name: str) -> str:
-    """Return the file of a test's module, whose name may have the test's class behind it."""
-    names = class_name.split(".")
-    return "/".join(names[:-1] if names[-1].startswith("Test") else names) + ".py"
-
-
-def is_slow_file(path: Path) -> bool:
-    """Return whether every test of a file is slow, as its `pytestmark` says."""
-    return _is_marked(path, "slow")
-
-
-def _is_marked(path: Path, mark: str) -> bool:
-    marks = _MARKS_OF_FILE.search(path.read_text(encoding="utf-8"))
-    return marks is not None and f"mark.{mark}" in marks.group(1)
-
-
-def deal(files: Iterable[str], seconds: Mapping[str, float], count: int) -> list[list[str]]:
-    """Deal files into `count` lists that take about as long; files that share a cluster stay together."""
-    groups: dict[str, list[str]] = {}
-    for file in files:
-        groups.setdefault(_shared_with(file), []).append(file)
-    costs = {name: sum(_seconds_of(file, seconds) for file in group) for name, group in groups.items()}
-    hands: list[list[str]] = [[] for _ in range(count)]
-    totals = [0.0] * count
-    for name in sorted(groups, key=lambda name: (-costs[name], name)):
-        least = totals.index(min(totals))
-        hands[least] += groups[name]
-        totals[least] += costs[name]
-    return hands
-
-
-def run(tier: Tier, files: Sequence[str], part: int | None, num_processes: int) -> Outcome:
-    """Run the tests of a tier in `files`, or one part of them; tests that run alone come last, in one process."""
-    seconds = _recorded_seconds(tier.name)
-    if part is not None:
-        files = deal(files, seconds, NUM_PARTS)[part]
+def run(hands: Sequence[Sequence[str]], marker: str, num_processes: int, root: str = "tests") -> Outcome:
+    """Run tests of this marker in `hands`, lists of files or tests under `root`: a process takes one list at a time."""
     outcome = Outcome()
-    _run_processes(outcome, f"({tier.marker}) and not alone", deal(files, seconds, num_processes), tier.name)
-    alone = [file for file in files if "mark.alone" in (ROOT / file).read_text(encoding="utf-8")]
-    _run_processes(outcome, f"({tier.marker}) and alone", [alone], f"{tier.name}-alone")
+    with tempfile.TemporaryDirectory() as name:  # of this run alone: another may go on in the same checkout
+        folder = Path(name)
+        (folder / "hands").write_text(json.dumps(hands))
+        command = [sys.executable, "-m", "pytest", "-m", marker, "-p", "no:cacheprovider"]
+        command += ["-p", "scripts.run_tests", f"--take-from={folder}", root]
+        processes = {}
+        for number in range(min(num_processes, len(hands))):
+            with (folder / f"{number}.log").open("w") as output:
+                processes[output.name] = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output)
+        for process in processes.values():
+            while process.poll() is None:
+                try:
+                    process.wait(REPORT_S)
+                except subprocess.TimeoutExpired:
+                    print(f"{len(list(folder.glob('*.taken')))} of {len(hands)} files begun", flush=True)
+        for log, process in processes.items():
+            if process.returncode not in (0, 5):  # 5: no test was chosen
+                print(Path(log).read_text(errors="replace"), flush=True)
+            outcome.is_broken |= process.returncode not in (0, 1, 5)
+        for results in (json.loads(path.read_text()) for path in folder.glob("*.json")):
+            outcome.seconds |= results["seconds"]
+            outcome.counts += Counter(results["counts"])
+            outcome.failed += results["failed"]
     return outcome
 
 
-def rerun_failed(outcome: Outcome, name: str) -> None:
+def rerun_failed(outcome: Outcome) -> None:
     """Run what failed once more with nothing beside it, as a busy machine may disturb tests of real processes."""
     if outcome.is_broken or not 0 < len(outcome.failed) <= MAX_RERUN:
         return
     print("== Failed, and run once more with nothing beside them:", *outcome.failed, sep="\n", flush=True)
-    again = Outcome()
-    _run_processes(again, "", [outcome.failed], f"{name}-again")
-    num_passed = len(outcome.failed) - len(again.failed)
-    outcome.counts["passed"] += num_passed
-    outcome.counts["failures"] -= num_passed
+    again = run([outcome.failed], "", 1)
+    outcome.counts["passed"] += len(outcome.failed) - len(again.failed)
     outcome.failed, outcome.is_broken = again.failed, again.is_broken
 
 
-def _run_processes(outcome: Outcome, marker: str, hands: Sequence[Sequence[str]], name: str) -> None:
-    with tempfile.TemporaryDirectory() as folder:  # of this run alone: another may go on in the same checkout
-        started = [
-            PytestProcess(Path(folder), f"{name}-{number}", marker, hand) for number, hand in enumerate(hands) if hand
-        ]
-        for process in started:
-            process.add_to(outcome)
-
-
-def _test_files(folders: Sequence[str]) -> list[str]:
+def files_under(folders: Sequence[str]) -> list[str]:
+    """Return all files of tests under these folders, sorted."""
     return sorted(str(path.relative_to(ROOT)) for folder in folders for path in (ROOT / folder).rglob("test_*.py"))
 
 
-def _file_and_conftests(path: Path) -> list[Path]:
-    tests = ROOT / "tests"
-    above = [parent / "conftest.py" for parent in path.parents if parent != tests and tests in parent.parents]
-    return [path, *(conftest for conftest in above if conftest.exists())]
+def hands_of(files: Iterable[str], seconds: Mapping[str, float]) -> list[list[str]]:
+    """Return lists of files that one process takes at once, the dearest first."""
+    hands: dict[str, list[str]] = {}
+    for file in files:
+        hands.setdefault(TOGETHER if file.startswith(TOGETHER) else file, []).append(file)
+    return sorted(hands.values(), key=lambda hand: (-_cost(hand, seconds), hand))
 
 
-def _shared_with(file: str) -> str:
-    """Return what the tests of this file share with others: a cluster, a set of hosts, or nothing (its own name)."""
-    if not file.startswith("tests/cluster/"):
-        return file
-    source = (ROOT / file).read_text(encoding="utf-8")
-    if "namespace_hosts" in source or "cluster_demo" in source:
-        return file if "mark.alone" in source else "hosts of namespaces"
-    return "shared clusters" if _TAKES_CLUSTER.search(source) else file
+def part_of(hands: Iterable[list[str]], seconds: Mapping[str, float], part: int) -> list[list[str]]:
+    """Return one of `NUM_PARTS` parts of `hands`, which take about as long."""
+    parts: list[list[list[str]]] = [[] for _ in range(NUM_PARTS)]
+    for hand in hands:
+        min(parts, key=lambda some: sum(_cost(each, seconds) for each in some)).append(hand)
+    return parts[part]
 
 
-def _seconds_of(file: str, recorded: Mapping[str, float]) -> float:
-    return recorded.get(file, UNKNOWN_CLUSTER_S if file.startswith("tests/cluster/") else UNKNOWN_S)
+def _cost(hand: Iterable[str], seconds: Mapping[str, float]) -> float:
+    return sum(seconds.get(file, UNKNOWN_CLUSTER_S if "/cluster/" in file else UNKNOWN_S) for file in hand)
 
 
-def _recorded_seconds(tier: str) -> dict[str, float]:
-    recorded: dict[str, dict[str, float]] = json.loads(SECONDS.read_text()) if SECONDS.exists() else {}
-    return recorded.get(tier, {})
+def recorded_seconds(tier: str) -> dict[str, float]:
+    """Return the committed seconds of each file in which this tier has tests; 0 of a file that others know."""
+    recorded: dict[str, dict[str, float]] = json.loads(SECONDS.read_text())
+    return {file: 0.0 for of_tier in recorded.values() for file in of_tier} | recorded.get(tier, {})
 
 
-def _record(tier: str, outcome: Outcome) -> None:
-    by_file: Counter[str] = Counter()
-    for test, seconds in outcome.seconds.items():
-        by_file[test.partition("::")[0]] += seconds  # type: ignore[assignment]  # a counter of seconds
-    recorded = json.loads(SECONDS.read_text()) if SECONDS.exists() else {}
-    kept = recorded.get(tier, {}) | {file: round(seconds, 1) for file, seconds in by_file.items()}
-    recorded[tier] = {file: kept[file] for file in sorted(kept) if (ROOT / file).exists()}
+def _by_file(seconds: Mapping[str, float]) -> dict[str, float]:
+    by_file: dict[str, float] = {}
+    for test, test_s in seconds.items():
+        file = test.partition("::")[0]
+        by_file[file] = by_file.get(file, 0.0) + test_s
+    return by_file
+
+
+def _record(tier: str, seconds: Mapping[str, float]) -> None:
+    recorded = json.loads(SECONDS.read_text())
+    known = recorded.get(tier, {}) | {file: round(file_s, 1) for file, file_s in _by_file(seconds).items()}
+    recorded[tier] = {file: file_s for file, file_s in known.items() if (ROOT / file).exists()}
     SECONDS.write_text(json.dumps(recorded, indent=0, sort_keys=True) + "\n")
 
 
-def _seconds_path(tier: str) -> Path:
-    return RESULTS / f"{tier}.json"
-
-
 def _last_run(tier: str) -> dict[str, float]:
-    path = _seconds_path(tier)
-    return json.loads(path.read_text()) if path.exists() else {}
+    path = RESULTS / f"{tier}.json"
+    last: dict[str, float] = json.loads(path.read_text()) if path.exists() else {}
+    return {test: test_s for test, test_s in last.items() if (ROOT / test.partition("::")[0]).exists()}
 
 
-def print_dearest(seconds: Mapping[str, float], count: int = 10) -> None:
-    """Print the tests that took longest."""
-    print(f"The {count} dearest tests:")
-    for test in sorted(seconds, key=lambda test: -seconds[test])[:count]:
-        print(f"{seconds[test]:8.1f} s  {test}")
+def run_tier(tier: str, folders: Sequence[str], part: int | None, num_processes: int, is_recorded: bool) -> bool:
+    """Run the tests of a tier under these folders, or one part of them; return whether all passed."""
+    began_s = time.monotonic()
+    num_processes += tier == "default"  # whose cluster mostly waits
+    recorded, last = recorded_seconds(tier), _last_run(tier)
+    hands = hands_of(files_under(folders), recorded)
+    if part is not None:
+        hands = part_of(hands, recorded, part)
+    files = [file for hand in hands for file in hand]
+    outcome = run(hands_of(files, recorded | _by_file(last)), MARKERS[tier], num_processes)
+    if is_recorded:
+        _record(tier, outcome.seconds)
+    rerun_failed(outcome)
+    (RESULTS / f"{tier}.json").write_text(json.dumps(last | outcome.seconds))
+    which = tier if part is None else f"part {part} of {NUM_PARTS} of {tier}"
+    print(f"{which}: {time.monotonic() - began_s:.0f} s, {len(outcome.seconds)} tests, {num_processes} processes")
+    counts = outcome.counts
+    print(f"{tier}: {counts['passed']} passed, {len(outcome.failed)} failed, {counts['skipped']} skipped", flush=True)
+    return not outcome.is_broken and not outcome.failed
 
 
 def main() -> int:
     """Run what the command line names; 0 when nothing failed."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("tiers", nargs="*", choices=[*TIERS, []], help="one after the other")
+    parser.add_argument("tiers", nargs="*", choices=[*MARKERS, []], help="one after the other")
     parser.add_argument("--under", nargs="+", default=["tests"], metavar="FOLDER", help="only files in these")
     parser.add_argument("--part", type=int, help=f"one of the {NUM_PARTS} parts of a tier; any whole number will do")
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--processes", type=int, default=min(cores, MAX_PROCESSES))
     parser.add_argument("--record", action="store_true", help="keep the seconds of each file for later runs")
     parser.add_argument("--dearest", action="store_true", help="print the longest tests of all tiers' last runs")
-    arguments = parser.parse_args()
+    options = parser.parse_args()
     RESULTS.mkdir(parents=True, exist_ok=True)
-    part = None if arguments.part is None else arguments.part % NUM_PARTS
-    is_whole = [
-        _run_tier(TIERS[name], arguments.under, part, arguments.processes, arguments.record) for name in arguments.tiers
-    ]
-    if arguments.dearest:
-        print_dearest({test: s for name in TIERS for test, s in _last_run(name).items()})
-    return 0 if all(is_whole) else 1
+    part = None if options.part is None else options.part % NUM_PARTS
+    all_pass = [run_tier(tier, options.under, part, options.processes, options.record) for tier in options.tiers]
+    if options.dearest:
+        print("The ten dearest tests:")
+        seconds = {test: test_s for tier in MARKERS for test, test_s in _last_run(tier).items()}
+        for test in sorted(seconds, key=lambda test: -seconds[test])[:10]:
+            print(f"{seconds[test]:8.1f} s  {test}")
+    return 0 if all(all_pass) else 1
 
 
-def _run_tier(tier: Tier, folders: Sequence[str], part: int | None, num_processes: int, is_recorded: bool) -> bool:
-    began_s = time.monotonic()
-    num_processes += tier.num_waiting
-    outcome = run(tier, tier.files(folders), part, num_processes)
-    if is_recorded:
-        _record(tier.name, outcome)
-    rerun_failed(outcome, tier.name)
-    _seconds_path(tier.name).write_text(json.dumps(outcome.seconds))
-    counts = outcome.counts
-    which = tier.name if part is None else f"part {part} of {NUM_PARTS} of {tier.name}"
-    print(f"{which}: {time.monotonic() - began_s:.0f} s, {len(outcome.seconds)} tests, {num_processes} processes")
-    num_failed = counts["failures"] + counts["errors"]
-    print(f"{tier.name}: {counts['passed']} passed, {num_failed} failed, {counts['skipped']} skipped", flush=True)
-    return not outcome.is_broken and not outcome.failed
+# The plugin: a file is imported once its process has taken it. Tests marked `alone` come last, while no other runs.
+_modules: dict[Path, pytest.Module] = {}
+_alone: list[list[pytest.Item]] = []
+_ended_with: list[int] = []
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option for the folder of the list, which gets the results as well."""
+    parser.addoption("--take-from", type=Path)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> bool:
+    """Find files, and import none yet."""
+    nodes = list(session.perform_collect(genitems=False))
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, pytest.Module):
+            _modules[node.path] = node
+        elif isinstance(node, pytest.Collector):
+            nodes += collect_one_node(node).result
+    session.items = []
+    return True
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put off what runs alone."""
+    _alone.append([item for item in items if item.get_closest_marker("alone")])
+    items[:] = [item for item in items if not item.get_closest_marker("alone")]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool:
+    """Run files until all are taken, then what runs alone."""
+    folder: Path = session.config.getoption("take_from")
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        for names in _taken(folder):
+            _run(_collect(session, names))
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for items in _alone:
+            _run(items)
+    return True
+
+
+def _taken(folder: Path) -> Iterator[list[str]]:
+    for number, names in enumerate(json.loads((folder / "hands").read_text())):
+        try:
+            (folder / f"{number}.taken").touch(exist_ok=False)
+        except FileExistsError:
+            continue
+        yield names
+
+
+def _collect(session: pytest.Session, names: list[str]) -> list[pytest.Item]:
+    """Return the tests of these files, or with these names, as the command line chooses them."""
+    root, hook = session.config.rootpath, session.config.hook
+    files = dict.fromkeys(root / name.partition("::")[0] for name in names)
+    whole = {root / name for name in names}
+    items = [item for file in files for item in session.genitems(_modules[file])]
+    session.items = [item for item in items if item.path in whole or item.nodeid in names]
+    hook.pytest_collection_modifyitems(session=session, config=session.config, items=session.items)
+    hook.pytest_collection_finish(session=session)
+    session.testscollected += len(session.items)
+    return session.items
+
+
+def _run(items: list[pytest.Item]) -> None:
+    """Run tests; what fixtures of the session hold, such as a cluster, ends with the last one."""
+    for item, following in zip(items, [*items[1:], None], strict=False):
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Write seconds by test, counts by outcome, and what failed."""
+    _ended_with.append(exitstatus)
+    stats = session.config.pluginmanager.get_plugin("terminalreporter").stats  # type: ignore[union-attr]
+    seconds: dict[str, float] = {}
+    for report in (report for reports in stats.values() for report in reports):
+        if type(report) is pytest.TestReport:  # a test's seconds include those of its subtests
+            seconds[report.nodeid] = seconds.get(report.nodeid, 0.0) + report.duration
+    counts = {kind: len(stats.get(kind, ())) for kind in ("passed", "skipped")}
+    bad = [report for kind in ("failed", "error", "subtests failed") for report in stats.get(kind, ())]
+    failed = list(dict.fromkeys(report.nodeid for report in bad))
+    results = {"seconds": seconds, "counts": counts, "failed": failed}
+    (session.config.getoption("take_from") / f"{os.getpid()}.json").write_text(json.dumps(results))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure() -> None:
+    """End although a thread of a failed test may go on for ever."""
+    if _ended_with == [pytest.ExitCode.TESTS_FAILED]:
+        sys.stdout.flush()
+        os._exit(pytest.ExitCode.TESTS_FAILED)
 
 
 if __name__ == "__main__":

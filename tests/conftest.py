@@ -34,9 +34,19 @@ settings.register_profile("alignedserve", deadline=None, suppress_health_check=[
 settings.load_profile("alignedserve")
 
 
+SLOW_TIMEOUT_S = 120.0  # of a slow test that names none; of all others: pyproject.toml
+
+
 def pytest_configure() -> None:
     """Collect no garbage while modules are imported: nothing of theirs is."""
     gc.disable()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give slow tests their time."""
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
 
 
 def pytest_collection_finish() -> None:

@@ -1,9 +1,11 @@
 """The deployments that a gateway, or the batch worker, serves: as the cluster's driver lists them.
 
-The life of one here: 1. It is listed: its router is dialled and its tokenizer loaded, in a thread; by the batch worker
-once a line needs it. 2. A probe's token comes through, and goes for others after every loss. 3. While its phase is
-SERVING, requests find it by its model's name. 4. DRAINING: no more do, those that hold it go on. 5. It is listed no
-more: its links are closed.
+The life of a deployment here:
+1. The list names it: its router is dialled and its tokenizer loaded in a thread; a batch worker waits for a line.
+2. A probe's token comes through, and another after every loss.
+3. In the phase SERVING requests find the deployment by the name of its model.
+4. DRAINING: requests under way go on, new requests do not find it.
+5. The list names it no more: its links are closed.
 """
 
 import asyncio
@@ -25,9 +27,8 @@ from alignedserve.core.request import RequestClass
 from alignedserve.messages.gateways import ClusterStatus
 from alignedserve.process.background_tasks import start_background
 from alignedserve.runtime.lora.loaded_file import loaded_file
-from alignedserve.runtime.model.served_deployment import DeploymentPhase, DeploymentState, ServedDeployment
-from alignedserve.text.tokenizer import Tokenizer
-from alignedserve.text.tokenizer_on_use import TokenizerOnUse
+from alignedserve.runtime.model.served_model import DeploymentPhase, DeploymentState, ServedDeployment
+from alignedserve.text.tokenizer import Tokenizer, TokenizerOnUse
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +57,8 @@ class Deployments:
     async def load(self, deployments: Sequence[ServedDeployment]) -> None:
         """Serve the first list, with every tokenizer loaded. Raises ModelError."""
         self.serve(deployments)
-        for one in self._deployments.values():
-            await one.loaded()
+        for deployment in self._deployments.values():
+            await deployment.loaded()
 
     def serve_until_told(self, deployments: Sequence[ServedDeployment]) -> None:
         """Serve a list that may be of old, as a process that restarted has it, until the driver sends the current one.
@@ -79,18 +80,20 @@ class Deployments:
         self._told.set()
         self._order = tuple(deployed.deployment_id for deployed in deployments)
         is_asleep = DeploymentPhase.SLEEPING
-        self._sleeping = {one.deployment_id: one for one in deployments if one.phase is is_asleep}
-        listed = {one.deployment_id: one for one in deployments if one.phase is not is_asleep}
+        self._sleeping = {item.deployment_id: item for item in deployments if item.phase is is_asleep}
+        listed = {item.deployment_id: item for item in deployments if item.phase is not is_asleep}
         for deployment_id, known in tuple(self._deployments.items()):
             if deployment_id not in listed or not known.is_of(listed[deployment_id]):
                 self._remove(deployment_id)
         for deployment_id, deployed in listed.items():
-            one = self._deployments.pop(deployment_id, None)
-            if one is None:
+            deployment = self._deployments.pop(deployment_id, None)
+            if deployment is None:
                 runs_lines = self._waiting_lines is not None
-                one = _Deployment(deployed, self._services, self._connection, self._register, reads_late=runs_lines)
-            one.phase, one.backend.is_failing = deployed.phase, deployed.is_failing
-            self._deployments[deployment_id] = one
+                deployment = _Deployment(
+                    deployed, self._services, self._connection, self._register, reads_late=runs_lines
+                )
+            deployment.phase, deployment.backend.is_failing = deployed.phase, deployed.is_failing
+            self._deployments[deployment_id] = deployment
         self._register()
         return tuple(map(self._state, self._order))
 
@@ -107,8 +110,8 @@ class Deployments:
                 waited_s=waited_s(name, RequestClass.REAL_TIME),
                 documents_waited_s=waited_s(name, RequestClass.BEST_EFFORT),
             )
-        one = self._deployments[deployment_id]
-        state = replace(one.state(), has_lines=one.card.name in lines)
+        deployment = self._deployments[deployment_id]
+        state = replace(deployment.state(), has_lines=deployment.card.name in lines)
         return replace(state, num_documents=state.num_open) if self._waiting_lines is not None else state
 
     def _remove(self, deployment_id: str) -> None:
@@ -121,33 +124,35 @@ class Deployments:
 
     def first_status(self) -> ClusterStatus | None:
         """Return the last report of the first deployment's router; None while that is not connected."""
-        return next((one.backend.status() for one in self._deployments.values()), None)
+        return next((deployment.backend.status() for deployment in self._deployments.values()), None)
 
     def statuses(self) -> dict[str, ClusterStatus]:
         """Return the last report of every deployment's router that is connected, by deployment."""
-        found = {deployment_id: one.backend.status() for deployment_id, one in self._deployments.items()}
-        return {deployment_id: status for deployment_id, status in found.items() if status is not None}
+        statuses = {key: deployment.backend.status() for key, deployment in self._deployments.items()}
+        return {key: status for key, status in statuses.items() if status is not None}
 
     def close(self) -> None:
         """Close every deployment; open requests fail. May be repeated."""
         if self._waiting is not None:
             self._waiting.cancel()
-        for one in self._deployments.values():
-            one.stop("The gateway is shutting down.")
+        for deployment in self._deployments.values():
+            deployment.stop("The gateway is shutting down.")
         self._deployments = {}
 
     def _register(self) -> None:
-        expected = [one.card.name for one in self._deployments.values() if one.phase is DeploymentPhase.PREPARING]
-        found = [self._registered(deployment_id) for deployment_id in self._order]
-        self._services.models.replace_all([one for one in found if one is not None], expected)
+        preparing = [item for item in self._deployments.values() if item.phase is DeploymentPhase.PREPARING]
+        registered = [self._registered(deployment_id) for deployment_id in self._order]
+        models = [model for model in registered if model is not None]
+        self._services.models.replace_all(models, [item.card.name for item in preparing])
         self._services.line.changed()
 
     def _registered(self, deployment_id: str) -> RegisteredModel | None:
-        sleeping, one = self._sleeping.get(deployment_id), self._deployments.get(deployment_id)
+        sleeping, deployment = self._sleeping.get(deployment_id), self._deployments.get(deployment_id)
         if sleeping is not None:
             served, problem = sleeping.served, sleeping.problem
             return RegisteredModel(ModelCard.of(served), problem=problem, is_asleep=True, adapters=served.adapters)
-        return one.registered() if one is not None and one.phase is DeploymentPhase.SERVING else None
+        is_serving = deployment is not None and deployment.phase is DeploymentPhase.SERVING
+        return deployment.registered() if deployment is not None and is_serving else None
 
     async def _wait_to_be_told(self) -> None:
         try:

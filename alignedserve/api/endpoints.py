@@ -11,11 +11,14 @@ from typing import Any, Generic, TypeVar
 import orjson
 
 from alignedserve.api.anthropic import message_request
+from alignedserve.api.anthropic.bodies import BodyParser, CountTokensRequest, MessagesRequest
 from alignedserve.api.anthropic.message_format import MessageFormatter
-from alignedserve.api.anthropic.parsing import BodyParser
-from alignedserve.api.anthropic.schemas import CountTokensRequest, MessagesRequest
+from alignedserve.api.conversation import Conversation, check_conversation
 from alignedserve.api.embeddings.request_builder import (
+    EmbeddingRequest,
     PairSides,
+    RerankRequest,
+    ScoreRequest,
     build_embedding_request,
     build_score_request,
     embedding_prompts,
@@ -29,17 +32,21 @@ from alignedserve.api.embeddings.response_format import (
     computed_scores,
     cosines,
 )
-from alignedserve.api.embeddings.schemas import EmbeddingRequest, RerankRequest, ScoreRequest
 from alignedserve.api.errors import NeedsGateway
 from alignedserve.api.models.model_card import PromptServices
 from alignedserve.api.models.model_services import ModelServices
+from alignedserve.api.openai.bodies import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    ConversationFields,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 from alignedserve.api.openai.chat_prompt import note_variables
-from alignedserve.api.openai.conversation import checked_conversation
 from alignedserve.api.openai.generation_request import Arrival, GenerationRequest
 from alignedserve.api.openai.parsing import parse, parse_chat, parse_completion, plain_messages, without_fields_of_chat
 from alignedserve.api.openai.prompt_encoding import (
     Prompts,
-    chat_prompts,
     completion_prompts,
     decode_text,
     encode_chat,
@@ -47,20 +54,20 @@ from alignedserve.api.openai.prompt_encoding import (
 )
 from alignedserve.api.openai.request_builder import build_chat_request, build_completion_request
 from alignedserve.api.openai.response_format import ChatFormatter, CompletionFormatter, MakeBodyFormatter
-from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
-from alignedserve.api.openai.schemas.requests import ChatCompletionRequest, DetokenizeRequest, TokenizeRequest
+from alignedserve.api.openai.translation import chat_spec, completion_spec, conversation_of_chat
 from alignedserve.api.reasoning import open_marks
+from alignedserve.api.responses.bodies import CreateResponseRequest, ResponseFields, parse_input_tokens, parse_response
 from alignedserve.api.responses.context import resolve_references
 from alignedserve.api.responses.formatter import ResponsesFormatter
 from alignedserve.api.responses.items import Item, parse_items
-from alignedserve.api.responses.parsing import parse_input_tokens, parse_response
 from alignedserve.api.responses.request_builder import (
     build_response_request,
     input_tokens_answer,
     new_response_id,
     response_prompts,
 )
-from alignedserve.api.responses.schemas import CreateResponseRequest, PromptFields
+from alignedserve.api.schema import IgnoredFields
+from alignedserve.api.work_lanes import rough_length
 from alignedserve.core.errors import InvalidRequest
 
 Body = dict[str, Any]
@@ -70,7 +77,7 @@ _SHORT = "-"  # for a prompt that is encoded
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint(Generic[AskedT]):
+class GeneratingEndpoint(Generic[AskedT]):
     """An endpoint whose requests the cluster computes. All but `formatter` and `short` raise InvalidRequest.
 
     `ignored` collects the fields that are ignored; None: they are refused.
@@ -106,23 +113,41 @@ def _short_chat(chat: ChatCompletionRequest) -> Body:
 async def _build_chat(
     chat: ChatCompletionRequest, arrival: Arrival, services: ModelServices, prompts: Prompts | None
 ) -> GenerationRequest:
-    note_variables(chat, services, arrival.ignored)
-    return await build_chat_request(chat, arrival, services, prompts)
+    conversation = await _conversation(chat, services)
+    note_variables(conversation, services, arrival.ignored)
+    return await build_chat_request(conversation, chat_spec(chat), arrival, services, prompts)
 
 
-CHAT = Endpoint(
+async def _chat_prompts(chat: ChatCompletionRequest, services: PromptServices, _: IgnoredFields | None) -> Prompts:
+    is_bounded = chat.truncate_prompt_tokens is None
+    return (await encode_chat(await _conversation(chat, services), services, is_bounded=is_bounded),)
+
+
+async def _conversation(body: ConversationFields, services: PromptServices) -> Conversation:
+    length = rough_length((body.messages, body.tools))
+    return await services.lanes.run(length, partial(conversation_of_chat, body))
+
+
+async def _build_completion(
+    completion: CompletionRequest, arrival: Arrival, services: ModelServices, prompts: Prompts | None
+) -> GenerationRequest:
+    prompts = prompts or await completion_prompts(completion, services)
+    return await build_completion_request(completion_spec(completion), prompts, arrival, services)
+
+
+CHAT = GeneratingEndpoint(
     path="/v1/chat/completions",
     parse=parse_chat,
-    prompts=lambda chat, services, _: chat_prompts(chat, services),
+    prompts=_chat_prompts,
     build=_build_chat,
     formatter=lambda _, __: ChatFormatter,
     short=_short_chat,
 )
-COMPLETION = Endpoint(
+COMPLETION = GeneratingEndpoint(
     path="/v1/completions",
     parse=parse_completion,
     prompts=lambda completion, services, _: completion_prompts(completion, services),
-    build=build_completion_request,
+    build=_build_completion,
     formatter=lambda _, __: CompletionFormatter,
     short=lambda _: {"prompt": _SHORT},
 )
@@ -130,22 +155,22 @@ COMPLETION = Endpoint(
 # --- embeddings, scores and rankings
 
 
-def _embedding_formatter(asked: EmbeddingRequest, _: ModelServices) -> MakeBodyFormatter:
-    return partial(EmbeddingFormatter, encoding_format=asked.encoding_format, dimensions=asked.dimensions)
+def _embedding_formatter(body: EmbeddingRequest, _: ModelServices) -> MakeBodyFormatter:
+    return partial(EmbeddingFormatter, encoding_format=body.encoding_format, dimensions=body.dimensions)
 
 
 def _parse_score(body: Body, ignored: IgnoredFields | None) -> ScoreRequest:
-    asked = parse(ScoreRequest, body, ignored)
-    PairSides.of(asked)
-    return asked
+    parsed = parse(ScoreRequest, body, ignored)
+    PairSides.of(parsed)
+    return parsed
 
 
-def _ranking_formatter(asked: RerankRequest, model: ModelServices) -> MakeBodyFormatter:
-    return partial(RerankFormatter, read_scores=_score_reader(model, len(asked.documents)), asked=asked)
+def _ranking_formatter(body: RerankRequest, model: ModelServices) -> MakeBodyFormatter:
+    return partial(RerankFormatter, read_scores=_score_reader(model, len(body.documents)), body=body)
 
 
-def _short_ranking(asked: RerankRequest) -> Body:
-    return {"query": _SHORT} | ({} if asked.return_documents else {"documents": [_SHORT] * len(asked.documents)})
+def _short_ranking(body: RerankRequest) -> Body:
+    return {"query": _SHORT} | ({} if body.return_documents else {"documents": [_SHORT] * len(body.documents)})
 
 
 def _score_reader(services: ModelServices, num_second: int) -> ScoreReader:
@@ -155,26 +180,26 @@ def _score_reader(services: ModelServices, num_second: int) -> ScoreReader:
     return partial(cosines, num_second=num_second)
 
 
-EMBEDDINGS = Endpoint(
+EMBEDDINGS = GeneratingEndpoint(
     path="/v1/embeddings",
     parse=partial(parse, EmbeddingRequest),
-    prompts=lambda asked, services, _: embedding_prompts(asked, services),
+    prompts=lambda body, services, _: embedding_prompts(body, services),
     build=build_embedding_request,
     formatter=_embedding_formatter,
     short=lambda _: {"input": _SHORT},
 )
-SCORE = Endpoint(
+SCORE = GeneratingEndpoint(
     path="/v1/score",
     parse=_parse_score,
-    prompts=lambda asked, services, _: pair_prompts(asked, services),
+    prompts=lambda body, services, _: pair_prompts(body, services),
     build=build_score_request,
-    formatter=lambda asked, model: partial(ScoreFormatter, read_scores=_score_reader(model, len(asked.text_2))),
-    short=lambda asked: {"text_1": [_SHORT] * len(asked.text_1), "text_2": [_SHORT] * len(asked.text_2)},
+    formatter=lambda body, model: partial(ScoreFormatter, read_scores=_score_reader(model, len(body.text_2))),
+    short=lambda body: {"text_1": [_SHORT] * len(body.text_1), "text_2": [_SHORT] * len(body.text_2)},
 )
-RERANK = Endpoint(
+RERANK = GeneratingEndpoint(
     path="/v1/rerank",
     parse=partial(parse, RerankRequest),
-    prompts=lambda asked, services, _: pair_prompts(asked, services),
+    prompts=lambda body, services, _: pair_prompts(body, services),
     build=build_score_request,
     formatter=_ranking_formatter,
     short=_short_ranking,
@@ -183,20 +208,20 @@ RERANK = Endpoint(
 # --- Anthropic's messages
 
 
-async def _message_prompts(asked: MessagesRequest, services: PromptServices, ignored: IgnoredFields | None) -> Prompts:
-    if any(tool.get("defer_loading") for tool in asked.tools):
+async def _message_prompts(body: MessagesRequest, services: PromptServices, ignored: IgnoredFields | None) -> Prompts:
+    if any(tool.get("defer_loading") for tool in body.tools):
         raise NeedsGateway  # the messages tell which of the tools may be called
-    return await message_request.message_prompts(asked, services, ignored)
+    return await message_request.message_prompts(body, services, ignored)
 
 
-MESSAGES = Endpoint(
+MESSAGES = GeneratingEndpoint(
     path="/v1/messages",
     parse=lambda body, ignored: BodyParser(ignored).fields(
         MessagesRequest, without_fields_of_chat(body, MessagesRequest)
     ),
     prompts=_message_prompts,
     build=message_request.build_message_request,
-    formatter=lambda asked, _: partial(MessageFormatter, asked=asked),
+    formatter=lambda body, _: partial(MessageFormatter, body=body),
     short=lambda _: {"messages": [{"role": "user", "content": _SHORT}], "system": None},
 )
 COUNT_TOKENS = TokenEndpoint(
@@ -205,83 +230,85 @@ COUNT_TOKENS = TokenEndpoint(
     answer=message_request.count_answer,
 )
 
-# --- responses: those that stand alone; the gateway adds what is stored
+# --- responses without stored state, which only the gateway adds
 
 
-def _own_items(asked: PromptFields, ignored: IgnoredFields | None) -> list[Item]:
-    items = parse_items(asked.input, new_response_id(), ignored)
-    is_whole = asked.previous_response_id is None and asked.conversation_id is None
+def _own_items(body: ResponseFields, ignored: IgnoredFields | None) -> list[Item]:
+    items = parse_items(body.input, new_response_id(), ignored)
+    is_whole = body.previous_response_id is None and body.conversation_id is None
     if not is_whole or any(item["type"] == "item_reference" for item in items):
         raise NeedsGateway  # others of its items are stored
     return items
 
 
 async def _response_prompts(
-    asked: CreateResponseRequest, services: PromptServices, ignored: IgnoredFields | None
+    body: CreateResponseRequest, services: PromptServices, ignored: IgnoredFields | None
 ) -> Prompts:
-    items = _own_items(asked, ignored)
-    if asked.truncation == "auto":
+    items = _own_items(body, ignored)
+    if body.truncation == "auto":
         raise NeedsGateway
-    return await response_prompts(asked, items, services)
+    return await response_prompts(body, items, services)
 
 
 async def _build_response(
-    asked: CreateResponseRequest, arrival: Arrival, services: ModelServices, _: Prompts | None
+    body: CreateResponseRequest, arrival: Arrival, services: ModelServices, _: Prompts | None
 ) -> GenerationRequest:
     response_id = arrival.response_id or new_response_id()
-    items = await resolve_references(None, parse_items(asked.input, response_id, arrival.ignored), response_id)
-    return await build_response_request(asked, items, response_id, arrival, services)
+    items = await resolve_references(None, parse_items(body.input, response_id, arrival.ignored), response_id)
+    return await build_response_request(body, items, response_id, arrival, services)
 
 
-RESPONSES = Endpoint(
+RESPONSES = GeneratingEndpoint(
     path="/v1/responses",
     parse=parse_response,
     prompts=_response_prompts,
     build=_build_response,
-    formatter=lambda asked, _: partial(ResponsesFormatter, asked=asked),
+    formatter=lambda body, _: partial(ResponsesFormatter, body=body),
     short=None,
 )
 INPUT_TOKENS = TokenEndpoint(
     path="/v1/responses/input_tokens",
     parse=parse_input_tokens,
-    answer=lambda asked, services, ignored: input_tokens_answer(asked, _own_items(asked, ignored), services),
+    answer=lambda body, services, ignored: input_tokens_answer(body, _own_items(body, ignored), services),
 )
 
 # --- tokens
 
 
 def _parse_tokenize(body: dict[str, Any], ignored: IgnoredFields | None = None) -> TokenizeRequest:
-    asked = parse(TokenizeRequest, plain_messages(body), ignored)
-    return asked if asked.prompt is not None else checked_conversation(asked)
+    parsed = parse(TokenizeRequest, plain_messages(body), ignored)
+    if parsed.prompt is None:
+        check_conversation(conversation_of_chat(parsed))
+    return parsed
 
 
-async def _tokens_answer(asked: TokenizeRequest, services: PromptServices) -> bytes:
-    if (asked.prompt is None) == (not asked.messages):
+async def _tokens_answer(body: TokenizeRequest, services: PromptServices) -> bytes:
+    if (body.prompt is None) == (not body.messages):
         raise InvalidRequest("Give either prompt or messages.", param="prompt")
-    if asked.prompt is None:
-        token_ids = (await encode_chat(asked, services)).token_ids
+    if body.prompt is None:
+        token_ids = (await encode_chat(await _conversation(body, services), services)).token_ids
     else:
-        token_ids = await encode_text(asked.prompt, services, add_special_tokens=asked.add_special_tokens)
+        token_ids = await encode_text(body.prompt, services, add_special_tokens=body.add_special_tokens)
     answer = {"count": len(token_ids), "max_model_len": services.model.max_context_len, "tokens": token_ids}
     return orjson.dumps(answer)
 
 
-async def _text_answer(asked: DetokenizeRequest, services: PromptServices) -> bytes:
-    return orjson.dumps({"prompt": await decode_text(asked.tokens, services)})
+async def _text_answer(body: DetokenizeRequest, services: PromptServices) -> bytes:
+    return orjson.dumps({"prompt": await decode_text(body.tokens, services)})
 
 
 TOKENIZE = TokenEndpoint(
-    path="/tokenize", parse=_parse_tokenize, answer=lambda asked, services, _: _tokens_answer(asked, services)
+    path="/tokenize", parse=_parse_tokenize, answer=lambda body, services, _: _tokens_answer(body, services)
 )
 DETOKENIZE = TokenEndpoint(
     path="/detokenize",
     parse=partial(parse, DetokenizeRequest),
-    answer=lambda asked, services, _: _text_answer(asked, services),
+    answer=lambda body, services, _: _text_answer(body, services),
 )
 
-ENDPOINTS: dict[str, Endpoint[Any]] = {
-    one.path: one for one in (CHAT, COMPLETION, EMBEDDINGS, SCORE, RERANK, MESSAGES, RESPONSES)
+ENDPOINTS: dict[str, GeneratingEndpoint[Any]] = {
+    endpoint.path: endpoint for endpoint in (CHAT, COMPLETION, EMBEDDINGS, SCORE, RERANK, MESSAGES, RESPONSES)
 }
 TOKEN_ENDPOINTS: dict[str, TokenEndpoint[Any]] = {
-    one.path: one for one in (COUNT_TOKENS, INPUT_TOKENS, TOKENIZE, DETOKENIZE)
+    endpoint.path: endpoint for endpoint in (COUNT_TOKENS, INPUT_TOKENS, TOKENIZE, DETOKENIZE)
 }

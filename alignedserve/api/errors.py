@@ -18,7 +18,7 @@ AlignedServeError
     │   └── ResourceUnavailable     none for best effort (429)
     ├── Unavailable             no router, or a worker was lost
     ├── Unfetched               a picture that a request names by its URL could not be fetched now (502)
-    ├── Draining                it is about to end and takes nothing new
+    ├── ServerDraining          it is about to end and takes nothing new
     ├── Unservable              can never fit this cluster
     ├── TimedOut                silent past its deadline
     └── GenerationFailed        an internal error
@@ -26,6 +26,7 @@ AlignedServeError
 
 import math
 from dataclasses import dataclass
+from typing import NoReturn
 
 import orjson
 
@@ -64,7 +65,7 @@ class UnknownModel(InvalidRequest):
 
 
 class NotFound(InvalidRequest):
-    """No such file or batch, or one that belongs to another key."""
+    """No such file or batch of this key."""
 
 
 class Conflict(InvalidRequest):
@@ -127,7 +128,7 @@ class Unfetched(GenerationError):
     retry_after_s = 1.0
 
 
-class Draining(GenerationError):
+class ServerDraining(GenerationError):
     """It is about to end and takes nothing new; another gateway, or the next process at this address, does."""
 
     retry_after_s = 5.0
@@ -148,9 +149,33 @@ class GenerationFailed(GenerationError):
     """An internal error; the log of the process that noticed it has the details."""
 
     def __init__(self, message: str, *, reason: str = "") -> None:
-        """`reason`: as that process gave it, for who runs the cluster; clients are not told."""
+        """`reason`: in the words of that process, for operators; clients never see it."""
         super().__init__(message)
         self.reason = reason
+
+
+def refuse(path: str, problem: str) -> NoReturn:
+    """Raise InvalidRequest for the value of a field."""
+    raise InvalidRequest(f"Invalid value for {path}: {problem}.", param=path, code="invalid_value")
+
+
+def refuse_unknown(path: str) -> NoReturn:
+    raise InvalidRequest(f"Unrecognized request argument: {path}.", param=path, code="unknown_parameter")
+
+
+def refuse_missing(path: str) -> NoReturn:
+    raise InvalidRequest(f"Missing required parameter: {path}.", param=path, code="missing_required_parameter")
+
+
+def refuse_unsupported(path: str, value: object = None) -> NoReturn:
+    """Raise InvalidRequest for a field, or for a value of it that clients may know: others are never repeated."""
+    what = path if value is None else f"{path} {value!r}"
+    raise InvalidRequest(f"{what} is not supported.", param=path, code="unsupported_parameter")
+
+
+def named(path: str, error: InvalidRequest) -> InvalidRequest:
+    """Return the error as one of this field's value."""
+    return InvalidRequest(f"Invalid value for {path}: {error}.", param=path, code=error.code)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +206,7 @@ ERROR_TABLE: tuple[tuple[type[Exception], HttpError], ...] = (
     (Overloaded, HttpError(503, "server_error", "overloaded")),
     (Unavailable, HttpError(503, "server_error", "unavailable")),
     (Unfetched, HttpError(502, "server_error", "fetch_failed")),
-    (Draining, HttpError(503, "server_error", "draining")),
+    (ServerDraining, HttpError(503, "server_error", "draining")),
     (Unservable, HttpError(400, "invalid_request_error", "unservable")),
     (TimedOut, HttpError(504, "server_error", "timeout")),
     (GenerationFailed, HttpError(500, "server_error", "generation_failed")),

@@ -17,8 +17,8 @@ from typing import Any
 
 from alignedserve.api.reasoning import ReasoningFormat, lazy, thought_rules
 from alignedserve.api.text_markers import MarkerFinder, overlap_len
-from alignedserve.api.tools.call_grammar import CallableTool
-from alignedserve.api.tools.deltas import OutputRun, ToolCallDelta
+from alignedserve.api.tools.call_parser import OutputRun, ToolCallDelta
+from alignedserve.api.tools.formats import CallableTool
 from alignedserve.runtime.grammar.lark import json_value, quoted
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
@@ -108,9 +108,9 @@ class HarmonyParser:
         stripped = text.lstrip()
         if len(text) - overlap_len(text, self._message) > _MAX_HEADER_LEN:
             return False
-        if not stripped or any(stripped.startswith(one) for one in self._beginnings):
+        if not stripped or any(stripped.startswith(beginning) for beginning in self._beginnings):
             return True
-        return not is_whole and any(one.startswith(stripped) for one in self._beginnings)
+        return not is_whole and any(beginning.startswith(stripped) for beginning in self._beginnings)
 
     def _plain(self, text: str) -> str:
         for written, mark in self._marked.items():
@@ -165,9 +165,9 @@ def harmony_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """
     system = "\n\n".join(message["content"] for message in messages if message["role"] == "system")
     shown: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
-    for place, message in enumerate(messages):
+    for index, message in enumerate(messages):
         if message["role"] == "assistant":
-            shown += _assistant_messages(message, messages[place + 1 :])
+            shown += _assistant_messages(message, messages[index + 1 :])
         elif message["role"] == "user":
             shown.append(dict(message))
     return shown
@@ -193,7 +193,9 @@ def _assistant_messages(message: Message, following: Sequence[Message]) -> list[
         first["thinking"] = thought
     if not calls:
         return [first]
-    results = {one["tool_call_id"]: dict(one) for one in takewhile(lambda one: one["role"] == "tool", following)}
+    results = {
+        result["tool_call_id"]: dict(result) for result in takewhile(lambda result: result["role"] == "tool", following)
+    }
     shown: list[dict[str, Any]] = []
     for call in calls:
         calling = first if not shown else {"role": message["role"], "content": ""}
@@ -204,7 +206,7 @@ def _assistant_messages(message: Message, following: Sequence[Message]) -> list[
 _THOUGHT = ReasoningFormat(CHANNEL + ANALYSIS + MESSAGE, END)
 _PREAMBLE = CHANNEL + COMMENTARY + MESSAGE
 _TEXT = "TEXT: /(?s:.*)/"
-_CALL_HEADERS = (  # as answers have it, and as the chat template shows it
+_CALL_HEADERS = (  # in answers, and in the chat template
     (f"{CHANNEL}{COMMENTARY} to={FUNCTIONS}", f" {CONSTRAIN}json{MESSAGE}"),
     (f" to={FUNCTIONS}", f"{CHANNEL}{COMMENTARY} json{MESSAGE}"),
 )
@@ -250,8 +252,8 @@ class HarmonyGrammar:
             f"said{lazy(end)}: TEXT {end}",
         ]
         options = []
-        for place, tool in enumerate(self.tools):
-            rules.append(f"arguments_{place}: {json_value(tool.arguments)}")
+        for index, tool in enumerate(self.tools):
+            rules.append(f"arguments_{index}: {json_value(tool.arguments)}")
             headers = [literal(before + tool.name + after) for before, after in _CALL_HEADERS]
-            options.append(f"({' | '.join(headers)}) arguments_{place} {literal(call_end)}")
+            options.append(f"({' | '.join(headers)}) arguments_{index} {literal(call_end)}")
         return [*rules, f"call: {' | '.join(options)}"]

@@ -1,8 +1,7 @@
 """Default objectives: those of real-time requests that name none.
 
-`auto` follows from the speed that workers measured at their start. A first token may take three times a prompt of 1 024
-tokens alone, and at least a second; a token twice as long as one of four requests that decode together, and at least
-0.15 s, at which 6.7 tokens a second come: as fast as people read.
+`auto` follows from the speed of workers at their start: a first token within three times a prompt of 1 024 tokens,
+a further token within twice a token of four requests together. People read 6.7 tokens a second.
 """
 
 from collections.abc import Iterator
@@ -10,7 +9,7 @@ from collections.abc import Iterator
 from alignedserve.api.backend.interface import CompletionBackend
 from alignedserve.config.sections import AUTO, GatewayConfig
 from alignedserve.core.request import Slo
-from alignedserve.messages.measurements import WorkerSpeed
+from alignedserve.messages.cluster_view import WorkerSpeed
 
 _LEAST_TTFT_S, _PROMPTS = 1.0, 3.0
 _LEAST_TPOT_S, _SHARED_TOKENS = 0.15, 2.0

@@ -1,45 +1,69 @@
-"""Reads pictures of clients beside the loop: a process of its own decodes them, one after another."""
+"""Reads pictures of clients by the plugin `vision`, which is loaded when the first one comes."""
 
-from functools import cached_property, partial
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, Protocol
 
-from alignedserve.api.errors import NeedsGateway
-from alignedserve.api.work_lanes import Lane
+from alignedserve.api.conversation import Conversation
+from alignedserve.api.work_lanes import WorkLanes
 from alignedserve.config.sections import GatewayConfig
-from alignedserve.pictures.decoder import PictureDecoder
-from alignedserve.pictures.form_parts import Size
+from alignedserve.core.errors import ConfigError, InvalidRequest
+from alignedserve.core.picture import Picture
+from alignedserve.core.plugins import load_plugin
+from alignedserve.core.seeing import PictureForm
 
-if TYPE_CHECKING:  # what it loads only those need that fetch
-    from alignedserve.api.picture_fetcher import PictureFetcher
+
+class ReadPictures(Protocol):
+    """The pictures of a conversation, each decoded once."""
+
+    @property
+    def texts(self) -> Sequence[str]:
+        """Return what stands for each picture in the prompt."""
+
+    def placed(self, token_ids: Sequence[int], param: str) -> tuple[Picture, ...]:
+        """Return the pictures at their places in the prompt; `param`: the field of the conversation.
+
+        Raises InvalidRequest unless each picture token has its picture.
+        """
 
 
 class PictureReader:
-    """What all models of a gateway share. Its process is started when the first picture comes."""
+    """What all models of a gateway share."""
 
     def __init__(self, *, fetches: bool = True) -> None:
         """`fetches`: False: pictures that have a URL are for the gateway itself."""
-        self._decoder = PictureDecoder()
-        self._lane = Lane("pictures", num_threads=1)
         self._fetches = fetches
 
     @cached_property
-    def fetcher(self) -> "PictureFetcher":
-        """Fetches pictures; made when the first one is to be fetched."""
-        from alignedserve.api.picture_fetcher import PictureFetcher
+    def plugin(self) -> Any:
+        """The plugin's part: `read`, as below, and `close`. Raises ConfigError."""
+        return load_plugin("vision").gateway_pictures(fetches=self._fetches)
 
-        return PictureFetcher()
+    async def read(
+        self, conversation: Conversation, form: PictureForm | None, config: GatewayConfig, lanes: WorkLanes
+    ) -> ReadPictures | None:
+        """Return the pictures of a conversation, for a model that sees in this form; None: it has none.
 
-    async def size(self, content: bytes, max_pixels: int) -> Size:
-        """Return the size of a picture, which has been decoded whole. Raises PictureError, and Overloaded."""
-        return await self._lane.run(partial(self._decoder.size, content, max_pixels))
-
-    async def fetch(self, url: str, at: str, config: GatewayConfig) -> bytes:
-        """Return the picture at a URL; see PictureFetcher. Raises also NeedsGateway."""
-        if not self._fetches:
-            raise NeedsGateway
-        return await self.fetcher.fetch(url, at, config)
+        Raises InvalidRequest naming the field: of a model that does not see, of a server without the plugin, of too
+        many or too large pictures, of URLs that carry no picture or lead where none is fetched from, of files that
+        cannot be decoded. Raises also Unfetched, Overloaded, NeedsGateway.
+        """
+        named = [picture for message in conversation.messages for picture in message.pictures]
+        if not named:
+            return None
+        at = named[0].kind_path
+        try:
+            plugin = self.plugin
+        except ConfigError as error:
+            message = f"{at}: this server reads no pictures: {error}."
+            raise InvalidRequest(message, param=at, code="unsupported_parameter") from error
+        if form is None:
+            message = f"{at}: this model does not see pictures."
+            raise InvalidRequest(message, param=at, code="unsupported_parameter")
+        read: ReadPictures = await plugin.read(named, conversation.names.messages, form, config, lanes)
+        return read
 
     def close(self) -> None:
-        """End the process and the thread. May be repeated."""
-        self._lane.close()
-        self._decoder.close()
+        """End the process and the thread of the plugin. May be repeated."""
+        if "plugin" in self.__dict__:
+            self.plugin.close()

@@ -13,8 +13,7 @@ from itertools import islice
 from alignedserve.core.request import Request
 from alignedserve.messages.prefixes import BLOCK_NAME_BYTES, MAX_BLOCK_NAMES
 from alignedserve.prefix_cache.block_hashes import BlockHasher, prefix_root
-from alignedserve.runtime.model.served_deployment import ServedDeployment
-from alignedserve.runtime.model.served_model import ServedModel
+from alignedserve.runtime.model.served_model import ServedDeployment, ServedModel
 
 _FORM_BYTES = 32
 _NUM_KEPT = 16
@@ -36,7 +35,7 @@ class PrefixHasher:
     def of(cls, deployed: ServedDeployment, *, key: bytes) -> "PrefixHasher | None":
         """Return the hasher of a deployment, with the cluster's key.
 
-        None: its prefix cache is off, or it is an encoder, whose tokens depend on those after them.
+        None: its prefix cache is off, or it is an encoder, whose tokens depend on later tokens.
         """
         config, block_size = deployed.prefix_cache, deployed.block_size
         if not config.enabled or deployed.served.encoder is not None:

@@ -48,7 +48,7 @@ def find_reasoning_format(name: str | None, template: str) -> ReasoningFormat | 
     """Return the configured format, or that of the template, which mentions both markers; None: no reasoning model."""
     if name is not None:
         return FORMATS[name]
-    return next((one for one in FORMATS.values() if one.begin in template and one.end in template), None)
+    return next((form for form in FORMATS.values() if form.begin in template and form.end in template), None)
 
 
 def thought_start(prompt_end: str, form: ReasoningFormat, continued: str = "") -> ThoughtStart:
@@ -71,11 +71,11 @@ def open_marks(text: str) -> str:
 
 def effort_variables(effort: str, known: Collection[str]) -> dict[str, str | bool] | None:
     """Return the template's variables for this effort, of the names that it reads; None: it has none for it."""
-    found: dict[str, str | bool] = {}
+    variables: dict[str, str | bool] = {}
     if _LEVELS in known:
-        found[_LEVELS] = effort
-    found |= {name: effort != "none" for name in _SWITCHES if name in known}
-    return found or ({} if effort == "none" else None)
+        variables[_LEVELS] = effort
+    variables |= {name: effort != "none" for name in _SWITCHES if name in known}
+    return variables or ({} if effort == "none" else None)
 
 
 def thought_symbols(start: ThoughtStart, gap: str, *, is_bounded: bool) -> str:
@@ -108,7 +108,7 @@ def lazy(literal: str) -> str:
     return "" if literal.startswith("<[") else "[lazy]"
 
 
-class Part(enum.Enum):
+class ThoughtPart(enum.Enum):
     """What a run of text belongs to."""
 
     THOUGHT = "thought"
@@ -116,10 +116,10 @@ class Part(enum.Enum):
     HIDDEN = "hidden"  # markers, and the white space beside them
 
 
-class Run(NamedTuple):
+class ThoughtRun(NamedTuple):
     """A run of text of one part."""
 
-    part: Part
+    part: ThoughtPart
     text: str
 
 
@@ -134,23 +134,23 @@ class ReasoningParser:
         self._is_after_marker = start in (ThoughtStart.OPEN, ThoughtStart.CLOSED)  # white space is hidden there
         self._held = ""
 
-    def push(self, text: str) -> list[Run]:
-        runs: list[Run] = []
+    def push(self, text: str) -> list[ThoughtRun]:
+        runs: list[ThoughtRun] = []
         if self.is_undecided:
             text = self._decide(self._held + text, runs)
         while text and self.is_thinking:
             text = self._think(text, runs)
         if text:
-            self._append(Part.ANSWER, text, runs)
+            self._append(ThoughtPart.ANSWER, text, runs)
         return runs
 
-    def end(self) -> list[Run]:
-        runs: list[Run] = []
-        self._append(Part.ANSWER, self._held, runs)
-        self._append(Part.THOUGHT, self._end.flush(), runs)
+    def end(self) -> list[ThoughtRun]:
+        runs: list[ThoughtRun] = []
+        self._append(ThoughtPart.ANSWER, self._held, runs)
+        self._append(ThoughtPart.THOUGHT, self._end.flush(), runs)
         return runs
 
-    def _decide(self, text: str, runs: list[Run]) -> str:
+    def _decide(self, text: str, runs: list[ThoughtRun]) -> str:
         begin, stripped = self._form.begin, text.lstrip()
         if begin.startswith(stripped) and stripped != begin:
             self._held = text
@@ -160,23 +160,23 @@ class ReasoningParser:
             return text
         self.is_thinking = self._is_after_marker = True
         rest = stripped[len(begin) :]
-        runs.append(Run(Part.HIDDEN, text[: len(text) - len(rest)]))
+        runs.append(ThoughtRun(ThoughtPart.HIDDEN, text[: len(text) - len(rest)]))
         return rest
 
-    def _think(self, text: str, runs: list[Run]) -> str:
+    def _think(self, text: str, runs: list[ThoughtRun]) -> str:
         before, marker, after = self._end.push(text)
-        self._append(Part.THOUGHT, before, runs)
+        self._append(ThoughtPart.THOUGHT, before, runs)
         if marker is not None:
-            runs.append(Run(Part.HIDDEN, marker))
+            runs.append(ThoughtRun(ThoughtPart.HIDDEN, marker))
             self.is_thinking, self._is_after_marker = False, True
         return after
 
-    def _append(self, part: Part, text: str, runs: list[Run]) -> None:
+    def _append(self, part: ThoughtPart, text: str, runs: list[ThoughtRun]) -> None:
         if self._is_after_marker:
             stripped = text.lstrip()
             if stripped != text:
-                runs.append(Run(Part.HIDDEN, text[: len(text) - len(stripped)]))
+                runs.append(ThoughtRun(ThoughtPart.HIDDEN, text[: len(text) - len(stripped)]))
             text = stripped
         if text:
             self._is_after_marker = False
-            runs.append(Run(part, text))
+            runs.append(ThoughtRun(part, text))

@@ -3,14 +3,12 @@
 from dataclasses import dataclass, field
 from functools import partial
 
-from alignedserve.api.backend.interface import CompletionBackend
-from alignedserve.api.backend.readiness_probe import ReadinessProbe
+from alignedserve.api.backend.interface import CompletionBackend, ReadinessProbe
 from alignedserve.api.metrics.gateway_metrics import GatewayMetrics
 from alignedserve.api.models.adapter_directory import AdapterDirectory
 from alignedserve.api.models.model_card import ModelCard
-from alignedserve.api.models.model_registry import ModelRegistry, RegisteredModel
+from alignedserve.api.models.model_registry import ModelRegistry, RegisteredModel, WaitingLine
 from alignedserve.api.models.model_services import GrammarChecker, ModelServices, RequestLimiter
-from alignedserve.api.models.waiting_line import WaitingLine
 from alignedserve.api.objectives import default_slo_at
 from alignedserve.api.picture_reader import PictureReader
 from alignedserve.api.prefix_hasher import PrefixHasher
@@ -21,8 +19,7 @@ from alignedserve.api.work_lanes import WorkLanes
 from alignedserve.config.sections import GatewayConfig, Observing
 from alignedserve.core.request import RequestClass
 from alignedserve.keys.ring import CurrentKeys
-from alignedserve.text.tokenizer import Tokenizer
-from alignedserve.text.tokenizer_on_use import TokenizerOnUse
+from alignedserve.text.tokenizer import Tokenizer, TokenizerOnUse
 from alignedserve.usage.ledger import UsageLedger
 
 MOST_WAITING = 4096  # requests of one gateway and class, for models that sleep

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 
-class Found(NamedTuple):
+class MarkerSplit(NamedTuple):
     """Text before a marker, the marker, and the text after it. Without a marker: the text that is surely none."""
 
     before: str
@@ -19,15 +19,15 @@ class MarkerFinder:
         self._markers = tuple(markers)
         self._held = ""
 
-    def push(self, piece: str) -> Found:
+    def push(self, piece: str) -> MarkerSplit:
         text, self._held = self._held + piece, ""
         starts = [(start, marker) for marker in self._markers if (start := text.find(marker)) >= 0]
         if starts:
             start, marker = min(starts)
-            return Found(text[:start], marker, text[start + len(marker) :])
+            return MarkerSplit(text[:start], marker, text[start + len(marker) :])
         cut = len(text) - max((overlap_len(text, marker) for marker in self._markers), default=0)
         self._held = text[cut:]
-        return Found(text[:cut])
+        return MarkerSplit(text[:cut])
 
     def flush(self) -> str:
         """Return the held text: at the end of the text it is no marker."""

@@ -8,14 +8,37 @@ import asyncio
 import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextvars import ContextVar
 from threading import Lock
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
 from alignedserve.api.errors import Overloaded, ResourceUnavailable
-from alignedserve.api.task_class import client_of_task, is_best_effort
+from alignedserve.core.request import RequestClass
 from alignedserve.process.turn_threads import TurnThreads
+
+_class: ContextVar[RequestClass] = ContextVar("request_class", default=RequestClass.REAL_TIME)
+_client: ContextVar[str] = ContextVar("client", default="")
+
+
+def note_class(request_class: RequestClass) -> None:
+    """Note of what class the request of this task is."""
+    _class.set(request_class)
+
+
+def is_best_effort() -> bool:
+    return _class.get() is RequestClass.BEST_EFFORT
+
+
+def note_client(client: str) -> None:
+    """Note the client of this task: clients have turns in the lanes."""
+    _client.set(client)
+
+
+def client_of_task() -> str:
+    return _client.get()
+
 
 SHORT_LEN = 2048  # characters or bytes; work on less takes the loop less than a millisecond
 LONG_LEN = 262_144
@@ -31,7 +54,7 @@ ResultT = TypeVar("ResultT")
 
 
 class WorkLanes:
-    """Two lanes of threads, so that nothing waits behind what is much longer than itself, and one beside them.
+    """Two lanes of threads: short work never waits behind long work. A third lane writes reports.
 
     Work that holds the interpreter's lock for long must come in pieces: the loop waits for each of them.
     """
@@ -113,9 +136,9 @@ class Lane:
 
     def _leave(self, future: "Future[Any]", is_last: bool, client: str) -> None:
         with self._lock:
-            own = self._open[is_last][client]
-            own.remove(future)
-            if not own:
+            futures = self._open[is_last][client]
+            futures.remove(future)
+            if not futures:
                 del self._open[is_last][client]
 
 

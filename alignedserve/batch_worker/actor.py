@@ -10,7 +10,7 @@ from alignedserve.config.sections import GatewayConfig, Observing
 from alignedserve.process.actor_host import ActorHost
 from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.process.worker_threads import run_quietly
-from alignedserve.runtime.model.served_deployment import DeploymentState, ServedDeployment
+from alignedserve.runtime.model.served_model import DeploymentState, ServedDeployment
 
 if TYPE_CHECKING:
     from alignedserve.batch_worker.service import BatchService

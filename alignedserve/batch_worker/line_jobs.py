@@ -6,19 +6,18 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from alignedserve.api.endpoints import ENDPOINTS, RESPONSES
+from alignedserve.api.models.model_registry import usable_model
 from alignedserve.api.models.model_services import ModelServices
-from alignedserve.api.models.usable_models import usable_model
 from alignedserve.api.openai.generation import Generation
 from alignedserve.api.openai.generation_request import DEADLINE_HEADER, Arrival, GenerationRequest
 from alignedserve.api.openai.parsing import check_shape
 from alignedserve.api.openai.response_format import MakeBodyFormatter
-from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
 from alignedserve.api.responses.background_events import BackgroundFormatter
-from alignedserve.api.schema import Schema
+from alignedserve.api.schema import IgnoredFields, Schema
 from alignedserve.api.services import ApiServices
-from alignedserve.api.timelines.trace_context import REQUEST_ID_HEADER
+from alignedserve.api.timelines.timeline import REQUEST_ID_HEADER
 from alignedserve.batches.interfaces import LineRequest
-from alignedserve.batches.owners import client_of, take_streamed_response
+from alignedserve.batches.records import client_of, take_streamed_response
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.keys.entry import KeyEntry
 
@@ -57,7 +56,7 @@ async def build_job(line: LineRequest, services: ApiServices, held: ExitStack) -
     job = LineJob(model, await endpoint.build(asked, arrival, model, None), endpoint.formatter(asked, model))
     if streamed is None:
         return job
-    return job._replace(make_event_formatter=partial(BackgroundFormatter, asked=asked, response=streamed))
+    return job._replace(make_event_formatter=partial(BackgroundFormatter, body=asked, response=streamed))
 
 
 def _arrival_of(

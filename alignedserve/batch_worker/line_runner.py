@@ -2,7 +2,7 @@
 
 from contextlib import ExitStack
 
-from alignedserve.api.anthropic.errors import anthropic_error_body
+from alignedserve.api.anthropic.message_format import anthropic_error_body
 from alignedserve.api.errors import (
     GenerationError,
     Overloaded,
@@ -12,7 +12,7 @@ from alignedserve.api.errors import (
     error_body,
     http_error_of,
 )
-from alignedserve.api.models.usable_models import is_usable
+from alignedserve.api.models.model_registry import is_usable
 from alignedserve.api.openai.generation import Generation
 from alignedserve.api.openai.response_format import collect_body
 from alignedserve.api.responses.background_events import generate_body
@@ -26,8 +26,7 @@ from alignedserve.batches.interfaces import (
     LineResponse,
     ModelState,
 )
-from alignedserve.batches.owners import client_of
-from alignedserve.batches.records import Endpoint
+from alignedserve.batches.records import Endpoint, client_of
 from alignedserve.batches.responses.event_log import EventLimits, EventLog
 from alignedserve.core.errors import AlignedServeError, InvalidRequest
 

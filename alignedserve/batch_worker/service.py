@@ -14,7 +14,7 @@ from alignedserve.api.services import ApiServices
 from alignedserve.batch_worker.line_runner import ClusterLineRunner
 from alignedserve.batches.driver import BatchDriver
 from alignedserve.batches.location import BatchLocation, DriverStores, open_driver_stores
-from alignedserve.batches.owners import client_of
+from alignedserve.batches.records import client_of
 from alignedserve.batches.remote.state_server import SharedLimits, StateServer
 from alignedserve.batches.stores.namespace_claim import claim_on, folder_id
 from alignedserve.config.sections import GatewayConfig, Observing
@@ -23,7 +23,7 @@ from alignedserve.keys.shared import SharedKeys
 from alignedserve.keys.watch import KeysFile, KeysWatch
 from alignedserve.process.background_tasks import start_background
 from alignedserve.process.process_spec import ProcessSpec
-from alignedserve.runtime.model.served_deployment import DeploymentState, ServedDeployment
+from alignedserve.runtime.model.served_model import DeploymentState, ServedDeployment
 
 logger = logging.getLogger(__name__)
 

@@ -21,8 +21,7 @@ from typing import NamedTuple
 from alignedserve.batches.garbage_collection import collect_garbage, forget_input
 from alignedserve.batches.interfaces import LineRunner
 from alignedserve.batches.line_executor import RunContext
-from alignedserve.batches.line_scheduling import LineDurations, by_slack, client_turns
-from alignedserve.batches.line_slots import LineSlots, ModelShares
+from alignedserve.batches.line_scheduling import LineDurations, LineSlots, ModelShares, by_slack, client_turns
 from alignedserve.batches.location import DriverStores
 from alignedserve.batches.records import BatchKey
 from alignedserve.batches.run import BatchRun
@@ -184,8 +183,8 @@ class BatchDriver:
         self._start_lines()
 
     def on_rejection(self, model: str, retry_after_s: float) -> None:
-        """Where the model has answered a line since it last rejected one, this one waits alone: there
-        may never be a place for it, while there are some for others."""
+        """A model that has answered a line since its last rejection has places: only the rejected line waits, as it may
+        be too large for any."""
         num_answered = self._context.num_answered[model]
         if num_answered > self._answered_at_rejection.get(model, 0):
             self._answered_at_rejection[model] = num_answered
@@ -303,7 +302,7 @@ class ClockGain:
     def look(self, wall_s: float, now: float) -> float:
         """Return by how much the age of anything dated since the first look may be too high.
 
-        Time in which this host slept counts as gained, as no monotonic clock has it.
+        The monotonic clock omits the time in which this host slept, so that time counts as gained.
         """
         ahead_s = wall_s - now
         self._least_ahead_s = min(self._least_ahead_s, ahead_s)

@@ -16,7 +16,7 @@ that finish T is reported; otherwise it is at risk. Example: 2 000 lines of 150 
 fit, T = 2 400 s.
 
 Only time in which lines may start counts: with hours of 22:00 to 06:00, an hour of work that is quoted at noon ends at
-23:00. Batches that are paused are not before it, nor those of its owner that have a larger priority number. Where a
+23:00. Paused batches do not count as ahead, nor do batches of the same owner with a larger priority number. Where a
 batch does not surely fit, the end of the nearest window that would is told.
 """
 
@@ -26,11 +26,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from alignedserve.batches.line_slots import ModelShares
+from alignedserve.batches.hours import ALWAYS, Schedule
+from alignedserve.batches.line_scheduling import ModelShares
 from alignedserve.batches.records import BatchRecord, Eta, Progress, Risk, StoredRecord
 from alignedserve.batches.schedule import schedule_of
 from alignedserve.core.errors import InvalidRequest
-from alignedserve.core.hours import ALWAYS, Schedule
 
 _SLOWER, _FASTER = 0.8, 1.25
 _BYTES_PER_TOKEN = 4.0

@@ -3,8 +3,7 @@
 import logging
 
 from alignedserve.batches.location import BatchStores, DriverStores
-from alignedserve.batches.owners import is_client
-from alignedserve.batches.records import BatchRecord, FileRecord, ResultKind
+from alignedserve.batches.records import BatchRecord, FileRecord, ResultKind, is_client
 from alignedserve.batches.repository import BatchRepository
 from alignedserve.core.errors import StorageError
 

@@ -5,8 +5,7 @@ from collections.abc import AsyncIterator, Container, Sequence
 from alignedserve.batches.input_lines import InputValidator, LineSplitter, LineTooLong, ParsedLine, parse_line, too_long
 from alignedserve.batches.interfaces import BlobReader, BlobStore
 from alignedserve.batches.logic import Validated, ValidationFailed
-from alignedserve.batches.owners import is_client
-from alignedserve.batches.records import BatchRecord, LineProblem
+from alignedserve.batches.records import BatchRecord, LineProblem, is_client
 from alignedserve.config.sections import BatchesConfig
 from alignedserve.core.errors import StorageDamaged, StorageError
 

@@ -174,4 +174,4 @@ class LineRunner(Protocol):
         """Return whether lines of this owner may name this model."""
 
     def model_of(self, name: str) -> str:
-        """Return the model that runs lines which name this: itself, or that of an adapter."""
+        """Return the base model of a name: an adapter's model, or the name itself."""

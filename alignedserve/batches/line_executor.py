@@ -18,7 +18,7 @@ from alignedserve.batches.line_tracker import LineTracker
 from alignedserve.batches.location import DriverStores
 from alignedserve.batches.log.log_format import ResultRecord
 from alignedserve.batches.records import BatchRecord
-from alignedserve.batches.result_writer import ResultWriter
+from alignedserve.batches.results import ResultWriter
 from alignedserve.batches.schedule import open_time_left
 from alignedserve.config.sections import BatchesConfig
 
@@ -41,7 +41,7 @@ class RunListener(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """Stores, line runner and limits of all runs, what they tell each other, and the driver that listens to them."""
+    """Stores, line runner and limits of all runs, their shared state, and the driver that listens to them."""
 
     stores: DriverStores
     runner: LineRunner

@@ -2,12 +2,12 @@
 
 Slack of a batch is the time left in its window less the time that its remaining lines take at the present rate. The
 batch with the least slack goes first. Example: A has 3 600 s left and 2 000 s of work, B 600 s and 100 s of work: A's
-slack is 1 600 s and B's 500 s, so B goes first. A waits and loses nothing, as slack is what it can spare.
+slack is 1 600 s and B's 500 s, so B goes first. A waits within its slack and loses nothing.
 
 Where batches of several owners have lines to run, the owner with the fewest lines in the cluster by its weight goes
 first, and of its batches the one with the least slack. So each owner has lines waiting at the router, which shares
-tokens out (core/fair_shares.py). Example: 12 places, owners of weights 2 and 1: 8 lines and 4. A client whose batches
-come by several APIs is one of them.
+tokens out (router/fair_shares.py). Example: 12 places, owners of weights 2 and 1: 8 lines and 4. A client counts once,
+whichever APIs its batches come by.
 
 Line deadlines spread the remaining lines over the window, so that a batch asks for a steady share of the cluster
 instead of nothing at first and everything at the end: the k-th of n lines in flight gets `k / n_left` of the time left,
@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from alignedserve.batches.owners import client_of
+from alignedserve.batches.records import client_of
 
 _WINDOW = 64.0  # observations that weigh in a running mean
 _FIRST_LINE_S = 10.0  # assumed duration before a line has ended
@@ -52,7 +52,7 @@ class MeanLineDuration:
 
 
 class LineDurations:
-    """Mean durations of lines by the model that runs them, so that a slow one's are given the time that they take."""
+    """Mean durations of lines by model, so that the lines of a slow model get enough time."""
 
     def __init__(self) -> None:
         self._by_model: dict[str, MeanLineDuration] = {}
@@ -131,3 +131,49 @@ def line_deadline_s(time_left_s: float, place: int, num_left: int, line_s: float
     """Return the seconds that the `place`-th line in flight (from 1) of `num_left` may take."""
     paced_s = _MARGIN * time_left_s * place / max(num_left, 1)
     return max(0.001, min(time_left_s, max(paced_s, _PATIENCE * line_s)))
+
+
+_SLOT_MARGIN = 2  # lines for each request that workers run: the next one is there when one ends
+_UNKNOWN_PLACES = 8  # of a model whose workers are not known yet, or that is served no more: its lines fail
+_LEAST_SHARE = 1e-9
+
+ModelShares = Mapping[str, float]  # parts of a batch's lines by the model that runs them; they add up to 1
+
+
+class LineSlots:
+    """Free places for lines, by model and, where the configuration says so, in all."""
+
+    def __init__(self, num_places: Mapping[str, int], max_in_flight: int | None = None) -> None:
+        """`num_places`: requests that each model's workers run together. `max_in_flight`: bounds lines instead."""
+        self._num_places = num_places
+        self._total = max_in_flight
+        none = (model for model, count in num_places.items() if not count)
+        self.closed = frozenset[str](none if max_in_flight is None else ())  # models of which no line starts now
+        self._num_taken: dict[str, float] = {}
+        self._num_taken_in_all = 0
+
+    def limit(self, model: str) -> int:
+        """Return the lines of this model that may be in the cluster at a time."""
+        return self._total if self._total is not None else _SLOT_MARGIN * self._num_places.get(model, _UNKNOWN_PLACES)
+
+    def take(self, shares: ModelShares, count: int) -> None:
+        """Take places for lines of one batch, whether they are free or not."""
+        self._num_taken_in_all += count
+        for model, share in self._open(shares).items():
+            self._num_taken[model] = self._num_taken.get(model, 0.0) + share * count
+
+    def num_free(self, shares: ModelShares) -> int:
+        if self._total is not None:
+            return max(self._total - self._num_taken_in_all, 0)
+        free = (
+            (self.limit(model) - self._num_taken.get(model, 0.0)) / max(share, _LEAST_SHARE)
+            for model, share in self._open(shares).items()
+        )
+        return max(int(min(free, default=0.0) + _LEAST_SHARE), 0)
+
+    def _open(self, shares: ModelShares) -> ModelShares:
+        if self.closed.isdisjoint(shares):
+            return shares
+        found = {model: share for model, share in shares.items() if model not in self.closed}
+        whole = sum(found.values())
+        return {model: share / whole for model, share in found.items()} if whole else shares

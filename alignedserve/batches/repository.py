@@ -23,7 +23,6 @@ import msgspec
 
 from alignedserve.batches.eta import ThroughputEstimate, Throughputs
 from alignedserve.batches.interfaces import RecordStore
-from alignedserve.batches.owners import client_of
 from alignedserve.batches.records import (
     BatchKey,
     BatchRecord,
@@ -33,6 +32,7 @@ from alignedserve.batches.records import (
     Progress,
     RecordT,
     StoredRecord,
+    client_of,
     decode,
     encode,
     parsed_batch_key,

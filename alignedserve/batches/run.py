@@ -1,4 +1,4 @@
-"""One batch, from its input file to its result files.
+"""Runs one batch from its input file to its result files.
 
 1. `InputFile` is scanned: every line is validated, or only indexed if the batch was validated before.
 2. The result log is opened: lines with a durable record are done and never run again.
@@ -28,10 +28,9 @@ from alignedserve.batches.line_tracker import LineTracker
 from alignedserve.batches.log.disk_log import DiskLog, RecoveredLog
 from alignedserve.batches.log.log_format import ResultRecord
 from alignedserve.batches.logic import STEPS, AllLinesRecorded, BatchEvent, WindowExpired, advance
-from alignedserve.batches.owners import client_of
-from alignedserve.batches.records import BatchRecord, BatchStatus, Eta, Progress, ResultKind
+from alignedserve.batches.records import BatchRecord, BatchStatus, Eta, Progress, ResultKind, client_of
 from alignedserve.batches.repository import BatchSnapshot
-from alignedserve.batches.result_writer import ResultWriter
+from alignedserve.batches.results import ResultWriter
 from alignedserve.batches.schedule import may_start, open_time_left
 from alignedserve.core.errors import StorageDamaged, StorageError, StoreUnavailable
 from alignedserve.keys.ring import KeyRing

@@ -10,9 +10,9 @@ from datetime import UTC, datetime
 from functools import lru_cache
 from typing import NamedTuple
 
+from alignedserve.batches.hours import ALWAYS, Hours, Schedule, parse_hours
 from alignedserve.batches.records import BatchRecord
 from alignedserve.core.errors import InvalidRequest
-from alignedserve.core.hours import ALWAYS, Hours, Schedule, parse_hours
 
 _PAUSED = "paused by its owner"
 _HOUR_S, _MINUTE_S = 3600.0, 60.0

@@ -11,7 +11,7 @@ import msgspec
 
 from alignedserve.batches.eta import ThroughputEstimate, Throughputs, assumed_rate, estimate_eta
 from alignedserve.batches.interfaces import ClusterTotals, ModelState
-from alignedserve.batches.line_slots import LineSlots
+from alignedserve.batches.line_scheduling import LineSlots
 from alignedserve.batches.log.log_format import LineOutcome, LogTotals, ResultRecord
 from alignedserve.batches.records import BatchTotals, Risk
 from alignedserve.batches.repository import BatchRepository

@@ -6,9 +6,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from alignedserve.cli.console import notes
 from alignedserve.config.sections import ModelSectionConfig
-from alignedserve.runtime.model.hub.hub_name import names_hub_model
+from alignedserve.runtime.model.hub.file_choice import names_hub_model
 from alignedserve.runtime.model.hub.local_models import with_local_model
-from alignedserve.runtime.model.hub.short_names import full_name
+from alignedserve.runtime.model.named_models import full_name
 
 
 def fetch_model(section: ModelSectionConfig) -> ModelSectionConfig:

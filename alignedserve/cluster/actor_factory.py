@@ -22,8 +22,7 @@ from alignedserve.process.addresses import AddressBook
 from alignedserve.process.logs import require_format
 from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.process.tls import CertificateAuthority
-from alignedserve.runtime.model.served_deployment import ServedDeployment
-from alignedserve.runtime.model.served_model import ServedModel
+from alignedserve.runtime.model.served_model import ServedDeployment, ServedModel
 from decode_worker.actor import ColocatedWorkerActor, DecodeWorkerActor, StageActor
 from decode_worker.lending import Lending
 from kvpool.actor import KvPoolActor

@@ -66,15 +66,15 @@ from alignedserve.config.model_settings import ModelSettings
 from alignedserve.config.sections import ClusterConfig
 from alignedserve.core.errors import AlignedServeError, ConfigError, PeerLost, ProtocolError, ResourceError
 from alignedserve.core.plugins import load_plugin
-from alignedserve.messages.recording import RunMetadata
 from alignedserve.process.addresses import FIRST_DEPLOYMENT, ROUTER, AddressBook, numbered_deployment
+from alignedserve.process.recording import RunMetadata
 from alignedserve.process.tls import CertificateAuthority
 from alignedserve.runtime.device.devices import AUTO, CPU, gpu_names
 from alignedserve.runtime.device_check.choice import DeviceChoice, choose_device, with_device
 from alignedserve.runtime.kv.arena_files import ARENA_PREFIX, arena_folder, remove_stale_arenas
 from alignedserve.runtime.lora.adapter_folders import with_adapters
-from alignedserve.runtime.model.built_in import model_path
 from alignedserve.runtime.model.hub.local_models import with_local_model
+from alignedserve.runtime.model.named_models import model_path
 from alignedserve.scheduling.factory import resolve_policy
 from alignedserve.scheduling.topology import require_effect
 

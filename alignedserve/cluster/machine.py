@@ -23,7 +23,7 @@ from alignedserve.cluster.memory_planner import Machine
 from alignedserve.core.errors import ResourceError
 from alignedserve.costmodel.gpu_limits import gpu_of
 from alignedserve.costmodel.hardware import Hardware
-from alignedserve.disk.private_files import open_private
+from alignedserve.disk.durable import open_private
 from alignedserve.runtime.device.cores import has_native_bfloat16, num_cores
 from alignedserve.runtime.device.devices import CUDA, torch_cuda, worker_devices
 from alignedserve.runtime.kv.arena_files import arena_folder

@@ -22,7 +22,7 @@ from alignedserve.costmodel.gpu_limits import REQUEST_TOKENS, running_requests
 from alignedserve.costmodel.hardware import Hardware
 from alignedserve.costmodel.roofline import RooflineModel
 from alignedserve.runtime.grammar.memory import grammar_bytes
-from alignedserve.runtime.kv.transfers.transports import lends_device_memory
+from alignedserve.runtime.kv.transfers.kv_transfer import lends_device_memory
 from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.scheduling.policies import policy_entry
 from alignedserve.scheduling.policy import Mechanism

@@ -15,10 +15,9 @@ from alignedserve.process.tls import ServerCertificate
 from alignedserve.runtime.device.devices import CUDA, check_ranks, worker_devices
 from alignedserve.runtime.engine.engine_sizes import engine_mechanisms, hidden_block_tokens, storage_blocks
 from alignedserve.runtime.kv.arena_files import arena_folder
-from alignedserve.runtime.kv.transfers.transports import check_transport
+from alignedserve.runtime.kv.transfers.kv_transfer import check_transport
 from alignedserve.runtime.model.model_files import check_weight_files
-from alignedserve.runtime.model.served_model import ServedModel, load_tokenizer
-from alignedserve.runtime.model.window_cache import AUTO, WHOLE, no_rings
+from alignedserve.runtime.model.served_model import AUTO, WHOLE, ServedModel, load_tokenizer, no_rings
 from alignedserve.scheduling.factory import check_yielding, resolve_policy
 from alignedserve.scheduling.policies import policy_entry, require_policy, wanted_mechanisms, wants_shared_blocks
 from alignedserve.scheduling.policy import Mechanism

@@ -10,7 +10,7 @@ import msgspec
 
 from alignedserve.config.sections import ClusterConfig
 from alignedserve.core.errors import ConfigError
-from alignedserve.messages.recording import PART_FILE, RUN_FILE, SUFFIX, RunMetadata
+from alignedserve.process.recording import PART_FILE, RUN_FILE, SUFFIX, RunMetadata
 
 
 def with_absolute_folder(config: ClusterConfig) -> ClusterConfig:

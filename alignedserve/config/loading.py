@@ -13,8 +13,7 @@ import yaml
 from alignedserve.config.sections import ClusterConfig, Topology
 from alignedserve.config.unset_sizes import from_mapping
 from alignedserve.core.errors import ConfigError
-from alignedserve.disk.mistakes import mistake_of, required_kind
-from alignedserve.disk.plain_yaml import load_yaml
+from alignedserve.disk.plain_yaml import load_yaml, mistake_of, required_kind
 
 _SECTIONS = {
     one.name: one.type for one in msgspec.structs.fields(ClusterConfig) if hasattr(one.type, "__struct_fields__")

@@ -33,7 +33,7 @@ class BlockLayout:
     Layers whose heads have other sizes than those of the first lie behind them, kind by kind: see `kinds`; the sizes of
     a slot and of a run are those of the first kind. Behind all lie, of models that have some, the states behind the
     last of its tokens that is computed, in as many whole runs as they need; or each context has blocks for them alone,
-    before those of its tokens. So has one for layers with a window that forget what they do not read any more.
+    before those of its tokens. Layers with a window also keep their ring of blocks apart.
     Raises ConfigError naming the field.
     """
 
@@ -64,7 +64,7 @@ class BlockLayout:
 
     @property
     def kinds(self) -> tuple["BlockLayout", ...]:
-        """Return the layouts of layers with heads of one size each, as they lie one behind another; mostly one."""
+        """Return one layout for each size of heads, in the order of the layers; mostly one."""
         if not self.unlike:
             return (self,)
         num_first = self.num_layers - sum(heads.num_layers for heads in self.unlike)
@@ -103,7 +103,7 @@ class BlockLayout:
 
     @property
     def runs_per_block(self) -> int:
-        """Number of runs in one block, those that its states take included."""
+        """Number of runs in one block, including the runs of its states."""
         assert not self.unlike, "runs of several lengths"
         return self.kv_runs + -(-self.state_bytes // (self.run_elements * _CACHE_DTYPE_BYTES[self.dtype]))
 

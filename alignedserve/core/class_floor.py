@@ -10,6 +10,7 @@ each floor `r * share / (1 - share)` and one request of its class.
 """
 
 import math
+from enum import IntEnum
 
 from alignedserve.core.request import Request
 
@@ -20,7 +21,8 @@ OVERDUE_S, OVERDUE_FLOOR = 30.0, 0.05
 def turn_due_s(request: Request, *, has_begun: bool) -> float:
     """Return the time from which a real-time request is late where it waits for its turn.
 
-    That of its first token; infinite if it has had that, or has objectives, but none for it. One without any objective
+    Deadline of the first token; infinite once the token is out, and where objectives name none. One without any
+    objective
     is always late.
     """
     if not has_begun and not request.slo.targets:
@@ -62,3 +64,11 @@ class OverdueFloor(ClassFloor):
     def lets(self, num_tokens: int, due_s: float, now: float) -> bool:
         """Return whether a request of so many tokens, due at that time, may go before those on time."""
         return now >= due_s + OVERDUE_S and self.is_due(num_tokens)
+
+
+class TurnClass(IntEnum):
+    """Classes, the first ones first."""
+
+    ON_TIME = 0  # real-time
+    LATE = 1  # real-time, which has missed its objective, or has none
+    BEST_EFFORT = 2

@@ -167,3 +167,15 @@ def attainment(num_met: int, num_sent: int) -> float | None:
 def per_second(count: float, duration_s: float) -> float:
     """Return a rate: of requests, of tokens, or (goodput) of requests that met all their objectives."""
     return count / duration_s if duration_s > 0 else 0.0
+
+
+_MOST_DIGITS = 8  # what differs less from a whole is what sums of floats leave
+
+
+def in_percent(share: float, digits: int = 1) -> str:
+    """Format a share with enough digits that rounding never shows 99.96 % as 100 %, or a small share as 0 %."""
+    for more in range(digits, _MOST_DIGITS + 1):
+        words = f"{share:.{more}%}"
+        if not 0.0 < share < 1.0 or float(words.removesuffix("%")) not in {0.0, 100.0}:
+            return words
+    return f"{share:.{digits}%}"

@@ -18,7 +18,7 @@ PictureRun = tuple[int, int]  # the first position, and how many follow one anot
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """One picture, as the file that the client sent, and its places in the prompt."""
+    """One picture: the file from the client, and its places in the prompt."""
 
     content: bytes  # of a file that a gateway has decoded once; workers decode it again
     digest: bytes  # of the content

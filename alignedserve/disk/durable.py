@@ -4,6 +4,7 @@ import fcntl
 import os
 from pathlib import Path
 from tempfile import NamedTemporaryFile
+from typing import NamedTuple
 
 
 def write_durably(path: Path, content: bytes) -> None:
@@ -20,7 +21,7 @@ def write_durably(path: Path, content: bytes) -> None:
 
 
 def publish(file_descriptor: int, partial: Path, path: Path) -> None:
-    """Give a file that is complete its name, in place of what has that name."""
+    """Give a complete file its name, replacing an earlier file of that name."""
     os.fsync(file_descriptor)
     partial.replace(path)
     sync_folder(path.parent)
@@ -52,3 +53,40 @@ def lock_file(path: Path) -> int | None:
         os.close(file_descriptor)
         return None
     return file_descriptor
+
+
+class _Mark(NamedTuple):
+    device: int
+    inode: int
+    num_bytes: int
+    modified_ns: int
+
+
+class LastSeen:
+    """Files as they were last seen."""
+
+    def __init__(self, *paths: Path) -> None:
+        self._paths = paths
+        self._marks: tuple[_Mark | None, ...] | None = None
+
+    def has_changed(self) -> bool:
+        """Look; return whether one is another than at the last look, has come or is gone. The first look finds so."""
+        before, self._marks = self._marks, tuple(map(_mark_of, self._paths))
+        return self._marks != before
+
+    def forget(self) -> None:
+        """Let the next look find a change, as the first one did. From any thread."""
+        self._marks = None
+
+
+def _mark_of(path: Path) -> _Mark | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return _Mark(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+
+
+def open_private(path: str | Path, flags: int) -> int:
+    """Open a file, of mode 0600 where it is made, and no link: an opener for `open`. Raises OSError."""
+    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

@@ -9,7 +9,7 @@ from alignedserve.config.sections import GatewayConfig, Observing
 from alignedserve.messages.gateways import ClusterStatus
 from alignedserve.process.actor_host import ActorHost
 from alignedserve.process.process_spec import ProcessSpec
-from alignedserve.runtime.model.served_deployment import DeploymentState, ServedDeployment
+from alignedserve.runtime.model.served_model import DeploymentState, ServedDeployment
 
 if TYPE_CHECKING:
     from alignedserve.gateway.start import HostedGateway

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Match
 from starlette.types import Scope
 
-from alignedserve.api.anthropic.errors import error_view
+from alignedserve.api.anthropic.message_format import error_view
 from alignedserve.api.errors import error_json
 from alignedserve.gateway.connections.arriving_bodies import ArrivingBodies
 from alignedserve.gateway.connections.limits import ConnectionLimits

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from alignedserve.api.errors import Draining
+from alignedserve.api.errors import ServerDraining
 from alignedserve.api.models.model_registry import ModelRegistry
 
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -30,7 +30,7 @@ class Intake:
         self.num_open = 0
 
     def admit(self, method: str) -> Ticket | None:
-        """Return the ticket of a request; None: it is served, but a drain does not wait for it. Raises Draining.
+        """Return the ticket of a request; None: it is served, but a drain does not wait for it. Raises ServerDraining.
 
         What only reads is served until the end: whoever asks all the time would never let a drain end otherwise.
         """
@@ -38,7 +38,7 @@ class Intake:
             return Ticket(self)
         if method in _READING:
             return None
-        raise Draining
+        raise ServerDraining
 
 
 def release_early(state: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ from starlette.responses import Response
 from starlette.types import Scope
 from typing_extensions import override
 
-from alignedserve.api.anthropic.errors import anthropic_error_body, anthropic_status
+from alignedserve.api.anthropic.message_format import anthropic_error_body, anthropic_status
 from alignedserve.api.errors import error_body, error_headers, http_error_of
 
 _ANTHROPIC_PATH = "/v1/messages"

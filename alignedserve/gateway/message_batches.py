@@ -11,16 +11,14 @@ from typing import Any
 import orjson
 from pydantic import Field
 
-from alignedserve.api.anthropic.errors import error_view
+from alignedserve.api.anthropic.message_format import error_view
 from alignedserve.api.anthropic.request_splitter import RequestSplitter
 from alignedserve.api.errors import NotFound
-from alignedserve.api.models.usable_models import check_usable
+from alignedserve.api.models.model_registry import check_usable
 from alignedserve.api.openai.parsing import parse, parse_json
-from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
-from alignedserve.api.schema import Schema
-from alignedserve.api.task_class import note_class
-from alignedserve.batches.owners import client_of
-from alignedserve.batches.records import BatchKey, BatchStatus, Endpoint, ResultKind
+from alignedserve.api.schema import IgnoredFields, Schema
+from alignedserve.api.work_lanes import note_class
+from alignedserve.batches.records import BatchKey, BatchStatus, Endpoint, ResultKind, client_of
 from alignedserve.batches.repository import BatchSnapshot
 from alignedserve.config.sections import BatchesConfig
 from alignedserve.core.errors import InvalidRequest

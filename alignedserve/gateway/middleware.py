@@ -11,9 +11,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from alignedserve.api.errors import ClientDisconnected, rejection_code
 from alignedserve.api.metrics.gateway_metrics import GatewayMetrics
-from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
-from alignedserve.api.task_class import note_client
-from alignedserve.api.timelines.trace_context import plain_request_id
+from alignedserve.api.schema import IgnoredFields
+from alignedserve.api.timelines.timeline import plain_request_id
+from alignedserve.api.work_lanes import note_client
 from alignedserve.gateway.access_log import Answered, log_access
 from alignedserve.gateway.api_keys import ApiKeys
 from alignedserve.gateway.connections.arriving_bodies import ArrivingBodies, CountedBody

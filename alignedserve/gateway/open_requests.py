@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from alignedserve.api.errors import QuotaExceeded, Unavailable
 from alignedserve.batches.remote.state_client import StateClient
 from alignedserve.core.errors import StorageError
-from alignedserve.core.open_counts import OpenCounts, OpenStatement, Verdict, Wish
-from alignedserve.core.quotas import LEASE_S, share_of_open
 from alignedserve.keys.entry import KeyEntry, Limit
+from alignedserve.keys.open_counts import OpenCounts, OpenStatement, Verdict, Wish
+from alignedserve.keys.quotas import LEASE_S, share_of_open
 from alignedserve.messages.state import OpenStated, StateOpen
 from alignedserve.process.background_tasks import start_background
 

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from alignedserve.api.errors import QuotaExceeded, Unavailable
 from alignedserve.batches.remote.state_client import StateClient
 from alignedserve.core.errors import StorageError
-from alignedserve.core.quotas import LEASE_S, Charge, OwnShare, Taken, unused
 from alignedserve.gateway.open_requests import OpenRequests
 from alignedserve.gateway.shown_limits import ShownLimits, duration
 from alignedserve.keys.entry import KeyEntry, Limit
+from alignedserve.keys.quotas import LEASE_S, Charge, OwnShare, Taken, unused
 from alignedserve.messages.state import QuotaAnswer, UseQuota
 from alignedserve.process.background_tasks import start_background
 

@@ -37,7 +37,7 @@ from alignedserve.process.addresses import AddressBook
 from alignedserve.process.background_tasks import start_background
 from alignedserve.process.tls import ServerCertificate
 from alignedserve.runtime.kv.arena_files import arena_folder
-from alignedserve.runtime.model.served_deployment import DeploymentState, ServedDeployment
+from alignedserve.runtime.model.served_model import DeploymentState, ServedDeployment
 
 logger = logging.getLogger(__name__)
 

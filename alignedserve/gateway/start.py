@@ -11,7 +11,7 @@ from alignedserve.config.sections import GatewayConfig, Observing
 from alignedserve.gateway.connections.limits import raise_file_limit
 from alignedserve.gateway.server import GatewayServer
 from alignedserve.process.process_spec import ProcessSpec
-from alignedserve.runtime.model.served_deployment import DeploymentState, ServedDeployment
+from alignedserve.runtime.model.served_model import DeploymentState, ServedDeployment
 
 
 @dataclass(frozen=True, slots=True)

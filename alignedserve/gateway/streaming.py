@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 from typing_extensions import override
 
-from alignedserve.api.anthropic.errors import anthropic_error_body
+from alignedserve.api.anthropic.message_format import anthropic_error_body
 from alignedserve.api.errors import ClientDisconnected, error_body
 from alignedserve.api.openai.generation import Generation
 from alignedserve.api.openai.response_format import BodyFormatter, Formatter, MakeFormatter, collect_body

@@ -148,7 +148,7 @@ class GgufTensor:
     """One tensor's place in its file."""
 
     name: str
-    shape: tuple[int, ...]  # the last dimension is that of rows, which lie one after the other
+    shape: tuple[int, ...]  # the last dimension is a row; rows lie one after another
     type: TensorType
     path: Path  # of the file, or part, that holds it
     offset: int  # from the beginning of the file
@@ -156,11 +156,10 @@ class GgufTensor:
 
     @property
     def num_rows(self) -> int:
-        """Return the number of rows, whatever the number of dimensions."""
         return math.prod(self.shape[:-1])
 
     def part(self, index: int) -> "GgufTensor":
-        """Return one of the tensors that lie side by side in this one, along its first dimension."""
+        """Return a part along the first dimension as a tensor of its own."""
         num_bytes = self.num_bytes // self.shape[0]
         return replace(self, shape=self.shape[1:], offset=self.offset + index * num_bytes, num_bytes=num_bytes)
 

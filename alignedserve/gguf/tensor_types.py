@@ -23,7 +23,7 @@ _EXTRA_BYTES = {"Q4_K": 4}
 
 
 def computed_as(type_name: str) -> str | None:
-    """Return the type in whose blocks products with this one are computed; None when it is unpacked."""
+    """Return the type of blocks in which products are computed; None: the tensor is unpacked."""
     return _COMPUTED_AS.get(type_name)
 
 

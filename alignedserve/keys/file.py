@@ -17,8 +17,7 @@ import yaml
 
 from alignedserve.core.errors import ConfigError
 from alignedserve.core.request import MAX_PRIORITY
-from alignedserve.disk.mistakes import required_kind
-from alignedserve.disk.plain_yaml import load_yaml
+from alignedserve.disk.plain_yaml import load_yaml, required_kind
 from alignedserve.keys.entry import DEFAULT, FLEX, MAX_KEYS_BYTES, TIERS, KeyEntry
 from alignedserve.keys.ring import KeyRing, KeySecret, owner_of
 

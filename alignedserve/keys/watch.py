@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from alignedserve.core.errors import ConfigError
-from alignedserve.disk.last_seen import LastSeen
+from alignedserve.disk.durable import LastSeen
 from alignedserve.keys.file import KeyRow, read_keys, ring_of
 from alignedserve.keys.ring import CurrentKeys, KeyRing
 from alignedserve.keys.shared import SharedKeys

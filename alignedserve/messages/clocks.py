@@ -32,7 +32,7 @@ class ClockOffset:
         self.seconds = 0.0
 
     def observe(self, sent_s: float, received_s: float) -> None:
-        """Take the time of the other clock at which a message was sent, and that of this one when it came."""
+        """Record when a message was sent, by the peer's clock, and when it arrived, by this clock."""
         self._observed.append(received_s - sent_s)
         self.seconds = min(self._observed)
 

@@ -64,7 +64,7 @@ class Dial(_Event, frozen=True):
 
 
 class StopDialling(_Event, frozen=True):
-    """Command: dial this address or process no more. The link to it, if there is one, stays until it is lost."""
+    """Command: stop dialling this address or process. An open link stays until it is lost."""
 
     address: str
 

@@ -4,7 +4,15 @@ import msgspec
 
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import FinishReason, Request, TokenLogprob
-from alignedserve.messages.cluster_view import AdapterLoads, PlacedTree, RequestTimes, TierLoad, WorkerStatus
+from alignedserve.messages.cluster_view import (
+    AdapterLoads,
+    IterationLogTotals,
+    PlacedTree,
+    RequestTimes,
+    TierLoad,
+    WorkerSpeed,
+    WorkerStatus,
+)
 from alignedserve.messages.fields import (
     Attempt,
     Count,
@@ -16,7 +24,6 @@ from alignedserve.messages.fields import (
     Text,
     TokenIds,
 )
-from alignedserve.messages.measurements import IterationLogTotals, WorkerSpeed
 from alignedserve.messages.prefixes import BlockNames
 from alignedserve.messages.wire import Message
 

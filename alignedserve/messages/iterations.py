@@ -115,7 +115,7 @@ class IterationTimes(msgspec.Struct, frozen=True):
 
     @property
     def computed_s(self) -> float:
-        """Seconds from its start to its end, but those in which it stood still."""
+        """Seconds from start to end, without the time in which the iteration stood still."""
         return self.finished_s - self.started_s - self.yielded_s
 
 
@@ -154,7 +154,7 @@ class IterationCompleted:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One request's cache on its way into this worker's blocks."""
+    """The cache of a request, on its way into blocks of this worker."""
 
     request_id: RequestId
     copy: BlockCopy
@@ -265,7 +265,7 @@ class BufferOpened:
 
 
 def joined(deltas: list[TokenDelta]) -> list[TokenDelta]:
-    """Make one delta of those of a request that follow one another; none of them but the last ends it."""
+    """Join consecutive deltas of a request into one; only the last may end it."""
     results: list[TokenDelta] = []
     for delta in deltas:
         if results and results[-1].request_id == delta.request_id:

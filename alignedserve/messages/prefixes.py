@@ -34,7 +34,7 @@ class PrefixBlocksChanged(Message, frozen=True):
     """Worker or pool to router, when a prompt is computed or with a tick: changes of its cached blocks, by their names.
 
     Of four blocks about one is told (`names_told`): the router hears of every worker's, and a run whose end is known to
-    two or three blocks places a prompt as well. Removed ones first, then stored ones: a block in both is there.
+    two or three blocks places a prompt as well. Removals apply before additions: a block in both is stored.
     """
 
     stored: tuple[BlockName, ...]

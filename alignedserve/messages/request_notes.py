@@ -161,7 +161,7 @@ class Standing(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StandingsTold(Message, frozen=True):
-    """Router to gateway: the standings of those requests that it has."""
+    """Router to gateway: the standings of the requests that the router knows."""
 
     number: QuestionNumber
     standings: Annotated[tuple[Standing, ...], msgspec.Meta(max_length=MAX_STANDINGS)]

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import msgspec
 
-from alignedserve.core.open_counts import Verdict
-from alignedserve.core.quotas import MAX_CHARGES, MAX_TOLD
 from alignedserve.keys.entry import MAX_KEYS_BYTES
+from alignedserve.keys.open_counts import Verdict
+from alignedserve.keys.quotas import MAX_CHARGES, MAX_TOLD
 from alignedserve.messages.fields import Count, Seconds, Text
 from alignedserve.messages.handshake import Ping
 from alignedserve.messages.wire import Message
@@ -142,7 +142,7 @@ class RemoveResults(_Part, frozen=True):
 class UseQuota(_Part, frozen=True):
     """Count charges of a key, where there are some; always a sign of life. Answered by QuotaAnswer.
 
-    Sent by every gateway several times a second (core/quotas.py).
+    Sent by every gateway several times a second (keys/quotas.py).
     """
 
     process_id: _Key  # differs after a restart

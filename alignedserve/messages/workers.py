@@ -7,9 +7,8 @@ import msgspec
 from alignedserve.core.ids import BatchId, RequestId, WorkerName
 from alignedserve.core.request import Request
 from alignedserve.messages.caches import BatchGranted, BlocksWritten
-from alignedserve.messages.cluster_view import BatchShape
+from alignedserve.messages.cluster_view import BatchShape, IterationLogTotals, WorkerSpeed
 from alignedserve.messages.fields import Attempt, Count, FailureKind, PredictedLen, Seconds, Share, Text, TokenIds
-from alignedserve.messages.measurements import IterationLogTotals, WorkerSpeed
 from alignedserve.messages.wire import Message
 
 
@@ -24,7 +23,7 @@ class DecodedRequest(msgspec.Struct, frozen=True, array_like=True):
 class WorkerRegistered(Message, frozen=True):
     """Worker to router on every (re)connect: its kind and capacity, and what it decodes meanwhile.
 
-    Of those requests each is adopted once its gateway resumes it; the others are aborted.
+    The router adopts a request once its gateway resumes it, and aborts the rest.
     """
 
     num_blocks: Count  # block storage of this worker
@@ -55,7 +54,7 @@ class RegistrationRefused(Message, frozen=True):
 class PeersChanged(Message, frozen=True):
     """Router to decode worker: the prefill workers of its node, to which it keeps links.
 
-    To a worker that hands requests over: the others like it on its node that it dials.
+    Router to elastic worker: the elastic workers of the same node to dial.
     Sent when it has registered, and whenever they change.
     """
 
@@ -112,7 +111,7 @@ class RequestFinished(Message, frozen=True):
 
 
 class MoveRequest(Message, frozen=True):
-    """Router to worker: hand this request, which it decodes, over to that one. Answered by the receiver's RequestMoved
+    """Router to worker: hand a decoding request over to another worker. Answered by the receiver's RequestMoved
     or by RequestStayed."""
 
     request_id: RequestId

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from alignedserve.api.backend.interface import GeneratedTokens
 from alignedserve.api.openai.choice_decoder import ChoiceDecoder
-from alignedserve.api.tools.deltas import ToolCallDelta, whole_tool_calls
+from alignedserve.api.tools.call_parser import ToolCallDelta, whole_tool_calls
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import FinishReason, Request
 from alignedserve.messages.gateways import PromptScored, TokenDelta, TokensEmitted

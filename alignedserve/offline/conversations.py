@@ -14,6 +14,7 @@ from alignedserve.api.openai.choice_decoder import ChoiceDecoder
 from alignedserve.api.openai.output_parser import OutputFormat
 from alignedserve.api.openai.parsing import check_shape
 from alignedserve.api.openai.request_builder import PreparedChat, prepare_chat
+from alignedserve.api.openai.translation import chat_spec, conversation_of_chat
 from alignedserve.api.work_lanes import WorkLanes
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.request import Request
@@ -85,9 +86,10 @@ class ConversationReader:
     async def _prepare(self, body: dict[str, Any], now: datetime) -> PreparedChat:
         check_shape(body, _MAX_DEPTH)
         chat = CHAT.parse(body, None)
-        note_effort(chat, self._model, None)
-        prompt = self._model.tokenizer.encode_chat(chat_prompt(chat, self._model), now=now)
-        return await prepare_chat(chat, tuple(prompt), self._model)
+        conversation = conversation_of_chat(chat)
+        note_effort(conversation, self._model, None)
+        prompt = self._model.tokenizer.encode_chat(chat_prompt(conversation, self._model), now=now)
+        return await prepare_chat(conversation, chat_spec(chat).constraint, tuple(prompt), self._model)
 
 
 def conversations_of(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:

@@ -4,9 +4,8 @@ import secrets
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypedDict, TypeVar
 
-from alignedserve.api.embeddings.request_builder import check_dimensions
+from alignedserve.api.embeddings.request_builder import check_dimensions, limit_of, prompt_named
 from alignedserve.api.embeddings.response_format import Vectors, computed_scores, cosines, unit_vectors
-from alignedserve.api.embeddings.text_prompts import limit_of, prompt_named
 from alignedserve.api.errors import GenerationFailed
 from alignedserve.core.errors import ContextTooLong, InvalidRequest
 from alignedserve.core.ids import RequestId

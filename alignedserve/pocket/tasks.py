@@ -52,7 +52,7 @@ OFFERED_SKILLS: tuple[Skill, ...] = tuple(Skill)
 
 @dataclass(frozen=True, slots=True)
 class PocketTask:
-    """One user message and the one right answer to it."""
+    """A user message and its right answer."""
 
     skill: Skill
     prompt: str  # the text of the user message

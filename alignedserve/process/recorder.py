@@ -11,9 +11,9 @@ from typing import Any, BinaryIO
 
 from alignedserve.config.sections import RecordingConfig
 from alignedserve.core.errors import ConfigError
-from alignedserve.disk.private_files import open_private
+from alignedserve.disk.durable import open_private
 from alignedserve.messages.events import Ticked
-from alignedserve.messages.recording import CLOSED, FULL, SUFFIX, RecordEncoder
+from alignedserve.process.recording import CLOSED, FULL, SUFFIX, RecordEncoder
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from alignedserve.core.errors import ConfigError, ProtocolError
-from alignedserve.disk.last_seen import LastSeen
+from alignedserve.disk.durable import LastSeen
 
 _CLOCK_SKEW = datetime.timedelta(days=1)
 _LIFETIME = datetime.timedelta(days=3650)  # longer than any cluster runs: an expired one would stop it

@@ -18,10 +18,10 @@ from alignedserve.runtime.engine.engine_sizes import EngineSizes
 from alignedserve.runtime.engine.model_executor import ModelExecutor
 from alignedserve.runtime.engine.model_loading import ConnectStages
 from alignedserve.runtime.kv.block_copier import BlockCopier
-from alignedserve.runtime.kv.copies.copy_lanes import CopyLanes
-from alignedserve.runtime.kv.lending.buffer_budget import BufferBudget
-from alignedserve.runtime.kv.lending.candidate_memory import CandidateMemory
-from alignedserve.runtime.kv.transfers.transports import lends_device_memory
+from alignedserve.runtime.kv.buffer_budget import BufferBudget
+from alignedserve.runtime.kv.candidate_memory import CandidateMemory
+from alignedserve.runtime.kv.staged_copies import CopyLanes
+from alignedserve.runtime.kv.transfers.kv_transfer import lends_device_memory
 from alignedserve.runtime.model.served_model import ServedModel
 
 

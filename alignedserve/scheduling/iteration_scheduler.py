@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from alignedserve.core.ids import RequestId
-from alignedserve.core.progress import plan_chunks
+from alignedserve.core.lifecycle import plan_chunks
 from alignedserve.core.request import Request
 from alignedserve.scheduling.policy import DeviceMemory, IterationPlan, WorkerView
 from alignedserve.scheduling.scheduler import Scheduler

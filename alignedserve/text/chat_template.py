@@ -6,19 +6,139 @@ it renders whole.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+import operator
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import jinja2
-from jinja2 import meta
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
 from typing_extensions import override
 
 from alignedserve.core.errors import InvalidRequest, UnsupportedModel
-from alignedserve.text.bounded_jinja import BoundedEnvironment, check_length, within_s
-from alignedserve.text.chat_prompt import ChatPrompt, Message
+
+Message = Mapping[str, Any]
+Tools = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation for a model's chat template, and what the template shall make of it."""
+
+    messages: Sequence[Message]  # in OpenAI's shape; arguments of calls are objects, not text
+    tools: Tools = ()
+    variables: Mapping[str, Any] = field(default_factory=dict)  # further ones of the template
+    add_generation_prompt: bool = True  # the prompt ends where an answer begins
+    continue_final_message: bool = False  # the last message is left open, and no answer begins
+    picture_mark: str = ""  # what the template writes for each picture
+    picture_texts: tuple[str, ...] = ()  # what is put there for each of them
+    param: str = "messages"  # the client's field that errors name
+
+    @property
+    def begins_answer(self) -> bool:
+        """Return whether the template writes the beginning of the assistant's answer."""
+        return self.add_generation_prompt and not self.continue_final_message
+
+
+MAX_LENGTH = 100_000_000  # of a text or list that a template makes
+_MAX_POWER_BITS = 10_000
+_ends_s: ContextVar[float] = ContextVar("the time of its thread at which a rendering ends")
+
+
+@contextmanager
+def within_s(limit_s: float) -> Iterator[None]:
+    """Refuse templates that compute for longer than `limit_s`, waits not counted, with jinja2.TemplateError."""
+    token = _ends_s.set(time.thread_time() + limit_s)
+    try:
+        yield
+    finally:
+        _ends_s.reset(token)
+
+
+class BoundedEnvironment(ImmutableSandboxedEnvironment):
+    """Compiles templates that stop when the time given by `within_s` is over.
+
+    Jinja2's sandbox bounds no time: nested loops, macros that call themselves or `9**9**9` hold a thread for ever. Here
+    every step of a loop and every call looks at the computed time, and operators are bounded before they compute.
+    """
+
+    intercepted_binops = frozenset({"+", "*", "**"})
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.step = object()  # what the steps of loops call
+        self.binop_table |= {"+": _sum, "*": _product, "**": _power}
+
+    @override
+    def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
+        return super()._generate(_Watched().visit(source), *args, **kwargs)
+
+    @override
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805  (as in jinja2)
+        if time.thread_time() > _ends_s.get():
+            raise jinja2.TemplateRuntimeError("it takes too long to render")
+        return True if __obj is __self.step else super().call(__context, __obj, *args, **kwargs)
+
+    def joined(self, *values: Any) -> str:
+        texts = [str(value) for value in values]
+        check_length(sum(map(len, texts)))
+        return "".join(texts)
+
+
+class _Watched(NodeTransformer):
+    def visit_For(self, node: nodes.For) -> nodes.For:  # noqa: N802  (jinja2 finds it by this name)
+        self.generic_visit(node)
+        step = _call("step", [], node.lineno)
+        node.body.insert(0, nodes.ExprStmt(step, lineno=node.lineno))
+        if node.test is not None:
+            node.test = nodes.And(step, node.test, lineno=node.lineno)
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Call:  # noqa: N802
+        self.generic_visit(node)
+        return _call("joined", node.nodes, node.lineno)
+
+
+def check_length(length: int) -> None:
+    """Raise MemoryError, as a machine would, where a template makes more than MAX_LENGTH."""
+    if length > MAX_LENGTH:
+        raise MemoryError
+
+
+def _call(name: str, arguments: list[nodes.Expr], line: int) -> nodes.Call:
+    return nodes.Call(nodes.EnvironmentAttribute(name, lineno=line), arguments, [], None, None, lineno=line)
+
+
+def _sum(left: Any, right: Any) -> Any:
+    check_length(_length(left) + _length(right))
+    return left + right
+
+
+def _product(left: Any, right: Any) -> Any:
+    for sequence, factor in ((left, right), (right, left)):
+        if isinstance(factor, int):
+            check_length(_length(sequence) * factor)
+    return left * right
+
+
+def _power(left: Any, right: Any) -> Any:
+    if isinstance(left, int) and isinstance(right, int) and left.bit_length() * right > _MAX_POWER_BITS:
+        raise jinja2.TemplateRuntimeError("it makes a number that is too large")
+    return operator.pow(left, right)
+
+
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, str | list | tuple) else 0
+
 
 TOOLS = "tools"
 ADD_GENERATION_PROMPT = "add_generation_prompt"
@@ -100,10 +220,12 @@ class ChatTemplate:
         """
         has_calls = any("tool_calls" in message for message in prompt.messages)
         if has_calls and self.call_form is None:
-            raise InvalidRequest("This model's chat template does not show tool calls.", param="messages")
+            raise InvalidRequest("This model's chat template does not show tool calls.", param=prompt.param)
         form = self.call_form if has_calls else None
         arguments = self._arguments(prompt, now)
-        return self._render(form, arguments, prompt.variables, in_parts=self.wants_parts, limit_s=RENDER_S)
+        return self._render(
+            form, arguments, prompt.variables, in_parts=self.wants_parts, limit_s=RENDER_S, param=prompt.param
+        )
 
     def _render(
         self,
@@ -113,6 +235,7 @@ class ChatTemplate:
         *,
         in_parts: bool = False,
         limit_s: float = _PROBE_S,
+        param: str = "messages",
     ) -> str:
         template = self._tool_template if arguments[TOOLS] or form is not None else self._template
         shown = [_in_form(message, form) for message in arguments["messages"]]
@@ -122,11 +245,11 @@ class ChatTemplate:
                 return _joined(template.generate(**{**(variables or {}), **arguments, "messages": shown}))
         except jinja2.TemplateError as error:
             raise InvalidRequest(
-                f"The model's chat template refused the messages: {str(error)[:200]}", param="messages"
+                f"The model's chat template refused the {param}: {str(error)[:200]}", param=param
             ) from error
         except _UNRENDERABLE as error:
             raise InvalidRequest(
-                f"The model's chat template cannot render these messages ({type(error).__name__}).", param="messages"
+                f"The model's chat template cannot render these {param} ({type(error).__name__}).", param=param
             ) from error
 
     def _arguments(self, prompt: ChatPrompt, now: datetime) -> dict[str, Any]:

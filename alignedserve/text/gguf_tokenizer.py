@@ -156,12 +156,12 @@ class _Vocabulary:
         ]
 
     def special_tokens(self) -> dict[str, str]:
-        found = {}
+        tokens = {}
         for name, entry in _SPECIAL_TOKENS.items():
             token_ids = self._entries.token_ids(f"tokenizer.ggml.{entry}", len(self.tokens))
             if token_ids:
-                found[name] = self.tokens[token_ids[0]]
-        return found
+                tokens[name] = self.tokens[token_ids[0]]
+        return tokens
 
     def beginning(self, adds_bos: bool) -> dict[str, Any] | None:
         token = self.special_tokens().get("bos_token")
@@ -177,14 +177,14 @@ class _Vocabulary:
         }
 
     def _numbers(self, file: GgufFile, name: str, dtype: type) -> Any:
-        found = file.metadata.get(f"tokenizer.ggml.{name}")
-        if found is None:
+        values = file.metadata.get(f"tokenizer.ggml.{name}")
+        if values is None:
             return np.zeros(len(self.tokens), dtype)
-        if not isinstance(found, np.ndarray) or found.dtype != dtype or len(found) != len(self.tokens):
+        if not isinstance(values, np.ndarray) or values.dtype != dtype or len(values) != len(self.tokens):
             raise self._entries.error(
                 f"tokenizer.ggml.{name}", f"must be a list of {len(self.tokens)} {dtype.__name__}"
             )
-        return found
+        return values
 
 
 def _definition(vocabulary: _Vocabulary, model: dict[str, Any], **parts: Any) -> dict[str, Any]:
@@ -262,7 +262,7 @@ def _merges(vocabulary: _Vocabulary) -> list[list[str]]:
     merges = []
     for token_id in order:
         token = vocabulary.tokens[token_id]
-        cuts = ((token[:place], token[place:]) for place in range(1, len(token)))
+        cuts = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
         pairs = [(ids[left], ids[right]) for left, right in cuts if left in ids and right in ids]
         merges += [[vocabulary.tokens[left], vocabulary.tokens[right]] for left, right in sorted(pairs)]
     return merges

@@ -36,7 +36,7 @@ class ByteStream:
         marks: Mapping[int, str],
         whole: MutableMapping[int, str],
     ) -> None:
-        """Make a stream. `marks`: texts of those special tokens that have one.
+        """Make a stream. `marks`: texts of special tokens with a text.
 
         `whole`: texts of tokens that begin and end with a character, which all streams of a vocabulary find out.
         """
@@ -99,7 +99,7 @@ class WindowStream:
     def _whole(self, token_ids: list[int]) -> list[int]:
         """Return these from the first on at which a character begins.
 
-        None, if they end with half of one: the other half would change its text, which was shown.
+        None: they end with half a character, and the other half would change shown text.
         """
         for start in range(min(len(token_ids), _MAX_CHARACTER_BYTES)):
             if not self._tokenizer.decode(token_ids[start:]).endswith(_REPLACEMENT):

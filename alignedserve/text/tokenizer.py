@@ -2,10 +2,11 @@
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from threading import Lock
 from typing import Any, NamedTuple
 
 import orjson
@@ -13,20 +14,22 @@ import tokenizers
 
 from alignedserve.core.errors import ContextTooLong, InvalidRequest, UnsupportedModel
 from alignedserve.gguf.file import GgufFile, is_gguf
-from alignedserve.text.chat_prompt import ChatPrompt, Message
-from alignedserve.text.chat_template import ChatTemplate
-from alignedserve.text.control_marks import MARK_END, MARK_START, OPEN_BLANK, OPEN_MARK, control_mark, without_marks
+from alignedserve.text.chat_template import ChatPrompt, ChatTemplate, Message
 from alignedserve.text.gguf_tokenizer import gguf_tokenizer
-from alignedserve.text.sliced_search import SlicedPattern
 from alignedserve.text.text_stream import ByteStream, TextStream, WindowStream
-from alignedserve.text.token_lengths import longest_token_len
-from alignedserve.text.token_pieces import ByteLevelPieces, pieces_for
-from alignedserve.text.tokenizer_files import (
-    read_config,
-    read_definition,
-    special_tokens_of,
-    templates_of,
+from alignedserve.text.token_texts import (
+    MARK_END,
+    MARK_START,
+    OPEN_BLANK,
+    OPEN_MARK,
+    ByteLevelPieces,
+    SlicedPattern,
+    control_mark,
+    longest_token_len,
+    pieces_for,
+    without_marks,
 )
+from alignedserve.text.tokenizer_files import read_config, read_definition, special_tokens_of, templates_of
 
 _SHORT_LEN = 512
 _LONG_LEN = 65_536
@@ -79,8 +82,8 @@ class Tokenizer:
         model's own. Raises ModelError.
         """
         if is_gguf(folder):
-            found = gguf_tokenizer(GgufFile(folder))
-            return cls(found.definition, found.special_tokens, chat_template or found.chat_template)
+            parts = gguf_tokenizer(GgufFile(folder))
+            return cls(parts.definition, parts.special_tokens, chat_template or parts.chat_template)
         definition = read_definition(folder)
         config = read_config(folder / "tokenizer_config.json")
         templates = templates_of(folder, config) if chat_template is None else (chat_template, None)
@@ -132,8 +135,8 @@ class Tokenizer:
         texts = [_encoded(self._tokenizer, text) for text in (first, second)]
         if max_tokens is not None:
             room = _room(self._tokenizer, max_tokens, is_pair=True)
-            for text, kept in zip(texts, _longest_first(len(texts[0]), len(texts[1]), room), strict=True):
-                text.truncate(kept)
+            for text, num_tokens in zip(texts, _longest_first(len(texts[0]), len(texts[1]), room), strict=True):
+                text.truncate(num_tokens)
         encoded = self._tokenizer.post_process(*texts, True)
         types = encoded.type_ids
         return EncodedPair(encoded.ids, types.index(1) if 1 in types else 0)
@@ -157,13 +160,13 @@ class Tokenizer:
         )
         render = self._render_open if prompt.continue_final_message else self.render_chat
         rendered = _with_pictures(render(marked, now=now), prompt)
-        check_length(self.least_tokens(without_marks(rendered)), max_tokens, param="messages")
-        return self._encode_marked(rendered, max_tokens)
+        check_length(self.least_tokens(without_marks(rendered)), max_tokens, param=prompt.param)
+        return self._encode_marked(rendered, max_tokens, prompt.param)
 
     def render_chat(self, prompt: ChatPrompt, *, now: datetime) -> str:
         """Render the conversation by the chat template. Raises InvalidRequest."""
         if self.chat_template is None:
-            raise InvalidRequest("This model has no chat template; use completions.", param="messages")
+            raise InvalidRequest("This model has no chat template; use completions.", param=prompt.param)
         return self.chat_template.render(prompt, now=now)
 
     def _render_open(self, prompt: ChatPrompt, *, now: datetime) -> str:
@@ -204,10 +207,10 @@ class Tokenizer:
         """Return the text in pieces, each plain text or the name of a special token and its id."""
         pieces: list[tuple[str, int | None]] = []
         start = 0
-        for found in self._control.finditer(text):
-            pieces += [(text[start : found.start()], None)] if found.start() > start else []
-            pieces.append((found[0], self._tokenizer.token_to_id(found[0])))
-            start = found.end()
+        for match in self._control.finditer(text):
+            pieces += [(text[start : match.start()], None)] if match.start() > start else []
+            pieces.append((match[0], self._tokenizer.token_to_id(match[0])))
+            start = match.end()
         return [*pieces, (text[start:], None)] if start < len(text) else pieces
 
     def control_token_ids(self, text: str) -> frozenset[int]:
@@ -241,14 +244,14 @@ class Tokenizer:
     def marked(self, value: Any) -> Any:
         """Return the value with marks around the special tokens that its strings spell out; see `control_mark`."""
         if isinstance(value, str):
-            return self._control.sub(lambda found: control_mark(found[0]), without_marks(value))
+            return self._control.sub(lambda match: control_mark(match[0]), without_marks(value))
         if isinstance(value, Mapping):
             return {self.marked(key): self.marked(item) for key, item in value.items()}
         return [self.marked(item) for item in value] if isinstance(value, list | tuple) else value
 
-    def _encode_marked(self, rendered: str, max_tokens: int | None) -> list[int]:
+    def _encode_marked(self, rendered: str, max_tokens: int | None, param: str) -> list[int]:
         if MARK_START not in rendered and MARK_END not in rendered:
-            return self.encode(rendered, add_special_tokens=False, max_tokens=max_tokens, param="messages")
+            return self.encode(rendered, add_special_tokens=False, max_tokens=max_tokens, param=param)
         pieces = self._marked_control.split(rendered)
         token_ids: list[int] = []
         for number, piece in enumerate(pieces):
@@ -312,7 +315,7 @@ def _with_pictures(rendered: str, prompt: ChatPrompt) -> str:
         return rendered
     pieces = re.split(f"(?<!{MARK_START}){re.escape(prompt.picture_mark)}", rendered)
     if len(pieces) != len(prompt.picture_texts) + 1:
-        raise InvalidRequest("The model's chat template does not show all pictures.", param="messages")
+        raise InvalidRequest("The model's chat template does not show all pictures.", param=prompt.param)
     shown = [text for pair in zip(pieces, (*prompt.picture_texts, ""), strict=True) for text in pair]
     return "".join(shown)
 
@@ -367,3 +370,26 @@ def _longest_first(first: int, second: int, room: int) -> tuple[int, int]:
         return first, second
     shorter = min(first, second, room // 2)
     return (shorter, room - shorter) if first <= second else (room - shorter, shorter)
+
+
+class TokenizerOnUse(Tokenizer):
+    """A tokenizer that is read by `read`, or else by the first method that needs it."""
+
+    def __init__(self, load: Callable[[], Tokenizer]) -> None:
+        self._load = load
+        self._lock = Lock()
+        self._is_read = False
+
+    def read(self) -> None:
+        """Read it, unless it has been. Raises ModelError."""
+        with self._lock:
+            if not self._is_read:
+                vars(self).update(vars(self._load()))
+                self._is_read = True
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what only a tokenizer that has been read has. Raises ModelError."""
+        if name.startswith("__") or self._is_read:
+            raise AttributeError(name)
+        self.read()
+        return getattr(self, name)

@@ -75,8 +75,8 @@ def end_token_id(folder: Path) -> int | None:
         added = msgspec.json.decode(fields.get("added_tokens", b"[]"), type=list[dict[str, Any]])
     except msgspec.DecodeError:
         return None  # which the tokenizer is refused for
-    found = next((token.get("id") for token in added if token.get("content") == content), None)
-    return found if isinstance(found, int) else None
+    token_id = next((token.get("id") for token in added if token.get("content") == content), None)
+    return token_id if isinstance(token_id, int) else None
 
 
 def _read_text(path: Path, limit: int) -> str | None:

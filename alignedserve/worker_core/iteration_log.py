@@ -17,9 +17,8 @@ from itertools import islice
 from typing import NamedTuple, Protocol
 
 from alignedserve.core.request import Request
-from alignedserve.messages.cluster_view import BatchShape
+from alignedserve.messages.cluster_view import SPREAD_EDGES, BatchShape, IterationLogTotals
 from alignedserve.messages.iterations import IterationCompleted, IterationTimes
-from alignedserve.messages.measurements import SPREAD_EDGES, IterationLogTotals
 
 _NUM_RECORDS = 8192
 _REPORT_PAUSE_S = 1.0

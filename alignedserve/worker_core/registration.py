@@ -5,7 +5,7 @@ import msgspec
 from alignedserve.config.sections import DecodeWorkerConfig
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.costmodel.speed import Speed
-from alignedserve.messages.measurements import WorkerSpeed
+from alignedserve.messages.cluster_view import WorkerSpeed
 from alignedserve.messages.workers import WorkerRegistered
 
 

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from alignedserve.core.lifecycle import end_token_ids
 from alignedserve.core.picture import settled_len
-from alignedserve.core.progress import end_token_ids
 from alignedserve.core.request import FinishReason, Request, SampledToken
 from alignedserve.messages.gateways import TokenDelta
 from alignedserve.messages.workers import PrefillRequest, RequestPreempted, SetPredictedLength

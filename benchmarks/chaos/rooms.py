@@ -31,7 +31,7 @@ from alignedserve.gateway.actor import GatewayActor
 from alignedserve.process.addresses import ROUTER, AddressBook
 from alignedserve.process.process_spec import POOL
 from alignedserve.runtime.kv.arena_files import arena_folder
-from alignedserve.runtime.model.built_in import pocket_folder
+from alignedserve.runtime.model.named_models import pocket_folder
 from alignedserve.runtime.model.served_model import resolve_model
 from alignedserve.scheduling.factory import resolve_policy
 from benchmarks.chaos.ray_cluster import tail_of

@@ -4,13 +4,14 @@ import math
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from alignedserve.core.errors import ConfigError
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
-from alignedserve.runtime.model.families.table import FAMILIES
 from alignedserve.runtime.model.weights.decoder_weights import DecoderWeights
 from alignedserve.runtime.model.weights.packed_products import BLOCK_DTYPES, BlockRows
 from alignedserve.runtime.model.weights.weight_loader import assemble_weights
+from alignedserve.runtime.model.weights.weight_source import WeightSource
 from kernels.cpu.block_quantized_linear import BlockQuantizedLinear, JoinedLinear, block_levels
 from kernels.weight_blocks.block_formats import BLOCK_FORMATS
 
@@ -26,8 +27,8 @@ def random_block_weights(config: ModelConfig, seed: int, dtype: torch.dtype, typ
     obstacle = _obstacle(config, dtype, type_name)
     if obstacle is not None:
         raise ConfigError(f"quantization {type_name}: {obstacle}.")
-    source = _RandomBlocks(config, seed, dtype, type_name)
-    return assemble_weights(config, source, packed=source)
+    source = _RandomBlocks(seed, dtype, type_name)
+    return assemble_weights(config, source)
 
 
 def block_bytes(weights: DecoderWeights) -> int | None:
@@ -48,18 +49,19 @@ def _obstacle(config: ModelConfig, dtype: torch.dtype, type_name: str) -> str | 
     return None if uneven is None else f"rows of {uneven} values are not whole blocks of {size}"
 
 
-class _RandomBlocks:
-    """A PackedSource of any name and shape: norms are 1, biases 0, quants any bits, scales as small as files have."""
+class _RandomBlocks(WeightSource):
+    """A source of any name and shape: norms are 1, biases 0, quants any bits, scales as small as files have."""
 
-    def __init__(self, config: ModelConfig, seed: int, dtype: torch.dtype, type_name: str) -> None:
-        self.names = FAMILIES[config.family].names
-        self.dtype = dtype
+    def __init__(self, seed: int, dtype: torch.dtype, type_name: str) -> None:
+        super().__init__(dtype, torch.device("cpu"))
         self._type_name = type_name
         self._generator = torch.Generator().manual_seed(seed)
 
+    @override
     def has(self, name: str) -> bool:
         return not name.startswith("decoder.")
 
+    @override
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         if name.endswith(".bias"):
             return torch.zeros(shape, dtype=self.dtype)
@@ -68,6 +70,7 @@ class _RandomBlocks:
         values = torch.empty(shape, dtype=self.dtype)
         return values.normal_(0.0, 1.0 / math.sqrt(shape[1]), generator=self._generator)
 
+    @override
     def packed(self, name: str, shape: tuple[int, ...]) -> BlockRows:
         rows, width = shape
         layout = BLOCK_FORMATS[self._type_name]

@@ -9,9 +9,9 @@ from alignedserve.runtime.device.devices import rank_devices
 from alignedserve.runtime.engine.engine import Engine
 from alignedserve.runtime.engine.ranks.rank_group import RankGroup
 from alignedserve.runtime.engine.ranks.rank_spec import RankEngineSpec, load_shard, make_storage
-from alignedserve.runtime.model.built_in import model_path
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
-from alignedserve.runtime.model.weights.model_spec import ModelSpec
+from alignedserve.runtime.model.named_models import model_path
+from alignedserve.runtime.model.weight_files import ModelSpec
 from benchmarks.engine.benchmark_spec import EngineBenchmarkSpec
 from lab.profiling.shapes import SHAPES
 

@@ -19,17 +19,17 @@ from typing import Any
 import psutil
 import uvloop
 
-from alignedserve.api.backend.scripted import Script, ScriptedBackend
 from alignedserve.api.models.model_card import ModelCard
 from alignedserve.api.work_lanes import favour_the_loop
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.gateway.server import HttpServer, bind
 from alignedserve.gateway.services import build_services
 from alignedserve.process.heap import settle_heap
-from alignedserve.runtime.model.built_in import pocket_folder
+from alignedserve.runtime.model.named_models import pocket_folder
 from alignedserve.text.tokenizer import Tokenizer
 from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.recording import write_result
+from tests.harnesses.scripted_backend import Script, ScriptedBackend
 
 _TOKEN_S = 0.02
 _NUM_BYTES = 4_000_000

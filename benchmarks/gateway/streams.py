@@ -14,15 +14,15 @@ import time
 import httptools
 import uvloop
 
-from alignedserve.api.backend.scripted import Script, ScriptedBackend
 from alignedserve.api.models.model_card import ModelCard
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.gateway.server import HttpServer, bind
 from alignedserve.gateway.services import build_services
-from alignedserve.runtime.model.built_in import pocket_folder
+from alignedserve.runtime.model.named_models import pocket_folder
 from alignedserve.text.tokenizer import Tokenizer
 from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.recording import write_result
+from tests.harnesses.scripted_backend import Script, ScriptedBackend
 
 
 async def stream_once(port: int, max_tokens: int) -> tuple[bytes, float]:

@@ -23,7 +23,7 @@ from alignedserve.runtime.engine.engine_options import EngineOptions
 from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.hf_config import read_model_config
-from alignedserve.runtime.model.weights.weight_files import load_weights
+from alignedserve.runtime.model.weight_files import load_weights
 from kernels.gpu_dispatch import gpu_kernels_available
 from lab.gpu_check.answers import VOCAB_SIZE, random_llama
 

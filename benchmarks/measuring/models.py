@@ -9,8 +9,8 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from alignedserve.runtime.lora.adapter_modules import adaptable_modules
-from alignedserve.runtime.model.built_in import pocket_folder
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
+from alignedserve.runtime.model.named_models import pocket_folder
 from lab.profiling.shapes import OPT_125M
 
 _CONFIG: dict[str, Any] = {

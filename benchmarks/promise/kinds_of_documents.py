@@ -25,8 +25,8 @@ from rich.table import Table
 
 from alignedserve.client.sse import SseParser
 from alignedserve.core.metrics import percentile
-from alignedserve.runtime.model.built_in import pocket_folder
 from alignedserve.runtime.model.model_files import read_config
+from alignedserve.runtime.model.named_models import pocket_folder
 from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.models import make_adapters
 from benchmarks.measuring.recording import read_figures, write_result

@@ -31,8 +31,8 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from alignedserve.runtime.model.built_in import pocket_folder
 from alignedserve.runtime.model.model_files import read_config
+from alignedserve.runtime.model.named_models import pocket_folder
 from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.models import make_adapters
 from benchmarks.measuring.recording import read_figures, write_result

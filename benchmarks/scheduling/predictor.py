@@ -27,7 +27,7 @@ from alignedserve.core.ids import RequestId
 from alignedserve.core.metrics import percentile
 from alignedserve.core.request import Request, SamplingParams
 from alignedserve.pocket.tasks import OFFERED_SKILLS, make_task
-from alignedserve.runtime.model.built_in import pocket_folder
+from alignedserve.runtime.model.named_models import pocket_folder
 from alignedserve.text.tokenizer import Tokenizer
 from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.recording import write_result

@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from alignedserve.config.sections import BatchingConfig, RouterConfig
-from alignedserve.core.attempts import next_step
 from alignedserve.core.ids import BatchId, RequestId, WorkerName
+from alignedserve.core.lifecycle import next_step
 from alignedserve.core.request import Request, SamplingParams, Slo
 from alignedserve.messages.events import CommonEvent, PeerConnected, PeerDisconnected, Received, Send
 from alignedserve.messages.gateways import RequestInterrupted, ResumeRequest, SubmitRequest

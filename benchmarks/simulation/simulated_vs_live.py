@@ -29,7 +29,7 @@ import msgspec
 from alignedserve.cli.wiring import start_cluster
 from alignedserve.config.model_settings import load_models
 from alignedserve.core.metrics import describe
-from alignedserve.runtime.model.built_in import pocket_folder, smollm2_file
+from alignedserve.runtime.model.named_models import pocket_folder, smollm2_file
 from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.models import make_opt_125m
 from benchmarks.measuring.recorded_loads import FITTED, JUDGED, LOADS, THROUGHPUT, TIMES

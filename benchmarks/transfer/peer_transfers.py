@@ -18,13 +18,12 @@ from alignedserve.runtime.device.accelerator import Accelerator, accelerator_of
 from alignedserve.runtime.device.host_accelerator import HostAccelerator
 from alignedserve.runtime.device.timing import synchronize
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from alignedserve.runtime.kv.copies.copy_lanes import CopyLanes
+from alignedserve.runtime.kv.staged_copies import CopyLanes
 from alignedserve.runtime.kv.transfers.block_server import BlockServer
-from alignedserve.runtime.kv.transfers.channel_transfer import ChannelTransfer
-from alignedserve.runtime.kv.transfers.channels.open_channel import open_channel
 from alignedserve.runtime.kv.transfers.device_buffer import DeviceBuffer
-from alignedserve.runtime.kv.transfers.ipc_transfer import IpcTransfer
 from alignedserve.runtime.kv.transfers.kv_transfer import KVTransfer
+from alignedserve.runtime.kv.transfers.process_pair import open_channel
+from alignedserve.runtime.kv.transfers.requests import ChannelTransfer, IpcTransfer
 from benchmarks.measuring.results import TransferResult
 from benchmarks.transfer.block_moves import BlockMoves
 from benchmarks.transfer.peer_process import END, address, identity, peer_process

@@ -19,8 +19,8 @@ from alignedserve.process.tls import CertificateAuthority
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.kv.transfers.block_server import BlockServer
-from alignedserve.runtime.kv.transfers.channel_transfer import ChannelTransfer
 from alignedserve.runtime.kv.transfers.host_blocks import ArenaBuffer
+from alignedserve.runtime.kv.transfers.requests import ChannelTransfer
 from benchmarks.measuring.results import TransferResult
 from benchmarks.transfer.block_moves import BlockMoves
 from benchmarks.transfer.peer_process import END, identity, memory_folder, peer_process

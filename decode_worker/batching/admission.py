@@ -16,9 +16,8 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from alignedserve.core.class_floor import OVERDUE_S
+from alignedserve.core.class_floor import OVERDUE_S, TurnClass
 from alignedserve.core.ids import RequestId
-from alignedserve.core.turn_class import TurnClass
 from alignedserve.costmodel.model import CostModel
 from alignedserve.costmodel.work import IterationWork
 from alignedserve.scheduling.table import RequestTable

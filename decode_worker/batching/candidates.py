@@ -12,8 +12,8 @@ lives and its link to the router is lost: so what the router does not heed for l
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
-from alignedserve.core.attempts import next_step
 from alignedserve.core.ids import RequestId
+from alignedserve.core.lifecycle import next_step
 from alignedserve.messages.caches import (
     ArenaOffered,
     BlockCopy,

@@ -25,8 +25,8 @@ from dataclasses import replace
 from math import inf
 from typing import NamedTuple
 
+from alignedserve.core.class_floor import TurnClass
 from alignedserve.core.ids import RequestId
-from alignedserve.core.turn_class import TurnClass
 from alignedserve.costmodel.model import CostModel, LearningCostModel
 from alignedserve.costmodel.work import IterationWork
 from alignedserve.messages.workers import ANY_LENGTH

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 from typing_extensions import override
 
-from alignedserve.core.attempts import next_step
 from alignedserve.core.ids import RequestId
+from alignedserve.core.lifecycle import next_step
 from alignedserve.messages.caches import (
     ArenaOffered,
     BlocksReserved,

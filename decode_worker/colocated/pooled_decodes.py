@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from typing_extensions import override
 
-from alignedserve.core.attempts import epoch_end
 from alignedserve.core.ids import BlockId, LeaseId, RequestId
+from alignedserve.core.lifecycle import epoch_end
 from alignedserve.messages.caches import (
     ArenaOffered,
     BlocksReserved,

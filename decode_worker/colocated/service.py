@@ -9,9 +9,8 @@ from alignedserve.messages.wire import Codec
 from alignedserve.process.logic_driver import LogicDriver
 from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.runtime.executor import Executor
-from alignedserve.runtime.kv.lending.candidate_memory import CandidateMemory
-from alignedserve.runtime.kv.lending.lending_copier import CopyCommand, LendingCopier
-from alignedserve.runtime.kv.transfers.transports import AUTO
+from alignedserve.runtime.kv.candidate_memory import CandidateMemory, CopyCommand, LendingCopier
+from alignedserve.runtime.kv.transfers.kv_transfer import AUTO
 from alignedserve.worker_core.compute_meter import ComputeMeter
 from alignedserve.worker_core.request_notes import Phases, WorkerNotes
 from decode_worker.colocated.logic import ColocatedEvent, ColocatedLogic

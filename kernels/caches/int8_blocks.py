@@ -29,8 +29,7 @@ def quantise_blocks(blocks: Tensor, block_ids: Tensor, rows: Tensor) -> None:
     block_ids   [count] int64, on the same device
     rows        [count, (block_size + RANGE_BYTES) * runs * width] uint8, each contiguous, on the same device
 
-    Slots that hold no token count as they are: fill them first. What is not a number stays so, its whole channel with
-    it; what float16 cannot hold is cut off.
+    Empty slots count too: fill them first. A NaN makes its whole channel NaN; values beyond float16 are clipped.
     """
     for part in _parts(len(rows), blocks):
         _quantise(blocks.index_select(0, block_ids[part]).float(), *parts_of(rows[part], blocks))

@@ -27,7 +27,7 @@ _native: Any = load_native("copy_with_digests")  # older builds have other diges
 
 @dataclass(frozen=True, slots=True)
 class BlockList:
-    """Blocks of one array, in the order in which they are copied."""
+    """Blocks of an array, in the order of their copies."""
 
     blocks: Bytes  # [num_blocks, block_bytes], contiguous
     block_ids: Ids  # [count], contiguous

@@ -49,7 +49,7 @@ class Int8Heads(NamedTuple):
 
 
 class PagedAttention:
-    """Attention over the blocks of one storage, which it only reads."""
+    """Attention over the blocks of a storage; reads only."""
 
     def __init__(
         self,

@@ -114,7 +114,7 @@ def growing_rows(stacks: Stacks, num_rows: int, rows: Ints, num_tokens: Ints, si
 def note_completed(
     stacks: Stacks, num_rows: int, rows: Ints, num_tokens: Ints, *, now: float, duration_s: float
 ) -> Bools:
-    """Note that these rows computed `num_tokens`; return which of them sampled one. Changes the table."""
+    """Note that these rows computed `num_tokens`; return which rows sampled a token. Changes the table."""
     has_sampled = np.empty(len(rows), np.bool_)
     _native.note_completed(*stacks, num_rows, rows, num_tokens, now, duration_s, has_sampled)
     return has_sampled

@@ -13,7 +13,6 @@
 #include <string>
 #include <vector>
 
-#include "amx.h"
 #include "attention.h"
 #include "attention_division.h"
 #include "decode_pass/parts.h"
@@ -23,26 +22,12 @@ namespace nb = nanobind;
 
 namespace paged {
 
-extern const Level plain_level;
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-extern const Level avx2_level, avx512bf16_level;
-#endif
-#if HAS_AMX_LEVEL
-extern const Level amx_level;
-#endif
+extern const Level amx_level [[gnu::weak]], avx512bf16_level [[gnu::weak]], avx2_level [[gnu::weak]], plain_level;
 
 namespace {
 
 const std::vector<Level>& all_levels() {
-    static const std::vector<Level> all = {
-#if HAS_AMX_LEVEL
-        amx_level,
-#endif
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-        avx512bf16_level, avx2_level,
-#endif
-        plain_level,
-    };
+    static const auto all = levels::compiled({&amx_level, &avx512bf16_level, &avx2_level, &plain_level});
     return all;
 }
 

@@ -1,11 +1,21 @@
 // Levels: forms of the same kernels for several instruction sets, of which a processor has some.
 #pragma once
 
+#include <initializer_list>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 namespace levels {
+
+// Returns the levels that are compiled, in the order of `all`: of a weak name that nothing defines the address is null.
+template <typename Level>
+std::vector<Level> compiled(std::initializer_list<const Level*> all) {
+    std::vector<Level> levels;
+    for (const Level* level : all)
+        if (level) levels.push_back(*level);
+    return levels;
+}
 
 // Returns the level of this name. `asked`: what a level's own check of the processor takes besides. Throws
 // std::invalid_argument for a name that none has, and for a level that this processor lacks.

@@ -28,12 +28,7 @@ namespace nb = nanobind;
 
 namespace products {
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-extern const Level avx512_level, avx2_level;
-#endif
-#if HAS_AMX_LEVEL
-extern const Level amx_level;
-#endif
+extern const Level amx_level [[gnu::weak]], avx512_level [[gnu::weak]], avx2_level [[gnu::weak]];
 
 namespace {
 
@@ -41,15 +36,7 @@ namespace {
 constexpr int64_t kInputBytes = 512 << 10;
 
 const std::vector<Level>& all_levels() {
-    static const std::vector<Level> all = {
-#if HAS_AMX_LEVEL
-        amx_level,
-#endif
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-        avx512_level,
-        avx2_level,
-#endif
-    };
+    static const auto all = levels::compiled({&amx_level, &avx512_level, &avx2_level});
     return all;
 }
 

@@ -16,10 +16,7 @@ namespace nb = nanobind;
 
 namespace rows {
 
-extern const Level plain_level;
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-extern const Level avx2_level, avx512_level;
-#endif
+extern const Level avx512_level [[gnu::weak]], avx2_level [[gnu::weak]], plain_level;
 
 namespace {
 
@@ -27,12 +24,7 @@ namespace {
 constexpr int64_t kSerialElements = 1 << 14;
 
 const std::vector<Level>& all_levels() {
-    static const std::vector<Level> all = {
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-        avx512_level, avx2_level,
-#endif
-        plain_level,
-    };
+    static const auto all = levels::compiled({&avx512_level, &avx2_level, &plain_level});
     return all;
 }
 

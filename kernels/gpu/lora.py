@@ -3,7 +3,7 @@
 One kernel a product. Its programs take items of work from one queue, in order. First come the products with A, each of
 a tile of rows of one adapter, a run of ranks and a run of inputs; then, for a tile and a run of columns, the runs of
 inputs are added up and multiplied by B, and that is added to the product, rounded once. Whoever has taken one of these
-waits for all of the former. Programs that run took those, whichever run at once, so all of them end.
+waits for all of the former. Running programs have taken theirs first, so every program ends.
 
 Rows are sorted by adapter and cut into tiles that have one (SGMV of Punica). The matrices are found by their addresses
 and the tiles are counted in memory, so that a recorded launch serves whatever adapters come.

@@ -4,8 +4,8 @@ A state lies in a block, behind the keys and values of the block's tokens, and i
 to the last of these that is computed. A sequence that goes on into its next block writes there from then on: the full
 block keeps the state at its end, from which any other sequence with the same beginning may go on.
 
-Or each sequence has blocks for its states alone: a row of them, a column for some of the layers. It goes on in these,
-and leaves its states in others where it is told to.
+Or each sequence has blocks for its states alone: a row of them, a column for some of the layers. It continues in them,
+and writes its states elsewhere on request.
 """
 
 from collections.abc import Sequence

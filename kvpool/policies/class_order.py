@@ -13,9 +13,8 @@ Example: chats of 40 and 44 tokens wait beside documents of 42, 43 and 900. A ba
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
-from alignedserve.core.class_floor import ClassFloor, OverdueFloor
+from alignedserve.core.class_floor import ClassFloor, OverdueFloor, TurnClass
 from alignedserve.core.ids import RequestId
-from alignedserve.core.turn_class import TurnClass
 from alignedserve.messages.cluster_view import LengthTree, tree_of
 from kvpool.policies.batch_former import AlignedBatch, BatchFormer, BatchLimits, LengthRange, batch_of
 from kvpool.state import PooledRequest

@@ -1,7 +1,7 @@
 """Requests by turn while several tenants share: as the router's queue gave their prompts out, whatever their lengths.
 
-That order is fair (core/fair_shares.py), and any other would give a tenant its share later or earlier. So a batch takes
-the first requests by turn up to the first that does not fit; one larger than the limit by itself is passed over.
+That order is fair (router/fair_shares.py); another order would give a tenant its share later or earlier. So a batch
+takes the first requests by turn up to the first that does not fit, and passes over a request larger than the limit.
 Example: prompts of 900, 40 and 44 tokens were given out in this order. A batch of two is {900, 40}, whatever runs.
 """
 

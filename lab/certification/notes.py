@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from alignedserve.core.percent import in_percent
+from alignedserve.core.metrics import in_percent
 from lab.certification.certificate import Certificate
 from lab.certification.words import percent, seconds
 

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from html import escape
 
-from alignedserve.core.metrics import READABLE_GAP_S, Distribution
-from alignedserve.core.percent import in_percent
+from alignedserve.core.metrics import READABLE_GAP_S, Distribution, in_percent
 from lab.certification import plots
 from lab.certification.certificate import Certificate
 from lab.certification.definitions import protocol_section, reading_section

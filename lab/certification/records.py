@@ -12,7 +12,7 @@ from lab.certification.protocol import Phase
 
 @dataclass(frozen=True, slots=True)
 class StreamRecord:
-    """One chat, or one document where documents are streamed; as its client saw it."""
+    """What a client saw of a chat, or of a streamed document."""
 
     sent_s: float
     ended_s: float

@@ -48,7 +48,7 @@ class Compared:
 
 @dataclass(frozen=True, slots=True)
 class LeftOver:
-    """What chat leaves over for documents, and what they got of it.
+    """The time that chat leaves, and the share of it that documents used.
 
     Documents alone have `alone_tokens_per_s`. Beside chat they took `beside_s`; of that time chat, by what a server
     with nothing else to do needs for it, used `chat_share`. The rest is left over.

@@ -2,7 +2,7 @@
 
 import math
 
-from alignedserve.core.percent import in_percent
+from alignedserve.core.metrics import in_percent
 from lab.certification.verdict import Check
 from lab.sim.report.svg import shown
 
@@ -29,7 +29,7 @@ def percent(share: float | None) -> str:
 
 
 def measured_of(check: Check) -> str:
-    """Return what was measured, to so many digits that it reads neither as a bound that it misses nor as whole."""
+    """Format with enough digits that rounding never makes a missed bound look met."""
     if check.measured is None:
         return "not measured"
     if math.isinf(check.measured):

@@ -7,7 +7,7 @@ from rich.table import Table
 from alignedserve.cli.console import FAILURE, INTERRUPTED, printable, progress, results, to_json, write_json
 from alignedserve.client.openai_client import CompletionOutcome, OpenAiClient
 from alignedserve.config.environment import client_api_key
-from alignedserve.core.percent import in_percent
+from alignedserve.core.metrics import in_percent
 from lab.commands.options import EvalOptions
 from lab.evaluation.accuracy import EvalAnswer, EvalReport, GroupScore, score
 from lab.evaluation.suites import Suite, make_suite

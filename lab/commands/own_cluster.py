@@ -1,4 +1,4 @@
-"""The cluster of one command, which lives as long as that runs."""
+"""The cluster of a command: it lives while the command runs."""
 
 import contextlib
 import socket

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from alignedserve.cli.console import notes, progress, results, to_json, write_json
-from alignedserve.core.percent import in_percent
+from alignedserve.core.metrics import in_percent
 from alignedserve.costmodel.linear import LinearCoefficients
 from lab.commands.machine import describe_machine
 from lab.commands.options import ProfileOptions

@@ -8,7 +8,7 @@ from typing_extensions import override
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One question, and words; a right answer contains one of them."""
+    """A question and its words: a right answer contains at least one word."""
 
     group: str
     prompt: str

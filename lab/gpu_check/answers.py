@@ -15,7 +15,7 @@ from alignedserve.runtime.engine.engine_options import EngineOptions
 from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.model_files import read_config
-from alignedserve.runtime.model.weights.weight_files import load_weights
+from alignedserve.runtime.model.weight_files import load_weights
 
 _NUM_ANSWERS, _ANSWER_LEN, _CHUNK, _BLOCK_SIZE = 10, 24, 32, 16
 _TOY_ANSWERS, _MAX_CONTEXT_LEN = 2, 256

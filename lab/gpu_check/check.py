@@ -47,7 +47,7 @@ class Ended:
 
 
 def run_check(spec: CheckSpec, show: Show, parts: tuple[CheckPart, ...] = PARTS) -> int:
-    """Run the parts, write the file, return the exit code. Without a GPU it says so and lists what it would do."""
+    """Run the parts, write the file, return the exit code. Without a GPU it lists the checks that it would run."""
     obstacle = cuda_obstacle()
     if obstacle is not None and not spec.is_toy:
         show(f"No GPU is checked here: {obstacle}")

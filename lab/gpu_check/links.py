@@ -17,7 +17,7 @@ from alignedserve.runtime.device.host_accelerator import HostAccelerator
 from alignedserve.runtime.device.timing import synchronize
 from alignedserve.runtime.kv.arena_files import arena_folder
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from alignedserve.runtime.kv.copies.direct_copies import DirectCopies, HostSide
+from alignedserve.runtime.kv.direct_copies import DirectCopies, HostSide
 from alignedserve.runtime.kv.shm_arena import Arena
 from kernels.cpu.block_copies import BlockList
 

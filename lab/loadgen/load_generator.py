@@ -112,7 +112,7 @@ class LoadGenerator:
         return run
 
     def interrupted(self) -> LoadRun:
-        """Return what there was of a run that was cancelled."""
+        """Return the part of a cancelled run."""
         self._run.was_interrupted = True
         return self._run
 

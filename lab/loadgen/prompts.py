@@ -73,7 +73,7 @@ def exact_prompt(num_tokens: int, rng: random.Random, count_tokens: CountTokens)
 
 
 class WordLengths:
-    """Words with the tokens that each has, so that a prompt is as long as planned without counting it.
+    """Words with their numbers of tokens, so that prompts get their planned length without tokenising.
 
     A tokenizer that divides texts at spaces has the same tokens for a word in every text. With any other one a prompt
     may be some percent shorter or longer.
@@ -154,6 +154,6 @@ class CallMaker:
 
 
 def slo_headers(traffic: TrafficClass) -> dict[str, str]:
-    """Return objectives as AlignedServe's gateway reads them; other servers ignore unknown headers."""
+    """Return objectives as headers of AlignedServe's gateway; a server of another kind ignores them."""
     named = (("x-slo-ttft-ms", traffic.slo.ttft_s), ("x-slo-tpot-ms", traffic.slo.tpot_s))
     return {name: f"{seconds * 1000:g}" for name, seconds in named if seconds is not None}

@@ -3,8 +3,7 @@
 from rich.console import Console
 from rich.table import Table
 
-from alignedserve.core.metrics import READABLE_GAP_S, Distribution
-from alignedserve.core.percent import in_percent
+from alignedserve.core.metrics import READABLE_GAP_S, Distribution, in_percent
 from alignedserve.core.request import Slo
 from lab.loadgen.summary import ClassReport, GeneratorReport, LoadReport
 

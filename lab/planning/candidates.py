@@ -1,7 +1,7 @@
 """The plans that are considered: workers of one kind, their degree of parallelism, topology and policy.
 
-A family is a row of plans that differ in one number of workers; more of them never hold less. So its cheapest plan that
-holds the objectives is found by bisection.
+A family is a row of plans that differ in one number of workers; more of them never hold less. Bisection therefore finds
+the cheapest plan that holds the objectives.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,7 +38,7 @@ class PolicyChoice:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One plan: a number of workers of one kind under one policy."""
+    """A plan: a number of workers of a kind, under a policy."""
 
     offer: Offer
     tensor_parallel: int

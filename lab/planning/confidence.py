@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from alignedserve.core.percent import in_percent
+from alignedserve.core.metrics import in_percent
 from alignedserve.costmodel.calibration import CALIBRATIONS
 from lab.planning.candidates import Candidate
 from lab.planning.hardware_list import RECORDED
@@ -34,7 +34,7 @@ class Interval(NamedTuple):
 
 
 def attained_interval(parts: Sequence[PartResult], seed: int) -> Interval:
-    """Return where the share that meets its objectives lies for other traffic of this kind.
+    """Return the interval of the share that meets its objectives, for other traffic of this kind.
 
     A bootstrap over the parts of the run, not over single requests, as those of one moment are late together.
     """

@@ -6,7 +6,7 @@ from html import escape
 from math import floor
 from typing import Any
 
-from alignedserve.core.percent import in_percent
+from alignedserve.core.metrics import in_percent
 from lab.planning.candidates import Candidate
 from lab.planning.plan import Plan, Tried, Variation
 from lab.planning.trials import HOPELESS, Outcome
@@ -29,7 +29,7 @@ from lab.sim.result import ALL, CURVE_PERCENTS, ClassResult
 
 @dataclass(frozen=True, slots=True)
 class PlanReport:
-    """A plan, the request for it, and the file that starts it."""
+    """A plan, its request, and the configuration file that starts the plan."""
 
     about: Sequence[tuple[str, str]]
     plan: Plan

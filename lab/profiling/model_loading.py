@@ -2,11 +2,11 @@
 
 from alignedserve.core.errors import ConfigError
 from alignedserve.runtime.engine.forward.decoder import Decoder
-from alignedserve.runtime.model.built_in import BUILT_IN, model_path
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.model_files import read_config
+from alignedserve.runtime.model.named_models import BUILT_IN, model_path
+from alignedserve.runtime.model.weight_files import ModelSpec, load_or_draw
 from alignedserve.runtime.model.weights.decoder_weights import DecoderWeights, leave_rounded_rows_unwritten
-from alignedserve.runtime.model.weights.model_spec import ModelSpec, load_or_draw
 from lab.profiling.shapes import SHAPES
 
 

@@ -2,9 +2,8 @@
 
 from dataclasses import replace
 
-from alignedserve.runtime.model.decoder.decoder_parts import Activation, NormKind
+from alignedserve.runtime.model.decoder.decoder_parts import Activation, NormKind, RopeConfig
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
-from alignedserve.runtime.model.decoder.rope_config import RopeConfig
 
 OPT_125M = ModelConfig(
     family="opt",

@@ -20,8 +20,8 @@ from alignedserve.messages.iterations import (
     IterationCompleted,
 )
 from alignedserve.messages.links import DecodeWorkerInbound, PoolInbound, PrefillWorkerInbound, RouterInbound
-from alignedserve.messages.recording import ENDED, SUFFIX, Decision, Digester, RecordReader
 from alignedserve.messages.workers import WorkerRegistered
+from alignedserve.process.recording import ENDED, SUFFIX, Decision, Digester, RecordReader
 from decode_worker import factory as decode_factory
 from kvpool import factory as pool_factory
 from lab.replay.run_file import parts_in

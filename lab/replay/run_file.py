@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 
 from alignedserve.core.errors import AlignedServeError, RecordingError
-from alignedserve.messages.recording import PART_FILE, RUN_FILE, VERSION, RecordedPart, RunMetadata
+from alignedserve.process.recording import PART_FILE, RUN_FILE, VERSION, RecordedPart, RunMetadata
 
 
 def read_run_metadata(folder: Path) -> RunMetadata:

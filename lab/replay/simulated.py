@@ -9,7 +9,7 @@ from alignedserve.config.sections import ClusterConfig
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.costmodel.linear import Sample
 from alignedserve.costmodel.model import CostModel
-from alignedserve.messages.recording import RunMetadata
+from alignedserve.process.recording import RunMetadata
 from lab.replay.fitting import MachineFit
 from lab.replay.jitter import JitteryCosts, Ratio
 from lab.replay.observed import ObservedRequest, ObservedRun

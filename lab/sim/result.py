@@ -15,8 +15,8 @@ from alignedserve.core.metrics import (
     percentile,
     stalled,
 )
+from alignedserve.messages.cluster_view import IterationLogTotals
 from alignedserve.messages.gateways import ClusterStatus, Demand, LengthTotals
-from alignedserve.messages.measurements import IterationLogTotals
 from lab.sim.engine import IterationLine, SimulatedEngine
 from lab.sim.records import Ending, GapSample, RequestRecord
 from lab.sim.routers import SimulatedRouter

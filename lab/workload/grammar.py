@@ -11,8 +11,8 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 
+from alignedserve.batches.hours import Hours, Schedule, parse_hours, parse_moment
 from alignedserve.core.errors import ConfigError, InvalidRequest
-from alignedserve.core.hours import Hours, Schedule, parse_hours, parse_moment
 from alignedserve.core.request import MAX_PRIORITY, MAX_TENANT_LEN, MAX_WEIGHT, RequestClass
 from lab.workload.arrivals import GapDistribution
 from lab.workload.distributions import (

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from alignedserve.runtime.model.built_in import pocket_folder
+from alignedserve.runtime.model.named_models import pocket_folder
 from tests.clients.running import RunDriver, run_client
 from tests.cluster.serving import Serving
 

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from alignedserve.api.backend.scripted import Script
 from alignedserve.api.models.model_card import ModelCard
 from alignedserve.core.request import Request
 from tests.clients.running import run_client
 from tests.gateway.batches.batch_server import listening
 from tests.gateway.support import EOS, gateway
 from tests.gateway.tool_support import HERMES, model_with
+from tests.harnesses.scripted_backend import Script
 
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(600)]
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from alignedserve.runtime.model.built_in import pocket_folder
+from alignedserve.runtime.model.named_models import pocket_folder
 from tests.support.ports import free_port
 
 COMMAND = Path(sys.executable).parent / "alignedserve"

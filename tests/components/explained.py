@@ -14,7 +14,7 @@ from alignedserve.config.sections import GatewayConfig, Observing
 from alignedserve.gateway.server import GatewayServer
 from alignedserve.messages.handshake import Role
 from alignedserve.process.links import Identity
-from alignedserve.runtime.model.served_deployment import ServedDeployment
+from alignedserve.runtime.model.served_model import ServedDeployment
 from tests.gateway.support import EOS, write_tokenizer
 from tests.harnesses.clusters.in_process import RoomCluster, running, small_config
 from tests.support.models.tiny_llama import TINY_LLAMA

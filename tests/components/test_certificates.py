@@ -24,7 +24,7 @@ from alignedserve.config.sections import (
     PrefillWorkerConfig,
     Topology,
 )
-from alignedserve.runtime.model.built_in import pocket_folder
+from alignedserve.runtime.model.named_models import pocket_folder
 from alignedserve.scheduling.factory import resolve_policy
 from benchmarks.chaos.rooms import Rooms
 from lab.certification.certificate import Certificate, certificate_of

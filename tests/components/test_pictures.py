@@ -13,8 +13,8 @@ from alignedserve.config.sections import ClusterConfig, RecordingConfig, Topolog
 from alignedserve.core.picture import Picture, picture_digest
 from alignedserve.core.request import SamplingParams
 from alignedserve.messages.gateways import RequestFailed
-from alignedserve.runtime.model.vision.mobile_fields import ARCHITECTURES
 from lab.replay.component_replay import recordings_in
+from plugins.vision.mobile_config import ARCHITECTURES
 from tests.harnesses.client_gateway import Answer
 from tests.harnesses.clusters.in_process import RoomCluster, running, small_config
 from tests.replay.recorded import replays

@@ -17,9 +17,9 @@ from alignedserve.runtime.engine.engine import Engine, StepSlice
 from alignedserve.runtime.engine.engine_options import EngineOptions
 from alignedserve.runtime.engine.ranks.rank_group import RankGroup
 from alignedserve.runtime.engine.ranks.rank_spec import RankEngineSpec, load_shard, make_storage
-from alignedserve.runtime.model.built_in import pocket_folder
 from alignedserve.runtime.model.model_files import read_config
-from alignedserve.runtime.model.weights.model_spec import ModelSpec
+from alignedserve.runtime.model.named_models import pocket_folder
+from alignedserve.runtime.model.weight_files import ModelSpec
 from kernels.cpu.rank_exchange import ExchangeBroken, has_rank_exchange
 from tests.support.child_processes import children_running
 from tests.support.models.lora_folders import write_adapter

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from alignedserve import LLM, LoRARequest, SamplingParams
-from alignedserve.runtime.model.built_in import pocket_folder
 from alignedserve.runtime.model.model_files import read_config
+from alignedserve.runtime.model.named_models import pocket_folder
 from kernels.cpu.rank_exchange import ExchangeBroken
 from tests.support.child_processes import children_running
 from tests.support.models.lora_folders import write_adapter

@@ -17,7 +17,7 @@ from alignedserve.gateway.app import build_app
 from alignedserve.gateway.services import build_services
 from alignedserve.keys.ring import CurrentKeys, KeyRing
 from alignedserve.messages.handshake import Role
-from alignedserve.runtime.model.served_deployment import ServedDeployment
+from alignedserve.runtime.model.served_model import ServedDeployment
 from tests.gateway.support import tokenizer, tokenizer_folder
 from tests.harnesses.clusters.in_process import RoomCluster, running, small_config
 from tests.support.waiting import holds

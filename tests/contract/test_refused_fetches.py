@@ -19,11 +19,11 @@ from alignedserve.messages.blocks import BlocksAnswered, NamedBlocks, ReadBlocks
 from alignedserve.messages.caches import BlockCopy, BlockRun
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.shm_arena import Arena
-from alignedserve.runtime.kv.transfers.channels.control_socket import ControlSocket
+from alignedserve.runtime.kv.transfers.block_server import TransferSession
+from alignedserve.runtime.kv.transfers.control_socket import ControlSocket
 from alignedserve.runtime.kv.transfers.host_blocks import ArenaBuffer
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest
 from alignedserve.runtime.kv.transfers.requests import plan_fetch, plan_offload
-from alignedserve.runtime.kv.transfers.session import TransferSession
 from alignedserve.runtime.kv.transfers.shm_transfer import ShmTransfer
 from tests.harnesses.transfer import (
     BLOCK_SIZE,

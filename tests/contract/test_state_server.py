@@ -19,11 +19,11 @@ from alignedserve.batches.remote import remote_stores, state_client, state_serve
 from alignedserve.batches.remote.remote_stores import RemoteBlobs, RemoteLogs, RemoteRecords
 from alignedserve.batches.remote.state_client import StateClient
 from alignedserve.core.errors import StorageError, StoreUnavailable
-from alignedserve.core.open_counts import OpenPool
-from alignedserve.core.quotas import LEASE_S, QuotaPool
 from alignedserve.gateway.open_requests import OpenRequests
 from alignedserve.gateway.request_quotas import RequestQuotas
 from alignedserve.keys.entry import ANYONE, KeyEntry
+from alignedserve.keys.open_counts import OpenPool
+from alignedserve.keys.quotas import LEASE_S, QuotaPool
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.state import (
     BeginUpload,

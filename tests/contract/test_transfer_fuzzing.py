@@ -29,12 +29,11 @@ from alignedserve.messages.wire import PROTOCOL_VERSION, Codec, Message
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.kv.transfers.block_server import BlockServer
-from alignedserve.runtime.kv.transfers.channel_transfer import ChannelTransfer
-from alignedserve.runtime.kv.transfers.channels.control_socket import ControlSocket, dial
-from alignedserve.runtime.kv.transfers.channels.open_channel import open_channel
+from alignedserve.runtime.kv.transfers.control_socket import ControlSocket, dial
 from alignedserve.runtime.kv.transfers.host_blocks import ArenaBuffer
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest
-from alignedserve.runtime.kv.transfers.requests import negotiate
+from alignedserve.runtime.kv.transfers.process_pair import open_channel
+from alignedserve.runtime.kv.transfers.requests import ChannelTransfer, negotiate
 from tests.harnesses.transfer import (
     BLOCK_SIZE,
     CLIENT,

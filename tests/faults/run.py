@@ -14,8 +14,6 @@ from pathlib import Path
 
 import yaml
 
-from scripts.run_tests import is_slow_file
-
 _ROOT = Path(__file__).parents[2]
 _TIMEOUT_S = 300.0  # a fault may make tests wait for ever: then they have caught it
 _TESTS_FAILED = 1  # exit codes of pytest
@@ -31,13 +29,14 @@ class Fault:
     tests: tuple[str, ...]
     old: str
     new: str
+    is_slow: bool  # slow tests run as well
 
 
 def read_faults() -> list[Fault]:
     """Return the faults of faults.yaml, in its order."""
     files = yaml.safe_load((Path(__file__).parent / "faults.yaml").read_text())
     return [
-        Fault(name, file["file"], tuple(file["tests"]), old, new)
+        Fault(name, file["file"], tuple(file["tests"]), old, new, file.get("slow", False))
         for file in files
         for name, (old, new) in file["faults"].items()
     ]
@@ -55,11 +54,10 @@ def copy_of(root: Path, target: Path) -> None:
             shutil.copy(root / name, target / name)
 
 
-def outcome_of(tests: Sequence[str], tree: Path, python: str) -> str:
+def outcome_of(tests: Sequence[str], is_slow: bool, tree: Path, python: str) -> str:
     """Return passed, failed, timeout, or broken where the tests could not even be collected."""
     environment = os.environ | {"PYTHONPATH": str(tree)}
-    is_slow = any(path.suffix == ".py" and is_slow_file(path) for path in (tree / test for test in tests))
-    marker = ["-m", "not gpu and not clients"] if is_slow else []  # otherwise the default tests of the files
+    marker = ["-m", "not gpu and not clients"] if is_slow else []
     command = [python, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *marker, *tests]
     try:
         ended = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=_TIMEOUT_S)
@@ -84,7 +82,7 @@ def run(faults: Sequence[Fault], tree: Path, python: str) -> list[dict[str, obje
         path.write_text(sound.replace(fault.old, fault.new))
         began_s = time.monotonic()
         try:
-            outcome = outcome_of(fault.tests, tree, python)
+            outcome = outcome_of(fault.tests, fault.is_slow, tree, python)
         finally:
             path.write_text(sound)
         is_caught = outcome in ("failed", "timeout")
@@ -114,8 +112,8 @@ def main() -> int:
         return 0
     with tempfile.TemporaryDirectory(prefix="alignedserve-faults-") as folder:
         copy_of(_ROOT, Path(folder))
-        for tests in dict.fromkeys(one.tests for one in chosen):
-            if (outcome := outcome_of(tests, Path(folder), sys.executable)) != "passed":
+        for tests, is_slow in dict.fromkeys((one.tests, one.is_slow) for one in chosen):
+            if (outcome := outcome_of(tests, is_slow, Path(folder), sys.executable)) != "passed":
                 print(f"without a fault: {outcome}: {' '.join(tests)}")
                 return 2
         rows = run(chosen, Path(folder), sys.executable)

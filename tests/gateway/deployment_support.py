@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from alignedserve.api.backend.connection import ClusterLinks
-from alignedserve.api.backend.scripted import IDLE_STATUS
 from alignedserve.config.sections import ModelSectionConfig, PrefixCacheConfig
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import FinishReason
@@ -27,9 +26,9 @@ from alignedserve.messages.wire import Codec, Message
 from alignedserve.process.addresses import ROUTER, AddressBook, deployed_name
 from alignedserve.process.link_manager import LinkManager
 from alignedserve.process.links import Identity, Peer
-from alignedserve.runtime.model.served_deployment import ServedDeployment
-from alignedserve.runtime.model.served_model import ServedModel, resolve_model
+from alignedserve.runtime.model.served_model import ServedDeployment, ServedModel, resolve_model
 from tests.gateway.support import EOS, tokenizer_folder
+from tests.harnesses.scripted_backend import IDLE_STATUS
 from tests.support.models.tiny_llama import TINY_LLAMA
 
 SECRET = b"s" * 32

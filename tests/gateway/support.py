@@ -16,8 +16,7 @@ import httpx
 from fastapi import FastAPI
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from alignedserve.api.backend.readiness_probe import ReadinessProbe
-from alignedserve.api.backend.scripted import Script, ScriptedBackend
+from alignedserve.api.backend.interface import ReadinessProbe
 from alignedserve.api.models.model_card import ModelCard
 from alignedserve.api.prefix_hasher import PrefixHasher
 from alignedserve.config.sections import GatewayConfig
@@ -26,6 +25,7 @@ from alignedserve.gateway.app import build_app
 from alignedserve.gateway.services import Services, build_services
 from alignedserve.keys.ring import CurrentKeys, KeyRing
 from alignedserve.text import tokenizer as ours
+from tests.harnesses.scripted_backend import Script, ScriptedBackend
 
 EOS = 1
 CORPUS = ["the quick brown fox jumps over the lazy dog", "hello world, how are you today?", "stop here and now"] * 4

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from alignedserve.api.backend import cluster as cluster_backend
-from alignedserve.api.backend import open_request
+from alignedserve.api.backend import cluster as open_request
 from alignedserve.api.errors import (
     GenerationFailed,
     Overloaded,

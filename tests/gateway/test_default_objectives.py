@@ -4,10 +4,10 @@ from typing import Any
 
 import msgspec
 
-from alignedserve.api.backend.scripted import IDLE_STATUS
 from alignedserve.core.request import Slo
-from alignedserve.messages.measurements import WorkerSpeed
+from alignedserve.messages.cluster_view import WorkerSpeed
 from tests.gateway.support import Gateway, gateway, saying
+from tests.harnesses.scripted_backend import IDLE_STATUS
 from tests.support.marks import each
 
 SPEED = WorkerSpeed(short_prompt_s=0.1, prompt_s=0.6, token_s=0.08, shared_token_s=0.1)

@@ -2,9 +2,9 @@
 
 import asyncio
 
-from alignedserve.api.backend.scripted import Script
 from alignedserve.gateway.intake import Intake
 from tests.gateway.support import EOS, error_of, gateway, saying, tokens_of
+from tests.harnesses.scripted_backend import Script
 from tests.support.marks import each
 from tests.support.waiting import holds
 

@@ -11,7 +11,6 @@ from typing import Any
 import httpx
 import pytest
 
-from alignedserve.api.backend.scripted import Script, ScriptedBackend
 from alignedserve.api.errors import Overloaded, Unavailable
 from alignedserve.batches.location import BatchLocation, SharedState
 from alignedserve.batches.stores.redis_location import RedisLocation
@@ -21,6 +20,7 @@ from alignedserve.gateway.server import GatewayServer, HttpServer, bind, shares_
 from alignedserve.process.addresses import AddressBook
 from tests.gateway.deployment_support import EchoingDeployment, deployed, gateway_links
 from tests.gateway.support import saying, services_for, tokens_of
+from tests.harnesses.scripted_backend import Script, ScriptedBackend
 from tests.support.servers.state_links import Entries
 from tests.support.waiting import holds
 

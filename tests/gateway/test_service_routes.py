@@ -10,10 +10,10 @@ import httpx
 import pytest
 from msgspec.structs import replace
 
-from alignedserve.api.backend.scripted import IDLE_STATUS, Script
 from alignedserve.api.errors import Unavailable
-from alignedserve.core.quotas import Charge, OwnShare
+from alignedserve.keys.quotas import Charge, OwnShare
 from tests.gateway.support import EOS, error_of, gateway, probe_of, saying, tokens_of
+from tests.harnesses.scripted_backend import IDLE_STATUS, Script
 from tests.support.marks import each
 from tests.support.waiting import holds
 

@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from alignedserve.api.backend import cluster as cluster_backend
-from alignedserve.api.backend import open_request
+from alignedserve.api.backend import cluster as open_request
 from alignedserve.api.errors import TimedOut
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.ids import RequestId

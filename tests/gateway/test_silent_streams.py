@@ -8,7 +8,6 @@ import orjson
 import pytest
 
 from alignedserve.api.backend.interface import RequestStream
-from alignedserve.api.backend.scripted import Script
 from alignedserve.api.errors import Overloaded, ResourceUnavailable, TimedOut
 from alignedserve.api.models.model_registry import ModelRegistry
 from alignedserve.core.request import Request
@@ -16,6 +15,7 @@ from alignedserve.gateway import streaming
 from alignedserve.gateway.services import Services
 from alignedserve.gateway.streaming import EventSender
 from tests.gateway.support import Gateway, documents_held, error_of, gateway, saying
+from tests.harnesses.scripted_backend import Script
 from tests.support.marks import each
 from tests.support.waiting import holds
 

@@ -11,12 +11,12 @@ from typing import Any
 
 from llguidance import LLMatcher
 
-from alignedserve.api.backend.scripted import Script
 from alignedserve.api.models.model_card import ModelCard
 from alignedserve.core.request import Request
 from alignedserve.runtime.grammar.compiler import PARSER_LIMITS
 from alignedserve.runtime.grammar.vocabulary import grammar_vocabulary
-from tests.gateway.support import EOS, write_tokenizer
+from tests.gateway.support import EOS, gateway, write_tokenizer
+from tests.harnesses.scripted_backend import Script
 
 _HEAD = (
     "{{ bos_token }}{% if tools %}<|system|>{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|end|>{% endif %}"
@@ -123,3 +123,19 @@ def accepts(model: ModelCard, grammar: str, text: str) -> bool:
     matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=PARSER_LIMITS)
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     return matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting()
+
+
+async def choice_of(model: ModelCard, text: str, **fields: Any) -> Any:
+    """Return the choice of a whole chat whose model says this."""
+    async with gateway(saying(model, text), model=model) as served:
+        response = await served.chat(**fields)
+    assert response.status_code == 200, response.text
+    return response.json()["choices"][0]
+
+
+async def grammar_of(model: ModelCard, **fields: Any) -> str:
+    """Return the grammar that a chat with these fields is decoded under."""
+    async with gateway(saying(model, "hi"), model=model) as served:
+        response = await served.chat(**fields)
+        assert response.status_code == 200, response.text
+        return served.backend.submitted[0].sampling.grammar

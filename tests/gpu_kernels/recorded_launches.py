@@ -38,7 +38,8 @@ from alignedserve.runtime.lora.adapter_files import read_adapter_files
 from alignedserve.runtime.lora.adapter_weights import load_adapter
 from alignedserve.runtime.model.quantized import source
 from alignedserve.runtime.model.quantized.product_form import Computing
-from alignedserve.runtime.model.weights import feed_forward_weights, file_products
+from alignedserve.runtime.model.weights import feed_forward_weights
+from alignedserve.runtime.model.weights import product_reader as file_products
 from kernels import gpu_dispatch, linear
 from kernels.activation import Gated
 from kernels.caches.block_digests import listed_digests, row_digests

@@ -59,7 +59,7 @@ def test_a_decoder_computes_the_same_by_the_kernels(
     tokens = {"a": random_tokens(1, 9), "b": random_tokens(2, 3)}
     expected = logits(tmp_path, tokens)
     monkeypatch.setattr(gpu_choice, "wants_fused_kernels", lambda device: True)
-    for packing in ("kernels.linear", "alignedserve.runtime.model.weights.file_products"):
+    for packing in ("kernels.linear", "alignedserve.runtime.model.weights.product_reader"):
         monkeypatch.setattr(f"{packing}.packed_levels", lambda dtype, device: ())  # which apply gates themselves
     actual = logits(tmp_path, tokens)
     assert not caplog.records

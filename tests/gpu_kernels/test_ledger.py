@@ -11,7 +11,7 @@ import torch
 from alignedserve.core.block_layout import FP8
 from alignedserve.runtime.attention.backend import TRITON
 from alignedserve.runtime.engine.forward.decoder import Decoder
-from alignedserve.runtime.model.weights.random_weights import random_weights
+from alignedserve.runtime.model.weight_files import load_weights
 from kernels import gpu_dispatch
 from tests.support.models.tiny_engines import TinyEngine, capture_nothing, random_tokens
 
@@ -108,7 +108,7 @@ def test_a_counted_step_is_the_one_that_runs(cache: str | None, monkeypatch: pyt
     counted = count_steps(form, (PROMPT, MIXED, DECODE))
     monkeypatch.setattr(gpu_dispatch, "wants_fused_kernels", lambda device: True)
     watch = Watch(monkeypatch)
-    decoder = Decoder(form.config, random_weights(form.config, 0, torch.float32))
+    decoder = Decoder(form.config, load_weights(None, form.config, torch.float32))
     tiny = TinyEngine(decoder, attention=TRITON, capture=capture_nothing, cache_dtype=cache)
     for name, runs in steps_that_ran(tiny, watch).items():
         ours = {run.name for run in runs}

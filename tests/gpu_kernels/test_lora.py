@@ -14,7 +14,7 @@ from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.engine.steps.cuda_graphs import CudaCapture
 from alignedserve.runtime.lora.adapter_files import read_adapter_files
 from alignedserve.runtime.lora.adapter_weights import load_adapter
-from alignedserve.runtime.model.weights import file_products
+from alignedserve.runtime.model.weights import product_reader as file_products
 from kernels import gpu_dispatch, linear
 from kernels.adapters.adapter_tables import cut_tiles
 from kernels.adapters.device_lora import DevicePlan, device_kernels

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from alignedserve.runtime.attention.backend import TORCH, TRITON
-from alignedserve.runtime.vision.picture_rows import SequenceEmbeddings
+from alignedserve.runtime.pictures import SequenceEmbeddings
 from kernels import gpu_dispatch
 from tests.support.models.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
 from tests.support.models.tiny_vision import IMAGE, make_tiny_seeing

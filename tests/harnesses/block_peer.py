@@ -24,10 +24,10 @@ from alignedserve.process.links import Identity
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.kv.transfers.block_server import BlockServer
-from alignedserve.runtime.kv.transfers.channel_transfer import ChannelTransfer
-from alignedserve.runtime.kv.transfers.channels.open_channel import open_channel
 from alignedserve.runtime.kv.transfers.host_blocks import ArenaBuffer
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest
+from alignedserve.runtime.kv.transfers.process_pair import open_channel
+from alignedserve.runtime.kv.transfers.requests import ChannelTransfer
 from tests.harnesses.link_peer import credentials_of
 
 LAYOUT = BlockLayout(block_size=16, num_layers=8, num_kv_heads=8, head_dim=64, dtype="float32")  # 512 KiB

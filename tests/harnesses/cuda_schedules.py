@@ -33,7 +33,7 @@ from alignedserve.runtime.engine.steps.pass_pace import PassPace
 from alignedserve.runtime.engine.swap_space import SwapSpace
 from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.model.hf_config import parse_model_config
-from alignedserve.runtime.model.weights.random_weights import random_weights
+from alignedserve.runtime.model.weight_files import load_weights
 from tests.harnesses.engine_histories import (
     BLOCK_SIZE,
     MAX_CONTEXT_LEN,
@@ -57,7 +57,7 @@ _ENGINES_OF_MACHINE = 40  # schedules on one machine, whose memory is never give
 
 def tiny_decoder(device: torch.device | str = "cpu") -> Decoder:
     config = parse_model_config(_CONFIG)
-    return Decoder(config, random_weights(config, 0, torch.float32, device))
+    return Decoder(config, load_weights(None, config, torch.float32, device))
 
 
 class _Worker(Place):

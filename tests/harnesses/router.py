@@ -3,8 +3,8 @@
 from typing import Any
 
 from alignedserve.config.sections import BatchingConfig, RouterConfig
-from alignedserve.core.attempts import epoch_end
 from alignedserve.core.ids import BatchId, RequestId, WorkerName
+from alignedserve.core.lifecycle import epoch_end
 from alignedserve.core.request import Request
 from alignedserve.messages.events import PeerConnected, PeerDisconnected, Received, Send, Ticked
 from alignedserve.messages.gateways import AbortRequest, ClusterStatus, RequestInterrupted, SubmitRequest

@@ -7,10 +7,10 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from alignedserve.batches.hours import Hours, parse_hours
 from alignedserve.batches.logic import AllLinesRecorded, PauseRequested, ResumeRequested, Validated, advance
 from alignedserve.batches.records import BatchRecord, BatchStatus
 from alignedserve.batches.schedule import may_start, open_time_left, reason_to_wait
-from alignedserve.core.hours import Hours, parse_hours
 from tests.support.batch_samples import batch_record
 
 DAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")

@@ -23,8 +23,16 @@ from alignedserve.batches.location import stores_in
 from alignedserve.batches.log import disk_log
 from alignedserve.batches.log.log_format import ResultRecord
 from alignedserve.batches.logic import BatchEvent
-from alignedserve.batches.owners import BACKGROUND, api_owner
-from alignedserve.batches.records import BatchKey, BatchStatus, FileId, FileRecord, Progress, ResultKind
+from alignedserve.batches.records import (
+    BACKGROUND,
+    BatchKey,
+    BatchStatus,
+    FileId,
+    FileRecord,
+    Progress,
+    ResultKind,
+    api_owner,
+)
 from alignedserve.batches.repository import BatchSnapshot
 from alignedserve.config.sections import BatchesConfig
 from alignedserve.core.errors import StorageError, StoreUnavailable

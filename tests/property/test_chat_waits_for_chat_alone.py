@@ -18,10 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alignedserve.config.sections import RouterConfig, SchedulingConfig
-from alignedserve.core.class_floor import ClassFloor
+from alignedserve.core.class_floor import ClassFloor, TurnClass
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request, RequestClass, Slo
-from alignedserve.core.turn_class import TurnClass
 from alignedserve.messages.events import Received
 from alignedserve.messages.gateways import SubmitRequest
 from alignedserve.messages.iterations import RunIteration

@@ -14,7 +14,7 @@ from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.engine.steps.chunk_guess import ChunkGuess
 from alignedserve.runtime.engine.steps.next_step import NextStep
 from alignedserve.runtime.engine.steps.step_launch import StepLaunch
-from alignedserve.runtime.kv.copies.pending_copies import PendingCopies
+from alignedserve.runtime.kv.direct_copies import PendingCopies
 from tests.harnesses.engine_histories import EngineHistory, generated_alone, undisturbed
 from tests.support.devices.checked_streams import CheckedStream, CheckedStreams
 from tests.support.marks import many, slow

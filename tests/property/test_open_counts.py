@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alignedserve.core.open_counts import FORGET_S, OpenCounts, OpenPool, OpenStatement, Verdict, Wish
-from alignedserve.core.quotas import LEASE_S
+from alignedserve.keys.open_counts import FORGET_S, OpenCounts, OpenPool, OpenStatement, Verdict, Wish
+from alignedserve.keys.quotas import LEASE_S
 
 KEYS = {"a": 3, "b": 1}
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alignedserve.core.quotas import (
+from alignedserve.keys.quotas import (
     LEASE_S,
     Bucket,
     Charge,

@@ -22,10 +22,10 @@ from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request, SamplingParams
 from alignedserve.messages.caches import ArenaOffered
 from alignedserve.messages.handshake import Role
-from alignedserve.messages.recording import RUN_FILE, RunMetadata
 from alignedserve.messages.workers import WorkerRegistered
 from alignedserve.process.addresses import ROUTER
 from alignedserve.process.recorder import Recorder, open_recorder
+from alignedserve.process.recording import RUN_FILE, RunMetadata
 from alignedserve.scheduling.policy import DeviceMemory
 from decode_worker import factory as decode_factory
 from kvpool import factory as pool_factory

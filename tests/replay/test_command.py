@@ -13,7 +13,7 @@ from alignedserve.core.errors import ConfigError, RecordingError
 from alignedserve.costmodel.linear import LinearCoefficients
 from alignedserve.costmodel.links import LinkModel
 from alignedserve.costmodel.model_shapes import ModelShape
-from alignedserve.messages.recording import PART_FILE, RecordedPart
+from alignedserve.process.recording import PART_FILE, RecordedPart
 from decode_worker.logic import DecodeLogic
 from lab.commands.simulation.options import ReplayOptions
 from lab.commands.simulation.replay import parse_outstanding, replay, replay_folder
@@ -24,8 +24,8 @@ from tests.replay.recorded import random_run, recorded_run_folder
 from tests.support.marks import each, slow
 
 
-def recorded(folder: Path, config: SimConfig, seed: int) -> Path:
-    return recorded_run_folder(folder, config, mixed_workload(60, 4.0, seed))
+def recorded(folder: Path, config: SimConfig, seed: int, num_requests: int = 60) -> Path:
+    return recorded_run_folder(folder, config, mixed_workload(num_requests, 4.0, seed))
 
 
 def run_json(capsys: pytest.CaptureFixture[str], options: ReplayOptions) -> tuple[int, Any]:
@@ -62,7 +62,7 @@ def test_a_table_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_the_table_names_the_costs_and_the_workers_that_were_simulated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = recorded(tmp_path / "run", colocated(2, topology=Topology.ELASTIC, learns_costs=True), 1)
+    folder = recorded(tmp_path / "run", colocated(2, topology=Topology.ELASTIC, learns_costs=True), 1, num_requests=15)
     assert replay(ReplayOptions(folder)) == 0
     assert "elastic iterations fitted, error" in capsys.readouterr().out
     shape = ModelShape("tiny", 2, 64, 4, 4, 16, 256, 512, is_gated=False, ties_embeddings=True, dtype="float32")

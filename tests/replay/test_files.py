@@ -11,8 +11,8 @@ import pytest
 from alignedserve.config.sections import BatchingConfig, RecordingConfig, RouterConfig
 from alignedserve.core.errors import ConfigError, RecordingError
 from alignedserve.messages.events import Ticked
-from alignedserve.messages.recording import FULL, PART_FILE, RecordEncoder, RecordReader
 from alignedserve.process.recorder import Recorder, open_recorder
+from alignedserve.process.recording import FULL, PART_FILE, RecordEncoder, RecordReader
 from lab.replay.component_replay import CUT, ENDS_BETWEEN, ComponentReplay, recordings_in
 from router.factory import make_logic
 from tests.replay.recorded import Recorded

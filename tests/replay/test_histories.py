@@ -9,7 +9,7 @@ import pytest
 
 from alignedserve.config.sections import RecordingConfig, SchedulingConfig, Topology
 from alignedserve.core.request import SamplingParams, Slo
-from alignedserve.messages.recording import RecordReader
+from alignedserve.process.recording import RecordReader
 from decode_worker.logic import DecodeLogic
 from lab.replay.component_replay import ComponentReplay, recordings_in
 from tests.harnesses.clusters.in_process import running, small_config

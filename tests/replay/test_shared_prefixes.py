@@ -11,9 +11,9 @@ from alignedserve.config.sections import RecordingConfig
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import LoraAdapter, Request, SampledToken, SamplingParams
 from alignedserve.messages.prefixes import PrefixFound
-from alignedserve.messages.redaction import KeepDecisions, KeepLengths, Redactor, TokenChains
 from alignedserve.messages.workers import PrefillRequest
 from alignedserve.prefix_cache.block_hashes import BlockHasher, packed_blocks
+from alignedserve.process.redaction import KeepDecisions, KeepLengths, Redactor, TokenChains
 from lab.replay.component_replay import recordings_in
 from tests.harnesses.clusters.cluster_shape import Shape
 from tests.property.test_prefix_cache_histories import ROOTS, conversations

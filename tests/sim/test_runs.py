@@ -110,7 +110,7 @@ def test_memory_that_is_short_makes_evictions_and_memory_elsewhere_takes_them() 
 
 
 def test_decodes_that_may_wait_in_a_pool_are_hardly_computed_again() -> None:
-    workload = mixed_workload(100, 20.0, longest=80, longest_answer=200)
+    workload = mixed_workload(50, 20.0, longest=80, longest_answer=200)
 
     def computed(pool_blocks: int) -> int:
         config = colocated(2, policy="aligned_slo", worker_blocks=40, pool_blocks=pool_blocks)

@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from alignedserve.core.attempts import STEPS_PER_EPOCH
 from alignedserve.core.ids import BatchId, BlockId, LeaseId, RequestId, WorkerName
-from alignedserve.core.lifecycle import Stage
+from alignedserve.core.lifecycle import STEPS_PER_EPOCH, Stage
 from alignedserve.core.request import FinishReason, Request, RequestClass, SamplingParams, Slo, TokenLogprob
 from alignedserve.messages import blocks as block_messages
 from alignedserve.messages import handshake, links
@@ -51,6 +50,7 @@ from alignedserve.messages.cluster_view import (
     AdapterLoads,
     BatchShape,
     FormedBatch,
+    IterationLogTotals,
     LengthLeaf,
     LengthTree,
     PlacedTree,
@@ -77,7 +77,6 @@ from alignedserve.messages.gateways import (
     WorkerLean,
 )
 from alignedserve.messages.handshake import Challenge, Hello, Ping, Role, Welcome
-from alignedserve.messages.measurements import IterationLogTotals
 from alignedserve.messages.pools import (
     BatchFormed,
     BatchReceived,

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from alignedserve.core.ids import BlockId
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from alignedserve.runtime.kv.copies.list_copies import copy_from_pieces, copy_to_pieces
+from alignedserve.runtime.kv.list_copies import copy_from_pieces, copy_to_pieces
 from kernels.cpu.block_copies import all_rows
 
 Rows = npt.NDArray[np.uint8]

@@ -6,13 +6,47 @@ from typing import Any
 
 import orjson
 
-from alignedserve.api.anthropic.errors import anthropic_error_body
-from alignedserve.api.anthropic.schemas import MessagesRequest
+from alignedserve.api.anthropic.bodies import THREAD_UNSUPPORTED, MessagesRequest
+from alignedserve.api.errors import Overloaded, error_message, http_error_of
 from alignedserve.api.openai.choice_decoder import ChoiceDelta
 from alignedserve.api.openai.generation import Generation
 from alignedserve.api.openai.response_format import extension_of
-from alignedserve.api.tools.deltas import ToolCallDelta
+from alignedserve.api.tools.call_parser import ToolCallDelta
 from alignedserve.core.request import FinishReason
+
+_OVERLOADED_STATUS = 529
+_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+    _OVERLOADED_STATUS: "overloaded_error",
+}
+
+
+def anthropic_error_body(error: Exception, *, request_id: str) -> bytes:
+    """Return the error object for this error. There is no member for the field to blame: the message names it."""
+    message, param = error_message(error), getattr(error, "param", None)
+    if param is not None and param not in message:
+        message = f"{param}: {message}"
+    view = error_view(message, anthropic_status(error), request_id)
+    if getattr(error, "code", None) == THREAD_UNSUPPORTED:
+        view["error"]["details"] = {"error_code": THREAD_UNSUPPORTED}
+    return orjson.dumps(view)
+
+
+def error_view(message: str, status: int, request_id: str | None) -> dict[str, Any]:
+    """Return the error object of a response with this status."""
+    kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+
+
+def anthropic_status(error: Exception) -> int:
+    """Return the HTTP status of the response for this error."""
+    return _OVERLOADED_STATUS if isinstance(error, Overloaded) else http_error_of(error).status
+
 
 Event = dict[str, Any]
 
@@ -57,7 +91,7 @@ class ContentBlocks:
         if self._open is None:
             return
         if self._open == "thinking":
-            # The signature tells which thought it was, also where it is not shown; it proves nothing.
+            # The signature is a digest of the thought, shown or not; it proves nothing.
             yield self._delta({"type": "signature_delta", "signature": self._thought.hexdigest()})
         yield {"type": "content_block_stop", "index": self._index}
         self._open = None
@@ -112,13 +146,13 @@ def server_sent_event(kind: str, payload: bytes) -> bytes:
 class MessageFormatter:
     """Formats the one answer of a generation."""
 
-    def __init__(self, generation: Generation, asked: MessagesRequest) -> None:
+    def __init__(self, generation: Generation, body: MessagesRequest) -> None:
         self._generation = generation
         self._request = generation.request
-        self._asked = asked
+        self._body = body
         self._has_begun = False
         self._stop: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
-        is_omitted = asked.thinking is not None and asked.thinking.display == "omitted"
+        is_omitted = body.thinking is not None and body.thinking.display == "omitted"
         self._blocks = ContentBlocks(shows_thinking=not is_omitted)
 
     def events(self, index: int, delta: ChoiceDelta) -> bytes:
@@ -179,7 +213,7 @@ class MessageFormatter:
             self._stop["stop_reason"] = self._stop_reason(delta.finish_reason)
 
     def _stop_reason(self, reason: FinishReason) -> str:
-        has_all_tokens = self._request.requests[0].sampling.max_tokens == self._asked.max_tokens
+        has_all_tokens = self._request.requests[0].sampling.max_tokens == self._body.max_tokens
         if reason is FinishReason.LENGTH and not has_all_tokens:
             return "model_context_window_exceeded"
         return _STOP_REASONS[reason.value]

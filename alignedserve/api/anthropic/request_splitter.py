@@ -1,7 +1,6 @@
-"""Cuts the body of a message batch into its requests as it arrives, so that one of any size takes little memory.
+"""Cuts the body of a message batch into requests as it arrives: a body of any size takes little memory.
 
-A request is parsed once it is there as a whole, within the bounds of every other body; here it is only found where it
-ends.
+A whole request is parsed later, within the bounds of every body; this module only finds its end.
 """
 
 import re
@@ -99,12 +98,12 @@ class RequestSplitter:
         depth, length = 1, 1
         while depth:
             length = yield from self._find(_BRACKET_OR_QUOTE, length)
-            found = self._byte(length)
+            byte = self._byte(length)
             length += 1
-            if found == _QUOTE:
+            if byte == _QUOTE:
                 length = yield from self._end_of_string(length)
             else:
-                depth += 1 if found in _OPENING else -1
+                depth += 1 if byte in _OPENING else -1
         return length
 
     def _end_of_string(self, length: int) -> _Steps[int]:
@@ -115,11 +114,11 @@ class RequestSplitter:
             length += 2  # what stands behind a backslash ends nothing
 
     def _find(self, pattern: re.Pattern[bytes], length: int) -> _Steps[int]:
-        while (found := pattern.search(self._text, self._place + length)) is None:
+        while (match := pattern.search(self._text, self._place + length)) is None:
             length = max(length, len(self._text) - self._place)
             self._check(length)
             yield None
-        return found.start() - self._place
+        return match.start() - self._place
 
     def _check(self, length: int) -> None:
         if length > self._max_bytes:
@@ -128,10 +127,10 @@ class RequestSplitter:
     # --- marks
 
     def _next_byte(self) -> _Steps[bytes]:
-        while (found := _NOT_SPACE.search(self._text, self._place)) is None:
+        while (match := _NOT_SPACE.search(self._text, self._place)) is None:
             self._place = len(self._text)
             yield None
-        self._place = found.start()
+        self._place = match.start()
         return self._byte(0)
 
     def _byte(self, length: int) -> bytes:

@@ -17,9 +17,7 @@ from collections.abc import Iterable, Mapping
 from itertools import repeat
 
 from alignedserve.api.backend.connection import ClusterConnection
-from alignedserve.api.backend.interface import RequestStream
-from alignedserve.api.backend.open_request import OpenRequest
-from alignedserve.api.backend.readiness_probe import missing_peer
+from alignedserve.api.backend.interface import RequestStream, missing_peer
 from alignedserve.api.errors import (
     GenerationError,
     GenerationFailed,
@@ -32,7 +30,7 @@ from alignedserve.api.errors import (
 from alignedserve.api.prefix_hasher import PrefixHasher
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.ids import RequestId
-from alignedserve.core.request import Request, RequestClass
+from alignedserve.core.request import FinishReason, Request, RequestClass, TokenLogprob
 from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.gateways import (
     AbortRequest,
@@ -52,6 +50,136 @@ from alignedserve.messages.wire import Message
 from alignedserve.process.addresses import ROUTER
 from alignedserve.process.background_tasks import start_background
 from alignedserve.process.links import Peer
+
+# A request that is silent for this long is sent to the router again, which ignores it if all is well: no request waits
+# for ever, whichever message was lost.
+_RESEND_AFTER_S = 10.0
+_MOST_RESEND_AFTER_S = 160.0  # of best effort, where the time doubles: thousands may wait for an hour
+_RESEND_SOON_S = 2.0  # while tokens are missing before others, or were lost: what is under way elsewhere comes sooner
+_TOKEN_BYTES = 16  # that are copied while a token is encoded
+
+
+class UnfinishedRequest:
+    """A request before its end, and its tokens in order."""
+
+    def __init__(self, request: Request, stream: RequestStream, now: float) -> None:
+        self.is_sent = False  # to a router
+        self.is_to_be_sent = False  # again, without a further wait
+        self.stream = stream
+        self.last_heard_s = now  # when new tokens last came
+        self.last_worker: str | None = None  # whose tokens came last, until its link is lost
+        self._last_sent_s = now
+        self._resend_after_s = _RESEND_AFTER_S
+        self._is_asked_soon = False  # a chat whose worker was lost: it is sent again soon
+        self._last_early_s = now  # when tokens behind a gap last came
+        self._gap_told_s: float | None = None  # when it was sent again for a gap of which no token has come since
+        self._has_last = False
+        self.request = request
+        self._token_ids: list[int] = []  # delivered, without gap
+        self._num_prompt_logprobs = 0
+        self._out_of_order: dict[int, TokenDelta] = {}  # behind a gap, by first index
+        self._out_of_order_logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
+
+    @property
+    def is_best_effort(self) -> bool:
+        return not self.request.is_real_time
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._token_ids)
+
+    @property
+    def num_bytes(self) -> int:
+        request, sampling = self.request, self.request.sampling
+        num_token_ids = request.prompt_len + self.num_tokens + len(sampling.allowed_token_ids)
+        num_picture_bytes = sum(len(picture.content) for picture in request.pictures)
+        return _TOKEN_BYTES * num_token_ids + len(sampling.grammar) + num_picture_bytes
+
+    @property
+    def is_complete(self) -> bool:
+        return self._has_last and self.stream.has_prompt_logprobs
+
+    @property
+    def has_gap(self) -> bool:
+        return bool(self._out_of_order)
+
+    def lose_worker(self) -> None:
+        """Note that the link to its worker is lost. A chat is sent to the router at once, and soon again: that may take
+        it for served until it hears from the worker itself that the answer has ended."""
+        self.last_worker = None
+        self._is_asked_soon = not self.is_best_effort
+
+    def tell_gap(self, now: float) -> bool:
+        """Note a resend to the router. Return whether the last resend was for this gap, and its worker goes on behind.
+
+        Only a new attempt closes such a gap: the worker and its tokens behind the gap are forgotten.
+        """
+        is_lasting = self.has_gap and self._gap_told_s is not None and self._last_early_s > self._gap_told_s
+        if is_lasting:
+            self._out_of_order.clear()
+            self.last_worker = None
+        self._gap_told_s = now if self.has_gap else None
+        return is_lasting
+
+    def is_resend_due(self, now: float) -> bool:
+        """Return whether it has been silent too long; True starts the next wait, of best effort twice as long."""
+        if self.last_heard_s > self._last_sent_s:
+            self._resend_after_s = _RESEND_AFTER_S
+        is_soon = self.has_gap or self._is_asked_soon
+        wait_s = min(_RESEND_SOON_S, self._resend_after_s) if is_soon else self._resend_after_s
+        is_silent = now - max(self.last_heard_s, self._last_sent_s) > wait_s
+        is_due = is_silent or self.is_to_be_sent
+        if is_due:
+            self._last_sent_s, self.is_to_be_sent, self._is_asked_soon = now, False, False
+            if self.is_best_effort and is_silent:
+                self._resend_after_s = min(2.0 * self._resend_after_s, _MOST_RESEND_AFTER_S)
+        return is_due
+
+    @property
+    def resumed_token_ids(self) -> tuple[int, ...]:
+        """Tokens after which it may be resumed: none while prompt log-probabilities are missing."""
+        return tuple(self._token_ids) if self.stream.has_prompt_logprobs else ()
+
+    def accept(self, delta: TokenDelta, now: float) -> None:
+        if delta.first_index > self.num_tokens:
+            if delta.first_index <= self.request.sampling.max_tokens:
+                self._out_of_order[delta.first_index], self._last_early_s = delta, now
+            return
+        self._deliver(delta, now)
+        while self._out_of_order and min(self._out_of_order) <= self.num_tokens:
+            self._deliver(self._out_of_order.pop(min(self._out_of_order)), now)
+
+    def accept_prompt_logprobs(self, message: PromptScored, now: float) -> None:
+        self._out_of_order_logprobs[message.first_position - 1] = message.entries
+        while self._out_of_order_logprobs:
+            first = min(self._out_of_order_logprobs)
+            if first > self._num_prompt_logprobs:
+                break
+            new = self._out_of_order_logprobs.pop(first)[self._num_prompt_logprobs - first :]
+            if new:
+                self._num_prompt_logprobs += len(new)
+                self.last_heard_s = now
+                self.stream.push_prompt_logprobs(new)
+        if self.request.sampling.max_tokens == 0 and self.stream.has_prompt_logprobs and not self._has_last:
+            # No token was asked for: the answer is complete with its prompt log-probabilities, even before a delta.
+            self._has_last = True
+            self.stream.push((), (), FinishReason.LENGTH)
+
+    def _deliver(self, delta: TokenDelta, now: float) -> None:
+        num_known = self.num_tokens - delta.first_index
+        new = delta.token_ids[num_known:]
+        # A repeat that ends before the delivered tokens is stale, and so is its end.
+        is_stale = not new and (delta.finish_reason is None or num_known > len(delta.token_ids))
+        if self._has_last or is_stale:
+            return
+        if not self._token_ids:  # a later attempt counts answers among its hits
+            self.stream.num_cached_tokens = min(delta.num_cached_tokens, self.request.prompt_len)
+            self.stream.embedding = delta.embedding
+        self._token_ids += new
+        self.last_heard_s, self._gap_told_s, self._is_asked_soon = now, None, False
+        self._has_last = delta.finish_reason is not None
+        self.stream.push(new, delta.logprobs[num_known:], delta.finish_reason)
+
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +212,7 @@ class ClusterBackend:
         self._config = config
         self._router_name = router
         self._prefix_hasher = prefix_hasher
-        self._open: dict[RequestId, OpenRequest] = {}
+        self._open: dict[RequestId, UnfinishedRequest] = {}
         self._router: str | None = None  # its name while linked
         self._status: ClusterStatus | None = None
         self._num_answers: Counter[str] = Counter()
@@ -116,7 +244,7 @@ class ClusterBackend:
         chat no worker."""
         now = asyncio.get_running_loop().time()
         stream = RequestStream(request)
-        entry = OpenRequest(request, stream, now)
+        entry = UnfinishedRequest(request, stream, now)
         if (error := self._hopeless(entry, now)) is not None:
             raise error
         if self._router is not None:
@@ -141,9 +269,9 @@ class ClusterBackend:
         return request_id in self._open
 
     def on_linked(self, peer: Peer) -> None:
-        """Register with the router and resume every open request there: one that restarted knows none of them.
+        """Register with the router and resume every open request there: a restarted router knows none.
 
-        Those that came meanwhile are new to it, and it may reject them as any other.
+        Requests since the loss are new to the router, which may reject them.
         """
         self._router = peer.name
         self._links.send(peer.name, GatewayRegistered(self._links.links.node))
@@ -173,7 +301,7 @@ class ClusterBackend:
         asked to resume from here, which it ignores for requests that it knows to be running.
         """
         if peer.name != self._router:
-            lost = [one for one in self._open.values() if one.last_worker in (None, peer.name) or one.has_gap]
+            lost = [item for item in self._open.values() if item.last_worker in (None, peer.name) or item.has_gap]
             for entry in lost:
                 entry.lose_worker()
             if self._router is not None:
@@ -184,11 +312,11 @@ class ClusterBackend:
 
     # --- inside
 
-    def _send_all(self, router: str, entries: Iterable[OpenRequest]) -> None:
+    def _send_all(self, router: str, entries: Iterable[UnfinishedRequest]) -> None:
         for entry in sorted(entries, key=lambda entry: entry.is_best_effort):
             self._send(router, entry)
 
-    def _send(self, router: str, entry: OpenRequest) -> None:
+    def _send(self, router: str, entry: UnfinishedRequest) -> None:
         """Send a request to the router, as much at once as holds up no stream and breaks no link.
 
         The others follow a few at a time (_watch_deadlines).
@@ -204,14 +332,14 @@ class ClusterBackend:
         else:
             self._submit(router, entry)
 
-    def _send_again(self, entry: OpenRequest, now: float) -> None:
+    def _send_again(self, entry: UnfinishedRequest, now: float) -> None:
         """Send a request that is silent to the router. Where it says that its worker serves it, tokens may be missing
         all the same, which were lost with a link to here: then it is computed again, from where the client is."""
         if entry.tell_gap(now):
             self._links.send(self._router_name, AbortRequest(entry.request.request_id))
         self._send(self._router_name, entry)
 
-    def _submit(self, router: str, entry: OpenRequest) -> None:
+    def _submit(self, router: str, entry: UnfinishedRequest) -> None:
         self._links.send(router, SubmitRequest(entry.request, self._block_names(entry.request)))
         entry.is_sent = True
 
@@ -222,7 +350,7 @@ class ClusterBackend:
         elif self._unserved_s is None:
             self._unserved_s = asyncio.get_running_loop().time()
 
-    def _hopeless(self, entry: OpenRequest, now: float) -> Unavailable | None:
+    def _hopeless(self, entry: UnfinishedRequest, now: float) -> Unavailable | None:
         if self._router is None:
             return None if self._is_router_expected(entry, now) else Unavailable(_NO_ROUTER)
         if entry.is_best_effort or self._unserved_s is None:
@@ -231,7 +359,7 @@ class ClusterBackend:
         is_late = not entry.is_sent and now - self._unserved_s > self._config.first_token_timeout_s
         return Unavailable(_NO_WORKER, retry_after_s=_WORKER_RETRY_S) if self.is_failing or is_late else None
 
-    def _is_router_expected(self, entry: OpenRequest, now: float) -> bool:
+    def _is_router_expected(self, entry: UnfinishedRequest, now: float) -> bool:
         is_new_among_hosts = not entry.is_sent and bool(self._links.links.node)
         return now - self._router_lost_s <= (_HEAD_RETURNS_S if is_new_among_hosts else _ROUTER_RETURNS_S)
 
@@ -260,7 +388,7 @@ class ClusterBackend:
         entry.accept_prompt_logprobs(message, asyncio.get_running_loop().time())
         self._end_if_complete(worker, message.request_id, entry)
 
-    def _end_if_complete(self, worker: Peer, request_id: RequestId, entry: OpenRequest) -> None:
+    def _end_if_complete(self, worker: Peer, request_id: RequestId, entry: UnfinishedRequest) -> None:
         if entry.is_complete:
             self._num_answers[entry.last_worker or worker.name] += 1
             del self._open[request_id]
@@ -272,7 +400,7 @@ class ClusterBackend:
         else:
             self._send(router.name, entry)
 
-    def _resumption(self, entry: OpenRequest) -> ResumeRequest:
+    def _resumption(self, entry: UnfinishedRequest) -> ResumeRequest:
         if self._links.timelines is not None:
             self._links.timelines.note(entry.request.request_id, Step.RESUMED)
         token_ids = entry.resumed_token_ids
@@ -300,7 +428,7 @@ class ClusterBackend:
         if entry is not None:
             entry.stream.fail(error)
 
-    def _patience_s(self, entry: OpenRequest, now: float) -> float:
+    def _patience_s(self, entry: UnfinishedRequest, now: float) -> float:
         """Return for how long the request may be silent. Best effort waits for all chat before it, and may pause.
 
         Chat that has begun pauses where memory is short. While others are served it has not been forgotten, and what
@@ -336,7 +464,7 @@ class ClusterBackend:
                     self.abort(request_id)
                     entry.stream.fail(error)
 
-    def _log_silence(self, entry: OpenRequest, now: float) -> None:
+    def _log_silence(self, entry: UnfinishedRequest, now: float) -> None:
         logger.warning(
             "request %s, %s, is given up: silent for %.1f s after %d tokens, the last from %s; anything was last "
             "computed %.1f s ago, %d requests are open, the router %s connected",

@@ -31,7 +31,7 @@ class ClusterLinks:
 
     @property
     def node(self) -> str:
-        """Return where this process runs; empty: there are no other nodes."""
+        """The node of this process; empty on a single host."""
         return self.book.node
 
     @classmethod
@@ -47,7 +47,7 @@ class ClusterLinks:
 
 
 class DeploymentHandler(LinkHandler, Protocol):
-    """Handles the events of the links to one deployment: its router's, and those of the workers that answer it."""
+    """Handles the events of the links to one deployment: to its router and its workers."""
 
     def is_open(self, request_id: RequestId) -> bool:
         """Return whether this request was sent to the deployment and has not ended."""
@@ -88,7 +88,7 @@ class ClusterConnection:
         handler = self._handlers.pop(router, None)
         if handler is None:
             return
-        self._of_worker = {worker: one for worker, one in self._of_worker.items() if one is not handler}
+        self._of_worker = {worker: other for worker, other in self._of_worker.items() if other is not handler}
         self._manager.hang_up(router)
 
     def send(self, router: str, message: Message) -> bool:
@@ -137,8 +137,8 @@ class ClusterConnection:
             case RequestsNoted() if self.timelines is not None:
                 self.timelines.take(peer.name, message)
             case AskTimeline():
-                told = TimelineTold(message.number, message.asker)
-                self._manager.send(peer.name, told if self._questions is None else self._questions.answer(message))
+                nothing = TimelineTold(message.number, message.asker)
+                self._manager.send(peer.name, nothing if self._questions is None else self._questions.answer(message))
             case TimelineTold() if self._questions is not None:
                 self._questions.told(message)
             case StandingsTold() if self._questions is not None and peer.role is Role.ROUTER:

@@ -1,13 +1,15 @@
 """The port between HTTP and the cluster: submit a request, read its tokens in order, abort it."""
 
 import asyncio
+import secrets
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from alignedserve.api.errors import GenerationError
+from alignedserve.api.errors import GenerationError, GenerationFailed, Unservable
 from alignedserve.core.ids import RequestId
-from alignedserve.core.request import FinishReason, Request, TokenLogprob
+from alignedserve.core.request import FinishReason, Request, SamplingParams, TokenLogprob
 from alignedserve.messages.gateways import ClusterStatus
 
 
@@ -40,7 +42,7 @@ class CompletionBackend(Protocol):
 class RequestStream:
     """Tokens of one request: an async iterator that ends after `finish_reason` or with a GenerationError.
 
-    The backend pushes, one reader iterates. Tokens that arrive while the reader is busy come as one item. A reader
+    The backend pushes, one reader iterates. Tokens for a busy reader come as one item. A reader
     that stops early must abort the request at the backend.
     """
 
@@ -115,3 +117,77 @@ class RequestStream:
             self._ready.clear()
             await self._ready.wait()
         return tokens
+
+
+_PAUSE_S = 0.5
+_MISSING_PAUSE_S = 0.05  # while something is not there yet: a start waits for it
+_TIMEOUT_S = 30.0
+_MOST_FAILURES = 3  # in a row, of a kind that waiting does not mend
+
+
+def missing_peer(status: ClusterStatus | None) -> str | None:
+    """Return what no request can be served without, by a router's last report; None: all of it is there."""
+    if status is None:
+        return "the router is not connected"
+    if status.num_decode_workers == 0:
+        return "no worker that decodes is registered"
+    if status.num_prefill_workers == 0:
+        return "no worker for prompts is registered"
+    if status.num_poolless_workers == status.num_prefill_workers:
+        return "no KV pool is registered to which workers for prompts could give what they compute"
+    return None
+
+
+class ReadinessProbe:
+    """Knows whether the cluster generates tokens. `run` until cancelled."""
+
+    def __init__(self, backend: CompletionBackend, *, token_id: int, reply_to: str) -> None:
+        self._backend = backend
+        self._token_id = token_id
+        self._reply_to = reply_to
+        self._problem: str | None = "no canary token has come through yet"
+        self._num_failures = 0  # in a row, of the model itself
+
+    def missing(self) -> str | None:
+        """Return the reason why the system is not ready; None when it is."""
+        return self._missing_peer() or self._problem
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Return whether the model itself fails at every try, as one does that computes no numbers."""
+        return self._num_failures >= _MOST_FAILURES
+
+    async def run(self, pause_s: float = _PAUSE_S) -> None:
+        while True:
+            if self._missing_peer() is not None:
+                self._problem = "no canary token has come through since the cluster changed"
+            elif self._problem is not None:
+                self._problem, has_failed = await self._probe()
+                self._num_failures = self._num_failures + 1 if has_failed else 0
+            await asyncio.sleep(pause_s if self._missing_peer() is None else min(pause_s, _MISSING_PAUSE_S))
+
+    def _missing_peer(self) -> str | None:
+        return missing_peer(self._backend.status())
+
+    async def _probe(self) -> tuple[str | None, bool]:
+        request = Request(
+            request_id=RequestId(f"canary-{secrets.token_hex(8)}"),
+            prompt_token_ids=(self._token_id,),
+            sampling=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
+            reply_to=self._reply_to,
+            arrival_s=time.monotonic(),
+            priority=-1,
+        )
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
+                stream = self._backend.submit(request)
+                async for _ in stream:
+                    return None, False
+        except TimeoutError:
+            return "the canary token did not come in time", False
+        except GenerationError as error:
+            reason = error.reason if isinstance(error, GenerationFailed) else ""
+            return f"the canary token failed: {reason or error}", isinstance(error, GenerationFailed | Unservable)
+        finally:
+            self._backend.abort(request.request_id)
+        return "the canary token did not come", False

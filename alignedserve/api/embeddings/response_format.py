@@ -8,12 +8,11 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from alignedserve.api.embeddings.schemas import RerankRequest
+from alignedserve.api.embeddings.request_builder import RerankRequest
 from alignedserve.api.errors import GenerationFailed
 from alignedserve.api.openai.choice_decoder import ChoiceDelta
 from alignedserve.api.openai.generation import Generation
-from alignedserve.api.openai.logprobs import encoded
-from alignedserve.api.openai.response_format import extension_of
+from alignedserve.api.openai.response_format import encoded, extension_of
 
 Vectors = npt.NDArray[np.float32]
 
@@ -41,8 +40,8 @@ def cosines(embeddings: Sequence[bytes], num_second: int) -> list[float]:
     vectors = unit_vectors(embeddings)
     first, second = vectors[:-num_second], vectors[-num_second:]
     products = np.einsum("ij,ij->i", *np.broadcast_arrays(first, second))
-    found: list[float] = np.clip(products, -1.0, 1.0).tolist()  # rounding leads beyond a cosine
-    return found
+    clipped: list[float] = np.clip(products, -1.0, 1.0).tolist()  # rounding leads beyond a cosine
+    return clipped
 
 
 def computed_scores(embeddings: Sequence[bytes]) -> list[float]:
@@ -92,23 +91,23 @@ class ScoreFormatter:
 class RerankFormatter:
     """Formats the body of /v1/rerank."""
 
-    def __init__(self, generation: Generation, read_scores: ScoreReader, asked: RerankRequest) -> None:
+    def __init__(self, generation: Generation, read_scores: ScoreReader, body: RerankRequest) -> None:
         self._generation = generation
         self._read_scores = read_scores
-        self._asked = asked
+        self._body = body
 
     def body(self, choices: Sequence[Sequence[ChoiceDelta]]) -> bytes:
         scores = self._read_scores(self._generation.embeddings)
         ranking = sorted(range(len(scores)), key=lambda index: (-scores[index], index))
-        results = [self._result(index, scores[index]) for index in ranking[: self._asked.top_n]]
+        results = [self._result(index, scores[index]) for index in ranking[: self._body.top_n]]
         request = self._generation.request
         whole = {"id": request.response_id, "model": request.model, "results": results}
         return orjson.dumps(whole | {"usage": _usage(self._generation)} | extension_of(self._generation))
 
     def _result(self, index: int, score: float) -> dict[str, Any]:
         result: dict[str, Any] = {"index": index, "relevance_score": score}
-        if self._asked.return_documents:
-            result["document"] = {"text": self._asked.documents[index]}
+        if self._body.return_documents:
+            result["document"] = {"text": self._body.documents[index]}
         return result
 
 

@@ -17,9 +17,16 @@ from typing_extensions import override
 
 from alignedserve.api.backend.interface import CompletionBackend
 from alignedserve.core.request import Slo
-from alignedserve.messages.cluster_view import TIME_EDGES_S, AdapterLoads, TierLoad, TimeSpread, WorkerStatus
+from alignedserve.messages.cluster_view import (
+    SPREAD_EDGES,
+    TIME_EDGES_S,
+    AdapterLoads,
+    IterationLogTotals,
+    TierLoad,
+    TimeSpread,
+    WorkerStatus,
+)
 from alignedserve.messages.gateways import ClusterStatus
-from alignedserve.messages.measurements import SPREAD_EDGES, IterationLogTotals
 
 # name, help, value
 _GAUGES: tuple[tuple[str, str, Callable[[ClusterStatus], float]], ...] = (
@@ -136,13 +143,13 @@ class _Deployment:
 
         A worker has the former name of its kind, which dashboards know: worker-0 was decode-0 before version 0.2.
         """
-        found = {**labels, "model_name": self.model_name}
+        all_labels = {**labels, "model_name": self.model_name}
         if self.number is not None:
-            found["deployment"] = str(self.number)
+            all_labels["deployment"] = str(self.number)
         if "worker" in labels:
             name, dot, _ = labels["worker"].partition(".")
-            found["worker"] = f"{name.replace('worker-', 'decode-')}{dot}{self.number if dot else ''}"
-        return found
+            all_labels["worker"] = f"{name.replace('worker-', 'decode-')}{dot}{self.number if dot else ''}"
+        return all_labels
 
     def metrics(self) -> Iterator[Metric]:
         answers = CounterMetricFamily("alignedserve_answers", "Requests answered, by worker.", labels=["worker"])
@@ -211,8 +218,8 @@ def _reported(status: ClusterStatus, totals: _GrowingTotals) -> Iterator[Metric]
     yield restarts
     if status.leans:
         leans = GaugeMetricFamily("alignedserve_worker_lean", "Share of its time for prompts.", labels=["worker"])
-        for one in status.leans:
-            leans.add_metric([one.worker], one.lean)
+        for lean in status.leans:
+            leans.add_metric([lean.worker], lean.lean)
         yield leans
     if status.adapters.max_adapters:
         yield _adapters(status.adapters, time.time())
@@ -293,12 +300,12 @@ _STAGES: tuple[tuple[str, Callable[[TierLoad], float]], ...] = (
 def worker_metrics(status: ClusterStatus) -> Iterator[Metric]:
     for name, help_text, value in _OF_WORKERS:
         family = GaugeMetricFamily(name, help_text, labels=["worker"])
-        for one in status.workers:
-            family.add_metric([one.worker], float(value(one)))
+        for worker in status.workers:
+            family.add_metric([worker.worker], float(value(worker)))
         yield family
     tokens = CounterMetricFamily("alignedserve_worker_tokens", "Tokens generated, by worker.", labels=["worker"])
-    for one in status.workers:
-        tokens.add_metric([one.worker], one.num_tokens)
+    for worker in status.workers:
+        tokens.add_metric([worker.worker], worker.num_tokens)
     yield tokens
     roles = GaugeMetricFamily("alignedserve_workers", "Workers that can do this, connected now.", labels=["role"])
     roles.add_metric(["prefill"], status.num_prefill_workers)

@@ -4,21 +4,98 @@ Never a request id in a label.
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import INF, floatToGoString
 from typing_extensions import override
 
 from alignedserve.api.backend.interface import CompletionBackend
 from alignedserve.api.errors import REJECTION_CODES
 from alignedserve.api.metrics.deployment_metrics import DeploymentCollector
-from alignedserve.api.metrics.token_gaps import EDGES_S, TokenGapsCollector
-from alignedserve.api.metrics.usage_metrics import UsageCollector
 from alignedserve.api.timelines.exporter import TraceExporter
 from alignedserve.core.request import FinishReason, Request, RequestClass, Slo
 from alignedserve.usage.ledger import UsageLedger
+
+EDGES_S = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0),
+    *(20.0, 40.0, 80.0),
+)
+_BOUNDS = [str(floatToGoString(edge)) for edge in (*EDGES_S, INF)]  # type: ignore[no-untyped-call]
+
+
+class TokenGaps:
+    """The tokens and gaps of one model, counted by one thread: no lock."""
+
+    __slots__ = ("_counts", "num_tokens", "sum_s")
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self._counts = [0] * len(_BOUNDS)
+        self.sum_s = 0.0
+
+    def observe(self, gap_s: float) -> None:
+        self._counts[bisect_left(EDGES_S, gap_s)] += 1
+        self.sum_s += gap_s
+
+    def counts(self) -> list[int]:
+        return list(accumulate(self._counts))
+
+
+class TokenGapsCollector(Collector):
+    """Shows the gaps of all models at every scrape."""
+
+    def __init__(self) -> None:
+        self._models: dict[str, TokenGaps] = {}
+
+    def labels(self, model_name: str) -> TokenGaps:
+        return self._models.setdefault(model_name, TokenGaps())
+
+    @override
+    def collect(self) -> Iterator[CounterMetricFamily | HistogramMetricFamily]:
+        tokens = CounterMetricFamily("vllm:generation_tokens", "Generated tokens.", labels=["model_name"])
+        for model_name, gaps in self._models.items():
+            tokens.add_metric([model_name], gaps.num_tokens)
+        yield tokens
+        name = "vllm:inter_token_latency_seconds"
+        family = HistogramMetricFamily(name, "Gap between tokens.", labels=["model_name"])
+        for model_name, gaps in self._models.items():
+            family.add_metric([model_name], list(zip(_BOUNDS, gaps.counts(), strict=True)), gaps.sum_s)
+        yield family
+
+
+class UsageCollector(Collector):
+    """Reads a ledger's totals."""
+
+    def __init__(self, ledger: UsageLedger) -> None:
+        self._ledger = ledger
+
+    @override
+    def collect(self) -> Iterator[Metric]:
+        labels = ["key", "model_name", "class"]
+        tokens = CounterMetricFamily(
+            "alignedserve_key_tokens",
+            "Tokens of answers by key: prompt, cached (of the prompt), output.",
+            labels=[*labels, "kind"],
+        )
+        requests = CounterMetricFamily("alignedserve_key_requests", "Requests with an answer by key.", labels=labels)
+        seconds = CounterMetricFamily(
+            "alignedserve_key_compute_seconds", "Seconds that workers computed for answers by key.", labels=labels
+        )
+        for subject, counts in list(self._ledger.totals.items()):
+            requests.add_metric([*subject], counts.requests)
+            tokens.add_metric([*subject, "prompt"], counts.input_tokens)
+            tokens.add_metric([*subject, "cached"], counts.cached_tokens)
+            tokens.add_metric([*subject, "output"], counts.output_tokens)
+            seconds.add_metric([*subject], counts.compute_us / 1e6)
+        yield tokens
+        yield requests
+        yield seconds
+
 
 # The last edges are for documents, which may wait for an hour.
 _TTFT_BUCKETS = (

@@ -1,7 +1,7 @@
 """The adapters that requests may name, from the configuration or loaded while serving.
 
-The latter are in a file of the node (`runtime/lora/loaded_file.py`), which its gateways and its batch worker share, so
-that one that is restarted knows them again. What a name means is in memory; the file is read when it has changed.
+Loaded adapters are in a file of the node (`runtime/lora/loaded_file.py`), shared by its gateways and its batch worker:
+a restarted process knows them again. The meaning of a name is in memory; the file is read after a change.
 """
 
 import logging
@@ -13,7 +13,7 @@ from pathlib import Path
 from alignedserve.api.errors import Forbidden, NotFound
 from alignedserve.core.errors import AdapterError, InvalidRequest
 from alignedserve.core.request import LoraAdapter
-from alignedserve.disk.last_seen import LastSeen
+from alignedserve.disk.durable import LastSeen
 from alignedserve.keys.entry import ANYONE, KeyEntry
 from alignedserve.runtime.lora.adapter_folders import find_adapter
 from alignedserve.runtime.lora.loaded_file import (
@@ -30,7 +30,7 @@ from alignedserve.runtime.model.served_model import ServedModel
 logger = logging.getLogger(__name__)
 
 _MAX_LOADED = 1000  # of all keys
-_MAX_OF_KEY = 250  # of one that does not see what all use
+_MAX_OF_KEY = 250  # of a key without sight of all adapters
 
 
 class AdapterDirectory:
@@ -117,9 +117,9 @@ class AdapterDirectory:
 
 def check_room(changes: Changes, name: str, key: KeyEntry) -> None:
     """Raise InvalidRequest where the key, or all keys together, may not have one more adapter loaded, of this name."""
-    others = [one for one in changes.values() if one.is_loaded and one.name != name]
+    others = [adapter for adapter in changes.values() if adapter.is_loaded and adapter.name != name]
     if len(others) >= _MAX_LOADED:
         raise InvalidRequest(f"At most {_MAX_LOADED} adapters can be loaded.", param="lora_name")
-    if not key.sees_all and sum(one.owner == key.owner for one in others) >= _MAX_OF_KEY:
+    if not key.sees_all and sum(adapter.owner == key.owner for adapter in others) >= _MAX_OF_KEY:
         message = f"The key {key.name} has {_MAX_OF_KEY} adapters loaded, and may have no more; unload one."
         raise InvalidRequest(message, param="lora_name")

@@ -1,4 +1,4 @@
-"""The served model as clients see it, and as those know it who make its prompts and read its answers."""
+"""What clients, prompt builders and answer parsers need to know about a model."""
 
 import time
 from dataclasses import dataclass, field, replace
@@ -10,7 +10,7 @@ from alignedserve.api.work_lanes import WorkLanes
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.request import LoraAdapter
-from alignedserve.pictures.form import PictureForm
+from alignedserve.core.seeing import PictureForm
 from alignedserve.runtime.grammar.trial_turn import ALONE, TrialTurn
 from alignedserve.runtime.model.encoder.encoder_config import EncoderConfig
 from alignedserve.runtime.model.sampling_defaults import SamplingDefaults
@@ -28,12 +28,12 @@ class ModelCard:
     eos_token_ids: tuple[int, ...] = ()
     created: int = field(default_factory=lambda: int(time.time()))  # Unix time, for /v1/models
     vocab_size: int | None = None  # rows of the embedding; None: as many as the tokenizer has tokens
-    tool_format: str | None = None  # how the model writes tool calls; None: as its chat template tells
-    reasoning_format: str | None = None  # how it marks a thought; None: as its chat template tells
+    tool_format: str | None = None  # of tool calls; None: found in the chat template
+    reasoning_format: str | None = None  # of thoughts; None: found in the chat template
     chat_template: str | None = None  # instead of the model's own
     aliases: tuple[str, ...] = ()  # further names of it
-    alias_of: str | None = None  # the name whose alias this is; None: it is none
-    parent: str | None = None  # the model that it is an adapter of; None: it is no adapter
+    alias_of: str | None = None  # the model's first name; None: this is no alias
+    parent: str | None = None  # the adapted model; None: this is no adapter
     encoder: EncoderConfig | None = None  # None: the model is a decoder
     picture_form: PictureForm | None = None  # how it sees pictures; None: it does not
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)  # of requests that name nothing

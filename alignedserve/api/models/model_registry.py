@@ -1,13 +1,78 @@
 """The models that requests may name."""
 
-from collections.abc import Collection, Sequence
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from alignedserve.api.errors import Unavailable, UnknownModel
+from alignedserve.api.errors import Overloaded, ResourceUnavailable, Unavailable, UnknownModel
 from alignedserve.api.models.model_card import ModelCard
 from alignedserve.api.models.model_services import ModelServices
-from alignedserve.api.models.waiting_line import WaitingLine
 from alignedserve.core.request import LoraAdapter, RequestClass
+from alignedserve.keys.entry import KeyEntry
+
+_RETRY_S = 5.0
+
+
+class WaitingLine:
+    """The requests of one process that wait, by the names of their models. All methods run on one loop.
+
+    Each class has places of its own: documents that wait, however many, take none of chat's.
+    """
+
+    def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._most = most
+        self._clock = clock
+        self._num_waiting = Counter[RequestClass]()
+        self._since: dict[tuple[str, RequestClass], list[float]] = {}
+        self._changed = asyncio.Event()
+
+    def waited_s(self, name: str, request_class: RequestClass) -> float | None:
+        """Return how long the first request of a class to a model has waited; None: none waits."""
+        since = self._since.get((name, request_class))
+        return self._clock() - min(since) if since else None
+
+    def changed(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def wait(
+        self, name: str, request_class: RequestClass, problem: Callable[[], str | None], patience_s: float
+    ) -> None:
+        """Return once the model is no more asleep.
+
+        `problem`: returns None then, and an empty text while it sleeps; any other text is why it cannot be loaded.
+        Raises Unavailable with that, or when the patience is over; where too many of its class wait, Overloaded or
+        ResourceUnavailable.
+        """
+        with self._waiting(name, request_class):
+            try:
+                async with asyncio.timeout(patience_s):
+                    while (reason := problem()) is not None:
+                        if reason:
+                            raise Unavailable(f"The model cannot be loaded at present: {reason}")
+                        await self._changed.wait()
+            except TimeoutError as error:
+                message = f"The model could not be loaded within {patience_s:.0f} s: others are in use."
+                raise Unavailable(message) from error
+
+    @contextmanager
+    def _waiting(self, name: str, request_class: RequestClass) -> Iterator[None]:
+        if self._num_waiting[request_class] >= self._most:
+            kind = ResourceUnavailable if request_class is RequestClass.BEST_EFFORT else Overloaded
+            raise kind("Too many requests wait for models to be loaded.", retry_after_s=_RETRY_S)
+        since, key = self._clock(), (name, request_class)
+        self._since.setdefault(key, []).append(since)
+        self._num_waiting[request_class] += 1
+        try:
+            yield
+        finally:
+            self._num_waiting[request_class] -= 1
+            self._since[key].remove(since)
+            if not self._since[key]:
+                del self._since[key]
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,10 +80,10 @@ class RegisteredModel:
     """A model that requests may name."""
 
     card: ModelCard
-    services: ModelServices | None = None  # None: it is not loaded here
+    services: ModelServices | None = None  # None: not loaded here
     problem: str = "its tokenizer is being loaded"  # why it is not
-    is_asleep: bool = False  # a request that names it has it loaded; `problem`: why it cannot be, or empty
-    adapters: tuple[LoraAdapter, ...] = ()  # of one that is asleep: those that it has once it is loaded
+    is_asleep: bool = False  # its first request loads it; `problem`: why loading fails, or empty
+    adapters: tuple[LoraAdapter, ...] = ()  # of a sleeping model, once it is loaded
 
     def missing(self) -> str | None:
         """Return the reason why it does not answer; None when it does, or will once it is asked to."""
@@ -39,7 +104,7 @@ class RegisteredModel:
         return tuple(self.card.of_adapter(adapter) for adapter in known)
 
     def with_adapter(self, name: str) -> "RegisteredModel | None":
-        """Return one of its adapters as a model that requests may name; None: it has none of this name."""
+        """Return the adapter of this name as a model; None: there is no such adapter."""
         if self.services is not None:
             services = self.services.with_adapter(name)
             return None if services is None else RegisteredModel(services.model, services)
@@ -63,7 +128,7 @@ class ModelRegistry:
 
     @property
     def cards(self) -> tuple[ModelCard, ...]:
-        """Return the models, each followed by its adapters, as clients see them."""
+        """The cards of all models, each before its aliases and adapters."""
         return tuple(
             card for model in self.all for card in (model.card, *model.card.of_aliases, *model.adapter_cards())
         )
@@ -79,7 +144,7 @@ class ModelRegistry:
         self._names |= dict.fromkeys(model.card.aliases, model.card.name)
 
     def replace_all(self, models: Sequence[RegisteredModel], expected: Collection[str] = ()) -> None:
-        """Let requests name these models and no others. `expected`: names of others that will be served.
+        """Replace all models. `expected`: names of further models, served soon.
 
         Threads that read bodies look here meanwhile: they find a model that stays at every moment.
         """
@@ -103,9 +168,9 @@ class ModelRegistry:
         return any(model.is_hopeless for model in self.all)
 
     def card(self, name: str) -> ModelCard:
-        """Return the model of this name as clients see it. Raises UnknownModel, Unavailable."""
-        found = self._registered(name).card
-        return next((one for one in found.of_aliases if one.name == name), found)
+        """Return the card of this name. Raises UnknownModel, Unavailable."""
+        card = self._registered(name).card
+        return next((alias for alias in card.of_aliases if alias.name == name), card)
 
     def base_of(self, name: str) -> str:
         """Return the name of the model that an adapter or an alias belongs to; any other name itself."""
@@ -117,8 +182,8 @@ class ModelRegistry:
 
     def is_asleep(self, name: str | None) -> bool:
         """Return whether a request that names this waits until its model is loaded. Raises like `find`."""
-        found = self._registered(name)
-        return found.services is None and found.is_asleep
+        model = self._registered(name)
+        return model.services is None and model.is_asleep
 
     async def awake(
         self, name: str | None, request_class: RequestClass, line: WaitingLine, patience_s: float
@@ -131,9 +196,9 @@ class ModelRegistry:
         return self.find(name)
 
     def _sleep_of(self, name: str) -> str | None:
-        found = self._models.get(name)
-        is_asleep = found is not None and found.services is None and (found.is_asleep or name in self._expected)
-        return (found.problem if found is not None and found.is_asleep else "") if is_asleep else None
+        model = self._models.get(name)
+        is_asleep = model is not None and model.services is None and (model.is_asleep or name in self._expected)
+        return (model.problem if model is not None and model.is_asleep else "") if is_asleep else None
 
     def find(self, name: str | None) -> ModelServices:
         """Return the model of this name; None means the first one. Raises UnknownModel.
@@ -147,14 +212,14 @@ class ModelRegistry:
 
     def _registered(self, name: str | None) -> RegisteredModel:
         name = self._names.get(name, name) if name is not None else None
-        found = next(iter(self._models.values()), None) if name is None else self._models.get(name)
-        if found is None and name is not None:
-            found = self._adapted(name)
-        if found is None and (name in self._expected or not self.is_complete):
+        model = next(iter(self._models.values()), None) if name is None else self._models.get(name)
+        if model is None and name is not None:
+            model = self._adapted(name)
+        if model is None and (name in self._expected or not self.is_complete):
             raise Unavailable("The model is not served yet.")
-        if found is None:
+        if model is None:
             raise unknown_model()
-        return found
+        return model
 
     def _adapted(self, name: str) -> RegisteredModel | None:
         adapted = (model.with_adapter(name) for model in self.all)
@@ -164,3 +229,51 @@ class ModelRegistry:
 def unknown_model() -> UnknownModel:
     """Return the error for a model that is not there, or not for this client."""
     return UnknownModel("The requested model does not exist here; see /v1/models.", param="model")
+
+
+def usable_model(models: ModelRegistry, name: str | None, key: KeyEntry) -> ModelServices:
+    """Find the model of this name; None: the first one that the key may use. Raises UnknownModel, Unavailable."""
+    return models.find(usable_name(models, name, key))
+
+
+def usable_name(models: ModelRegistry, name: str | None, key: KeyEntry) -> str | None:
+    """Return the name by which a key's request finds its model; None: the first model. Raises UnknownModel."""
+    if key.models is None:
+        return name
+    if name is None:
+        first = next(iter(usable_cards(models, key)), None)
+        if first is None:
+            raise unknown_model()
+        return first.name
+    check_usable(models, name, key)
+    return name
+
+
+def usable_cards(models: ModelRegistry, key: KeyEntry) -> tuple[ModelCard, ...]:
+    """Return the models and adapters that the key may use, in the order in which clients see them."""
+    return tuple(card for card in models.cards if _may_use(key, card))
+
+
+def check_usable(models: ModelRegistry, name: str, key: KeyEntry) -> None:
+    """Raise UnknownModel for a model that the key may not use; an alias is as good as the name it stands for."""
+    if key.may_use(name):
+        return
+    try:
+        may_use = _may_use(key, models.card(name))
+    except UnknownModel:
+        may_use = False
+    if not may_use:
+        raise unknown_model()
+
+
+def _may_use(key: KeyEntry, card: ModelCard) -> bool:
+    return key.may_use(card.name) or (card.alias_of is not None and key.may_use(card.alias_of))
+
+
+def is_usable(models: ModelRegistry, name: str, key: KeyEntry) -> bool:
+    """Return whether the key may use the model of this name, as far as is known now."""
+    try:
+        check_usable(models, name, key)
+    except (UnknownModel, Unavailable):
+        return False
+    return True

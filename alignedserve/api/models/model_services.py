@@ -2,15 +2,13 @@
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import Lock
 
-from alignedserve.api.backend.interface import CompletionBackend
-from alignedserve.api.backend.next_turn import NextTurn
-from alignedserve.api.backend.readiness_probe import ReadinessProbe
+from alignedserve.api.backend.interface import CompletionBackend, ReadinessProbe
 from alignedserve.api.errors import Overloaded, ResourceUnavailable, Unavailable
 from alignedserve.api.metrics.gateway_metrics import ModelMetrics
 from alignedserve.api.models.adapter_directory import AdapterDirectory
@@ -28,9 +26,37 @@ from alignedserve.runtime.grammar.compiler import GrammarError
 from alignedserve.runtime.grammar.trial_turn import ALONE, TrialTurn
 from alignedserve.runtime.grammar.trials import GrammarTrials
 from alignedserve.runtime.grammar.vocabulary import token_table
-from alignedserve.text.tokenizer import Tokenizer
-from alignedserve.text.tokenizer_on_use import TokenizerOnUse
+from alignedserve.text.tokenizer import Tokenizer, TokenizerOnUse
 from alignedserve.usage.ledger import UsageLedger
+
+
+class NextTurn:
+    """Calls functions in the next turn of the event loop, all by one callback.
+
+    Waking a stream's task costs the loop a callback, a future and a step: as much as the work on the token itself.
+    """
+
+    def __init__(self) -> None:
+        self._due: dict[Callable[[], None], None] = {}
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Call this in the next turn, once, in the order in which functions were first asked for.
+
+        A stream of a thousand choices is asked for by each of them, and looks at all.
+        """
+        if not self._due:
+            asyncio.get_running_loop().call_soon(self._call_all)
+        self._due[function] = None
+
+    def _call_all(self) -> None:
+        due, self._due = iter(self._due), {}
+        try:
+            for function in due:
+                function()
+        finally:
+            for function in due:  # after an exception the remaining functions still run
+                self.call(function)
+
 
 _CLOSED = "The model is served no more."
 
@@ -111,12 +137,12 @@ class Uses:
 
     num_open: int = 0  # requests that hold it
     last_used_s: float | None = None  # on the monotonic clock; None: never
-    keep_alive_s: float | None = None  # for which it stays after that, as the last request that said so wants it
+    keep_alive_s: float | None = None  # from then on, by the last request with a wish
 
 
 @dataclass(frozen=True, slots=True)
 class ModelServices:
-    """One model's shared objects, and of its gateway's what a request needs on its way. ModelRegistry finds them."""
+    """The objects that all requests to one model share. ModelRegistry finds them."""
 
     model: ModelCard
     backend: CompletionBackend
@@ -138,7 +164,7 @@ class ModelServices:
     adapter: LoraAdapter | None = None  # that these requests have
 
     def with_adapter(self, name: str) -> "ModelServices | None":
-        """Return what requests share that name one of the model's adapters; None: it has none of this name."""
+        """Return the shared objects of requests to an adapter; None: there is no such adapter."""
         adapter = self.adapters.find(name) if self.adapters is not None else None
         if adapter is None:
             return None

@@ -5,63 +5,71 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from alignedserve.api.conversation import Conversation, template_messages
+from alignedserve.api.errors import refuse_unknown
 from alignedserve.api.harmony import harmony_effort, harmony_messages, harmony_tools
 from alignedserve.api.models.model_card import PromptModel
-from alignedserve.api.openai.conversation import template_messages
 from alignedserve.api.openai.output_parser import OutputFormat
-from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
-from alignedserve.api.openai.schemas.messages import ChatMessage
-from alignedserve.api.openai.schemas.requests import ChatCompletionRequest, ConversationFields
 from alignedserve.api.reasoning import FORMATS as REASONING_FORMATS
 from alignedserve.api.reasoning import ReasoningFormat, effort_variables, find_reasoning_format, thought_start
+from alignedserve.api.schema import IgnoredFields
 from alignedserve.api.tools.formats import FORMATS as TOOL_FORMATS
-from alignedserve.api.tools.formats import GENERIC, HeaderCall, ToolFormat, find_tool_format, prompted_messages
-from alignedserve.api.tools.parameters import text_parameters
+from alignedserve.api.tools.formats import (
+    GENERIC,
+    HeaderCall,
+    ToolFormat,
+    find_tool_format,
+    prompted_messages,
+    text_parameters,
+)
 from alignedserve.core.errors import InvalidRequest
-from alignedserve.text.chat_prompt import ChatPrompt
-from alignedserve.text.chat_template import ChatTemplate
+from alignedserve.text.chat_template import ChatPrompt, ChatTemplate
 
 _NUM_END_TOKENS = 16  # of a prompt; a mark at its end is a few at most
 _SHORT_ID_LEN = 9  # letters and digits, as Mistral's templates want
 
 
-def chat_prompt(fields: ConversationFields, model: PromptModel, picture_texts: Sequence[str] = ()) -> ChatPrompt:
+def chat_prompt(conversation: Conversation, model: PromptModel, picture_texts: Sequence[str] = ()) -> ChatPrompt:
     """Return the conversation for the model's template. Raises InvalidRequest for what the template cannot show.
 
     `picture_texts`: what stands for each picture in the prompt; none: pictures are refused.
     """
-    form_of_pictures = model.model.picture_form
-    if not picture_texts and any(message.has_pictures for message in fields.messages):
-        raise InvalidRequest("Pictures are not supported here.", param="messages", code="unsupported_parameter")
+    param = conversation.names.messages
+    if not picture_texts and any(message.pictures for message in conversation.messages):
+        raise InvalidRequest("Pictures are not supported here.", param=param, code="unsupported_parameter")
     template = model.tokenizer.chat_template
     if template is None:
-        raise InvalidRequest("This model has no chat template; use completions.", param="messages")
+        raise InvalidRequest("This model has no chat template; use completions.", param=param)
     # A model that may not call is not told of tools either: nothing then keeps it from calling but its prompt.
-    tools = [] if fields.tool_choice.mode == "none" else [tool.as_template_tool() for tool in fields.tools]
+    is_told = conversation.tool_choice.mode != "none"
+    tools = [tool.as_template_tool() for tool in conversation.tools] if is_told else []
     form, _ = answer_forms(model)
     if tools and form is None:
         raise _no_tools("How this model writes tool calls is not known; model.tool_format can say it.")
-    shown = template_messages(fields.messages)
+    messages = template_messages(conversation.messages)
     if form is not None and form.has_short_ids:
-        shown = [_with_ids(message, _short_id) for message in shown]
+        messages = [_with_ids(message, _short_id) for message in messages]
     if form is not None and isinstance(form.call, HeaderCall) and form.call.is_numbered:
-        ids = _numbered_ids(shown)
-        shown = [_with_ids(message, lambda call_id: ids.get(call_id, call_id)) for message in shown]
+        ids = _numbered_ids(messages)
+        messages = [_with_ids(message, lambda call_id: ids.get(call_id, call_id)) for message in messages]
     is_harmony = form is not None and form.is_harmony
     if is_harmony:
-        shown, tools = harmony_messages(shown), harmony_tools(tools)
-    if not template.knows_tools and (tools or _has_calls(fields.messages)):
+        messages, tools = harmony_messages(messages), harmony_tools(tools)
+    if not template.knows_tools and (tools or any(message.calls for message in conversation.messages)):
         if form is None or form.prompt is None:
             raise _no_tools("tools are not supported by this model's chat template.")
-        shown, tools = prompted_messages(shown, tools, form), []
-    ends = (fields.add_generation_prompt, fields.continue_final_message)
-    if all(ends) and "add_generation_prompt" in fields.model_fields_set:
-        raise InvalidRequest(
-            "add_generation_prompt and continue_final_message cannot both be true.", param="add_generation_prompt"
-        )
-    mark = form_of_pictures.mark if form_of_pictures is not None else ""
-    variables = _variables(fields, template, is_harmony=is_harmony)
-    return ChatPrompt(shown, tools, variables, *ends, mark, tuple(picture_texts))
+        messages, tools = prompted_messages(messages, tools, form), []
+    pictures = model.model.picture_form
+    return ChatPrompt(
+        messages,
+        tools,
+        _variables(conversation, template, is_harmony=is_harmony),
+        conversation.begins_answer,
+        conversation.continues_last,
+        picture_mark=pictures.mark if pictures is not None else "",
+        picture_texts=tuple(picture_texts),
+        param=param,
+    )
 
 
 def answer_forms(model: PromptModel) -> tuple[ToolFormat | None, ReasoningFormat | None]:
@@ -76,23 +84,22 @@ def answer_forms(model: PromptModel) -> tuple[ToolFormat | None, ReasoningFormat
     return tools, reasoning
 
 
-def chat_output_format(chat: ChatCompletionRequest, prompt: Sequence[int], model: PromptModel) -> OutputFormat:
+def chat_output_format(conversation: Conversation, prompt: Sequence[int], model: PromptModel) -> OutputFormat:
     tools, reasoning = answer_forms(model)
-    if not chat.tools or chat.tool_choice.mode == "none":
+    if not conversation.tools or conversation.tool_choice.mode == "none":
         tools = None
-    texts = {tool.function.name: text_parameters(tool.function.parameters or {}) for tool in chat.tools}
     form = OutputFormat(
         reasoning,
         tools=tools,
-        texts_of_tools=texts,
-        is_continued=chat.continue_final_message,
-        must_call=chat.tool_choice.mode == "required",
-        must_think=chat.thinking_token_budget is not None,
+        texts_of_tools={tool.name: text_parameters(tool.parameters or {}) for tool in conversation.tools},
+        is_continued=conversation.continues_last,
+        must_call=conversation.tool_choice.mode == "required",
+        must_think=conversation.thinking_budget is not None,
     )
     if reasoning is None:
         return form
     prompt_end = model.tokenizer.decode(prompt[-_NUM_END_TOKENS:], skip_special_tokens=False)
-    continued = chat.messages[-1].text if chat.continue_final_message else ""
+    continued = conversation.messages[-1].text if conversation.continues_last else ""
     return replace(form, thought_start=thought_start(prompt_end, reasoning, continued))
 
 
@@ -101,57 +108,51 @@ def _source(model: PromptModel) -> str:
     return template.source if template is not None else ""
 
 
-def _variables(fields: ConversationFields, template: ChatTemplate, *, is_harmony: bool) -> dict[str, Any]:
-    if any(name in template.reserved for name in fields.chat_template_kwargs):
+def _variables(conversation: Conversation, template: ChatTemplate, *, is_harmony: bool) -> dict[str, Any]:
+    if any(name in template.reserved for name in conversation.variables):
         raise InvalidRequest(
             "chat_template_kwargs may not replace the messages, the tools or what belongs to the model.",
             param="chat_template_kwargs",
         )
     variables: dict[str, Any] = {}
-    if fields.reasoning_effort is not None:
-        effort = harmony_effort(fields.reasoning_effort) if is_harmony else fields.reasoning_effort
+    if conversation.effort is not None:
+        effort = harmony_effort(conversation.effort) if is_harmony else conversation.effort
         if effort is None:
-            raise _no_effort()  # a model that always thinks
+            raise _no_effort(conversation)  # a model that always thinks
         variables = effort_variables(effort, template.variables) or {}
-    return variables | fields.chat_template_kwargs
+    return variables | dict(conversation.variables)
 
 
-def note_effort(
-    fields: ConversationFields, model: PromptModel, ignored: IgnoredFields | None, name: str = "reasoning_effort"
-) -> None:
-    """Name a `reasoning_effort` that the model has no switch for among the ignored fields.
+def note_effort(conversation: Conversation, model: PromptModel, ignored: IgnoredFields | None) -> None:
+    """Name an effort that the model has no switch for among the ignored fields.
 
-    `ignored`: None: such fields are refused, with InvalidRequest. `name`: of the field, as the client knows it.
+    `ignored`: None: such fields are refused, with InvalidRequest.
     """
     template = model.tokenizer.chat_template
-    if fields.reasoning_effort is None or template is None:
+    if conversation.effort is None or template is None:
         return
     tools, reasoning = answer_forms(model)
     if tools is not None and tools.is_harmony:
         return
-    variables = effort_variables(fields.reasoning_effort, template.variables)
+    variables = effort_variables(conversation.effort, template.variables)
     always_thinks = not variables and reasoning is not None
     if variables is None or always_thinks:
         if ignored is None:
-            raise _no_effort()
-        ignored.add(name)
+            raise _no_effort(conversation)
+        ignored.add(conversation.names.effort)
 
 
-def note_variables(fields: ConversationFields, model: PromptModel, ignored: IgnoredFields | None) -> None:
+def note_variables(conversation: Conversation, model: PromptModel, ignored: IgnoredFields | None) -> None:
     """Name the client's template variables that the template does not read among the ignored fields.
 
     `ignored`: as `note_effort` takes it.
     """
     template = model.tokenizer.chat_template
     known = template.variables if template is not None else ()
-    for path in [f"chat_template_kwargs.{name}" for name in fields.chat_template_kwargs if name not in known]:
+    for path in [f"chat_template_kwargs.{name}" for name in conversation.variables if name not in known]:
         if ignored is None:
-            raise InvalidRequest(f"Unrecognized request argument: {path}.", param=path, code="unknown_parameter")
+            refuse_unknown(path)
         ignored.add(path)
-
-
-def _has_calls(messages: Sequence[ChatMessage]) -> bool:
-    return any(message.tool_calls for message in messages)
 
 
 def _with_ids(message: dict[str, Any], shown_id: Callable[[str], str]) -> dict[str, Any]:
@@ -165,7 +166,7 @@ def _with_ids(message: dict[str, Any], shown_id: Callable[[str], str]) -> dict[s
 
 def _numbered_ids(messages: Sequence[dict[str, Any]]) -> dict[str, str]:
     calls = [call for message in messages for call in message.get("tool_calls", ())]
-    return {call["id"]: f"functions.{call['function']['name']}:{place}" for place, call in enumerate(calls)}
+    return {call["id"]: f"functions.{call['function']['name']}:{index}" for index, call in enumerate(calls)}
 
 
 def _short_id(call_id: str) -> str:
@@ -174,12 +175,10 @@ def _short_id(call_id: str) -> str:
     return hashlib.blake2b(call_id.encode(), digest_size=8).hexdigest()[:_SHORT_ID_LEN]
 
 
-def _no_effort() -> InvalidRequest:
-    return InvalidRequest(
-        "reasoning_effort is not supported by this model's chat template.",
-        param="reasoning_effort",
-        code="unsupported_parameter",
-    )
+def _no_effort(conversation: Conversation) -> InvalidRequest:
+    param = conversation.names.effort
+    message = f"{param} is not supported by this model's chat template."
+    return InvalidRequest(message, param=param, code="unsupported_parameter")
 
 
 def _no_tools(message: str) -> InvalidRequest:

@@ -9,7 +9,7 @@ from typing_extensions import override
 from alignedserve.api.backend.interface import GeneratedTokens
 from alignedserve.api.openai.output_parser import OutputFormat, TextOptions, unmarked
 from alignedserve.api.text_markers import StopStringFinder
-from alignedserve.api.tools.deltas import OutputRun, ToolCallDelta
+from alignedserve.api.tools.call_parser import OutputRun, ToolCallDelta
 from alignedserve.core.request import FinishReason, Request, TokenLogprob
 from alignedserve.text.tokenizer import Tokenizer
 
@@ -41,7 +41,7 @@ class HeldLogprobs:
     def add_text(self, length: int, content_length: int) -> None:
         """Divide the next characters of the answer: they are content, or nothing of them is.
 
-        A token belongs to the content if any of its characters does, such as one whose space is hidden.
+        A token with any character of the content belongs to the content, even if its space is hidden.
         """
         self._is_in_content = content_length > 0 or (length == 0 and self._is_in_content)
         end = self._num_divided + length
@@ -254,10 +254,10 @@ def _pieces(runs: Sequence[OutputRun], logprobs: Sequence[OffsetLogprob], start:
     if len(groups) == 1:
         return ()
     pieces, end, rest = [], start, list(logprobs)
-    for place, group in enumerate(groups, 1):
+    for number, group in enumerate(groups, 1):
         end += sum(len(run.content) for run in group)
-        is_last = place == len(groups)
-        own = tuple(rest) if is_last else tuple(one for one in rest if one.text_offset < end)
+        is_last = number == len(groups)
+        own = tuple(rest) if is_last else tuple(logprob for logprob in rest if logprob.text_offset < end)
         pieces.append(_delta_of(group, own))
         rest = rest[len(own) :]
     return tuple(pieces)

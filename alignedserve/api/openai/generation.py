@@ -12,8 +12,7 @@ from alignedserve.api.errors import ClientDisconnected, Overloaded
 from alignedserve.api.models.model_services import ModelServices
 from alignedserve.api.openai.choice_decoder import ChoiceDecoder, ChoiceDelta
 from alignedserve.api.openai.generation_request import GenerationRequest
-from alignedserve.api.timelines.timeline import CallFacts, Timeline
-from alignedserve.api.timelines.trace_context import REQUEST_ID_HEADER, plain_request_id
+from alignedserve.api.timelines.timeline import REQUEST_ID_HEADER, CallFacts, Timeline, plain_request_id
 from alignedserve.api.work_lanes import NODE_LEN
 from alignedserve.core.request import FinishReason, Request, RequestClass
 from alignedserve.messages.request_notes import Cause
@@ -21,7 +20,7 @@ from alignedserve.usage.records import BEST_EFFORT, REAL_TIME, UsageCounts, Usag
 
 WrittenT = TypeVar("WrittenT")
 
-_CHOICE_LEN = 128  # what a choice takes to write beside its tokens, as characters that are read
+_CHOICE_LEN = 128  # cost of writing a choice beside its tokens, in characters of reading
 _CLASSES = {RequestClass.REAL_TIME: REAL_TIME, RequestClass.BEST_EFFORT: BEST_EFFORT}
 
 
@@ -161,7 +160,7 @@ class Generation:
 
     @property
     def compute_us(self) -> int:
-        """Microseconds that workers computed for all choices, as far as they have told."""
+        """Microseconds of computing for all choices, by the workers' reports so far."""
         return round(sum(choice.stream.compute_s for choice in self._choices) * 1e6)
 
     @property
@@ -218,9 +217,9 @@ class Generation:
         num_per_prompt = len(self.request.requests) // len(self.request.prompts)
         first = choice.index - choice.index % num_per_prompt
         of_prompt = self._choices[first : first + num_per_prompt]
-        num_before = min(one.num_cached_tokens for one in of_prompt)
+        num_before = min(sibling.num_cached_tokens for sibling in of_prompt)
         choice.num_cached_tokens = choice.stream.num_cached_tokens
-        self.num_cached_tokens += min(one.num_cached_tokens for one in of_prompt) - num_before
+        self.num_cached_tokens += min(sibling.num_cached_tokens for sibling in of_prompt) - num_before
 
     def _finish(self, choice: "_Choice", reason: str, now: float) -> None:
         choice.count_finished(reason)
@@ -240,8 +239,8 @@ class _Choice:
         self.index = index
         self.request = request
         self.stream = stream
-        self.has_ended = False  # as far as the cluster knows
-        self.num_cached_tokens = 0  # of its prompt, as far as the generation counts them
+        self.has_ended = False  # for the cluster
+        self.num_cached_tokens = 0  # of its prompt, counted by the generation
         self.decoder = ChoiceDecoder(
             services.tokenizer,
             request,

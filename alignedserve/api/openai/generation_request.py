@@ -1,4 +1,4 @@
-"""One call of the API: what is known of it beside its body, the terms of its requests, and what shapes its response."""
+"""One call of the API: its arrival, the terms of its requests, the shape of its response."""
 
 import re
 import time
@@ -10,7 +10,7 @@ from alignedserve.api.errors import Forbidden
 from alignedserve.api.models.model_services import ModelServices
 from alignedserve.api.openai.output_parser import OutputFormat, TextOptions
 from alignedserve.api.openai.prompt_encoding import Prompt
-from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
+from alignedserve.api.schema import IgnoredFields
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.ids import RequestId
 from alignedserve.core.picture import whole_runs
@@ -50,8 +50,8 @@ class Arrival:
 
     request_id: str
     headers: Mapping[str, str]
-    key: KeyEntry  # of the client that sent it
-    ignored: IgnoredFields | None = None  # collects the fields that are ignored; None: they are refused
+    key: KeyEntry  # of the client
+    ignored: IgnoredFields | None = None  # collects ignored fields; None: unknown fields are refused
     response_id: str | None = None  # of a response that has begun already
     is_line: bool = False  # of a batch: its response has no headers, and its deadline is not the client's own
     arrival_s: float = field(default_factory=time.monotonic)
@@ -174,14 +174,14 @@ class GenerationRequest:
         return sum(len(prompt.token_ids) for prompt in self.prompts)
 
 
-def class_of(asked: object, key: KeyEntry) -> RequestClass:
+def class_of(body: object, key: KeyEntry) -> RequestClass:
     """Return the class of the requests that a body will become, whatever its API. Raises Forbidden.
 
-    A body that names no tier, such as one whose tokens are counted, is of its key's own.
+    A body without a tier, such as a count of tokens, has the key's own.
     """
-    if getattr(asked, "background", False):
+    if getattr(body, "background", False):
         return RequestClass.BEST_EFFORT
-    return _allowed_tier(getattr(asked, "service_tier", "auto"), key).request_class
+    return _allowed_tier(getattr(body, "service_tier", "auto"), key).request_class
 
 
 def likely_class(raw: bytes, key: KeyEntry) -> RequestClass:
@@ -191,8 +191,8 @@ def likely_class(raw: bytes, key: KeyEntry) -> RequestClass:
     """
     if _first(raw, _BACKGROUND_FIELD, _IN_BACKGROUND) is not None:
         return RequestClass.BEST_EFFORT
-    found = _first(raw, _TIER_FIELD, _NAMED_TIER)
-    name = key.tier_of(found[1].decode() if found is not None else "auto")
+    tier = _first(raw, _TIER_FIELD, _NAMED_TIER)
+    name = key.tier_of(tier[1].decode() if tier is not None else "auto")
     return SERVICE_TIERS[name].request_class if name is not None else RequestClass.REAL_TIME
 
 
@@ -207,29 +207,29 @@ def trial_turn(fields: TermFields, arrival: Arrival) -> TrialTurn:
     return TrialTurn(arrival.tenant, is_real_time=tier.request_class is RequestClass.REAL_TIME)
 
 
-def _tier_of(asked: str, arrival: Arrival) -> ServiceTier:
-    return SERVICE_TIERS[asked] if arrival.is_line else _allowed_tier(asked, arrival.key)
+def _tier_of(tier: str, arrival: Arrival) -> ServiceTier:
+    return SERVICE_TIERS[tier] if arrival.is_line else _allowed_tier(tier, arrival.key)
 
 
-def _allowed_tier(asked: str, key: KeyEntry) -> ServiceTier:
-    name = key.tier_of(asked)
+def _allowed_tier(tier: str, key: KeyEntry) -> ServiceTier:
+    name = key.tier_of(tier)
     if name is None:
         allowed = ", ".join(sorted(key.tiers))
-        message = f"The key {key.name} may not use service_tier {asked}; it may use: {allowed}."
+        message = f"The key {key.name} may not use service_tier {tier}; it may use: {allowed}."
         raise Forbidden(message, param="service_tier", code="service_tier_not_allowed")
     return SERVICE_TIERS[name]
 
 
-def _priority_of(asked: int | None, tier: ServiceTier, key: KeyEntry) -> int:
-    if asked is None:
+def _priority_of(priority: int | None, tier: ServiceTier, key: KeyEntry) -> int:
+    if priority is None:
         return tier.priority
-    check_priority(asked, key)
-    return asked
+    check_priority(priority, key)
+    return priority
 
 
-def check_priority(asked: int, key: KeyEntry) -> None:
+def check_priority(priority: int, key: KeyEntry) -> None:
     """Raise Forbidden for a priority, of a request or of a batch, that the key may not send."""
-    if not key.may_have_priority(asked):
+    if not key.may_have_priority(priority):
         allowed = f"{key.min_priority} to {key.max_priority}"
         message = f"The key {key.name} may not send this priority; it may send {allowed}."
         raise Forbidden(message, param="priority", code="priority_not_allowed")

@@ -6,12 +6,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from alignedserve.api.harmony import MARKS, HarmonyParser
-from alignedserve.api.reasoning import Part, ReasoningFormat, ReasoningParser, Run, ThoughtStart
-from alignedserve.api.tools.call_parser import ToolCallParser
-from alignedserve.api.tools.deltas import OutputRun
-from alignedserve.api.tools.formats import ToolFormat
-from alignedserve.api.tools.parameters import TextParameters
-from alignedserve.text.control_marks import MARK_START, control_mark, split_marked
+from alignedserve.api.reasoning import ReasoningFormat, ReasoningParser, ThoughtPart, ThoughtRun, ThoughtStart
+from alignedserve.api.tools.call_parser import OutputRun, ToolCallParser
+from alignedserve.api.tools.formats import TextParameters, ToolFormat
+from alignedserve.text.token_texts import MARK_START, control_mark, split_marked
 from alignedserve.text.tokenizer import Tokenizer
 
 
@@ -95,7 +93,7 @@ class MarkParser:
         return self._tools is not None and self._tools.has_calls
 
     def push(self, text: str) -> list[OutputRun]:
-        runs = [Run(Part.ANSWER, text)] if self._reasoning is None else self._reasoning.push(text)
+        runs = [ThoughtRun(ThoughtPart.ANSWER, text)] if self._reasoning is None else self._reasoning.push(text)
         return [parsed for run in runs for parsed in self._parse(run)]
 
     def end(self) -> list[OutputRun]:
@@ -107,10 +105,10 @@ class MarkParser:
             parsed += [OutputRun(run.length, run.content) for run in self._tools.end()]
         return [run._replace(content="") for run in parsed] if is_mark else parsed
 
-    def _parse(self, run: Run) -> list[OutputRun]:
-        if run.part is Part.HIDDEN:
+    def _parse(self, run: ThoughtRun) -> list[OutputRun]:
+        if run.part is ThoughtPart.HIDDEN:
             return [OutputRun(len(run.text))]
-        if run.part is Part.THOUGHT:
+        if run.part is ThoughtPart.THOUGHT:
             return [OutputRun(len(run.text), reasoning=run.text)]
         if self._tools is None:
             return [OutputRun(len(run.text), run.text)]
@@ -139,8 +137,8 @@ def _plain(text: str, *, shows_names: bool) -> str:
 
 
 def _pieces(text: str, *, shows_names: bool) -> Iterator[tuple[int, str]]:
-    for place, piece in enumerate(split_marked(text)):
-        if place % 2 == 0:
+    for number, piece in enumerate(split_marked(text)):
+        if number % 2 == 0:
             yield len(piece), piece
         else:
             yield len(control_mark(piece)), piece if shows_names else ""

@@ -1,16 +1,16 @@
 """Parses bodies into checked schemas: sizes, JSON, unsupported fields, types, unknown fields, in this order."""
 
+from collections.abc import Mapping
 from typing import Any, NoReturn, TypeVar
 
 import orjson
 from pydantic import ValidationError
 
-from alignedserve.api.openai.conversation import checked_conversation
-from alignedserve.api.openai.schemas import unsupported_fields as unsupported
-from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields, unknown_fields
-from alignedserve.api.openai.schemas.requests import ChatCompletionRequest, CompletionRequest, Hints
-from alignedserve.api.openai.schemas.tools import TOOL_CHOICE_FORMS
-from alignedserve.api.schema import Schema
+from alignedserve.api.conversation import check_conversation
+from alignedserve.api.errors import refuse, refuse_missing, refuse_unknown, refuse_unsupported
+from alignedserve.api.openai.bodies import TOOL_CHOICE_FORMS, ChatCompletionRequest, CompletionRequest, Hints
+from alignedserve.api.openai.translation import conversation_of_chat
+from alignedserve.api.schema import IgnoredFields, Schema, unknown_fields
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import InvalidRequest
 
@@ -27,17 +27,90 @@ _UNION_FIELDS = {
 _NO_OBJECT = frozenset({"model_type", "model_attributes_type", "dict_type", "dataclass_type"})  # pydantic's names
 _UNION_MEMBERS = frozenset({"str", "int", "float", "list", "bool"})
 _CHEAP_BYTES = 32_768  # parsed in less than 2 ms, whatever they are
+
+# Fields that are not supported, each with its neutral values: these ask for nothing and are accepted, as JSON null is.
+NeutralValues = Mapping[str, tuple[Any, ...]]
+
+# Fields of other open servers that change an answer: refused on both endpoints, where unknown fields are ignored.
+_OTHER_SERVERS: NeutralValues = {
+    # Adapters.
+    "adapter": (),
+    "adapter_id": (),
+    "lora": ([],),
+    "lora_path": (),
+    "lora_request": (),
+    # Other inputs than text.
+    "images": ([],),
+    "image_data": (),
+    "input_embeds": (),
+    "mm_processor_kwargs": ({},),
+    "prompt_embeds": (),
+    # Constraints.
+    "ebnf": (),
+    "format": (),
+    "grammar": ("",),
+    "json_schema": (),
+    "logits_processors": ([],),
+    "custom_logit_processor": (),
+    "regex": (),
+    "stop_regex": ([],),
+    "structural_tag": (),
+    # Other ways to choose tokens.
+    "dry_multiplier": (0,),
+    "dynatemp_range": (0,),
+    "early_stopping": (False,),
+    "length_penalty": (1,),
+    "mirostat": (0,),
+    "repeat_penalty": (1,),
+    "tfs_z": (1,),
+    "top_n_sigma": (-1, 0),
+    "typical_p": (1,),
+    "use_beam_search": (False,),
+    "watermarking": (False,),
+    "xtc_probability": (0,),
+    # Other prompts, and answers that end or show otherwise.
+    "chat_template": (),
+    "custom_params": ({},),
+    "documents": ([],),
+    "include_reasoning": (True,),
+    "logprob_token_ids": ([],),
+    "max_new_tokens": (),
+    "media_io_kwargs": ({},),
+    "n_predict": (-1,),
+    "no_stop_trim": (False,),
+    "repetition_detection": (),
+    "return_hidden_states": (False,),
+    "separate_reasoning": (True,),
+    "truncation_side": ("left",),
+    "vllm_xargs": ({},),
+}
+# Of OpenAI's API: refused on both endpoints, even if only one has the field there.
+_OPENAI: NeutralValues = {
+    "audio": (),
+    "best_of": (1,),
+    "modalities": (["text"],),
+    "moderation": (),
+    "suffix": ("",),
+    "web_search_options": (),
+}
+_CHAT: NeutralValues = {**_OTHER_SERVERS, **_OPENAI, "add_special_tokens": (False,), "echo": (False,)}
+_COMPLETION: NeutralValues = {**_OTHER_SERVERS, **_OPENAI}
+_MESSAGE: NeutralValues = {"audio": (), "refusal": ()}
+_SERVICE_TIERS = ("scale",)
+_TOOL_TYPES = ("custom",)
+_PART_TYPES = ("input_audio", "file", "refusal")
+
 # Fields of a chat completion, and of other servers', that other APIs do not have. Defaults ask for nothing, and these.
-_ASK_FOR_NOTHING: unsupported.NeutralValues = {
+_ASK_FOR_NOTHING: NeutralValues = {
     "response_format": ({"type": "text"},),
     "stream_options": ({}, {"include_usage": True}, {"include_usage": False}),  # streams of other APIs have it anyway
     "top_logprobs": (0,),
 }
-_FIELDS_OF_CHAT: unsupported.NeutralValues = {
+_FIELDS_OF_CHAT: NeutralValues = {
     name: (field.get_default(call_default_factory=True), *_ASK_FOR_NOTHING.get(name, ()))
     for name, field in ChatCompletionRequest.model_fields.items()
     if name not in Hints.model_fields
-} | dict(unsupported.OTHER_SERVERS)
+} | dict(_OTHER_SERVERS)
 
 
 def parse_json(raw: bytes, config: GatewayConfig) -> dict[str, Any]:
@@ -55,25 +128,26 @@ def parse_json(raw: bytes, config: GatewayConfig) -> dict[str, Any]:
 
 def parse_chat(body: dict[str, Any], ignored: IgnoredFields | None = None) -> ChatCompletionRequest:
     """Check the body of a chat completion; `ignored` as `parse` takes it. Raises InvalidRequest naming the field."""
-    fields = without_neutral(body, unsupported.CHAT)
+    fields = without_neutral(body, _CHAT)
     chat = parse(ChatCompletionRequest, _with_common(plain_messages(fields)), ignored)
-    return checked_conversation(chat)
+    check_conversation(conversation_of_chat(chat))
+    return chat
 
 
 def parse_completion(body: dict[str, Any], ignored: IgnoredFields | None = None) -> CompletionRequest:
     """Check the body of a completion; `ignored` as `parse` takes it. Raises InvalidRequest naming the field."""
-    return parse(CompletionRequest, _with_common(without_neutral(body, unsupported.COMPLETION)), ignored)
+    return parse(CompletionRequest, _with_common(without_neutral(body, _COMPLETION)), ignored)
 
 
 def plain_messages(fields: dict[str, Any]) -> dict[str, Any]:
     """Return the fields with plain messages. Raises InvalidRequest naming the first unsupported field in one."""
     messages, tools = fields.get("messages"), fields.get("tools")
-    for place, tool in enumerate(tools if isinstance(tools, list) else ()):
-        if isinstance(tool, dict) and tool.get("type") in unsupported.TOOL_TYPES:
-            _refuse_unsupported(f"tools[{place}].type", tool["type"])
+    for index, tool in enumerate(tools if isinstance(tools, list) else ()):
+        if isinstance(tool, dict) and tool.get("type") in _TOOL_TYPES:
+            refuse_unsupported(f"tools[{index}].type", tool["type"])
     if not isinstance(messages, list):
         return fields
-    plain = [_plain_message(message, f"messages[{place}]") for place, message in enumerate(messages)]
+    plain = [_plain_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
     return fields | {"messages": plain}
 
 
@@ -90,7 +164,7 @@ def parse(
         _refuse(error, parent)
     for path in (parent + _path_of(location) for location in unknown_fields(parsed)):
         if ignored is None:
-            raise InvalidRequest(f"Unrecognized request argument: {path}.", param=path, code="unknown_parameter")
+            refuse_unknown(path)
         ignored.add(path)
     return parsed
 
@@ -115,39 +189,39 @@ def check_shape(body: Any, max_depth: int) -> None:
 def _with_common(fields: dict[str, Any]) -> dict[str, Any]:
     if isinstance(fields.get("stop"), str):
         fields["stop"] = [fields["stop"]]
-    if fields.get("service_tier") in unsupported.SERVICE_TIERS:
-        _refuse_unsupported("service_tier", fields["service_tier"])
+    if fields.get("service_tier") in _SERVICE_TIERS:
+        refuse_unsupported("service_tier", fields["service_tier"])
     return fields
 
 
 def _plain_message(message: Any, path: str) -> Any:
     if not isinstance(message, dict):
         return message
-    given = {name: value for name, value in message.items() if value is not None}
-    fields = without_neutral(given, unsupported.MESSAGE, f"{path}.")
+    set_fields = {name: value for name, value in message.items() if value is not None}
+    fields = without_neutral(set_fields, _MESSAGE, f"{path}.")
     parts = fields.get("content")
     if isinstance(parts, list):
-        fields["content"] = [_plain_part(part, f"{path}.content[{place}]") for place, part in enumerate(parts)]
+        fields["content"] = [_plain_part(part, f"{path}.content[{index}]") for index, part in enumerate(parts)]
     return fields
 
 
 def _plain_part(part: Any, path: str) -> Any:
     if not isinstance(part, dict):
         return part
-    if part.get("type") in unsupported.PART_TYPES:
-        _refuse_unsupported(f"{path}.type", part["type"])
-    return without_neutral(part, unsupported.PART, f"{path}.")
+    if part.get("type") in _PART_TYPES:
+        refuse_unsupported(f"{path}.type", part["type"])
+    return part
 
 
-def without_neutral(fields: dict[str, Any], table: unsupported.NeutralValues, path: str = "") -> dict[str, Any]:
+def without_neutral(fields: dict[str, Any], table: NeutralValues, path: str = "") -> dict[str, Any]:
     """Return the fields without neutral ones. Raises InvalidRequest for a field that wants an unsupported feature."""
-    kept = {}
+    others = {}
     for name, value in fields.items():
         if name not in table:
-            kept[name] = value
+            others[name] = value
         elif value is not None and not _is_neutral(value, table[name]):
-            _refuse_unsupported(f"{path}{name}")
-    return kept
+            refuse_unsupported(f"{path}{name}")
+    return others
 
 
 def _is_neutral(value: Any, neutral_values: tuple[Any, ...]) -> bool:
@@ -164,21 +238,16 @@ def without_fields_of_chat(body: dict[str, Any], schema: type[Schema]) -> dict[s
     return without_neutral(body, others)
 
 
-def _refuse_unsupported(path: str, known_value: str | None = None) -> NoReturn:
-    what = f"{path} {known_value!r}" if known_value is not None else path
-    raise InvalidRequest(f"{what} is not supported.", param=path, code="unsupported_parameter")
-
-
 def _refuse(error: ValidationError, parent: str) -> NoReturn:
     problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
     path = parent + _path_of(problem["loc"])
     if problem["type"] == "extra_forbidden":  # in a constraint, which must not be misread
-        raise InvalidRequest(f"Unrecognized request argument: {path}.", param=path, code="unknown_parameter")
+        refuse_unknown(path)
     if problem["type"] == "missing":
-        raise InvalidRequest(f"Missing required parameter: {path}.", param=path, code="missing_required_parameter")
-    told = "Input should be an object" if problem["type"] in _NO_OBJECT else problem["msg"]
-    expected = _UNION_FIELDS.get(path.rpartition(".")[2], told.replace("Value error, ", "Input "))
-    raise InvalidRequest(f"Invalid value for {path}: {expected}.", param=path, code="invalid_value")
+        refuse_missing(path)
+    words = "Input should be an object" if problem["type"] in _NO_OBJECT else problem["msg"]
+    expected = _UNION_FIELDS.get(path.rpartition(".")[2], words.replace("Value error, ", "Input "))
+    refuse(path, expected)
 
 
 def _path_of(location: tuple[int | str, ...]) -> str:

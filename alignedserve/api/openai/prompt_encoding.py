@@ -5,15 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
+from alignedserve.api.conversation import Conversation
 from alignedserve.api.models.model_card import PromptServices
+from alignedserve.api.openai.bodies import CompletionRequest, PromptForms
 from alignedserve.api.openai.chat_prompt import chat_prompt
-from alignedserve.api.openai.pictures import placed, read_pictures
-from alignedserve.api.openai.schemas.requests import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    ConversationFields,
-    PromptForms,
-)
 from alignedserve.api.work_lanes import rough_length
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.picture import Picture
@@ -35,27 +30,23 @@ class Prompt:
 Prompts = tuple[Prompt, ...]
 
 
-async def encode_chat(fields: ConversationFields, services: PromptServices, *, is_bounded: bool = False) -> Prompt:
+async def encode_chat(conversation: Conversation, services: PromptServices, *, is_bounded: bool = False) -> Prompt:
     """Return the prompt of a conversation that was checked. Raises InvalidRequest.
 
-    `is_bounded`: one that cannot fit the context is refused before it is tokenized, with ContextTooLong.
+    `is_bounded`: a conversation that cannot fit the context is refused before it is tokenized, with ContextTooLong.
     """
-    services.model.require_generation("messages")
-    form, pictures = services.model.picture_form, await read_pictures(fields.messages, services)
-    texts = [] if form is None else [form.text(picture.size) for picture in pictures]
+    services.model.require_generation(conversation.names.messages)
+    pictures = await services.pictures.read(conversation, services.model.picture_form, services.config, services.lanes)
+    texts = () if pictures is None else pictures.texts
+    limit = services.model.max_context_len if is_bounded else None
 
     def encode() -> Prompt:
-        prompt, limit = chat_prompt(fields, services, texts), services.model.max_context_len if is_bounded else None
+        prompt = chat_prompt(conversation, services, texts)
         # Templates show the date.
         token_ids = tuple(services.tokenizer.encode_chat(prompt, now=datetime.now(), max_tokens=limit))
-        return Prompt(token_ids, pictures=() if form is None or not pictures else placed(pictures, token_ids, form))
+        return Prompt(token_ids, pictures=() if pictures is None else pictures.placed(token_ids, prompt.param))
 
-    return await services.lanes.run(rough_length((fields.messages, fields.tools)), encode)
-
-
-async def chat_prompts(chat: ChatCompletionRequest, services: PromptServices) -> Prompts:
-    """Return the one prompt of a chat completion. Raises InvalidRequest."""
-    return (await encode_chat(chat, services, is_bounded=chat.truncate_prompt_tokens is None),)
+    return await services.lanes.run(rough_length((conversation.messages, conversation.tools)), encode)
 
 
 async def completion_prompts(completion: CompletionRequest, services: PromptServices) -> Prompts:
@@ -96,9 +87,9 @@ async def decode_text(token_ids: list[int], services: PromptServices) -> str:
     return await services.lanes.run(len(token_ids) * _TOKEN_LEN, decode)
 
 
-def param_at(param: str, place: int, *, of: int) -> str:
+def param_at(param: str, index: int, *, of: int) -> str:
     """Return how errors name one of several prompts of a field: `prompt[3]`; a single one is the field itself."""
-    return f"{param}[{place}]" if of > 1 else param
+    return f"{param}[{index}]" if of > 1 else param
 
 
 async def encode_prompts(
@@ -122,12 +113,12 @@ async def encode_prompts(
     if len(prompt) > services.config.max_concurrent_requests:
         raise InvalidRequest(f"{param} holds more than {services.config.max_concurrent_requests} texts.", param=param)
     prompts = []
-    for place, item in enumerate(prompt):
-        own = param_at(param, place, of=len(prompt))
+    for index, item in enumerate(prompt):
+        item_param = param_at(param, index, of=len(prompt))
         if isinstance(item, str):
-            prompts.append(await _text_prompt(item, services, own, add_special_tokens, is_bounded=is_bounded))
+            prompts.append(await _text_prompt(item, services, item_param, add_special_tokens, is_bounded=is_bounded))
         elif isinstance(item, list):
-            prompts.append(await _token_prompt(item, services, own, is_bounded=is_bounded))
+            prompts.append(await _token_prompt(item, services, item_param, is_bounded=is_bounded))
         await asyncio.sleep(0)  # streams continue between prompts that are not long
     return prompts
 

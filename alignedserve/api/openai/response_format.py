@@ -1,7 +1,7 @@
 """Formats responses, streamed or whole, in OpenAI's shapes. Plain dicts and orjson: this runs for every token."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, Protocol
@@ -12,19 +12,129 @@ from typing_extensions import override
 from alignedserve.api.errors import error_body
 from alignedserve.api.openai.choice_decoder import ChoiceDelta, OffsetLogprob
 from alignedserve.api.openai.generation import Generation
-from alignedserve.api.openai.logprobs import (
-    TokenIdNames,
-    TokenNames,
-    chat_logprobs,
-    completion_logprobs,
-    concatenate,
-    echoed_logprobs,
-    encoded,
-    prompt_logprobs,
-)
 from alignedserve.api.openai.prompt_encoding import Prompt
-from alignedserve.api.tools.deltas import ToolCallDelta, function_call_chunk, tool_call_chunk, whole_tool_calls
+from alignedserve.api.tools.call_parser import ToolCallDelta, function_call_chunk, tool_call_chunk, whole_tool_calls
 from alignedserve.core.request import FinishReason, TokenLogprob
+from alignedserve.text.tokenizer import Tokenizer
+
+
+class TokenNames(Protocol):
+    """Texts and bytes of tokens, as log-probabilities show them. A Tokenizer is one."""
+
+    def token_text(self, token_id: int) -> str:
+        """Return the token's text."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the token's bytes."""
+
+
+class TokenIdNames:
+    """Names tokens by their ids, which are distinct where texts are not. Implements TokenNames."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.token_bytes = tokenizer.token_bytes
+
+    def token_text(self, token_id: int) -> str:
+        return f"token_id:{token_id}"
+
+
+# OpenAI's value for "very unlikely"; JSON has no minus infinity.
+_LOWEST = -9999.0
+
+
+def chat_logprobs(logprobs: Sequence[OffsetLogprob], names: TokenNames) -> dict[str, Any]:
+    return {"content": encoded(_chat_entry(entry.logprob, names) for entry in logprobs), "refusal": None}
+
+
+def completion_logprobs(
+    logprobs: Sequence[OffsetLogprob], names: TokenNames, *, first_offset: int = 0
+) -> dict[str, list[Any]]:
+    return {
+        "tokens": [names.token_text(entry.logprob.token_id) for entry in logprobs],
+        "token_logprobs": [_finite(entry.logprob.logprob) for entry in logprobs],
+        "top_logprobs": encoded(_top_by_text(entry.logprob, names) for entry in logprobs),
+        "text_offset": [first_offset + entry.text_offset for entry in logprobs],
+    }
+
+
+def echoed_logprobs(
+    prompt: Prompt, logprobs: Sequence[TokenLogprob], tokenizer: Tokenizer, names: TokenNames
+) -> dict[str, list[Any]]:
+    return {
+        "tokens": [names.token_text(token_id) for token_id in prompt.token_ids],
+        "token_logprobs": [None, *(_finite(entry.logprob) for entry in logprobs)],
+        "top_logprobs": [None, *encoded(_top_by_text(entry, names) for entry in logprobs)],
+        "text_offset": _prompt_offsets(prompt, tokenizer),
+    }
+
+
+def prompt_logprobs(
+    logprobs: Sequence[TokenLogprob], num_top: int, tokenizer: Tokenizer
+) -> list[orjson.Fragment | None]:
+    """Return vLLM's `prompt_logprobs`: of each prompt token, by its id, its own and those of the likeliest."""
+    return [None, *encoded(_by_id(entry, num_top, tokenizer) for entry in logprobs)]
+
+
+def encoded(entries: Iterable[Any]) -> list[orjson.Fragment]:
+    """Return entries as they stand in a body: no more than one at a time is held as objects.
+
+    Else a collection of garbage looks at millions of them, and encoding them at once lets no other thread run.
+    """
+    return [orjson.Fragment(orjson.dumps(entry)) for entry in entries]
+
+
+def concatenate(first: dict[str, list[Any]], second: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    return {name: first[name] + second[name] for name in first}
+
+
+def _prompt_offsets(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
+    """Return where each token begins in the prompt's text.
+
+    A special token has no length where it was added to the text, or left out of one that was made of token ids.
+    """
+    stream, offset = tokenizer.stream(), 0
+    offsets = []
+    for token_id in prompt.token_ids:
+        offsets.append(offset)
+        length, name = len(stream.push((token_id,))), tokenizer.token_text(token_id)
+        is_spelled = tokenizer.is_special(token_id) and prompt.text.startswith(name, offset)
+        offset += len(name) if is_spelled else length
+    return offsets
+
+
+def _chat_entry(entry: TokenLogprob, names: TokenNames) -> dict[str, Any]:
+    top = [_token_fields(token_id, logprob, names) for token_id, logprob in entry.top]
+    return _token_fields(entry.token_id, entry.logprob, names) | {"top_logprobs": top}
+
+
+def _token_fields(token_id: int, logprob: float, names: TokenNames) -> dict[str, Any]:
+    return {
+        "token": names.token_text(token_id),
+        "logprob": _finite(logprob),
+        "bytes": list(names.token_bytes(token_id)),
+    }
+
+
+def _top_by_text(entry: TokenLogprob, names: TokenNames) -> dict[str, float]:
+    by_text: dict[str, float] = {}
+    for token_id, logprob in (*entry.top, (entry.token_id, entry.logprob)):
+        by_text.setdefault(names.token_text(token_id), _finite(logprob))
+    return by_text
+
+
+def _by_id(entry: TokenLogprob, num_top: int, tokenizer: Tokenizer) -> dict[str, dict[str, Any]]:
+    ranked = [(entry.token_id, entry.logprob, entry.rank)]
+    ranked += [(token_id, logprob, place) for place, (token_id, logprob) in enumerate(entry.top[:num_top], 1)]
+    by_id: dict[str, dict[str, Any]] = {}
+    for token_id, logprob, rank in ranked:
+        shown = {"logprob": _finite(logprob), "rank": rank, "decoded_token": tokenizer.token_text(token_id)}
+        by_id.setdefault(str(token_id), shown)
+    return by_id
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _LOWEST)
+
 
 DONE = b"data: [DONE]\n\n"
 
@@ -87,7 +197,7 @@ class ResponseFormatter(ABC):
 
     kind: str
     chunk_kind: str
-    plain_choice: bytes  # one that has nothing but text, of its index and the text
+    plain_choice: bytes  # form of a choice of text alone: its index, its text
 
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
@@ -103,7 +213,7 @@ class ResponseFormatter(ABC):
         before, _, after = self.plain_choice.partition(b"%b")
         # Of each choice, what stands before and after its text where there is nothing else.
         places = range(len(request.requests))
-        self._around_text = [(self._head + before % place, after + self._plain_tail) for place in places]
+        self._around_text = [(self._head + before % index, after + self._plain_tail) for index in places]
 
     def _is_plain_text(self, index: int, delta: ChoiceDelta) -> bool:
         if not (self._is_plain and self._has_begun[index] and delta.text) or delta.finish_reason is not None:

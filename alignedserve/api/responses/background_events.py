@@ -17,8 +17,8 @@ from typing_extensions import override
 
 from alignedserve.api.openai.choice_decoder import ChoiceDelta
 from alignedserve.api.openai.generation import Generation
+from alignedserve.api.responses.bodies import CreateResponseRequest
 from alignedserve.api.responses.formatter import Event, ResponsesFormatter, encoded_event
-from alignedserve.api.responses.schemas import CreateResponseRequest
 from alignedserve.batches.responses.event_log import EventLimits, EventLog, EventWriter
 from alignedserve.core.errors import StorageError
 
@@ -33,8 +33,8 @@ _FLUSH_S = 0.2
 class BackgroundFormatter(ResponsesFormatter):
     """Formats a response in the background, whose first events its gateway has written."""
 
-    def __init__(self, generation: Generation, *, asked: CreateResponseRequest, response: dict[str, Any]) -> None:
-        super().__init__(generation, asked=asked)
+    def __init__(self, generation: Generation, *, body: CreateResponseRequest, response: dict[str, Any]) -> None:
+        super().__init__(generation, body=body)
         self.response = response | {"status": "in_progress"}
         self._num_events = len(_FIRST_EVENTS)
 

@@ -10,8 +10,7 @@ import orjson
 
 from alignedserve.api.errors import NotFound
 from alignedserve.api.responses.items import Item, item_id, parsed_response_id, place_of
-from alignedserve.batches.responses.bounded_records import MAX_RECORD_BYTES
-from alignedserve.batches.responses.response_repository import ResponseRepository, StoredResponse
+from alignedserve.batches.responses.response_repository import MAX_RECORD_BYTES, ResponseRepository, StoredResponse
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import InvalidRequest
 
@@ -42,10 +41,10 @@ class ResponseState:
         return (await self.find_all([response_id], param=param))[0]
 
     async def find_all(self, response_ids: Sequence[str], *, param: str) -> list[StoredResponse]:
-        """Return responses in order. Raises NotFound if one of them is not there any more."""
-        found = await self.repository.find(self.owner, list(response_ids))
-        records = [record for record in found if record is not None]
-        if len(records) < len(found):
+        """Return responses in order. Raises NotFound if any is gone."""
+        stored = await self.repository.find(self.owner, list(response_ids))
+        records = [record for record in stored if record is not None]
+        if len(records) < len(stored):
             raise _not_found(param)
         return records
 
@@ -101,7 +100,7 @@ async def load_context(state: ResponseState, previous: StoredResponse) -> Contex
 
 
 async def resolve_references(find: Find | None, items: Sequence[Item], response_id: str) -> list[Item]:
-    """Return the items with those in place that they refer to. Raises NotFound, InvalidRequest.
+    """Return the items with every reference replaced by its item. Raises NotFound, InvalidRequest.
 
     `find`: returns the response of an id; None: there are none.
     """
@@ -122,8 +121,8 @@ def _resolved(item: Item, turns: Mapping[str, StoredResponse], response_id: str,
         turn = turns[place.response_id]
         known = items_of(turn) if place.is_input else output_of(turn)
         if place.place < len(known):
-            found = known[place.place]
-            return found | {"id": item_id(found["type"], response_id, index, is_input=True)}
+            item_there = known[place.place]
+            return item_there | {"id": item_id(item_there["type"], response_id, index, is_input=True)}
     raise NotFound("An item that input refers to does not exist.", param="input", code="item_not_found")
 
 

@@ -10,12 +10,16 @@ from alignedserve.api.errors import error_body
 from alignedserve.api.openai.choice_decoder import ChoiceDelta, OffsetLogprob
 from alignedserve.api.openai.generation import Generation
 from alignedserve.api.openai.generation_request import GenerationRequest
-from alignedserve.api.openai.logprobs import chat_logprobs
-from alignedserve.api.openai.response_format import extension_of
+from alignedserve.api.openai.response_format import chat_logprobs, extension_of
+from alignedserve.api.responses.bodies import (
+    CreateResponseRequest,
+    TextFields,
+    known_fields,
+    offered_functions,
+    tool_view,
+)
 from alignedserve.api.responses.items import Item, item_id
-from alignedserve.api.responses.parsing import offered_functions, tool_view
-from alignedserve.api.responses.schemas import CreateResponseRequest, TextOptions, known_fields
-from alignedserve.api.tools.deltas import ToolCallDelta
+from alignedserve.api.tools.call_parser import ToolCallDelta
 from alignedserve.core.request import FinishReason
 
 Event = dict[str, Any]
@@ -144,10 +148,10 @@ class OutputBuilder:
         return {"type": f"response.{name}", "output_index": len(self.items) - 1, **members}
 
 
-def new_response(asked: CreateResponseRequest, request: GenerationRequest, *, is_stored: bool) -> dict[str, Any]:
+def new_response(body: CreateResponseRequest, request: GenerationRequest, *, is_stored: bool) -> dict[str, Any]:
     """Return the response to a request before anything has been generated."""
     sampling = request.requests[0].sampling
-    reasoning = asked.reasoning
+    reasoning = body.reasoning
     return (
         {
             "id": request.response_id,
@@ -162,41 +166,41 @@ def new_response(asked: CreateResponseRequest, request: GenerationRequest, *, is
             "reasoning": {"effort": reasoning.effort if reasoning else None, "summary": None},
             "service_tier": request.service_tier,
             "store": is_stored,
-            "text": _text(asked.text),
-            "tools": [tool_view(tool) for tool in asked.tools],
-            "top_logprobs": asked.top_logprobs or 0,
+            "text": _text(body.text),
+            "tools": [tool_view(tool) for tool in body.tools],
+            "top_logprobs": body.top_logprobs or 0,
             "usage": None,
         }
-        | {name: getattr(asked, name) for name in _ECHOED}
+        | {name: getattr(body, name) for name in _ECHOED}
         | {"temperature": sampling.temperature, "top_p": sampling.top_p}
-        | _conversation(asked)
+        | _conversation(body)
     )
 
 
-def _conversation(asked: CreateResponseRequest) -> dict[str, Any]:
-    return {} if asked.conversation_id is None else {"conversation": {"id": asked.conversation_id}}
+def _conversation(body: CreateResponseRequest) -> dict[str, Any]:
+    return {} if body.conversation_id is None else {"conversation": {"id": body.conversation_id}}
 
 
-def _text(asked: TextOptions | None) -> dict[str, Any]:
+def _text(body: TextFields | None) -> dict[str, Any]:
     text: dict[str, Any] = {"format": {"type": "text"}}
-    if asked is not None and asked.format is not None:
-        text["format"] = known_fields(asked.format, with_unset=False)
-    if asked is not None and asked.verbosity is not None:
-        text["verbosity"] = asked.verbosity
+    if body is not None and body.format is not None:
+        text["format"] = known_fields(body.format, with_unset=False)
+    if body is not None and body.verbosity is not None:
+        text["verbosity"] = body.verbosity
     return text
 
 
 class ResponsesFormatter:
     """Formats the response to one generation. Implements Formatter."""
 
-    def __init__(self, generation: Generation, *, asked: CreateResponseRequest, is_stored: bool = False) -> None:
+    def __init__(self, generation: Generation, *, body: CreateResponseRequest, is_stored: bool = False) -> None:
         request = generation.request
-        self.response = new_response(asked, request, is_stored=is_stored)  # as it is now
+        self.response = new_response(body, request, is_stored=is_stored)  # as it is now
         self._generation = generation
         self._output = OutputBuilder(
             request.response_id,
             show_logprobs=lambda logprobs: chat_logprobs(logprobs, generation.tokenizer)["content"],
-            function_names={one.chat_name: one.names for one in offered_functions(asked.tools)},
+            function_names={function.chat_name: function.names for function in offered_functions(body.tools)},
         )
         self._num_events = 0
         self._finish_reason: FinishReason | None = None

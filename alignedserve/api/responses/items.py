@@ -7,21 +7,22 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from alignedserve.api.conversation import NamedPicture
+from alignedserve.api.errors import refuse, refuse_unsupported
 from alignedserve.api.openai.parsing import parse
-from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
-from alignedserve.api.responses.schemas import (
+from alignedserve.api.responses.bodies import (
     FunctionCallItem,
     FunctionCallOutputItem,
-    ImagePart,
+    ItemImagePart,
     ItemReference,
+    ItemTextPart,
     MessageItem,
     ReasoningItem,
     ReasoningPart,
     RefusalPart,
-    TextPart,
     known_fields,
 )
-from alignedserve.api.schema import Schema
+from alignedserve.api.schema import IgnoredFields, Schema
 from alignedserve.core.errors import InvalidRequest
 
 Item = dict[str, Any]
@@ -37,9 +38,9 @@ _SCHEMAS: dict[str, type[Schema]] = {
     "item_reference": ItemReference,
 }
 _PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
-_OUTPUT_PARTS: dict[str, type[Schema]] = {"input_text": TextPart, "output_text": TextPart}
+_OUTPUT_PARTS: dict[str, type[Schema]] = {"input_text": ItemTextPart, "output_text": ItemTextPart}
 _MESSAGE_PARTS = _OUTPUT_PARTS | {"refusal": RefusalPart}
-_USER_PARTS = _MESSAGE_PARTS | {"input_image": ImagePart}
+_USER_PARTS = _MESSAGE_PARTS | {"input_image": ItemImagePart}
 _SUMMARY_PARTS: dict[str, type[Schema]] = {"summary_text": ReasoningPart}
 _THOUGHTS: dict[str, type[Schema]] = {"reasoning_text": ReasoningPart}
 _UNSUPPORTED = (
@@ -88,7 +89,7 @@ def place_of(text: str) -> ItemPlace | None:
 
 
 def parse_items(
-    given: str | Sequence[dict[str, Any]],
+    field: str | Sequence[dict[str, Any]],
     response_id: str,
     ignored: IgnoredFields | None = None,
     *,
@@ -99,11 +100,11 @@ def parse_items(
     `response_id`: its hex digits, or others, are in their ids. `ignored`: see `parse`.
     """
     parser = _ItemParser(ignored)
-    sent = [{"role": "user", "content": given}] if isinstance(given, str) else given
-    items = [parser.parse(one, f"{param}[{place}]") for place, one in enumerate(sent)]
-    for place, item in enumerate(items):
+    sent = [{"role": "user", "content": field}] if isinstance(field, str) else field
+    items = [parser.parse(one, f"{param}[{index}]") for index, one in enumerate(sent)]
+    for index, item in enumerate(items):
         if item["type"] != "item_reference":
-            item["id"] = item_id(item["type"], response_id, place, is_input=True)
+            item["id"] = item_id(item["type"], response_id, index, is_input=True)
     return items
 
 
@@ -115,25 +116,23 @@ def text_of(content: str | Sequence[dict[str, Any]]) -> str:
     return "\n".join(part["refusal"] if part["type"] == "refusal" else part["text"] for part in texts)
 
 
-def content_of(content: str | Sequence[dict[str, Any]]) -> str | list[dict[str, Any]]:
-    """Return the content of a message for a chat: its text, or parts if pictures are among them."""
+def parts_of(content: str | Sequence[dict[str, Any]]) -> tuple[str | NamedPicture, ...]:
+    """Return the parts of a user's message."""
     if isinstance(content, str) or all(part["type"] != "input_image" for part in content):
-        return text_of(content)
-    return [
-        {"type": "image_url", "image_url": {"url": part["image_url"]}}
-        if part["type"] == "input_image"
-        else {"type": "text", "text": text_of([part])}
+        return (text_of(content),)
+    return tuple(
+        NamedPicture(part["image_url"], "input", "input") if part["type"] == "input_image" else text_of([part])
         for part in content
-    ]
+    )
 
 
 class _ItemParser:
     def __init__(self, ignored: IgnoredFields | None) -> None:
         self._ignored = ignored
 
-    def parse(self, given: dict[str, Any], path: str) -> Item:
-        kind = given.get("type") or ("message" if "role" in given else "item_reference")
-        item = parse(_schema_of(kind, _SCHEMAS, path), given, self._ignored, parent=f"{path}.")
+    def parse(self, fields: dict[str, Any], path: str) -> Item:
+        kind = fields.get("type") or ("message" if "role" in fields else "item_reference")
+        item = parse(_schema_of(kind, _SCHEMAS, path), fields, self._ignored, parent=f"{path}.")
         members = known_fields(item) | {"id": "", "type": kind, "status": "completed"}
         match item:
             case MessageItem():
@@ -164,22 +163,20 @@ class _ItemParser:
             raise InvalidRequest(f"{path}.content must not be empty.", param=f"{path}.content", code="invalid_value")
         return self._parts(item.content, f"{path}.content", _USER_PARTS if item.role == "user" else _MESSAGE_PARTS)
 
-    def _parts(self, given: Sequence[dict[str, Any]], path: str, schemas: Mapping[str, type[Schema]]) -> list[Item]:
-        parts = []
-        for place, one in enumerate(given):
-            at = f"{path}[{place}]"
-            part = parse(_schema_of(one.get("type"), schemas, at), one, self._ignored, parent=f"{at}.")
-            parts.append(_text_part(part.type, part.text) if isinstance(part, TextPart) else known_fields(part))
-        return parts
+    def _parts(self, parts: Sequence[dict[str, Any]], path: str, schemas: Mapping[str, type[Schema]]) -> list[Item]:
+        checked = []
+        for index, fields in enumerate(parts):
+            at = f"{path}[{index}]"
+            part = parse(_schema_of(fields.get("type"), schemas, at), fields, self._ignored, parent=f"{at}.")
+            checked.append(_text_part(part.type, part.text) if isinstance(part, ItemTextPart) else known_fields(part))
+        return checked
 
 
 def _schema_of(kind: Any, schemas: Mapping[str, type[Schema]], path: str) -> type[Schema]:
     if kind in _UNSUPPORTED:
-        message = f"{path}.type {kind!r} is not supported."
-        raise InvalidRequest(message, param=f"{path}.type", code="unsupported_parameter")
+        refuse_unsupported(f"{path}.type", kind)
     if not isinstance(kind, str) or kind not in schemas:
-        message = f"Invalid value for {path}.type: it must be {' or '.join(schemas)}."
-        raise InvalidRequest(message, param=f"{path}.type", code="invalid_value")
+        refuse(f"{path}.type", f"it must be {' or '.join(schemas)}")
     return schemas[kind]
 
 

@@ -1,4 +1,4 @@
-"""Translates items into a chat completion, and builds the request that generates a response.
+"""Translates items into a conversation, and builds the request that generates a response.
 
 | items | messages |
 |---|---|
@@ -7,51 +7,52 @@
 | function_call_output | a tool message |
 """
 
-import re
 import secrets
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import orjson
 
+from alignedserve.api.conversation import (
+    MAX_TOOLS,
+    AnswerSpec,
+    Constraint,
+    Conversation,
+    FieldNames,
+    OfferedTool,
+    PastCall,
+    PastMessage,
+    Role,
+    ToolChoice,
+    check_conversation,
+)
+from alignedserve.api.errors import refuse, refuse_missing, refuse_unknown
 from alignedserve.api.models.model_card import PromptServices
 from alignedserve.api.models.model_services import ModelServices
 from alignedserve.api.openai.generation_request import Arrival, GenerationRequest
-from alignedserve.api.openai.parsing import parse_chat
-from alignedserve.api.openai.prompt_encoding import Prompts, chat_prompts, encode_chat
+from alignedserve.api.openai.prompt_encoding import Prompts, encode_chat
 from alignedserve.api.openai.request_builder import build_chat_request
-from alignedserve.api.openai.schemas.requests import ChatCompletionRequest
-from alignedserve.api.openai.schemas.tools import TOOL_CHOICE_FORMS
-from alignedserve.api.responses.items import Item, content_of, text_of
-from alignedserve.api.responses.parsing import OfferedFunction, chat_name, offered_functions
-from alignedserve.api.responses.schemas import CreateResponseRequest, PromptFields, TextFormat, known_fields
+from alignedserve.api.responses.bodies import (
+    CreateResponseRequest,
+    ResponseFields,
+    chat_name,
+    known_fields,
+    offered_functions,
+)
+from alignedserve.api.responses.items import Item, parts_of, text_of
 from alignedserve.api.work_lanes import rough_length
 from alignedserve.core.errors import ContextTooLong, InvalidRequest
+from alignedserve.runtime.grammar.constraints import StructuredOutputs
 
 T = TypeVar("T")
 
-Message = dict[str, Any]
 _SYSTEM_ROLES = ("system", "developer")
-_SAME_FIELDS = (
-    *("temperature", "top_p", "stream", "service_tier", "user", "safety_identifier", "prompt_cache_key", "seed"),
-    *("top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "priority", "cache_salt"),
-)
+_NAMES = FieldNames(messages="input", effort="reasoning.effort", answer_format="text.format")
 _TOOL_CHOICE_FORMS = (
-    "must be 'none', 'auto', 'required', {type: 'function', name} or {type: 'allowed_tools', mode, tools}"
+    "Input must be 'none', 'auto', 'required', {type: 'function', name} or {type: 'allowed_tools', mode, tools}"
 )
-# Of names of chat completions: what the Responses API calls them. The first that fits is taken.
-_NAMES = (
-    (re.compile(re.escape(TOOL_CHOICE_FORMS)), _TOOL_CHOICE_FORMS),
-    (re.compile(r"\bmessages(\[\d+\][\w.\[\]]*)?"), "input"),
-    (re.compile(r"\bresponse_format\.json_schema\b"), "text.format"),
-    (re.compile(r"\bresponse_format\b"), "text.format"),
-    (re.compile(r"\bmax_(completion_)?tokens\b"), "max_output_tokens"),
-    (re.compile(r"\breasoning_effort\b"), "reasoning.effort"),
-    (re.compile(r"\bverbosity\b"), "text.verbosity"),
-    (re.compile(r"\b(tools\[\d+\]|tool_choice)\.function\b"), r"\1"),
-)
-_TOOL = re.compile(r"\btools\[(\d+)\]")
 LOGPROBS = "message.output_text.logprobs"
 
 
@@ -61,52 +62,30 @@ def new_response_id() -> str:
 
 
 async def build_response_request(
-    asked: CreateResponseRequest, items: Sequence[Item], response_id: str, arrival: Arrival, services: ModelServices
+    body: CreateResponseRequest, items: Sequence[Item], response_id: str, arrival: Arrival, services: ModelServices
 ) -> GenerationRequest:
     """Return the request for a response to these items, earlier turns first. Raises InvalidRequest."""
+    spec = response_spec(body, response_id)
 
-    async def build(kept: Sequence[Item]) -> GenerationRequest:
-        chat = await _translated(asked, kept, services)
-        return await build_chat_request(
-            chat, arrival, services, response_id=response_id, effort_name="reasoning.effort"
-        )
+    async def build(remaining: Sequence[Item]) -> GenerationRequest:
+        return await build_chat_request(await _translated(body, remaining, services), spec, arrival, services)
 
-    with _named_as_asked(asked):
-        is_truncated = asked.truncation == "auto"
-        return await (build_truncated(build, items) if is_truncated else build(items))
+    return await (build_truncated(build, items) if body.truncation == "auto" else build(items))
 
 
-async def response_prompts(asked: CreateResponseRequest, items: Sequence[Item], services: PromptServices) -> Prompts:
+async def response_prompts(body: CreateResponseRequest, items: Sequence[Item], services: PromptServices) -> Prompts:
     """Return the one prompt of these items. Raises InvalidRequest."""
-    with _named_as_asked(asked):
-        return await chat_prompts(await _translated(asked, items, services), services)
+    return (await encode_chat(await _translated(body, items, services), services, is_bounded=True),)
 
 
-async def input_tokens_answer(asked: PromptFields, items: Sequence[Item], services: PromptServices) -> bytes:
+async def input_tokens_answer(body: ResponseFields, items: Sequence[Item], services: PromptServices) -> bytes:
     """Return the answer that has the length of the prompt in tokens. Raises InvalidRequest."""
-    with _named_as_asked(asked):
-        prompt = await encode_chat(await _translated(asked, items, services), services)
+    prompt = await encode_chat(await _translated(body, items, services), services)
     return orjson.dumps({"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)})
 
 
-async def _translated(asked: PromptFields, items: Sequence[Item], services: PromptServices) -> ChatCompletionRequest:
-    model = {"model": services.model.name}
-    return await services.lanes.run(rough_length(items), lambda: parse_chat(chat_body(asked, items) | model))
-
-
-@contextmanager
-def _named_as_asked(asked: PromptFields) -> Iterator[None]:
-    def named(text: str) -> str:
-        # A chat's tools are all functions, those of namespaces among them.
-        paths = dict(enumerate(one.path for one in offered_functions(asked.tools)))
-        return _TOOL.sub(lambda found: paths.get(int(found[1]), found[0]), name_as_asked(text))
-
-    try:
-        yield
-    except InvalidRequest as error:
-        error.param = None if error.param is None else named(error.param)
-        error.args = (named(str(error)),)
-        raise
+async def _translated(body: ResponseFields, items: Sequence[Item], services: PromptServices) -> Conversation:
+    return await services.lanes.run(rough_length(items), partial(conversation_of_items, body, items))
 
 
 async def build_truncated(build: Callable[[Sequence[Item]], Awaitable[T]], items: Sequence[Item]) -> T:
@@ -115,7 +94,7 @@ async def build_truncated(build: Callable[[Sequence[Item]], Awaitable[T]], items
     A turn begins with a message of the user, so that no call loses its output. System messages at the beginning stay.
     """
     num_kept = num_system_items(items)
-    starts = [num_kept] + [place for place in range(num_kept + 1, len(items)) if items[place].get("role") == "user"]
+    starts = [num_kept] + [index for index in range(num_kept + 1, len(items)) if items[index].get("role") == "user"]
 
     async def build_from(turn: int) -> T:
         return await build([*items[:num_kept], *items[starts[turn] :]])
@@ -134,132 +113,132 @@ async def build_truncated(build: Callable[[Sequence[Item]], Awaitable[T]], items
     return built
 
 
-def chat_body(asked: PromptFields, items: Sequence[Item]) -> dict[str, Any]:
-    """Return the body; JSON null stands for what is unset. Raises InvalidRequest for an empty input."""
-    messages = messages_of(items, asked.instructions)
+def conversation_of_items(body: ResponseFields, items: Sequence[Item]) -> Conversation:
+    """Return the conversation, checked. Raises InvalidRequest, for an empty input too."""
+    messages = messages_of(items, body.instructions)
     if not messages:
         raise InvalidRequest("input is missing.", param="input", code="missing_required_parameter")
-    body = {"model": asked.model, "messages": messages} | _tool_fields(asked)
-    if asked.text is not None:
-        body |= {"verbosity": asked.text.verbosity, "response_format": _response_format(asked.text.format)}
-    if asked.reasoning is not None:
-        body["reasoning_effort"] = asked.reasoning.effort
-    return body | _output_fields(asked) if isinstance(asked, CreateResponseRequest) else body
+    _constraint(body)
+    reasoning = body.reasoning
+    conversation = Conversation(
+        tuple(messages), effort=reasoning.effort if reasoning is not None else None, names=_NAMES
+    )
+    if body.tools or body.tool_choice not in ("auto", "none"):
+        conversation = replace(
+            conversation,
+            tools=tuple(
+                OfferedTool(
+                    offered.chat_name,
+                    offered.tool.description,
+                    offered.tool.parameters,
+                    offered.path,
+                    f"{offered.path}.parameters",
+                )
+                for offered in offered_functions(body.tools)
+            ),
+            tool_choice=_tool_choice(body.tool_choice),
+            has_parallel_calls=body.parallel_tool_calls,
+        )
+    return check_conversation(conversation)
 
 
-def messages_of(items: Sequence[Item], instructions: str | None) -> list[Message]:
+def messages_of(items: Sequence[Item], instructions: str | None) -> list[PastMessage]:
     num_system = num_system_items(items)
     system = [instructions] if instructions is not None else []
     system += [text_of(item["content"]) for item in items[:num_system]]
-    messages = [{"role": "system", "content": "\n\n".join(system)}] if system else []
-    return messages + _later_messages(items[num_system:])
-
-
-def num_system_items(items: Sequence[Item]) -> int:
-    return next((place for place, item in enumerate(items) if item.get("role") not in _SYSTEM_ROLES), len(items))
-
-
-def _later_messages(items: Sequence[Item]) -> list[Message]:
-    messages: list[Message] = []
-    for item in items:
+    messages = [PastMessage("system", "input", ("\n\n".join(system),))] if system else []
+    for item in items[num_system:]:
         match item["type"]:
             case "message" if item["role"] != "assistant":
-                messages.append({"role": item["role"], "content": content_of(item["content"])})
+                role: Role = "system" if item["role"] in _SYSTEM_ROLES else "user"
+                messages.append(PastMessage(role, "input", parts_of(item["content"])))
             case "function_call_output":
-                output = text_of(item["output"])
-                messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": output})
-            case "function_call" if item["status"] == "incomplete":
-                # The limit of tokens cut it short: it has no result, and its arguments may be none. The turn stays.
-                _assistant(messages, "function_call")
+                messages.append(PastMessage("tool", "input", (text_of(item["output"]),), call_id=item["call_id"]))
             case kind:
-                _add_answer(_assistant(messages, kind), item)
-    for message in messages:
-        if message["content"] is None and "tool_calls" not in message:  # a thought without an answer
-            message["content"] = ""
+                if not messages or _is_over(messages[-1], kind):
+                    messages.append(PastMessage("assistant", "input"))
+                messages[-1] = _with_answer(messages[-1], item)
     return messages
 
 
-def _assistant(messages: list[Message], kind: str) -> Message:
-    """Return the assistant message that an item of this type belongs to: the last one, unless its turn is over.
-
-    A turn with calls is over when their results follow.
-    """
-    last = messages[-1] if messages else {}
-    is_over = last.get("content") is not None and "tool_calls" not in last
-    if last.get("role") != "assistant" or (kind != "function_call" and is_over):
-        last = {"role": "assistant", "content": None}
-        messages.append(last)
-    return last
+def num_system_items(items: Sequence[Item]) -> int:
+    return next((index for index, item in enumerate(items) if item.get("role") not in _SYSTEM_ROLES), len(items))
 
 
-def _add_answer(message: Message, item: Item) -> None:
+def _is_over(last: PastMessage, kind: str) -> bool:
+    """Return whether an item of this type begins an assistant's turn: a turn with calls ends where results follow."""
+    has_answered = bool(last.parts) and not last.calls
+    return last.role != "assistant" or (kind != "function_call" and has_answered)
+
+
+def _with_answer(message: PastMessage, item: Item) -> PastMessage:
     match item["type"]:
         case "message":
-            before = [] if message["content"] is None else [message["content"]]
-            message["content"] = "\n".join([*before, text_of(item["content"])])
+            return message._replace(parts=(*message.parts, text_of(item["content"])))
         case "reasoning":
             thought = text_of(item["content"] or item["summary"])
-            if thought:
-                message["reasoning_content"] = "\n".join(filter(None, [message.get("reasoning_content"), thought]))
-        case _:
-            function = {"name": chat_name(item["name"], item.get("namespace")), "arguments": item["arguments"]}
-            call = {"id": item["call_id"], "type": "function", "function": function}
-            message.setdefault("tool_calls", []).append(call)
+            return message._replace(thought="\n".join(filter(None, [message.thought, thought])) or None)
+        case "function_call" if item["status"] == "incomplete":
+            return message  # the limit of tokens cut it short: it has no result, and its arguments may be none
+    call = PastCall.of(item["call_id"], chat_name(item["name"], item.get("namespace")), item["arguments"])
+    return message._replace(calls=(*message.calls, call))
 
 
-def _tool_fields(asked: PromptFields) -> dict[str, Any]:
-    if not asked.tools and asked.tool_choice in ("auto", "none"):
-        return {}
-    return {
-        "tools": [_function_tool(one) for one in offered_functions(asked.tools)],
-        "tool_choice": _tool_choice(asked.tool_choice),
-        "parallel_tool_calls": asked.parallel_tool_calls,
-    }
+def _tool_choice(choice: str | dict[str, Any]) -> ToolChoice:
+    if isinstance(choice, dict):
+        members = _members_of_type(choice)
+        for name in ("name", "mode", "tools"):
+            if name not in members and choice.get(name) is not None:
+                refuse_unknown(f"tool_choice.{name}")
+    match choice:
+        case "none" | "auto" | "required":
+            return ToolChoice(choice)
+        case {"type": "function", "name": str(name)}:
+            return ToolChoice("required", (name,))
+        case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": [_, *_] as tools}:
+            choices = [tool for tool in tools if isinstance(tool, dict) and "name" in _members_of_type(tool)]
+            names = [name for tool in choices if isinstance(name := tool.get("name"), str)]
+            if len(names) == len(tools) <= MAX_TOOLS:
+                return ToolChoice(mode, tuple(names))
+    return refuse("tool_choice", _TOOL_CHOICE_FORMS)
 
 
-def _function_tool(offered: OfferedFunction) -> dict[str, Any]:
-    function = known_fields(offered.tool, with_unset=False) | {"name": offered.chat_name}
-    return {"type": function.pop("type"), "function": function}
-
-
-def _tool_choice(choice: str | dict[str, Any]) -> Any:
-    if isinstance(choice, str):
-        return choice
-    rest = {name: choice[name] for name in ("name", "mode", "tools") if name in choice}
+def _members_of_type(choice: dict[str, Any]) -> tuple[str, ...]:
     match choice.get("type"):
         case "function":
-            return {"type": "function", "function": rest}
+            return ("name",)
         case "allowed_tools":
-            tools = choice.get("tools")
-            if isinstance(tools, list):  # what is no tool is refused in its place
-                rest["tools"] = [_tool_choice(tool) if isinstance(tool, dict) else tool for tool in tools]
-            return {"type": "allowed_tools", "allowed_tools": rest}
+            return ("mode", "tools")
     raise InvalidRequest(
         "tool_choice.type must be function or allowed_tools.", param="tool_choice.type", code="unsupported_parameter"
     )
 
 
-def _response_format(given: TextFormat | None) -> dict[str, Any] | None:
-    if given is None:
+def _constraint(body: ResponseFields) -> Constraint | None:
+    form = body.text.format if body.text is not None else None
+    if form is None:
         return None
-    members = known_fields(given, with_unset=False)
-    kind = members.pop("type")
-    return {"type": kind, "json_schema": members} if kind == "json_schema" else {"type": kind} | members
+    if form.type == "json_schema":
+        if form.schema_ is None:
+            refuse_missing("text.format.schema")
+        return Constraint(StructuredOutputs(json=form.schema_), "text.format.schema")
+    for name in known_fields(form, with_unset=False):
+        if name != "type":
+            refuse_unknown(f"text.format.{name}")
+    return Constraint(StructuredOutputs(json_object=True), "text.format") if form.type == "json_object" else None
 
 
-def _output_fields(asked: CreateResponseRequest) -> dict[str, Any]:
-    fields = {name: getattr(asked, name) for name in _SAME_FIELDS}
-    has_logprobs = LOGPROBS in asked.include
-    if asked.top_logprobs and not has_logprobs:
+def response_spec(body: CreateResponseRequest, response_id: str) -> AnswerSpec:
+    """Return what the answer is to be. Raises InvalidRequest."""
+    has_logprobs = LOGPROBS in body.include
+    if body.top_logprobs and not has_logprobs:
         raise InvalidRequest(f"top_logprobs needs {LOGPROBS!r} in include.", param="top_logprobs")
-    return fields | {
-        "max_completion_tokens": asked.max_output_tokens,
-        "logprobs": has_logprobs,
-        "top_logprobs": asked.top_logprobs if has_logprobs else None,
-    }
-
-
-def name_as_asked(text: str) -> str:
-    for pattern, name in _NAMES:
-        text = pattern.sub(name, text)
-    return text
+    return AnswerSpec.of(
+        body,
+        id_prefix="resp_",
+        response_id=response_id,
+        prompt_param="input",
+        max_tokens=body.max_output_tokens,
+        num_logprobs=(body.top_logprobs or 0) if has_logprobs else None,
+        constraint=_constraint(body),
+    )

@@ -1,13 +1,27 @@
 """The answer to `explain`: a call's course as JSON, times in milliseconds since it was received."""
 
-from collections.abc import Sequence
+import asyncio
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import orjson
 
-from alignedserve.api.timelines.phases import WAITS, Phase, notes_of, phases_of
-from alignedserve.api.timelines.timeline import ChoiceTimeline, Objective, SourcedNote, Timeline
-from alignedserve.messages.request_notes import MAX_DOCUMENT_BYTES, Cause, RequestNote, Step
+from alignedserve.api.timelines.phases import WAITS, RequestPhase, notes_of, phases_of
+from alignedserve.api.timelines.timeline import ChoiceObjective, ChoiceTimeline, SourcedNote, Timeline
+from alignedserve.core.ids import RequestId
+from alignedserve.core.lifecycle import Stage
+from alignedserve.messages.request_notes import (
+    MAX_DOCUMENT_BYTES,
+    MAX_STANDINGS,
+    AskStandings,
+    Cause,
+    RequestNote,
+    Standing,
+    StandingsTold,
+    Step,
+)
+from alignedserve.messages.wire import Message
 
 _SHORT_EVENTS = 32  # of a choice, where the whole would be too large
 
@@ -125,30 +139,30 @@ def _choice_view(index: int, choice: ChoiceTimeline, gateway: str, now: float) -
         "cached_prompt_tokens": choice.num_cached_tokens,
         "ttft_ms": _ms(choice.first_token_s, start_s),
         "duration_ms": _ms(choice.ended_s, start_s),
-        "objectives": [_objective_view(one) for one in choice.objectives(now)],
+        "objectives": [_objective_view(item) for item in choice.objectives(now)],
         "phases": [_phase_view(phase, gateway, start_s) for phase in phases_of(choice, now)],
-        "events": [_event_view(one, gateway, start_s) for one in notes],
+        "events": [_event_view(item, gateway, start_s) for item in notes],
         "events_left_out": choice.num_left_out,
     }
 
 
 def _predicted(notes: Sequence[SourcedNote]) -> float | None:
-    predicted = [one.note.predicted_len for one in notes if one.note.predicted_len is not None]
-    of_predictor = [one.note.predicted_len for one in notes if one.note.step is Step.PREDICTED]
+    predicted = [item.note.predicted_len for item in notes if item.note.predicted_len is not None]
+    of_predictor = [item.note.predicted_len for item in notes if item.note.step is Step.PREDICTED]
     chosen = of_predictor or predicted
     return round(chosen[-1], 1) if chosen and chosen[-1] is not None else None
 
 
-def _objective_view(one: Objective) -> dict[str, Any]:
+def _objective_view(objective: ChoiceObjective) -> dict[str, Any]:
     return {
-        "name": one.name,
-        "target_ms": round(one.target_s * 1e3, 3),
-        "measured_ms": None if one.measured_s is None else round(one.measured_s * 1e3, 3),
-        "held": one.is_held,
+        "name": objective.name,
+        "target_ms": round(objective.target_s * 1e3, 3),
+        "measured_ms": None if objective.measured_s is None else round(objective.measured_s * 1e3, 3),
+        "held": objective.is_held,
     }
 
 
-def _phase_view(phase: Phase, gateway: str, start_s: float) -> dict[str, Any]:
+def _phase_view(phase: RequestPhase, gateway: str, start_s: float) -> dict[str, Any]:
     return {
         "name": phase.name.value,
         "where": phase.source or gateway,
@@ -159,13 +173,13 @@ def _phase_view(phase: Phase, gateway: str, start_s: float) -> dict[str, Any]:
     }
 
 
-def _event_view(one: SourcedNote, gateway: str, start_s: float) -> dict[str, Any]:
-    note = one.note
+def _event_view(sourced: SourcedNote, gateway: str, start_s: float) -> dict[str, Any]:
+    note = sourced.note
     view: dict[str, Any] = {
         "at_ms": _ms(note.at_s, start_s),
-        "where": one.source or gateway,
+        "where": sourced.source or gateway,
         "step": note.step.value,
-        "text": step_text(one),
+        "text": step_text(sourced),
     }
     if note.attempt:
         view["attempt"] = note.attempt
@@ -178,8 +192,8 @@ def _ms(at_s: float | None, since_s: float) -> float | None:
     return None if at_s is None else round((at_s - since_s) * 1e3, 3)
 
 
-def step_text(one: SourcedNote) -> str:
-    note = one.note
+def step_text(sourced: SourcedNote) -> str:
+    note = sourced.note
     predicted_len = "an unknown number" if note.predicted_len is None else f"{note.predicted_len:.0f}"
     return _STEPS[note.step].format(
         peer=note.peer or "another process",
@@ -197,3 +211,118 @@ def cause_text(cause: Cause) -> str:
 
 def _of_requests(note: RequestNote) -> str:
     return f" of {note.num_requests}" if note.num_requests else ""
+
+
+_ANSWER_S = 1.0  # a router that has not answered by then is not waited for
+_UNKNOWN = "not known: no router tells of it at this moment"
+
+
+class StandingQuestions:
+    """Asks every connected router; each knows the requests of its deployment."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, _Question] = {}
+        self._numbers = itertools.count(1)
+
+    async def ask(
+        self, request_ids: tuple[RequestId, ...], ask_routers: Callable[[Message], int]
+    ) -> dict[RequestId, Standing]:
+        """Return the standings that routers tell in time. `ask_routers`: returns how many were asked."""
+        number = next(self._numbers)
+        question = self._open[number] = _Question(len(request_ids))
+        try:
+            question.asked(ask_routers(AskStandings(number, request_ids)))
+            async with asyncio.timeout(_ANSWER_S):
+                await question.is_answered.wait()
+        except TimeoutError:
+            pass
+        finally:
+            del self._open[number]
+        return question.known
+
+    def told(self, message: StandingsTold) -> None:
+        question = self._open.get(message.number)
+        if question is not None:
+            question.told(message)
+
+
+class _Question:
+    def __init__(self, num_wanted: int) -> None:
+        self.known: dict[RequestId, Standing] = {}
+        self.is_answered = asyncio.Event()
+        self._num_wanted = num_wanted
+        self._num_asked: int | None = None
+        self._num_answers = 0
+
+    def asked(self, num_routers: int) -> None:
+        self._num_asked = num_routers
+        self._look()
+
+    def told(self, message: StandingsTold) -> None:
+        self.known.update((standing.request_id, standing) for standing in message.standings)
+        self._num_answers += 1
+        self._look()
+
+    def _look(self) -> None:
+        has_all = self._num_asked is not None and self._num_answers >= self._num_asked
+        if has_all or len(self.known) >= self._num_wanted:
+            self.is_answered.set()
+
+
+def open_requests(document: Mapping[str, Any]) -> tuple[RequestId, ...]:
+    """Return the requests of an explained call that go on; of many the first few, as each looks at the whole queue."""
+    return tuple(choice["request_id"] for choice in document["choices"] if choice["output_tokens"] is None)[
+        :MAX_STANDINGS
+    ]
+
+
+def add_standings(document: Mapping[str, Any], known: Mapping[RequestId, Standing]) -> None:
+    """Add to each choice of an explained call where it stands; None: it has ended."""
+    for choice in document["choices"]:
+        is_open = choice["output_tokens"] is None
+        choice["standing"] = standing_view(known.get(choice["request_id"])) if is_open else None
+
+
+def standing_view(standing: Standing | None) -> dict[str, Any]:
+    if standing is None:
+        return {"stage": None, "where": None, "position": None, "start_in_ms": None, "text": _UNKNOWN}
+    num_before = standing.num_before
+    return {
+        "stage": standing.stage.value,
+        "where": standing.where or "router",
+        "position": None if num_before is None else num_before + 1,
+        "prompt_tokens_before": None if num_before is None else standing.num_tokens_before,
+        "start_in_ms": _shown_ms(standing.start_s),
+        "latest_start_in_ms": _shown_ms(standing.latest_start_s),
+        "text": standing_text(standing),
+    }
+
+
+def standing_text(standing: Standing) -> str:
+    where, others = standing.where or "another process", standing.num_others
+    match standing.stage:
+        case Stage.QUEUED if standing.num_before is None:
+            return "about to be queued again; when it starts is not known"
+        case Stage.QUEUED:
+            return _queued_text(standing)
+        case Stage.PREFILLING:
+            prompts = f"{others} other prompts of {standing.num_tokens_before} tokens"
+            return f"at {where} with {prompts}; its policy chooses every iteration, so when it starts is not known"
+        case Stage.POOLED:
+            return f"in {where} with {others} others; it starts with a batch of its length, when is not known"
+    return f"at {where} with {others} others that run, pause or wait for a place there"
+
+
+def _queued_text(standing: Standing) -> str:
+    position = (standing.num_before or 0) + 1
+    queued = f"number {position} in the queue, {standing.num_tokens_before} prompt tokens before it"
+    if standing.start_s is None:
+        return f"{queued}; when it starts is not known: nothing has left the queue yet while others waited"
+    expected, latest = f"{queued}; it is expected to start in {standing.start_s:.1f} s", standing.latest_start_s
+    if latest is None or latest <= standing.start_s:
+        return expected
+    return f"{expected}, by its class's share in {latest:.1f} s if more real-time requests come"
+
+
+def _shown_ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1e3, 1)

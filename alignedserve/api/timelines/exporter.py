@@ -15,7 +15,7 @@ from alignedserve.api.timelines.timeline import LAST_NOTES_S, Timeline
 from alignedserve.config.sections import TracingConfig
 
 _BATCH = 128  # calls in one message at most
-_GATHER_S = 0.5  # in which others may come along
+_GATHER_S = 0.5  # of waiting for further calls
 
 
 class TraceExporter:

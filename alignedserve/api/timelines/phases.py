@@ -9,7 +9,7 @@ from alignedserve.messages.request_notes import Cause, Step
 
 
 class PhaseName(Enum):
-    """What happens to a request, or what it waits for."""
+    """A stretch of work on a request, or of its waiting."""
 
     TOKENISE = "tokenise"  # body read and checked, template, tokens, grammar
     TO_ROUTER = "to router"
@@ -66,7 +66,7 @@ _USUAL_CAUSES = {
 
 
 @dataclass(slots=True)
-class Phase:
+class RequestPhase:
     """A part of a request's time, and what was noted meanwhile."""
 
     name: PhaseName
@@ -78,65 +78,65 @@ class Phase:
     @property
     def causes(self) -> list[Cause]:
         """The causes noted in it, each once, in order; of a wait without any the usual one."""
-        noted = list(dict.fromkeys(one.note.cause for one in self.notes if one.note.cause is not None))
+        noted = list(dict.fromkeys(sourced.note.cause for sourced in self.notes if sourced.note.cause is not None))
         return noted or _USUAL_CAUSES.get(self.name, [])
 
 
 def notes_of(choice: ChoiceTimeline) -> list[SourcedNote]:
     """Return a choice's notes in order of time; of one time, as they came."""
-    return sorted(choice.notes, key=lambda one: one.note.at_s)
+    return sorted(choice.notes, key=lambda sourced: sourced.note.at_s)
 
 
-def phases_of(choice: ChoiceTimeline, now: float) -> list[Phase]:
+def phases_of(choice: ChoiceTimeline, now: float) -> list[RequestPhase]:
     """Return the phases of a choice, up to its end or to now; phases without duration are left out."""
     phases = _phases(notes_of(choice), now if choice.ended_s is None else choice.ended_s)
     return [part for phase in phases for part in _known_parts(phase, choice) if part.end_s > part.start_s]
 
 
-def _known_parts(phase: Phase, choice: ChoiceTimeline) -> Iterator[Phase]:
+def _known_parts(phase: RequestPhase, choice: ChoiceTimeline) -> Iterator[RequestPhase]:
     missing_s = choice.missing_since_s
     if missing_s is None or not phase.start_s <= missing_s < phase.end_s:
         yield phase
         return
     yield replace(phase, end_s=missing_s)
-    yield Phase(PhaseName.NOT_KEPT, phase.source, missing_s, phase.end_s)
+    yield RequestPhase(PhaseName.NOT_KEPT, phase.source, missing_s, phase.end_s)
 
 
-def _phases(notes: Sequence[SourcedNote], end_s: float) -> Iterator[Phase]:
-    phase: Phase | None = None
+def _phases(notes: Sequence[SourcedNote], end_s: float) -> Iterator[RequestPhase]:
+    phase: RequestPhase | None = None
     is_move = False  # whether the phase is the handoff of a request that was decoded before
-    for one in notes:
-        at_s, begins = min(one.note.at_s, end_s), _begun_by(one, phase, is_move=is_move)
+    for sourced in notes:
+        at_s, begins = min(sourced.note.at_s, end_s), _begun_by(sourced, phase, is_move=is_move)
         if begins is not None and (phase is None or begins != (phase.name, phase.source)):
             if phase is not None:
                 phase.end_s = at_s
                 yield phase
             is_move = phase is not None and (phase.name, begins[0]) == (PhaseName.DECODE, PhaseName.HANDOFF)
-            phase = Phase(*begins, at_s, end_s)
+            phase = RequestPhase(*begins, at_s, end_s)
         if phase is not None:
-            phase.notes.append(one)
+            phase.notes.append(sourced)
     if phase is not None:
         yield phase
 
 
-def _begun_by(one: SourcedNote, phase: Phase | None, *, is_move: bool) -> tuple[PhaseName, str] | None:
+def _begun_by(sourced: SourcedNote, phase: RequestPhase | None, *, is_move: bool) -> tuple[PhaseName, str] | None:
     """Return the phase that a step begins, and where it is; None: it belongs to the one before.
 
     A request that is to move is decoded until its cache is written, and again where it stays.
     """
-    step = one.note.step
+    step = sourced.note.step
     if phase is not None and step is Step.HANDED_OVER and phase.name is PhaseName.DECODE:
         return PhaseName.HANDOFF, phase.source
     if phase is not None and is_move and step in (Step.HANDOFF_REFUSED, Step.STAYED):
         return PhaseName.DECODE, phase.source
     name = _BEGINS.get(step)
-    return None if name is None else (name, _place(one))
+    return None if name is None else (name, _place(sourced))
 
 
-def _place(one: SourcedNote) -> str:
-    if one.note.step is Step.MOVED and one.note.peer:
-        return one.note.peer
-    return GATEWAY if one.note.step is Step.FINISHED else one.source
+def _place(sourced: SourcedNote) -> str:
+    if sourced.note.step is Step.MOVED and sourced.note.peer:
+        return sourced.note.peer
+    return GATEWAY if sourced.note.step is Step.FINISHED else sourced.source
 
 
 def end_of(timeline: Timeline) -> float:

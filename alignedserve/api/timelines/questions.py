@@ -8,8 +8,7 @@ from collections.abc import Callable
 import orjson
 
 from alignedserve.api.errors import Unavailable
-from alignedserve.api.timelines.explanation import explanation_json
-from alignedserve.api.timelines.standings import StandingQuestions, add_standings, open_requests
+from alignedserve.api.timelines.explanation import StandingQuestions, add_standings, explanation_json, open_requests
 from alignedserve.api.timelines.timeline import Timelines
 from alignedserve.messages.request_notes import AskTimeline, StandingsTold, TimelineTold
 from alignedserve.messages.wire import Message
@@ -61,10 +60,10 @@ class TimelineQuestions:
 
         With where its choices stand at this moment. Raises Unavailable where others cannot be asked.
         """
-        found = await self._find(wanted, owner)
-        if found is None:
+        explanation = await self._find(wanted, owner)
+        if explanation is None:
             return None
-        document = orjson.loads(found)
+        document = orjson.loads(explanation)
         request_ids = open_requests(document)
         async with self._places:
             known = await self._standings.ask(request_ids, self._ask_routers) if request_ids else {}
@@ -72,9 +71,9 @@ class TimelineQuestions:
         return orjson.dumps(document)
 
     async def _find(self, wanted: str, owner: str) -> bytes | None:
-        own = self._own(wanted, owner)
-        if own is not None or self._ask_router is None:
-            return own
+        explanation = self._own(wanted, owner)
+        if explanation is not None or self._ask_router is None:
+            return explanation
         async with self._places:
             return await self._ask(wanted, owner, self._ask_router)
 

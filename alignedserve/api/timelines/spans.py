@@ -1,8 +1,4 @@
-"""Spans of a call: one for the call, one for each phase of a choice, at the process it was at; and their sending.
-
-They are made by OpenTelemetry's SDK after the fact, from times that were noted. Names and `gen_ai.` attributes follow
-its semantic conventions for generative AI. Iterations are counted, not traced: a phase has its notes as events.
-"""
+"""Spans of a call: one for the call, one for each phase of a choice, at the process it was at; and their sending."""
 
 import logging
 import secrets
@@ -22,7 +18,7 @@ from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, Trace
 from opentelemetry.util.types import AttributeValue
 from typing_extensions import override
 
-from alignedserve.api.timelines.phases import Phase, end_of, phases_of
+from alignedserve.api.timelines.phases import RequestPhase, end_of, phases_of
 from alignedserve.api.timelines.timeline import GATEWAY, ChoiceTimeline, Timeline
 from alignedserve.config.sections import TracingConfig
 from alignedserve.messages.request_notes import Cause, RequestNote, Step
@@ -90,7 +86,11 @@ def _refuse_redirect(response: requests.Response, *_: object, **__: object) -> N
 
 
 def spans_of(timeline: Timeline, resource_of: Callable[[str], Resource]) -> Iterator[ReadableSpan]:
-    """Yield every span of a call that is traced. `resource_of`: names the process that a span is from."""
+    """Yield every span of a traced call: one for the call, one for each phase of a choice, made after the fact.
+
+    Names and `gen_ai.` attributes follow OpenTelemetry's conventions. Iterations are counted, not traced: a phase has
+    its notes as events. `resource_of`: names the process of a span.
+    """
     maker, end_s = _SpanMaker(timeline, resource_of), end_of(timeline)
     yield maker.call_span()
     for index, choice in enumerate(timeline.choices):
@@ -128,11 +128,11 @@ class _SpanMaker:
         name, more = f"{operation} {facts.model}", {"kind": SpanKind.SERVER, "status": status}
         return self.span(name, GATEWAY, period, attributes, self._caller, context=self.call, **more)
 
-    def phase_span(self, phase: Phase, parent: SpanContext | None) -> ReadableSpan:
+    def phase_span(self, phase: RequestPhase, parent: SpanContext | None) -> ReadableSpan:
         attributes = _counts(phase.notes[0].note)
         if phase.causes:
             attributes["alignedserve.reasons"] = [cause.value for cause in phase.causes]
-        events = [self._event(one.note) for one in phase.notes[1:]]
+        events = [self._event(sourced.note) for sourced in phase.notes[1:]]
         return self.span(
             phase.name.value, phase.source, (phase.start_s, phase.end_s), attributes, parent, events=events
         )
@@ -209,7 +209,7 @@ def _counts(note: RequestNote) -> dict[str, AttributeValue]:
 
 
 def _failure_of(choice: ChoiceTimeline) -> Cause | None:
-    for one in reversed(choice.notes):
-        if one.note.step is Step.ENDED:
-            return one.note.cause if one.note.cause in _FAILURES else None
+    for sourced in reversed(choice.notes):
+        if sourced.note.step is Step.ENDED:
+            return sourced.note.cause if sourced.note.cause in _FAILURES else None
     return None

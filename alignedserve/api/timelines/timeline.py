@@ -3,16 +3,60 @@
 Open ones are kept, and ended ones for a while, bounded by count, bytes and age. Whoever asks changes nothing here.
 """
 
+import re
+import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from alignedserve.api.timelines.trace_context import TraceContext, trace_of
 from alignedserve.config.sections import ExplainConfig
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request
 from alignedserve.messages.request_notes import Cause, RequestNote, RequestsNoted, Step
+
+REQUEST_ID_HEADER = "x-request-id"
+
+_PLAIN_WORD = re.compile(r"[A-Za-z0-9._:-]{1,128}", re.ASCII)
+
+# Versions to come may have more behind the flags; version ff is none.
+_TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(?:-.*)?", re.ASCII)
+_TRACESTATE = re.compile(r"[\x20-\x7e]{1,512}", re.ASCII)
+_SAMPLED = 1
+_RATIO_BITS = 56  # of a trace's id, which its makers are to choose at random
+
+
+def plain_request_id(text: str | None) -> str | None:
+    """Return the client's own id if it is a plain word, which may stand in headers, logs and answers; else None."""
+    return text if text is not None and _PLAIN_WORD.fullmatch(text) else None
+
+
+class TraceContext(NamedTuple):
+    """Ids of a call's trace and of its first span."""
+
+    trace_id: bytes
+    span_id: bytes
+    parent_id: bytes = b""  # of the client's span; empty: there is none
+    state: str = ""  # the client's `tracestate`
+
+
+def trace_of(headers: Mapping[str, str], ratio: float) -> TraceContext | None:
+    """Return the trace of a call; None: it is not to be traced.
+
+    A client's decision is followed; of the others as many are traced as the ratio says.
+    """
+    parent = _TRACEPARENT.fullmatch(headers.get("traceparent", "").strip())
+    if parent is not None and int(parent[1], 16) and int(parent[2], 16):
+        if not int(parent[3], 16) & _SAMPLED:
+            return None
+        state = headers.get("tracestate", "")
+        known = state if _TRACESTATE.fullmatch(state) else ""
+        return TraceContext(bytes.fromhex(parent[1]), secrets.token_bytes(8), bytes.fromhex(parent[2]), known)
+    trace_id = secrets.token_bytes(16)
+    if int.from_bytes(trace_id[-_RATIO_BITS // 8 :]) >= ratio * (1 << _RATIO_BITS):
+        return None
+    return TraceContext(trace_id, secrets.token_bytes(8))
+
 
 GATEWAY = ""  # as the source of its own notes
 _MAX_NOTES = 256  # of a choice; later ones are counted, but for those of its end
@@ -28,8 +72,8 @@ class CallFacts:
     """What is known of a call when it is submitted. No text of it."""
 
     response_id: str
-    http_id: str  # the id that the gateway gave it
-    client_id: str | None  # the client's own, if it has one
+    http_id: str  # by the gateway
+    client_id: str | None  # the client's own id
     owner: str  # of its key
     model: str
     service_tier: str
@@ -46,7 +90,7 @@ class SourcedNote(NamedTuple):
     note: RequestNote
 
 
-class Objective(NamedTuple):
+class ChoiceObjective(NamedTuple):
     """An objective of a choice, and what came of it."""
 
     name: str
@@ -89,18 +133,18 @@ class ChoiceTimeline:
         """Return the time from which on its steps are not known, but for those of its end; None: all are."""
         if self.left_out_s is None:
             return None
-        kept = (one.note.at_s for one in self.notes if one.note.step not in _LAST_STEPS)
-        return max(self.left_out_s, max(kept, default=0.0))
+        times = (sourced.note.at_s for sourced in self.notes if sourced.note.step not in _LAST_STEPS)
+        return max(self.left_out_s, max(times, default=0.0))
 
-    def objectives(self, now: float) -> list[Objective]:
+    def objectives(self, now: float) -> list[ChoiceObjective]:
         return [self._objective(name, target_s, now) for name, target_s in self.targets]
 
-    def _objective(self, name: str, target_s: float, now: float) -> Objective:
+    def _objective(self, name: str, target_s: float, now: float) -> ChoiceObjective:
         measured_s = self._measured_s(name)
         if measured_s is not None:
-            return Objective(name, target_s, measured_s, measured_s <= target_s)
+            return ChoiceObjective(name, target_s, measured_s, measured_s <= target_s)
         is_missed = self._has_failed or (name != "tpot" and self._waited_s(now) > target_s)
-        return Objective(name, target_s, None, False if is_missed else None)
+        return ChoiceObjective(name, target_s, None, False if is_missed else None)
 
     @property
     def _has_failed(self) -> bool:
@@ -270,9 +314,9 @@ class Timelines:
     def _drop(self, timeline: Timeline | None) -> None:
         if timeline is None:
             return
-        for kept in (self._open, self._ended):
-            if kept.get(timeline.facts.response_id) is timeline:
-                del kept[timeline.facts.response_id]
+        for timelines in (self._open, self._ended):
+            if timelines.get(timeline.facts.response_id) is timeline:
+                del timelines[timeline.facts.response_id]
         self._num_bytes -= timeline.num_bytes
         for choice in timeline.choices:
             if self._by_request.get(choice.request_id, (None,))[0] is timeline:

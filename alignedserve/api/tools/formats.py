@@ -1,16 +1,90 @@
 """How families of models write tool calls.
 
-An answer that calls tools is `begin`, `prefix`, its calls with `separator` between them, `suffix`. Names of control
-tokens stand in these texts as they are; a model's tokenizer tells which of them are tokens.
+An answer that calls tools is `begin`, `prefix`, its calls with `separator` between them, `suffix`. Control tokens
+stand in these texts by their names; the model's tokenizer knows the tokens among them.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from alignedserve.api.tools.parameters import GLM45, QWEN3_CODER, ParameterTags, parameters_text
 from alignedserve.config.sections import TOOL_FORMATS
+from alignedserve.core.errors import InvalidRequest
+from alignedserve.runtime.grammar.lark import json_value, quoted
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterTags:
+    """What a family writes around names and values; `<F>f<FE><P>p<PE>value<VE></F>` of the fields in their order."""
+
+    function: str
+    function_name_end: str
+    parameter: str
+    parameter_name_end: str
+    value_end: str
+    function_end: str
+
+    def marked(self, marked: Callable[[str], str]) -> "ParameterTags":
+        """Return the tags as an answer's text has them; `marked` writes control tokens so."""
+        return ParameterTags(
+            marked(self.function),
+            marked(self.function_name_end),
+            marked(self.parameter),
+            marked(self.parameter_name_end),
+            marked(self.value_end),
+            marked(self.function_end),
+        )
+
+
+QWEN3_CODER = ParameterTags("<function=", ">\n", "<parameter=", ">\n", "\n</parameter>\n", "</function>")
+GLM45 = ParameterTags("<tool_call>", "\n", "<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n", "</tool_call>")
+_VALUE_ENDS = (QWEN3_CODER.value_end.strip(), GLM45.value_end.strip())
+
+_OF_TEXT = frozenset({"type", "enum", "const", "description", "title", "default", "examples", "deprecated"})
+_OF_FUNCTIONS = _OF_TEXT | {"properties", "required", "additionalProperties", "$defs", "definitions", "x-guidance"}
+_NAME = re.compile(r"[^<>\n]+")
+
+TextParameters = Mapping[str, tuple[str, ...] | None]  # by name: the texts that there are; None: any text
+
+
+def text_parameters(schema: Mapping[str, Any]) -> dict[str, tuple[str, ...] | None]:
+    """Return the parameters of a function that are written as plain text; all others are written as JSON."""
+    properties = schema.get("properties")
+    if not isinstance(properties, Mapping):
+        return {}
+    parameters_by_name: dict[str, tuple[str, ...] | None] = {}
+    for name, of_one in properties.items():
+        if isinstance(of_one, Mapping) and _OF_TEXT.issuperset(of_one):
+            texts = of_one.get("enum", [of_one["const"]] if "const" in of_one else None)
+            if texts is None and of_one.get("type") == "string":
+                parameters_by_name[name] = None
+            elif isinstance(texts, list) and texts and all(_is_plain(text) for text in texts):
+                parameters_by_name[name] = tuple(texts)
+    return parameters_by_name
+
+
+def check_parameters(schema: Mapping[str, Any]) -> None:
+    properties = schema.get("properties", {})
+    unknown = [name for name in schema if name not in _OF_FUNCTIONS]
+    unknown += [name for name in schema.get("required", ()) if name not in properties]
+    if unknown or not all(_NAME.fullmatch(name) for name in properties):
+        raise InvalidRequest(
+            "in the way this model writes calls, parameters must be an object of named properties",
+            code="invalid_json_schema",
+        )
+
+
+def parameters_text(arguments: Mapping[str, Any], tags: ParameterTags) -> str:
+    written = [json.dumps(value, ensure_ascii=False) for value in arguments.values()]
+    pairs = zip(arguments, written, strict=True)
+    return "".join(f"{tags.parameter}{name}{tags.parameter_name_end}{value}{tags.value_end}" for name, value in pairs)
+
+
+def _is_plain(text: Any) -> bool:
+    return isinstance(text, str) and not any(end in text for end in _VALUE_ENDS)
+
 
 _INTRODUCTION = (
     "You have these tools, one JSON object per line:\n<tools>\n{tools}\n</tools>\n"
@@ -34,7 +108,7 @@ class ObjectCall:
 
     arguments_key: str = "arguments"
 
-    def before_arguments(self, name: str, place: int = 0) -> str:
+    def before_arguments(self, name: str, index: int = 0) -> str:
         return f'{{"name": "{name}", "{self.arguments_key}": '
 
     @property
@@ -54,8 +128,8 @@ class HeaderCall:
     after_arguments: str = ""
     is_numbered: bool = False
 
-    def before_arguments(self, name: str, place: int = 0) -> str:
-        return name + (f":{place}" if self.is_numbered else "") + self.between
+    def before_arguments(self, name: str, index: int = 0) -> str:
+        return name + (f":{index}" if self.is_numbered else "") + self.between
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +139,7 @@ class ParameterCall:
     tags: ParameterTags = QWEN3_CODER
     is_opened: bool = False
 
-    def before_arguments(self, name: str, place: int = 0) -> str:
+    def before_arguments(self, name: str, index: int = 0) -> str:
         return ("" if self.is_opened else self.tags.function) + name + self.tags.function_name_end
 
     @property
@@ -90,8 +164,8 @@ class ToolFormat:
 
     def text_of(self, calls: Sequence[tuple[str, str]]) -> str:
         written = [
-            self.call.before_arguments(name, place) + self._arguments_text(arguments) + self.call.after_arguments
-            for place, (name, arguments) in enumerate(calls)
+            self.call.before_arguments(name, index) + self._arguments_text(arguments) + self.call.after_arguments
+            for index, (name, arguments) in enumerate(calls)
         ]
         return self.begin + self.prefix + self.separator.join(written) + self.suffix
 
@@ -229,7 +303,7 @@ def find_tool_format(name: str | None, template: str) -> ToolFormat | None:
     """Return the configured format, or that of the chat template; None: it is not known."""
     if name is not None:
         return FORMATS[name]
-    return next((one for one in FORMATS.values() if any(hint in template for hint in one.hints)), None)
+    return next((form for form in FORMATS.values() if any(hint in template for hint in form.hints)), None)
 
 
 Message = Mapping[str, Any]
@@ -267,3 +341,77 @@ def _with_system_text(messages: Sequence[dict[str, Any]], text: str) -> list[dic
     if first["role"] != "system":
         return [{"role": "system", "content": text}, *messages]
     return [{**first, "content": f"{first['content']}\n\n{text}"}, *messages[1:]]
+
+
+MAX_CALLS = 128
+Literal = Callable[[str], str]  # a text as a sequence of literals and special tokens
+
+
+_NO_TEXTS: TextParameters = {}
+_SHARED = ("$defs", "definitions", "x-guidance")  # what the schemas of all parameters need of their function's
+
+
+class CallableTool(NamedTuple):
+    """A function that may be called, and the normalized schema of its arguments."""
+
+    name: str
+    arguments: dict[str, Any]
+    texts: TextParameters = _NO_TEXTS  # parameters that a ParameterCall writes as they are
+
+
+def call_rules(form: ToolFormat, tools: Sequence[CallableTool], literal: Literal, *, is_parallel: bool) -> str:
+    """Return the rules of `calls`, from after `begin` to the end of the answer: nothing but calls may follow.
+
+    Calls have exactly the white space of the families' templates; arguments match the schema of their function.
+    """
+    more = f"({literal(form.separator)} call){{0,{MAX_CALLS - 1}}}" if is_parallel else ""
+    rules = [f"calls: {literal(form.prefix)} call {more} {literal(form.suffix)}"]
+    options = []
+    for index, tool in enumerate(tools):
+        options.append(f"{_before(form, tool.name, literal)} arguments_{index} {literal(form.call.after_arguments)}")
+        rules += _arguments_rules(form, tool, index, literal)
+    if isinstance(form.call, HeaderCall) and form.call.is_numbered:
+        rules.append("CALL_NUMBER: /[0-9]{1,3}/")
+    return "\n".join([*rules, f"call: {' | '.join(options)}"])
+
+
+def _before(form: ToolFormat, name: str, literal: Literal) -> str:
+    if isinstance(form.call, HeaderCall) and form.call.is_numbered:
+        return f"{quoted(name + ':')} CALL_NUMBER {literal(form.call.between)}"
+    return literal(form.call.before_arguments(name))
+
+
+def _arguments_rules(form: ToolFormat, tool: CallableTool, index: int, literal: Literal) -> list[str]:
+    if not isinstance(form.call, ParameterCall):
+        return [f"arguments_{index}: {json_value(tool.arguments)}"]
+    tags, required = form.call.tags, tool.arguments.get("required", ())
+    end = literal(tags.value_end)
+    is_token = end.startswith("<[")  # a mark written as text ends the text before it
+    names, rules = [], [f"text_{index}{'' if is_token else '[lazy]'}: TEXT {end}"]
+    for number, (name, schema) in enumerate(tool.arguments.get("properties", {}).items()):
+        if schema is False:  # it may not be given
+            continue
+        value = f"({_value(tool, name, schema)}) {end}" if tool.texts.get(name, ()) is not None else f"text_{index}"
+        before = f"{literal(tags.parameter)} {quoted(name)} {literal(tags.parameter_name_end)}"
+        rules.append(f"parameter_{index}_{number}: {before} {value}")
+        names.append(f"parameter_{index}_{number}" + ("" if name in required else "?"))
+    return [*rules, f"arguments_{index}: {' '.join(names) or quoted('')}"]
+
+
+def _value(tool: CallableTool, name: str, schema: Any) -> str:
+    texts = tool.texts.get(name)
+    if texts:
+        return " | ".join(quoted(text) for text in texts)
+    shared = {key: value for key, value in tool.arguments.items() if key in _SHARED}
+    return json_value({**({} if schema is True else schema), **shared})
+
+
+def lead_rules(form: ToolFormat, literal: Literal) -> str:
+    """Return the rules of `free`, content without calls, and `lead`, content and the text that begins calls."""
+    if not form.begin:
+        marker = literal(form.optional_begin)
+        lead = f"lead: {marker}?" if marker.startswith("<[") else 'lead: ""'
+        return f"free: BARE\nBARE: /([^{form.first_character}\\s](?s:.*))?/\n{lead}"
+    marker = literal(form.begin)
+    is_token = marker.startswith("<[")  # a mark written as text ends the text before it
+    return f"free: TEXT\nlead{'' if is_token else '[lazy]'}: TEXT {marker}"

@@ -30,7 +30,7 @@ from alignedserve.batches.log.log_format import (
     version_of,
 )
 from alignedserve.batches.records import BatchKey, ResultKind, parsed_batch_key
-from alignedserve.batches.stores.disk import disk_errors
+from alignedserve.batches.stores.disk_blobs import disk_errors
 from alignedserve.core.errors import StorageDamaged, StorageError
 from alignedserve.disk.durable import lock_file, publish, sync_folder, write_all
 

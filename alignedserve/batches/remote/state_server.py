@@ -15,8 +15,8 @@ from typing import Self
 from alignedserve.batches.interfaces import BlobStore, BlobWriter, RecordStore, ResultLogs
 from alignedserve.batches.records import BatchKey, FileId, ResultKind, parsed_batch_key, parsed_file_id
 from alignedserve.core.errors import ProtocolError, StorageError, StoreUnavailable
-from alignedserve.core.open_counts import OpenPool, OpenStatement, Wish
-from alignedserve.core.quotas import Charge, Owed, QuotaCall, QuotaPool
+from alignedserve.keys.open_counts import OpenPool, OpenStatement, Wish
+from alignedserve.keys.quotas import Charge, Owed, QuotaCall, QuotaPool
 from alignedserve.keys.shared import SharedKeys
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.state import (

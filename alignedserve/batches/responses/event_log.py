@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from alignedserve.batches.interfaces import RecordStore
 from alignedserve.batches.records import StoredRecord, decode, encode
-from alignedserve.batches.responses.bounded_records import BoundedRecords, Entry
+from alignedserve.batches.responses.response_repository import BoundedRecords, Entry
 from alignedserve.messages.state import Change, DeleteValue, SetValue
 
 _CHUNKS_PER_READ = 16

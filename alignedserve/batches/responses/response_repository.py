@@ -1,11 +1,92 @@
 """Responses in the record store, each with the items of its input; gateways share nothing else about them."""
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import msgspec
 
 from alignedserve.batches.interfaces import RecordStore
 from alignedserve.batches.records import BatchKey, StoredRecord, decode, encode
-from alignedserve.batches.responses.bounded_records import MAX_RECORD_BYTES, BoundedRecords, Entry
-from alignedserve.core.errors import InvalidRequest
+from alignedserve.batches.responses.event_log import EventLog
+from alignedserve.core.errors import InvalidRequest, StorageDamaged
+from alignedserve.messages.state import AddToIndex, Change, DeleteValue, RemoveFromIndex, SetValue
+
+MAX_RECORD_BYTES = 8_000_000  # what one value may hold on its way to the head
+_OVERHEAD_BYTES = 256  # of a record in the store, beside its value
+_TRIM_PART = 16
+_PAGE = 1000
+
+
+class Entry(NamedTuple):
+    """One record as it is stored."""
+
+    owner: str
+    record_id: str
+    raw: bytes
+
+
+class BoundedRecords:
+    """The records of one kind. Every method raises StoreUnavailable while the store is down."""
+
+    def __init__(self, store: RecordStore, kind: str) -> None:
+        self._store = store
+        self._kind = kind
+        self._num_untrimmed: dict[str, int] = {}  # bytes by owner, since the last trim
+
+    def key(self, record_id: str) -> str:
+        return f"{self._kind}/{record_id}"
+
+    def kept(self, entry: Entry, *, written_s: float, lifetime_s: float) -> list[Change]:
+        return [
+            SetValue(self.key(entry.record_id), entry.raw, max(0.001, lifetime_s)),
+            AddToIndex(self._index(entry.owner), _member(entry), written_s),
+        ]
+
+    def unlisted(self, entry: Entry) -> Change:
+        return RemoveFromIndex(self._index(entry.owner), _member(entry))
+
+    async def remove(self, owner: str, record_id: str) -> None:
+        raw = (await self._store.read([self.key(record_id)]))[0]
+        if raw is not None:
+            changes = [DeleteValue(self.key(record_id)), self.unlisted(Entry(owner, record_id, raw))]
+            await self._store.commit(changes, unchanged={})
+
+    async def trim_when_due(self, owner: str, num_bytes: int, max_bytes: int) -> None:
+        """Count new bytes of an owner, and let its oldest records make room once they are many."""
+        if owner in self._num_untrimmed and self._num_untrimmed[owner] + num_bytes <= max_bytes // _TRIM_PART:
+            self._num_untrimmed[owner] += num_bytes
+            return
+        self._num_untrimmed[owner] = 0
+        await self._trim(owner, max_bytes)
+
+    async def _trim(self, owner: str, max_bytes: int) -> None:
+        num_bytes, after, index = 0, None, self._index(owner)
+        while page := await self._store.page(index, after=after, limit=_PAGE, newest_first=True):
+            surplus: list[Change] = []
+            for member in page.members:
+                record_id, _, size = member.rpartition(":")
+                num_bytes += _size_of(size) + _OVERHEAD_BYTES
+                if num_bytes > max_bytes:
+                    surplus += [DeleteValue(self.key(record_id)), RemoveFromIndex(index, member)]
+                else:
+                    after = member
+            if surplus:
+                await self._store.commit(surplus, unchanged={})
+            if not page.has_more:
+                return
+
+    def _index(self, owner: str) -> str:
+        return f"{self._kind}s/{owner}"
+
+
+def _member(entry: Entry) -> str:
+    return f"{entry.record_id}:{len(entry.raw)}"
+
+
+def _size_of(text: str) -> int:
+    if not text.isdigit():
+        raise StorageDamaged("a list of stored records cannot be read")
+    return int(text)
 
 
 class StoredResponse(StoredRecord, frozen=True):
@@ -75,3 +156,91 @@ def fits(record: StoredResponse) -> bool:
 
 def _entry(record: StoredResponse) -> Entry:
     return Entry(record.owner, record.response_id, encode(record))
+
+
+class DeletedItem(NamedTuple):
+    """The position of a deleted item, for clients that delete while they list."""
+
+    item_id: str
+    place: int  # items that are there now, and were before it
+
+
+class StoredConversation(StoredRecord, frozen=True):
+    """One conversation."""
+
+    conversation_id: str
+    owner: str
+    created_s: float
+    metadata: dict[str, str]
+    items: msgspec.Raw  # JSON of its items, the first one first
+    pending: tuple[str, ...] = ()  # responses in the background whose items will be added
+    deleted: tuple[DeletedItem, ...] = ()  # lately, the latest last
+
+
+class ConversationRepository:
+    """Keeps, finds, changes and deletes conversations. Every method raises StoreUnavailable while the store is down."""
+
+    def __init__(self, store: RecordStore) -> None:
+        self._store = store
+        self._records = BoundedRecords(store, "conversation")
+
+    async def add(self, record: StoredConversation, *, now: float, lifetime_s: float, max_bytes: int) -> None:
+        """Keep a new conversation. The owner's longest unchanged ones make room."""
+        entry = _conversation_entry(record)
+        kept = self._records.kept(entry, written_s=now, lifetime_s=lifetime_s)
+        await self._store.commit(kept, unchanged={})
+        await self._records.trim_when_due(record.owner, len(entry.raw), max_bytes)
+
+    async def find(self, owner: str, conversation_id: str) -> StoredConversation | None:
+        """Return a conversation; None for one that is not there or belongs to another owner."""
+        raw = (await self._store.read([self._records.key(conversation_id)]))[0]
+        record = None if raw is None else decode(raw, StoredConversation)
+        return record if record is not None and record.owner == owner else None
+
+    async def change(
+        self,
+        owner: str,
+        conversation_id: str,
+        changed: Callable[[StoredConversation], StoredConversation],
+        *,
+        now: float,
+        lifetime_s: float,
+        max_bytes: int,
+    ) -> StoredConversation | None:
+        """Replace a conversation by the result of `changed`, and renew its lifetime. None: it does not exist.
+
+        `changed` is called again where another change came first; what it raises leaves the conversation as it was.
+        """
+        key = self._records.key(conversation_id)
+        while True:
+            raw = (await self._store.read([key]))[0]
+            before = None if raw is None else decode(raw, StoredConversation)
+            if raw is None or before is None or before.owner != owner:
+                return None
+            after = changed(before)
+            entry = _conversation_entry(after)
+            kept = self._records.kept(entry, written_s=now, lifetime_s=lifetime_s)
+            changes = [self._records.unlisted(entry._replace(raw=raw)), *kept]
+            if await self._store.commit(changes, unchanged={key: raw}):
+                await self._records.trim_when_due(owner, max(0, len(entry.raw) - len(raw)), max_bytes)
+                return after
+
+    async def remove(self, record: StoredConversation) -> None:
+        """Delete a conversation; may be repeated."""
+        await self._records.remove(record.owner, record.conversation_id)
+
+
+def _conversation_entry(record: StoredConversation) -> Entry:
+    return Entry(record.owner, record.conversation_id, encode(record))
+
+
+class ResponseStores(NamedTuple):
+    """Repositories that all gateways and the driver of batches share."""
+
+    responses: ResponseRepository
+    conversations: ConversationRepository
+    events: EventLog
+
+
+def response_stores(records: RecordStore) -> ResponseStores:
+    return ResponseStores(ResponseRepository(records), ConversationRepository(records), EventLog(records))

@@ -2,17 +2,30 @@
 
 import asyncio
 import contextlib
+import errno
 import os
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 from alignedserve.batches.interfaces import BlobReader, BlobWriter
 from alignedserve.batches.records import FileId, parsed_file_id
-from alignedserve.batches.stores.disk import disk_errors
-from alignedserve.core.errors import StorageDamaged, StorageError
+from alignedserve.core.errors import StorageDamaged, StorageError, StorageFull
 from alignedserve.disk.durable import publish, write_all
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+@contextlib.contextmanager
+def disk_errors(subject: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
+            raise StorageFull(f"no space left on the disk for {subject}") from error
+        raise StorageError(f"{subject} cannot be written or read: {error.strerror or error}") from error
+
 
 CHUNK_BYTES = 256 * 1024
 _PARTIAL = ".partial"

@@ -25,7 +25,7 @@ from obstore.store import S3Store
 
 from alignedserve.batches.interfaces import BlobReader, BlobWriter
 from alignedserve.batches.records import FileId, parsed_file_id
-from alignedserve.batches.stores.disk import disk_errors
+from alignedserve.batches.stores.disk_blobs import disk_errors
 from alignedserve.batches.stores.object_location import ObjectStoreLocation
 from alignedserve.core.errors import StorageDamaged, StorageError, StoreUnavailable
 

@@ -133,8 +133,8 @@ def newer_version(location: RedisLocation, namespace: str) -> int | None:
 
 
 def is_claimed_by_other(location: RedisLocation, namespace: str, own: str) -> bool:
-    """Return whether a cluster with another state folder runs in this namespace. It is watched for seconds where one
-    was there lately. False where the Redis does not answer."""
+    """Return whether a cluster with another state folder runs in this namespace. A key with a recent writer is watched
+    for seconds. False where the Redis does not answer."""
     key = f"{namespace}:{CLAIM}"
     with suppress(RedisError), _blocking(location) as client:
         first = found = client.get(key)

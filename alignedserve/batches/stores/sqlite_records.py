@@ -1,4 +1,4 @@
-"""Records in one SQLite file, which one process has open: the driver of batches, whose state server serves all others.
+"""Records in one SQLite file. Only the batch driver opens it; other processes ask the driver's state server.
 
 A thread does what is asked. Commits that wait when it comes to them become one transaction, with one sync of the disk
 for all (group commit). The file is in write-ahead mode and `synchronous=FULL`: a commit is on the disk when it is

@@ -29,7 +29,7 @@ from alignedserve.runtime.device.machine_gpus import machine_remarks
 from alignedserve.runtime.device_check.choice import choose_device
 from alignedserve.runtime.kv.arena_files import arena_folder
 from alignedserve.runtime.kv.transfers.registry import available_transports
-from alignedserve.runtime.model.built_in import pocket_folder
+from alignedserve.runtime.model.named_models import pocket_folder
 from alignedserve.text.tokenizer import Tokenizer
 from kernels.cpu.native import supported_levels
 from kernels.cpu.packed_linear import INT8, packed_levels

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from alignedserve.api.timelines.trace_context import plain_request_id
+from alignedserve.api.timelines.timeline import plain_request_id
 from alignedserve.cli.console import print_json, printable, results
 from alignedserve.client.openai_client import OpenAiClient
 from alignedserve.config.environment import client_api_key

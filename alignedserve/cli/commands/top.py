@@ -22,7 +22,7 @@ from alignedserve.client.unreachable import trust_for, unreachable
 from alignedserve.cluster.deployments.admin_api import find_cluster, has_cluster, show_status
 from alignedserve.config.environment import client_api_key
 from alignedserve.core.errors import AlignedServeError, ConfigError, PeerError, ProtocolError
-from alignedserve.core.percent import in_percent
+from alignedserve.core.metrics import in_percent
 
 
 class _Tier(msgspec.Struct, frozen=True):

@@ -8,10 +8,10 @@ from alignedserve.cli.console import INTERRUPTED, notes, print_json, printable, 
 from alignedserve.cli.downloads import fetch_model
 from alignedserve.config.sections import ModelSectionConfig
 from alignedserve.core.errors import ConfigError
-from alignedserve.runtime.model.built_in import SMOLLM2, smollm2_file
-from alignedserve.runtime.model.hub.hub_name import names_hub_model, parse_hub_name
+from alignedserve.runtime.model.hub.file_choice import names_hub_model, parse_hub_name
 from alignedserve.runtime.model.hub.model_cache import list_models, remove_model
-from alignedserve.runtime.model.hub.short_names import full_name
+from alignedserve.runtime.model.named_models import full_name, smollm2_file
+from tests.gateway.tool_support import SMOLLM2
 
 _COMMIT_LEN = 10  # of forty characters; as much as tells revisions apart
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from alignedserve.cluster.memory_planner import Machine, worker_grammar_bytes
 from alignedserve.config.sections import MIB, ClusterConfig
 from alignedserve.core.errors import NotEnoughMemory
-from alignedserve.runtime.kv.transfers.transports import lends_device_memory
+from alignedserve.runtime.kv.transfers.kv_transfer import lends_device_memory
 from alignedserve.runtime.model.served_model import ServedModel
 
 _PROCESSES_BYTES = 900 * 1024 * 1024  # of a deployment, beside weights and caches: libraries, intermediate results

@@ -44,7 +44,7 @@ from alignedserve.cluster.ray_node import answer_or_none, have_all_ended
 from alignedserve.cluster.restarts import Health, ProcessState
 from alignedserve.cluster.starting import Starting
 from alignedserve.core.errors import AlignedServeError, NotEnoughMemory
-from alignedserve.runtime.model.served_deployment import DeploymentPhase, DeploymentState, ServedDeployment
+from alignedserve.runtime.model.served_model import DeploymentPhase, DeploymentState, ServedDeployment
 
 _Heard = tuple[DeploymentState, ...] | None  # None: its process is lost, and Ray may start it again
 

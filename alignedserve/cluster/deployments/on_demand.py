@@ -19,8 +19,7 @@ from alignedserve.cluster.nodes.plan import ClusterPlan
 from alignedserve.config.overrides import written_override
 from alignedserve.config.sections import ClusterConfig
 from alignedserve.core.request import LoraAdapter
-from alignedserve.runtime.model.served_deployment import DeploymentPhase, ServedDeployment
-from alignedserve.runtime.model.served_model import ServedModel
+from alignedserve.runtime.model.served_model import DeploymentPhase, ServedDeployment, ServedModel
 
 TURN_S = 30.0  # that a model has at least, while another one waits for its memory
 DOCUMENTS_TURN_S = 600.0  # the same where documents wait and chat is answered

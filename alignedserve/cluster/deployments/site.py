@@ -25,7 +25,7 @@ from alignedserve.cluster.starting import START_TIMEOUT_S, LoggingObserver, Pati
 from alignedserve.core.request import LoraAdapter
 from alignedserve.process.addresses import ROUTER, deployed_name
 from alignedserve.process.loading_progress import LoadedShare
-from alignedserve.runtime.model.served_deployment import DeploymentPhase, ServedDeployment
+from alignedserve.runtime.model.served_model import DeploymentPhase, ServedDeployment
 
 logger = logging.getLogger(__name__)
 

@@ -26,6 +26,7 @@ from alignedserve.cluster.sizing import SizeChoice
 from alignedserve.config.sections import ClusterConfig
 from alignedserve.config.unset_sizes import DefaultSize, from_mapping
 from alignedserve.core.errors import AlignedServeError, ProtocolError
+from alignedserve.core.seeing import decode_seeing
 from alignedserve.process.tls import CertificateAuthority
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.encoder.encoder_config import EncoderConfig
@@ -255,7 +256,9 @@ def _member_of(record: _Member, joining: Joining, sections: Sequence[msgspec.Raw
 def _served_of(record: msgspec.Raw, kind: type) -> ServedModel:
     fields = msgspec.msgpack.decode(record, type=dict[str, Any])
     types = {**get_type_hints(ServedModel), "config": kind}
-    return ServedModel(**{name: msgspec.convert(value, types[name], dec_hook=_path) for name, value in fields.items()})
+    return ServedModel(
+        **{name: msgspec.convert(value, types[name], dec_hook=_decoded) for name, value in fields.items()}
+    )
 
 
 def _plain(value: object) -> bytes:
@@ -269,6 +272,5 @@ def _hook(value: object) -> str | None:
     return None
 
 
-def _path(kind: type, value: Any) -> Path:
-    assert kind is Path, f"{kind} in the record of a cluster"
-    return Path(value)
+def _decoded(kind: type, value: Any) -> Any:
+    return Path(value) if kind is Path else decode_seeing(kind, value)

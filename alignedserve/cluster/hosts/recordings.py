@@ -19,8 +19,8 @@ from ray.exceptions import RayError
 
 from alignedserve.cluster.nodes.members import Member
 from alignedserve.cluster.recording_folder import MAX_PART_BYTES, is_name
-from alignedserve.disk.private_files import open_private
-from alignedserve.messages.recording import PART_FILE, RecordedPart
+from alignedserve.disk.durable import open_private
+from alignedserve.process.recording import PART_FILE, RecordedPart
 
 logger = logging.getLogger(__name__)
 

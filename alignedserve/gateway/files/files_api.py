@@ -17,9 +17,9 @@ from alignedserve.api.errors import Conflict, Forbidden, NotFound, QuotaExceeded
 from alignedserve.api.openai.generation_request import check_priority
 from alignedserve.batches.eta import Throughputs, estimate_eta, remaining_work
 from alignedserve.batches.garbage_collection import delete_file, is_used_by
+from alignedserve.batches.hours import Schedule
 from alignedserve.batches.location import BatchStores
 from alignedserve.batches.logic import CancelRequested, PauseRequested, ResumeRequested, advance
-from alignedserve.batches.owners import client_of
 from alignedserve.batches.records import (
     NUM_ID_BYTES,
     BatchKey,
@@ -30,6 +30,7 @@ from alignedserve.batches.records import (
     FileRecord,
     Progress,
     batch_key_of,
+    client_of,
     file_id_of,
     parsed_batch_key,
     parsed_file_id,
@@ -39,7 +40,6 @@ from alignedserve.batches.results import result_bytes
 from alignedserve.batches.schedule import check_window
 from alignedserve.config.sections import BatchesConfig
 from alignedserve.core.errors import InvalidRequest, StorageError
-from alignedserve.core.hours import Schedule
 from alignedserve.gateway.files.arriving_uploads import ArrivingUploads, too_many_files
 from alignedserve.gateway.files.batch_lists import list_batches
 from alignedserve.gateway.files.batch_totals import BatchTotalsReader

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from alignedserve.api.schema import Metadata, Priority, Schema
+from alignedserve.batches.hours import MAX_HOURS_LEN, Schedule, parse_hours
 from alignedserve.batches.records import Endpoint
 from alignedserve.core.errors import InvalidRequest
-from alignedserve.core.hours import MAX_HOURS_LEN, Schedule, parse_hours
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _WINDOW = re.compile(r"(\d{1,6})([smhd])", re.ASCII)

@@ -11,8 +11,7 @@ from typing import Any
 import msgspec
 from prometheus_client import Histogram
 
-from alignedserve.api.metrics.gateway_metrics import ModelMetrics
-from alignedserve.api.metrics.token_gaps import EDGES_S
+from alignedserve.api.metrics.gateway_metrics import EDGES_S, ModelMetrics
 from alignedserve.api.models.model_registry import RegisteredModel
 from alignedserve.api.models.model_services import ModelServices
 from alignedserve.batches.records import BatchTotals

@@ -11,6 +11,7 @@ from alignedserve.api.openai.prompt_encoding import Prompt, Prompts
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import ContextTooLong, InvalidRequest
 from alignedserve.core.picture import Picture
+from alignedserve.core.seeing import decode_seeing
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -92,13 +93,12 @@ def encode(message: Order | Outcome) -> bytes:
 
 
 def decode_order(raw: bytes) -> Order:
-    return msgspec.msgpack.decode(raw, type=Order, dec_hook=_path)
+    return msgspec.msgpack.decode(raw, type=Order, dec_hook=_decoded)
 
 
 def decode_outcome(raw: bytes) -> Outcome:
     return _OUTCOMES.decode(raw)
 
 
-def _path(kind: type, value: Any) -> Any:
-    assert kind is Path, "a path"
-    return Path(value)
+def _decoded(kind: type, value: Any) -> Any:
+    return Path(value) if kind is Path else decode_seeing(kind, value)

@@ -15,8 +15,8 @@ from alignedserve.api.endpoints import ENDPOINTS, TOKEN_ENDPOINTS
 from alignedserve.api.errors import NeedsGateway
 from alignedserve.api.models.model_card import ModelCard
 from alignedserve.api.openai.parsing import parse_json
-from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
 from alignedserve.api.picture_reader import PictureReader
+from alignedserve.api.schema import IgnoredFields
 from alignedserve.api.work_lanes import WorkLanes
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import InvalidRequest, ModelError

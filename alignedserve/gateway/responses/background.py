@@ -13,11 +13,19 @@ import msgspec
 import orjson
 
 from alignedserve.api.errors import Conflict, NotFound
+from alignedserve.api.responses.bodies import CreateResponseRequest
 from alignedserve.api.responses.context import raw_json
 from alignedserve.api.responses.items import Item, item_id
-from alignedserve.api.responses.schemas import CreateResponseRequest
-from alignedserve.batches.owners import BACKGROUND, STREAMED_RESPONSE, api_owner
-from alignedserve.batches.records import BatchKey, BatchRecord, BatchStatus, Endpoint, ResultKind
+from alignedserve.batches.records import (
+    BACKGROUND,
+    STREAMED_RESPONSE,
+    BatchKey,
+    BatchRecord,
+    BatchStatus,
+    Endpoint,
+    ResultKind,
+    api_owner,
+)
 from alignedserve.batches.repository import BatchSnapshot
 from alignedserve.batches.responses.response_repository import StoredResponse
 from alignedserve.core.errors import InvalidRequest

@@ -11,11 +11,11 @@ import msgspec
 import orjson
 
 from alignedserve.api.errors import Conflict, NotFound
-from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
 from alignedserve.api.responses.context import raw_json
 from alignedserve.api.responses.items import Item, is_conversation_id, parse_items
-from alignedserve.batches.responses.bounded_records import MAX_RECORD_BYTES
-from alignedserve.batches.responses.conversation_repository import (
+from alignedserve.api.schema import IgnoredFields
+from alignedserve.batches.responses.response_repository import (
+    MAX_RECORD_BYTES,
     ConversationRepository,
     DeletedItem,
     StoredConversation,

@@ -9,8 +9,8 @@ import msgspec
 import orjson
 
 from alignedserve.api.errors import Conflict, NotFound
-from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
 from alignedserve.api.responses.background_events import write_first_events
+from alignedserve.api.responses.bodies import CreateResponseRequest, ResponseFields
 from alignedserve.api.responses.context import (
     PREVIOUS,
     Context,
@@ -24,12 +24,11 @@ from alignedserve.api.responses.context import (
 )
 from alignedserve.api.responses.items import Item, parse_items
 from alignedserve.api.responses.request_builder import new_response_id
-from alignedserve.api.responses.schemas import CreateResponseRequest, PromptFields
+from alignedserve.api.schema import IgnoredFields
 from alignedserve.api.work_lanes import WorkLanes, rough_length
 from alignedserve.batches.records import BatchKey
-from alignedserve.batches.responses.conversation_repository import StoredConversation
 from alignedserve.batches.responses.event_log import EventLimits, EventLog
-from alignedserve.batches.responses.response_repository import StoredResponse, fits
+from alignedserve.batches.responses.response_repository import StoredConversation, StoredResponse, fits
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.gateway.responses.background import BackgroundJobs, cancelled, too_large, without_room
 from alignedserve.gateway.responses.conversations import (
@@ -76,7 +75,7 @@ class ResponsesApi:
         conversations = Conversations(files_api.stores.responses.conversations, config, owner)
         return cls(state, jobs, conversations, services.lanes)
 
-    async def begin(self, asked: PromptFields, ignored: IgnoredFields | None) -> Turn:
+    async def begin(self, asked: ResponseFields, ignored: IgnoredFields | None) -> Turn:
         """Return the turn that a client asks for. Raises InvalidRequest, NotFound."""
         response_id, context = new_response_id(), Context([])
         if asked.previous_response_id is not None:

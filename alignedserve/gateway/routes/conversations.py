@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from alignedserve.api.openai.parsing import parse
-from alignedserve.api.responses.schemas import (
+from alignedserve.api.responses.bodies import (
     CreateConversationRequest,
     CreateItemsRequest,
     UpdateConversationRequest,

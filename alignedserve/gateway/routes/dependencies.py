@@ -9,12 +9,12 @@ from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
 
 from alignedserve.api.errors import Forbidden, NotFound, ResourceUnavailable
+from alignedserve.api.models.model_registry import usable_model, usable_name
 from alignedserve.api.models.model_services import BEST_EFFORT_RETRY_S, ModelServices
-from alignedserve.api.models.usable_models import usable_model, usable_name
 from alignedserve.api.openai.generation import Generation
 from alignedserve.api.openai.generation_request import class_of
-from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
-from alignedserve.api.task_class import note_class
+from alignedserve.api.schema import IgnoredFields
+from alignedserve.api.work_lanes import note_class
 from alignedserve.core.request import RequestClass
 from alignedserve.gateway.connections.limits import ConnectionPlace
 from alignedserve.gateway.files.files_api import FilesApi

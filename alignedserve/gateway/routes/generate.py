@@ -8,12 +8,19 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from alignedserve.api.endpoints import ENDPOINTS, INPUT_TOKENS, RESPONSES, TOKEN_ENDPOINTS, Endpoint, TokenEndpoint
+from alignedserve.api.endpoints import (
+    ENDPOINTS,
+    INPUT_TOKENS,
+    RESPONSES,
+    TOKEN_ENDPOINTS,
+    GeneratingEndpoint,
+    TokenEndpoint,
+)
 from alignedserve.api.openai.generation import Generation
 from alignedserve.api.openai.generation_request import Arrival
 from alignedserve.api.openai.prompt_encoding import Prompts
 from alignedserve.api.openai.response_format import MakeFormatter
-from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
+from alignedserve.api.schema import IgnoredFields
 from alignedserve.gateway.json_response import JsonResponse
 from alignedserve.gateway.routes.dependencies import (
     answered_awake,
@@ -31,7 +38,7 @@ from alignedserve.gateway.streaming import BodyResponse, EventStreamResponse
 router = APIRouter()
 
 
-async def _generate(endpoint: Endpoint[Any], http: Request) -> Response:
+async def _generate(endpoint: GeneratingEndpoint[Any], http: Request) -> Response:
     """Answer with what the cluster generates, streamed if the client asked for that."""
     services = await rate_limited_services(http)
     arrival = arrival_of(http, ignored_fields_of(http))
@@ -44,7 +51,7 @@ async def _generate(endpoint: Endpoint[Any], http: Request) -> Response:
 
 
 async def _answer(
-    endpoint: Endpoint[Any], http: Request, asked: Any, arrival: Arrival, prompts: Prompts | None
+    endpoint: GeneratingEndpoint[Any], http: Request, asked: Any, arrival: Arrival, prompts: Prompts | None
 ) -> Response:
     model = model_of(http, asked.model)
     request = await endpoint.build(asked, arrival, model, prompts)

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from alignedserve.api.errors import NotFound
-from alignedserve.api.timelines.trace_context import plain_request_id
+from alignedserve.api.timelines.timeline import plain_request_id
 from alignedserve.batches.records import BatchTotals
 from alignedserve.gateway.json_response import JsonResponse
 from alignedserve.gateway.live.view import live_view

@@ -4,7 +4,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from alignedserve.batches.owners import api_owner
+from alignedserve.batches.records import api_owner
 from alignedserve.batches.repository import BatchSnapshot
 from alignedserve.gateway.json_response import JsonResponse
 from alignedserve.gateway.message_batches import MessageBatches, batch_view

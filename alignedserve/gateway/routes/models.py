@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from alignedserve.api.models.model_card import ModelCard
-from alignedserve.api.models.usable_models import check_usable, usable_cards
+from alignedserve.api.models.model_registry import check_usable, usable_cards
 from alignedserve.gateway.json_response import JsonResponse, is_anthropic
 from alignedserve.gateway.message_batches import timestamp
 from alignedserve.gateway.routes.dependencies import key_of, services_of

@@ -7,15 +7,14 @@ from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
-from alignedserve.api.endpoints import Endpoint, TokenEndpoint
+from alignedserve.api.endpoints import GeneratingEndpoint, TokenEndpoint
 from alignedserve.api.errors import BodyTooLarge, BodyTooSlow, ClientDisconnected, WrongContentType
-from alignedserve.api.models.usable_models import usable_cards
+from alignedserve.api.models.model_registry import usable_cards
 from alignedserve.api.openai.generation_request import likely_class
 from alignedserve.api.openai.parsing import parse_json
 from alignedserve.api.openai.prompt_encoding import Prompts
-from alignedserve.api.openai.schemas.ignored_fields import IgnoredFields
-from alignedserve.api.task_class import note_class
-from alignedserve.api.work_lanes import LONG_LEN, SHORT_LEN
+from alignedserve.api.schema import IgnoredFields
+from alignedserve.api.work_lanes import LONG_LEN, SHORT_LEN, note_class
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.gateway.connections.arriving_bodies import CountedBody
@@ -43,7 +42,7 @@ async def read_body(http: Request, services: Services, parse: Callable[[dict[str
 
 
 async def read_prompts(
-    http: Request, endpoint: Endpoint[BodyT], services: Services, ignored: IgnoredFields | None
+    http: Request, endpoint: GeneratingEndpoint[BodyT], services: Services, ignored: IgnoredFields | None
 ) -> tuple[BodyT, Prompts | None]:
     """Return the body, and its prompts if it was so long that another process has read it.
 

@@ -11,10 +11,9 @@ from starlette.responses import Response
 from alignedserve.api.endpoints import INPUT_TOKENS, RESPONSES
 from alignedserve.api.openai.generation import Generation
 from alignedserve.api.openai.generation_request import Arrival, GenerationRequest
+from alignedserve.api.responses.bodies import CreateResponseRequest, InputTokensRequest, parse_response
 from alignedserve.api.responses.formatter import ResponsesFormatter, new_response
-from alignedserve.api.responses.parsing import parse_response
 from alignedserve.api.responses.request_builder import build_response_request, input_tokens_answer
-from alignedserve.api.responses.schemas import CreateResponseRequest, InputTokensRequest
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.request import RequestClass, Slo
 from alignedserve.gateway.files.views import list_view
@@ -135,7 +134,7 @@ def _api(http: Request, services: Services) -> ResponsesApi:
 
 
 def _respond(api: ResponsesApi, asked: CreateResponseRequest, turn: Turn, generation: Generation) -> Response:
-    make_formatter = partial(ResponsesFormatter, asked=asked, is_stored=turn.is_stored)
+    make_formatter = partial(ResponsesFormatter, body=asked, is_stored=turn.is_stored)
     kind = ResponseEvents if asked.stream else ResponseBody
     return kind(generation, make_formatter, partial(api.keep, turn))
 

@@ -22,8 +22,7 @@ from alignedserve.runtime.attention.whole_runs import Runs
 from alignedserve.runtime.device.devices import CUDA
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.layer_kind import CachedLayers
-from alignedserve.runtime.model.decoder.layer_geometry import read_places
-from alignedserve.runtime.model.decoder.model_config import ModelConfig
+from alignedserve.runtime.model.decoder.model_config import ModelConfig, read_places
 from kernels.attention import PLAIN_SCORES, ScoreForm
 from kernels.cpu.paged_attention import Int8Heads, PagedAttention
 from kernels.gpu_dispatch import gpu_kernels_available

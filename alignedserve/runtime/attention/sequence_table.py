@@ -11,8 +11,7 @@ from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.picture import PictureRun, settled_len
 from alignedserve.core.request import LoraAdapter, SamplingParams
-from alignedserve.runtime.vision.picture_rows import SequenceEmbeddings
-from alignedserve.runtime.vision.rope_places import RopePlaces
+from alignedserve.runtime.pictures import RopePlaces, SequenceEmbeddings
 from kernels.adapters.lora import AdapterMatrices
 
 IntArray = npt.NDArray[np.int64]

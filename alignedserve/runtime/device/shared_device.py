@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from alignedserve.disk.private_files import open_private
+from alignedserve.disk.durable import open_private
 from alignedserve.runtime.device.cores import num_cores
 
 _NUM_SLOTS = 64

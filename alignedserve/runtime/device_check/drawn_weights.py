@@ -6,12 +6,17 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
+from alignedserve.runtime.model.decoder.decoder_parts import (
+    MXFP4_GROUP,
+    NVFP4_GROUP,
+    CheckpointQuantization,
+    QuantMethod,
+)
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
-from alignedserve.runtime.model.families.table import FAMILIES
-from alignedserve.runtime.model.quantized.scheme import MXFP4_GROUP, NVFP4_GROUP, CheckpointQuantization, QuantMethod
 from alignedserve.runtime.model.weights.packed_products import GroupedRows, Rows
-from alignedserve.runtime.model.weights.random_weights import RandomSource
+from alignedserve.runtime.model.weights.weight_source import RandomSource, WeightSource
 from kernels.narrow.grouped_linear import GroupedWeight, Numbers
 
 _CPU = torch.device("cpu")
@@ -19,24 +24,28 @@ _FLOAT_SIZE, _HALF_SIZE, _BYTE_SIZE = 2.9, 4.6, 18.5  # deviations of numbers th
 _BLOCK_GROUP, _SMALL_GROUP = 32, 16
 
 
-class DrawnWeights:
-    """A TensorSource of one model; a PackedSource too, of the experts of one whose files are quantised."""
+class DrawnWeights(WeightSource):
+    """A source of one model's weights."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
-        self.names, self.dtype, self._device = FAMILIES[config.family].names, dtype, device
-        self._quantization = config.stored_quantization
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device, *, is_packed: bool) -> None:
+        """`is_packed`: experts stay packed where the model's files are quantised."""
+        super().__init__(dtype, device)
+        self._is_packed, self._quantization = is_packed, config.stored_quantization
 
+    @override
     def has(self, name: str) -> bool:
         return _source_of(name).has(name)
 
+    @override
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         weight = self._narrow(name, shape)
         tensor = _source_of(name).tensor(name, shape) if weight is None else weight.unpacked(torch.float32)
-        return tensor.to(self._device, self.dtype)
+        return tensor.to(self.device, self.dtype)
 
+    @override
     def packed(self, name: str, shape: tuple[int, ...]) -> Rows | None:
-        weight = self._narrow(name, shape)
-        return None if weight is None else GroupedRows(weight).moved(self._device)
+        weight = self._narrow(name, shape) if self._is_packed else None
+        return None if weight is None else GroupedRows(weight).moved(self.device)
 
     def _narrow(self, name: str, shape: tuple[int, ...]) -> GroupedWeight | None:
         if self._quantization is None or ".experts." not in name or len(shape) != 2:

@@ -29,9 +29,8 @@ from alignedserve.runtime.engine.engine_options import EngineOptions, OwnBlocks
 from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.engine.steps.cuda_graphs import Capture
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from alignedserve.runtime.model.decoder.decoder_parts import Activation, NormKind
+from alignedserve.runtime.model.decoder.decoder_parts import Activation, NormKind, RopeConfig
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
-from alignedserve.runtime.model.decoder.rope_config import RopeConfig
 from alignedserve.runtime.model.device_kinds import KINDS, RINGS
 from alignedserve.runtime.model.hf_config import parse_model_config
 from alignedserve.runtime.model.weights.weight_loader import assemble_weights
@@ -120,8 +119,8 @@ def _pairs(one: SampledToken, other: SampledToken) -> Iterator[tuple[float, floa
 
 
 def _compute(computer: Computer, dtype: torch.dtype, plan: CheckPlan, config: ModelConfig) -> list[SampledToken]:
-    source, is_packed = DrawnWeights(config, dtype, computer.device), computer.attention != TORCH
-    model = Decoder(config, assemble_weights(config, source, packed=source if is_packed else None))
+    source = DrawnWeights(config, dtype, computer.device, is_packed=computer.attention != TORCH)
+    model = Decoder(config, assemble_weights(config, source))
     layout = config.block_layout(_BLOCK_SIZE, dtype_name(dtype))
     if computer.has_rings:
         layout = config.layout_of_rings(layout)

@@ -74,7 +74,7 @@ class Encoder:
         hidden = self.hidden_states(batch)
         bounds = batch.bounds.tolist()
         rows = [hidden[first:last] for first, last in pairwise(bounds)]
-        return [self._head(own).cpu() for own in rows]
+        return [self._head(row).cpu() for row in rows]
 
     @torch.inference_mode()
     def hidden_states(self, batch: PromptBatch) -> Tensor:

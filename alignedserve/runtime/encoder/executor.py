@@ -37,12 +37,12 @@ from alignedserve.runtime.engine.engine_sizes import EngineSizes
 from alignedserve.runtime.engine.model_loading import check_memory
 from alignedserve.runtime.kv.block_copier import BlockCopier
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from alignedserve.runtime.kv.copies.copy_lanes import CopyLanes
-from alignedserve.runtime.kv.transfers.transports import AUTO as AUTO_TRANSPORT
+from alignedserve.runtime.kv.staged_copies import CopyLanes
+from alignedserve.runtime.kv.transfers.kv_transfer import AUTO as AUTO_TRANSPORT
 from alignedserve.runtime.model.encoder.encoder_config import EncoderConfig
 from alignedserve.runtime.model.encoder.encoder_weights import EncoderWeights, load_encoder_weights
+from alignedserve.runtime.model.model_files import unchanged_weights
 from alignedserve.runtime.model.served_model import ServedModel
-from alignedserve.runtime.model.weight_fingerprint import unchanged_weights
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ _NO_TEXT = 0  # the token that stands for the end of a prompt; nobody reads it
 
 
 class EncoderExecutor:
-    """Performs RunIteration as ModelExecutor does. Each prompt ends with one token that says nothing, and its vector.
+    """Performs RunIteration as ModelExecutor does. Each prompt ends with an empty token and its vector.
 
     Construction takes as long as loading the weights, and raises NotEnoughMemory, ConfigError or ModelError.
     """
@@ -128,7 +128,7 @@ class EncoderExecutor:
     # --- on the threads
 
     def run_iteration(self, command: RunIteration) -> IterationCompleted:
-        """Perform one iteration on the calling thread, which must be the only one to do so."""
+        """Perform one iteration on the calling thread. No second thread may."""
         with self._turns.taken_for(command):
             return self._run(command)
 

@@ -40,8 +40,8 @@ class PromptBatch:
         for row, (prompt, width) in enumerate(zip(prompts, widths, strict=True)):
             self.block_tables[row, :width] = prompt.block_ids[:width]
         rows = np.repeat(np.arange(len(prompts)), self.lengths)
-        own = self.block_tables[rows, self.positions // block_size]
-        self.slots: IntArray = own * slot_stride + self.positions % block_size
+        block_table = self.block_tables[rows, self.positions // block_size]
+        self.slots: IntArray = block_table * slot_stride + self.positions % block_size
 
 
 def _token_types(prompt: EncoderPrompt) -> IntArray:

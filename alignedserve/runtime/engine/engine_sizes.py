@@ -7,7 +7,7 @@ from alignedserve.core.block_layout import BlockLayout, recomputed_blocks
 from alignedserve.core.errors import NotEnoughMemory
 from alignedserve.runtime.device.cores import num_cores
 from alignedserve.runtime.device.devices import CPU, device_type
-from alignedserve.runtime.kv.transfers.transports import lends_device_memory
+from alignedserve.runtime.kv.transfers.kv_transfer import lends_device_memory
 from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.scheduling.policies import wanted_mechanisms
 from alignedserve.scheduling.policy import Mechanism

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from alignedserve.core.plugins import load_plugin
 from alignedserve.costmodel.linear import Sample
 from alignedserve.messages.iterations import (
     Addition,
@@ -36,7 +37,7 @@ from alignedserve.runtime.engine.calibration.measured_iterations import measure_
 from alignedserve.runtime.engine.device_turns import DeviceTurns
 from alignedserve.runtime.engine.engine import COMPUTE, NewSequence, StepTimes
 from alignedserve.runtime.engine.engine_sizes import EngineSizes, can_stop, threads_per_rank
-from alignedserve.runtime.engine.model_loading import ConnectStages, check_memory, load_tower, load_vocabulary
+from alignedserve.runtime.engine.model_loading import ConnectStages, check_memory, load_vocabulary
 from alignedserve.runtime.engine.slot_swap_space import make_swap_space
 from alignedserve.runtime.engine.urgent_iterations import UrgentIterations
 from alignedserve.runtime.engine.worker_engine import EngineBlocks, load_parts, make_engine
@@ -44,16 +45,12 @@ from alignedserve.runtime.engine.worker_specs import described, share_of_first
 from alignedserve.runtime.grammar.compiler import GrammarCompiler
 from alignedserve.runtime.grammar.token_masks import TokenMasks
 from alignedserve.runtime.kv.block_copier import BlockCopier
-from alignedserve.runtime.kv.copies.copy_lanes import CopyLanes
-from alignedserve.runtime.kv.transfers.transports import AUTO as AUTO_TRANSPORT
+from alignedserve.runtime.kv.staged_copies import CopyLanes
+from alignedserve.runtime.kv.transfers.kv_transfer import AUTO as AUTO_TRANSPORT
 from alignedserve.runtime.lora.sequence_adapters import SequenceAdapters
+from alignedserve.runtime.model.model_files import unchanged_weights
 from alignedserve.runtime.model.served_model import ServedModel
-from alignedserve.runtime.model.vision.vision_config import CACHE_BYTES
-from alignedserve.runtime.model.weight_fingerprint import unchanged_weights
-from alignedserve.runtime.vision.encoding_queue import Turn
-from alignedserve.runtime.vision.picture_rows import SequenceEmbeddings
-from alignedserve.runtime.vision.rope_places import rope_places
-from alignedserve.runtime.vision.sequence_pictures import NoPictures, Pictures, SequencePictures
+from alignedserve.runtime.pictures import NoPictures, Pictures, SequenceEmbeddings, Turn, rope_places
 from alignedserve.scheduling.picture_turns import TurnLengths
 from kernels.adapters.lora import AdapterMatrices
 from kernels.cpu.rank_exchange import ExchangeBroken
@@ -196,15 +193,17 @@ class ModelExecutor:
                 group.close()
 
     def _see(self, served: ServedModel, device: torch.device) -> Pictures:
-        tower = load_tower(served, device)
-        if tower is None:
+        if served.vision is None:
             return NoPictures()
-        return SequencePictures(
-            tower,
-            cache_bytes=CACHE_BYTES,
+        pictures: Pictures = load_plugin("vision").worker_pictures(
+            served.vision,
+            None if served.has_random_weights else served.folder,
+            torch_dtype(served.dtype),
+            device,
             take_turn=self._take_picture_turn,
             has_real_time=self._turns.has_real_time,
         )
+        return pictures
 
     def _take_picture_turn(self, turn: Turn, is_real_time: bool) -> "Future[bool]":
         def perform() -> bool:

@@ -16,7 +16,6 @@ from alignedserve.gguf.file import is_gguf
 from alignedserve.process.loading_progress import LoadingProgress
 from alignedserve.runtime.device.device_work import free_bytes, used_by_others
 from alignedserve.runtime.device.devices import CUDA
-from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.device.self_checks import require_kinds
 from alignedserve.runtime.device.verdicts import cache_folder
 from alignedserve.runtime.engine.experts.expert_group import ExpertGroup
@@ -38,14 +37,9 @@ from alignedserve.runtime.grammar.vocabulary import grammar_vocabulary
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.device_kinds import kinds_of
 from alignedserve.runtime.model.served_model import ServedModel, load_tokenizer
-from alignedserve.runtime.model.vision.mobile_config import MobileConfig
-from alignedserve.runtime.model.vision.mobile_weights import load_mobile_weights
-from alignedserve.runtime.model.vision.vision_weights import load_vision_weights
+from alignedserve.runtime.model.weight_files import ModelSpec, load_or_draw
 from alignedserve.runtime.model.weights.decoder_weights import leave_rounded_rows_unwritten
 from alignedserve.runtime.model.weights.feed_forward_weights import ExpertReading
-from alignedserve.runtime.model.weights.model_spec import ModelSpec, load_or_draw
-from alignedserve.runtime.vision.mobile_tower import MobileTower
-from alignedserve.runtime.vision.tower import VisionTower
 
 logger = logging.getLogger(__name__)
 
@@ -110,17 +104,6 @@ def load_divided(served: ServedModel, spec: ExpertSpec, progress: Path | None) -
         group.close()
         raise
     return LoadedModel(decoder, group)
-
-
-def load_tower(served: ServedModel, device: torch.device) -> VisionTower | MobileTower | None:
-    """Load the encoder by which the model sees; None: it does not. Raises ModelError."""
-    if served.vision is None:
-        return None
-    folder = None if served.has_random_weights else served.folder
-    dtype = torch_dtype(served.dtype)
-    if isinstance(served.vision, MobileConfig):
-        return MobileTower(served.vision, load_mobile_weights(folder, served.vision, dtype, device))
-    return VisionTower(served.vision, load_vision_weights(folder, served.vision, dtype, device), dtype, device)
 
 
 class LoadedRank(NamedTuple):

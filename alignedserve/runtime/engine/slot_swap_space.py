@@ -18,7 +18,7 @@ from alignedserve.runtime.device.arrays import to_device
 from alignedserve.runtime.device.streams import DeviceStreams, Event
 from alignedserve.runtime.engine.swap_space import HostCaches, SwapSpace
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from alignedserve.runtime.kv.copies.pending_copies import IntArray
+from alignedserve.runtime.kv.direct_copies import IntArray
 
 
 def make_swap_space(

@@ -17,11 +17,10 @@ from typing_extensions import override
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.messages.iterations import Swap, Swaps
 from alignedserve.runtime.device.streams import DeviceStreams, Event, Stream
-from alignedserve.runtime.kv.block_codecs import exact_codec, int8_codec
+from alignedserve.runtime.kv.block_codecs import HostRows, exact_codec, int8_codec
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from alignedserve.runtime.kv.copies.pending_copies import IntArray
-from alignedserve.runtime.kv.copies.staged_copies import StagedCopies
-from alignedserve.runtime.kv.host_rows import HostRows
+from alignedserve.runtime.kv.direct_copies import IntArray
+from alignedserve.runtime.kv.staged_copies import StagedCopies
 
 OFFLOAD, PREFETCH = "offload", "prefetch"
 

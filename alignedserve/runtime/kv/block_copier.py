@@ -25,13 +25,11 @@ from alignedserve.runtime.device.cores import threads_per_copy
 from alignedserve.runtime.device.device_work import copying, working
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.transfers.device_buffer import DeviceBuffer
-from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, KVTransfer, OffloadRequest
-from alignedserve.runtime.kv.transfers.local_transfer import LocalMemory, LocalTransfer, relay
-from alignedserve.runtime.kv.transfers.own_buffer_transfer import OwnBufferTransfer
+from alignedserve.runtime.kv.transfers.kv_transfer import AUTO, SHM, FetchRequest, KVTransfer, OffloadRequest
+from alignedserve.runtime.kv.transfers.local_transfer import LocalMemory, LocalTransfer, OwnBufferTransfer, relay
 from alignedserve.runtime.kv.transfers.ranked_transfer import PartsOffer, RankCopies, RankedTransfer
 from alignedserve.runtime.kv.transfers.registry import open_transfer
 from alignedserve.runtime.kv.transfers.shm_transfer import ShmTransfer
-from alignedserve.runtime.kv.transfers.transports import AUTO, SHM
 
 logger = logging.getLogger(__name__)
 

@@ -23,11 +23,11 @@ from alignedserve.runtime.device.accelerator import accelerator_of
 from alignedserve.runtime.device.dtypes import cache_dtype
 from alignedserve.runtime.device.host_memory.huge_pages import huge_pages
 from alignedserve.runtime.kv.block_runs import BlockIds
-from alignedserve.runtime.kv.copies.copy_lanes import CopyLanes
-from alignedserve.runtime.kv.copies.pending_copies import PendingCopies
 from alignedserve.runtime.kv.device_pieces import DevicePieces
+from alignedserve.runtime.kv.direct_copies import PendingCopies
 from alignedserve.runtime.kv.layer_kind import LayerKind
 from alignedserve.runtime.kv.shm_arena import WHOLE, ArenaPart
+from alignedserve.runtime.kv.staged_copies import CopyLanes
 from kernels.cpu.block_copies import BlockList
 
 

@@ -1,4 +1,4 @@
-"""Blocks of a device as pieces on its host, for transports that read and write there."""
+"""Blocks of a device as pieces in host memory, for transports that read and write the host."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -10,8 +10,7 @@ from torch import Tensor
 from alignedserve.runtime.device.accelerator import Accelerator
 from alignedserve.runtime.kv.block_codecs import exact_codec
 from alignedserve.runtime.kv.block_runs import BlockIds
-from alignedserve.runtime.kv.copies.copy_lanes import CopyLanes, Lanes
-from alignedserve.runtime.kv.copies.staged_copies import StagedCopies
+from alignedserve.runtime.kv.staged_copies import CopyLanes, Lanes, StagedCopies
 from kernels.cpu.block_copies import BlockList
 
 Ints = npt.NDArray[np.int64]

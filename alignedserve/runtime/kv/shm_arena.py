@@ -149,7 +149,7 @@ class Arena:
         return int(self.blocks.shape[0])
 
     def stamp(self, block_ids: BlockIds, generation: int) -> None:
-        """Mark these blocks as belonging to this lease (0: to none)."""
+        """Mark blocks as belonging to a lease (0: no lease)."""
         self.generations[np.asarray(block_ids, np.int64)] = generation
 
     def is_stamped(self, block_ids: BlockIds, generation: int) -> bool:

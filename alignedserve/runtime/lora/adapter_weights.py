@@ -14,10 +14,9 @@ from alignedserve.runtime.lora.adapter_modules import AdaptableModule, adaptable
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.families.table import FAMILIES
 from alignedserve.runtime.model.sharding.layer_stages import LayerStage
-from alignedserve.runtime.model.sharding.packed_regions import chosen_rows
-from alignedserve.runtime.model.sharding.regions import Region, shard_regions
+from alignedserve.runtime.model.sharding.regions import Region, chosen_rows, shard_regions
 from alignedserve.runtime.model.sharding.tensor_shard import TensorShard
-from alignedserve.runtime.model.weights.head_order import pairs_apart
+from alignedserve.runtime.model.weights.product_reader import pairs_apart
 from kernels.adapters.lora import AdapterMatrices
 from kernels.addend_layout import LayerProduct, ProductShape, site_of, up_column
 from kernels.cpu.lora import LoraModule

@@ -12,10 +12,14 @@ from typing import Any
 from alignedserve.core.errors import ModelNotFound, UnsupportedModel
 from alignedserve.core.json_fields import JsonFields, read_json_object
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
-from alignedserve.runtime.model.encoder.encoder_config import EncoderConfig
-from alignedserve.runtime.model.encoder.families import ENCODER_TYPES, is_encoder_type, parse_encoder_config
+from alignedserve.runtime.model.encoder.encoder_config import (
+    ENCODER_TYPES,
+    EncoderConfig,
+    is_encoder_type,
+    parse_encoder_config,
+)
 from alignedserve.runtime.model.families.table import FAMILIES
-from alignedserve.runtime.model.hub.short_names import near_names
+from alignedserve.runtime.model.named_models import near_names
 from alignedserve.runtime.model.quantized.config import read_quantization
 from alignedserve.text.tokenizer_files import end_token_id
 
@@ -23,23 +27,16 @@ MAX_CONFIG_BYTES = 1 << 20
 
 
 def read_model_config(folder: Path) -> ModelConfig:
-    """Read the config of the model in `folder`.
-
-    Raises ModelNotFound when the folder or its config.json is missing, UnsupportedModel naming the architecture or
-    option that the engine does not have, ModelError naming the field that is wrong.
-    """
+    """Read the config of the model in `folder`. Raises ModelNotFound, UnsupportedModel naming the architecture or
+    option that is not supported, ModelError naming the wrong field."""
     if not folder.is_dir():
+        short = f" Short names: {', '.join(near_names(str(folder)))}." if folder.name == str(folder) else ""
         raise ModelNotFound(
-            f"{folder} is neither a folder here nor a name on a hub (ORG/NAME, such as Qwen/Qwen3-0.6B)."
-            f"{_short_names(folder)}"
+            f"{folder} is neither a folder here nor a name on a hub (ORG/NAME, such as Qwen/Qwen3-0.6B).{short}"
         )
     path = folder / "config.json"
     config = parse_model_config(read_json_object(path, MAX_CONFIG_BYTES), where=str(path))
     return replace(config, eos_token_ids=_end_tokens(config, folder))
-
-
-def _short_names(folder: Path) -> str:
-    return f" Short names: {', '.join(near_names(str(folder)))}." if folder.name == str(folder) else ""
 
 
 def _end_tokens(config: ModelConfig, folder: Path) -> tuple[int, ...]:

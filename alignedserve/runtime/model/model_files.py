@@ -1,18 +1,20 @@
 """The files of a model: a Hugging Face folder, or one GGUF file. Without torch."""
 
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from alignedserve.core.errors import ModelError, ModelNotFound
-from alignedserve.gguf.file import SUFFIX, GgufFile, is_gguf
+from alignedserve.gguf.file import SUFFIX, GgufFile, is_gguf, part_names
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.encoder.encoder_config import EncoderConfig
 from alignedserve.runtime.model.gguf.config import gguf_config
-from alignedserve.runtime.model.gguf.stored_weights import stored_weights
 from alignedserve.runtime.model.hf_config import read_any_config, read_model_config
 from alignedserve.runtime.model.quantized.product_form import Computing
-from alignedserve.runtime.model.quantized.stored_weights import quantized_weights
-from alignedserve.runtime.model.stored_weights import StoredWeights
-from alignedserve.runtime.model.weight_index import WeightIndex
+from alignedserve.runtime.model.stored_weights import StoredWeights, quantized_weights, stored_weights
+from alignedserve.runtime.model.weight_index import WeightIndex, listed_shards
 
 
 def read_config(path: Path) -> ModelConfig:
@@ -46,10 +48,7 @@ def _require_folder(path: Path) -> None:
 def weights_in_files(
     files: Path | GgufFile, config: ModelConfig, computing: Computing, quantization: str | None = None
 ) -> StoredWeights | None:
-    """Return what a worker makes of weights that a folder or GGUF file has packed; None: they are plain.
-
-    Raises ModelError naming a tensor that does not fit.
-    """
+    """Return what a worker makes of packed weights; None: they are plain. Raises ModelError naming a wrong tensor."""
     if isinstance(files, Path) and is_gguf(files):
         files = GgufFile(files)
     if isinstance(files, GgufFile):
@@ -65,3 +64,53 @@ def check_weight_files(path: Path) -> None:
         GgufFile(path)
     else:
         WeightIndex(path)
+
+
+_NUM_SAMPLES = 256  # of all files together, evenly spaced: a layer of a hundred has some; each is a read over a network
+_SAMPLE_BYTES = 4096
+_HEADER_BYTES = 1 << 16  # read of each file, beside the samples
+
+
+def fingerprint_of(path: Path) -> str:
+    """Return the fingerprint of the weights in a folder or GGUF file; empty: they cannot be read."""
+    digest = hashlib.sha256()
+    try:
+        files = _files_of(path)
+        for file in files:
+            digest.update(file.name.encode())
+            for part in _samples_of(file, max(_NUM_SAMPLES // len(files), 2)):
+                digest.update(part)
+    except (ModelError, OSError):
+        return ""
+    return digest.hexdigest()
+
+
+@contextmanager
+def unchanged_weights(path: Path, fingerprint: str) -> Iterator[None]:
+    """Load weights inside the `with` block. Raises ModelError unless the files have this fingerprint before and
+    after; an empty one fits all."""
+    _require_same(path, fingerprint)
+    yield
+    _require_same(path, fingerprint)
+
+
+def _require_same(path: Path, fingerprint: str) -> None:
+    if fingerprint and fingerprint_of(path) != fingerprint:
+        check_weight_files(path)  # what is missing or cut off is named
+        raise ModelError(
+            f"{path}: these are not the weights with which the model began to be served; put those back, or serve "
+            "the new ones in their place with `alignedserve models replace`."
+        )
+
+
+def _files_of(path: Path) -> list[Path]:
+    return [path.with_name(name) for name in part_names(path.name)] if is_gguf(path) else listed_shards(path)
+
+
+def _samples_of(path: Path, num_samples: int) -> Iterator[bytes]:
+    with path.open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        yield size.to_bytes(8, "little")
+        yield os.pread(file.fileno(), _HEADER_BYTES, 0)
+        for place in range(1, num_samples + 1):
+            yield os.pread(file.fileno(), _SAMPLE_BYTES, max(size * place // num_samples - _SAMPLE_BYTES, 0))

@@ -43,11 +43,10 @@ class SamplingDefaults:
 
     @property
     def values(self) -> dict[str, float]:
-        """Return the fields by name."""
         return {name: value for name, value in asdict(self).items() if name != "source"}
 
     def in_words(self) -> str:
-        """Return what differs from OpenAI's defaults, such as `temperature 0.2, top_p 0.9`, and who says so."""
+        """Return the differences from OpenAI's defaults, such as `temperature 0.2, top_p 0.9`, and their source."""
         plain = SamplingDefaults().values
         named = [f"{name} {value:g}" for name, value in self.values.items() if value != plain[name]]
         shown = ", ".join(named) or "temperature 1"
@@ -72,22 +71,19 @@ _FAMILIES = (
 def sampling_defaults(
     wanted: str | Mapping[str, float], files: Path | GgufFile, template: str | None = None
 ) -> SamplingDefaults:
-    """Return the defaults of a model.
-
-    `wanted`: `model.sampling`: auto, none, or values that win over the model's own. `files`: its folder or GGUF file.
-    `template`: its chat template where that is not in the files. Raises ConfigError.
-    """
+    """Return the defaults of a model. `wanted`: `model.sampling`: auto, none, or values that win. `template`: its
+    chat template where the files have none. Raises ConfigError."""
     if wanted == "none":
         return SamplingDefaults()
-    found = _of_files(files) or _of_family(template or _template_of(files)) or SamplingDefaults()
+    defaults = _of_files(files) or _of_family(template or _template_of(files)) or SamplingDefaults()
     if isinstance(wanted, str):
-        return found
+        return defaults
     try:
         SamplingParams(**_plain(wanted))
     except InvalidRequest as error:
         raise ConfigError(f"model.sampling: {error}") from error
-    others = f", and {found.source}" if found.source else ""
-    return replace(found, **_plain(wanted), source=f"model.sampling{others}")
+    others = f", and {defaults.source}" if defaults.source else ""
+    return replace(defaults, **_plain(wanted), source=f"model.sampling{others}")
 
 
 def _of_files(files: Path | GgufFile) -> SamplingDefaults | None:

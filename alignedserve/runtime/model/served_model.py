@@ -1,32 +1,33 @@
 """The model that a cluster serves, resolved once at its start without loading weights (and without torch)."""
 
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from pathlib import Path
 
-from alignedserve.config.sections import EngineConfig, LoraConfig, ModelSectionConfig
+from alignedserve.config.sections import EngineConfig, LoraConfig, ModelSectionConfig, PrefixCacheConfig
 from alignedserve.core.block_layout import LARGEST_BLOCK, BlockLayout
 from alignedserve.core.errors import ConfigError, ModelError
+from alignedserve.core.plugins import load_plugin
 from alignedserve.core.request import LoraAdapter
+from alignedserve.core.seeing import PictureEncoder
+from alignedserve.costmodel.memory import rings_pay
 from alignedserve.gguf.file import GgufFile, gguf_stem, is_gguf
-from alignedserve.runtime.model.built_in import BUILT_IN, POCKET, model_path
+from alignedserve.process.addresses import ROUTER
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.encoder.encoder_config import EncoderConfig
 from alignedserve.runtime.model.gguf.config import gguf_config
-from alignedserve.runtime.model.model_files import read_served_config, weights_in_files
+from alignedserve.runtime.model.model_files import fingerprint_of, read_served_config, weights_in_files
+from alignedserve.runtime.model.named_models import BUILT_IN, POCKET, model_path
 from alignedserve.runtime.model.quantized.product_form import Computing
 from alignedserve.runtime.model.sampling_defaults import SamplingDefaults, sampling_defaults
-from alignedserve.runtime.model.sharding.expert_shares import check_expert_parallel
 from alignedserve.runtime.model.sharding.layer_stages import check_pipeline_parallel, staged_layout
-from alignedserve.runtime.model.sharding.tensor_shard import TensorShard, check_tensor_parallel
+from alignedserve.runtime.model.sharding.tensor_shard import TensorShard, check_expert_parallel, check_tensor_parallel
 from alignedserve.runtime.model.stored_weights import StoredWeights
-from alignedserve.runtime.model.vision.families import read_vision
-from alignedserve.runtime.model.vision.mobile_config import SeeingConfig
-from alignedserve.runtime.model.vision.vision_config import CACHE_BYTES
-from alignedserve.runtime.model.weight_fingerprint import fingerprint_of
-from alignedserve.runtime.model.window_cache import WHOLE, has_rings
 from alignedserve.text.tokenizer import Tokenizer
 from alignedserve.text.tokenizer_files import read_template
 
+AUTO, WHOLE, RING = "auto", "whole", "ring"
+_CPU = "cpu"
 _BLOCK_SIZE = 16  # tokens
 _ON_ONE_CPU = EngineConfig(device="cpu", window_cache=WHOLE)
 _WIDEST_STATES = 1.25  # smaller blocks are chosen where a context's states take no more by these than in any
@@ -56,7 +57,7 @@ class ServedModel:
     pipeline_parallel: int = 1  # stages of a worker, each with layers of its own
     expert_parallel: int = 1  # processes of a worker that share the experts
     num_hosts: int = 1  # that the stages of a worker are on, one each; 1: all on its own
-    vision: SeeingConfig | None = None  # by which it sees pictures; None: it does not
+    vision: PictureEncoder | None = None  # by which it sees pictures; None: it does not
     states_apart: bool = False  # large recurrent states have blocks of their own, not a part of each block of tokens
     has_rings: bool = False  # layers with a window keep no more than it
     weights: str = ""  # the fingerprint of those that every worker is to load; empty: it is not checked
@@ -74,7 +75,6 @@ class ServedModel:
 
     @property
     def weight_bytes(self) -> int:
-        """Return the bytes of the weights in one worker; while loading, one more layer is held at a time."""
         if self.stored is not None:
             return self.stored.num_bytes
         return self.config.loaded_weight_bytes(self.dtype, self.quantization)
@@ -82,7 +82,7 @@ class ServedModel:
     @property
     def vision_bytes(self) -> int:
         """Return the bytes of a worker for seeing: weights, and embeddings of pictures; 0: the model does not see."""
-        return 0 if self.vision is None else self.vision.weight_bytes(self.dtype) + CACHE_BYTES
+        return 0 if self.vision is None else self.vision.worker_bytes(self.dtype)
 
     @property
     def unpacking_bytes(self) -> int:
@@ -98,9 +98,8 @@ class ServedModel:
 
     @property
     def default_block_size(self) -> int:
-        """Return the tokens of a block unless they are set: where blocks hold states, so many that these take no more
-        room than keys and values; where states have blocks of their own, so many that they fill these well. Both as
-        far as that is sensible."""
+        """Return the tokens of a block unless they are set. Blocks with states are so long that states take no more
+        room than keys and values; states with blocks of their own fill these well."""
         sizes = [_BLOCK_SIZE << power for power in range((LARGEST_BLOCK // _BLOCK_SIZE).bit_length())]
         layouts = {size: self.block_layout(size) for size in sizes}
         least = min((layout.context_bytes for layout in layouts.values() if layout.state_blocks), default=0)
@@ -140,11 +139,9 @@ def resolve_model(
     has_float8: bool = False,
     states_apart: bool = False,
 ) -> ServedModel:
-    """Read the model's config. `engine`: with its device decided. `has_bfloat16`: the processor multiplies it natively.
-    `has_float8`: the GPU multiplies FP8. `states_apart`: large recurrent states may have blocks of their own.
-
-    Raises ModelError or ConfigError saying what is missing, unknown or too large.
-    """
+    """Read the model's config. `engine`: with its device decided. `has_bfloat16`, `has_float8`: the processor, or
+    GPU, multiplies them. `states_apart`: large recurrent states may have blocks of their own. Raises ModelError,
+    ConfigError."""
     folder = model_path(section.path)
     file = GgufFile(folder) if is_gguf(folder) else None
     config = read_served_config(folder) if file is None else gguf_config(file)
@@ -210,13 +207,15 @@ def _sampling(
     return sampling_defaults(section.sampling, files, template)
 
 
-def _vision(config: ModelConfig | EncoderConfig, folder: Path | None, num_ranks: int) -> SeeingConfig | None:
+def _vision(config: ModelConfig | EncoderConfig, folder: Path | None, num_ranks: int) -> PictureEncoder | None:
     if folder is None or num_ranks > 1 or isinstance(config, EncoderConfig):
         return None
-    vision = read_vision(folder, config.family)
-    if vision is None:
+    try:
+        plugin = load_plugin("vision")
+    except ConfigError:  # whoever sends a picture is told of it
         return None
-    return vision.with_work(config.shape("", config.dtype).token_parameters)
+    encoder: PictureEncoder | None = plugin.read_encoder(folder, config)
+    return encoder
 
 
 def _check_encoder(section: ModelSectionConfig) -> None:
@@ -260,8 +259,79 @@ def _default_name(name: str, path: Path) -> str:
 
 
 def _default_dtype(device: str, *, has_bfloat16: bool) -> str:
-    """Return bfloat16 for a GPU and for a CPU that multiplies it natively; for others float32, which is faster there.
-
-    The pocket model stays in float32, in which its answers are the same on every machine.
-    """
+    """Return bfloat16 where it is fast. The pocket model stays in float32: its answers are the same on every
+    machine."""
     return "bfloat16" if has_bfloat16 or device.startswith("cuda") else "float32"
+
+
+def has_rings(
+    choice: str,
+    config: ModelConfig | EncoderConfig,
+    cache_dtype: str,
+    max_context_len: int,
+    *,
+    device: str = _CPU,
+    num_processes: int = 1,
+) -> bool:
+    """Return whether layers with a window keep no more than it, in rings: see BlockLayout.with_rings, decision 81.
+
+    `choice`: as in engine.window_cache. Raises ConfigError where rings are asked for and cannot be.
+    """
+    obstacle = _obstacle(config, num_processes)
+    if choice == RING and obstacle is not None:
+        raise no_rings(obstacle)
+    if choice == WHOLE or obstacle is not None or isinstance(config, EncoderConfig):
+        return False
+    if choice == RING:
+        return True
+    whole, is_on_cpu = config.block_layout(_BLOCK_SIZE, cache_dtype), device.startswith(_CPU)
+    return is_on_cpu and rings_pay(whole, config.layout_of_rings(whole), max_context_len)
+
+
+def no_rings(obstacle: str) -> ConfigError:
+    return ConfigError(f"engine.window_cache=ring: {obstacle}; leave it at auto")
+
+
+def _obstacle(config: ModelConfig | EncoderConfig, num_processes: int) -> str | None:
+    if isinstance(config, EncoderConfig) or not config.may_have_rings:
+        return "this model has no layers with a window beside plain ones without, all with the same heads"
+    return "the ranks and stages of a worker have none" if num_processes > 1 else None
+
+
+class DeploymentPhase(Enum):
+    """What a deployment may be asked for."""
+
+    PREPARING = "preparing"  # nothing yet: gateways connect to it, load its tokenizer and wait for a token
+    SERVING = "serving"  # requests that name its model; of one name at most one serves
+    DRAINING = "draining"  # no more requests; those that it has are finished
+    SLEEPING = "sleeping"  # it has no processes: requests that name its model wait until it is loaded
+
+
+@dataclass(frozen=True, slots=True)
+class ServedDeployment:
+    """One deployment. Plain values, so that every actor can receive it."""
+
+    served: ServedModel
+    block_size: int  # of its workers' blocks, which requests may share
+    prefix_cache: PrefixCacheConfig
+    deployment_id: str = ""  # as in the names of its processes; empty: the first of a cluster
+    router: str = ROUTER  # its router's name
+    phase: DeploymentPhase = DeploymentPhase.SERVING
+    problem: str = ""  # of one that sleeps: why it cannot be loaded at present
+    is_failing: bool = False  # those of its workers that do not serve have failed to start again and again
+
+
+@dataclass(frozen=True, slots=True)
+class DeploymentState:
+    """A deployment, from a gateway or the batch worker."""
+
+    deployment_id: str
+    missing: str | None  # why no request could be answered from here; None: a token has come through
+    num_open: int  # requests that hold it here, from when their model was looked up to their last token
+    num_documents: int = 0  # of them, lines of batches
+    has_lines: bool = False  # batches have lines for its model that wait
+    idle_s: float | None = None  # since its last request here; None: there was none
+    keep_alive_s: float | None = None  # by its last request; None: it set none
+    waited_s: float | None = None  # how long a real-time request has waited for it here; None: none waits
+    documents_waited_s: float | None = None  # the same of best effort
+    is_hopeless: bool = False  # what is missing does not come by waiting

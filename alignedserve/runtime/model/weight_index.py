@@ -21,7 +21,7 @@ PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
 class TensorHeader(NamedTuple):
-    """The form of a tensor, as its file's header has it."""
+    """The form of a tensor, by the header of its file."""
 
     shape: tuple[int, ...]
     dtype: str  # as safetensors spells it, such as F16 or I32
@@ -38,12 +38,8 @@ class TensorLocation(NamedTuple):
 
 
 class WeightIndex:
-    """The tensors of `model.safetensors`, or of the shards that `model.safetensors.index.json` lists.
-
-    Every header is read and checked against its file's size; no tensor is. Raises UnsafeWeights when there are only
-    pickle-based files, ModelNotFound when a file is missing, ModelError naming the file that is truncated or lacks a
-    tensor. `framework` names whose tensors the files give, as safetensors spells it.
-    """
+    """The tensors of model.safetensors, or of the shards in its index. Headers are checked against the sizes of
+    files. Raises UnsafeWeights when there are only pickle-based files, ModelNotFound, ModelError naming the file."""
 
     def __init__(self, folder: Path, framework: str = "numpy") -> None:
         self.folder = folder

@@ -1,14 +1,30 @@
 """The names that a model's tensors have in its files, and the matrices among them. Families': `families.names`."""
 
+import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from alignedserve.runtime.model.decoder.decoder_parts import ExpertConfig
-from alignedserve.runtime.model.decoder.latent_config import LatentConfig
-from alignedserve.runtime.model.decoder.layer_extras import LayerExtras
-from alignedserve.runtime.model.decoder.layer_geometry import inner_size
-from alignedserve.runtime.model.decoder.model_config import ModelConfig
+import msgspec
+
+from alignedserve.runtime.model.decoder.decoder_parts import ExpertConfig, LatentConfig, LayerExtras
+from alignedserve.runtime.model.decoder.model_config import ModelConfig, inner_size
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+
+Names = TypeVar("Names", bound="DataclassInstance")
+
+
+def read_names(path: Path, kind: type[Names]) -> dict[str, Names]:
+    """Return the names of each row of a file: a row may be `like` one above it, and say what it is `about`."""
+    known, rows = {"about", *(field.name for field in fields(kind))}, dict[str, dict[str, Any]]()
+    for name, row in json.loads(path.read_text()).items():
+        rows[name] = {**rows.get(row.pop("like", ""), {}), **row}
+        assert rows[name].keys() <= known, f"unknown fields of {name} in {path}"
+    return {name: msgspec.convert(row, kind) for name, row in rows.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +44,7 @@ class ExtraNames:
     stream_router: str = "altup.modality_router"
     predictions: str = "altup.prediction_coefs"
     corrections: str = "altup.correction_coefs"
-    corrected_scale: str = "altup.correct_output_scale"  # a full name, as the next ones that are scales
+    corrected_scale: str = "altup.correct_output_scale"  # a full name, as other scales below
     laurel: tuple[str, str] = ("laurel.linear_left", "laurel.linear_right")
     laurel_norm: str = "laurel.post_laurel_norm"
     scale: str = "layer_scalar"
@@ -86,7 +102,7 @@ class ParameterNames:
 
 
 class LinearModule(NamedTuple):
-    """The matrix of one module, as the files have it."""
+    """The matrix of one module in the files."""
 
     name: str
     rows: int

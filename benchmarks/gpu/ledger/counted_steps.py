@@ -145,7 +145,7 @@ def _engine(form: ModelForm, steps: tuple[StepForm, ...], device: CountedGpu) ->
     config = form.config
     dtype = torch_dtype(config.dtype)
     source = EmptySource(form, dtype)
-    weights = assemble_weights(config, source, packed=source)
+    weights = assemble_weights(config, source)
     if not form.num_adapters:
         leave_rounded_rows_unwritten(weights, config)
     decoder = Decoder(config, weights)

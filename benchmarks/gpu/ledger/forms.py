@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from alignedserve.core.block_layout import FP8
-from alignedserve.runtime.model.decoder.decoder_parts import ExpertConfig, HeadNormKind
+from alignedserve.runtime.model.decoder.decoder_parts import ExpertConfig, HeadNormKind, RopeConfig
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
-from alignedserve.runtime.model.decoder.rope_config import RopeConfig
-from alignedserve.runtime.model.families.table import FAMILIES
 from alignedserve.runtime.model.weights.packed_products import Float8Rows, GroupedRows, Rows
+from alignedserve.runtime.model.weights.weight_source import WeightSource
 from kernels.narrow.grouped_linear import GROUPS, GroupedWeight, Numbers
 from lab.profiling.shapes import LLAMA_3_8B, TOY
 
@@ -120,20 +120,23 @@ STEPS = (PROMPT, MIXED, MIXED_AHEAD, DECODE, ONE, FEW, CHATS, LONG, MANY)
 TOY_MODEL = ModelForm("toy", TOY)
 
 
-class EmptySource:
-    """Weights without content of any name and shape: a TensorSource and a PackedSource."""
+class EmptySource(WeightSource):
+    """Weights without content of any name and shape."""
 
     def __init__(self, form: ModelForm, dtype: torch.dtype) -> None:
-        self.names, self.dtype = FAMILIES[form.config.family].names, dtype
+        super().__init__(dtype, torch.device(GPU))
         self._pack = form.weights.pack
 
+    @override
     def has(self, name: str) -> bool:
         return not name.startswith("decoder.")
 
+    @override
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         del name
         return _empty(shape, self.dtype)
 
+    @override
     def packed(self, name: str, shape: tuple[int, ...]) -> Rows | None:
         is_outer = "lm_head" in name or "embed" in name or ".gate." in name
         return None if self._pack is None or is_outer else self._pack(shape)

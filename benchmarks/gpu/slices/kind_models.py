@@ -28,7 +28,7 @@ from alignedserve.runtime.engine.engine_options import EngineOptions, OwnBlocks
 from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.hf_config import read_model_config
-from alignedserve.runtime.model.weights.random_weights import random_weights
+from alignedserve.runtime.model.weight_files import load_weights
 
 _SAMPLING = SamplingParams(temperature=0.0, max_tokens=100_000, ignore_eos=True)
 _COMMON: dict[str, Any] = {"vocab_size": 32_000, "max_position_embeddings": 8192, "num_hidden_layers": 4}
@@ -150,7 +150,7 @@ class _Own:
         self._width, num_requests = layout.blocks_for(longest), sizes.streams + 1
         num_blocks, num_scratch = num_requests * self._width, num_scratch_blocks(layout, sizes.prompt, num_requests)
         self._engine = Engine(
-            model=Decoder(config, random_weights(config, 0, torch_dtype(dtype), device)),
+            model=Decoder(config, load_weights(None, config, torch_dtype(dtype), device)),
             storage=BlockStorage(layout, num_blocks + num_scratch, device),
             options=EngineOptions(max_sequences=num_requests, max_context_len=longest),
             own_blocks=OwnBlocks(ring_scratch=[BlockId(num_blocks + index) for index in range(num_scratch)]),

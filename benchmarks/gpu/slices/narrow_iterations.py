@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from alignedserve.core.block_layout import FP8
 from alignedserve.core.errors import AlignedServeError
@@ -18,11 +19,9 @@ from alignedserve.runtime.engine.engine import Engine
 from alignedserve.runtime.engine.engine_options import EngineOptions
 from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from alignedserve.runtime.model.decoder.model_config import ModelConfig
-from alignedserve.runtime.model.families.table import FAMILIES
 from alignedserve.runtime.model.weights.packed_products import Float8Rows, GroupedRows, Rows
-from alignedserve.runtime.model.weights.random_weights import RandomSource
 from alignedserve.runtime.model.weights.weight_loader import assemble_weights
+from alignedserve.runtime.model.weights.weight_source import RandomSource
 from kernels.narrow.grouped_linear import Numbers
 from kernels.narrow.random_weight import random_weight
 from lab.profiling.shapes import SHAPES
@@ -76,10 +75,10 @@ def _compared(figures: dict[str, Any]) -> dict[str, Any]:
 
 def _measure(form: str, sizes: Sizes, device: torch.device) -> list[dict[str, Any]]:
     config = SHAPES[sizes.shape]
-    source = _NarrowSource(config, torch_dtype(sizes.dtype), device, form)
+    source = _NarrowSource(torch_dtype(sizes.dtype), device, form)
     points = {f"decode, {count} x {length}": Point("d", contexts=(length,) * count) for count, length in sizes.decodes}
     points[f"prefill, {sizes.prompt_len} tokens"] = Point("p", chunks=(Chunk(sizes.prompt_len, 0, True),))
-    decoder = Decoder(config, assemble_weights(config, source, packed=source))
+    decoder = Decoder(config, assemble_weights(config, source))
     timer = _timer(decoder, points, sizes, FP8 if form == BOTH else sizes.dtype)
     rows = []
     for what, point in points.items():
@@ -111,18 +110,18 @@ def _timer(decoder: Decoder, points: dict[str, Point], sizes: Sizes, cache: str)
 
 
 class _NarrowSource(RandomSource):
-    """A PackedSource of any name and shape; the head stays in the model's dtype, as checkpoints leave it."""
+    """A source of any name and shape; the head stays in the model's dtype, as checkpoints leave it."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device, form: str) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device, form: str) -> None:
         super().__init__(0, dtype, device)
-        self.names, self.dtype = FAMILIES[config.family].names, dtype
-        self._device, self._form = device, form
+        self._form = form
 
+    @override
     def packed(self, name: str, shape: tuple[int, ...]) -> Rows | None:
         if self._form == _OWN or _HEAD in name or "embed" in name:
             return None
         numbers = Numbers.INT4 if self._form == INT4 else Numbers.FLOAT8
-        weight = random_weight(numbers, self._device, *shape)
+        weight = random_weight(numbers, self.device, *shape)
         if self._form not in (FLOAT8, BOTH):
             return GroupedRows(weight)
         return Float8Rows(weight.words.view(torch.float8_e4m3fn), weight.scales[:, 0].contiguous())

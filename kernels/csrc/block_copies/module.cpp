@@ -21,10 +21,7 @@ namespace nb = nanobind;
 
 namespace block_copies {
 
-extern const Level plain_level;
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-extern const Level avx2_level, avx512_level;
-#endif
+extern const Level avx512_level [[gnu::weak]], avx2_level [[gnu::weak]], plain_level;
 
 namespace {
 
@@ -35,12 +32,7 @@ constexpr int64_t kStreamAlignment = 64;
 using Ids = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 const std::vector<Level>& all_levels() {
-    static const std::vector<Level> all = {
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-        avx512_level, avx2_level,
-#endif
-        plain_level,
-    };
+    static const auto all = levels::compiled({&avx512_level, &avx2_level, &plain_level});
     return all;
 }
 

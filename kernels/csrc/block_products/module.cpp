@@ -23,13 +23,8 @@ namespace nb = nanobind;
 
 namespace products {
 
-extern const BlockLevel block_plain_level;
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-extern const BlockLevel block_avx512vnni_level, block_avx2_level;
-#endif
-#if HAS_AVXVNNI_LEVEL
-extern const BlockLevel block_avxvnni_level;
-#endif
+extern const BlockLevel block_avx512vnni_level [[gnu::weak]], block_avxvnni_level [[gnu::weak]], block_avx2_level [[gnu::weak]],
+    block_plain_level;
 
 namespace {
 
@@ -40,16 +35,7 @@ constexpr int64_t kInputBytes = 512 << 10;
 constexpr int64_t kFewestRows = 28;  // that a block is unpacked for
 
 const std::vector<BlockLevel>& all_levels() {
-    static const std::vector<BlockLevel> all = {
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-        block_avx512vnni_level,
-#if HAS_AVXVNNI_LEVEL
-        block_avxvnni_level,
-#endif
-        block_avx2_level,
-#endif
-        block_plain_level,
-    };
+    static const auto all = levels::compiled({&block_avx512vnni_level, &block_avxvnni_level, &block_avx2_level, &block_plain_level});
     return all;
 }
 

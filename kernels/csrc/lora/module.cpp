@@ -22,10 +22,7 @@ namespace nb = nanobind;
 
 namespace lora {
 
-extern const Level plain_level;
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-extern const Level avx2_level, avx512_level;
-#endif
+extern const Level avx512_level [[gnu::weak]], avx2_level [[gnu::weak]], plain_level;
 
 namespace {
 
@@ -34,12 +31,7 @@ constexpr int64_t kPartProducts = 1 << 16;
 constexpr int64_t kTaskColumns = 1024;  // of B
 
 const std::vector<Level>& all_levels() {
-    static const std::vector<Level> all = {
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-        avx512_level, avx2_level,
-#endif
-        plain_level,
-    };
+    static const auto all = levels::compiled({&avx512_level, &avx2_level, &plain_level});
     return all;
 }
 

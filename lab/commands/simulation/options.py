@@ -1,4 +1,4 @@
-"""Options of the commands that simulate, one dataclass each, as in those of other commands."""
+"""Options of the commands that simulate, a dataclass for each command."""
 
 from dataclasses import dataclass
 from pathlib import Path

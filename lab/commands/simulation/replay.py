@@ -13,7 +13,7 @@ from alignedserve.cli.console import FAILURE, notes, printable, results, to_json
 from alignedserve.config.sections import Topology
 from alignedserve.core.errors import ConfigError, RecordingError
 from alignedserve.core.request import RequestClass
-from alignedserve.messages.recording import RecordedPart
+from alignedserve.process.recording import RecordedPart
 from alignedserve.scheduling.topology import topology_of
 from lab.commands.simulation.options import ReplayOptions
 from lab.costmodel.choice import FITTED, make_cost_model

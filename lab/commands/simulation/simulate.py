@@ -11,7 +11,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from alignedserve.cli.console import FAILURE, INTERRUPTED, notes, print_table, printable, progress, to_json, write_json
-from alignedserve.core.percent import in_percent
+from alignedserve.core.metrics import in_percent
 from alignedserve.runtime.device.cores import num_cores
 from alignedserve.scheduling.policies import policy_config
 from lab.commands.machine import describe_machine

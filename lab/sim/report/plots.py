@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-from alignedserve.core.percent import in_percent
+from alignedserve.core.metrics import in_percent
 from lab.sim.engine import IterationLine
 from lab.sim.report.runs import WINDOW_S, Report, ReportedRun, window_of
 from lab.sim.report.svg import (

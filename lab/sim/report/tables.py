@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from alignedserve.core.metrics import READABLE_GAP_S
-from alignedserve.core.percent import in_percent
+from alignedserve.core.metrics import READABLE_GAP_S, in_percent
 from lab.sim.report.runs import Report, ReportedRun, window_of
 from lab.sim.report.svg import shown
 from lab.sim.result import ALL, ClassResult, Measure, SimulationResult

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from alignedserve.runtime.model.built_in import pocket_folder
+from alignedserve.runtime.model.named_models import pocket_folder
 from benchmarks.measuring.arguments import parser_of
 from tests.clients.environments import node_environment, python_environment
 from tests.clients.running import run_node_script, run_python_script

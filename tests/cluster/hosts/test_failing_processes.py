@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from alignedserve.runtime.model.built_in import pocket_folder
+from alignedserve.runtime.model.named_models import pocket_folder
 from tests.cluster.batch_jobs import check_end, submit
 from tests.cluster.ray_nodes import RayNodes
 from tests.cluster.serving import FLOAT32

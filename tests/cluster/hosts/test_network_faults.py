@@ -28,6 +28,7 @@ _MOST_TRIES = 200  # half of the packets come through: among so many both are su
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.slow,
+    pytest.mark.alone,
     pytest.mark.skipif(REASON is not None, reason=f"no hosts can be made: {REASON}"),
 ]
 

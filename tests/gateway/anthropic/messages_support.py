@@ -9,9 +9,9 @@ import httpx
 import httpx2
 from fastapi import FastAPI
 
-from alignedserve.api.backend.scripted import Script
 from alignedserve.core.request import Request
 from tests.gateway.support import Gateway, gateway
+from tests.harnesses.scripted_backend import Script
 from tests.support.lazy_types import LazyType
 
 _EVENT = LazyType("anthropic.types", "RawMessageStreamEvent")

@@ -10,8 +10,7 @@ from typing import Any
 import orjson
 import pytest
 
-from alignedserve.api.backend.scripted import Script
-from alignedserve.api.task_class import note_class
+from alignedserve.api.work_lanes import note_class
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.request import Request, RequestClass
 from alignedserve.gateway import message_batches
@@ -19,6 +18,7 @@ from alignedserve.gateway.message_batches import result_view
 from tests.gateway.anthropic.messages_support import sdk_of
 from tests.gateway.batches.batch_support import batch_gateway, eventually
 from tests.gateway.support import EOS, saying, tokens_of
+from tests.harnesses.scripted_backend import Script
 
 
 def asking(custom_id: str, **fields: Any) -> Any:

@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from alignedserve.api.backend.scripted import Script
 from alignedserve.api.errors import GenerationFailed
 from alignedserve.core.request import RequestClass, Slo
 from tests.gateway.anthropic.messages_support import ask, count, events_of, failure_of, message_of
 from tests.gateway.support import gateway, saying, tokens_of
+from tests.harnesses.scripted_backend import Script
 from tests.support.marks import each
 
 

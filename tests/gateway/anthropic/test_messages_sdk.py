@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from alignedserve.api.backend.scripted import Script
 from alignedserve.api.errors import GenerationFailed, Overloaded, TimedOut, Unavailable
 from tests.gateway.anthropic.messages_support import sdk_client
 from tests.gateway.support import saying, tokens_of
+from tests.harnesses.scripted_backend import Script
 from tests.support.marks import each
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from alignedserve.api.backend.scripted import Script
 from alignedserve.api.models.model_card import ModelCard
 from alignedserve.core.request import Request
 from tests.gateway.anthropic.messages_support import ask, count, failure_of, message_of, sdk_client
 from tests.gateway.support import EOS, gateway
 from tests.gateway.tool_support import HERMES, LEVELS, OPENED, PLAIN, THINKING, model_with
 from tests.gateway.tool_support import saying as scripted
+from tests.harnesses.scripted_backend import Script
 from tests.support.marks import each
 
 WEATHER: Any = {

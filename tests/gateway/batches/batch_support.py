@@ -10,18 +10,18 @@ from typing import Any
 import httpx
 from fastapi import FastAPI
 
-from alignedserve.api.backend.scripted import Script, ScriptedBackend
 from alignedserve.api.models.model_card import ModelCard
 from alignedserve.batch_worker.line_runner import ClusterLineRunner
 from alignedserve.batches.driver import BatchDriver
 from alignedserve.batches.location import DriverStores, stores_in
-from alignedserve.batches.owners import client_of
+from alignedserve.batches.records import client_of
 from alignedserve.config.sections import BatchesConfig, GatewayConfig
 from alignedserve.core.request import Request
 from alignedserve.gateway.app import build_app
 from alignedserve.gateway.files.files_api import FilesApi
 from alignedserve.gateway.services import Services
 from tests.gateway.support import EOS, saying, services_for, tokens_of
+from tests.harnesses.scripted_backend import Script, ScriptedBackend
 from tests.support.batch_samples import chat_lines
 from tests.support.memory_records import MemoryRecords
 

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from alignedserve.api.backend.scripted import Script
 from alignedserve.batches.records import Endpoint
 from alignedserve.cli.batch.client import BatchClient
 from alignedserve.cli.batch.input_check import check_file
@@ -24,6 +23,7 @@ from alignedserve.core.request import Request
 from tests.gateway.batches.batch_server import CuttingProxy, listening
 from tests.gateway.batches.batch_support import BatchGateway, batch_gateway
 from tests.gateway.support import EOS, tokens_of
+from tests.harnesses.scripted_backend import Script
 from tests.support.batch_samples import chat_line, chat_lines
 
 pytestmark = pytest.mark.slow

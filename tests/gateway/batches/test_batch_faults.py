@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from typing_extensions import override
 
-from alignedserve.api.backend.scripted import Script
 from alignedserve.batches import driver, line_tracker, run
 from alignedserve.batches.log.disk_log import DiskLog
 from alignedserve.batches.log.log_format import ResultRecord
@@ -23,6 +22,7 @@ from alignedserve.core.request import Request
 from alignedserve.messages.state import Change, SetValue
 from tests.gateway.batches.batch_support import BatchGateway, batch_gateway, eventually, slowly
 from tests.gateway.support import error_of, saying
+from tests.harnesses.scripted_backend import Script
 from tests.support.batch_samples import chat_lines
 from tests.support.marks import each
 from tests.support.memory_records import MemoryRecords

@@ -9,13 +9,13 @@ from unittest import mock
 import pytest
 from msgspec.structs import replace
 
-from alignedserve.api.backend.scripted import IDLE_STATUS, Script, ScriptedBackend
 from alignedserve.api.errors import Overloaded, Unavailable
 from alignedserve.api.models.model_card import ModelCard
 from alignedserve.batches.interfaces import ModelState
 from alignedserve.core.request import Request
 from tests.gateway.batches.batch_support import BatchGateway, batch_gateway
 from tests.gateway.support import EOS, saying, tokenizer, tokenizer_folder
+from tests.harnesses.scripted_backend import IDLE_STATUS, Script, ScriptedBackend
 from tests.support.batch_samples import chat_line
 from tests.support.waiting import holds
 

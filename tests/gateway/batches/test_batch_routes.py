@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from alignedserve.api.backend.scripted import Script
 from alignedserve.api.errors import GenerationFailed, Overloaded, Unavailable
 from alignedserve.batches import run
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.request import FinishReason, Request, RequestClass
 from tests.gateway.batches.batch_support import batch_gateway, eventually, slowly
 from tests.gateway.support import EOS, error_of, gateway, saying, tokens_of
+from tests.harnesses.scripted_backend import Script
 from tests.support.batch_samples import chat_line, chat_lines
 
 

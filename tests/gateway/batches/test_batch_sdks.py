@@ -18,12 +18,12 @@ from typing import Any
 
 import pytest
 
-from alignedserve.api.backend.scripted import Script
 from alignedserve.core.request import Request
 from tests.gateway.batches.batch_server import Recorder, listening, transcript
 from tests.gateway.batches.batch_support import batch_gateway
 from tests.gateway.completions.test_conformance import validator
 from tests.gateway.support import EOS, tokens_of
+from tests.harnesses.scripted_backend import Script
 from tests.support.batch_samples import chat_line, chat_lines
 
 STORED = Path(__file__).with_name("batch_transcript.jsonl")

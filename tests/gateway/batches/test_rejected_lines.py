@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from alignedserve.api.backend.scripted import Script
 from alignedserve.api.errors import Overloaded, TimedOut
 from alignedserve.batches.driver import BatchDriver
 from alignedserve.core.request import Request
 from tests.gateway.batches.batch_support import batch_gateway, eventually
 from tests.gateway.support import saying
+from tests.harnesses.scripted_backend import Script
 from tests.support.batch_samples import chat_line, chat_lines
 
 REJECTED = 7  # max_tokens of the line `never`

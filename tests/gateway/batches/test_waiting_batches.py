@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from alignedserve.batches.driver import BatchDriver
-from alignedserve.batches.line_slots import ModelShares
+from alignedserve.batches.line_scheduling import ModelShares
 from alignedserve.batches.run import BatchRun
 from tests.gateway.batches.batch_support import BatchGateway, batch_gateway, eventually
 from tests.gateway.support import error_of, saying

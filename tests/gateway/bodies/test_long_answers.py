@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from alignedserve.api.backend.scripted import Script
 from alignedserve.api.embeddings.response_format import EmbeddingFormatter
 from alignedserve.api.metrics.gateway_metrics import CollectedMetrics
 from alignedserve.api.openai.response_format import ChatFormatter, CompletionFormatter
 from alignedserve.api.responses.formatter import ResponsesFormatter
 from tests.gateway.support import gateway
+from tests.harnesses.scripted_backend import Script
 from tests.support.waiting import holds
 
 HELLO = [{"role": "user", "content": "hello"}]

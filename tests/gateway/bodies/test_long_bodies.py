@@ -14,8 +14,7 @@ from alignedserve.api.models.model_registry import RegisteredModel
 from alignedserve.api.openai import chat_grammar
 from alignedserve.api.openai.generation_request import likely_class
 from alignedserve.api.openai.parsing import check_cost
-from alignedserve.api.task_class import note_class
-from alignedserve.api.work_lanes import WorkLanes, rough_length
+from alignedserve.api.work_lanes import WorkLanes, note_class, rough_length
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.request import RequestClass

@@ -16,7 +16,6 @@ import psutil
 import pytest
 from typing_extensions import override
 
-from alignedserve.api.backend.scripted import Script
 from alignedserve.core.request import Request
 from alignedserve.gateway import services
 from alignedserve.gateway.routes import request_bodies
@@ -24,6 +23,7 @@ from alignedserve.gateway.work_process import WorkProcess
 from alignedserve.process.child_process import ChildProcess
 from tests.gateway.support import EOS, Gateway, error_of, gateway
 from tests.gateway.tool_support import HERMES, USER, called, function, model_with, result
+from tests.harnesses.scripted_backend import Script
 from tests.support.waiting import holds, wait_until
 
 pytestmark = pytest.mark.slow

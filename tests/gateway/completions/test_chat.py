@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from alignedserve.api.backend.scripted import Script
 from alignedserve.core.request import Request, RequestClass, Slo
 from tests.gateway.support import EOS, chunks_of, error_of, gateway, saying, tokens_of
+from tests.harnesses.scripted_backend import Script
 from tests.support.marks import each
 
 

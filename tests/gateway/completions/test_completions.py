@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from alignedserve.api.backend.scripted import Script
 from tests.gateway.support import EOS, chunks_of, error_of, gateway, saying, tokenizer, tokens_of
+from tests.harnesses.scripted_backend import Script
 from tests.support.marks import each
 
 

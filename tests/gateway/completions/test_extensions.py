@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-from alignedserve.api.backend.scripted import Script
 from alignedserve.api.models.model_card import ModelCard
 from tests.gateway import tool_support
 from tests.gateway.support import (
@@ -17,6 +16,7 @@ from tests.gateway.support import (
     write_sentencepiece,
 )
 from tests.gateway.tool_support import THINKING, model_with
+from tests.harnesses.scripted_backend import Script
 from tests.support.marks import each
 
 USER = {"role": "user", "content": "hello"}

@@ -4,10 +4,10 @@ import asyncio
 import sys
 from typing import Any
 
-from alignedserve.api.backend.next_turn import NextTurn
-from alignedserve.api.backend.scripted import Script
+from alignedserve.api.models.model_services import NextTurn
 from alignedserve.core.request import Request
 from tests.gateway.support import chunks_of, gateway
+from tests.harnesses.scripted_backend import Script
 
 NUM_TOKENS = 8
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from alignedserve.api.backend.scripted import Script
 from alignedserve.api.errors import GenerationFailed, Overloaded, TimedOut, Unavailable, Unservable
 from alignedserve.gateway import streaming
 from tests.gateway.support import documents_held, error_of, gateway, saying, tokens_of
+from tests.harnesses.scripted_backend import Script
 from tests.support.marks import each
 from tests.support.waiting import holds
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from alignedserve.api.backend.scripted import Script
 from alignedserve.api.text_markers import StopStringFinder
 from alignedserve.core.request import FinishReason
 from tests.gateway.support import Gateway, chunks_of, gateway, saying, tokenizer, tokens_of
 from tests.gateway.tool_support import HERMES, function, model_with
+from tests.harnesses.scripted_backend import Script
 from tests.support.marks import each
 
 # Of a schema with long names nearly all of an answer is forced: jumps bring many of its tokens at once.

@@ -4,10 +4,10 @@ import asyncio
 import os
 import sys
 
-from alignedserve.api.backend.scripted import Script, ScriptedBackend
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.gateway.server import HttpServer, bind
 from tests.gateway.support import services_for
+from tests.harnesses.scripted_backend import Script, ScriptedBackend
 
 
 async def main() -> None:

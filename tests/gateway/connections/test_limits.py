@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from alignedserve.api.backend.scripted import Script, ScriptedBackend
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.request import Request, RequestClass
 from alignedserve.gateway.connections import http_protocol
 from alignedserve.gateway.connections.limits import ConnectionLimits, file_shortage, most_connections
 from alignedserve.gateway.server import HttpServer, bind
 from tests.gateway.support import saying, services_for
+from tests.harnesses.scripted_backend import Script, ScriptedBackend
 from tests.support.marks import each
 
 pytestmark = pytest.mark.slow

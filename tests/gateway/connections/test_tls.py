@@ -13,7 +13,6 @@ import httpx
 import pytest
 import yaml
 
-from alignedserve.api.backend.scripted import ScriptedBackend
 from alignedserve.cli.batch.client import BatchClient
 from alignedserve.cli.commands.top import _get
 from alignedserve.client.openai_client import OpenAiClient
@@ -23,6 +22,7 @@ from alignedserve.core.errors import ConfigError, PeerError, PeerLost
 from alignedserve.gateway.server import HttpServer, bind
 from alignedserve.process.tls import ServerCertificate
 from tests.gateway.support import saying, services_for
+from tests.harnesses.scripted_backend import ScriptedBackend
 from tests.support.marks import each
 from tests.support.servers.server_certificates import Authority
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import httpx
 
-from alignedserve.api.backend.scripted import ScriptedBackend
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.gateway.server import HttpServer, bind
 from tests.gateway.support import saying, services_for
+from tests.harnesses.scripted_backend import ScriptedBackend
 from tests.support.servers.server_certificates import Authority
 
 

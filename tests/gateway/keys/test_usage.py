@@ -10,13 +10,13 @@ from typing import Any
 import httpx
 import pytest
 
-from alignedserve.api.backend.scripted import Script
 from alignedserve.core.request import Request
 from alignedserve.gateway.routes import usage
 from alignedserve.usage.records import UsageResult, grouped
 from tests.gateway.batches.batch_server import listening
 from tests.gateway.batches.batch_support import BatchGateway, batch_gateway
 from tests.gateway.support import EOS, chunks_of, error_of, tokens_of
+from tests.harnesses.scripted_backend import Script
 from tests.support.waiting import holds
 
 HELD = 200  # max_tokens of the answer whose second half is held back

@@ -8,7 +8,6 @@ import httpx
 import msgspec
 import pytest
 
-from alignedserve.api.backend.scripted import Script
 from alignedserve.api.errors import Unservable
 from alignedserve.api.models.adapter_directory import AdapterDirectory
 from alignedserve.api.models.model_card import ModelCard
@@ -25,6 +24,7 @@ from alignedserve.runtime.model.served_model import ServedModel
 from tests.gateway.batches.batch_support import BatchGateway, batch_gateway
 from tests.gateway.deployment_support import served_model
 from tests.gateway.support import EOS, error_of, tokenizer, tokenizer_folder, tokens_of, write_tokenizer
+from tests.harnesses.scripted_backend import Script
 from tests.support.batch_samples import chat_line
 from tests.support.models.lora_folders import write_adapter
 

@@ -17,7 +17,7 @@ from alignedserve.cluster.starting import NotReady, ask_ready
 from alignedserve.config.sections import GatewayConfig, PrefixCacheConfig
 from alignedserve.gateway.server import GatewayServer
 from alignedserve.messages.gateways import ClusterStatus
-from alignedserve.runtime.model.served_deployment import DeploymentPhase, DeploymentState, ServedDeployment
+from alignedserve.runtime.model.served_model import DeploymentPhase, DeploymentState, ServedDeployment
 from tests.gateway.deployment_support import EchoingDeployment, deployed, gateway_links
 from tests.gateway.support import error_of, tokenizer, tokens_of, write_tokenizer
 from tests.support.waiting import holds

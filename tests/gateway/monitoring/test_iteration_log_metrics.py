@@ -2,10 +2,10 @@
 
 import msgspec
 
-from alignedserve.api.backend.scripted import IDLE_STATUS, ScriptedBackend
 from alignedserve.api.metrics.gateway_metrics import GatewayMetrics
 from alignedserve.messages.cluster_view import WorkerStatus
 from tests.gateway.support import gateway, saying
+from tests.harnesses.scripted_backend import IDLE_STATUS, ScriptedBackend
 from tests.support.samples import TOTALS
 
 BUSY = msgspec.structs.replace(IDLE_STATUS, iteration_log=TOTALS)

@@ -3,12 +3,12 @@
 import asyncio
 from typing import Any
 
-from alignedserve.api.backend.scripted import Script
 from alignedserve.api.errors import ClientDisconnected, GenerationFailed
 from alignedserve.api.openai.generation import cause_of
 from alignedserve.messages.request_notes import Cause
 from tests.gateway.monitoring.live_samples import BUSY_STATUS
 from tests.gateway.support import Gateway, gateway, saying
+from tests.harnesses.scripted_backend import Script
 from tests.support.marks import each
 from tests.support.waiting import holds
 

@@ -12,10 +12,8 @@ from msgspec.structs import replace
 
 from alignedserve.api.errors import Overloaded, ResourceUnavailable
 from alignedserve.api.models.model_card import ModelCard
-from alignedserve.api.picture_fetcher import PictureFetcher, is_public
 from alignedserve.api.picture_reader import PictureReader
-from alignedserve.api.task_class import note_class, note_client
-from alignedserve.api.work_lanes import WorkLanes
+from alignedserve.api.work_lanes import WorkLanes, note_class, note_client
 from alignedserve.batch_worker.line_runner import ClusterLineRunner
 from alignedserve.batches.interfaces import LineFailed, LineRequest
 from alignedserve.batches.records import Endpoint
@@ -25,6 +23,7 @@ from alignedserve.core.request import RequestClass
 from alignedserve.gateway.long_bodies.messages import NotRead
 from alignedserve.gateway.long_bodies.process import BodyReading, LoadedModel
 from alignedserve.keys.entry import ANYONE
+from plugins.vision.picture_fetcher import PictureFetcher, is_public
 from tests.gateway.pictures.test_pictures import GOOD, chat, data_url, image, seeing, text
 from tests.gateway.support import Gateway, error_of, gateway
 from tests.support.marks import each
@@ -47,7 +46,7 @@ def fetching(served: Gateway, server: PictureServer, *addresses: str) -> None:
     async def look_up(host: str, port: int) -> Sequence[str]:
         return addresses or ("127.0.0.1",)
 
-    own = served.services.pictures
+    own = served.services.pictures.plugin
     own.fetcher = PictureFetcher(look_up=look_up, may_connect=lambda one: one == "127.0.0.1", trust=server.trust)
 
 
@@ -159,7 +158,7 @@ async def test_a_line_ends_at_once_where_another_try_would_find_the_same(
 
         fetching(served, server)
         assert (await runner.run(line("/gone"))).status_code == 400
-        served.services.pictures.fetcher = PictureFetcher(look_up=look_up, trust=server.trust)
+        served.services.pictures.plugin.fetcher = PictureFetcher(look_up=look_up, trust=server.trust)
         unknown = await runner.run(line("/otter.png"))
         assert unknown.status_code == 400
         error = orjson.loads(unknown.body)["error"]
@@ -188,7 +187,7 @@ async def test_addresses_that_are_not_public_are_never_connected_to(seeing: Mode
     async with gateway(model=seeing, picture_hosts=(f"localhost:{server.port}",)) as served:
         fetching(served, server, "127.0.0.1", "10.0.0.1")
         assert "not a public one" in error_of(await chat(served, image(server.url("/otter.png"))), 400)["message"]
-        served.services.pictures.fetcher = PictureFetcher(trust=server.trust)  # with the system's own resolver
+        served.services.pictures.plugin.fetcher = PictureFetcher(trust=server.trust)  # with the system's own resolver
         assert "not a public one" in error_of(await chat(served, image(server.url("/otter.png"))), 400)["message"]
     assert server.asked == []
     private = ["127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0"]

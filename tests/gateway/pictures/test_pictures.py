@@ -1,16 +1,17 @@
 """Pictures as clients send them: every API's form becomes the same request, and bad ones are refused by name."""
 
 import base64
+import sys
 from typing import Any
 
 import httpx
 import pytest
 
 from alignedserve.api.models.model_card import ModelCard
+from alignedserve.core.plugins import load_plugin
 from alignedserve.core.request import Request
-from alignedserve.pictures.form_parts import Scaling
-from alignedserve.pictures.tiled_forms import TiledForm
 from alignedserve.text.tokenizer import Tokenizer
+from plugins.vision.forms import Scaling, TiledForm
 from tests.gateway.support import EOS, Gateway, error_of, gateway, write_tokenizer
 from tests.support.models.tiny_vision import MARKS, TEMPLATE, TILES, picture
 
@@ -54,7 +55,7 @@ async def test_every_api_and_a_long_body_make_the_same_request(seeing: ModelCard
     async with gateway(model=seeing) as served:
         request = await sent(served, text("hello "), image(), text(" world <image>"))
         (shown,) = request.pictures
-        assert seeing.picture_form is not None
+        assert isinstance(seeing.picture_form, TiledForm)
         places = [at for at, token in enumerate(request.prompt_token_ids) if token == seeing.picture_form.token_id]
         assert shown.positions == places  # what the user spells out is text
         assert (shown.content, len(places), len(shown.runs)) == (GOOD, 20, 5)
@@ -126,3 +127,17 @@ async def test_a_model_that_does_not_see_says_so() -> None:
         error = error_of(await chat(served, image()), 400)
         assert (error["param"], error["code"]) == ("messages[0].content[0].type", "unsupported_parameter")
         assert "does not see" in error["message"]
+
+
+async def test_a_server_without_the_plugin_says_what_to_install(
+    seeing: ModelCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_plugin.cache_clear()
+    monkeypatch.delitem(sys.modules, "plugins.vision")
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    try:
+        async with gateway(model=seeing) as served:
+            assert "alignedserve[vision]" in error_of(await chat(served, image()), 400)["message"]
+            assert (await chat(served, text("hello"))).status_code == 200
+    finally:
+        load_plugin.cache_clear()

@@ -4,11 +4,11 @@ from typing import Any
 
 import httpx
 
-from alignedserve.api.backend.scripted import Script
 from alignedserve.api.errors import Overloaded, TimedOut
 from alignedserve.core.request import RequestClass
 from tests.gateway.responses.responses_support import events_of, response_of, text_of
 from tests.gateway.support import Gateway, error_of, gateway, saying, tokenizer, tokens_of
+from tests.harnesses.scripted_backend import Script
 from tests.support.marks import each
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import httpx
 import pytest
 
-from alignedserve.api.backend.scripted import Script
 from alignedserve.api.errors import Unservable
 from alignedserve.batches.log.disk_log import DiskLogs
 from alignedserve.core.request import RequestClass
@@ -17,6 +16,7 @@ from alignedserve.gateway.files.files_api import FilesApi
 from tests.gateway.batches.batch_support import BatchGateway, batch_gateway, eventually
 from tests.gateway.responses.responses_support import events_of, response_of, text_of
 from tests.gateway.support import error_of, saying, tokenizer
+from tests.harnesses.scripted_backend import Script
 from tests.support.waiting import holds
 
 

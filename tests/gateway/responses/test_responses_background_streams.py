@@ -13,7 +13,6 @@ import pytest
 from starlette.types import Message
 from typing_extensions import override
 
-from alignedserve.api.backend.scripted import Script
 from alignedserve.api.errors import ClientDisconnected, Unservable
 from alignedserve.batches.responses.event_log import EventChunk
 from alignedserve.config.sections import GatewayConfig
@@ -29,6 +28,7 @@ from tests.gateway.batches.batch_support import BatchGateway, batch_gateway, eve
 from tests.gateway.responses.responses_support import events_of, text_of
 from tests.gateway.responses.test_responses_background import begin, reached
 from tests.gateway.support import error_of, saying
+from tests.harnesses.scripted_backend import Script
 from tests.support.memory_records import MemoryRecords
 
 pytestmark = pytest.mark.slow

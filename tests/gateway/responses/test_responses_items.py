@@ -2,15 +2,16 @@
 
 from typing import Any
 
+from alignedserve.api.conversation import AnswerSpec, Conversation, ToolChoice, template_messages
+from alignedserve.api.responses.bodies import parse_response
 from alignedserve.api.responses.items import item_id, parse_items, place_of
-from alignedserve.api.responses.parsing import parse_response
-from alignedserve.api.responses.request_builder import chat_body, messages_of, name_as_asked
+from alignedserve.api.responses.request_builder import conversation_of_items, messages_of, response_spec
 
 RESPONSE_ID = "resp_" + "ab" * 16
 
 
 def messages(*items: dict[str, Any], instructions: str | None = None) -> list[dict[str, Any]]:
-    return messages_of(parse_items(list(items), RESPONSE_ID), instructions)
+    return template_messages(messages_of(parse_items(list(items), RESPONSE_ID), instructions))
 
 
 def thought(text: str) -> dict[str, Any]:
@@ -29,7 +30,7 @@ def test_a_turn_with_calls_is_one_assistant_message() -> None:
     assert [message["role"] for message in found] == ["user", "assistant", "tool", "assistant"]
     assert (found[1]["reasoning_content"], found[1]["content"]) == ("hm", "wait")
     assert [call["id"] for call in found[1]["tool_calls"]] == ["a", "b"]
-    assert found[2] == {"role": "tool", "tool_call_id": "a", "content": "7"}
+    assert found[2] == {"role": "tool", "tool_call_id": "a", "name": "f", "content": "7"}
     assert found[3] == {"role": "assistant", "content": "", "reasoning_content": "so"}
 
 
@@ -65,47 +66,33 @@ def test_a_thought_may_have_only_a_summary() -> None:
     assert messages(item)[0]["reasoning_content"] == "short"
 
 
-def body(**fields: Any) -> dict[str, Any]:
+def parsed(**fields: Any) -> tuple[Conversation, AnswerSpec]:
     asked = parse_response({"model": "m", "input": "x", **fields}, None)
-    return chat_body(asked, parse_items(asked.input, RESPONSE_ID))
+    return conversation_of_items(asked, parse_items(asked.input, RESPONSE_ID)), response_spec(asked, RESPONSE_ID)
 
 
-def test_tools_and_formats_as_chat_has_them() -> None:
+def test_tools_and_formats() -> None:
     tool = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}
     allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "f"}]}
     schema = {"type": "json_schema", "name": "n", "schema": {"type": "object"}, "strict": True}
-    found = body(tools=[tool], tool_choice=allowed, text={"format": schema}, reasoning={"effort": "low"})
-    named = {"type": "function", "function": {"name": "f"}}
-    assert found["tools"] == [
-        {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}, "strict": True}}
-    ]
-    assert found["tool_choice"] == {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [named]}}
-    assert found["response_format"] == {
-        "type": "json_schema",
-        "json_schema": {"name": "n", "schema": {"type": "object"}, "strict": True},
-    }
-    assert found["reasoning_effort"] == "low"
-    assert body(tools=[tool], tool_choice={"type": "function", "name": "f"})["tool_choice"] == named
+    found, spec = parsed(tools=[tool], tool_choice=allowed, text={"format": schema}, reasoning={"effort": "low"})
+    (offered,) = found.tools
+    assert (offered.name, offered.parameters, offered.path) == ("f", {"type": "object"}, "tools[0]")
+    assert found.tool_choice == ToolChoice("required", ("f",))
+    assert spec.constraint is not None
+    assert (spec.constraint.outputs.json, spec.constraint.param) == ({"type": "object"}, "text.format.schema")
+    assert found.effort == "low"
+    found, _ = parsed(tools=[tool], tool_choice={"type": "function", "name": "f"})
+    assert found.tool_choice == ToolChoice("required", ("f",))
 
 
 def test_functions_of_a_namespace_join_the_others() -> None:
     inner = {"type": "function", "name": "f", "parameters": {}, "strict": False}
     tools = [inner, {"type": "namespace", "name": "ns", "description": "d", "tools": [inner]}]
-    names = [tool["function"]["name"] for tool in body(tools=tools)["tools"]]
+    names = [tool.name for tool in parsed(tools=tools)[0].tools]
     call = {"type": "function_call", "call_id": "a", "name": "f", "namespace": "ns", "arguments": "{}"}
     [message] = messages(call)
     assert names == ["f", message["tool_calls"][0]["function"]["name"]] == ["f", "ns__f"]
-
-
-def test_errors_are_renamed() -> None:
-    for chat, ours in {
-        "Invalid value for messages[2].content[0].text: no.": "Invalid value for input: no.",
-        "tools[1].function.name": "tools[1].name",
-        "response_format.json_schema.schema": "text.format.schema",
-        "max_completion_tokens": "max_output_tokens",
-        "tool_choice.function.name": "tool_choice.name",
-    }.items():
-        assert name_as_asked(chat) == ours
 
 
 def test_ids_lead_to_their_place() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 from alignedserve.api.openai.choice_decoder import ChoiceDelta
 from alignedserve.api.responses.formatter import OutputBuilder
-from alignedserve.api.tools.deltas import ToolCallDelta
+from alignedserve.api.tools.call_parser import ToolCallDelta
 from tests.support.lazy_types import LazyType
 from tests.support.marks import each
 

@@ -8,7 +8,6 @@ import httpx
 import pytest
 from typing_extensions import override
 
-from alignedserve.api.backend.scripted import ScriptedBackend
 from alignedserve.api.models.model_card import ModelCard
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import StoreFull, StoreUnavailable
@@ -17,6 +16,7 @@ from alignedserve.messages.state import Change
 from tests.gateway.batches.batch_support import BatchGateway, batch_gateway
 from tests.gateway.responses.responses_support import events_of, response_of, text_of
 from tests.gateway.support import EOS, error_of, saying, tokenizer, tokenizer_folder
+from tests.harnesses.scripted_backend import ScriptedBackend
 from tests.support.memory_records import MemoryRecords
 
 MINE, THEIRS = {"authorization": "Bearer mine"}, {"authorization": "Bearer theirs"}

@@ -8,7 +8,6 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from alignedserve.api.backend.scripted import Script
 from alignedserve.api.models.model_card import ModelCard
 from alignedserve.core.request import Request
 from tests.gateway.batches.batch_server import listening
@@ -16,6 +15,7 @@ from tests.gateway.batches.batch_support import BatchGateway, batch_gateway
 from tests.gateway.responses.responses_support import events_of, response_of
 from tests.gateway.support import EOS, error_of, gateway
 from tests.gateway.tool_support import HERMES, THINKING, model_with
+from tests.harnesses.scripted_backend import Script
 from tests.support.marks import each
 
 WEATHER = {

@@ -10,13 +10,11 @@ from contextlib import contextmanager
 import pytest
 from msgspec.structs import replace
 
+from alignedserve.api.timelines import explanation as standings
 from alignedserve.api.timelines import exporter as exporter_module
-from alignedserve.api.timelines import standings
-from alignedserve.api.timelines.explanation import explanation
+from alignedserve.api.timelines.explanation import StandingQuestions, explanation, standing_text
 from alignedserve.api.timelines.exporter import TraceExporter
-from alignedserve.api.timelines.standings import StandingQuestions, standing_text
-from alignedserve.api.timelines.timeline import CallFacts, Timeline, Timelines
-from alignedserve.api.timelines.trace_context import trace_of
+from alignedserve.api.timelines.timeline import CallFacts, Timeline, Timelines, trace_of
 from alignedserve.config.sections import ExplainConfig, TracingConfig
 from alignedserve.core.ids import RequestId
 from alignedserve.core.lifecycle import Stage

@@ -11,7 +11,9 @@ from tests.gateway.tool_support import (
     USER,
     accepts,
     called,
+    choice_of,
     function,
+    grammar_of,
     harmony_model,
     model_with,
     prompt_of,
@@ -44,9 +46,7 @@ async def test_an_answer_in_channels(model: ModelCard, tokens_per_step: int) -> 
 
 
 async def test_a_call() -> None:
-    model = harmony_model()
-    async with gateway(saying(model, THOUGHT + CALL), model=model) as served:
-        choice = (await served.chat(tools=[function()])).json()["choices"][0]
+    choice = await choice_of(harmony_model(), THOUGHT + CALL, tools=[function()])
     (call,) = choice["message"]["tool_calls"]
     assert call["function"] == {"name": "get_weather", "arguments": '{"city": "Oslo"}'}
     assert (choice["message"]["content"], choice["finish_reason"]) == (None, "tool_calls")
@@ -129,12 +129,8 @@ async def test_answers_are_held_to_tools_and_constraints(
     fields: dict[str, Any], allowed: list[str], forbidden: list[str]
 ) -> None:
     model = harmony_model()
-    async with gateway(saying(model, FINAL), model=model) as served:
-        response = await served.chat(**fields)
-        assert response.status_code == 200, response.text
-        grammar = served.backend.submitted[0].sampling.grammar
-    assert [text for text in allowed if not accepts(model, grammar, text)] == []
-    assert [text for text in forbidden if accepts(model, grammar, text)] == []
+    grammar = await grammar_of(model, **fields)
+    assert [text for text in (*allowed, *forbidden) if accepts(model, grammar, text)] == allowed
 
 
 async def test_an_answer_that_goes_on_with_the_last_message() -> None:

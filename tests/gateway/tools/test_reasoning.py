@@ -17,7 +17,9 @@ from tests.gateway.tool_support import (
     THINKING,
     USER,
     accepts,
+    choice_of,
     function,
+    grammar_of,
     model_with,
     prompt_of,
     saying,
@@ -58,9 +60,7 @@ async def test_marks_out_of_place_are_hidden_or_shown_by_their_names(
     text: str, content: str, thought: str | None, fields: dict[str, Any]
 ) -> None:
     marks = ("<think>", "</think>", "<tool_call>", "</tool_call>")
-    model = model_with(THINKING, *marks)
-    async with gateway(saying(model, text), model=model) as served:
-        message = (await served.chat(**fields)).json()["choices"][0]["message"]
+    message = (await choice_of(model_with(THINKING, *marks), text, **fields))["message"]
     if fields.get("skip_special_tokens", True):
         content, thought = _without(content, marks), thought and _without(thought, marks)
     assert (message["content"], message.get("reasoning_content")) == (content, thought)
@@ -115,10 +115,8 @@ async def test_a_control_token_in_arguments_is_hidden_or_shown_by_its_name() -> 
 
 
 async def test_a_prompt_that_opens_the_thought_itself() -> None:
-    model = model_with(OPENED)
     messages = [USER, {"role": "assistant", "content": "hi", "reasoning_content": "old"}, USER]
-    async with gateway(saying(model, "so</think>hello"), model=model) as served:
-        message = (await served.chat(messages=messages)).json()["choices"][0]["message"]
+    message = (await choice_of(model_with(OPENED), "so</think>hello", messages=messages))["message"]
     assert (message["reasoning_content"], message["content"]) == ("so", "hello")
 
 
@@ -238,12 +236,8 @@ async def test_constraints_begin_after_the_thought(
     template: str, control_tokens: tuple[str, ...], fields: dict[str, Any], allowed: list[str], forbidden: list[str]
 ) -> None:
     model = model_with(template, *control_tokens)
-    async with gateway(saying(model, "hi"), model=model) as served:
-        response = await served.chat(**fields)
-        assert response.status_code == 200, response.text
-        grammar = served.backend.submitted[0].sampling.grammar
-    assert [text for text in allowed if not accepts(model, grammar, text)] == []
-    assert [text for text in forbidden if accepts(model, grammar, text)] == []
+    grammar = await grammar_of(model, **fields)
+    assert [text for text in (*allowed, *forbidden) if accepts(model, grammar, text)] == allowed
 
 
 @each(
@@ -262,8 +256,7 @@ async def test_the_beginning_of_a_mark_is_content_only_where_content_may_stand(
 ) -> None:
     model = model_with(THINKING)
     num_tokens = len(model.load_tokenizer().encode(cut, add_special_tokens=False))
-    async with gateway(saying(model, cut), model=model) as served:
-        choice = (await served.chat(max_tokens=num_tokens, **fields)).json()["choices"][0]
+    choice = await choice_of(model, cut, max_tokens=num_tokens, **fields)
     assert (choice["message"]["content"], choice["finish_reason"]) == (content, "length")
 
 

@@ -8,11 +8,11 @@ import httpx
 from llguidance import LLMatcher
 from pydantic import BaseModel
 
-from alignedserve.api.backend.scripted import Script
 from alignedserve.core.request import Request
 from alignedserve.runtime.grammar.compiler import PARSER_LIMITS
 from alignedserve.runtime.grammar.vocabulary import grammar_vocabulary
 from tests.gateway.support import EOS, Gateway, chunks_of, error_of, gateway, tokenizer
+from tests.harnesses.scripted_backend import Script
 from tests.support.marks import each
 from tests.support.random_answers import is_valid
 

@@ -3,7 +3,6 @@
 import json
 from typing import Any
 
-from alignedserve.api.backend.scripted import Script
 from alignedserve.api.tools.formats import FORMATS
 from tests.gateway.support import EOS, chunks_of, error_of, gateway
 from tests.gateway.tool_support import (
@@ -17,12 +16,15 @@ from tests.gateway.tool_support import (
     USER,
     accepts,
     called,
+    choice_of,
     function,
+    grammar_of,
     model_with,
     prompt_of,
     result,
     saying,
 )
+from tests.harnesses.scripted_backend import Script
 from tests.support.marks import each
 
 
@@ -39,9 +41,7 @@ async def test_an_answer_with_a_call() -> None:
 
 
 async def test_an_answer_of_calls_alone_has_null_content() -> None:
-    model = model_with(HERMES)
-    async with gateway(saying(model, CALL + "\n" + CALL), model=model) as served:
-        message = (await served.chat(tools=[function()])).json()["choices"][0]["message"]
+    message = (await choice_of(model_with(HERMES), CALL + "\n" + CALL, tools=[function()]))["message"]
     assert message["content"] is None
     assert len({call["id"] for call in message["tool_calls"]}) == 2
 
@@ -67,17 +67,13 @@ async def test_a_stream_of_calls(tokens_per_step: int) -> None:
 
 
 async def test_an_answer_without_a_call() -> None:
-    model = model_with(HERMES)
-    async with gateway(saying(model, "hello <tool>"), model=model) as served:
-        choice = (await served.chat(tools=[function()])).json()["choices"][0]
+    choice = await choice_of(model_with(HERMES), "hello <tool>", tools=[function()])
     assert choice["message"] == {"role": "assistant", "content": "hello <tool>", "refusal": None}
     assert choice["finish_reason"] == "stop"
 
 
 async def test_a_call_that_is_cut_off() -> None:
-    model = model_with(HERMES)
-    async with gateway(saying(model, CALL), model=model) as served:
-        choice = (await served.chat(tools=[function()], max_tokens=50)).json()["choices"][0]
+    choice = await choice_of(model_with(HERMES), CALL, tools=[function()], max_tokens=50)
     assert choice["finish_reason"] == "length"
 
 
@@ -91,9 +87,9 @@ async def test_stop_strings_are_looked_for_in_content_alone() -> None:
 
 
 async def test_logprobs_are_of_the_content() -> None:
-    model = model_with(THINKING)
-    async with gateway(saying(model, "<think>well</think>\n\nsee: " + CALL), model=model) as served:
-        choice = (await served.chat(tools=[function()], logprobs=True)).json()["choices"][0]
+    choice = await choice_of(
+        model_with(THINKING), "<think>well</think>\n\nsee: " + CALL, tools=[function()], logprobs=True
+    )
     tokens = [entry["token"] for entry in choice["logprobs"]["content"]]
     assert "".join(tokens) == choice["message"]["content"] == "see: "
 
@@ -199,12 +195,8 @@ async def test_no_tool_may_be_called() -> None:
 )
 async def test_answers_are_held_to_the_tools(fields: dict[str, Any], allowed: list[str], forbidden: list[str]) -> None:
     model = model_with(HERMES)
-    async with gateway(saying(model, "hi"), model=model) as served:
-        response = await served.chat(tools=[function(), function("other")], **fields)
-        assert response.status_code == 200, response.text
-        grammar = served.backend.submitted[0].sampling.grammar
-    assert [text for text in allowed if not accepts(model, grammar, text)] == []
-    assert [text for text in forbidden if accepts(model, grammar, text)] == []
+    grammar = await grammar_of(model, tools=[function(), function("other")], **fields)
+    assert [text for text in (*allowed, *forbidden) if accepts(model, grammar, text)] == allowed
 
 
 @each(

@@ -34,9 +34,9 @@ from alignedserve.process.tls import CertificateAuthority
 from alignedserve.runtime.engine.engine_sizes import EngineSizes, hidden_block_tokens
 from alignedserve.runtime.engine.model_executor import ModelExecutor
 from alignedserve.runtime.kv.arena_files import arena_folder
-from alignedserve.runtime.kv.lending.buffer_budget import BufferBudget
-from alignedserve.runtime.kv.lending.candidate_memory import CandidateMemory
-from alignedserve.runtime.kv.transfers.transports import lends_device_memory
+from alignedserve.runtime.kv.buffer_budget import BufferBudget
+from alignedserve.runtime.kv.candidate_memory import CandidateMemory
+from alignedserve.runtime.kv.transfers.kv_transfer import lends_device_memory
 from alignedserve.runtime.lora.adapter_folders import with_adapters
 from alignedserve.runtime.model.served_model import ServedModel, resolve_model
 from alignedserve.worker_core.registration import registration_of

@@ -9,8 +9,8 @@ from alignedserve.messages.iterations import IterationCompleted, RunIteration
 from alignedserve.process.links import Identity
 from alignedserve.runtime.engine.model_executor import ModelExecutor
 from alignedserve.runtime.kv.block_copier import BlockCopier
-from alignedserve.runtime.kv.copies.copy_lanes import CopyLanes
-from alignedserve.runtime.vision.rope_places import rope_places
+from alignedserve.runtime.kv.staged_copies import CopyLanes
+from alignedserve.runtime.pictures import rope_places
 from tests.support.devices.device_stand_in import Machine, StandInStorage
 from tests.support.devices.rank_devices import RanksOnDevices
 from tests.support.models.tiny_engines import generate_alone

@@ -7,7 +7,7 @@ from typing_extensions import override
 from alignedserve.runtime.device.host_accelerator import HostAccelerator
 from alignedserve.runtime.device.host_memory.registered_memory import MemoryDriver
 from alignedserve.runtime.device.streams import DeviceStreams, HostStreams
-from alignedserve.runtime.kv.copies.copy_lanes import CopyLanes
+from alignedserve.runtime.kv.staged_copies import CopyLanes
 from tests.support.devices.memory_drivers import NotedDriver
 
 

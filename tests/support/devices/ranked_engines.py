@@ -25,7 +25,7 @@ from alignedserve.runtime.engine.swap_space import SwapSpace
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.model_files import read_config
 from alignedserve.runtime.model.sharding.tensor_shard import TensorShard
-from alignedserve.runtime.model.weights.weight_files import load_weights
+from alignedserve.runtime.model.weight_files import load_weights
 from kernels.cpu.rank_exchange import ExchangeBroken, RankExchange, make_exchange_memory
 from tests.support.models.tiny_engines import BLOCK_SIZE, MAX_CONTEXT_LEN, TinyEngine, poisoned_storage
 

@@ -25,7 +25,7 @@ from alignedserve.runtime.engine.stages.stage_wire import FrameKind, StageWire
 from alignedserve.runtime.engine.stages.staged_engine import StagedEngine, Stages
 from alignedserve.runtime.grammar.token_masks import TokenMasks
 from alignedserve.runtime.model.model_files import read_config
-from alignedserve.runtime.model.weights.model_spec import ModelSpec
+from alignedserve.runtime.model.weight_files import ModelSpec
 from tests.support.models.tiny_engines import BLOCK_SIZE, MAX_CONTEXT_LEN, NUM_BLOCKS, TinyEngine, shuffled_blocks
 
 _JOIN_S = 60.0

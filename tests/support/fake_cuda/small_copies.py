@@ -4,8 +4,8 @@ import contextlib
 from collections.abc import Iterator
 from unittest import mock
 
-from alignedserve.runtime.kv.copies.direct_copies import DirectCopies
-from alignedserve.runtime.kv.copies.staged_copies import StagedCopies
+from alignedserve.runtime.kv.direct_copies import DirectCopies
+from alignedserve.runtime.kv.staged_copies import StagedCopies
 
 _MUCH = 1 << 20  # more than toy engines copy at once
 

@@ -12,6 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from alignedserve.runtime.engine.forward.decoder import Decoder
+from alignedserve.runtime.model.model_files import read_config
+from alignedserve.runtime.model.quantized.source import QuantizedSource
+from alignedserve.runtime.model.weights.safetensors_source import SafetensorsSource
+from alignedserve.runtime.model.weights.weight_loader import assemble_weights
+
 Tensors = dict[str, Tensor]
 
 
@@ -321,3 +327,17 @@ def quantize_folder(
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": checkpoint_format.config}))
     return values
+
+
+def unpacked_source(folder: Path) -> QuantizedSource:
+    """Return the weights of a folder, none of which stays packed."""
+    quantization = read_config(folder).stored_quantization
+    assert quantization is not None
+    plain = SafetensorsSource(folder, torch.float32, torch.device("cpu"))
+    return QuantizedSource(plain, quantization, unpacks_all=True)
+
+
+def unpacked_decoder(folder: Path) -> Decoder:
+    """Return a decoder that computes with no packed weight, for comparison."""
+    config = read_config(folder)
+    return Decoder(config, assemble_weights(config, unpacked_source(folder)))

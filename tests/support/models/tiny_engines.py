@@ -26,9 +26,8 @@ from alignedserve.runtime.engine.steps.step_batch import BatchBuilder
 from alignedserve.runtime.grammar.token_masks import TokenMasks
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.model_files import read_config
-from alignedserve.runtime.model.weights.weight_files import load_weights
-from alignedserve.runtime.vision.picture_rows import SequenceEmbeddings
-from alignedserve.runtime.vision.rope_places import RopePlaces
+from alignedserve.runtime.model.weight_files import load_weights
+from alignedserve.runtime.pictures import RopePlaces, SequenceEmbeddings
 from kernels.adapters.lora import AdapterMatrices
 
 # Tiny products gain nothing from a second thread, and wait for it where tests run side by side.
@@ -245,3 +244,12 @@ def generate_alone(
         if tokens[-1] in ends:
             break
     return tokens
+
+
+def logits_of(decoder: Decoder, tokens: Sequence[int], *counts: int) -> torch.Tensor:
+    """Return the logits behind each of these tokens, computed in passes of `counts` tokens; none: in one."""
+    probe = LogitsProbe(decoder)
+    probe.add("a", tokens)
+    for count in counts or (len(tokens),):
+        probe.step(a=count)
+    return probe.logits("a")

@@ -20,17 +20,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from alignedserve.pictures.decoder import Pixels
-from alignedserve.pictures.form import FixedForm
-from alignedserve.pictures.form_parts import Scaling
-from alignedserve.runtime.model.vision.mobile_config import (
+from plugins.vision.decoder import Pixels
+from plugins.vision.forms import FixedForm, Scaling
+from plugins.vision.mobile_config import (
+    ARCHITECTURES,
     EdgeBlock,
     InvertedBlock,
     MobileConfig,
     QueryBlock,
     Shapes,
 )
-from alignedserve.runtime.model.vision.mobile_fields import ARCHITECTURES
 
 RECORD = Path(__file__).with_suffix(".json")
 EDGE, MAP_EDGE, IMAGE = 96, 2, 198

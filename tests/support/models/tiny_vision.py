@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from tests.support.models.tiny_models import transformers_library
+from tests.support.models.tiny_models import ROWS, transformers_library
 
 IMAGE = 198  # stands in prompts for a picture's tokens
 MARKS = ("<image>", "<fake_token_around_image>", "<global-img>")
@@ -24,194 +24,18 @@ TEMPLATE = (
     "{% if part['type'] == 'text' %}{{ part['text'] }}{% elif part['type'] == 'image' %}<image>{% endif %}"
     "{% endfor %}<|end|>\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-_TEXT: dict[str, Any] = {
-    "vocab_size": 199,
-    "hidden_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 96,
-    "max_position_embeddings": 512,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-_TOWER: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-_TILED: dict[str, Any] = {
-    "text_config": {"model_type": "llama", **_TEXT},
-    "vision_config": {**_TOWER, "image_size": 16, "patch_size": 4},
-    "scale_factor": 2,
-    "image_token_id": IMAGE,
-    "tie_word_embeddings": False,
-}
-_ROWS: dict[str, Any] = {
-    "text_config": {"model_type": "mistral", "sliding_window": None, "head_dim": 24, **_TEXT},
-    "vision_config": {**_TOWER, "model_type": "pixtral", "image_size": 40, "patch_size": 4},
-    "image_token_index": IMAGE,
-    "vision_feature_layer": -1,
-    "tie_word_embeddings": False,
-}
-_CELLS: dict[str, Any] = {
-    "text_config": {
-        **_TEXT,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
-    },
-    "vision_config": {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "depth": 3,
-        "num_heads": 2,
-        "patch_size": 4,
-        "window_size": 16,
-        "fullatt_block_indexes": [1],
-        "out_hidden_size": 64,
-    },
-    "image_token_id": IMAGE,
-    "vision_start_token_id": 196,
-    "vision_end_token_id": 197,
-    "tie_word_embeddings": False,
-}
-_DEEP: dict[str, Any] = {
-    "text_config": {
-        **_TEXT,
-        "head_dim": 16,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]},
-    },
-    "vision_config": {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "depth": 4,
-        "num_heads": 2,
-        "patch_size": 4,
-        "num_position_embeddings": 25,
-        "deepstack_visual_indexes": [0, 2],
-        "out_hidden_size": 64,
-    },
-    "image_token_id": IMAGE,
-    "vision_start_token_id": 196,
-    "vision_end_token_id": 197,
-    "tie_word_embeddings": False,
-}
-_DEEP_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
-_SQUARE: dict[str, Any] = {
-    "text_config": {
-        **_TEXT,
-        "head_dim": 16,
-        "query_pre_attn_scalar": 16,
-        "sliding_window": 11,  # shorter than a picture
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-    },
-    "vision_config": {
-        **_TOWER,
-        "model_type": "siglip_vision_model",
-        "image_size": 32,
-        "patch_size": 4,
-        "vision_use_head": False,
-    },
-    "mm_tokens_per_image": 16,
-    "image_token_index": IMAGE,
-    "boi_token_index": 196,
-    "eoi_token_index": 197,
-}
-_CANVAS: dict[str, Any] = {
-    "text_config": {
-        **_TEXT,
-        "head_dim": 24,
-        "intermediate_size_mlp": 80,
-        "num_local_experts": 5,
-        "num_experts_per_tok": 2,
-        "moe_layers": [1],
-        "no_rope_layers": [1, 0, 1],
-        "attention_chunk_size": 9,
-        "floor_scale": 6,
-        "attn_scale": 0.4,
-    },
-    "vision_config": {
-        **_TOWER,
-        "image_size": 16,
-        "patch_size": 4,
-        "intermediate_size": 128,
-        "projector_input_dim": 40,
-        "projector_output_dim": 40,
-        "vision_output_dim": 40,
-    },
-    "image_token_index": IMAGE,
-    "boi_token_index": 196,
-    "eoi_token_index": 197,
-}
-_BUDGET: dict[str, Any] = {
-    "text_config": {
-        **_TEXT,
-        "num_hidden_layers": 4,
-        "head_dim": 16,
-        "global_head_dim": 24,
-        "sliding_window": 11,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "num_kv_shared_layers": 2,
-        "hidden_size_per_layer_input": 12,
-        "vocab_size_per_layer_input": 199,
-    },
-    "vision_config": {
-        **_TOWER,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "patch_size": 4,
-        "pooling_kernel_size": 2,
-        "position_embedding_size": 150,
-        "standardize": True,
-        "use_clipped_linears": True,
-    },
-    "image_token_id": IMAGE,
-    "boi_token_id": 196,
-    "eoi_token_id": 197,
-    "video_token_id": 195,
-    "audio_token_id": 194,
-}
-_TILES_OF = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}}
+_TEXT, _ROWS = ROWS["text parts"]["text"], ROWS["seeing"]
+_PROCESSORS = {family: row["processor"] for family, row in _ROWS.items()}
+
+
+def _seeing(family: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    row = {**_ROWS[_ROWS[family].get("like", family)], **_ROWS[family]}
+    arguments = {name: row[name] for name in row if name not in ("about", "like", "of", "processor", "images")}
+    return row["of"], {**arguments, "text_config": {**_TEXT, **arguments["text_config"]}}, row["images"]
+
+
 # Family: config class, its arguments, the sizes of its processor of images.
-TINY_SEEING: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "idefics3": ("Idefics3Config", _TILED, _TILES_OF),
-    "smolvlm": ("SmolVLMConfig", _TILED, _TILES_OF),
-    "llava": (
-        "LlavaConfig",
-        {**_ROWS, "vision_feature_select_strategy": "full"},
-        {"size": {"longest_edge": 40}, "patch_size": {"height": 4, "width": 4}},
-    ),
-    "qwen2_5_vl": (
-        "Qwen2_5_VLConfig",
-        _CELLS,
-        {"size": {"shortest_edge": 256, "longest_edge": 1600}, "patch_size": 4, "merge_size": 2},
-    ),
-    "qwen3_vl": (
-        "Qwen3VLConfig",
-        _DEEP,
-        {"size": {"shortest_edge": 256, "longest_edge": 1600}, "patch_size": 4, "merge_size": 2},
-    ),
-    "qwen3_vl_moe": (
-        "Qwen3VLMoeConfig",
-        {**_DEEP, "text_config": {**_DEEP["text_config"], **_DEEP_EXPERTS}},
-        {"size": {"shortest_edge": 256, "longest_edge": 1600}, "patch_size": 4, "merge_size": 2},
-    ),
-    "gemma3": ("Gemma3Config", _SQUARE, {"size": {"height": 32, "width": 32}}),
-    "llama4": ("Llama4Config", _CANVAS, {"size": {"height": 16, "width": 16}, "max_patches": 6}),
-    "gemma4": ("Gemma4Config", _BUDGET, {"patch_size": 4, "max_soft_tokens": 70, "pooling_kernel_size": 2}),
-    "mistral3": (
-        "Mistral3Config",
-        {**_ROWS, "spatial_merge_size": 2},
-        {"size": {"longest_edge": 40}, "patch_size": {"height": 8, "width": 8}},
-    ),
-}
-_PROCESSORS = {
-    "qwen2_5_vl": "Qwen2VL",
-    "qwen3_vl": "Qwen2VL",
-    "qwen3_vl_moe": "Qwen2VL",
-    "gemma3": "Gemma3",
-    "gemma4": "Gemma4",
-    "idefics3": "Idefics3",
-    "smolvlm": "SmolVLM",
-    "llava": "Pixtral",
-    "mistral3": "Pixtral",
-}
+TINY_SEEING = {family: _seeing(family) for family in _ROWS}
 
 
 def make_tiny_seeing(folder: Path, family: str, **text: Any) -> Any:

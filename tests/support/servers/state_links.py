@@ -8,8 +8,8 @@ from pathlib import Path
 from alignedserve.batches.location import DriverStores, stores_in
 from alignedserve.batches.remote.state_client import STATE, StateClient
 from alignedserve.batches.remote.state_server import SharedLimits, StateServer
-from alignedserve.core.open_counts import OpenPool
-from alignedserve.core.quotas import LEASE_S, QuotaPool
+from alignedserve.keys.open_counts import OpenPool
+from alignedserve.keys.quotas import LEASE_S, QuotaPool
 from alignedserve.keys.shared import SharedKeys
 from alignedserve.messages.handshake import Role
 from alignedserve.process.addresses import AddressBook

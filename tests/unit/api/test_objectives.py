@@ -8,7 +8,7 @@ from alignedserve.api.objectives import default_slo, in_words, unholdable
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import ConfigError
 from alignedserve.core.request import Slo
-from alignedserve.messages.measurements import WorkerSpeed
+from alignedserve.messages.cluster_view import WorkerSpeed
 from tests.support.marks import each
 
 SLOW = WorkerSpeed(short_prompt_s=0.2, prompt_s=2.5, token_s=0.1, shared_token_s=0.12)

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alignedserve.api.tools.call_parser import ToolCallParser
-from alignedserve.api.tools.formats import FORMATS
-from alignedserve.api.tools.parameters import check_parameters, text_parameters
+from alignedserve.api.tools.formats import FORMATS, check_parameters, text_parameters
 from alignedserve.core.errors import InvalidRequest
 from tests.unit.api.test_tool_calls import cut
 

@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alignedserve.api.reasoning import FORMATS as REASONING
-from alignedserve.api.reasoning import Part, ReasoningParser, ThoughtStart, find_reasoning_format, thought_start
-from alignedserve.api.tools.call_parser import CallRun, ToolCallParser
-from alignedserve.api.tools.deltas import whole_tool_calls
+from alignedserve.api.reasoning import ReasoningParser, ThoughtPart, ThoughtStart, find_reasoning_format, thought_start
+from alignedserve.api.tools.call_parser import CallRun, ToolCallParser, whole_tool_calls
 from alignedserve.api.tools.formats import FORMATS, ToolFormat, find_tool_format
 from alignedserve.config.sections import REASONING_FORMATS, TOOL_FORMATS
 
@@ -176,8 +175,8 @@ def test_a_thought_stands_apart(start: ThoughtStart, text: str, thought: str, an
     parser = ReasoningParser(THINK, start)
     runs = [run for piece in cut(text, places) for run in parser.push(piece)] + parser.end()
     assert "".join(run.text for run in runs) == text
-    assert "".join(run.text for run in runs if run.part is Part.THOUGHT) == thought
-    assert "".join(run.text for run in runs if run.part is Part.ANSWER) == answer
+    assert "".join(run.text for run in runs if run.part is ThoughtPart.THOUGHT) == thought
+    assert "".join(run.text for run in runs if run.part is ThoughtPart.ANSWER) == answer
 
 
 def test_the_format_of_a_thought_is_in_the_template() -> None:

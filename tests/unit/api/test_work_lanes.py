@@ -6,8 +6,7 @@ from threading import Event
 import pytest
 
 from alignedserve.api.errors import Overloaded, ResourceUnavailable
-from alignedserve.api.task_class import note_class, note_client
-from alignedserve.api.work_lanes import Lane
+from alignedserve.api.work_lanes import Lane, note_class, note_client
 from alignedserve.core.request import RequestClass
 
 

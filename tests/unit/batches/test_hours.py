@@ -7,9 +7,9 @@ from zoneinfo import ZoneInfo
 import pytest
 from typing_extensions import override
 
+from alignedserve.batches.hours import Schedule, parse_hours
 from alignedserve.batches.schedule import Turn, by_priority, check_window, window_text
 from alignedserve.core.errors import InvalidRequest
-from alignedserve.core.hours import Schedule, parse_hours
 
 NIGHT = "22:00-06:00 Europe/Berlin"
 

@@ -15,10 +15,9 @@ from alignedserve.batches.driver import ClockGain
 from alignedserve.batches.garbage_collection import collect_garbage, forget_input
 from alignedserve.batches.location import DriverStores, stores_in
 from alignedserve.batches.logic import CancelRequested, ValidationFailed, advance
-from alignedserve.batches.owners import BACKGROUND, api_owner
-from alignedserve.batches.records import BatchKey, BatchRecord, BatchStatus, FileId, Progress
+from alignedserve.batches.records import BACKGROUND, BatchKey, BatchRecord, BatchStatus, FileId, Progress, api_owner
 from alignedserve.batches.repository import BatchSnapshot
-from alignedserve.batches.responses import bounded_records
+from alignedserve.batches.responses import response_repository
 from alignedserve.batches.responses.response_repository import ResponseRepository, StoredResponse
 from alignedserve.batches.results import result_files
 from alignedserve.batches.stores import disk_blobs
@@ -289,7 +288,7 @@ async def test_it_ends_with_its_lifetime() -> None:
 
 @pytest.mark.parametrize("page", [2, 1000])
 async def test_the_oldest_make_room(monkeypatch: pytest.MonkeyPatch, page: int) -> None:
-    monkeypatch.setattr(bounded_records, "_PAGE", page)
+    monkeypatch.setattr(response_repository, "_PAGE", page)
     store = MemoryRecords()
     repository = ResponseRepository(store)
     await repository.add(record(99, owner="you"), now=0.0, max_bytes=5000)

@@ -15,13 +15,13 @@ from alignedserve.batches.eta import (
 from alignedserve.batches.interfaces import ClusterTotals, ModelState
 from alignedserve.batches.line_scheduling import (
     LineDurations,
+    LineSlots,
     ReadyBatch,
     by_slack,
     client_turns,
     line_deadline_s,
     owner_turns,
 )
-from alignedserve.batches.line_slots import LineSlots
 from alignedserve.batches.records import BatchTotals, Counts, Progress, Risk, Usage
 from alignedserve.batches.repository import BatchRepository
 from alignedserve.batches.statistics import ThroughputMeter

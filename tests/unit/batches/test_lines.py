@@ -16,14 +16,13 @@ from alignedserve.batches.input_file import InputFile
 from alignedserve.batches.input_lines import CommonBeginnings
 from alignedserve.batches.interfaces import LineRejected, LineRequest, LineResponse, ModelState
 from alignedserve.batches.line_executor import LineExecutor, RunContext
-from alignedserve.batches.line_scheduling import LineDurations
-from alignedserve.batches.line_slots import LineSlots
+from alignedserve.batches.line_scheduling import LineDurations, LineSlots
 from alignedserve.batches.line_tracker import LineTracker
 from alignedserve.batches.location import stores_in
 from alignedserve.batches.log.log_format import LineOutcome
 from alignedserve.batches.records import Progress
 from alignedserve.batches.repository import BatchSnapshot
-from alignedserve.batches.result_writer import ResultWriter
+from alignedserve.batches.results import ResultWriter
 from alignedserve.batches.run import BatchRun
 from alignedserve.batches.statistics import BatchStatistics
 from alignedserve.config.sections import BatchesConfig

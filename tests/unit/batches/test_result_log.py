@@ -12,7 +12,7 @@ from alignedserve.batches.log import disk_log
 from alignedserve.batches.log.disk_log import DiskLogs
 from alignedserve.batches.log.log_format import LineOutcome, LogTotals, ResultRecord, decode_record, encode_record
 from alignedserve.batches.records import BatchKey, ResultKind, Usage
-from alignedserve.batches.result_writer import ResultWriter
+from alignedserve.batches.results import ResultWriter
 from alignedserve.core.errors import StorageDamaged, StorageError
 from tests.support.batch_samples import BATCH
 from tests.support.marks import each

@@ -23,8 +23,8 @@ from alignedserve.cli.options import ChatCommandOptions
 from alignedserve.client.openai_client import ListedModel
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import ConfigError
+from alignedserve.messages.cluster_view import WorkerSpeed
 from alignedserve.messages.gateways import ClusterStatus
-from alignedserve.messages.measurements import WorkerSpeed
 from tests.gateway.deployment_support import served_model
 from tests.support.servers.fake_server import FakeServer, Script, running
 

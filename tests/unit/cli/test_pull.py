@@ -13,7 +13,7 @@ import pytest
 from huggingface_hub import constants
 
 from alignedserve.cli.main import main
-from alignedserve.runtime.model.hub.hub_name import parse_hub_name
+from alignedserve.runtime.model.hub.file_choice import parse_hub_name
 from alignedserve.runtime.model.hub.repository import Hub
 from tests.support.servers.hub_samples import REPO, WEIGHTS, model_files
 from tests.support.servers.hub_server import HubServer

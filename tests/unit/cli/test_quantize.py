@@ -8,7 +8,7 @@ import pytest
 from alignedserve.cli.commands.quantize import quantize
 from alignedserve.cli.options import QuantizeOptions
 from alignedserve.core.errors import ConfigError
-from alignedserve.runtime.model.built_in import POCKET, model_path
+from alignedserve.runtime.model.named_models import POCKET, model_path
 
 pytestmark = pytest.mark.slow
 

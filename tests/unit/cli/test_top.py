@@ -11,7 +11,6 @@ import pytest
 from rich.console import Console
 from typing_extensions import override
 
-from alignedserve.api.backend.scripted import ScriptedBackend
 from alignedserve.batches.records import BatchTotals
 from alignedserve.cli.commands import top as command
 from alignedserve.cli.commands.top import LiveDocument, LiveReading, drawn
@@ -22,6 +21,7 @@ from alignedserve.gateway.live.view import live_view
 from alignedserve.messages.gateways import ClusterStatus
 from tests.gateway.monitoring.live_samples import BUSY_STATUS
 from tests.gateway.support import saying, services_for
+from tests.harnesses.scripted_backend import ScriptedBackend
 from tests.support.marks import each
 
 

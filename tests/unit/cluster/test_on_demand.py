@@ -25,7 +25,7 @@ from alignedserve.cluster.deployments.preparing import Asleep
 from alignedserve.config.model_settings import load_models
 from alignedserve.config.sections import PrefixCacheConfig
 from alignedserve.core.request import LoraAdapter
-from alignedserve.runtime.model.served_deployment import DeploymentPhase, ServedDeployment
+from alignedserve.runtime.model.served_model import DeploymentPhase, ServedDeployment
 from tests.unit.cluster.driven_cluster import POCKET, joined
 
 CHAT, DOCUMENTS = ModelDemand(real_time_s=1.0), ModelDemand(documents_s=1.0)

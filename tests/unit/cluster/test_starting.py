@@ -28,7 +28,7 @@ from alignedserve.core.errors import ResourceError
 from alignedserve.messages.state import SetValue
 from alignedserve.process.loading_progress import LoadedShare, LoadingProgress, read_progress
 from alignedserve.runtime.model.served_model import resolve_model
-from alignedserve.runtime.model.weights.random_weights import random_weights
+from alignedserve.runtime.model.weight_files import load_weights
 from tests.harnesses.hosts.port_scan import (
     GATEWAY,
     LINKS,
@@ -128,7 +128,7 @@ def test_loading_reports_every_byte_and_layer(tmp_path: Path) -> None:
     total = served.config.weight_bytes("float32")
     progress = LoadingProgress(path, total, served.config.num_layers)
     assert read_progress(path) == LoadedShare(0, total, 0, 3)
-    random_weights(served.decoder, 0, torch.float32, observer=progress)
+    load_weights(None, served.decoder, torch.float32, observer=progress)
     progress.finish()
     assert read_progress(path) == LoadedShare(total, total, 3, 3)
 

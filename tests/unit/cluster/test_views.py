@@ -2,7 +2,7 @@
 
 from alignedserve.cluster.deployments.driver import combined
 from alignedserve.cluster.deployments.logic import View
-from alignedserve.runtime.model.served_deployment import DeploymentState
+from alignedserve.runtime.model.served_model import DeploymentState
 
 NOT_UP = "a gateway or the batch worker is not up"
 

@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from alignedserve.cluster.local_ray.worker_template import TemplateLoads, WorkerTemplate
 
-template = WorkerTemplate.fork(TemplateLoads(["alignedserve.core.ids", "alignedserve.core.hours"], 1, 1))
+template = WorkerTemplate.fork(TemplateLoads(["alignedserve.core.ids", "alignedserve.batches.hours"], 1, 1))
 print(template.pid if template.listen(Path(sys.argv[1])) else 0, flush=True)
 sys.stdin.read()
 """

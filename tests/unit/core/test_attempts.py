@@ -1,6 +1,6 @@
 """Attempt numbers: epochs, and steps within one."""
 
-from alignedserve.core.attempts import (
+from alignedserve.core.lifecycle import (
     STEPS_PER_EPOCH,
     beyond_unreported,
     epoch_end,

@@ -9,8 +9,7 @@ import pytest
 from alignedserve.core.block_allocator import BlockAllocator, blocks_for
 from alignedserve.core.block_layout import BlockLayout, LayerHeads
 from alignedserve.core.errors import ConfigError, InvalidRequest
-from alignedserve.core.lifecycle import TRANSITIONS, Stage, advance, is_terminal
-from alignedserve.core.progress import plan_chunks
+from alignedserve.core.lifecycle import TRANSITIONS, Stage, advance, is_terminal, plan_chunks
 from alignedserve.core.request import MAX_LOGIT_BIAS_ENTRIES, MAX_STOP_TOKEN_IDS, SamplingParams
 from tests.support.marks import each
 from tests.support.samples import R1, R2, R3, blocks, request

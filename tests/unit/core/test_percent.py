@@ -1,6 +1,6 @@
 """Shares in percent."""
 
-from alignedserve.core.percent import in_percent
+from alignedserve.core.metrics import in_percent
 from tests.support.marks import each
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import SampledToken
+from alignedserve.messages.cluster_view import SPREAD_EDGES, IterationLogTotals
 from alignedserve.messages.iterations import Addition, IterationCompleted, IterationTimes, RunIteration
-from alignedserve.messages.measurements import SPREAD_EDGES, IterationLogTotals
 from alignedserve.worker_core.iteration_log import IterationLog, IterationRecord, totals_of
 from decode_worker.iteration_log_writer import write_iterations
 from decode_worker.state import RunningRequest

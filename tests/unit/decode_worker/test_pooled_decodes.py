@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from alignedserve.core.attempts import epoch_end
 from alignedserve.core.ids import BlockId, LeaseId, RequestId
+from alignedserve.core.lifecycle import epoch_end
 from alignedserve.messages.caches import (
     ArenaOffered,
     BlockCopy,

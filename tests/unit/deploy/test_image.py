@@ -62,8 +62,9 @@ def test_the_step_that_lists_what_is_needed_lists_the_projects_dependencies(vari
         cwd=ROOT,
         env={**os.environ, "VARIANT": variant},
     )
-    extra = PROJECT["project"]["optional-dependencies"]["gpu"] if variant == "cuda" else []
-    assert listed.stdout.splitlines() == PROJECT["project"]["dependencies"] + extra
+    extras = ["vision", "gpu"] if variant == "cuda" else ["vision"]
+    named = [line for extra in extras for line in PROJECT["project"]["optional-dependencies"][extra]]
+    assert listed.stdout.splitlines() == PROJECT["project"]["dependencies"] + named
 
 
 def test_the_build_sees_what_it_copies_and_nothing_else() -> None:

@@ -2,9 +2,12 @@
 
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
-from scripts.run_tests import NUM_PARTS, ROOT, SECONDS, TIERS, deal, is_slow_file
+import pytest
+
+from scripts.run_tests import NUM_PARTS, ROOT, SECONDS, files_under, hands_of, part_of, recorded_seconds, run
 
 MAX_S = 400.0  # of default tests, recorded on one machine; two processes share them
 MAX_LONG_SLEEPS = 12
@@ -15,6 +18,7 @@ MAX_PROMISE_CLUSTERS = 8
 MAX_REST_CLUSTERS = 29
 MAX_INTERPRETERS = 28  # that default tests start: most import torch or ray
 
+_MARKS_OF_FILE = re.compile(r"^pytestmark = (\[\n[^\]]*|[^\n]*)", re.MULTILINE)
 _STARTS_CLUSTER = re.compile(r"(?<!def )\b(?:serving|kill_cluster|RayNodes|NamespaceHosts)\(")
 _INTERPRETER = re.compile(r"sys\.executable")
 _AT_THE_TOP = re.compile(r"^(?:import|from) (?:anthropic|openai|transformers)\b", re.MULTILINE)
@@ -22,13 +26,23 @@ _LONG_SLEEP = re.compile(r"\bsleep\((0\.[1-9]\d+|0\.[2-9]|[1-9]\d*(?:\.\d+)?)\)"
 
 
 def _default_sources() -> dict[str, str]:
-    return {file: (ROOT / file).read_text(encoding="utf-8") for file in TIERS["default"].files(["tests"])}
+    return {file: source for file, source in _sources("tests").items() if not _is_marked(source, "slow")}
+
+
+def _sources(folder: str) -> dict[str, str]:
+    return {file: (ROOT / file).read_text(encoding="utf-8") for file in files_under([folder])}
+
+
+def _is_marked(source: str, mark: str) -> bool:
+    """Return whether every test of a file has this mark, which may stand on one line or several."""
+    marks = _MARKS_OF_FILE.search(source)
+    return marks is not None and f"mark.{mark}" in marks.group(1)
 
 
 def test_default_tests_share_one_cluster() -> None:
     assert [file for file, source in _default_sources().items() if _takes_cluster(file, source)] == [
-        "tests/cluster/faults/test_batches_survive.py",
-        "tests/cluster/faults/test_served_faults.py",
+        "tests/cluster/shared/test_batches_survive.py",
+        "tests/cluster/shared/test_served_faults.py",
     ]
 
 
@@ -40,14 +54,15 @@ def _takes_cluster(file: str, source: str) -> bool:
 
 
 def test_long_tests_start_few_clusters() -> None:
-    assert _num_clusters(TIERS["promise"].files(["tests"])) <= MAX_PROMISE_CLUSTERS
-    assert _num_clusters(TIERS["rest"].files(["tests"])) <= MAX_REST_CLUSTERS
+    sources = _sources("tests/cluster").values()
+    assert _num_clusters(source for source in sources if "promise" in source) <= MAX_PROMISE_CLUSTERS
+    rest = (source for source in sources if "slow" in source and not _is_marked(source, "promise"))
+    assert _num_clusters(rest) <= MAX_REST_CLUSTERS
 
 
-def _num_clusters(files: list[str]) -> int:
+def _num_clusters(sources: Iterable[str]) -> int:
     """Return how many places of these files start a cluster of their own."""
-    of_clusters = [file for file in files if file.startswith("tests/cluster/")]
-    return sum(len(_STARTS_CLUSTER.findall((ROOT / file).read_text(encoding="utf-8"))) for file in of_clusters)
+    return sum(len(_STARTS_CLUSTER.findall(source)) for source in sources)
 
 
 def test_default_tests_do_not_sleep_to_wait() -> None:
@@ -69,15 +84,23 @@ def test_default_tests_keep_their_seconds() -> None:
     assert sum(json.loads(SECONDS.read_text())["default"].values()) <= MAX_S
 
 
-def test_five_parts_are_the_whole_rest() -> None:
-    files = TIERS["rest"].files(["tests"])
-    parts = deal(files, json.loads(SECONDS.read_text()).get("rest", {}), NUM_PARTS)
-    assert sorted(file for part in parts for file in part) == files
+def test_all_parts_are_the_whole_rest() -> None:
+    files, seconds = files_under(["tests"]), recorded_seconds("rest")
+    parts = [part_of(hands_of(files, seconds), seconds, part) for part in range(NUM_PARTS)]
+    assert sorted(file for part in parts for hand in part for file in hand) == files
 
 
-def test_every_slow_file_is_in_a_tier_of_its_own(tmp_path: Path) -> None:
-    """`make test` passes over a file whose tests are all slow; its marks may stand on one line or several."""
-    (tmp_path / "one.py").write_text("pytestmark = [pytest.mark.cluster, pytest.mark.slow]\n")
-    (tmp_path / "more.py").write_text("pytestmark = [\n    pytest.mark.alone,\n    pytest.mark.slow,\n]\n")
-    (tmp_path / "none.py").write_text("pytestmark = pytest.mark.cluster\n\n\n@pytest.mark.slow\ndef test_it(): ...\n")
-    assert [is_slow_file(tmp_path / name) for name in ("one.py", "more.py", "none.py")] == [True, True, False]
+@pytest.mark.slow
+def test_processes_share_a_list_and_what_runs_alone_comes_last(tmp_path: Path) -> None:
+    begun = tmp_path / "begun"
+    begins = f"    with open({str(begun)!r}, 'a') as file:\n        file.write('NAME ')\n"
+    bodies = {"first": "", "second": "    assert False\n", "third": "    pytest.skip()\n"}
+    for name, body in bodies.items():
+        test = f"def test_{name}():\n{begins.replace('NAME', name)}{body}"
+        alone = f"@pytest.mark.alone\ndef test_{name}_alone():\n{begins.replace('NAME', 'alone')}"
+        (tmp_path / f"test_{name}.py").write_text(f"import pytest\n\n\n{test}\n\n{alone}")
+    outcome = run([[str(tmp_path / f"test_{name}.py")] for name in bodies], "", 2, str(tmp_path))
+    assert (outcome.counts["passed"], outcome.counts["skipped"], outcome.is_broken) == (4, 1, False)
+    assert [test.partition("::")[2] for test in outcome.failed] == ["test_second"]
+    order = begun.read_text().split()
+    assert (sorted(order[:3]), order[3:]) == (sorted(bodies), ["alone"] * 3)

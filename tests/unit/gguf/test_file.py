@@ -70,14 +70,7 @@ def test_numbers_lists_and_odd_text(tmp_path: Path) -> None:
     )
     metadata: dict[str, Any] = GgufFile(made(tmp_path / "a.gguf", entries)).metadata
     assert metadata.pop("numbers").tolist() == [1, -2, 3]
-    assert metadata == {
-        "flag": True,
-        "small": -1,
-        "double": 0.5,
-        "names": ["é", ""],
-        "bytes": "\ufffda",
-        "none": [],
-    }
+    assert metadata == {"flag": True, "small": -1, "double": 0.5, "names": ["é", ""], "bytes": "\ufffda", "none": []}
 
 
 HUGE = 1 << 60

@@ -2,8 +2,8 @@
 
 import pytest
 
+from alignedserve.core.class_floor import TurnClass
 from alignedserve.core.ids import RequestId
-from alignedserve.core.turn_class import TurnClass
 from alignedserve.messages.cluster_view import LengthLeaf
 from kvpool.policies import make_batch_former
 from kvpool.policies.batch_former import AlignedBatch, BatchFormer, BatchLimits, LengthRange

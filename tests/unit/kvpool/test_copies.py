@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from alignedserve.core.attempts import epoch_end
+from alignedserve.core.lifecycle import epoch_end
 from alignedserve.core.request import Request, RequestClass
 from alignedserve.messages.caches import (
     BlocksTaken,

@@ -1,6 +1,6 @@
 """A pool that keeps decodes for workers of both phases: for the one that wrote them, and no router hears of it."""
 
-from alignedserve.core.attempts import epoch_end
+from alignedserve.core.lifecycle import epoch_end
 from alignedserve.messages.caches import BlockRun, CopyGranted, CopyMissing, FetchCopy, LeasesReleased
 from alignedserve.messages.events import Send
 from alignedserve.messages.handshake import Role

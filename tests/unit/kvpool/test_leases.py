@@ -6,8 +6,8 @@ import tracemalloc
 import msgspec
 import pytest
 
-from alignedserve.core.attempts import epoch_end
 from alignedserve.core.ids import LeaseId, RequestId
+from alignedserve.core.lifecycle import epoch_end
 from alignedserve.core.request import RequestClass
 from alignedserve.messages.caches import (
     BlockCopy,

@@ -2,11 +2,10 @@
 
 from alignedserve.core.request import SampledToken
 from alignedserve.messages.caches import BatchGranted, Handoff
-from alignedserve.messages.cluster_view import BatchShape
+from alignedserve.messages.cluster_view import BatchShape, IterationLogTotals
 from alignedserve.messages.events import PeerConnected, Received, Send, Ticked
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import BlocksLoaded, IterationCompleted, IterationTimes
-from alignedserve.messages.measurements import IterationLogTotals
 from alignedserve.messages.workers import IterationLogReport
 from decode_worker.batching.batch_order import DecodeLimits
 from decode_worker.logic import DecodeCommand, DecodeLogic

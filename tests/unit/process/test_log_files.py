@@ -3,6 +3,7 @@
 import fcntl
 import logging
 import os
+import select
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,12 +69,13 @@ def test_a_log_that_hangs_holds_up_nobody_and_says_what_it_has_lost(
             while not (read and read[-1].endswith("the last")):
                 read.extend(line for line in [log.readline().rstrip()] if line)
 
-    reader = threading.Thread(target=read_all)
+    reader = threading.Thread(target=read_all, daemon=True)
     reader.start()
     handler.flush()
     warn(handler, "the last")
     handler.close()
-    reader.join()
+    reader.join(10.0)
+    assert not reader.is_alive()
     *first, lost, _ = read
     assert [line.rpartition(" ")[2] for line in first] == [str(number) for number in range(len(first))]
     assert len(first) in (10, 11)  # one may have been on its way to the disk
@@ -87,9 +89,10 @@ def test_a_log_that_hangs_does_not_hold_up_the_end(pipe: Path, monkeypatch: pyte
     for _ in range(2):
         handler.close()
     assert handler._lines.unfinished_tasks >= 10
-    with open(pipe) as log:  # so that its thread ends
+    with open(pipe, "rb", buffering=0) as log:  # so that its thread ends
         while handler._lines.unfinished_tasks:
-            log.readline()
+            if select.select([log], [], [], 0.01)[0]:
+                log.read(1 << 16)
     handler._writer.stop()
     handler._file.close_file()
 

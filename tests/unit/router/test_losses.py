@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from alignedserve.core.attempts import beyond_unreported
 from alignedserve.core.ids import BatchId, WorkerName
+from alignedserve.core.lifecycle import beyond_unreported
 from alignedserve.core.request import Slo
 from alignedserve.messages.caches import BlocksTaken
 from alignedserve.messages.events import Send

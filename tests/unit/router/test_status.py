@@ -2,9 +2,9 @@
 
 from msgspec.structs import replace
 
+from alignedserve.messages.cluster_view import WorkerSpeed
 from alignedserve.messages.gateways import ClusterStatus, Demand, PrefixTotals
 from alignedserve.messages.handshake import Role
-from alignedserve.messages.measurements import WorkerSpeed
 from alignedserve.messages.pools import PoolLoad, PoolRegistered
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import WorkerLoad

@@ -9,9 +9,8 @@ import pytest
 
 from alignedserve.core.errors import InvalidRequest, UnsupportedModel
 from alignedserve.text import chat_template
-from alignedserve.text.chat_prompt import ChatPrompt
-from alignedserve.text.chat_template import CallForm, ChatTemplate
-from alignedserve.text.control_marks import control_mark
+from alignedserve.text.chat_template import CallForm, ChatPrompt, ChatTemplate
+from alignedserve.text.token_texts import control_mark
 from alignedserve.text.tokenizer import Tokenizer
 from tests.gateway.support import EOS, TEMPLATE, tokenizer, tokenizer_folder, write_tokenizer
 from tests.gateway.tool_support import HERMES, TEXT_ARGUMENTS

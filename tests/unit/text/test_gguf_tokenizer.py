@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
 from alignedserve.core.errors import ModelError, UnsupportedModel
-from alignedserve.text.chat_prompt import ChatPrompt
+from alignedserve.text.chat_template import ChatPrompt
 from alignedserve.text.gguf_tokenizer import PRE_TOKENIZERS
 from alignedserve.text.tokenizer import Tokenizer
 from tests.support.marks import each

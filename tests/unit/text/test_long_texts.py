@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from alignedserve.core.errors import ContextTooLong
-from alignedserve.runtime.model.built_in import pocket_folder
-from alignedserve.text.sliced_search import SlicedPattern
-from alignedserve.text.token_lengths import longest_token_len
+from alignedserve.runtime.model.named_models import pocket_folder
+from alignedserve.text.token_texts import SlicedPattern, longest_token_len
 from alignedserve.text.tokenizer import Tokenizer, check_length
 from tests.support.marks import each
 

@@ -12,11 +12,10 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models
 
 from alignedserve.core.errors import InvalidRequest, ModelError, ModelNotFound, UnsupportedModel
-from alignedserve.runtime.model.built_in import pocket_folder
+from alignedserve.runtime.model.named_models import pocket_folder
 from alignedserve.text import tokenizer_files as module
-from alignedserve.text.chat_prompt import ChatPrompt
-from alignedserve.text.chat_template import ChatTemplate
-from alignedserve.text.tokenizer import Tokenizer
+from alignedserve.text.chat_template import ChatPrompt, ChatTemplate
+from alignedserve.text.tokenizer import Tokenizer, TokenizerOnUse
 from tests.gateway.support import EOS, tokenizer, tokenizer_folder, write_tokenizer
 from tests.support.marks import each
 
@@ -227,3 +226,32 @@ def test_bytes_and_text_of_tokens() -> None:
     assert (byte_level.token_bytes(EOS), byte_level.token_text(EOS)) == (b"<|end|>", "<|end|>")
     assert (fallback.token_bytes(0xE2 + 1), fallback.token_bytes(258)) == (b"\xe2", b" hello")
     assert byte_level.token_bytes(10**6) == b""
+
+
+def counted(reads: list[str]) -> Callable[[], Tokenizer]:
+    def read() -> Tokenizer:
+        reads.append("read")
+        return Tokenizer.load(pocket_folder())
+
+    return read
+
+
+def test_a_tokenizer_on_use_is_read_once_by_the_first_use() -> None:
+    reads: list[str] = []
+    on_use = TokenizerOnUse(counted(reads))
+    assert reads == []
+    assert on_use.decode(on_use.encode("spell otter")) == "spell otter"
+    assert (on_use.vocab_size > 0, on_use.chat_template is not None) == (True, True)
+    on_use.read()
+    assert reads == ["read"]
+    assert not hasattr(on_use, "no_such_attribute")
+
+
+def test_what_reading_raises_comes_again_with_each_try() -> None:
+    def fail() -> Tokenizer:
+        raise ModelError("tokenizer.json is missing")
+
+    on_use = TokenizerOnUse(fail)
+    for _ in range(2):
+        with pytest.raises(ModelError, match="is missing"):
+            on_use.read()

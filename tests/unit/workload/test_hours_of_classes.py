@@ -4,8 +4,8 @@ from itertools import pairwise
 
 import pytest
 
+from alignedserve.batches.hours import parse_hours, parse_moment
 from alignedserve.core.errors import ConfigError
-from alignedserve.core.hours import parse_hours, parse_moment
 from lab.sim.simulation import BEGIN_S, Simulation
 from lab.workload.build import build_workload
 from lab.workload.catalogue import Library

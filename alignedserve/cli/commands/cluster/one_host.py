@@ -12,7 +12,7 @@ from alignedserve.cluster.deployments.admin_api import find_cluster, show_status
 from alignedserve.cluster.deployments.orders import DeploymentReport, ProcessReport, StatusReport
 from alignedserve.config.sections import MIB, Topology
 from alignedserve.core.errors import ResourceError
-from alignedserve.core.percent import in_percent
+from alignedserve.core.metrics import in_percent
 from alignedserve.messages.gateways import ClusterStatus
 from alignedserve.process.logs import LogPart, log_names, read_log
 

@@ -36,7 +36,7 @@ from alignedserve.core.errors import AlignedServeError, NodeLost
 from alignedserve.gateway.connections.limits import file_shortage
 from alignedserve.messages.gateways import ClusterStatus
 from alignedserve.process.heap import forget_pages_of_files, settle_heap
-from alignedserve.runtime.model.built_in import pocket_folder
+from alignedserve.runtime.model.named_models import pocket_folder
 from alignedserve.runtime.model.served_model import ServedModel
 
 _MAX_LOSSES = 5  # in a row

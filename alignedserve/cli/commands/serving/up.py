@@ -19,7 +19,7 @@ from alignedserve.config.environment import ray_address
 from alignedserve.config.model_settings import ModelSettings, load_models, name_of
 from alignedserve.config.overrides import override_of
 from alignedserve.core.errors import ResourceError
-from alignedserve.runtime.model.built_in import POCKET
+from alignedserve.runtime.model.named_models import POCKET
 from alignedserve.scheduling.topology import require_effect
 
 _READY_S = 900.0

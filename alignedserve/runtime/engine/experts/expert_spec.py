@@ -8,12 +8,9 @@ import struct
 
 import msgspec
 
-from alignedserve.runtime.device.dtypes import torch_dtype
-from alignedserve.runtime.model.sharding.expert_shares import ExpertShare
+from alignedserve.runtime.model.sharding.tensor_shard import ExpertShare
+from alignedserve.runtime.model.weight_files import ModelSpec, load_experts
 from alignedserve.runtime.model.weights.feed_forward_weights import ExpertReading, LayerExperts
-from alignedserve.runtime.model.weights.model_spec import ModelSpec
-from alignedserve.runtime.model.weights.random_weights import random_experts
-from alignedserve.runtime.model.weights.weight_files import load_experts
 
 HEADER = struct.Struct("<IIQ")
 
@@ -44,8 +41,4 @@ class ExpertStart(msgspec.Struct, frozen=True):
 
 def load_share(spec: ExpertSpec, index: int) -> LayerExperts:
     """Load the experts of one process, by layer. Raises ModelError."""
-    model, dtype = spec.model, torch_dtype(spec.model.dtype)
-    reading = ExpertReading(spec.share(index))
-    if model.folder is None:
-        return random_experts(model.config, model.seed, dtype, model.quantization, reading)
-    return load_experts(model.folder, model.config, dtype, model.quantization, reading)
+    return load_experts(spec.model, ExpertReading(spec.share(index)))

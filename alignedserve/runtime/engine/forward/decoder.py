@@ -18,8 +18,7 @@ from alignedserve.runtime.engine.forward.pass_state import PassState, adapted_pr
 from alignedserve.runtime.engine.forward.rope_frequencies import inverse_frequencies
 from alignedserve.runtime.engine.forward.state_storage import StateStorage
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from alignedserve.runtime.model.decoder.layer_geometry import read_places
-from alignedserve.runtime.model.decoder.model_config import ModelConfig
+from alignedserve.runtime.model.decoder.model_config import ModelConfig, read_places
 from alignedserve.runtime.model.weights.decoder_weights import DecoderWeights, LayerWeights
 from kernels.adapters.lora import LayerAdapters
 from kernels.addend_layout import LayerProduct

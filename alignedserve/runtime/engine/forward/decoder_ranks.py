@@ -6,7 +6,7 @@ from torch import Tensor
 from alignedserve.runtime.device.collectives import Collectives
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.sharding.tensor_shard import TensorShard
-from alignedserve.runtime.model.weights.row_lookup import RowLookup
+from alignedserve.runtime.model.weights.weight_source import RowLookup
 from kernels.cpu.decode_pass import HighestLogits
 from kernels.cpu.rank_exchange import RankExchange
 

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from alignedserve.runtime.engine.forward.pass_state import PassState
-from alignedserve.runtime.model.decoder.layer_geometry import cache_source, cached_places
-from alignedserve.runtime.model.decoder.model_config import ModelConfig
+from alignedserve.runtime.model.decoder.model_config import ModelConfig, cache_source, cached_places
 from kernels.rotary import HeadNorms, HeadPlacement, rotate_
 
 

@@ -14,7 +14,7 @@ from alignedserve.runtime.attention.backend import AttentionPlanner, StepAttenti
 from alignedserve.runtime.attention.ring_tables import RingRows
 from alignedserve.runtime.attention.sequence_table import IntArray, SequenceTable
 from alignedserve.runtime.engine.forward.hidden_pass import HiddenRows
-from alignedserve.runtime.vision.picture_rows import PictureRows
+from alignedserve.runtime.pictures import PictureRows
 from kernels.adapters.device_lora import DeviceRows
 from kernels.adapters.lora import AdapterRows
 from kernels.states.device_rows import DeviceStateRows

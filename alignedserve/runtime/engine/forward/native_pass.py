@@ -14,8 +14,7 @@ from alignedserve.runtime.engine.forward.decoder_ranks import DecoderRanks
 from alignedserve.runtime.engine.forward.forward_batch import ForwardBatch
 from alignedserve.runtime.engine.forward.hidden_pass import Rotation
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from alignedserve.runtime.model.decoder.layer_geometry import read_places
-from alignedserve.runtime.model.decoder.model_config import ModelConfig
+from alignedserve.runtime.model.decoder.model_config import ModelConfig, read_places
 from alignedserve.runtime.model.weights.decoder_weights import DecoderWeights, LayerWeights
 from kernels.adapters.lora import AdapterRows
 from kernels.cpu.decode_pass import (

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from alignedserve.runtime.model.decoder.rope_config import RopeConfig, RopeScaling
+from alignedserve.runtime.model.decoder.decoder_parts import RopeConfig, RopeScaling
 
 
 def inverse_frequencies(rope: RopeConfig) -> Tensor:

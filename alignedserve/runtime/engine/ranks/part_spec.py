@@ -4,7 +4,7 @@ import msgspec
 
 from alignedserve.config.sections import LoraConfig
 from alignedserve.runtime.engine.engine_options import EngineOptions
-from alignedserve.runtime.model.weights.model_spec import ModelSpec
+from alignedserve.runtime.model.weight_files import ModelSpec
 
 
 class PartSpec(msgspec.Struct, frozen=True, kw_only=True):

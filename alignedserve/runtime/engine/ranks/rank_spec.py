@@ -17,8 +17,8 @@ from alignedserve.runtime.kv.block_storage import BlockStorage, Stripe
 from alignedserve.runtime.kv.shm_arena import ArenaPart
 from alignedserve.runtime.lora.sequence_adapters import SequenceAdapters
 from alignedserve.runtime.model.sharding.tensor_shard import TensorShard
+from alignedserve.runtime.model.weight_files import load_or_draw
 from alignedserve.runtime.model.weights.decoder_weights import leave_rounded_rows_unwritten
-from alignedserve.runtime.model.weights.model_spec import load_or_draw
 from alignedserve.runtime.model.weights.product_reader import LoadingObserver
 from kernels.cpu.rank_exchange import RankExchange
 

@@ -13,7 +13,7 @@ from alignedserve.runtime.engine.ranks.frames import encode
 from alignedserve.runtime.engine.stages.stage_group import StageLink
 from alignedserve.runtime.engine.stages.stage_spec import StageSpec, StageStart
 from alignedserve.runtime.engine.stages.stage_wire import FrameKind, StageWire
-from alignedserve.runtime.kv.transfers.channels.control_socket import dial
+from alignedserve.runtime.kv.transfers.control_socket import dial
 from alignedserve.runtime.model.served_model import ServedModel
 
 logger = logging.getLogger(__name__)

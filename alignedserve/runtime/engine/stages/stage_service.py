@@ -16,7 +16,7 @@ from alignedserve.process.links import real_address
 from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.runtime.engine.stages.stage_process import serve_stage
 from alignedserve.runtime.engine.stages.stage_wire import StageWire
-from alignedserve.runtime.kv.transfers.channels.control_socket import ControlSocket, keep_alive, listen_at
+from alignedserve.runtime.kv.transfers.control_socket import ControlSocket, keep_alive, listen_at
 
 logger = logging.getLogger(__name__)
 

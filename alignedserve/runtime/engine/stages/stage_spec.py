@@ -14,8 +14,8 @@ from alignedserve.runtime.engine.ranks.part_spec import PartSpec
 from alignedserve.runtime.kv.block_storage import BlockStorage, Stripe
 from alignedserve.runtime.lora.sequence_adapters import SequenceAdapters
 from alignedserve.runtime.model.sharding.layer_stages import LayerStage, layer_stages, staged_layout
+from alignedserve.runtime.model.weight_files import load_or_draw
 from alignedserve.runtime.model.weights.decoder_weights import leave_rounded_rows_unwritten
-from alignedserve.runtime.model.weights.model_spec import load_or_draw
 from alignedserve.runtime.model.weights.product_reader import LoadingObserver
 
 _CPU = torch.device("cpu")

@@ -35,7 +35,7 @@ from alignedserve.runtime.engine.steps.step_launch import StepLaunch
 from alignedserve.runtime.engine.steps.step_output import Slices, StepOutput, StepTimes
 from alignedserve.runtime.grammar.token_masks import TokenMasks
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from alignedserve.runtime.kv.copies.pending_copies import PendingCopies
+from alignedserve.runtime.kv.direct_copies import PendingCopies
 
 _NO_ROWS = np.empty(0, np.int64)
 # Steps for which nothing goes ahead after one that asked for less than half of what had.

@@ -14,7 +14,7 @@ from alignedserve.runtime.attention.sequence_table import IntArray
 from alignedserve.runtime.device.arrays import Array, to_device
 from alignedserve.runtime.engine.forward.forward_batch import ForwardBatch, LastTokens
 from alignedserve.runtime.engine.steps.hidden_cache import HiddenPlan
-from alignedserve.runtime.vision.picture_rows import PictureRows
+from alignedserve.runtime.pictures import PictureRows
 from kernels.adapters.device_lora import DevicePlan
 from kernels.adapters.lora import AdapterRows
 from kernels.states.device_rows import DeviceStatePlan

@@ -18,8 +18,7 @@ from alignedserve.runtime.engine.steps.slice_plan import SlicePlan
 from alignedserve.runtime.engine.steps.state_plan import StatePlanner
 from alignedserve.runtime.engine.steps.step_output import Forced, Slices
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from alignedserve.runtime.vision.picture_rows import PictureRows, picture_rows
-from alignedserve.runtime.vision.rope_places import places_of_rows
+from alignedserve.runtime.pictures import PictureRows, picture_rows, places_of_rows
 from kernels.adapters.device_lora import DevicePlan
 from kernels.adapters.lora import AdapterMatrices, AdapterRows
 from kernels.cpu.next_tokens import KnownTokens, next_tokens

@@ -10,9 +10,9 @@ from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import HandoffRejected
 from alignedserve.messages.blocks import DeviceMemoryHandle
 from alignedserve.runtime.kv.block_runs import BlockIds
-from alignedserve.runtime.kv.copies.copy_lanes import CopyLanes
 from alignedserve.runtime.kv.device_pieces import DevicePieces
 from alignedserve.runtime.kv.shm_arena import NO_LEASE, WHOLE, ArenaPart
+from alignedserve.runtime.kv.staged_copies import CopyLanes
 from alignedserve.runtime.kv.transfers.host_blocks import HostBlocks
 from kernels.cpu.block_copies import BlockList
 from kernels.cpu.row_digest import WORD_BYTES
@@ -44,7 +44,7 @@ class DeviceBuffer:
         self.lanes.accelerator.use()
 
     def stamp(self, block_ids: BlockIds, generation: int) -> None:
-        """Mark these blocks as written under this generation (0: no lease)."""
+        """Mark blocks as written under a generation (0: no lease)."""
         self.generations[np.asarray(block_ids, np.int64)] = generation
 
     def is_stamped(self, block_ids: BlockIds, generation: int) -> bool:

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from alignedserve.config.sections import EngineConfig
+from alignedserve.core.errors import ConfigError
 from alignedserve.core.ids import BlockId
 from alignedserve.messages.caches import BlockCopy, BlockRun
 from alignedserve.runtime.kv.block_checksums import is_verified
@@ -46,7 +48,7 @@ class KVTransfer(Protocol):
 
     A refused request is logged with its reason and does not affect the others. Both methods raise PeerLost when the
     owner of the blocks is gone; the outcome of every request of that call is then unknown. Shared memory outlives its
-    owner, so there the links notice the loss.
+    owner: for such transfers the links notice the loss.
     """
 
     def offload(self, requests: Sequence[OffloadRequest]) -> list[tuple[BlockRun, ...] | None]:
@@ -72,3 +74,22 @@ def verified(requests: Sequence[FetchRequest], arrived: Sequence[list[int] | Non
         checksums is not None and is_verified(request.copy, checksums)
         for request, checksums in zip(requests, arrived, strict=True)
     ]
+
+
+AUTO, SHM, CUDA_IPC = "auto", "shm", "cuda_ipc"
+FASTEST_FIRST = (CUDA_IPC, SHM, "tcp", "gloo")
+TRANSPORTS = (AUTO, *FASTEST_FIRST)
+
+
+def lends_device_memory(engine: EngineConfig) -> bool:
+    """Return whether workers that compute on a GPU have their candidate buffers there."""
+    return engine.kv_transport in (AUTO, CUDA_IPC) and engine.tensor_parallel == 1
+
+
+def check_transport(engine: EngineConfig) -> None:
+    """Check that there is a way from worker to worker. Raises ConfigError."""
+    if engine.kv_transport == CUDA_IPC and engine.tensor_parallel > 1:
+        raise ConfigError(
+            "engine.kv_transport is cuda_ipc, which moves blocks between GPUs, but those of several ranks go through "
+            "the host's memory; leave it out"
+        )

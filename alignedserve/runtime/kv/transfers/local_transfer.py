@@ -5,6 +5,8 @@ import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from typing_extensions import override
+
 from alignedserve.core.errors import HandoffRejected
 from alignedserve.core.ids import BlockId
 from alignedserve.messages.caches import BlockCopy, BlockRun
@@ -17,8 +19,9 @@ from alignedserve.runtime.kv.block_checksums import (
     verify_checksums,
 )
 from alignedserve.runtime.kv.block_runs import BlockIds, BlockRuns, Ints, as_ids
-from alignedserve.runtime.kv.copies.direct_copies import HostSide, PeerSide
-from alignedserve.runtime.kv.copies.list_copies import copy_from_pieces, copy_to_pieces
+from alignedserve.runtime.kv.block_storage import BlockStorage
+from alignedserve.runtime.kv.direct_copies import HostSide, PeerSide
+from alignedserve.runtime.kv.list_copies import copy_from_pieces, copy_to_pieces
 from alignedserve.runtime.kv.shm_arena import NO_LEASE, Arena, ArenaPart
 from alignedserve.runtime.kv.transfers.device_buffer import DeviceBuffer
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest, verified
@@ -103,7 +106,7 @@ def relay(
 ) -> tuple[BlockRun, ...] | None:
     """Copy a request's blocks from one memory to another, verify them and return its new runs with their checksums.
 
-    There must be as many target blocks as the copy has. In a candidate buffer (`target.stamps`) they are stamped first,
+    The copy needs an equal number of target blocks. In a candidate buffer (`target.stamps`) they are stamped first,
     and unstamped when the result is None; in the pool's arena the pool has stamped them.
     """
     relayed = relay_unverified(source, copy, target, target_block_ids, generation)
@@ -205,3 +208,27 @@ def _registered(arena: Arena, block_ids: Ints) -> HostSide:
 def _check_lease(memory: LocalMemory, block_ids: Ints, generation: int) -> None:
     if not memory.is_stamped(block_ids, generation):
         raise HandoffRejected("the lease is no longer valid")
+
+
+class OwnBufferTransfer(LocalTransfer):
+    """KVTransfer between a storage and a buffer of the same device."""
+
+    def __init__(self, storage: BlockStorage, buffer: DeviceBuffer) -> None:
+        super().__init__(buffer, stamps=True)
+        self._storage = storage
+        self._buffer = buffer
+
+    @override
+    def close(self) -> None: ...
+
+    @override
+    def _copy_out(self, block_ids: BlockIds, target: Ints) -> Digests:
+        there = PeerSide(self._buffer.blocks, target)
+        with self._buffer.lanes.direct() as copies:
+            return copies.copy_out(self._storage.bytes, self._storage.settled(block_ids), there)
+
+    @override
+    def _copy_in(self, source: Ints, block_ids: BlockIds) -> Digests:
+        there = PeerSide(self._buffer.blocks, source)
+        with self._buffer.lanes.direct() as copies:
+            return copies.copy_in(there, self._storage.bytes, self._storage.settled(block_ids))

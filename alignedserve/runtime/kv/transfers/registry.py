@@ -9,11 +9,9 @@ from alignedserve.core.errors import HandoffRejected, TransportUnavailable
 from alignedserve.messages.caches import ArenaOffered
 from alignedserve.process.links import Identity
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from alignedserve.runtime.kv.transfers.channel_transfer import ChannelTransfer
-from alignedserve.runtime.kv.transfers.ipc_transfer import IpcTransfer
-from alignedserve.runtime.kv.transfers.kv_transfer import PartTransfer
+from alignedserve.runtime.kv.transfers.kv_transfer import AUTO, FASTEST_FIRST, TRANSPORTS, PartTransfer
+from alignedserve.runtime.kv.transfers.requests import ChannelTransfer, IpcTransfer
 from alignedserve.runtime.kv.transfers.shm_transfer import open_shm_transfer
-from alignedserve.runtime.kv.transfers.transports import AUTO, FASTEST_FIRST, TRANSPORTS
 
 logger = logging.getLogger(__name__)
 

@@ -7,20 +7,43 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+import msgspec
+import numpy as np
+from torch import Tensor
+from typing_extensions import override
+
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import HandoffRejected, PeerError, PeerLost, ProtocolError
 from alignedserve.core.ids import BlockId
-from alignedserve.messages.blocks import BlocksAnswered, NamedBlocks, OpenTransfer, TransferOpened, TransferRefused
+from alignedserve.messages.blocks import (
+    BlocksAnswered,
+    BlocksCopied,
+    NamedBlocks,
+    OpenTransfer,
+    ReadBlocks,
+    TransferOpened,
+    TransferRefused,
+    WriteBlocks,
+)
 from alignedserve.messages.caches import BlockRun
+from alignedserve.process.links import Identity
+from alignedserve.runtime.device.accelerator import SharedRows
 from alignedserve.runtime.kv.block_checksums import (
     check_target,
+    expand_runs,
+    run_checksums,
     runs_with_checksums,
     source_blocks,
 )
-from alignedserve.runtime.kv.block_runs import BlockRuns, PlacedRuns, as_ids, join_placed, place_runs
+from alignedserve.runtime.kv.block_runs import BlockRuns, Ints, PlacedRuns, as_ids, join_placed, place_runs
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from alignedserve.runtime.kv.transfers.channels.control_socket import ControlSocket
+from alignedserve.runtime.kv.direct_copies import PeerSide
+from alignedserve.runtime.kv.staged_copies import CopyLanes
+from alignedserve.runtime.kv.transfers.block_channel import CLIENT_RANK, BlockStream
+from alignedserve.runtime.kv.transfers.control_socket import ControlSocket, dial
+from alignedserve.runtime.kv.transfers.host_blocks import HostBlocks
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest, verified
+from alignedserve.runtime.kv.transfers.process_pair import open_channel
 
 logger = logging.getLogger(__name__)
 
@@ -166,3 +189,133 @@ def closing_on_error(control: ControlSocket) -> Iterator[None]:
     except BaseException:
         control.close()
         raise
+
+
+class ChannelTransfer(ServedTransfer):
+    """KVTransfer to a block server. Connects on construction.
+
+    Raises PeerLost when the server is unreachable or has another secret, HandoffRejected when it does not serve this
+    transport or this block layout.
+    """
+
+    def __init__(
+        self,
+        storage: BlockStorage,
+        address: str,
+        *,
+        identity: Identity,
+        transport: str = "gloo",
+    ) -> None:
+        self._storage = storage
+        self._memory = HostBlocks(storage)
+        self._control = dial(address, identity)
+        try:
+            self._num_blocks = negotiate(self._control, transport, storage).num_blocks
+            self._channel = open_channel(
+                self._control,
+                CLIENT_RANK,
+                transport=transport,
+                block_bytes=storage.layout.block_bytes,
+                timeout_s=identity.peer_timeout_s,
+            )
+        except PeerError:
+            self._control.close()
+            raise
+
+    @override
+    def close(self) -> None:
+        super().close()
+        self._channel.close()
+
+    @override
+    def _offload(self, planned: Sequence[PlannedRequest]) -> list[list[int] | None]:
+        sources = blocks_in_order(planned)
+        self._storage.pending_copies.synchronize(np.array(sources, np.int64))
+        checksums = self._memory.checksums(runs_in_order(planned))
+
+        def fill(first: int, rows: Tensor) -> None:
+            self._memory.gather(sources[first : first + len(rows)], rows, checksums)
+
+        self._control.send(WriteBlocks(tuple(one.named for one in planned)))
+        if isinstance(self._channel, BlockStream):
+            self._channel.send_lists(self._memory.lists_to_send(sources, checksums))
+        else:
+            self._channel.send(len(sources), fill)
+        return self._settled(planned, planned, checksums.values)
+
+    @override
+    def _fetch(self, planned: Sequence[PlannedRequest]) -> list[list[int] | None]:
+        self._control.send(ReadBlocks(tuple(one.named for one in planned)))
+        granted = self._granted(planned)
+        targets = blocks_in_order(granted)
+        self._storage.pending_copies.synchronize(np.array(targets, np.int64))
+        checksums = self._memory.checksums(runs_in_order(granted))
+
+        def take(first: int, rows: Tensor) -> None:
+            self._memory.scatter(targets[first : first + len(rows)], rows, checksums)
+
+        if isinstance(self._channel, BlockStream):
+            self._channel.receive_lists(self._memory.lists_to_fill(targets, checksums))
+        else:
+            self._channel.receive(len(targets), take)
+        return self._settled(planned, granted, checksums.values)
+
+
+class IpcTransfer(ServedTransfer):
+    """KVTransfer to a block server of this host whose buffer is mapped here. Connects on construction.
+
+    Raises PeerLost or HandoffRejected as ChannelTransfer does, and HandoffRejected when the memory cannot be mapped.
+    """
+
+    def __init__(self, storage: BlockStorage, address: str, *, identity: Identity, lanes: CopyLanes) -> None:
+        """`lanes`: of the storage's device."""
+        self._storage = storage
+        self._lanes = lanes
+        self._control = dial(address, identity)
+        try:
+            opened = negotiate(self._control, "cuda_ipc", storage)
+            self._num_blocks = opened.num_blocks
+            self._theirs: Tensor | None = _mapped(opened, lanes, storage.layout.block_bytes)
+        except PeerError:
+            self._control.close()
+            raise
+
+    @override
+    def close(self) -> None:
+        """Unmaps the memory before the owner of it learns that it may be given away."""
+        self._theirs = None
+        super().close()
+
+    @override
+    def _offload(self, planned: Sequence[PlannedRequest]) -> list[list[int] | None]:
+        self._control.send(WriteBlocks(tuple(one.named for one in planned)))
+        granted = self._granted(planned)
+        with self._lanes.direct() as copies:
+            digests = copies.copy_out(self._storage.bytes, self._own_blocks(granted), self._their_side(granted))
+        self._control.send(BlocksCopied())
+        return self._settled(planned, granted, run_checksums(digests, runs_in_order(granted)))
+
+    @override
+    def _fetch(self, planned: Sequence[PlannedRequest]) -> list[list[int] | None]:
+        self._control.send(ReadBlocks(tuple(one.named for one in planned)))
+        granted = self._granted(planned)
+        with self._lanes.direct() as copies:
+            digests = copies.copy_in(self._their_side(granted), self._storage.bytes, self._own_blocks(granted))
+        self._control.send(BlocksCopied())
+        return self._settled(planned, granted, run_checksums(digests, runs_in_order(granted)))
+
+    def _own_blocks(self, planned: Sequence[PlannedRequest]) -> Ints:
+        return self._storage.settled(np.array(blocks_in_order(planned), np.int64))
+
+    def _their_side(self, planned: Sequence[PlannedRequest]) -> PeerSide:
+        assert self._theirs is not None, "a transfer after it was closed"
+        parts = [expand_runs(one.named.runs, self._num_blocks) for one in planned]
+        return PeerSide(self._theirs, np.concatenate([np.empty(0, np.int64), *parts]))
+
+
+def _mapped(opened: TransferOpened, lanes: CopyLanes, block_bytes: int) -> Tensor:
+    if opened.device_memory is None:
+        raise HandoffRejected("the blocks are not in a device's memory")
+    lanes.accelerator.use()
+    handle = SharedRows(*msgspec.structs.astuple(opened.device_memory))
+    return lanes.accelerator.mapped(handle, opened.num_blocks, block_bytes)

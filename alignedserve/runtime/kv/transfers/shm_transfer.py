@@ -9,16 +9,16 @@ from alignedserve.messages.caches import ArenaOffered
 from alignedserve.runtime.device.cores import threads_per_copy
 from alignedserve.runtime.kv.block_runs import BlockIds, Ints
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from alignedserve.runtime.kv.copies.copy_lanes import CopyLanes
-from alignedserve.runtime.kv.copies.direct_copies import HostSide
-from alignedserve.runtime.kv.copies.list_copies import copy_from_pieces, copy_to_pieces
+from alignedserve.runtime.kv.direct_copies import HostSide
+from alignedserve.runtime.kv.list_copies import copy_from_pieces, copy_to_pieces
 from alignedserve.runtime.kv.shm_arena import Arena
+from alignedserve.runtime.kv.staged_copies import CopyLanes
 from alignedserve.runtime.kv.transfers.local_transfer import LocalTransfer
 from kernels.cpu.block_copies import Digests
 
 
 class ShmTransfer(LocalTransfer):
-    """KVTransfer over an arena mapped into this process, which it closes."""
+    """KVTransfer over an arena mapped into this process; closes the arena."""
 
     def __init__(
         self,

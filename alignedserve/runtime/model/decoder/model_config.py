@@ -9,17 +9,19 @@ from alignedserve.core.block_layout import DTYPE_BYTES, BlockLayout, LayerHeads
 from alignedserve.costmodel.model_shapes import ModelShape
 from alignedserve.runtime.model.decoder.decoder_parts import (
     Activation,
+    CheckpointQuantization,
     ExpertConfig,
     HeadNormKind,
+    HeadSizes,
+    LatentConfig,
+    LayerExtras,
     NormKind,
+    ProductMultipliers,
+    RopeConfig,
+    RopeScaling,
     TemperatureConfig,
 )
-from alignedserve.runtime.model.decoder.latent_config import LatentConfig
-from alignedserve.runtime.model.decoder.layer_extras import HeadSizes, LayerExtras
-from alignedserve.runtime.model.decoder.product_multipliers import ProductMultipliers
-from alignedserve.runtime.model.decoder.rope_config import RopeConfig, RopeScaling
 from alignedserve.runtime.model.decoder.state_config import HEADER_BYTES, StateConfig, state_bytes
-from alignedserve.runtime.model.quantized.scheme import CheckpointQuantization
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,19 +101,17 @@ class ModelConfig:
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
-        """Return the layers with keys and values, in order."""
         if self.mixes_beside:
             return tuple(range(self.num_layers))
         return tuple(layer for layer in range(self.num_layers) if layer not in self.state_layers)
 
     @property
     def cached_layers(self) -> tuple[int, ...]:
-        """Return the layers whose keys and values are in the cache, in order; others read those of one of them."""
+        """Return the layers with keys and values of their own in the cache, in order."""
         num_own = self.num_layers - (0 if self.extras is None else self.extras.num_shared)
         return tuple(layer for layer in self.attention_layers if layer < num_own)
 
     def heads_of(self, layer: int) -> HeadSizes:
-        """Return the heads of a layer's keys and values."""
         if self.extras is None:
             return HeadSizes(self.num_kv_heads, self.head_dim)
         return self.extras.heads(is_windowed=layer in self.windowed_layers)
@@ -121,24 +121,21 @@ class ModelConfig:
         """Return the cached layers by the sizes of their heads, kinds and layers in the order of the cache."""
         kinds: dict[HeadSizes, tuple[int, ...]] = {HeadSizes(self.num_kv_heads, self.head_dim): ()}  # the first
         for layer in self.cached_layers:
-            own = self.heads_of(layer)
-            kinds[own] = (*kinds.get(own, ()), layer)
+            heads = self.heads_of(layer)
+            kinds[heads] = (*kinds.get(heads, ()), layer)
         return {own: layers for own, layers in kinds.items() if layers}
 
     def state_bytes(self, dtype: str) -> int:
-        """Return the bytes of a context's states on all layers; 0: there are none."""
         if self.state is None:
             return 0
         return HEADER_BYTES + len(self.state_layers) * state_bytes(self.state, dtype)
 
     @property
     def query_width(self) -> int:
-        """Return the elements of one token's queries on one layer."""
         return self.num_heads * self.head_dim
 
     @property
     def kv_width(self) -> int:
-        """Return the elements of one token's keys (or values) on one layer."""
         return self.num_kv_heads * self.head_dim
 
     @property
@@ -148,12 +145,10 @@ class ModelConfig:
 
     @property
     def group_size(self) -> int:
-        """Return the number of query heads that share one key head."""
         return self.num_heads // self.num_kv_heads
 
     @property
     def num_parameters(self) -> int:
-        """Return the number of weights, tied ones once."""
         layers = self.num_layers * self._layer_parameters - self._num_expert_layers * self._mlp_parameters
         layers += self._num_expert_layers * self._expert_parameters(None)
         layers -= len(self.bare_layers) * (self._mlp_parameters + self._norm_parameters)
@@ -173,17 +168,15 @@ class ModelConfig:
 
     @property
     def num_multiplied(self) -> int:
-        """Return the number of weights that one token is multiplied with: those of its experts, not of the others."""
+        """Return the number of weights that one token is multiplied with: only its own experts count."""
         if self.experts is None:
             return self.num_projected
         all_experts, chosen = self._expert_parameters(None), self._expert_parameters(self.experts.num_chosen)
         return self.num_projected - self._num_expert_layers * (all_experts - chosen)
 
     def loaded_weight_bytes(self, dtype: str, quantization: str | None = None) -> int:
-        """Return the bytes of all weights in memory.
-
-        A packed head needs a plain embedding beside it even where the two are tied: its rows cannot be looked up.
-        """
+        """Return the bytes of all weights in memory; a packed head needs a plain embedding beside it, even a tied
+        one."""
         num_routing = self._num_expert_layers * self._router_parameters  # float32 whatever the others are
         num_projected = self.num_projected - num_routing
         num_plain = self.num_parameters - self.num_projected
@@ -194,7 +187,6 @@ class ModelConfig:
         return weights + num_routing * DTYPE_BYTES["float32"]
 
     def kv_token_bytes(self, dtype: str) -> int:
-        """Return the bytes of one token's keys and values on all layers."""
         width = sum(len(layers) * own.num_kv_heads * own.head_dim for own, layers in self.cache_kinds.items())
         return self.kv_parts * width * DTYPE_BYTES[dtype]
 
@@ -206,7 +198,6 @@ class ModelConfig:
         return tokens if not rest and tokens > block_size else None
 
     def block_layout(self, block_size: int, dtype: str) -> BlockLayout:
-        """Return the layout of this model's blocks."""
         return BlockLayout(
             block_size=block_size,
             num_layers=len(self.cached_layers),
@@ -219,7 +210,6 @@ class ModelConfig:
         )
 
     def layouts(self, block_size: int, dtype: str) -> tuple[BlockLayout, ...]:
-        """Return the layouts that this model's blocks may have."""
         whole = self.block_layout(block_size, dtype)
         return (whole, self.layout_apart(whole), *([self.layout_of_rings(whole)] if self.may_have_rings else []))
 
@@ -236,12 +226,11 @@ class ModelConfig:
         return is_mixed and self.state is None and self.extras is None and self.latent is None
 
     def layout_of_rings(self, layout: BlockLayout) -> BlockLayout:
-        """Return the layout whose layers with a window keep no more than it."""
         assert self.sliding_window is not None, "a model without windows"
         return layout.with_rings(len(self.windowed_layers), self.sliding_window)
 
     def shape(self, name: str, dtype: str) -> ModelShape:
-        """Return the sizes as cost models use them; embeddings count as wide as the hidden state."""
+        """Return the sizes for cost models; embeddings count as wide as the hidden state."""
         return ModelShape(
             name=name,
             num_layers=self.num_layers,
@@ -377,3 +366,33 @@ class ModelConfig:
         if self.embedding_size != self.hidden_size:
             projections = 2 * self.embedding_size * self.hidden_size
         return embeddings + positions + projections + self._norm_parameters * self.has_final_norm
+
+
+def inner_size(config: ModelConfig, layer: int) -> int:
+    sizes = () if config.extras is None else config.extras.inner_sizes
+    return sizes[layer] if sizes else config.intermediate_size
+
+
+def cache_source(config: ModelConfig, layer: int) -> int:
+    """Return the layer whose keys and values a layer reads: its own, or those of the last before it of its kind."""
+    cached = config.cached_layers
+    if layer in cached:
+        return layer
+    is_windowed = layer in config.windowed_layers
+    return max(own for own in cached if (own in config.windowed_layers) is is_windowed)
+
+
+def cached_places(config: ModelConfig) -> dict[int, tuple[int, int]]:
+    """Return the kind of each cached layer, and its place within the kind."""
+    kinds = enumerate(config.cache_kinds.values())
+    return {layer: (kind, place) for kind, layers in kinds for place, layer in enumerate(layers)}
+
+
+def read_places(config: ModelConfig, *, has_rings: bool = False) -> dict[int, int]:
+    """Return, by attending layer, the place of its keys and values in the whole cache. `has_rings`: windowed layers
+    come last."""
+    ordered = list(cached_places(config))
+    if has_rings:
+        ordered.sort(key=lambda layer: layer in config.windowed_layers)
+    places = {layer: place for place, layer in enumerate(ordered)}
+    return {layer: places[cache_source(config, layer)] for layer in config.attention_layers}

@@ -55,7 +55,6 @@ class StateConfig(Protocol):
 
 
 def state_bytes(config: StateConfig, cache_dtype: str) -> int:
-    """Return the bytes of one layer's state."""
     return sum(part.num_bytes(cache_dtype) for part in config.parts)
 
 
@@ -66,10 +65,7 @@ def layers_in_block(config: StateConfig, cache_dtype: str, block_bytes: int) -> 
 
 @dataclass(frozen=True, slots=True)
 class ShortConvConfig:
-    """LFM2's short convolution: gates before and behind a causal convolution of a few tokens, each channel by itself.
-
-    The state has the inputs of the last tokens.
-    """
+    """LFM2's short convolution, channel by channel, between two gates. The state has the inputs of the last tokens."""
 
     width: int
     kernel_size: int
@@ -85,7 +81,6 @@ class ShortConvConfig:
 
     @property
     def in_widths(self) -> tuple[int, ...]:
-        """See StateConfig: two gates and the inputs."""
         return (3 * self.width,)
 
     @property
@@ -103,14 +98,11 @@ class ShortConvConfig:
 
 @dataclass(frozen=True, slots=True)
 class SpaceConfig:
-    """Mamba-2's mixer: a convolution, and heads whose states fade and are added to.
-
-    The state has the convolution's inputs of the last tokens, and a matrix a head.
-    """
+    """Mamba-2's mixer. The state has the convolution's inputs of the last tokens, and a matrix a head, which fades."""
 
     num_heads: int
     head_dim: int
-    num_groups: int  # of heads that share what is written and what is read
+    num_groups: int  # of heads, which share inputs and outputs of states
     state_size: int
     kernel_size: int
     has_conv_bias: bool = True
@@ -125,12 +117,10 @@ class SpaceConfig:
 
     @property
     def convolved(self) -> int:
-        """Return the channels of the convolution."""
         return self.out_width + 2 * self.num_groups * self.state_size
 
     @property
     def in_widths(self) -> tuple[int, ...]:
-        """See StateConfig: gates, what is convolved, and a time step for each head."""
         return (self.out_width + self.convolved + self.num_heads,)
 
     @property
@@ -152,10 +142,7 @@ class SpaceConfig:
 
 @dataclass(frozen=True, slots=True)
 class DeltaConfig:
-    """The gated delta rule: a convolution, and heads that remember a value for each key, and replace it.
-
-    The state has the convolution's inputs of the last tokens, and a matrix a head.
-    """
+    """The gated delta rule: heads remember a value for each key, and replace it. The state is as of SpaceConfig."""
 
     num_key_heads: int
     key_dim: int
@@ -179,7 +166,6 @@ class DeltaConfig:
 
     @property
     def in_widths(self) -> tuple[int, ...]:
-        """See StateConfig: what is convolved, gates, and two numbers for each head."""
         if self.has_mixed_rows:
             return self.convolved + self.out_width, 2 * self.num_heads
         return self.convolved, self.out_width, self.num_heads, self.num_heads

@@ -1,1 +1,0 @@
-"""Config, sentence-transformers files and weights of encoder models."""

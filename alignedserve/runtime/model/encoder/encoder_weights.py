@@ -1,19 +1,17 @@
 """Loads the weights of an encoder and of what follows its pooling."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from alignedserve.core.errors import ModelError
-from alignedserve.runtime.model.encoder.encoder_config import DenseConfig, EncoderConfig, EncoderFamily, HeadActivation
-from alignedserve.runtime.model.weights.product_reader import LoadingObserver, TensorSource
-from alignedserve.runtime.model.weights.random_weights import RandomSource
+from alignedserve.runtime.model.encoder.encoder_config import DenseConfig, EncoderConfig, HeadActivation
+from alignedserve.runtime.model.weight_names import read_names
+from alignedserve.runtime.model.weights.product_reader import LoadingObserver, Nonlinearity, ProductReader
 from alignedserve.runtime.model.weights.safetensors_source import SafetensorsSource
-from kernels.cpu.int8_linear import Int8Linear, int8_obstacle
+from alignedserve.runtime.model.weights.weight_source import RandomSource, WeightSource
 from kernels.feed_forward import FeedForwardPart
 from kernels.linear import AdaptableProjection, Linear, Projection
 from kernels.norm import LayerNorm, Norm
@@ -42,47 +40,12 @@ class EncoderNames:
     norm: str = "embeddings.LayerNorm"
 
 
-_BERT = EncoderNames(
-    prefix="bert.",
-    layer="encoder.layer.{layer}.",
-    qkv=("attention.self.query", "attention.self.key", "attention.self.value"),
-    output="attention.output.dense",
-    attention_norm="attention.output.LayerNorm",
-    up="intermediate.dense",
-    down="output.dense",
-    mlp_norm="output.LayerNorm",
-    head_dense="bert.pooler.dense",
-    head_activation=HeadActivation.TANH,
-    head_out="classifier",
-)
-_ROBERTA = replace(_BERT, prefix="roberta.", head_dense="classifier.dense", head_out="classifier.out_proj")
-_DISTILBERT = EncoderNames(
-    prefix="distilbert.",
-    layer="transformer.layer.{layer}.",
-    qkv=("attention.q_lin", "attention.k_lin", "attention.v_lin"),
-    output="attention.out_lin",
-    attention_norm="sa_layer_norm",
-    up="ffn.lin1",
-    down="ffn.lin2",
-    mlp_norm="output_layer_norm",
-    head_dense="pre_classifier",
-    head_activation=HeadActivation.RELU,
-    head_out="classifier",
-)
-ENCODER_NAMES: Mapping[EncoderFamily, EncoderNames] = MappingProxyType(
-    {
-        EncoderFamily.BERT: _BERT,
-        EncoderFamily.ROBERTA: _ROBERTA,
-        EncoderFamily.XLM_ROBERTA: _ROBERTA,
-        EncoderFamily.CAMEMBERT: _ROBERTA,
-        EncoderFamily.DISTILBERT: _DISTILBERT,
-    }
-)
+ENCODER_NAMES = read_names(Path(__file__).with_name("encoder_names.json"), EncoderNames)
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderLayer:
-    """One layer; its norms come after what they normalise is added."""
+    """One layer: norms follow the sums of parts and inputs."""
 
     qkv: Projection  # [3 * hidden_size, hidden_size]
     output: Projection
@@ -120,12 +83,9 @@ def load_encoder_weights(
     *,
     observer: LoadingObserver | None = None,
 ) -> EncoderWeights:
-    """Load the weights in `folder` as `dtype`; None: random ones. `quantization`: None, or "int8" for linear layers.
+    """Load the weights in `folder` as `dtype`; None: random ones. Raises as `load_weights`."""
 
-    Raises UnsafeWeights, ModelNotFound or ModelError naming the file or tensor, as `load_weights` does for decoders.
-    """
-
-    def source_of(inner: str) -> TensorSource:
+    def source_of(inner: str) -> WeightSource:
         return (
             RandomSource(_SEED, dtype, device) if folder is None else SafetensorsSource(folder / inner, dtype, device)
         )
@@ -137,26 +97,26 @@ class _Assembler:
     def __init__(
         self,
         config: EncoderConfig,
-        source_of: Callable[[str], TensorSource],
+        source_of: Callable[[str], WeightSource],
         *,
         is_int8: bool,
         observer: LoadingObserver | None,
     ) -> None:
         self._config, self._source_of, self._source = config, source_of, source_of("")
-        self._is_int8, self._observer = is_int8, observer
-        self._names = ENCODER_NAMES[config.family]
+        self._read, self._observer = ProductReader(self._source, observer, is_int8=is_int8), observer
+        self._names = ENCODER_NAMES[config.family.value]
         has_prefix = self._source.has(f"{self._names.prefix}{self._names.words}.weight")
         self._prefix = self._names.prefix if has_prefix else ""
 
     def weights(self) -> EncoderWeights:
         config, names, prefix = self._config, self._names, self._prefix
         width = config.hidden_size
-        positions = self._tensor(f"{prefix}{names.positions}.weight", config.num_positions, width)
+        positions = self._read.tensor(f"{prefix}{names.positions}.weight", config.num_positions, width)
         types = None
         if config.num_token_types:
-            types = self._tensor(f"{prefix}{names.segments}.weight", config.num_token_types, width)
+            types = self._read.tensor(f"{prefix}{names.segments}.weight", config.num_token_types, width)
         return EncoderWeights(
-            words=self._tensor(f"{prefix}{names.words}.weight", config.vocab_size, width),
+            words=self._read.tensor(f"{prefix}{names.words}.weight", config.vocab_size, width),
             positions=positions[config.position_offset :][: config.max_position_embeddings],
             token_types=types,
             norm=self._norm(prefix + names.norm),
@@ -190,9 +150,10 @@ class _Assembler:
         )
 
     def _dense_layers(self) -> tuple[DenseLayer, ...]:
-        return tuple(self._dense(self._source_of(one.folder), "linear", one) for one in self._config.embedding.dense)
+        layers = self._config.embedding.dense
+        return tuple(self._dense(self._source_of(dense.folder), "linear", dense) for dense in layers)
 
-    def _dense(self, source: TensorSource, name: str, dense: DenseConfig) -> DenseLayer:
+    def _dense(self, source: WeightSource, name: str, dense: DenseConfig) -> DenseLayer:
         weight = source.tensor(f"{name}.weight", (dense.out_width, dense.in_width)).float()
         bias = source.tensor(f"{name}.bias", (dense.out_width,)).float() if dense.has_bias else None
         return DenseLayer(Linear(weight, bias), dense.activation)
@@ -200,22 +161,11 @@ class _Assembler:
     def _linear(
         self, modules: list[str], rows: int, in_width: int, activation: str | None = None
     ) -> AdaptableProjection:
-        weight = torch.cat([self._tensor(f"{name}.weight", rows, in_width) for name in modules])
-        bias = torch.cat([self._tensor(f"{name}.bias", rows) for name in modules])
-        if not self._is_int8:
-            return Linear(weight, bias, activation=activation)
-        obstacle = int8_obstacle(weight)
-        if obstacle is not None:
-            raise ModelError(f"{modules[0]} cannot be packed with 8 bits: {obstacle}; leave model.quantization unset.")
-        return Int8Linear(weight, bias, activation=activation)
+        weights = [self._read.rows(name, rows, in_width) for name in modules]
+        bias = torch.cat([self._read.tensor(f"{name}.bias", rows) for name in modules])
+        return self._read.product(modules, weights, bias, Nonlinearity(activation))
 
     def _norm(self, module: str) -> Norm:
         width = self._config.hidden_size
-        weight, bias = self._tensor(f"{module}.weight", width), self._tensor(f"{module}.bias", width)
+        weight, bias = self._read.tensor(f"{module}.weight", width), self._read.tensor(f"{module}.bias", width)
         return LayerNorm(weight, bias, self._config.norm_eps)
-
-    def _tensor(self, name: str, *shape: int) -> Tensor:
-        tensor = self._source.tensor(name, shape)
-        if self._observer is not None:
-            self._observer.tensor_read(tensor.numel() * tensor.dtype.itemsize)
-        return tensor

@@ -1,1 +1,0 @@
-"""The families of decoders that are read: a row of `table.FAMILIES` each."""

@@ -3,24 +3,11 @@
 from dataclasses import replace
 
 from alignedserve.runtime.model.decoder.decoder_parts import HeadNormKind, NormKind
-from alignedserve.runtime.model.families import names
-from alignedserve.runtime.model.families.form import FamilyForm, Flag, Named
-from alignedserve.runtime.model.families.gemma import gemma3n, gemma4, gemma4_experts
-from alignedserve.runtime.model.families.readers import (
-    cohere,
-    gemma,
-    gemma3,
-    granite,
-    read_decoder,
-    read_idefics3,
-    read_latent,
-    read_opt,
-    read_pixtral,
-    read_qwen_vl,
-    read_with_images,
-)
-from alignedserve.runtime.model.families.windows import (
+from alignedserve.runtime.model.families.form import (
     NO_WINDOW,
+    FamilyForm,
+    Flag,
+    Named,
     WindowRule,
     all_but_every,
     all_but_first_of_four,
@@ -30,9 +17,26 @@ from alignedserve.runtime.model.families.windows import (
     layers_without_rope,
     layers_without_window,
 )
+from alignedserve.runtime.model.families.names import NAMES
+from alignedserve.runtime.model.families.readers import (
+    cohere,
+    gemma,
+    gemma3,
+    gemma3n,
+    gemma4,
+    gemma4_experts,
+    granite,
+    read_decoder,
+    read_idefics3,
+    read_latent,
+    read_opt,
+    read_pixtral,
+    read_qwen_vl,
+    read_with_images,
+)
 from alignedserve.runtime.model.hf_fields import DEFAULT_WINDOW
 
-LLAMA = FamilyForm("Llama 2 and 3, SmolLM2, others of this shape", names.LLAMA, read_decoder)
+LLAMA = FamilyForm("Llama 2 and 3, SmolLM2, others of this shape", NAMES["llama"], read_decoder)
 _QWEN2 = replace(
     LLAMA,
     title="Qwen2, Qwen2.5",
@@ -55,7 +59,7 @@ _GEMMA = replace(
 _GEMMA3 = replace(
     _GEMMA,
     title="Gemma 3",
-    names=names.GEMMA3,
+    names=NAMES["gemma3"],
     defaults=(  # published configs leave out what they have in common
         ("vocab_size", 262208),
         ("hidden_size", 2304),
@@ -79,7 +83,7 @@ _GEMMA3 = replace(
 _GEMMA3N = replace(
     _GEMMA3,
     title="Gemma 3n",
-    names=names.GEMMA3N,
+    names=NAMES["gemma3n"],
     defaults=(
         ("vocab_size", 262400),
         ("hidden_size", 2048),
@@ -100,7 +104,7 @@ _GEMMA3N = replace(
 _GEMMA4 = replace(
     _GEMMA3,
     title="Gemma 4",
-    names=names.GEMMA4,
+    names=NAMES["gemma4"],
     defaults=(
         ("vocab_size", 262144),
         ("hidden_size", 2304),
@@ -139,7 +143,7 @@ _GEMMA2 = replace(
 OLMO2 = replace(
     LLAMA,
     title="OLMo 2",
-    names=names.OLMO2,
+    names=NAMES["olmo2"],
     head_norm=HeadNormKind.WHOLE,
     mlp_bias=False,
     norm_eps=Named("rms_norm_eps", 1e-5),
@@ -149,7 +153,7 @@ OLMO2 = replace(
 _COHERE = replace(
     LLAMA,
     title="Command R",
-    names=names.COHERE,
+    names=NAMES["cohere"],
     refused=("use_qk_norm",),
     mlp_bias=False,
     norm=NormKind.UNSHIFTED_LAYER,
@@ -161,7 +165,7 @@ _COHERE = replace(
 _GLM = replace(
     LLAMA,
     title="GLM-4 (2024)",
-    names=names.GLM,
+    names=NAMES["glm"],
     num_kv_heads=2,
     head_dim=128,
     rotated=Named("partial_rotary_factor", 0.5),
@@ -174,11 +178,11 @@ _MISTRAL = replace(LLAMA, title="Mistral", num_kv_heads=8, windows=WindowRule(ev
 _BIASED = Flag("use_bias", default=True)
 
 DENSE: dict[str, FamilyForm] = {
-    "opt": FamilyForm("OPT", names.OPT, read_opt),
+    "opt": FamilyForm("OPT", NAMES["opt"], read_opt),
     "gpt_neox": replace(
         LLAMA,
         title="Pythia, GPT-NeoX",
-        names=names.GPT_NEOX,
+        names=NAMES["gpt_neox"],
         rotated=Named("rotary_pct", 0.25),
         qkv_bias=Flag("attention_bias", default=True),
         output_bias=Flag("attention_bias", default=True),
@@ -202,39 +206,32 @@ DENSE: dict[str, FamilyForm] = {
     "qwen2": _QWEN2,
     "qwen3": QWEN3,
     "phi3": replace(
-        LLAMA,
-        title="Phi-3, Phi-3.5, Phi-4, Phi-4-mini",
-        names=names.PHI3,
-        windows=WindowRule(every_layer),
+        LLAMA, title="Phi-3, Phi-3.5, Phi-4, Phi-4-mini", names=NAMES["phi3"], windows=WindowRule(every_layer)
     ),
     "granite": replace(LLAMA, title="Granite 3", adapt=granite),
     "gemma": _GEMMA,
     "gemma3_text": _GEMMA3,
-    "gemma3": replace(
-        _GEMMA3,
-        title="Gemma 3, with pictures",
-        read=read_with_images,
-    ),
+    "gemma3": replace(_GEMMA3, title="Gemma 3, with pictures", read=read_with_images),
     "gemma3n_text": _GEMMA3N,
     "gemma3n": replace(_GEMMA3N, title="Gemma 3n, with pictures", read=read_with_images),
     "gemma4_text": _GEMMA4,
     "gemma4": replace(_GEMMA4, title="Gemma 4, with pictures", read=read_with_images),
-    "llava": replace(_MISTRAL, title="Pixtral, with pictures", names=names.MISTRAL3, read=read_pixtral),
+    "llava": replace(_MISTRAL, title="Pixtral, with pictures", names=NAMES["mistral3"], read=read_pixtral),
     "mistral3": replace(
-        _MISTRAL, title="Mistral Small 3.1 and 3.2, with pictures", names=names.MISTRAL3, read=read_pixtral
+        _MISTRAL, title="Mistral Small 3.1 and 3.2, with pictures", names=NAMES["mistral3"], read=read_pixtral
     ),
-    "qwen2_5_vl": replace(_QWEN2, title="Qwen2.5-VL, with pictures", names=names.QWEN_VL, read=read_qwen_vl),
+    "qwen2_5_vl": replace(_QWEN2, title="Qwen2.5-VL, with pictures", names=NAMES["qwen_vl"], read=read_qwen_vl),
     "qwen3_vl": replace(
-        QWEN3, title="Qwen3-VL, with pictures", names=names.QWEN_VL, read=read_qwen_vl, theta=5e5, windows=NO_WINDOW
+        QWEN3, title="Qwen3-VL, with pictures", names=NAMES["qwen_vl"], read=read_qwen_vl, theta=5e5, windows=NO_WINDOW
     ),
-    "idefics3": replace(LLAMA, title="Idefics3, with pictures", names=names.IDEFICS3, read=read_idefics3),
-    "smolvlm": replace(LLAMA, title="SmolVLM, with pictures", names=names.IDEFICS3, read=read_idefics3),
+    "idefics3": replace(LLAMA, title="Idefics3, with pictures", names=NAMES["idefics3"], read=read_idefics3),
+    "smolvlm": replace(LLAMA, title="SmolVLM, with pictures", names=NAMES["idefics3"], read=read_idefics3),
     "gemma2": _GEMMA2,
     "vaultgemma": replace(_GEMMA2, title="VaultGemma", has_post_norms=False),
     "youtu": replace(
         LLAMA,
         title="Youtu-LLM",
-        names=names.LATENT,
+        names=NAMES["latent"],
         refused=("attention_bias",),
         latent=read_latent,
         mlp_bias=False,
@@ -243,7 +240,7 @@ DENSE: dict[str, FamilyForm] = {
     "nemotron": replace(
         LLAMA,
         title="Nemotron-4, Minitron",
-        names=names.NEMOTRON,
+        names=NAMES["nemotron"],
         rotated=Named("partial_rotary_factor", 0.5),
         activation=Named("hidden_act", "relu2"),
         is_gated=False,
@@ -253,7 +250,7 @@ DENSE: dict[str, FamilyForm] = {
     "arcee": replace(
         LLAMA,
         title="Arcee AFM",
-        names=names.NEMOTRON,
+        names=NAMES["nemotron"],
         activation=Named("hidden_act", "relu2"),
         is_gated=False,
         norm_eps=Named("rms_norm_eps", 1e-5),
@@ -279,7 +276,7 @@ DENSE: dict[str, FamilyForm] = {
     "exaone4": replace(
         LLAMA,
         title="EXAONE 4",
-        names=names.OLMO2,
+        names=NAMES["olmo2"],
         num_kv_heads=32,
         windows=WindowRule(all_but_every(4), DEFAULT_WINDOW),
         unrotated=layers_beside_windows,
@@ -294,7 +291,7 @@ DENSE: dict[str, FamilyForm] = {
     "hunyuan_v1_dense": replace(
         LLAMA,
         title="Hunyuan (dense)",
-        names=names.HUNYUAN,
+        names=NAMES["hunyuan"],
         head_norm=HeadNormKind.ROTATED_HEADS,
         mlp_bias=False,
         norm_eps=Named("rms_norm_eps", 1e-5),
@@ -326,11 +323,11 @@ DENSE: dict[str, FamilyForm] = {
         unrotated=layers_without_window,
     ),
     "glm": _GLM,
-    "glm4": replace(_GLM, title="GLM-4-0414", names=names.GLM4, has_post_norms=True),
+    "glm4": replace(_GLM, title="GLM-4-0414", names=NAMES["glm4"], has_post_norms=True),
     "helium": replace(
         LLAMA,
         title="Helium",
-        names=names.PAIRED_LLAMA,
+        names=NAMES["paired_llama"],
         num_kv_heads=20,
         head_dim=128,
         theta=1e5,
@@ -340,7 +337,7 @@ DENSE: dict[str, FamilyForm] = {
     "ernie4_5": replace(
         LLAMA,
         title="ERNIE 4.5 (dense)",
-        names=names.PAIRED_LLAMA,
+        names=NAMES["paired_llama"],
         num_kv_heads=2,
         head_dim=128,
         theta=5e5,
@@ -353,7 +350,7 @@ DENSE: dict[str, FamilyForm] = {
     "starcoder2": replace(
         LLAMA,
         title="StarCoder2",
-        names=names.STARCODER2,
+        names=NAMES["starcoder2"],
         num_kv_heads=2,
         windows=WindowRule(every_layer),
         qkv_bias=_BIASED,

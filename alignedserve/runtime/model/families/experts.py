@@ -1,12 +1,43 @@
 """Reads what config.json says of a mixture of experts."""
 
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from alignedserve.core.errors import UnsupportedModel
 from alignedserve.core.json_fields import JsonFields
 from alignedserve.runtime.model.decoder.decoder_parts import ExpertConfig, Scoring
-from alignedserve.runtime.model.families.states import nemotron_layers
+from alignedserve.runtime.model.families.form import nemotron_layers
 from alignedserve.runtime.model.hf_fields import MAX_EXPERTS, MAX_LAYERS, MAX_WIDTH
+
+_GLM4: dict[str, Any] = {
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 1408,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+}
+_GLM4_LITE: dict[str, Any] = {
+    "n_routed_experts": 64,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 1536,
+    "routed_scaling_factor": 1.8,
+    "norm_topk_prob": True,
+}
+_NEMOTRON_H = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 7688, "norm_topk_prob": True}
+_DEEPSEEK_V3: dict[str, Any] = {
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "moe_intermediate_size": 2048,
+    "first_k_dense_replace": 3,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+}
 
 
 def mixtral(fields: JsonFields, num_layers: int) -> ExpertConfig:
@@ -58,10 +89,6 @@ def minimax(fields: JsonFields, num_layers: int) -> ExpertConfig:
     )
 
 
-def qwen3(fields: JsonFields, num_layers: int) -> ExpertConfig:
-    return _qwen(fields, num_layers, num_experts=128, num_chosen=8, inner=768)
-
-
 def qwen3_vl(fields: JsonFields, num_layers: int) -> ExpertConfig:
     return replace(_qwen(fields, num_layers, num_experts=60, num_chosen=4, inner=1408), normalises=True)
 
@@ -88,14 +115,8 @@ def _qwen(fields: JsonFields, num_layers: int, *, num_experts: int, num_chosen: 
     )
 
 
-def glm4(fields: JsonFields, num_layers: int) -> ExpertConfig:
-    return _deepseek(fields.with_defaults(_GLM4), num_layers)
-
-
 def solar_open(fields: JsonFields, num_layers: int) -> ExpertConfig:
-    return replace(
-        _deepseek(fields.with_defaults({**_GLM4, "moe_intermediate_size": 1280}), num_layers), dense_layers=()
-    )
+    return replace(deepseek(fields, num_layers, **{**_GLM4, "moe_intermediate_size": 1280}), dense_layers=())
 
 
 def glm4_lite(fields: JsonFields, num_layers: int) -> ExpertConfig:
@@ -103,66 +124,23 @@ def glm4_lite(fields: JsonFields, num_layers: int) -> ExpertConfig:
     if len(kinds) != num_layers or not set(kinds) <= {"dense", "sparse"}:
         raise UnsupportedModel("mlp_layer_types must name dense or sparse for every layer.")
     dense_layers = tuple(layer for layer, kind in enumerate(kinds) if kind == "dense")
-    experts = _deepseek(fields.with_defaults(_GLM4_LITE), num_layers)
+    experts = deepseek(fields, num_layers, **_GLM4_LITE)
     return replace(experts, dense_layers=dense_layers)
-
-
-def deepseek_v3(fields: JsonFields, num_layers: int) -> ExpertConfig:
-    return _deepseek(fields.with_defaults(_DEEPSEEK_V3), num_layers)
 
 
 def deepseek_v2(fields: JsonFields, num_layers: int) -> ExpertConfig:
     method = fields.text("topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):
         raise UnsupportedModel(f"topk_method {method!r} is not one of greedy, group_limited_greedy.")
-    experts = _deepseek(fields.with_defaults({"n_routed_experts": 64, "n_shared_experts": 2}), num_layers)
+    experts = deepseek(fields, num_layers, n_routed_experts=64, n_shared_experts=2)
     if method == "greedy":
         experts = replace(experts, num_groups=1, num_chosen_groups=1)
     return replace(experts, scoring=Scoring.SOFTMAX)
 
 
-def dots1(fields: JsonFields, num_layers: int) -> ExpertConfig:
-    return _deepseek(fields, num_layers)
-
-
-_GLM4 = {
-    "n_routed_experts": 128,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 1408,
-    "first_k_dense_replace": 1,
-    "norm_topk_prob": True,
-}
-
-
-_GLM4_LITE = {
-    "n_routed_experts": 64,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 4,
-    "moe_intermediate_size": 1536,
-    "routed_scaling_factor": 1.8,
-    "norm_topk_prob": True,
-}
-_NEMOTRON_H = {
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 7688,
-    "norm_topk_prob": True,
-}
-_DEEPSEEK_V3 = {
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 8,
-    "n_group": 8,
-    "topk_group": 4,
-    "moe_intermediate_size": 2048,
-    "first_k_dense_replace": 3,
-    "routed_scaling_factor": 2.5,
-    "norm_topk_prob": True,
-}
-
-
-def _deepseek(fields: JsonFields, num_layers: int) -> ExpertConfig:
+def deepseek(fields: JsonFields, num_layers: int, **defaults: object) -> ExpertConfig:
+    """Read a mixture as DeepSeek V3 has it. `defaults`: of fields that published configs leave out."""
+    fields = fields.with_defaults(defaults)
     num_experts = fields.integer("n_routed_experts", 1, MAX_EXPERTS)
     num_groups = fields.integer("n_group", 1, num_experts, 1)
     if num_experts % num_groups or (num_groups > 1 and num_experts // num_groups < 2):
@@ -184,15 +162,7 @@ def _deepseek(fields: JsonFields, num_layers: int) -> ExpertConfig:
     )
 
 
-def olmoe(fields: JsonFields, num_layers: int) -> ExpertConfig:
-    return _olmo(fields, num_experts=64, num_chosen=8)
-
-
-def flex_olmo(fields: JsonFields, num_layers: int) -> ExpertConfig:
-    return _olmo(fields, num_experts=7, num_chosen=5)
-
-
-def _olmo(fields: JsonFields, *, num_experts: int, num_chosen: int) -> ExpertConfig:
+def _olmo(fields: JsonFields, num_layers: int, *, num_experts: int, num_chosen: int) -> ExpertConfig:
     num_experts = _num_experts(fields, num_experts)
     return ExpertConfig(
         num_experts=num_experts,
@@ -247,7 +217,14 @@ def nemotron_h(fields: JsonFields, num_layers: int) -> ExpertConfig | None:
     layers = nemotron_layers(fields)
     if not layers.of_kind("moe"):
         return None
-    experts = _deepseek(fields.with_defaults(_NEMOTRON_H), num_layers)
+    experts = deepseek(fields, num_layers, **_NEMOTRON_H)
     shared = fields.integer("moe_shared_expert_intermediate_size", 1, MAX_WIDTH, 7688)
     dense = tuple(layer for layer, kind in enumerate(layers.feed_forwards) if kind != "moe")
     return replace(experts, dense_layers=dense, shared_size=shared)
+
+
+qwen3 = partial(_qwen, num_experts=128, num_chosen=8, inner=768)
+glm4 = partial(deepseek, **_GLM4)
+deepseek_v3 = partial(deepseek, **_DEEPSEEK_V3)
+olmoe = partial(_olmo, num_experts=64, num_chosen=8)
+flex_olmo = partial(_olmo, num_experts=7, num_chosen=5)

@@ -1,31 +1,39 @@
-"""Readers of config.json: one for most families, whose form says what is not as in Llama, and those of older ones."""
+"""Readers of config.json: one by the form of a family, which names differences from Llama, and older ones."""
 
 import math
 from dataclasses import replace
 
 from alignedserve.core.errors import UnsupportedModel
 from alignedserve.core.json_fields import JsonFields
-from alignedserve.runtime.model.decoder.decoder_parts import Activation, HeadNormKind, NormKind, TemperatureConfig
-from alignedserve.runtime.model.decoder.latent_config import LatentConfig
+from alignedserve.runtime.model.decoder.decoder_parts import (
+    Activation,
+    ExpertConfig,
+    HeadNormKind,
+    HeadSizes,
+    LatentConfig,
+    LayerExtras,
+    NormKind,
+    ProductMultipliers,
+    RopeConfig,
+    RopeScaling,
+    TemperatureConfig,
+)
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
-from alignedserve.runtime.model.decoder.product_multipliers import ProductMultipliers
-from alignedserve.runtime.model.decoder.rope_config import RopeConfig, RopeScaling
-from alignedserve.runtime.model.families.form import FamilyForm, holds
-from alignedserve.runtime.model.families.states import nemotron_layers
+from alignedserve.runtime.model.families.form import FamilyForm, holds, nemotron_layers
 from alignedserve.runtime.model.hf_fields import (
+    MAX_EXPERTS,
+    MAX_HEADS,
     MAX_VOCABULARY,
     MAX_WIDTH,
-    Sizes,
+    SharedSizes,
     default_head_dim,
+    longest_context_len,
     read_activation,
     read_dtype,
     read_num_kv_heads,
-    read_sizes,
-)
-from alignedserve.runtime.model.rope_fields import (
-    longest_context_len,
     read_rope,
     read_rope_pair,
+    read_sizes,
     with_axes,
     yarn_angle_factor,
 )
@@ -95,7 +103,7 @@ def _activation(fields: JsonFields, form: FamilyForm) -> Activation:
     return read_activation(fields, form.activation.name, str(form.activation.default))
 
 
-def _head_dim(fields: JsonFields, sizes: Sizes, form: FamilyForm) -> int:
+def _head_dim(fields: JsonFields, sizes: SharedSizes, form: FamilyForm) -> int:
     if fields.has("head_dim") or form.head_dim is not None:
         return fields.integer("head_dim", 1, MAX_WIDTH, form.head_dim)
     return default_head_dim(fields, sizes)
@@ -139,7 +147,6 @@ def _cap(fields: JsonFields, name: str, default: float) -> float | None:
 
 
 def read_opt(fields: JsonFields, model_type: str, form: FamilyForm) -> ModelConfig:
-    """Read OPT's config."""
     sizes = read_sizes(fields, model_type)
     if not fields.flag("layer_norm_elementwise_affine", True):
         raise UnsupportedModel("OPT without layer norm weights (layer_norm_elementwise_affine) is not supported.")
@@ -178,14 +185,12 @@ def read_with_images(fields: JsonFields, model_type: str, form: FamilyForm) -> M
 
 
 def read_idefics3(fields: JsonFields, model_type: str, form: FamilyForm) -> ModelConfig:
-    """Read the text part of Idefics3: embeddings are tied, or not, as stands outside."""
     _require_text(fields, model_type, "llama")
     config = read_with_images(fields, model_type, form)
     return replace(config, ties_embeddings=fields.flag("tie_word_embeddings", False))
 
 
 def read_pixtral(fields: JsonFields, model_type: str, form: FamilyForm) -> ModelConfig:
-    """Read the text part of Pixtral and of Mistral 3; what says whether embeddings are tied stands in either part."""
     _require_text(fields, model_type, "mistral")
     config = read_with_images(fields, model_type, form)
     return replace(config, ties_embeddings=fields.flag("tie_word_embeddings", config.ties_embeddings))
@@ -215,7 +220,6 @@ def _require_text(fields: JsonFields, model_type: str, text_type: str) -> None:
 
 
 def granite(config: ModelConfig, fields: JsonFields) -> ModelConfig:
-    """Add Granite's multipliers."""
     multiplier = fields.number("attention_multiplier", 1e-6, 1e6, 1.0)
     return replace(
         config,
@@ -227,23 +231,18 @@ def granite(config: ModelConfig, fields: JsonFields) -> ModelConfig:
 
 
 def gemma(config: ModelConfig, fields: JsonFields) -> ModelConfig:
-    """Add Gemma's multiplier of embeddings; its first configs say gelu and mean the approximation."""
     activation = Activation.GELU_TANH if config.activation is Activation.GELU else config.activation
     return replace(config, activation=activation, embedding_multiplier=math.sqrt(config.hidden_size))
 
 
 def gemma3(config: ModelConfig, fields: JsonFields) -> ModelConfig:
-    """Add Gemma 3's multipliers."""
     width = fields.number("query_pre_attn_scalar", 1e-3, 1e6, 256.0)
     return replace(
-        config,
-        embedding_multiplier=math.sqrt(config.hidden_size),
-        query_multiplier=math.sqrt(config.head_dim / width),
+        config, embedding_multiplier=math.sqrt(config.hidden_size), query_multiplier=math.sqrt(config.head_dim / width)
     )
 
 
 def llama4(config: ModelConfig, fields: JsonFields) -> ModelConfig:
-    """Add the temperature of Llama 4's layers without rotation."""
     if not fields.flag("attn_temperature_tuning", True):
         return config
     step, scale = fields.number("floor_scale", 1.0, 1e9, 8192.0), fields.number("attn_scale", 0.0, 1e6, 0.1)
@@ -251,12 +250,10 @@ def llama4(config: ModelConfig, fields: JsonFields) -> ModelConfig:
 
 
 def cohere(config: ModelConfig, fields: JsonFields) -> ModelConfig:
-    """Add Cohere's scale of logits."""
     return replace(config, logits_divisor=1.0 / fields.number("logit_scale", 1e-6, 1e6, 0.0625))
 
 
 def lfm2(config: ModelConfig, fields: JsonFields) -> ModelConfig:
-    """Read LFM2's own names, and make its feed-forward part as wide as its makers do."""
     ties = fields.flag("tie_embedding", config.ties_embeddings)
     inner = fields.integer("block_ff_dim", 1, MAX_WIDTH, config.intermediate_size)
     if fields.flag("block_auto_adjust_ff_dim", True):
@@ -267,12 +264,10 @@ def lfm2(config: ModelConfig, fields: JsonFields) -> ModelConfig:
 
 
 def lfm2_moe(config: ModelConfig, fields: JsonFields) -> ModelConfig:
-    """Read LFM2's own name of tied embeddings."""
     return replace(config, ties_embeddings=fields.flag("tie_embedding", config.ties_embeddings))
 
 
 def granite_hybrid(config: ModelConfig, fields: JsonFields) -> ModelConfig:
-    """Add Granite's multipliers; a model without experts is as wide as the expert for all tokens."""
     inner = fields.integer("shared_intermediate_size", 1, MAX_WIDTH, 1024)
     return replace(granite(config, fields), intermediate_size=inner)
 
@@ -293,7 +288,6 @@ def nemotron_h(config: ModelConfig, fields: JsonFields) -> ModelConfig:
 
 
 def falcon_h1(config: ModelConfig, fields: JsonFields) -> ModelConfig:
-    """Add Falcon-H1's multipliers; a null list of them is of ones."""
 
     def factor(name: str) -> float:
         return fields.number(name, -1e6, 1e6, 1.0)
@@ -320,3 +314,124 @@ def falcon_h1(config: ModelConfig, fields: JsonFields) -> ModelConfig:
             down=down,
         ),
     )
+
+
+_MAX_STREAMS = 16
+_NUM_SPARSE, _SPARSITY = 10, 0.95  # of the first layers of Gemma 3n, if it has more
+_THETAS = (1e6, 1e4)  # without windows, with them
+
+
+def gemma3n(config: ModelConfig, fields: JsonFields) -> ModelConfig:
+    num_layers, heads = config.num_layers, HeadSizes(config.num_kv_heads, config.head_dim)
+    if fields.integer("altup_active_idx", 0, _MAX_STREAMS, 0) != 0:
+        raise UnsupportedModel("altup_active_idx other than 0 is not supported.")
+    sizes = fields.integer_of_each("intermediate_size", num_layers, 1, MAX_WIDTH)
+    sparse = (_SPARSITY,) * (_NUM_SPARSE if num_layers > _NUM_SPARSE else 0)
+    sparsities = (*sparse, *(0.0,) * (num_layers - len(sparse)))
+    if fields.has("activation_sparsity_pattern"):
+        sparsities = fields.numbers("activation_sparsity_pattern", num_layers, 0.0, 1.0 - 1e-6)
+    extras = LayerExtras(
+        windowed_heads=heads,
+        full_heads=heads,
+        num_shared=_num_shared(config, fields, 15),
+        inner_sizes=sizes,
+        sparsities=sparsities if any(sparsities) else (),
+        embedding_width=fields.integer("hidden_size_per_layer_input", 1, MAX_WIDTH, 256),
+        embedding_vocab=fields.integer("vocab_size_per_layer_input", 1, MAX_VOCABULARY, 262144),
+        num_streams=fields.integer("altup_num_inputs", 2, _MAX_STREAMS, 4),
+        laurel_rank=fields.integer("laurel_rank", 1, MAX_WIDTH, 64),
+        scales_corrected=fields.flag("altup_correct_scale", True),
+    )
+    return replace(_scaled(config, fields, 30.0), extras=extras)
+
+
+def gemma4(config: ModelConfig, fields: JsonFields) -> ModelConfig:
+    if fields.has("use_bidirectional_attention") and fields.text("use_bidirectional_attention") != "vision":
+        raise UnsupportedModel("use_bidirectional_attention other than vision is not supported.")
+    num_layers = config.num_layers
+    windowed = tuple(layer for layer in config.windowed_layers if layer != num_layers - 1)  # the last one never is
+    config = replace(config, windowed_layers=windowed, sliding_window=config.sliding_window if windowed else None)
+    repeats = fields.flag("attention_k_eq_v", False)
+    windowed_heads = HeadSizes(config.num_kv_heads, config.head_dim)
+    full_heads = _full_heads(config, fields, windowed_heads, repeats=repeats)
+    num_shared = _num_shared(config, fields, 0)
+    inner, sizes = config.intermediate_size, tuple[int, ...]()
+    if num_shared and fields.flag("use_double_wide_mlp", False):
+        sizes = (inner,) * (num_layers - num_shared) + (2 * inner,) * num_shared
+    name = "hidden_size_per_layer_input"
+    width = fields.integer(name, 0, MAX_WIDTH, 256) if fields.has(name) or not fields.is_present(name) else 0
+    extras = LayerExtras(
+        windowed_heads=windowed_heads if windowed else full_heads,
+        full_heads=full_heads,
+        num_shared=num_shared,
+        repeats_keys=repeats,
+        inner_sizes=sizes,
+        embedding_width=width,
+        embedding_vocab=fields.integer("vocab_size_per_layer_input", 1, MAX_VOCABULARY, 262144) if width else 0,
+        has_scales=True,
+        picture_token=fields.integer("pad_token_id", 0, MAX_VOCABULARY, 0),
+        pictures_in_windows=fields.has("use_bidirectional_attention"),
+    )
+    if config.num_heads % full_heads.num_kv_heads:
+        raise fields.error("num_global_key_value_heads", "must divide num_attention_heads")
+    config = replace(
+        config,
+        num_kv_heads=extras.windowed_heads.num_kv_heads,
+        head_dim=extras.windowed_heads.head_dim,
+        rope=read_rope_pair(fields, full_heads.head_dim, thetas=_THETAS)[0],
+        extras=extras,
+    )
+    return _scaled(config, fields, None)
+
+
+def gemma4_experts(fields: JsonFields, num_layers: int) -> ExpertConfig | None:
+    if not fields.flag("enable_moe_block", False):
+        return None
+    num_experts = fields.integer("num_experts", 1, MAX_EXPERTS)
+    return ExpertConfig(
+        num_experts=num_experts,
+        num_chosen=fields.integer("top_k_experts", 1, num_experts),
+        intermediate_size=fields.integer("moe_intermediate_size", 1, MAX_WIDTH),
+        normalises=True,
+        is_beside=True,
+    )
+
+
+def _scaled(config: ModelConfig, fields: JsonFields, cap: float | None) -> ModelConfig:
+    name = "final_logit_softcapping"
+    if fields.has(name):
+        cap = fields.number(name, 1e-3, 1e6)
+    elif fields.is_present(name):
+        cap = None
+    return replace(config, embedding_multiplier=math.sqrt(config.hidden_size), logits_cap=cap)
+
+
+def _num_shared(config: ModelConfig, fields: JsonFields, default: int) -> int:
+    """Return how many of the last layers have no keys and values. An earlier layer of each kind must have some."""
+    count = fields.integer("num_kv_shared_layers", 0, config.num_layers - 1, min(default, config.num_layers - 1))
+    own = range(config.num_layers - count)
+    kinds = [layer in config.windowed_layers for layer in range(config.num_layers)]
+    if set(kinds) - {kinds[layer] for layer in own}:
+        raise fields.error("num_kv_shared_layers", "must leave a layer of each kind with keys and values")
+    return count
+
+
+def _full_heads(config: ModelConfig, fields: JsonFields, windowed: HeadSizes, *, repeats: bool) -> HeadSizes:
+    overrides = fields.section("per_layer_config")
+    if overrides is None:
+        kv_heads = windowed.num_kv_heads
+        if repeats:
+            kv_heads = fields.integer("num_global_key_value_heads", 1, MAX_HEADS, kv_heads)
+        return HeadSizes(kv_heads, fields.integer("global_head_dim", 1, MAX_WIDTH, 512))
+    found = {}
+    for name in overrides.names():
+        own = overrides.section(name)
+        if not name.isdecimal() or own is None or set(own.names()) - {"head_dim", "num_key_value_heads"}:
+            raise UnsupportedModel("per_layer_config may give layers head_dim and num_key_value_heads alone.")
+        kv_heads = own.integer("num_key_value_heads", 1, MAX_HEADS, windowed.num_kv_heads)
+        found[int(name)] = HeadSizes(kv_heads, own.integer("head_dim", 1, MAX_WIDTH, windowed.head_dim))
+    full = [layer for layer in range(config.num_layers) if layer not in config.windowed_layers]
+    sizes = {found.pop(layer, windowed) for layer in full}
+    if found or len(sizes) != 1:
+        raise UnsupportedModel("per_layer_config must give all layers without a window the same heads, and no others.")
+    return sizes.pop()

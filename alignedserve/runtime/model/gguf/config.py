@@ -9,17 +9,27 @@ from alignedserve.core.errors import ModelError, UnsupportedModel
 from alignedserve.core.json_fields import JsonFields
 from alignedserve.gguf.file import GgufFile
 from alignedserve.gguf.tensor_types import FLOAT_TYPES
-from alignedserve.runtime.model.decoder.decoder_parts import Activation, ExpertConfig, HeadNormKind, NormKind
+from alignedserve.runtime.model.decoder.decoder_parts import (
+    Activation,
+    ExpertConfig,
+    HeadNormKind,
+    NormKind,
+    RopeConfig,
+)
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
-from alignedserve.runtime.model.decoder.rope_config import RopeConfig
-from alignedserve.runtime.model.gguf.names import check_names
-from alignedserve.runtime.model.gguf.rope import RopeReader
-from alignedserve.runtime.model.hf_fields import MAX_EXPERTS, MAX_HEADS, MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH
-from alignedserve.runtime.model.rope_fields import MAX_CONTEXT
+from alignedserve.runtime.model.gguf.names import RopeReader, check_names
+from alignedserve.runtime.model.hf_fields import (
+    MAX_CONTEXT,
+    MAX_EXPERTS,
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_VOCABULARY,
+    MAX_WIDTH,
+)
 
 EMBEDDING = "token_embd.weight"
 HEAD = "output.weight"
-# Control tokens that end an answer, beside those that the metadata name.
+# Control tokens that end an answer as well, beside the metadata's.
 _END_TOKENS = frozenset({"<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>"})
 _CONTROL = 3  # among tokenizer.ggml.token_type
 
@@ -48,11 +58,7 @@ _GEMMA3_27B_LAYERS = 62  # the one size whose scores are not scaled by the width
 
 
 def gguf_config(file: GgufFile) -> ModelConfig:
-    """Return the config of the model in the file.
-
-    Raises UnsupportedModel naming the architecture, option or tensor that the engine does not have, ModelError naming
-    the entry that is wrong.
-    """
+    """Return the config of the model in the file. Raises UnsupportedModel naming what is not supported, ModelError."""
     entries = JsonFields(file.metadata, str(file.path))
     name = entries.text("general.architecture")
     if name not in _ARCHITECTURES:
@@ -87,9 +93,7 @@ def _gemma3(config: ModelConfig, entries: JsonFields) -> ModelConfig:
 def _phi3(config: ModelConfig, entries: JsonFields) -> ModelConfig:
     window = entries.integer("phi3.attention.sliding_window", 0, MAX_CONTEXT, 0)
     return replace(
-        config,
-        sliding_window=window or None,
-        windowed_layers=tuple(range(config.num_layers)) if window else (),
+        config, sliding_window=window or None, windowed_layers=tuple(range(config.num_layers)) if window else ()
     )
 
 

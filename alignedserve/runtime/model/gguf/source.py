@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from alignedserve.core.errors import ModelError
 from alignedserve.gguf.file import GgufFile, GgufTensor
@@ -11,7 +12,7 @@ from alignedserve.runtime.model.decoder.decoder_parts import NormKind
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.gguf.names import find_tensor, tensor_names
 from alignedserve.runtime.model.weights.packed_products import BLOCK_DTYPES, BlockRows, GroupedRows
-from alignedserve.runtime.model.weights.row_lookup import BlockLookup
+from alignedserve.runtime.model.weights.weight_source import BlockLookup, WeightSource
 from kernels.cpu.block_quantized_linear import block_obstacle
 from kernels.cpu.packed_linear import FileRows
 from kernels.weight_blocks.block_groups import grouped_blocks
@@ -23,7 +24,7 @@ _INTERLEAVED = ("llama", "mixtral", "granite")
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-class GgufSource:
+class GgufSource(WeightSource):
     """The tensors of one model, in `dtype` on `device`; most matrices stay packed: on a CPU in their blocks."""
 
     def __init__(
@@ -36,42 +37,39 @@ class GgufSource:
         unpacks_all: bool = False,
         in_groups: bool | None = None,
     ) -> None:
-        """`unpacks_all`: no product is computed with packed weights, for comparison. `in_groups`: as GPUs compute them;
-        None: on one."""
+        """`unpacks_all`: for comparison. `in_groups`: products are computed as on GPUs; None: on a GPU."""
+        super().__init__(dtype, device)
         self._has_groups = (device.type == CUDA if in_groups is None else in_groups) and not unpacks_all
         has_kernels = device.type == "cpu" and dtype in BLOCK_DTYPES
         self._has_blocks = has_kernels and not (unpacks_all or self._has_groups)
         self._file = file
         self.names = tensor_names(file)
-        self.dtype = dtype
-        self._device = device
+        self._unpacks_all = unpacks_all
         # Files have 1 + weight where a norm scales by that: taken off again, it keeps all its bits.
         self._has_added_ones = config.norm is NormKind.RMS_PLUS_ONE
         self._interleaved_heads = (
             {".attn_q.": config.num_heads, ".attn_k.": config.num_kv_heads} if config.family in _INTERLEAVED else {}
         )
 
+    @override
     def has(self, name: str) -> bool:
         return find_tensor(self._file, name) is not None
 
+    @override
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return the tensor, unpacked, converted and moved. Raises ModelError naming tensor and file."""
         stored = self._stored(name, shape)
         values = torch.from_numpy(unpack_rows(self._file.raw_rows(stored), stored.type.name))
         values = self._in_order(name, values if len(shape) == 2 else values[0])
         if self._has_added_ones and name.endswith("norm.weight"):
             values = values - 1.0
-        return values.to(device=self._device, dtype=self.dtype)
+        return values.to(device=self.device, dtype=self.dtype)
 
+    @override
     def packed(self, name: str, shape: tuple[int, ...]) -> BlockRows | GroupedRows | None:
-        """Return the matrix as products are computed with it; None when it is to be unpacked.
-
-        Raises ModelError naming tensor and file.
-        """
         blocks = self._in_blocks(name, shape) if self._has_blocks or self._has_groups else None
         if blocks is None or self._has_blocks:
             return blocks
-        return GroupedRows(grouped_blocks(blocks.rows, blocks.type_name)).moved(self._device)
+        return GroupedRows(grouped_blocks(blocks.rows, blocks.type_name)).moved(self.device)
 
     def _in_blocks(self, name: str, shape: tuple[int, ...]) -> BlockRows | None:
         stored = self._stored(name, shape)
@@ -85,23 +83,16 @@ class GgufSource:
             raise ModelError(f"{stored.path}: tensor {name} cannot be used: {obstacle}.")
         return BlockRows(rows, type_name, shape[1])
 
+    @override
     def looked_up(self, name: str, shape: tuple[int, int]) -> BlockLookup | None:
-        """Return the matrix for looking up its rows, which stay in their blocks; None when it is to be unpacked.
-
-        Raises ModelError naming tensor and file.
-        """
         packed = self._in_blocks(name, shape) if self._has_blocks else None
         return None if packed is None else BlockLookup(packed.rows, packed.type_name, shape[1], self.dtype)
 
+    @override
     def file_rows(self, name: str, shape: tuple[int, int]) -> FileRows | None:
-        """Return where a matrix of plain floats lies; None when it is in blocks, its rows come in another order, or the
-        device is not the CPU.
-
-        Raises ModelError naming tensor and file.
-        """
         stored = self._stored(name, shape)
         dtype = _FLOATS.get(stored.type.name)
-        if dtype is None or self._heads_of(name) is not None or self._device.type != "cpu":
+        if self._unpacks_all or dtype is None or self._heads_of(name) is not None or self.device.type != "cpu":
             return None
         return FileRows(stored.path, stored.offset, *shape, dtype)
 

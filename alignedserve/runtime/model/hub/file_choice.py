@@ -2,12 +2,63 @@
 
 import re
 from collections.abc import Collection
-from pathlib import PurePosixPath
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 
-from alignedserve.core.errors import ModelNotFound, UnsafeWeights, UnsupportedModel
+from typing_extensions import override
+
+from alignedserve.core.errors import ConfigError, ModelNotFound, UnsafeWeights, UnsupportedModel
 from alignedserve.gguf.file import part_names
-from alignedserve.runtime.model.hub.hub_name import HubName
 from alignedserve.runtime.model.weight_index import INDEX_NAME, PICKLE_SUFFIXES, SINGLE_NAME
+
+FORM = "ORG/NAME[:QUANTISATION][@REVISION]"
+
+_MAX_REPO_ID_LEN = 96  # the hub's own limit
+_WORD = r"[A-Za-z0-9_](?:[A-Za-z0-9._-]*[A-Za-z0-9_])?"
+_QUANTISATION = r":(?P<quantization>[A-Za-z0-9][A-Za-z0-9._-]{0,127})"
+_REVISION = r"@(?P<revision>[A-Za-z0-9][A-Za-z0-9._/-]{0,199})"
+_FORMS = tuple(
+    re.compile(rf"(?P<repo_id>{_WORD}/{_WORD}){options}")
+    for options in (rf"(?:{_QUANTISATION})?(?:{_REVISION})?", rf"{_REVISION}{_QUANTISATION}")
+)
+_FILE_SUFFIXES = (".gguf", ".safetensors", ".json")
+
+
+@dataclass(frozen=True, slots=True)
+class HubName:
+    """A repository, one of its revisions and, of GGUF files, one quantisation or file name."""
+
+    repo_id: str
+    revision: str | None = None  # branch, tag or commit; the hub's main branch when unset
+    quantization: str | None = None  # such as Q4_K_M
+
+    @override
+    def __str__(self) -> str:
+        quantization = f":{self.quantization}" if self.quantization else ""
+        return f"{self.repo_id}{quantization}{f'@{self.revision}' if self.revision else ''}"
+
+
+def parse_hub_name(text: str) -> HubName:
+    """Parse ORG/NAME[:QUANTISATION][@REVISION]. Raises ConfigError."""
+    matches = (form.fullmatch(text) for form in _FORMS)
+    found = next((match for match in matches if match is not None), None)
+    repo_id = "" if found is None else found["repo_id"]
+    is_forbidden = len(repo_id) > _MAX_REPO_ID_LEN or "--" in repo_id or ".." in repo_id or repo_id.endswith(".git")
+    if found is None or is_forbidden or ".." in (found["revision"] or ""):
+        raise ConfigError(f"{text!r} is not the name of a model on a hub, {FORM}, or a short one (docs/models.md)")
+    return HubName(found["repo_id"], found["revision"], found["quantization"])
+
+
+def names_hub_model(text: str) -> bool:
+    """Return whether this names a model on a hub, and neither a file or folder that is here nor a file's path."""
+    if Path(text).exists():
+        return False
+    try:
+        name = parse_hub_name(text)
+    except ConfigError:
+        return False
+    return not name.repo_id.endswith(_FILE_SUFFIXES)
+
 
 DEFAULT_QUANTISATION = "Q4_K_M"
 TEXT_FILES = (
@@ -35,11 +86,9 @@ def wants_gguf(name: HubName, listed: Collection[str]) -> bool:
 
 
 def choose_text_files(name: HubName, listed: Collection[str]) -> list[str]:
-    """Return the existing ones of config, tokenizer, chat template, weight index and an encoder's modules.
-
-    Raises UnsafeWeights when the repository has weights in a pickle format only, ModelNotFound or UnsupportedModel
-    when it lacks weights, config.json or tokenizer.json. So nothing is downloaded of what cannot be served.
-    """
+    """Return config, tokenizer, chat template, weight index and modules, as far as they exist. Raises UnsafeWeights,
+    ModelNotFound, UnsupportedModel where weights, config.json or tokenizer.json are missing: nothing is downloaded
+    then."""
     if not _has_safetensors(listed):
         _refuse_weights(name, listed)
     missing = [file for file in _REQUIRED if file not in listed]
@@ -50,11 +99,8 @@ def choose_text_files(name: HubName, listed: Collection[str]) -> list[str]:
 
 
 def choose_gguf(name: HubName, listed: Collection[str]) -> list[str]:
-    """Return the GGUF file of the quantisation asked for, which may be a file's name as well; of a split one all parts.
-
-    When none is named: Q4_K_M, or the only file. Raises ModelNotFound naming the files that there are, or the part
-    that there is not.
-    """
+    """Return the GGUF file of a quantisation or of a file's name, with all its parts; without a name Q4_K_M, or the
+    only file. Raises ModelNotFound naming the existing files, or the missing part."""
     files = _gguf_files(listed)
     if name.quantization is None:
         found = _of_quantisation(DEFAULT_QUANTISATION, files) or files

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from alignedserve.config.sections import ModelSectionConfig
-from alignedserve.runtime.model.hub.hub_name import names_hub_model, parse_hub_name
-from alignedserve.runtime.model.hub.short_names import full_name
+from alignedserve.runtime.model.hub.file_choice import names_hub_model, parse_hub_name
+from alignedserve.runtime.model.named_models import full_name
 
 if TYPE_CHECKING:
     from alignedserve.runtime.model.hub.repository import Hub, Report
@@ -15,11 +15,8 @@ if TYPE_CHECKING:
 def with_local_model(
     section: ModelSectionConfig, report: "Report | None" = None, hub: "Hub | None" = None
 ) -> ModelSectionConfig:
-    """Download the section's model if it is on a hub, and put its folder or GGUF file into the section.
-
-    Clients call it by its name on the hub, or its short name, unless the section says otherwise. A path of this
-    machine and a built-in name are left as they are. Raises like Hub.fetch.
-    """
+    """Download a section's model from a hub, if it names one there, and put its path into the section. Clients call
+    it by its name on the hub, or its short name, unless the section has another. Raises like Hub.fetch."""
     full = full_name(section.path)
     if full != section.path:
         section = msgspec.structs.replace(

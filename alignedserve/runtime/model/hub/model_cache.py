@@ -11,7 +11,7 @@ from huggingface_hub.file_download import repo_folder_name
 
 from alignedserve.core.errors import ModelError, ModelNotFound, StorageError
 from alignedserve.gguf.file import SUFFIX, part_names
-from alignedserve.runtime.model.hub.hub_name import HubName
+from alignedserve.runtime.model.hub.file_choice import HubName
 from alignedserve.runtime.model.weight_index import INDEX_NAME, PICKLE_SUFFIXES, SINGLE_NAME, listed_shards
 
 _FOLDER_PREFIX = "models--"
@@ -42,10 +42,8 @@ def list_models(cache: Path | None = None) -> list[CachedModel]:
 
 
 def remove_model(name: HubName, cache: Path | None = None) -> int:
-    """Remove a model, or the one revision that is named, with its halves. Returns the bytes that this frees.
-
-    What other revisions share is kept. Raises ModelNotFound, StorageError.
-    """
+    """Remove a model, or its named revision, but nothing that other revisions share. Returns the freed bytes. Raises
+    ModelNotFound, StorageError."""
     cache = cache or Path(constants.HF_HUB_CACHE)
     models = [model for model in list_models(cache) if model.repo_id == name.repo_id]
     removed = [model for model in models if name.revision is None or name.revision in (model.commit, *model.revisions)]
@@ -72,7 +70,8 @@ def _only(found: HFCacheInfo, repo_id: str) -> HFCacheInfo:
 
 def _describe(repo: CachedRepoInfo, revision: CachedRevisionInfo) -> CachedModel:
     weights = _describe_weights(revision.snapshot_path)
-    halves = _num_bytes_of_halves(repo.repo_path) if weights.endswith(_INCOMPLETE) else 0
+    parts = (repo.repo_path / "blobs").glob("*.incomplete") if weights.endswith(_INCOMPLETE) else ()
+    halves = sum(path.stat().st_size for path in parts)
     return CachedModel(
         repo_id=repo.repo_id,
         commit=revision.commit_hash,
@@ -126,10 +125,6 @@ def _describe_gguf(path: Path) -> str:
     parts = [path.with_name(name) for name in part_names(path.name)]
     shown = path.name if len(parts) == 1 else f"{path.name} and {len(parts) - 1} more"
     return shown if all(part.exists() for part in parts) else f"{path.name} {_INCOMPLETE}"
-
-
-def _num_bytes_of_halves(folder: Path) -> int:
-    return sum(path.stat().st_size for path in (folder / "blobs").glob("*.incomplete"))
 
 
 def _num_bytes_in(folder: Path) -> int:

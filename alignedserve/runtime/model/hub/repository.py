@@ -33,8 +33,7 @@ from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]  # document
 
 from alignedserve.core.errors import AlignedServeError, ModelError, ModelNotFound, StorageError, StorageFull
 from alignedserve.runtime.model.hf_config import read_any_config
-from alignedserve.runtime.model.hub.file_choice import choose_gguf, choose_text_files, wants_gguf
-from alignedserve.runtime.model.hub.hub_name import HubName
+from alignedserve.runtime.model.hub.file_choice import HubName, choose_gguf, choose_text_files, wants_gguf
 from alignedserve.runtime.model.hub.resumed_download import Download, RemoteFile
 from alignedserve.runtime.model.weight_index import INDEX_NAME, SINGLE_NAME, listed_shards
 
@@ -47,7 +46,7 @@ _TIMEOUT_S = 20.0
 
 
 class Hub:
-    """A hub and the cache of what came from it. What is unset is as huggingface_hub has it from the environment."""
+    """A hub, and the cache of its files. Unset arguments are huggingface_hub's, from the environment."""
 
     def __init__(self, *, endpoint: str | None = None, cache: Path | None = None, token: str | None = None) -> None:
         self.endpoint = (endpoint or constants.ENDPOINT).rstrip("/")
@@ -56,12 +55,9 @@ class Hub:
         self._api = HfApi(endpoint=self.endpoint, token=token)
 
     def fetch(self, name: HubName, report: Report | None = None, *, has_weights: bool = True) -> Path:
-        """Return the folder of a model, or its GGUF file (the first part), downloading what is not here.
-
-        May be repeated and called by several processes at once; one that was killed is gone on with. Nothing of what
-        comes is executed. `has_weights=False` leaves safetensors out. Raises ModelError and its kinds when hub or
-        repository do not have what is needed, StorageFull when the disk does not take it.
-        """
+        """Return the folder of a model, or its GGUF file (the first part), downloading what is missing. Several
+        processes may do so at once; a killed one is continued. `has_weights=False` leaves safetensors out. Raises
+        ModelError and its kinds, StorageFull."""
         with explained(name, self.endpoint):
             commit = self._resolve(name)
             sizes = self._list(name, commit)
@@ -77,10 +73,7 @@ class Hub:
 
     def _resolve(self, name: HubName) -> str:
         return self._api.resolve_revision(
-            name.repo_id,
-            revision=name.revision,
-            cache_dir=self._cache,
-            local_files_only=constants.is_offline_mode(),
+            name.repo_id, revision=name.revision, cache_dir=self._cache, local_files_only=constants.is_offline_mode()
         ).resolved
 
     def _list(self, name: HubName, commit: str) -> dict[str, int]:
@@ -145,10 +138,10 @@ class Hub:
 
     def _look_up(self, name: HubName, commit: str, file: str, num_bytes: int) -> RemoteFile:
         url = huggingface_hub.hf_hub_url(name.repo_id, file, revision=commit, endpoint=self.endpoint)
-        found = huggingface_hub.get_hf_file_metadata(
+        metadata = huggingface_hub.get_hf_file_metadata(
             url, token=self._token, timeout=_TIMEOUT_S, endpoint=self.endpoint, retry_on_errors=True
         )
-        return RemoteFile(url, found.etag or "", num_bytes)
+        return RemoteFile(url, metadata.etag or "", num_bytes)
 
     def _folder(self, name: HubName, commit: str) -> Path:
         return self._cache / repo_folder_name(repo_id=name.repo_id, repo_type="model") / "snapshots" / commit

@@ -57,11 +57,8 @@ class RemoteFile:
 
 
 class Download:
-    """One download in progress, into a folder of blobs.
-
-    Calls `count` with the bytes of each part; a negative number takes back bytes that come again. `stop` ends it from
-    another thread.
-    """
+    """One download, into a folder of blobs. Calls `count` with the bytes of each part; a negative number takes bytes
+    back. `stop` ends it from another thread."""
 
     def __init__(
         self, file: RemoteFile, blobs: Path, *, count: Callable[[int], None], stop: threading.Event, token: str | None
@@ -74,12 +71,8 @@ class Download:
         self._token = token
 
     def run(self) -> None:
-        """Complete the file, check its digest and name it as a blob.
-
-        Processes that want the same file wait for the one that has it. Raises DownloadStopped, ModelError when what
-        comes is not the file, an error of httpx2 or huggingface_hub when it does not come, OSError when the disk
-        does not take it.
-        """
+        """Complete the file, check its digest and name it as a blob; a second process waits. Raises DownloadStopped,
+        ModelError for another file, OSError of the disk, errors of httpx2 and huggingface_hub."""
         with self._locked_part() as part:
             if part is None:
                 self._count(self._file.num_bytes)
@@ -97,10 +90,7 @@ class Download:
 
     @contextlib.contextmanager
     def _locked_part(self) -> Iterator[BufferedRandom | None]:
-        """Open the half for this process alone; None when the whole file is there.
-
-        The kernel takes the lock from a process that is killed.
-        """
+        """Open the half for this process alone; None: the whole file is there. A killed process loses the lock."""
         while not self._blob.exists():
             with self._part.open("a+b") as part:
                 self._wait_for_lock(part)

@@ -8,24 +8,23 @@ from collections.abc import Callable
 
 from alignedserve.core.errors import UnsupportedModel
 from alignedserve.core.json_fields import JsonFields
+from alignedserve.runtime.model.decoder.decoder_parts import CheckpointQuantization, QuantMethod, WeightScheme
 from alignedserve.runtime.model.hf_fields import MAX_WIDTH
-from alignedserve.runtime.model.quantized.scheme import CheckpointQuantization, QuantMethod, WeightScheme
 
 MAX_CONFIG_GROUPS = 64
 _MXFP4 = "mxfp4-pack-quantized"
 _NVFP4 = "nvfp4-pack-quantized"
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", _MXFP4, _NVFP4)
 _FLOAT8 = WeightScheme(8, is_float=True, has_8_bit_inputs=True)
+_MXFP4_SCHEME = WeightScheme(4, is_float=True, group_size=32)
+_BLOCK_SCHEME = WeightScheme(4, group_size=32, is_symmetric=False)
 _FLOAT_GROUPS = {_MXFP4: 32, _NVFP4: 16}  # of 4 bits
 _STRATEGIES = ("tensor", "channel", "group", "block")
 _BITS = (4, 8)
 
 
 def read_quantization(fields: JsonFields) -> CheckpointQuantization | None:
-    """Return how the weights are quantised; None: not at all.
-
-    Raises UnsupportedModel naming a method, format or option that is not supported, ModelError naming a wrong field.
-    """
+    """Return how the weights are quantised; None: not at all. Raises UnsupportedModel naming the option, ModelError."""
     names = ("quantization_config", "compression_config")
     section = next((section for name in names if (section := fields.section(name)) is not None), None)
     if section is None:
@@ -96,10 +95,6 @@ def _read_floats_of_4_bits(weights: JsonFields, form: str, *, is_float: bool) ->
     return WeightScheme(_require_bits(weights, (4,)), is_float=True, group_size=size)
 
 
-def _read_blocks(section: JsonFields) -> CheckpointQuantization:
-    return CheckpointQuantization(QuantMethod.BLOCKS, (WeightScheme(4, group_size=32, is_symmetric=False),))
-
-
 def _read_awq(section: JsonFields) -> CheckpointQuantization:
     _require(section, "version", ("gemm",), "gemm")
     _require_bits(section, (4,), "bits" if section.has("bits") else "w_bit")
@@ -137,10 +132,6 @@ def _read_fp8(section: JsonFields) -> CheckpointQuantization:
     )
 
 
-def _read_mxfp4(section: JsonFields) -> CheckpointQuantization:
-    return CheckpointQuantization(QuantMethod.MXFP4, (WeightScheme(4, is_float=True, group_size=32),))
-
-
 def _read_modelopt(section: JsonFields) -> CheckpointQuantization:
     is_nvfp4 = _require(section, "quant_algo", ("nvfp4", "fp8")) == "nvfp4"
     scheme = WeightScheme(4, is_float=True, group_size=_FLOAT_GROUPS[_NVFP4]) if is_nvfp4 else _FLOAT8
@@ -152,9 +143,9 @@ _READERS: dict[QuantMethod, Callable[[JsonFields], CheckpointQuantization]] = {
     QuantMethod.AWQ: _read_awq,
     QuantMethod.GPTQ: _read_gptq,
     QuantMethod.FP8: _read_fp8,
-    QuantMethod.MXFP4: _read_mxfp4,
+    QuantMethod.MXFP4: lambda _: CheckpointQuantization(QuantMethod.MXFP4, (_MXFP4_SCHEME,)),
     QuantMethod.MODELOPT: _read_modelopt,
-    QuantMethod.BLOCKS: _read_blocks,
+    QuantMethod.BLOCKS: lambda _: CheckpointQuantization(QuantMethod.BLOCKS, (_BLOCK_SCHEME,)),
 }
 
 

@@ -24,7 +24,12 @@ from typing import NamedTuple, Protocol
 
 from alignedserve.core.errors import ModelError
 from alignedserve.gguf.tensor_types import row_bytes
-from alignedserve.runtime.model.quantized.scheme import NVFP4_GROUP, CheckpointQuantization, QuantMethod, WeightScheme
+from alignedserve.runtime.model.decoder.decoder_parts import (
+    NVFP4_GROUP,
+    CheckpointQuantization,
+    QuantMethod,
+    WeightScheme,
+)
 from alignedserve.runtime.model.weight_index import TensorHeader
 
 _FLOATS = ("F32", "F16", "BF16")
@@ -35,7 +40,7 @@ BLOCK = 32  # inputs with a scale, where matrices are in blocks
 _SUPERBLOCK = 256
 
 
-class Packing(enum.Enum):
+class MatrixPacking(enum.Enum):
     """Forms in which the values of a matrix are stored."""
 
     ROWS = "weight_packed"
@@ -49,8 +54,8 @@ class Packing(enum.Enum):
     BLOCKS = "weight in blocks"
 
 
-IN_BLOCKS = (Packing.MXFP4, Packing.MXFP4_ROWS, Packing.BLOCKS)  # as products are computed with them
-_FLOATS_OF_4_BITS = (Packing.MXFP4, Packing.MXFP4_ROWS, Packing.NVFP4)
+IN_BLOCKS = (MatrixPacking.MXFP4, MatrixPacking.MXFP4_ROWS, MatrixPacking.BLOCKS)  # as products are computed with them
+_FLOATS_OF_4_BITS = (MatrixPacking.MXFP4, MatrixPacking.MXFP4_ROWS, MatrixPacking.NVFP4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +63,7 @@ class StoredMatrix:
     """A quantised matrix, as the headers of its tensors say."""
 
     module: str
-    packing: Packing
+    packing: MatrixPacking
     rows: int
     width: int
     scheme: WeightScheme
@@ -100,17 +105,15 @@ class _Expected(NamedTuple):
 def stored_matrix(
     headers: Headers, quantization: CheckpointQuantization, module: str, shape: tuple[int, int]
 ) -> StoredMatrix | None:
-    """Return the layout of a module's weight [rows, width]; None: it is not quantised.
-
-    Raises ModelError naming the tensor that does not fit the config.
-    """
+    """Return the layout of a module's weight [rows, width]; None: it is not quantised. Raises ModelError naming a
+    tensor."""
     packing = _packing(headers, quantization.method, module)
     if packing is None:
         return None
     problems = []
-    # Those with zero points first: others would fit as well.
+    # Schemes with zero points first: symmetric schemes would fit as well.
     for scheme in sorted(quantization.schemes, key=lambda scheme: scheme.is_symmetric):
-        if scheme.is_float != (packing is Packing.FLOAT8 or packing in _FLOATS_OF_4_BITS):
+        if scheme.is_float != (packing is MatrixPacking.FLOAT8 or packing in _FLOATS_OF_4_BITS):
             continue
         if scheme.is_float and (scheme.num_bits == 4) != (packing in _FLOATS_OF_4_BITS):
             continue
@@ -122,31 +125,31 @@ def stored_matrix(
     raise ModelError(problems[0] if problems else f"{module} has a {packing.value}, which no group of the config has.")
 
 
-def _packing(headers: Headers, method: QuantMethod, module: str) -> Packing | None:
+def _packing(headers: Headers, method: QuantMethod, module: str) -> MatrixPacking | None:
     weight = headers.header(f"{module}.weight")
     if method is QuantMethod.BLOCKS:
-        return Packing.BLOCKS if weight is not None and weight.dtype == "U8" else None
+        return MatrixPacking.BLOCKS if weight is not None and weight.dtype == "U8" else None
     if method is QuantMethod.MXFP4:
         stack, _ = member_of_stack(module)
-        return None if headers.header(f"{stack}_blocks") is None else Packing.MXFP4
+        return None if headers.header(f"{stack}_blocks") is None else MatrixPacking.MXFP4
     if method in (QuantMethod.AWQ, QuantMethod.GPTQ):
         found = headers.header(f"{module}.qweight") is not None
-        return (Packing.AWQ if method is QuantMethod.AWQ else Packing.GPTQ) if found else None
+        return (MatrixPacking.AWQ if method is QuantMethod.AWQ else MatrixPacking.GPTQ) if found else None
     packed = headers.header(f"{module}.weight_packed")
     if method is QuantMethod.COMPRESSED_TENSORS and packed is not None:
-        return Packing.ROWS if packed.dtype != "U8" else _of_4_bits(headers, module)
+        return MatrixPacking.ROWS if packed.dtype != "U8" else _of_4_bits(headers, module)
     if method is QuantMethod.MODELOPT and weight is not None and weight.dtype == "U8":
-        return Packing.NVFP4
+        return MatrixPacking.NVFP4
     if weight is None or (weight.dtype in _FLOATS and headers.header(f"{module}.weight_scale") is None):
         return None
     if weight.dtype in _FLOATS:
         raise ModelError(f"{module}.weight is {weight.dtype} and has scales: the checkpoint is not compressed.")
-    return Packing.FLOAT8 if weight.dtype.startswith("F8") else Packing.INT8
+    return MatrixPacking.FLOAT8 if weight.dtype.startswith("F8") else MatrixPacking.INT8
 
 
-def _of_4_bits(headers: Headers, module: str) -> Packing:
+def _of_4_bits(headers: Headers, module: str) -> MatrixPacking:
     scale = headers.header(f"{module}.weight_scale")
-    return Packing.NVFP4 if scale is not None and scale.dtype == _FLOAT8 else Packing.MXFP4_ROWS
+    return MatrixPacking.NVFP4 if scale is not None and scale.dtype == _FLOAT8 else MatrixPacking.MXFP4_ROWS
 
 
 def nvfp4_names(matrix: StoredMatrix) -> tuple[str, str, bool]:
@@ -154,10 +157,10 @@ def nvfp4_names(matrix: StoredMatrix) -> tuple[str, str, bool]:
 
 
 def _matrix(
-    headers: Headers, packing: Packing, scheme: WeightScheme, module: str, shape: tuple[int, int]
+    headers: Headers, packing: MatrixPacking, scheme: WeightScheme, module: str, shape: tuple[int, int]
 ) -> StoredMatrix:
-    order = {Packing.GPTQ: "g_idx", Packing.ROWS: "weight_g_idx"}.get(packing)
-    names = ("scales",) if packing in (Packing.AWQ, Packing.GPTQ) else ("weight_scale", "weight_scale_inv")
+    order = {MatrixPacking.GPTQ: "g_idx", MatrixPacking.ROWS: "weight_g_idx"}.get(packing)
+    names = ("scales",) if packing in (MatrixPacking.AWQ, MatrixPacking.GPTQ) else ("weight_scale", "weight_scale_inv")
     return StoredMatrix(
         module=module,
         packing=packing,
@@ -166,30 +169,30 @@ def _matrix(
         scheme=scheme,
         scale_name=next((name for name in names if headers.header(f"{module}.{name}") is not None), names[0]),
         order_name=order if order is not None and headers.header(f"{module}.{order}") is not None else None,
-        has_shape=packing is Packing.ROWS and headers.header(f"{module}.weight_shape") is not None,
+        has_shape=packing is MatrixPacking.ROWS and headers.header(f"{module}.weight_shape") is not None,
         is_modelopt=headers.header(f"{module}.weight_scale_2") is not None,
     )
 
 
 def _expected(matrix: StoredMatrix) -> list[_Expected]:
-    assert matrix.packing is not Packing.MXFP4, "see _problem_of_stack"
-    if matrix.packing is Packing.FLOAT8:
+    assert matrix.packing is not MatrixPacking.MXFP4, "see _problem_of_stack"
+    if matrix.packing is MatrixPacking.FLOAT8:
         return _expected_of_float8(matrix)
-    if matrix.packing in (Packing.AWQ, Packing.GPTQ):
+    if matrix.packing in (MatrixPacking.AWQ, MatrixPacking.GPTQ):
         return _expected_of_columns(matrix)
     rows, width, bits = matrix.rows, matrix.width, matrix.scheme.num_bits
-    if matrix.packing is Packing.BLOCKS:
+    if matrix.packing is MatrixPacking.BLOCKS:
         return [_Expected("weight", ((rows, block_bytes(width)),), ("U8",))]
-    if matrix.packing is Packing.MXFP4_ROWS:
+    if matrix.packing is MatrixPacking.MXFP4_ROWS:
         words = _Expected("weight_packed", ((rows, width // 2),), ("U8",))
         return [words, _Expected("weight_scale", ((rows, width // BLOCK),), ("U8",))]
-    if matrix.packing is Packing.NVFP4:
+    if matrix.packing is MatrixPacking.NVFP4:
         numbers, whole, _ = nvfp4_names(matrix)
         groups = _Expected("weight_scale", ((rows, width // NVFP4_GROUP),), (_FLOAT8,))
         return [_Expected(numbers, ((rows, width // 2),), ("U8",)), groups, _Expected(whole, ((1,), ()), ("F32",))]
     scales = _scale_shapes(matrix)
     expected = [_Expected("weight_scale", scales, _FLOATS)]
-    if matrix.packing is Packing.INT8:
+    if matrix.packing is MatrixPacking.INT8:
         zeros = [] if matrix.scheme.is_symmetric else [_Expected("weight_zero_point", scales, ("I8",))]
         return [_Expected("weight", ((rows, width),), ("I8",)), *expected, *zeros]
     expected.insert(0, _Expected("weight_packed", ((rows, _words(width, bits)),), _WORDS))
@@ -205,7 +208,7 @@ def _expected(matrix: StoredMatrix) -> list[_Expected]:
 
 def _expected_of_columns(matrix: StoredMatrix) -> list[_Expected]:
     rows, width, bits = matrix.rows, matrix.width, matrix.scheme.num_bits
-    is_awq = matrix.packing is Packing.AWQ
+    is_awq = matrix.packing is MatrixPacking.AWQ
     packed_shape = (width, _words(rows, bits)) if is_awq else (_words(width, bits), rows)
     expected = [
         _Expected("qweight", (packed_shape,), _WORDS),
@@ -232,9 +235,9 @@ def _scale_shapes(matrix: StoredMatrix) -> tuple[tuple[int, ...], ...]:
 def _first_problem(headers: Headers, matrix: StoredMatrix) -> str | None:
     if matrix.packing in IN_BLOCKS and matrix.width % BLOCK:
         return f"{matrix.module}: {matrix.width} inputs, which blocks of {BLOCK} do not fill."
-    if matrix.packing is Packing.NVFP4 and matrix.width % NVFP4_GROUP:
+    if matrix.packing is MatrixPacking.NVFP4 and matrix.width % NVFP4_GROUP:
         return f"{matrix.module}: {matrix.width} inputs, which groups of {NVFP4_GROUP} do not fill."
-    if matrix.packing is Packing.MXFP4:
+    if matrix.packing is MatrixPacking.MXFP4:
         return _problem_of_stack(headers, matrix)
     problems = (_problem(headers, matrix.module, expected) for expected in _expected(matrix))
     return next((problem for problem in problems if problem is not None), None)
@@ -245,13 +248,13 @@ def _problem_of_stack(headers: Headers, matrix: StoredMatrix) -> str | None:
     own = (matrix.rows, matrix.width // BLOCK)
     for suffix, shape in (("blocks", (*own, BLOCK // 2)), ("scales", own)):
         name = f"{stack}_{suffix}"
-        found = headers.header(name)
-        if found is None:
+        header = headers.header(name)
+        if header is None:
             return f"tensor {name} is missing."
-        if found.dtype != "U8":
-            return f"tensor {name} has dtype {found.dtype}, expected U8."
-        if found.shape[1:] != shape or number >= found.shape[0]:
-            return f"tensor {name} has shape {list(found.shape)}, expected more than {number} of {list(shape)}."
+        if header.dtype != "U8":
+            return f"tensor {name} has dtype {header.dtype}, expected U8."
+        if header.shape[1:] != shape or number >= header.shape[0]:
+            return f"tensor {name} has shape {list(header.shape)}, expected more than {number} of {list(shape)}."
     return None
 
 
@@ -275,11 +278,11 @@ def _words(count: int, bits: int) -> int:
 
 def _problem(headers: Headers, module: str, expected: _Expected) -> str | None:
     name = f"{module}.{expected.suffix}"
-    found = headers.header(name)
-    if found is None:
+    header = headers.header(name)
+    if header is None:
         return f"tensor {name} is missing."
-    if found.dtype not in expected.dtypes:
-        return f"tensor {name} has dtype {found.dtype}, expected {' or '.join(expected.dtypes)}."
-    if found.shape not in expected.shapes:
-        return f"tensor {name} has shape {list(found.shape)}, expected {list(expected.shapes[0])}."
+    if header.dtype not in expected.dtypes:
+        return f"tensor {name} has dtype {header.dtype}, expected {' or '.join(expected.dtypes)}."
+    if header.shape not in expected.shapes:
+        return f"tensor {name} has shape {list(header.shape)}, expected {list(expected.shapes[0])}."
     return None

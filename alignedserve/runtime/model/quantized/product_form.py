@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 from alignedserve.core.block_layout import DTYPE_BYTES
 from alignedserve.gguf.tensor_types import grouped_row_bytes, packed_row_bytes
-from alignedserve.runtime.model.quantized.layout import IN_BLOCKS, Packing, StoredMatrix, block_type
+from alignedserve.runtime.model.quantized.layout import IN_BLOCKS, MatrixPacking, StoredMatrix, block_type
 
 _HAS_KERNELS = find_spec("kernels._native") is not None
 _BLOCK = 32  # inputs of one block of the kernels
@@ -84,7 +84,7 @@ class Computing:
             return ProductForm.BLOCKS_4 if fills_blocks else ProductForm.UNPACKED
         if not scheme.is_symmetric:
             return ProductForm.UNPACKED
-        is_by_row = matrix.num_groups == 1 and matrix.packing is not Packing.GPTQ
+        is_by_row = matrix.num_groups == 1 and matrix.packing is not MatrixPacking.GPTQ
         if is_by_row and scheme.has_8_bit_inputs:
             return ProductForm.INT8
         if fills_blocks:
@@ -99,7 +99,7 @@ def _fills_blocks(matrix: StoredMatrix) -> bool:
 def _grouped_form(matrix: StoredMatrix) -> ProductForm:
     if matrix.packing in IN_BLOCKS:
         return ProductForm.GROUPS_OF_BLOCKS
-    if matrix.packing is Packing.NVFP4:
+    if matrix.packing is MatrixPacking.NVFP4:
         return ProductForm.UNPACKED if matrix.width % _BLOCK else ProductForm.GROUPS_NVFP4
     if not _fills_blocks(matrix):
         return ProductForm.UNPACKED
@@ -135,7 +135,7 @@ def form_bytes(matrix: StoredMatrix, form: ProductForm, dtype: str) -> int:
 
 
 def _type_of_blocks(matrix: StoredMatrix) -> str:
-    return block_type(matrix.width) if matrix.packing is Packing.BLOCKS else "MXFP4"
+    return block_type(matrix.width) if matrix.packing is MatrixPacking.BLOCKS else "MXFP4"
 
 
 def inputs_together(matrix: StoredMatrix) -> int:

@@ -5,22 +5,110 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from alignedserve.core.errors import ModelError
-from alignedserve.runtime.model.quantized.layout import IN_BLOCKS, Packing, StoredMatrix, has_weight, stored_matrix
-from alignedserve.runtime.model.quantized.nvfp4 import read_nvfp4_groups, unpacked_nvfp4
+from alignedserve.runtime.model.decoder.decoder_parts import NVFP4_GROUP, CheckpointQuantization, QuantMethod
+from alignedserve.runtime.model.quantized.layout import (
+    IN_BLOCKS,
+    MatrixPacking,
+    StoredMatrix,
+    block_type,
+    has_weight,
+    member_of_stack,
+    nvfp4_names,
+    stored_matrix,
+)
 from alignedserve.runtime.model.quantized.product_form import Computing, ProductForm, inputs_together
-from alignedserve.runtime.model.quantized.scheme import CheckpointQuantization, QuantMethod
-from alignedserve.runtime.model.quantized.stored_blocks import read_blocks
-from alignedserve.runtime.model.weight_names import ParameterNames
 from alignedserve.runtime.model.weights.packed_products import BlockRows, Float8Rows, GroupedRows, Int8Rows, Rows
 from alignedserve.runtime.model.weights.safetensors_source import SafetensorsSource
+from alignedserve.runtime.model.weights.weight_source import WeightSource
 from kernels.cpu.int8_linear import has_int8_products
 from kernels.cpu.packed_linear import FileRows
 from kernels.narrow.float8_linear import has_float8_products
 from kernels.narrow.grouped_linear import GroupedWeight, Numbers
-from kernels.weight_blocks.block_formats import dequantize
+from kernels.weight_blocks.block_formats import dequantize, has_finite_scales
 from kernels.weight_blocks.block_groups import grouped_blocks
+from kernels.weight_blocks.block_values import FLOATS_OF_4_BITS
+
+_MXFP4 = "MXFP4"
+
+
+def read_blocks(matrix: StoredMatrix, source: SafetensorsSource) -> BlockRows:
+    """Read a matrix; of an expert's nothing of the others in its tensor is read. Raises ModelError."""
+    if matrix.packing is MatrixPacking.BLOCKS:
+        type_name, name = block_type(matrix.width), f"{matrix.module}.weight"
+        rows = source.stored(name)
+    else:
+        type_name, (name, blocks, scales) = _MXFP4, _mxfp4(matrix, source)
+        rows = block_rows(blocks, scales)
+    if not has_finite_scales(rows, type_name):
+        raise ModelError(f"{name} holds numbers that are not finite.")
+    return BlockRows(rows, type_name, matrix.width)
+
+
+def _mxfp4(matrix: StoredMatrix, source: SafetensorsSource) -> tuple[str, Tensor, Tensor]:
+    if matrix.packing is MatrixPacking.MXFP4:
+        stack, number = member_of_stack(matrix.module)
+        name = f"{stack}_scales"
+        return name, source.stored_member(f"{stack}_blocks", number), source.stored_member(name, number)
+    name = f"{matrix.module}.weight_scale"
+    return name, source.stored(f"{matrix.module}.weight_packed").view(matrix.rows, -1, 16), source.stored(name)
+
+
+def block_rows(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Join blocks [rows, n, 16] of neighbours, and scales [rows, n], to rows [rows, n * 17]: each scale, then its
+    bytes."""
+    return torch.cat((scales[..., None], apart(blocks)), dim=-1).flatten(1)
+
+
+def apart(blocks: Tensor) -> Tensor:
+    """Return blocks [rows, n, 16] of 32 floats, neighbours in each byte, with the first 16 in lower halves."""
+    halves = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)  # [rows, n, 32]
+    return halves[..., :16] | halves[..., 16:] << 4
+
+
+_PIECE_VALUES = 1 << 22
+_FLOATS = torch.from_numpy(FLOATS_OF_4_BITS)
+
+
+class _Parts(NamedTuple):
+    words: Tensor  # uint8 [rows, width / 2]
+    scales: Tensor  # FP8 [rows, width / 16]
+    whole: Tensor  # float32, by which scales are multiplied
+
+
+def unpacked_nvfp4(matrix: StoredMatrix, read: Callable[[str], Tensor], dtype: torch.dtype) -> Tensor:
+    """Return the values [rows, width], computed in float32. Raises ModelError for scales that are not finite."""
+    words, scales, whole = _read(matrix, read)
+    values = torch.empty((matrix.rows, matrix.width), dtype=dtype)
+    step = max(1, _PIECE_VALUES // matrix.width)
+    for first in range(0, matrix.rows, step):
+        part = words[first : first + step]
+        numbers = _FLOATS[torch.stack((part & 15, part >> 4), dim=-1).flatten(1).int()]
+        sizes = scales[first : first + step].float() * whole
+        values[first : first + step] = (numbers.view(len(part), -1, NVFP4_GROUP) * sizes[:, :, None]).flatten(1)
+    return values
+
+
+def read_nvfp4_groups(matrix: StoredMatrix, read: Callable[[str], Tensor]) -> GroupedRows:
+    """Read a matrix as GPUs multiply by it. Raises ModelError for scales that are not finite."""
+    words, scales, whole = _read(matrix, read)
+    words = apart(words.view(matrix.rows, -1, NVFP4_GROUP)).flatten(1)
+    factors = whole.expand(matrix.rows).clone()
+    return GroupedRows(GroupedWeight(Numbers.NVFP4, words, scales.view(torch.uint8), None, factors))
+
+
+def _read(matrix: StoredMatrix, read: Callable[[str], Tensor]) -> _Parts:
+    words_name, whole_name, is_divisor = nvfp4_names(matrix)
+    words, whole = read(f"{matrix.module}.{words_name}"), read(f"{matrix.module}.{whole_name}").float().reshape(())
+    scales = read(f"{matrix.module}.weight_scale")
+    whole = whole.reciprocal() if is_divisor else whole
+    for name, found in (("weight_scale", scales.float()), (whole_name, whole)):
+        if not bool(found.isfinite().all()):
+            raise ModelError(f"{matrix.module}.{name} holds numbers that are not finite.")
+    return _Parts(words, scales, whole)
+
 
 Read = Callable[[str], Tensor]  # of a tensor by its full name, as it is stored
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # in a word, of outputs 0 to 7
@@ -141,7 +229,12 @@ def _outputs_in_order(words: Tensor) -> Tensor:
     return numbers.flatten(0, 1)
 
 
-_READERS = {Packing.ROWS: _rows_of_words, Packing.INT8: _bytes, Packing.GPTQ: _gptq, Packing.AWQ: _awq}
+_READERS = {
+    MatrixPacking.ROWS: _rows_of_words,
+    MatrixPacking.INT8: _bytes,
+    MatrixPacking.GPTQ: _gptq,
+    MatrixPacking.AWQ: _awq,
+}
 
 
 def _spread(words: Tensor, bits: int) -> Tensor:
@@ -156,7 +249,7 @@ def _by_row(stored: Tensor, matrix: StoredMatrix) -> Tensor:
 
 def _scales(matrix: StoredMatrix, read: Read) -> Tensor:
     scales = _read_scales(matrix, read)
-    if matrix.packing in (Packing.AWQ, Packing.GPTQ):
+    if matrix.packing in (MatrixPacking.AWQ, MatrixPacking.GPTQ):
         return scales.T.contiguous()
     return _by_row(scales, matrix).contiguous()
 
@@ -182,59 +275,53 @@ def _groups(matrix: StoredMatrix, read: Read) -> Tensor:
     return groups
 
 
-class QuantizedSource:
+class QuantizedSource(WeightSource):
     """The tensors of one folder, in the dtype and on the device of `plain`."""
 
     def __init__(
-        self,
-        plain: SafetensorsSource,
-        quantization: CheckpointQuantization,
-        names: ParameterNames,
-        *,
-        unpacks_all: bool = False,
+        self, plain: SafetensorsSource, quantization: CheckpointQuantization, *, unpacks_all: bool = False
     ) -> None:
-        self.names = names
-        self.dtype = plain.dtype
-        self._plain = plain
-        self._quantization = quantization
-        self._unpacks_all = unpacks_all
+        """`unpacks_all`: no product is computed with packed weights, for comparison."""
+        super().__init__(plain.dtype, plain.device)
+        self._plain, self._quantization, self._unpacks_all = plain, quantization, unpacks_all
         has_float8 = has_float8_products(plain.device)
         self._computing = Computing(plain.device.type, str(plain.dtype).removeprefix("torch."), has_float8)
 
+    @override
     def has(self, name: str) -> bool:
         return has_weight(self._plain.index, name)
 
+    @override
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return the tensor, unpacked, converted and moved. Raises ModelError naming it."""
         if self._quantization.method is QuantMethod.MXFP4:  # of floats, such matrices lie [inputs, outputs]
             turned = self._matrix(name, shape[::-1])
             if turned is None:
                 return self._plain.tensor(name, shape)
-            return self._unpacked_blocks(turned).T.to(self._plain.device)
+            return self._unpacked_blocks(turned).T.to(self.device)
         matrix = self._matrix(name, shape)
         if matrix is None:
             return self._plain.tensor(name, shape)
         if matrix.packing in IN_BLOCKS:
             values = self._unpacked_blocks(matrix)
-        elif matrix.packing is Packing.NVFP4:
+        elif matrix.packing is MatrixPacking.NVFP4:
             values = unpacked_nvfp4(matrix, self._plain.stored, self.dtype)
-        elif matrix.packing is Packing.FLOAT8:
+        elif matrix.packing is MatrixPacking.FLOAT8:
             values = unpacked_float8(matrix, read_float8(matrix, self._plain.stored), self.dtype)
         else:
             integers = read_integers(matrix, self._plain.stored, self._quantization.zero_offset)
             values = unpacked_integers(integers, self.dtype)
-        return values.to(self._plain.device)
+        return values.to(self.device)
 
     def _unpacked_blocks(self, matrix: StoredMatrix) -> Tensor:
         blocks = read_blocks(matrix, self._plain)
         return dequantize(blocks.rows, blocks.type_name).to(self.dtype)
 
+    @override
     def exact(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return a tensor that is not quantised, in float32. Raises ModelError naming it."""
         return self._plain.exact(name, shape)
 
+    @override
     def packed(self, name: str, shape: tuple[int, ...]) -> Rows | None:
-        """Return the matrix as products are computed with it; None when it is to be unpacked. Raises ModelError."""
         matrix = None if self._unpacks_all else self._matrix(name, shape)
         form = ProductForm.UNPACKED if matrix is None else self._computing.form_of(matrix)
         if matrix is None or form is ProductForm.UNPACKED or (form is ProductForm.INT8 and not has_int8_products()):
@@ -246,16 +333,17 @@ class QuantizedSource:
             packed = blocks = read_blocks(matrix, self._plain)
             if form is ProductForm.GROUPS_OF_BLOCKS:
                 packed = GroupedRows(grouped_blocks(blocks.rows, blocks.type_name))
-        elif matrix.packing is Packing.FLOAT8:
+        elif matrix.packing is MatrixPacking.FLOAT8:
             packed = packed_float8(matrix, read_float8(matrix, self._plain.stored), form)
         else:
             integers = read_integers(matrix, self._plain.stored, self._quantization.zero_offset)
             packed = packed_integers(matrix, integers, form)
-        return packed.moved(self._plain.device) if isinstance(packed, Float8Rows | GroupedRows) else packed
+        return packed.moved(self.device) if isinstance(packed, Float8Rows | GroupedRows) else packed
 
+    @override
     def file_rows(self, name: str, shape: tuple[int, int]) -> FileRows | None:
-        """Return where a matrix that is not quantised lies; None for others. Raises ModelError naming it."""
-        return self._plain.file_rows(name, shape) if self._matrix(name, shape) is None else None
+        is_plain = not self._unpacks_all and self._matrix(name, shape) is None
+        return self._plain.file_rows(name, shape) if is_plain else None
 
     def _matrix(self, name: str, shape: tuple[int, ...]) -> StoredMatrix | None:
         if len(shape) != 2 or not name.endswith(_WEIGHT):

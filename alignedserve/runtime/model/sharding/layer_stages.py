@@ -104,10 +104,7 @@ def _weights_of(config: ModelConfig, layer: int, head: int) -> int:
 
 
 def _ends(weights: Sequence[int], size: int, head: int, attending: Sequence[int]) -> tuple[int, ...]:
-    """Return where each stage ends: of the divisions whose heaviest stage is lightest, the one with early ends.
-
-    Each has one at least of the layers `attending`.
-    """
+    """Return the ends of stages, each with an attending layer, whose heaviest stage is lightest; ties: early ends."""
     count = len(weights)
     sums = [0]
     num_attending = [sum(layer < end for layer in attending) for end in range(count + 1)]

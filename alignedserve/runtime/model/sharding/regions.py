@@ -3,6 +3,9 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.sharding.tensor_shard import Span, TensorShard
 from alignedserve.runtime.model.weight_names import ParameterNames, find_head, find_prefix
@@ -19,18 +22,28 @@ class Region(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the shape of the whole tensor."""
         return (self.num_rows,) if self.width is None else (self.num_rows, self.width)
 
 
 def shard_regions(
     config: ModelConfig, names: ParameterNames, has: Callable[[str], bool], shard: TensorShard
 ) -> dict[str, Region]:
-    """Return the regions of tensors that the rank reads in part; it reads other tensors whole.
-
-    `config` of the whole model; `has`: whether there is a tensor of a name.
-    """
+    """Return the regions of tensors that the rank reads in part. `config` of the whole model; `has`: a tensor
+    exists."""
     return dict(_ModelRegions(config, names, has, shard).regions())
+
+
+def tensor_region(tensor: Tensor, region: Region) -> Tensor:
+    part = chosen_rows(tensor, region)
+    if region.columns is not None:
+        part = part[:, region.columns.start : region.columns.stop]
+    return part.clone(memory_format=torch.contiguous_format) if region.is_held else torch.zeros_like(part)
+
+
+def chosen_rows(rows: Tensor, region: Region) -> Tensor:
+    """Return the region's rows of a tensor that has all; a view where they lie one after another."""
+    parts = [rows[span.start : span.stop] for span in region.rows]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class _ModelRegions:
@@ -95,8 +108,8 @@ class _ModelRegions:
 def _by_rows(
     modules: Sequence[str], spans: Sequence[Span], widths: Sequence[int], in_width: int
 ) -> Iterator[tuple[str, Region]]:
-    """Yield weights and biases of modules that have a part each, or of a single one that has all parts below each
-    other; `widths`: rows of the whole parts."""
+    """Yield weights and biases of modules with a part each, or of a single module with all parts; `widths`: rows of
+    whole parts."""
     if len(modules) == len(spans):
         parts: list[tuple[int, tuple[Span, ...]]] = [
             (width, (span,)) for width, span in zip(widths, spans, strict=True)

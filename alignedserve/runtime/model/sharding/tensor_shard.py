@@ -12,7 +12,7 @@ from alignedserve.runtime.model.decoder.decoder_parts import HeadNormKind
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.families.table import FAMILIES
 
-MAX_RANKS = 64
+MAX_RANKS = MAX_SHARES = 64
 # Inner widths are divided at multiples of one of these, so that blocks of packed weights stay whole.
 _UNITS = (256, 128, 64, 32, 16, 8, 4, 2, 1)
 _MOST_UNEVEN = 1.07  # the largest share, by the mean one
@@ -107,15 +107,12 @@ def _obstacle(config: ModelConfig, size: int) -> str | None:
         return f"the model's {heads} attention heads cannot be divided among {size} ranks"
     if kv_heads % size and size % kv_heads:
         return f"the model's {kv_heads} key heads can be neither divided among {size} ranks nor shared by equally many"
-    widths = [config.intermediate_size, *(_expert_widths(config))]
+    experts = config.experts
+    widths = [config.intermediate_size]
+    widths += [] if experts is None else [width for width in (experts.intermediate_size, experts.shared_size) if width]
     if min(*widths, config.vocab_size) < size:
         return f"the model is narrower than {size} ranks"
     return None
-
-
-def _expert_widths(config: ModelConfig) -> list[int]:
-    experts = config.experts
-    return [] if experts is None else [width for width in (experts.intermediate_size, experts.shared_size) if width]
 
 
 def _even(count: int, shard: TensorShard) -> Span:
@@ -126,3 +123,39 @@ def _even(count: int, shard: TensorShard) -> Span:
 def _suits(width: int, unit: int, size: int) -> bool:
     count, rest = divmod(width, unit)
     return unit == 1 or (not rest and -(-count // size) * size <= count * _MOST_UNEVEN)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertShare:
+    """One of `size` processes; the first is the worker's, which has all but experts as well."""
+
+    index: int
+    size: int
+
+    def experts(self, num_experts: int) -> range:
+        """Return the experts of a layer that it has, whole."""
+        return range(num_experts * self.index // self.size, num_experts * (self.index + 1) // self.size)
+
+
+def check_expert_parallel(config: ModelConfig, size: int, num_others: int, device: str) -> None:
+    """Raise ConfigError unless so many processes can share the experts. `num_others`: ranks or stages of the worker."""
+    if size == 1:
+        return
+    setting = f"engine.expert_parallel is {size}, but"
+    if config.experts is None:
+        raise ConfigError(f"{setting} the model has no experts; leave it out, or set engine.tensor_parallel")
+    if num_others > 1:
+        raise ConfigError(
+            f"{setting} engine.tensor_parallel or engine.pipeline_parallel is {num_others}, and ranks and stages have "
+            "parts of all experts or all of some layers; set one of them to 1"
+        )
+    if device.startswith("cuda"):
+        raise ConfigError(
+            f"{setting} experts are shared by processes on CPUs alone, not on {device}: a GPU computes all of a layer "
+            "together; set it to 1, or engine.tensor_parallel higher"
+        )
+    if not 1 <= size <= min(config.experts.num_experts, MAX_SHARES):
+        raise ConfigError(
+            f"{setting} a layer's {config.experts.num_experts} experts are whole in one process each; set it to "
+            f"{min(config.experts.num_experts, MAX_SHARES)} at most"
+        )

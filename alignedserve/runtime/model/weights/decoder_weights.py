@@ -1,4 +1,4 @@
-"""The weights of a decoder as it runs with them."""
+"""The weights of a decoder, ready to run."""
 
 import math
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
-from alignedserve.runtime.model.weights.row_lookup import RowLookup
+from alignedserve.runtime.model.weights.weight_source import RowLookup
 from kernels.feed_forward import ExpertsBeside, FeedForwardPart
 from kernels.layer_embeddings import LayerEmbeddings, LayerEnd
 from kernels.linear import AdaptableProjection, Projection
@@ -57,7 +57,6 @@ class DecoderWeights:
 
     @property
     def layer_projections(self) -> tuple[Projection, ...]:
-        """Return the products that every token passes, in order."""
         return tuple(product for layer in self.layers for product in _layer_products(layer))
 
 
@@ -73,8 +72,8 @@ def _products(mlp: FeedForwardPart | Projection | None) -> tuple[Projection, ...
 
 
 def leave_rounded_rows_unwritten(weights: DecoderWeights, config: ModelConfig) -> None:
-    """Let norms and gates write no more than what products in FP8 read: of a model that no request has adapters for,
-    which are multiplied by the rows themselves."""
+    """Let norms and gates write only what FP8 products read: no request has adapters, which read the rows
+    themselves."""
     embedding = weights.embedding
     unread = torch.full((1, 1), math.nan, dtype=embedding.dtype, device=embedding.device)
     for layer in weights.layers if config.is_norm_first else ():

@@ -6,9 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from alignedserve.runtime.model.decoder.layer_extras import LayerExtras
-from alignedserve.runtime.model.decoder.layer_geometry import inner_size
-from alignedserve.runtime.model.decoder.model_config import ModelConfig
+from alignedserve.runtime.model.decoder.decoder_parts import LayerExtras
+from alignedserve.runtime.model.decoder.model_config import ModelConfig, inner_size
 from alignedserve.runtime.model.weight_names import ParameterNames, own_products
 from alignedserve.runtime.model.weights.product_reader import ProductReader
 from kernels.activation import Gated
@@ -22,7 +21,7 @@ from kernels.sparse_gates import SparseFeedForward
 from kernels.streams import Laurel, StreamEnds, StreamMix
 
 
-class LayerParts(NamedTuple):
+class ExtraParts(NamedTuple):
     """What a layer has beyond attention and feed-forward part."""
 
     end: LayerEnd
@@ -78,7 +77,7 @@ class ExtraReader:
         before, behind = (self._norm(prefix + name) for name in self._own.expert_norms)
         return ExpertsBeside(self._norm(prefix + self._own.dense_norm), experts, (before, behind))
 
-    def parts(self, prefix: str) -> LayerParts:
+    def parts(self, prefix: str) -> ExtraParts:
         extras, own, width = self._extras, self._own, self._config.hidden_size
         gate = None
         if extras.embedding_width:
@@ -89,7 +88,7 @@ class ExtraReader:
                 self._gated(),
             )
         scale = self._read.tensor(prefix + own.scale, 1) if extras.has_scales else None
-        return LayerParts(LayerEnd(gate, scale), self._streams(prefix) if extras.num_streams > 1 else None)
+        return ExtraParts(LayerEnd(gate, scale), self._streams(prefix) if extras.num_streams > 1 else None)
 
     def _streams(self, prefix: str) -> StreamMix:
         extras, own, width, count = self._extras, self._own, self._config.hidden_size, self._extras.num_streams

@@ -6,17 +6,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from alignedserve.runtime.model.decoder.decoder_parts import ExpertConfig, Scoring
-from alignedserve.runtime.model.decoder.layer_geometry import inner_size
-from alignedserve.runtime.model.decoder.model_config import ModelConfig
-from alignedserve.runtime.model.decoder.product_multipliers import ProductMultipliers
-from alignedserve.runtime.model.sharding.expert_shares import ExpertShare
+from alignedserve.runtime.model.decoder.decoder_parts import ExpertConfig, ProductMultipliers, Scoring
+from alignedserve.runtime.model.decoder.model_config import ModelConfig, inner_size
+from alignedserve.runtime.model.sharding.tensor_shard import ExpertShare
 from alignedserve.runtime.model.weight_names import ParameterNames
-from alignedserve.runtime.model.weights.exact_tensors import exact_tensor
-from alignedserve.runtime.model.weights.head_order import gates_first
-from alignedserve.runtime.model.weights.packed_experts import ExpertPart, grouped_experts
-from alignedserve.runtime.model.weights.product_reader import Nonlinearity, ProductReader
-from alignedserve.runtime.model.weights.scaled_products import ScaledModule, scaled_product
+from alignedserve.runtime.model.weights.packed_products import Float8Rows, GroupedRows, Rows, are_alike
+from alignedserve.runtime.model.weights.product_reader import (
+    Nonlinearity,
+    ProductReader,
+    ScaledModule,
+    gates_first,
+    scaled_product,
+)
 from kernels.activation import Activated, Gated
 from kernels.feed_forward import (
     DividedExperts,
@@ -30,18 +31,94 @@ from kernels.feed_forward import (
     WithSharedExpert,
 )
 from kernels.linear import Linear, Projection
+from kernels.narrow.grouped_linear import GROUPS, GroupedWeight, Numbers, SortedLinear, joined_weights
 from kernels.norm import RmsNorm
 from kernels.sorted_experts import ExpertWeights, SortedExperts, stacked_experts
+
+
+class ExpertPart(NamedTuple):
+    """One module of an expert, or a part of it."""
+
+    rows: Rows
+    bias: Tensor | None = None  # in the dtype of the model
+
+
+def grouped_experts(
+    router: Router,
+    experts: Sequence[tuple[Sequence[ExpertPart], ExpertPart]],
+    gated: Gated | Activated,
+    *,
+    scales_inputs: bool = False,
+) -> SortedExperts | None:
+    """Return the mixture of experts, each with the parts of its first product and its second one; None: forms
+    differ."""
+    gate_up = _products([parts for parts, _ in experts], gated.dtype)
+    down = _products([[last] for _, last in experts], gated.dtype)
+    if gate_up is None or down is None:
+        return None
+    return SortedExperts(router, gate_up, down[0], gated, scales_inputs=scales_inputs)
+
+
+def _products(experts: Sequence[Sequence[ExpertPart]], dtype: torch.dtype) -> list[SortedLinear] | None:
+    """Return one product of all experts, or one for each part where an expert's parts differ; None: forms do not
+    allow it."""
+    parts = [[_grouped(part.rows) for part in expert] for expert in experts]
+    joined = [_joined(own) for own in parts]
+    if all(own is not None for own in joined):
+        products = [_product(joined, _biases([part for expert in experts for part in expert], len(experts)), dtype)]
+    else:
+        of_parts = zip(zip(*parts, strict=True), zip(*experts, strict=True), strict=True)
+        products = [_product(rows, _biases(own, len(experts)), dtype) for rows, own in of_parts]
+    made = [product for product in products if product is not None]
+    return made if len(made) == len(products) else None
+
+
+def _biases(parts: Sequence[ExpertPart], num_experts: int) -> Tensor | None:
+    biases = [part.bias for part in parts if part.bias is not None]
+    return torch.cat(biases).view(num_experts, -1) if biases else None
+
+
+def _joined(parts: Sequence[GroupedRows | None]) -> GroupedRows | None:
+    grouped = [part for part in parts if part is not None]
+    if len(grouped) < len(parts) or not are_alike(grouped):
+        return None
+    return GroupedRows(joined_weights([part.weight for part in grouped]), grouped[0].order)
+
+
+def _product(experts: Sequence[GroupedRows | None], bias: Tensor | None, dtype: torch.dtype) -> SortedLinear | None:
+    grouped = [expert for expert in experts if expert is not None]
+    if len(grouped) < len(experts) or any(rows.kind != grouped[0].kind for rows in grouped):
+        return None
+    weight = joined_weights([rows.weight for rows in grouped], torch.stack)
+    orders = None
+    if any(rows.order is not None for rows in grouped):
+        as_they_come = torch.arange(weight.in_width, device=weight.words.device)
+        orders = torch.stack([as_they_come if rows.order is None else rows.order for rows in grouped])
+    return SortedLinear(weight, orders, bias, dtype=dtype)
+
+
+def _grouped(rows: Rows) -> GroupedRows | None:
+    if isinstance(rows, GroupedRows):
+        return rows
+    if not isinstance(rows, Float8Rows):
+        return None
+    width = rows.rows.shape[1]
+    group = next((size for size in reversed(GROUPS) if width % size == 0), None)
+    if group is None:
+        return None
+    scales = rows.scales.float()[:, None].expand(-1, width // group)
+    return GroupedRows(GroupedWeight(Numbers.FLOAT8, rows.rows.view(torch.uint8), scales, None))
+
 
 LayerExperts = dict[int, Sequence[Projection]]  # by layer, those of one process in order
 
 
 class ExpertReading(NamedTuple):
-    """What one of several processes that share the experts reads of them."""
+    """The experts that one of several processes reads."""
 
     share: ExpertShare
     elsewhere: Callable[[int], Sequence[ExpertsElsewhere]] = lambda _: ()  # of a layer
-    reads_all: bool = False  # others as well, and drops them: of a source whose tensors come in order
+    reads_all: bool = False  # and drops other experts: a random source draws in order
 
 
 class FeedForwardReader:
@@ -117,7 +194,7 @@ class FeedForwardReader:
 
     def _correction(self, prefix: str, experts: ExpertConfig) -> Tensor:
         name, shape = self._names.router_correction, (experts.num_experts,)
-        return exact_tensor(self._read.source, prefix + name, shape) if name else torch.zeros(shape)
+        return self._read.source.exact(prefix + name, shape) if name else torch.zeros(shape)
 
     def read_own(self, prefix: str, experts: ExpertConfig, layer: int) -> Sequence[Projection]:
         """Read this process's experts of a layer; they are in `own` from then on."""
@@ -165,21 +242,19 @@ class FeedForwardReader:
     def _stacked(
         self, modules: Sequence[Sequence[str]], rows: int, width: int, experts: ExpertConfig, *, has_gates: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Return one product of all experts, unpacked: weights [experts, columns, width] and biases [experts, columns].
-
-        `modules`: of each expert, `rows` columns each. `has_gates`: columns are gates and ups.
-        """
+        """Return one product of all experts: weights [experts, columns, width]. `has_gates`: columns are gates and
+        ups."""
         names, tensor = self._names, self._read.tensor
         weights, biases = list[Tensor](), list[Tensor]()
         in_turn = has_gates and names.interleaves_gates
-        for own in modules:
+        for module in modules:
             if names.transposes_experts:
-                parts = [tensor(f"{name}.weight", width, rows).T for name in own]
+                parts = [tensor(f"{name}.weight", width, rows).T for name in module]
             else:
-                parts = [tensor(f"{name}.weight", rows, width) for name in own]
+                parts = [tensor(f"{name}.weight", rows, width) for name in module]
             weights.append(gates_first(torch.cat(parts)) if in_turn else torch.cat(parts))
             if experts.has_bias:
-                bias = torch.cat([tensor(f"{name}.bias", rows) for name in own])
+                bias = torch.cat([tensor(f"{name}.bias", rows) for name in module])
                 biases.append(gates_first(bias) if in_turn else bias)
         return torch.stack(weights), torch.stack(biases) if biases else None
 

@@ -1,7 +1,7 @@
 """Products with weights that stay packed as their file has them, for modules that read the same input."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +28,6 @@ class BlockRows(NamedTuple):
     order: Tensor | None = None  # of inputs: int64 [in_width]; None: as they come
 
     def changed(self, change: RowChange) -> "BlockRows":
-        """Return the weight with its rows in another order."""
         return self._replace(rows=change(self.rows))
 
 
@@ -49,11 +48,9 @@ class Float8Rows(NamedTuple):
     scales: Tensor  # float32 [rows]
 
     def changed(self, change: RowChange) -> "Float8Rows":
-        """Return the weight with its rows in another order."""
         return Float8Rows(change(self.rows.view(torch.uint8)).view(self.rows.dtype), change(self.scales))
 
     def moved(self, device: torch.device) -> "Float8Rows":
-        """Return the weight on a device."""
         return Float8Rows(self.rows.to(device), self.scales.to(device))
 
 
@@ -70,16 +67,14 @@ class GroupedRows(NamedTuple):
 
     @property
     def kind(self) -> tuple[Numbers, int, bool]:
-        """Return what weights that are multiplied together share: the form of numbers, the inputs of a group, and
-        whether it has a minimum."""
+        """Return the form of numbers, the inputs of a group, and whether it has a minimum: alike where products are
+        joined."""
         return self.weight.numbers, self.weight.group, self.weight.minima is not None
 
     def changed(self, change: RowChange) -> "GroupedRows":
-        """Return the weight with its rows in another order."""
         return self._replace(weight=self.weight.changed(change))
 
     def moved(self, device: torch.device) -> "GroupedRows":
-        """Return the weight on a device."""
         order = None if self.order is None else self.order.to(device)
         return GroupedRows(self.weight.changed(lambda part: part.to(device)), order)
 
@@ -112,10 +107,8 @@ def packed_product(
     *,
     has_few_rows: bool = False,
 ) -> AdaptableProjection:
-    """Return the product with the stacked weights, then the nonlinearity; gates in the first half of all rows.
-
-    `has_few_rows`: no weight is unpacked for many rows of inputs.
-    """
+    """Return the product with the stacked weights, then the nonlinearity. `has_few_rows`: no weight is ever
+    unpacked."""
     if are_alike(parts):
         return _single(_stacked(parts), bias, _Then(dtype, activation, is_gated, has_few_rows))
     sizes = [len(part.rows) for part in parts]
@@ -166,40 +159,19 @@ def _stacked(parts: Sequence[Rows]) -> Rows:
 
 
 def _single(part: Rows, bias: Tensor | None, then: _Then) -> AdaptableProjection:
+    form: dict[str, Any] = {"activation": then.activation, "is_gated": then.is_gated}
     if isinstance(part, PlainRows):
-        return Linear(part.rows, bias, activation=then.activation, is_gated=then.is_gated)
+        return Linear(part.rows, bias, **form)
+    form["dtype"] = then.dtype
     if isinstance(part, Int8Rows):
-        return Int8Linear(
-            part.rows,
-            bias,
-            activation=then.activation,
-            is_gated=then.is_gated,
-            scales=part.scales,
-            dtype=then.dtype,
-        )
+        return Int8Linear(part.rows, bias, scales=part.scales, **form)
     if isinstance(part, Float8Rows):
-        return Float8Linear(
-            part.rows, part.scales, bias, dtype=then.dtype, activation=then.activation, is_gated=then.is_gated
-        )
+        return Float8Linear(part.rows, part.scales, bias, **form)
+    product: AdaptableProjection
     if isinstance(part, GroupedRows):
-        grouped = GroupedLinear(
-            part.weight,
-            bias,
-            dtype=then.dtype,
-            activation=then.activation,
-            is_gated=then.is_gated,
-            has_few_rows=then.has_few_rows,
-        )
-        return grouped if part.order is None else _ReorderedInputs(grouped, part.order)
-    product = BlockQuantizedLinear(
-        part.rows,
-        part.type_name,
-        part.in_width,
-        bias,
-        dtype=then.dtype,
-        activation=then.activation,
-        is_gated=then.is_gated,
-    )
+        product = GroupedLinear(part.weight, bias, has_few_rows=then.has_few_rows, **form)
+    else:
+        product = BlockQuantizedLinear(part.rows, part.type_name, part.in_width, bias, **form)
     return product if part.order is None else _ReorderedInputs(product, part.order)
 
 

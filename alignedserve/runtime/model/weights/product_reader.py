@@ -6,39 +6,15 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from alignedserve.core.errors import ModelError
-from alignedserve.runtime.model.weight_names import ParameterNames
-from alignedserve.runtime.model.weights.file_products import (
-    FileSource,
-    NotFiniteError,
-    file_parts,
-    file_product,
-    packs_files,
-)
+from alignedserve.core.errors import ModelError, UnsupportedModel
+from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.weights.packed_products import PlainRows, Rows, packed_product
+from alignedserve.runtime.model.weights.weight_source import RowLookup, WeightSource
 from kernels.cpu.int8_linear import Int8Linear, int8_obstacle
+from kernels.cpu.packed_linear import INT8, PackedLinear, fits, packed_levels
 from kernels.linear import AdaptableProjection, Linear
 
-
-class TensorSource(Protocol):
-    """A source of weights."""
-
-    def has(self, name: str) -> bool:
-        """Return whether there is a tensor of this name."""
-
-    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return the tensor in its final dtype and on its device. Raises ModelError naming it."""
-
-
-class PackedSource(TensorSource, Protocol):
-    """A source whose matrices may be packed, under names of its own."""
-
-    names: ParameterNames
-    dtype: torch.dtype
-
-    def packed(self, name: str, shape: tuple[int, ...]) -> Rows | None:
-        """Return the matrix as products are computed with it; None when it is to be unpacked. Raises ModelError
-        naming it."""
+_CPU = torch.device("cpu")
 
 
 class LoadingObserver(Protocol):
@@ -49,13 +25,6 @@ class LoadingObserver(Protocol):
 
     def layer_packed(self) -> None:
         """Count a layer."""
-
-
-class Forms(NamedTuple):
-    """A source again, as what else it is."""
-
-    packed: PackedSource | None
-    files: FileSource | None
 
 
 class Nonlinearity(NamedTuple):
@@ -71,20 +40,14 @@ NONE = Nonlinearity()
 class ProductReader:
     """Reads one tensor, or the product of one or several modules, at a time."""
 
-    def __init__(self, source: TensorSource, forms: Forms, observer: LoadingObserver | None, *, is_int8: bool) -> None:
+    def __init__(self, source: WeightSource, observer: LoadingObserver | None, *, is_int8: bool) -> None:
         """`is_int8`: weights of linear layers are packed with 8 bits, whatever they are in the files."""
         self.source = source
-        self.packed, self._files = None if is_int8 else forms.packed, forms.files
         self._is_int8, self._observer = is_int8, observer
         self.dtype, self.device = torch.float32, torch.device("cpu")  # of the weights; known when the first is read
 
     def linear(
-        self,
-        modules: Sequence[str],
-        rows: Sequence[int],
-        in_width: int,
-        has_bias: bool,
-        then: Nonlinearity = NONE,
+        self, modules: Sequence[str], rows: Sequence[int], in_width: int, has_bias: bool, then: Nonlinearity = NONE
     ) -> AdaptableProjection:
         bias = None
         if has_bias:
@@ -99,21 +62,37 @@ class ProductReader:
         self, modules: Sequence[str], rows: Sequence[int], in_width: int, bias: Tensor | None, then: Nonlinearity
     ) -> AdaptableProjection | None:
         """Return the product of stacked modules, packed from their files; None where the kernels pack none such."""
-        source = self._files
-        if source is None or not packs_files(source.dtype, in_width, is_int8=self._is_int8):
+        source = self.source
+        if not self._packs_files(in_width):
             return None
-        parts = file_parts(source, [f"{name}.weight" for name in modules], [(count, in_width) for count in rows])
-        if parts is None:
+        found = [source.file_rows(f"{name}.weight", (n, in_width)) for name, n in zip(modules, rows, strict=True)]
+        parts = [part for part in found if part is not None]
+        if len(parts) < len(found):
             return None
+        element = INT8 if self._is_int8 else source.dtype
         try:
-            product = file_product(parts, bias, source.dtype, *then, is_int8=self._is_int8)
+            product = PackedLinear(
+                parts,
+                bias,
+                level=packed_levels(element, _CPU)[0],
+                element=element,
+                dtype=source.dtype,
+                activation=then.activation,
+                is_gated=then.is_gated,
+            )
         except OSError as error:
             where = ", ".join(dict.fromkeys(str(part.path) for part in parts))
             raise ModelError(f"{where}: {modules[0]} cannot be read: {error}") from error
-        except NotFiniteError as error:
+        except ValueError as error:  # numbers that 8 bits cannot hold
             raise _not_quantizable(modules[0], str(error)) from error
         self.count(sum(rows) * in_width, source.dtype)
         return product
+
+    def _packs_files(self, in_width: int) -> bool:
+        dtype = self.source.dtype
+        if self._is_int8:
+            return dtype in (torch.float32, torch.bfloat16) and bool(packed_levels(INT8, _CPU))
+        return fits(dtype, in_width) and bool(packed_levels(dtype, _CPU))
 
     def turned_rows(self, module: str, count: int, in_width: int) -> Rows:
         packed = self.packed_rows(f"{module}.weight", count, in_width)
@@ -126,11 +105,17 @@ class ProductReader:
 
     def packed_rows(self, name: str, count: int, in_width: int) -> Rows | None:
         """Return a weight as its file has it packed; None: it is plain, or to be unpacked."""
-        if self.packed is None:
-            return None
-        rows = self.packed.packed(name, (count, in_width))
+        rows = None if self._is_int8 else self.source.packed(name, (count, in_width))
         if rows is not None:
-            self.count(count * in_width, self.packed.dtype)  # as unpacked, by which the whole is known
+            self.count(count * in_width, self.source.dtype)  # as unpacked, by which the whole is known
+        return rows
+
+    def lookup(self, name: str, count: int, width: int) -> RowLookup:
+        """Return a matrix for looking up rows, packed where its file has it so."""
+        rows = None if self._is_int8 else self.source.looked_up(name, (count, width))
+        if rows is None:
+            return self.tensor(name, count, width)
+        self.count(count * width, rows.dtype)
         return rows
 
     def product(
@@ -172,3 +157,87 @@ class ProductReader:
 
 def _not_quantizable(name: str, obstacle: str) -> ModelError:
     return ModelError(f"{name} cannot be packed with 8 bits: {obstacle}; leave model.quantization unset.")
+
+
+class ScaledModule(NamedTuple):
+    """A module without biases, and the factors of its rows: of so many each."""
+
+    name: str
+    factors: tuple[tuple[int, float], ...]
+
+    @property
+    def num_rows(self) -> int:
+        return sum(count for count, _ in self.factors)
+
+
+def scaled_product(
+    read: ProductReader, modules: Sequence[ScaledModule], in_width: int, then: Nonlinearity = NONE
+) -> AdaptableProjection:
+    """Return the product of stacked modules. Raises UnsupportedModel where a weight is not plain."""
+    rows = []
+    for module in modules:
+        plain = read.rows(module.name, module.num_rows, in_width)
+        if not isinstance(plain, PlainRows):
+            raise UnsupportedModel(f"{module.name} is quantised, and the factors of its rows cannot be put into it.")
+        own, device = module.factors, plain.rows.device
+        factors = torch.cat([torch.full((count, 1), factor, device=device) for count, factor in own])
+        rows.append(PlainRows((plain.rows.float() * factors).to(plain.rows.dtype)))
+    return read.product([module.name for module in modules], rows, None, then)
+
+
+def pairs_apart(rows: Tensor, config: ModelConfig) -> Tensor:
+    """Reorder rows of heads [heads * head_dim, ...] where a rotated pair is neighbours: the kernels have its two rows
+    half of the rotated ones apart.
+
+    Example: of a head of 6 rows, 4 of them rotated, come rows 0, 2, 1, 3, 4, 5.
+    """
+    rotated = config.head_dim if config.rope is None else config.rope.rotary_dim
+    order = torch.arange(config.head_dim, device=rows.device)
+    order[:rotated] = torch.cat([order[:rotated:2], order[1:rotated:2]])
+    heads = rows.view(-1, config.head_dim, *rows.shape[1:])
+    return heads[:, order].reshape(rows.shape)
+
+
+def gates_first(rows: Tensor) -> Tensor:
+    return torch.cat([rows[::2], rows[1::2]])
+
+
+def rotated_first(rows: Tensor, rope_dim: int, num_heads: int, *, is_paired: bool) -> Tensor:
+    """Reorder rows of heads [heads * width, ...] whose last `rope_dim` are rotated: the kernels have them first, and
+    the two of a pair half of them apart. `is_paired`: in `rows` they are neighbours."""
+    heads = rows.view(num_heads, -1, *rows.shape[1:])
+    plain, turned = heads[:, :-rope_dim], heads[:, -rope_dim:]
+    if is_paired:
+        turned = torch.cat([turned[:, ::2], turned[:, 1::2]], dim=1)
+    return torch.cat([turned, plain], dim=1).reshape(rows.shape)
+
+
+def heads_to_qkv(rows: Tensor, config: ModelConfig) -> Tensor:
+    shape = (config.num_heads, 3, config.head_dim, -1)
+    return rows.view(shape).transpose(0, 1).reshape(rows.shape)
+
+
+def halves_of_heads(rows: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+    """Divide rows of heads [heads * 2 * head_dim, ...] into the first halves of all heads, and the second ones."""
+    heads = rows.view(-1, 2, head_dim, *rows.shape[1:])
+    return heads[:, 0].flatten(0, 1), heads[:, 1].flatten(0, 1)
+
+
+def parts_of_key_heads(rows: Tensor, widths: Sequence[int]) -> Tensor:
+    """Reorder rows that lie key head by key head, each in parts of these widths: the kernels have each part of all
+    heads in one place."""
+    heads = rows.view(-1, sum(widths), *rows.shape[1:])
+    return torch.cat([part.flatten(0, 1) for part in heads.split_with_sizes(list(widths), dim=1)])
+
+
+def pairs_of_rows_first(rows: Tensor, head_dim: int, *, are_neighbours: bool) -> Tensor:
+    """Reorder rows of heads [heads * head_dim, ...] that turn by a patch's column first: the kernels have those first
+    that turn by its row, and the two rows of a pair half a head apart. `are_neighbours`: in `rows` a pair's are side by
+    side; False: a quarter of a head apart.
+
+    Example: of a head of 8 rows come rows 4, 6, 0, 2, 5, 7, 1, 3; or 4, 5, 0, 1, 6, 7, 2, 3.
+    """
+    places = torch.arange(head_dim, device=rows.device)
+    pairs = places.view(-1, 2) if are_neighbours else places.view(2, 2, -1).transpose(1, 2).reshape(-1, 2)
+    heads = rows.view(-1, head_dim, *rows.shape[1:])
+    return heads[:, pairs.roll(head_dim // 4, 0).T.flatten()].reshape(rows.shape)

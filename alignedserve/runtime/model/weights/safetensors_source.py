@@ -11,12 +11,14 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from alignedserve.core.errors import ModelError
 from alignedserve.runtime.device.host_memory.huge_pages import huge_pages
 from alignedserve.runtime.model.sharding.regions import Region
 from alignedserve.runtime.model.sharding.tensor_shard import Span
 from alignedserve.runtime.model.weight_index import TensorLocation, WeightIndex
+from alignedserve.runtime.model.weights.weight_source import WeightSource
 from kernels.cpu.packed_linear import FileRows
 
 _WEIGHT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -35,27 +37,27 @@ _DTYPES = {
 _PIECE_BYTES = 16 << 20  # that are read at a time
 
 
-class SafetensorsSource:
+class SafetensorsSource(WeightSource):
     """The tensors of `model.safetensors`, or of the shards that `model.safetensors.index.json` lists."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
-        self.dtype = dtype
-        self.device = device
+        super().__init__(dtype, device)
         self.index = WeightIndex(folder)
 
+    @override
     def has(self, name: str) -> bool:
         return name in self.index.file_of
 
+    @override
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return the tensor, converted and moved. Raises ModelError naming tensor and file."""
         return _read(name, self._matrix(name, shape), self.dtype).to(self.device)
 
+    @override
     def exact(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return the tensor in float32, moved. Raises ModelError naming tensor and file."""
         return _read(name, self._matrix(name, shape), torch.float32).to(self.device)
 
+    @override
     def region(self, name: str, region: Region) -> Tensor:
-        """Return a part of the tensor, converted and moved; no more of it is held. Raises ModelError likewise."""
         whole = self._matrix(name, region.shape)
         parts = [_read_rows(name, whole, rows, region.columns, self.dtype) for rows in region.rows]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(self.device)
@@ -69,32 +71,35 @@ class SafetensorsSource:
         location = self._location(name)
         return _read(name, _member(location, number), _DTYPES[location.dtype])
 
+    @override
     def file_rows(self, name: str, shape: tuple[int, int]) -> FileRows | None:
-        """Return where the matrix lies; None for another device than the CPU. Raises ModelError naming tensor and
-        file."""
         if self.device.type != "cpu":
             return None
         location = self._matrix(name, shape)
         return FileRows(location.path, location.offset, *shape, _DTYPES[location.dtype])
 
     def _matrix(self, name: str, shape: tuple[int, ...]) -> TensorLocation:
-        found = self._location(name)
-        if found.shape != shape:
-            raise ModelError(f"{found.path}: tensor {name} has shape {list(found.shape)}, expected {list(shape)}.")
-        if found.dtype not in _WEIGHT_DTYPES:
-            stored = _DTYPES[found.dtype]
-            raise ModelError(f"{found.path}: tensor {name} has dtype {stored}, expected a float of 16 or 32 bits.")
-        return found
+        location = self._location(name)
+        if location.shape != shape:
+            raise ModelError(
+                f"{location.path}: tensor {name} has shape {list(location.shape)}, expected {list(shape)}."
+            )
+        if location.dtype not in _WEIGHT_DTYPES:
+            stored = _DTYPES[location.dtype]
+            raise ModelError(f"{location.path}: tensor {name} has dtype {stored}, expected a float of 16 or 32 bits.")
+        return location
 
     def _location(self, name: str) -> TensorLocation:
-        found = self.index.location(name) or self._of_stack(name)
-        if found is None:
+        location = self.index.location(name) or self._of_stack(name)
+        if location is None:
             raise ModelError(self._absence(name))
-        if found.dtype not in _DTYPES:
-            raise ModelError(f"{found.path}: tensor {name} has dtype {found.dtype}, which is not supported.")
-        if found.num_bytes != math.prod(found.shape) * _DTYPES[found.dtype].itemsize:
-            raise ModelError(f"{found.path}: tensor {name} has {found.num_bytes} bytes, which is not its shape's.")
-        return found
+        if location.dtype not in _DTYPES:
+            raise ModelError(f"{location.path}: tensor {name} has dtype {location.dtype}, which is not supported.")
+        if location.num_bytes != math.prod(location.shape) * _DTYPES[location.dtype].itemsize:
+            raise ModelError(
+                f"{location.path}: tensor {name} has {location.num_bytes} bytes, which is not its shape's."
+            )
+        return location
 
     def _of_stack(self, name: str) -> TensorLocation | None:
         """Return where one expert's matrix lies in a tensor of all: `a.3.weight` is number 3 of `a.weight` or of `a`,

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from alignedserve.disk.private_files import open_private
+from alignedserve.disk.durable import open_private
 from alignedserve.runtime.device.host_memory.memory_maps import MAP_FIXED, map_memory
 from kernels.cpu.packed_linear import weight_memories
 from kernels.cpu.unnamed_files import take_space
@@ -33,11 +33,9 @@ class _Index(msgspec.Struct):
 
 
 def share_weights(path: Path, folder: Path) -> int:
-    """Share the packed weights of this process with all that name the same file; return the bytes that are shared.
-
-    `folder`: private, for the file's index. The file is held until the process ends (see `remove_stale_arenas`). Where
-    shared memory has no room the rest stays as it is. No thread may use the weights meanwhile.
-    """
+    """Share the packed weights of this process by a file in shared memory; return the shared bytes. `folder`:
+    private, for the file's index. The process holds the file (see `remove_stale_arenas`). No thread may use the
+    weights meanwhile."""
     index_path = folder / f"{path.stem}.index"
     with index_path.with_suffix(".lock").open("w") as turn:
         fcntl.flock(turn, fcntl.LOCK_EX)  # one process after the other

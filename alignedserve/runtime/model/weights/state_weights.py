@@ -9,10 +9,12 @@ from torch import Tensor
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.decoder.state_config import DeltaConfig, ShortConvConfig, SpaceConfig, StateConfig
 from alignedserve.runtime.model.weight_names import ParameterNames
-from alignedserve.runtime.model.weights.exact_tensors import exact_tensor
-from alignedserve.runtime.model.weights.head_order import parts_of_key_heads
-from alignedserve.runtime.model.weights.product_reader import ProductReader
-from alignedserve.runtime.model.weights.scaled_products import ScaledModule, scaled_product
+from alignedserve.runtime.model.weights.product_reader import (
+    ProductReader,
+    ScaledModule,
+    parts_of_key_heads,
+    scaled_product,
+)
 from kernels.linear import AdaptableProjection
 from kernels.states.delta_rule import DeltaRule, DeltaSizes, DeltaWeights
 from kernels.states.short_convolution import ShortConvolution
@@ -120,7 +122,7 @@ class StateReader:
         return weight, self._exact(f"{module}.bias", width) if has_bias else None
 
     def _exact(self, name: str, *shape: int) -> Tensor:
-        tensor = exact_tensor(self._read.source, name, shape)
+        tensor = self._read.source.exact(name, shape)
         self._read.count(tensor.numel(), self._read.dtype)
         return tensor.to(torch.float32)
 

@@ -7,91 +7,131 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from alignedserve.runtime.model.decoder.decoder_parts import HeadNormKind, NormKind
+from alignedserve.runtime.model.decoder.decoder_parts import HeadNormKind, LatentConfig, NormKind
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.families.table import FAMILIES
 from alignedserve.runtime.model.sharding.layer_stages import LayerStage
-from alignedserve.runtime.model.weight_names import ParameterNames, find_head, find_prefix, layer_prefixes
+from alignedserve.runtime.model.weight_names import (
+    ParameterNames,
+    find_head,
+    find_prefix,
+    layer_prefixes,
+    query_modules,
+)
 from alignedserve.runtime.model.weights.decoder_weights import DecoderWeights, LayerWeights, round_on_the_way
 from alignedserve.runtime.model.weights.extra_weights import ExtraReader
 from alignedserve.runtime.model.weights.feed_forward_weights import ExpertReading, FeedForwardReader, LayerExperts
-from alignedserve.runtime.model.weights.file_products import FileSource
-from alignedserve.runtime.model.weights.head_order import halves_of_heads, heads_to_qkv, pairs_apart
-from alignedserve.runtime.model.weights.latent_weights import latent_output, latent_queries
+from alignedserve.runtime.model.weights.packed_products import Rows
 from alignedserve.runtime.model.weights.product_reader import (
     NONE,
-    Forms,
     LoadingObserver,
-    PackedSource,
     ProductReader,
-    TensorSource,
+    halves_of_heads,
+    heads_to_qkv,
+    pairs_apart,
+    rotated_first,
 )
-from alignedserve.runtime.model.weights.row_lookup import LookupSource, RowLookup
 from alignedserve.runtime.model.weights.state_weights import StateReader
+from alignedserve.runtime.model.weights.weight_source import RowLookup, WeightSource
 from kernels.feed_forward import ExpertsBeside, FeedForwardPart
+from kernels.latent_attention import HeadProducts, LatentOutput, LatentQueries
 from kernels.linear import AdaptableProjection, Projection
 from kernels.norm import LayerNorm, NoNorm, Norm, RmsNorm
 from kernels.rotary import HeadNorms
+
+_EPS = 1e-6  # of the norms of short rows, whatever config.json has for the others
+
+
+def latent_queries(
+    read: ProductReader, config: ModelConfig, latent: LatentConfig, names: ParameterNames, prefix: str
+) -> LatentQueries:
+    def turned(rows: Rows, num_heads: int) -> Rows:
+        return rows.changed(
+            lambda part: rotated_first(part, latent.rope_dim, num_heads, is_paired=names.interleaves_pairs)
+        )
+
+    *first, last = [prefix + name for name in query_modules(names, latent)]
+    queries: list[Projection | Norm] = []
+    in_width = config.hidden_size
+    if latent.query_rank is not None:
+        queries.append(read.linear(first, [latent.query_rank], in_width, has_bias=False))
+        queries.append(_norm(read, prefix + names.query_row_norm, latent.query_rank))
+        in_width = latent.query_rank
+    heads = read.rows(last, config.num_heads * latent.query_dim, in_width)
+    queries.append(read.product([last], [turned(heads, config.num_heads)], None))
+    row = read.rows(prefix + names.latent, latent.row_width, config.hidden_size)
+    keys, _ = _heads_of_latent(read, config, latent, prefix + names.heads_of_latent)
+    return LatentQueries(
+        queries,
+        read.product([prefix + names.latent], [turned(row, 1)], None),
+        _norm(read, prefix + names.latent_norm, latent.rank),
+        HeadProducts(keys.mT),
+    )
+
+
+def latent_output(
+    read: ProductReader, config: ModelConfig, latent: LatentConfig, names: ParameterNames, prefix: str
+) -> LatentOutput:
+    _, values = _heads_of_latent(read, config, latent, prefix + names.heads_of_latent)
+    width = config.num_heads * latent.value_dim
+    output = read.linear([prefix + names.output], [config.hidden_size], width, has_bias=False)
+    return LatentOutput(HeadProducts(values), output, latent.row_width)
+
+
+def _heads_of_latent(
+    read: ProductReader, config: ModelConfig, latent: LatentConfig, module: str
+) -> tuple[Tensor, Tensor]:
+    width = latent.nope_dim + latent.value_dim
+    weight = read.tensor(f"{module}.weight", config.num_heads * width, latent.rank)
+    heads = weight.view(config.num_heads, width, latent.rank)
+    return heads[:, : latent.nope_dim], heads[:, latent.nope_dim :]
+
+
+def _norm(read: ProductReader, module: str, width: int) -> RmsNorm:
+    return RmsNorm(read.tensor(f"{module}.weight", width), _EPS, read.dtype)
 
 
 class StageReading(NamedTuple):
     """What one stage of a worker reads."""
 
     stage: LayerStage
-    dtype: torch.dtype
-    device: torch.device
-    reads_all: bool = False  # other layers as well, and drops them: of a source whose tensors come in order
+    reads_all: bool = False  # and drops other layers: a random source draws in order
 
 
 def assemble_weights(
     config: ModelConfig,
-    source: TensorSource,
+    source: WeightSource,
     quantization: str | None = None,
     *,
-    packed: PackedSource | None = None,
-    files: FileSource | None = None,
     observer: LoadingObserver | None = None,
     stage: StageReading | None = None,
     sharing: ExpertReading | None = None,
 ) -> DecoderWeights:
-    """Assemble all weights, reading one tensor at a time, so that at most one layer is held twice.
-
-    `quantization`: None, or "int8" for the linear layers. `packed`: the source, if its matrices may be; `files`:
-    if its matrices need not be read before they are packed, so that none is held twice. `stage`: of the layers, its own
-    alone; None: all. `sharing`: of the experts, one process's alone; None: all.
-
-    Raises ModelError naming a layer that cannot be quantized.
-    """
-    names = packed.names if packed else FAMILIES[config.family].names
-    read = ProductReader(source, Forms(packed, files), observer, is_int8=quantization == "int8")
-    assembler = _WeightAssembler(config, names, read, observer, sharing)
+    """Assemble all weights, or a stage's, or with one process's experts by `sharing`; at most one layer is held
+    twice. `quantization`: None, or "int8" for linear layers. Raises ModelError naming a layer that cannot be
+    quantized."""
+    assembler = _WeightAssembler(config, source, quantization, observer, sharing)
     return assembler.weights() if stage is None else assembler.weights_of(stage)
 
 
 def assemble_experts(
-    config: ModelConfig,
-    source: TensorSource,
-    quantization: str | None,
-    sharing: ExpertReading,
-    dtype: torch.dtype,
-    *,
-    packed: PackedSource | None = None,
-    files: FileSource | None = None,
+    config: ModelConfig, source: WeightSource, quantization: str | None, sharing: ExpertReading
 ) -> LayerExperts:
-    names = packed.names if packed else FAMILIES[config.family].names
-    read = ProductReader(source, Forms(packed, files), None, is_int8=quantization == "int8")
-    return _WeightAssembler(config, names, read, None, sharing).experts(dtype, reads_all=sharing.reads_all)
+    """Assemble the experts alone that one process has, by layer."""
+    return _WeightAssembler(config, source, quantization, None, sharing).experts(reads_all=sharing.reads_all)
 
 
 class _WeightAssembler:
     def __init__(
         self,
         config: ModelConfig,
-        names: ParameterNames,
-        read: ProductReader,
+        source: WeightSource,
+        quantization: str | None,
         observer: LoadingObserver | None,
         sharing: ExpertReading | None,
     ) -> None:
+        names = source.names or FAMILIES[config.family].names
+        read = ProductReader(source, observer, is_int8=quantization == "int8")
         self._config, self._names, self._read, self._observer = config, names, read, observer
         self._feed_forward = FeedForwardReader(config, names, read, sharing)
         self._states = StateReader(config, names, read)
@@ -106,14 +146,14 @@ class _WeightAssembler:
             if stage.is_first:
                 return read
             return _inner(read.layers, self._config, self._read)
-        self._read.dtype, self._read.device = reading.dtype, reading.device
+        self._read.dtype, self._read.device = self._read.source.dtype, self._read.source.device
         return _inner(tuple(map(self._packed_layer, layers)), self._config, self._read)
 
-    def experts(self, dtype: torch.dtype, *, reads_all: bool) -> LayerExperts:
+    def experts(self, *, reads_all: bool) -> LayerExperts:
         if reads_all:
             self._weights(range(self._config.num_layers), range(0))
             return self._feed_forward.own
-        self._read.dtype, self._read.device = dtype, torch.device("cpu")
+        self._read.dtype, self._read.device = self._read.source.dtype, torch.device("cpu")
         for layer in range(self._config.num_layers):
             experts = self._config.experts_of(layer)
             if experts is not None and layer not in self._config.bare_layers:
@@ -127,7 +167,9 @@ class _WeightAssembler:
 
     def _weights(self, read: Iterable[int], kept: range) -> DecoderWeights:
         config, names = self._config, self._names
-        embedding = self._embedding(f"{self._prefix}{names.embedding}.weight", config.vocab_size, config.embedding_size)
+        embedding = self._read.lookup(
+            f"{self._prefix}{names.embedding}.weight", config.vocab_size, config.embedding_size
+        )
         self._read.dtype, self._read.device = embedding.dtype, embedding.device
         positions = None
         if config.rope is None:
@@ -190,8 +232,8 @@ class _WeightAssembler:
         experts = self._config.experts_of(layer)
         if experts is not None and not experts.is_beside:
             return self._feed_forward.mixed(prefix, experts, layer)
-        own = None if self._extras is None else self._extras.feed_forward(prefix, layer)
-        return self._feed_forward.dense(prefix, layer) if own is None else own
+        projection = None if self._extras is None else self._extras.feed_forward(prefix, layer)
+        return self._feed_forward.dense(prefix, layer) if projection is None else projection
 
     def _beside(self, prefix: str, layer: int) -> ExpertsBeside | None:
         experts = self._config.experts_of(layer)
@@ -250,29 +292,20 @@ class _WeightAssembler:
         columns = self._config.embedding_size + self._config.hidden_size - rows
         return self._read.linear([self._prefix + name], [rows], columns, has_bias=False)
 
-    def _embedding(self, name: str, vocab_size: int, width: int) -> RowLookup:
-        looked_up = None
-        if isinstance(self._read.packed, LookupSource):
-            looked_up = self._read.packed.looked_up(name, (vocab_size, width))
-        if looked_up is None:
-            return self._read.tensor(name, vocab_size, width)
-        self._read.count(vocab_size * width, looked_up.dtype)  # as unpacked, by which the whole is known
-        return looked_up
-
     def _head(self, embedding: RowLookup) -> Projection:
         config = self._config
-        found = find_head(self._names, self._read.source.has)
-        stored = self._prefix + self._names.embedding if config.ties_embeddings else found
+        head = find_head(self._names, self._read.source.has)
+        stored = self._prefix + self._names.embedding if config.ties_embeddings else head
         packed = self._read.packed_rows(f"{stored}.weight", config.vocab_size, config.embedding_size)
         if packed is not None:
             return self._read.product([stored], [packed], None, has_few_rows=True)
         if config.ties_embeddings:
             assert isinstance(embedding, Tensor), "rows that are packed for looking them up alone"
             return self._read.projected("lm_head", embedding)
-        from_files = self._read.file_product([found], [config.vocab_size], config.embedding_size, None, NONE)
+        from_files = self._read.file_product([head], [config.vocab_size], config.embedding_size, None, NONE)
         if from_files is not None:
             return from_files
-        weight = self._read.tensor(f"{found}.weight", config.vocab_size, config.embedding_size)
+        weight = self._read.tensor(f"{head}.weight", config.vocab_size, config.embedding_size)
         return self._read.projected("lm_head", weight)
 
     def _head_norms(self, prefix: str, layer: int) -> HeadNorms | None:

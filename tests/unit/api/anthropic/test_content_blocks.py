@@ -6,7 +6,7 @@ import pytest
 
 from alignedserve.api.anthropic.message_format import ContentBlocks, collect_blocks
 from alignedserve.api.openai.choice_decoder import ChoiceDelta
-from alignedserve.api.tools.deltas import ToolCallDelta
+from alignedserve.api.tools.call_parser import ToolCallDelta
 from tests.support.lazy_types import LazyType
 
 _EVENT = LazyType("anthropic.types", "RawMessageStreamEvent")

@@ -24,7 +24,7 @@ from alignedserve.cluster.recording_folder import (
     write_run_file,
 )
 from alignedserve.config.sections import ClusterConfig, ModelSectionConfig
-from alignedserve.messages.recording import PART_FILE, RecordedPart, RunMetadata
+from alignedserve.process.recording import PART_FILE, RecordedPart, RunMetadata
 from alignedserve.runtime.model.served_model import resolve_model
 from tests.support.waiting import holds
 

@@ -10,8 +10,8 @@ import torch
 
 from alignedserve.runtime.device.cuda_driver import CudaDriver
 from alignedserve.runtime.device.host_memory.registered_memory import CHUNK_BYTES, RegisteredMemory
-from alignedserve.runtime.kv.copies.direct_copies import DirectCopies, HostSide
-from alignedserve.runtime.kv.host_rows import HostRows
+from alignedserve.runtime.kv.block_codecs import HostRows
+from alignedserve.runtime.kv.direct_copies import DirectCopies, HostSide
 from alignedserve.runtime.kv.shm_arena import Arena
 from tests.harnesses.transfer import layout_of
 from tests.support.devices.cpu_accelerator import CpuAccelerator

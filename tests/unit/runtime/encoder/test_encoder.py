@@ -28,11 +28,7 @@ class Runner:
     """An encoder with blocks for several prompts."""
 
     def __init__(
-        self,
-        folder: Path,
-        dtype: torch.dtype = torch.float32,
-        attention: str = "auto",
-        quantization: str | None = None,
+        self, folder: Path, dtype: torch.dtype = torch.float32, attention: str = "auto", quantization: str | None = None
     ) -> None:
         section = ModelSectionConfig(
             path=str(folder), dtype=str(dtype).removeprefix("torch."), quantization=quantization

@@ -15,7 +15,7 @@ from alignedserve.runtime.device.streams import CudaStreams
 from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.engine.swap_space import SwapSpace
 from alignedserve.runtime.model.hf_config import parse_model_config
-from alignedserve.runtime.model.weights.random_weights import random_weights
+from alignedserve.runtime.model.weight_files import load_weights
 from tests.support.fake_cuda import FakeCuda, fake_cuda
 from tests.support.fake_cuda.quick_kernels import quick_kernels
 from tests.support.fake_cuda.small_copies import small_copies
@@ -43,7 +43,7 @@ def streams(fake: FakeCuda) -> CudaStreams:
 def tiny(fake: FakeCuda, streams: CudaStreams) -> TinyEngine:
     """An engine with one sequence, in blocks that are neither sources nor targets."""
     config = parse_model_config(TINY_LLAMA)
-    decoder = Decoder(config, random_weights(config, 0, torch.float32, DEVICE))
+    decoder = Decoder(config, load_weights(None, config, torch.float32, DEVICE))
     tiny = TinyEngine(decoder, attention=TRITON, max_sequences=1, num_lent=1, streams=streams)
     tiny.free_blocks = list(map(BlockId, range(20, 60)))
     tiny.add("a", PROMPT)

@@ -17,7 +17,7 @@ from alignedserve.runtime.engine.calibration.measured_iterations import measure_
 from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.engine.swap_space import SwapSpace
 from alignedserve.runtime.model.hf_config import parse_model_config
-from alignedserve.runtime.model.weights.random_weights import random_weights
+from alignedserve.runtime.model.weight_files import load_weights
 from alignedserve.scheduling.factory import calibration_s, make_scheduler
 from alignedserve.scheduling.policy import IterationLimits
 from tests.support.costs import decodes, prefill
@@ -41,7 +41,7 @@ def measured(
     """Measure a tiny engine by a clock that goes on by a second each time it is read."""
     of_own = {"num_key_value_heads": TINY_LLAMA["num_attention_heads"]} if has_hidden_cache else {}
     config = parse_model_config({**TINY_LLAMA, **of_own})
-    decoder = Decoder(config, random_weights(config, 0, torch.float32))
+    decoder = Decoder(config, load_weights(None, config, torch.float32))
     tiny = TinyEngine(decoder, has_hidden_cache=has_hidden_cache)
     seconds: Iterator[int] = count()
     swap_space = SwapSpace(tiny.storage, HostStreams(), is_int8=swaps == "int8") if swaps else None

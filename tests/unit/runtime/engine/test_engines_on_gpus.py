@@ -18,8 +18,8 @@ from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.engine.steps.cuda_graphs import CudaCapture
 from alignedserve.runtime.engine.swap_space import SwapSpace
 from alignedserve.runtime.model.hf_config import parse_model_config
-from alignedserve.runtime.model.sharding.sharded_weights import WholeSource, assemble_shard
-from alignedserve.runtime.model.weights.random_weights import RandomSource
+from alignedserve.runtime.model.weights.weight_loader import assemble_weights
+from alignedserve.runtime.model.weights.weight_source import RandomSource
 from tests.support.devices.memory_drivers import StandInCuda
 from tests.support.fake_cuda import FakeCuda, fake_cuda
 from tests.support.fake_cuda.quick_kernels import quick_kernels
@@ -51,13 +51,12 @@ class ByName(RandomSource):
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         self._generator.manual_seed(zlib.crc32(name.encode()))
         own = torch.empty(shape).normal_(0.0, 0.2, generator=self._generator) + (len(shape) == 1)
-        return own.to(self._device)
+        return own.to(self.device)
 
 
 def decoder(config: dict[str, object], device: torch.device | str = "cpu") -> Decoder:
     parsed = parse_model_config(config)
-    source = WholeSource(ByName(0, torch.float32, torch.device(device)), torch.float32)
-    return Decoder(parsed, assemble_shard(parsed, source, None, None, None))
+    return Decoder(parsed, assemble_weights(parsed, ByName(0, torch.float32, torch.device(device))))
 
 
 def generated(tiny: TinyEngine) -> list[int]:

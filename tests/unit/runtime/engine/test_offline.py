@@ -23,7 +23,7 @@ from alignedserve.core.errors import ContextTooLong, InvalidRequest, ModelError
 from alignedserve.core.request import FinishReason
 from alignedserve.messages.iterations import IterationCompleted, RunIteration
 from alignedserve.offline import forks
-from alignedserve.runtime.model.built_in import pocket_folder
+from alignedserve.runtime.model.named_models import pocket_folder
 from alignedserve.text.tokenizer import Tokenizer
 from tests.gateway.support import write_sentencepiece
 from tests.support.models.tiny_models import make_tiny_model

@@ -8,8 +8,8 @@ from safetensors.torch import load_file, save_file
 
 from alignedserve import LLM, LoRARequest, SamplingParams
 from alignedserve.core.errors import AdapterError, InvalidRequest, ModelError
-from alignedserve.runtime.model.built_in import pocket_folder
 from alignedserve.runtime.model.model_files import read_config
+from alignedserve.runtime.model.named_models import pocket_folder
 from tests.support.models.lora_folders import write_adapter
 
 PROMPTS = ["what is 4 + 5?", "spell otter"]

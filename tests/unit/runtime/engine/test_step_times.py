@@ -6,7 +6,7 @@ import torch
 from alignedserve.runtime.attention.backend import AUTO, TORCH
 from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.model.hf_config import parse_model_config
-from alignedserve.runtime.model.weights.random_weights import random_weights
+from alignedserve.runtime.model.weight_files import load_weights
 from kernels.cpu.native import supported_levels
 from tests.support.models.tiny_engines import TinyEngine, random_tokens
 from tests.support.models.tiny_llama import TINY_LLAMA
@@ -18,7 +18,7 @@ CALL = (512 << 10) / (4 * 2 * 16 * 4)
 @pytest.fixture(scope="module")
 def decoder() -> Decoder:
     config = parse_model_config(TINY_LLAMA)
-    return Decoder(config, random_weights(config, 0, torch.float32))
+    return Decoder(config, load_weights(None, config, torch.float32))
 
 
 def decoding(decoder: Decoder, *lengths: int, attention: str = AUTO) -> tuple[TinyEngine, dict[str, int]]:

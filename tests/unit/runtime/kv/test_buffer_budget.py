@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alignedserve.runtime.kv.lending.buffer_budget import BufferBudget
+from alignedserve.runtime.kv.buffer_budget import BufferBudget
 
 NEAR = ("decode-0", "decode-1")
 NAMES = (*NEAR, *(f"decode-{number}" for number in range(2, 9)))

@@ -16,10 +16,10 @@ from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.process.tls import CertificateAuthority
 from alignedserve.runtime.kv.arena_files import arena_folder
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from alignedserve.runtime.kv.copies.copy_lanes import CopyLanes
-from alignedserve.runtime.kv.lending.buffer_budget import BufferBudget
-from alignedserve.runtime.kv.lending.candidate_memory import CandidateMemory
+from alignedserve.runtime.kv.buffer_budget import BufferBudget
+from alignedserve.runtime.kv.candidate_memory import CandidateMemory
 from alignedserve.runtime.kv.shm_arena import Arena
+from alignedserve.runtime.kv.staged_copies import CopyLanes
 from alignedserve.runtime.kv.transfers.device_buffer import DeviceBuffer
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest
 from alignedserve.runtime.kv.transfers.registry import open_transfer

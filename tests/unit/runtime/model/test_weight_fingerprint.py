@@ -12,8 +12,8 @@ from alignedserve.config.sections import ModelSectionConfig
 from alignedserve.core.errors import ModelError, ModelNotFound
 from alignedserve.runtime.engine.engine_sizes import EngineSizes
 from alignedserve.runtime.executor import make_executor
+from alignedserve.runtime.model.model_files import fingerprint_of, unchanged_weights
 from alignedserve.runtime.model.served_model import ServedModel, resolve_model
-from alignedserve.runtime.model.weight_fingerprint import fingerprint_of, unchanged_weights
 from tests.support.models.tiny_encoders import make_tiny_encoder
 from tests.support.models.tiny_gguf import write_tiny_gguf
 

@@ -7,20 +7,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import quantize
 from safetensors.torch import load_file, save_file
+from typing_extensions import override
 
 from alignedserve.core.errors import ModelError, UnsafeWeights
 from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.model.hf_config import read_model_config
-from alignedserve.runtime.model.weights.random_weights import random_weights
+from alignedserve.runtime.model.weight_files import load_weights
 from alignedserve.runtime.model.weights.safetensors_source import SafetensorsSource
-from alignedserve.runtime.model.weights.weight_files import load_weights
 from alignedserve.runtime.model.weights.weight_loader import assemble_weights
+from alignedserve.runtime.model.weights.weight_source import BlockLookup, WeightSource
 from kernels.sorted_experts import SortedExperts
+from kernels.weight_blocks.block_values import unpack_rows
 from lab.profiling.shapes import SHAPES
-from tests.support.models.tiny_engines import LogitsProbe, TinyEngine, random_tokens, reference_generation, tiny_decoder
+from tests.support.marks import each
+from tests.support.models.tiny_engines import TinyEngine, logits_of, random_tokens, reference_generation, tiny_decoder
 from tests.support.models.tiny_models import make_tiny_model
 
 NORM = "model.layers.1.input_layernorm.weight"
@@ -63,21 +69,18 @@ def test_the_text_part_of_a_gemma3_with_images_loads(prefix: str, tmp_path: Path
     save_file({**renamed, "vision_tower.patches.weight": torch.zeros(3, 3)}, tmp_path / "model.safetensors")
     text = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
-    logits = []
-    for decoder in (expected, tiny_decoder(tmp_path)):
-        probe = LogitsProbe(decoder)
-        probe.add("a", random_tokens(1, 9))
-        probe.step(a=9)
-        logits.append(probe.logits("a"))
+    logits = [logits_of(decoder, random_tokens(1, 9)) for decoder in (expected, tiny_decoder(tmp_path))]
     assert torch.equal(*logits)
 
 
-class _MetaSource:
+class _MetaSource(WeightSource):
     """Shapes alone, on another device than the CPU."""
 
+    @override
     def has(self, name: str) -> bool:
         return name.startswith("model.")
 
+    @override
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.bfloat16, device="meta")
 
@@ -86,7 +89,7 @@ class _MetaSource:
 def test_experts_lie_side_by_side_on_a_gpu(family: str, tmp_path: Path) -> None:
     make_tiny_model(tmp_path, family)
     config = read_model_config(tmp_path)
-    for layer, weights in enumerate(assemble_weights(config, _MetaSource()).layers):
+    for layer, weights in enumerate(assemble_weights(config, _MetaSource(torch.bfloat16, torch.device("meta"))).layers):
         assert isinstance(weights.mlp, SortedExperts) == (config.experts_of(layer) is not None)
         assert weights.mlp is not None
         assert weights.mlp(torch.empty(7, 64, dtype=torch.bfloat16, device="meta")).shape == (7, 64)
@@ -121,6 +124,12 @@ def test_a_wrong_shape_is_named(folder: Path) -> None:
         load(folder)
 
 
+class _ReadWhole(SafetensorsSource):
+    @override
+    def file_rows(self, name: str, shape: tuple[int, int]) -> None:
+        return None
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gpt_neox", "gemma3_text", "mixtral", "phi3", "opt"])
 @pytest.mark.parametrize("quantization", [None, "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -129,16 +138,12 @@ def test_weights_packed_from_files_are_those_of_the_tensors(
 ) -> None:
     make_tiny_model(tmp_path, family)
     config = read_model_config(tmp_path)
-    source = SafetensorsSource(tmp_path, dtype, torch.device("cpu"))
-    logits = []
-    for weights in (
+    source = _ReadWhole(tmp_path, dtype, torch.device("cpu"))
+    both = (
         load_weights(tmp_path, config, dtype, quantization=quantization),
         assemble_weights(config, source, quantization),
-    ):
-        probe = LogitsProbe(Decoder(config, weights))
-        probe.add("a", random_tokens(1, 9))
-        probe.step(a=9)
-        logits.append(probe.logits("a"))
+    )
+    logits = [logits_of(Decoder(config, weights), random_tokens(1, 9)) for weights in both]
     assert torch.equal(*logits)
 
 
@@ -151,7 +156,7 @@ def test_a_file_that_becomes_shorter_while_it_is_read_is_named(folder: Path) -> 
         assert source.tensor(NORM, (64,)).dtype == dtype
         path.write_bytes(content[: len(content) // 9])
         with pytest.raises(ModelError, match=r"model\.safetensors.* cannot be read"):
-            assemble_weights(config, source, files=source)
+            assemble_weights(config, source)
         path.write_bytes(content)
 
 
@@ -168,7 +173,7 @@ def test_a_header_that_changes_behind_the_check_is_an_error_at_worst(folder: Pat
             changed[generator.randrange(8 + length)] = generator.choice(b'0123456789,:[]{}"x\xff')
         path.write_bytes(changed)
         with contextlib.suppress(ModelError):
-            assemble_weights(config, source, files=source)
+            assemble_weights(config, source)
         path.write_bytes(content)
 
 
@@ -206,7 +211,19 @@ def test_random_weights_are_the_same_for_the_same_seed() -> None:
     small = replace(SHAPES["opt-125m"], num_layers=1, vocab_size=500)
     rows = torch.arange(500)
     first, second, other = (
-        random_weights(small, seed, torch.bfloat16).embedding.index_select(0, rows) for seed in (3, 3, 4)
+        load_weights(None, small, torch.bfloat16, seed=seed).embedding.index_select(0, rows) for seed in (3, 3, 4)
     )
     assert torch.equal(first, second)
     assert not torch.equal(first, other)
+
+
+@each("type_name", ["Q8_0", "Q4_0", "Q4_1"])
+@each("dtype", [torch.float32, torch.bfloat16])
+def test_rows_in_blocks_are_those_of_the_unpacked_matrix(type_name: str, dtype: torch.dtype) -> None:
+    values = np.random.default_rng(0).normal(size=(40, 64)).astype(np.float32)
+    raw = np.ascontiguousarray(quantize(values, GGMLQuantizationType[type_name]))
+    whole = torch.from_numpy(unpack_rows(raw, type_name)).to(dtype)
+    lookup = BlockLookup(torch.from_numpy(raw), type_name, 64, dtype)
+    for chosen in ([39, 0, 7, 7], [5], []):
+        index = torch.tensor(chosen, dtype=torch.int64)
+        assert torch.equal(lookup.index_select(0, index), whole.index_select(0, index))

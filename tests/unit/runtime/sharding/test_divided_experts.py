@@ -19,11 +19,9 @@ from alignedserve.runtime.engine.experts.expert_process import answer_requests
 from alignedserve.runtime.engine.experts.expert_spec import ExpertSpec, load_share
 from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.model.model_files import read_config
-from alignedserve.runtime.model.sharding.expert_shares import ExpertShare, check_expert_parallel
+from alignedserve.runtime.model.sharding.tensor_shard import ExpertShare, check_expert_parallel
+from alignedserve.runtime.model.weight_files import ModelSpec, load_weights
 from alignedserve.runtime.model.weights.feed_forward_weights import ExpertReading
-from alignedserve.runtime.model.weights.model_spec import ModelSpec
-from alignedserve.runtime.model.weights.random_weights import random_weights
-from alignedserve.runtime.model.weights.weight_files import load_weights
 from kernels.cpu.rank_exchange import ExchangeBroken
 from tests.support.models.tiny_engines import TinyEngine, random_tokens, tiny_decoder
 from tests.support.models.tiny_models import make_tiny_model
@@ -91,8 +89,8 @@ def test_other_forms_of_weights(form: dict[str, Any], tmp_path: Path) -> None:
 def test_random_weights_are_those_of_one_process(tmp_path: Path) -> None:
     make_tiny_model(tmp_path, "mixtral")
     config = read_config(tmp_path)
-    whole = random_weights(config, 0, torch.float32)
-    own = random_weights(config, 0, torch.float32, sharing=ExpertReading(ExpertShare(0, 2)))
+    whole = load_weights(None, config, torch.float32)
+    own = load_weights(None, config, torch.float32, sharing=ExpertReading(ExpertShare(0, 2)))
     assert torch.equal(whole.embedding.index_select(0, torch.arange(9)), own.embedding.index_select(0, torch.arange(9)))
     elsewhere = load_share(ExpertSpec(ModelSpec(config, None, "float32"), 2, 1, 1.0), 1)
     x = torch.randn(3, config.hidden_size)

@@ -10,12 +10,12 @@ from alignedserve.core.errors import ConfigError
 from alignedserve.runtime.device.cores import num_cores
 from alignedserve.runtime.device.devices import check_ranks, rank_devices
 from alignedserve.runtime.model.model_files import read_config
-from alignedserve.runtime.model.sharding.packed_regions import packed_region, tensor_region
-from alignedserve.runtime.model.sharding.regions import Region
+from alignedserve.runtime.model.sharding.regions import Region, tensor_region
 from alignedserve.runtime.model.sharding.tensor_shard import Span, TensorShard, check_tensor_parallel
 from alignedserve.runtime.model.weights import safetensors_source
 from alignedserve.runtime.model.weights.packed_products import GroupedRows
 from alignedserve.runtime.model.weights.safetensors_source import SafetensorsSource
+from alignedserve.runtime.model.weights.sharded_source import packed_region
 from kernels.narrow.grouped_linear import GroupedWeight, Numbers
 from tests.support.models.tiny_models import make_tiny_model
 

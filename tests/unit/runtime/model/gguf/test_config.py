@@ -5,14 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from alignedserve.config.sections import ModelSectionConfig
 from alignedserve.core.errors import ModelError, ModelNotFound, UnsupportedModel
 from alignedserve.gguf.file import GgufFile
 from alignedserve.runtime.model.gguf.config import gguf_config
-from alignedserve.runtime.model.gguf.stored_weights import stored_weights
 from alignedserve.runtime.model.model_files import check_weight_files, read_config
 from alignedserve.runtime.model.served_model import resolve_model
+from alignedserve.runtime.model.stored_weights import stored_weights
 from tests.support.models.tiny_gguf import write_tiny_gguf as write
 
 
@@ -23,41 +24,11 @@ def test_tokens_that_end_an_answer(tmp_path: Path) -> None:
     assert set(read_config(named).eos_token_ids) == {2, 7, 0}
 
 
-WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "no layers": ({"block_count": None}, "block_count is missing"),
-    "text for a number": ({"block_count": "two"}, "block_count must be a whole number"),
-    "no heads": ({"attention.head_count": 0}, "head_count must be between 1"),
-    "too many layers": ({"block_count": 1 << 20}, "block_count must be between"),
-    "heads that do not fit": ({"attention.head_count_kv": 3}, "must divide the number of heads"),
-    "heads that do not divide": ({"attention.head_count": 7, "attention.head_count_kv": 7}, "must divide the width"),
-    "experts without their number": ({"expert_count": 8}, "expert_used_count is missing"),
-    "more experts used than there are": ({"expert_count": 8, "expert_used_count": 9}, "expert_used_count must be"),
-    "experts that are not there": (
-        {"expert_count": 8, "expert_used_count": 2},
-        r"tensor blk\.0\.ffn_down\.weight is not",
-    ),
-    "too many experts": ({"expert_count": 1 << 20, "expert_used_count": 2}, "expert_count must be between"),
-    "yarn without a factor": ({"rope.scaling.type": "yarn"}, "rope.scaling.factor is missing"),
-    "yarn the wrong way round": (
-        {"rope.scaling.type": "yarn", "rope.scaling.factor": 2.0, "rope.scaling.yarn_beta_slow": 99.0},
-        "must not be below",
-    ),
-    "yarn as no family has it": (
-        {"rope.scaling.type": "yarn", "rope.scaling.factor": 2.0, "rope.scaling.yarn_log_multiplier": 0.1},
-        "yarn_log_multiplier is not supported",
-    ),
-    "fewer layers than there are": ({"block_count": 1}, r"tensor blk\.1\.attn_k\.weight is not one of"),
-    "values of another width": ({"attention.value_length": 16}, "differs from key_length"),
-    "part of a head rotated": ({"rope.dimension_count": 16}, "must be an even number"),
-    "other scaling": ({"rope.scaling.type": "su"}, "RoPE scaling 'su'"),
-    "other embedding": ({"embedding_length": 128}, r"token_embd\.weight has shape"),
-    "an end token beyond the vocabulary": ({"tokenizer.ggml.eot_token_id": 1 << 20}, "must be a token id"),
-}
+WRONG = yaml.safe_load((Path(__file__).parents[1] / "refused.yaml").read_text())["gguf"]
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_metadata(case: str, tmp_path: Path) -> None:
-    metadata, problem = WRONG[case]
+@pytest.mark.parametrize(("metadata", "problem"), WRONG)
+def test_wrong_metadata(metadata: dict[str, Any], problem: str, tmp_path: Path) -> None:
     path = write(tmp_path / "a.gguf", metadata=metadata)
     with pytest.raises(ModelError, match=problem):
         gguf_config(GgufFile(path))

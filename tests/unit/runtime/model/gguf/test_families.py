@@ -14,7 +14,7 @@ from alignedserve.runtime.model.gguf.config import gguf_config
 from alignedserve.runtime.model.model_files import read_config
 from alignedserve.runtime.model.served_model import resolve_model
 from tests.support.models.converted_gguf import write_converted
-from tests.support.models.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
+from tests.support.models.tiny_engines import logits_of, random_tokens, tiny_decoder
 from tests.support.models.tiny_models import make_tiny_model
 
 TOKENS = random_tokens(1, 41)
@@ -35,13 +35,7 @@ def expected_logits(model: Any) -> Tensor:
     return logits
 
 
-def logits_of(path: Path, dtype: str = "float32") -> Tensor:
-    probe = LogitsProbe(tiny_decoder(path, dtype))
-    probe.add("a", TOKENS)
-    probe.step(a=30)
-    for _ in range(11):
-        probe.step(a=1)
-    return probe.logits("a").float()
+STEPS = (30, *[1] * 11)
 
 
 @pytest.mark.parametrize("family", CASES)
@@ -52,7 +46,9 @@ def test_logits_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     assert (config.family, config.experts) == (folders.family, folders.experts)
     assert (config.sliding_window, config.windowed_layers) == (folders.sliding_window, folders.windowed_layers)
     expected = expected_logits(model)
-    torch.testing.assert_close(logits_of(path), expected, rtol=0.0, atol=2e-5 * float(expected.abs().max()))
+    torch.testing.assert_close(
+        logits_of(tiny_decoder(path), TOKENS, *STEPS), expected, rtol=0.0, atol=2e-5 * float(expected.abs().max())
+    )
 
 
 @pytest.mark.parametrize("family", ["mixtral", "phi3"])
@@ -61,7 +57,9 @@ def test_experts_and_fused_tensors_in_blocks(family: str, dtype: str, tmp_path: 
     model = make_tiny_model(tmp_path, family)
     path = write_converted(tmp_path, model.config, tmp_path / "a.gguf", "Q8_0")
     expected = expected_logits(model)
-    errors = (logits_of(path, dtype) - expected).square().mean(-1).sqrt() / expected.std()
+    errors = (logits_of(tiny_decoder(path, dtype), TOKENS, *STEPS).float() - expected).square().mean(
+        -1
+    ).sqrt() / expected.std()
     assert float(errors.median()) < 0.08  # a token whose experts are nearly as likely as others may choose otherwise
 
 

@@ -15,7 +15,7 @@ from alignedserve.runtime.model.gguf.config import gguf_config
 from alignedserve.runtime.model.gguf.source import GgufSource
 from alignedserve.runtime.model.weights import feed_forward_weights
 from alignedserve.runtime.model.weights.weight_loader import assemble_weights
-from tests.support.models.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
+from tests.support.models.tiny_engines import logits_of, random_tokens, tiny_decoder
 from tests.support.models.tiny_gguf import HEAD_DIM, write_tiny_gguf
 from tests.support.models.tiny_models import transformers_library
 
@@ -23,6 +23,7 @@ pytestmark = pytest.mark.slow
 
 EVERY_TYPE = ("Q4_K", "Q5_K", "Q6_K", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "BF16", "F16", "F32")
 TOKENS = random_tokens(1, 41)
+STEPS = (30, *[1] * 11)
 CASES = [
     ("llama", ("F32",)),
     ("llama", EVERY_TYPE),
@@ -66,20 +67,11 @@ def unpacked_decoder(path: Path, *, in_groups: bool = False) -> Decoder:
     config = gguf_config(file)
     device = torch.device("cpu")
     source = GgufSource(file, config, torch.float32, device, unpacks_all=not in_groups, in_groups=in_groups)
-    return Decoder(config, assemble_weights(config, source, packed=source))
+    return Decoder(config, assemble_weights(config, source))
 
 
 def our_logits(path: Path, dtype: str = "float32", quantization: str | None = None) -> Tensor:
-    return logits_of(tiny_decoder(path, dtype, quantization))
-
-
-def logits_of(decoder: Decoder) -> Tensor:
-    probe = LogitsProbe(decoder)
-    probe.add("a", TOKENS)
-    probe.step(a=30)
-    for _ in range(11):
-        probe.step(a=1)
-    return probe.logits("a").float()
+    return logits_of(tiny_decoder(path, dtype, quantization), TOKENS, *STEPS).float()
 
 
 def relative_error(logits: Tensor, expected: Tensor) -> float:
@@ -92,7 +84,7 @@ def test_unpacked_weights_are_exact(architecture: str, types: tuple[str, ...], h
     path = write_tiny_gguf(tmp_path / "a.gguf", architecture, types, has_head=has_head)
     expected = reference_logits(path)
     tolerance = 1e-5 * float(expected.abs().max())
-    torch.testing.assert_close(logits_of(unpacked_decoder(path)), expected, rtol=0.0, atol=tolerance)
+    torch.testing.assert_close(logits_of(unpacked_decoder(path), TOKENS, *STEPS), expected, rtol=0.0, atol=tolerance)
 
 
 @pytest.mark.parametrize(("architecture", "types"), CASES)
@@ -104,7 +96,7 @@ def test_products_in_groups_round_nothing(
     path = write_tiny_gguf(tmp_path / "a.gguf", architecture, types)
     decoder = unpacked_decoder(path, in_groups=True)
     expected = reference_logits(path)
-    assert relative_error(logits_of(decoder), expected) < (2e-3 if "IQ3_S" in types else 1e-5)
+    assert relative_error(logits_of(decoder, TOKENS, *STEPS), expected) < (2e-3 if "IQ3_S" in types else 1e-5)
 
 
 @pytest.mark.parametrize(("architecture", "types"), CASES)
@@ -127,7 +119,7 @@ def test_gemma_3(factor: float | None, tmp_path: Path) -> None:
     path = write_tiny_gguf(tmp_path / "a.gguf", "gemma3", ("Q8_0",), metadata=metadata)
     expected = reference_logits(path, global_factor=factor)
     tolerance = 1e-5 * float(expected.abs().max())
-    torch.testing.assert_close(logits_of(unpacked_decoder(path)), expected, rtol=0.0, atol=tolerance)
+    torch.testing.assert_close(logits_of(unpacked_decoder(path), TOKENS, *STEPS), expected, rtol=0.0, atol=tolerance)
     assert relative_error(our_logits(path), expected) < 0.05
 
 

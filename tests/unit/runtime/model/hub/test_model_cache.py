@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from alignedserve.core.errors import ModelNotFound
-from alignedserve.runtime.model.hub.hub_name import parse_hub_name
+from alignedserve.runtime.model.hub.file_choice import parse_hub_name
 from alignedserve.runtime.model.hub.model_cache import list_models, remove_model
 from alignedserve.runtime.model.hub.repository import Hub
 from tests.support.servers.hub_samples import REPO, WEIGHTS, model_files

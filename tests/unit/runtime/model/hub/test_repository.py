@@ -11,7 +11,7 @@ from huggingface_hub import constants
 
 from alignedserve.config.sections import ModelSectionConfig
 from alignedserve.core.errors import ModelError, ModelNotFound, StorageFull, UnsafeWeights, UnsupportedModel
-from alignedserve.runtime.model.hub.hub_name import parse_hub_name
+from alignedserve.runtime.model.hub.file_choice import parse_hub_name
 from alignedserve.runtime.model.hub.local_models import with_local_model
 from alignedserve.runtime.model.hub.repository import Hub
 from tests.support.servers.hub_samples import REPO, WEIGHTS, model_files

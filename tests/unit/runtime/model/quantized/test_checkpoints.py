@@ -13,11 +13,11 @@ from torch import Tensor
 from alignedserve.config.sections import ModelSectionConfig
 from alignedserve.core.errors import ModelError
 from alignedserve.runtime.model.quantized.product_form import Computing
-from alignedserve.runtime.model.quantized.stored_weights import quantized_weights
 from alignedserve.runtime.model.served_model import ServedModel, resolve_model
+from alignedserve.runtime.model.stored_weights import quantized_weights
 from benchmarks.engine.throughput import weight_bytes
 from tests.support.models.quantized_checkpoints import FORMATS, quantize_folder
-from tests.support.models.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
+from tests.support.models.tiny_engines import logits_of, random_tokens, tiny_decoder
 from tests.support.models.tiny_models import make_tiny_model
 
 MODULE = "model.layers.1.self_attn.k_proj."
@@ -42,18 +42,13 @@ def resolved(folder: Path, dtype: str = "bfloat16", **options: Any) -> ServedMod
     return resolve_model(ModelSectionConfig(path=str(folder), dtype=dtype, **options))
 
 
-def logits_of(folder: Path, quantization: str | None = None) -> Tensor:
-    probe = LogitsProbe(tiny_decoder(folder, quantization=quantization))
-    probe.add("a", TOKENS)
-    probe.step(a=len(TOKENS))
-    return probe.logits("a")
-
-
 def test_sizes_count_packed_weights(tmp_path: Path) -> None:
     served = resolved(made(tmp_path, "gptq"))
     assert served.stored is not None
     rest = served.config.loaded_weight_bytes("bfloat16")
-    in_layers = sum(layer.num for layer in _layers(served))
+    config = served.decoder
+    attention = config.hidden_size * (2 * config.query_width + 2 * config.kv_width)
+    in_layers = config.num_layers * (attention + 3 * config.hidden_size * config.intermediate_size)
     assert served.weight_bytes == rest - 2 * in_layers + in_layers * 18 // 32
     head = served.config.vocab_size * served.config.hidden_size
     assert served.stored.step_bytes == pytest.approx(in_layers * 18 // 32 + 2 * head, rel=0.02)  # and norms
@@ -67,16 +62,6 @@ def test_sizes_count_packed_weights(tmp_path: Path) -> None:
     int8 = resolved(tmp_path, quantization="int8")
     assert int8.weight_bytes == int8.config.loaded_weight_bytes("bfloat16", "int8")
     assert "packed again as int8" in str(int8.stored)
-
-
-class _Layer:
-    def __init__(self, config: Any) -> None:
-        attention = config.hidden_size * (2 * config.query_width + 2 * config.kv_width)
-        self.num = attention + 3 * config.hidden_size * config.intermediate_size
-
-
-def _layers(served: ServedModel) -> list[_Layer]:
-    return [_Layer(served.config)] * served.config.num_layers
 
 
 def test_a_warning_says_what_unpacking_costs(tmp_path: Path) -> None:
@@ -96,18 +81,18 @@ def test_more_matrices_than_tensors_are_refused(tmp_path: Path) -> None:
 def test_matrices_that_are_not_quantised_stay_plain(tmp_path: Path) -> None:
     """Queries in blocks, keys and values in floats: one product of several kinds."""
     make_tiny_model(tmp_path, "llama")
-    plain = logits_of(tmp_path)
+    plain = logits_of(tiny_decoder(tmp_path), TOKENS)
     quantize_folder(tmp_path, FORMATS["w8a16"], lambda name: "q_proj" in name or "gate_proj" in name)
     stored = resolved(tmp_path).stored
     assert stored is not None
     assert "(6 matrices)" in stored.description
-    assert float((logits_of(tmp_path) - plain).norm() / plain.norm()) < 0.03
+    assert float((logits_of(tiny_decoder(tmp_path), TOKENS) - plain).norm() / plain.norm()) < 0.03
 
 
 def test_shards_and_quantised_heads(tmp_path: Path) -> None:
     make_tiny_model(tmp_path, "llama")
     quantize_folder(tmp_path, FORMATS["awq by row"], lambda name: "proj" in name)
-    before = logits_of(tmp_path)
+    before = logits_of(tiny_decoder(tmp_path), TOKENS)
     tensors = load_file(tmp_path / "model.safetensors")
     names = sorted(tensors)
     shards = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}  # scales beside other words
@@ -116,7 +101,7 @@ def test_shards_and_quantised_heads(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").unlink()
     weight_map = {name: shard for shard, part in shards.items() for name in part}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    assert torch.equal(logits_of(tmp_path), before)
+    assert torch.equal(logits_of(tiny_decoder(tmp_path), TOKENS), before)
 
 
 def test_the_engine_benchmark_counts_packed_weights(tmp_path: Path) -> None:
@@ -140,17 +125,9 @@ BAD: list[tuple[str, dict[str, Tensor | None], str]] = [
     ("w8a8", {"weight": torch.zeros(32, 64, dtype=torch.uint8)}, "weight has dtype U8, expected I8"),
     ("w8a8", {"weight": torch.zeros(32, 64)}, "is F32 and has scales: the checkpoint is not compressed"),
     ("w4a16 in groups", {"weight_shape": torch.tensor([64, 64])}, r"weight_shape is \[64, 64\], expected \[32, 64\]"),
-    (
-        "fp8",
-        {"weight": torch.full((32, 64), 500.0).to(torch.float8_e5m2)},
-        "dtype F8_E5M2, expected F8_E4M3",
-    ),
+    ("fp8", {"weight": torch.full((32, 64), 500.0).to(torch.float8_e5m2)}, "dtype F8_E5M2, expected F8_E4M3"),
     ("fp8", {"weight": torch.full((32, 64), 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)}, "not finite"),
-    (
-        "fp8 in blocks",
-        {"weight_scale_inv": torch.ones(1, 3)},
-        r"scale_inv has shape \[1, 3\], expected \[1, 2\]",
-    ),
+    ("fp8 in blocks", {"weight_scale_inv": torch.ones(1, 3)}, r"scale_inv has shape \[1, 3\], expected \[1, 2\]"),
 ]
 
 
@@ -191,5 +168,5 @@ def test_random_bytes_in_quantised_tensors_never_crash(tmp_path: Path) -> None:
                 raw.copy_(torch.randint(0, 256, raw.shape, dtype=torch.uint8, generator=generator))
         save_file(tensors, folder / "model.safetensors")
         with contextlib.suppress(ModelError):
-            logits_of(folder)
+            logits_of(tiny_decoder(folder), TOKENS)
         (folder / "model.safetensors").write_bytes(original)

@@ -9,20 +9,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from alignedserve.runtime.engine.forward.decoder import Decoder
-from alignedserve.runtime.model.families.table import FAMILIES
 from alignedserve.runtime.model.model_files import read_config
 from alignedserve.runtime.model.quantized.product_form import Computing
-from alignedserve.runtime.model.quantized.source import QuantizedSource
-from alignedserve.runtime.model.quantized.stored_weights import quantized_weights
+from alignedserve.runtime.model.stored_weights import quantized_weights
 from alignedserve.runtime.model.weights import feed_forward_weights
-from alignedserve.runtime.model.weights.safetensors_source import SafetensorsSource
-from alignedserve.runtime.model.weights.weight_loader import assemble_weights
 from kernels.linear import Linear
 from kernels.narrow.float8_linear import Float8Linear
 from tests.support.marks import slow
 from tests.support.models.gpu_weights import weights_as_on_a_gpu
-from tests.support.models.quantized_checkpoints import FORMATS, quantize_folder
-from tests.support.models.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
+from tests.support.models.quantized_checkpoints import FORMATS, quantize_folder, unpacked_decoder
+from tests.support.models.tiny_engines import logits_of, random_tokens, tiny_decoder
 from tests.support.models.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -63,22 +59,6 @@ def _logits(model: Any) -> Tensor:
     return logits
 
 
-def logits_of(decoder: Decoder) -> Tensor:
-    probe = LogitsProbe(decoder)
-    probe.add("a", TOKENS)
-    probe.step(a=len(TOKENS))
-    return probe.logits("a").float()
-
-
-def unpacked(folder: Path) -> Decoder:
-    config = read_config(folder)
-    plain = SafetensorsSource(folder, torch.float32, torch.device("cpu"))
-    assert config.stored_quantization is not None
-    names = FAMILIES[config.family].names
-    source = QuantizedSource(plain, config.stored_quantization, names, unpacks_all=True)
-    return Decoder(config, assemble_weights(config, source, packed=source))
-
-
 def error(result: Tensor, expected: Tensor) -> float:
     return float((result - expected).norm() / expected.norm())
 
@@ -86,19 +66,19 @@ def error(result: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("name", [*DEFAULT_FORMATS, *slow(*sorted(FORMATS.keys() - set(DEFAULT_FORMATS)))])
 def test_every_format(name: str, tmp_path: Path) -> None:
     expected = made(tmp_path, "llama", name)
-    assert float((logits_of(unpacked(tmp_path)) - expected).abs().max() / expected.abs().max()) < 1e-5
+    assert float((logits_of(unpacked_decoder(tmp_path), TOKENS) - expected).abs().max() / expected.abs().max()) < 1e-5
     # Inputs are rounded to 8 bits; nothing else is.
-    assert error(logits_of(tiny_decoder(tmp_path)), expected) < 0.03
-    assert error(logits_of(tiny_decoder(tmp_path, "bfloat16")), expected) < 0.04
+    assert error(logits_of(tiny_decoder(tmp_path), TOKENS), expected) < 0.03
+    assert error(logits_of(tiny_decoder(tmp_path, "bfloat16"), TOKENS), expected) < 0.04
 
 
 @pytest.mark.parametrize("name", ["gptq desc_act, different orders", *slow("w8a8", "fp8", "awq")])
 @pytest.mark.parametrize("family", TRIED)
 def test_every_family(family: str, name: str, tmp_path: Path) -> None:
     expected = made(tmp_path, family, name)
-    assert float((logits_of(unpacked(tmp_path)) - expected).abs().max() / expected.abs().max()) < 1e-5
+    assert float((logits_of(unpacked_decoder(tmp_path), TOKENS) - expected).abs().max() / expected.abs().max()) < 1e-5
     # Near a tie, rounded inputs make a router choose other experts.
-    assert error(logits_of(tiny_decoder(tmp_path)), expected) < (0.2 if family == "mixtral" else 0.03)
+    assert error(logits_of(tiny_decoder(tmp_path), TOKENS), expected) < (0.2 if family == "mixtral" else 0.03)
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8 static, by tensor"])
@@ -107,7 +87,7 @@ def test_products_in_fp8(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     expected = made(tmp_path, "llama_mha", name)
     weights = weights_as_on_a_gpu(tmp_path, monkeypatch, torch.bfloat16, has_float8=True)
     assert all(isinstance(product, Float8Linear) for product in weights.layer_projections)
-    assert error(logits_of(Decoder(read_config(tmp_path), weights)), expected) < 0.1
+    assert error(logits_of(Decoder(read_config(tmp_path), weights), TOKENS), expected) < 0.1
 
 
 @pytest.mark.parametrize(
@@ -128,7 +108,7 @@ def test_weights_stay_packed_on_a_gpu(family: str, name: str, tmp_path: Path, mo
     weights = weights_as_on_a_gpu(tmp_path, monkeypatch, torch.float32, has_float8=False)
     config = read_config(tmp_path)
     assert all(not isinstance(product, Linear) for product in weights.layer_projections)
-    assert error(logits_of(Decoder(config, weights)), expected) < 1e-5
+    assert error(logits_of(Decoder(config, weights), TOKENS), expected) < 1e-5
     computing = Computing("cuda:0", "float32")
     assert quantized_weights(tmp_path, config, computing).warning is None
 
@@ -137,7 +117,7 @@ def test_weights_stay_packed_on_a_gpu(family: str, name: str, tmp_path: Path, mo
 def test_experts_without_gates_stay_packed_on_a_gpu(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_tiny_model(tmp_path, "nemotron_h", moe_intermediate_size=64)
     quantize_folder(tmp_path, FORMATS[name])
-    expected = logits_of(unpacked(tmp_path))
+    expected = logits_of(unpacked_decoder(tmp_path), TOKENS)
     monkeypatch.delattr(feed_forward_weights, "stacked_experts")
     weights = weights_as_on_a_gpu(tmp_path, monkeypatch, torch.float32, has_float8=False)
-    assert error(logits_of(Decoder(read_config(tmp_path), weights)), expected) < 1e-5
+    assert error(logits_of(Decoder(read_config(tmp_path), weights), TOKENS), expected) < 1e-5

@@ -14,17 +14,14 @@ from torch import Tensor
 from alignedserve.config.sections import EngineConfig, ModelSectionConfig
 from alignedserve.core.errors import ModelError
 from alignedserve.runtime.engine.forward.decoder import Decoder
-from alignedserve.runtime.model.families.table import FAMILIES
 from alignedserve.runtime.model.model_files import read_config
 from alignedserve.runtime.model.quantized.product_form import Computing
-from alignedserve.runtime.model.quantized.source import QuantizedSource
-from alignedserve.runtime.model.quantized.stored_weights import quantized_weights
 from alignedserve.runtime.model.served_model import resolve_model
-from alignedserve.runtime.model.weights.safetensors_source import SafetensorsSource
-from alignedserve.runtime.model.weights.weight_loader import assemble_weights
+from alignedserve.runtime.model.stored_weights import quantized_weights
 from kernels.sorted_experts import SortedExperts
 from tests.support.models.gpu_weights import weights_as_on_a_gpu
-from tests.support.models.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
+from tests.support.models.quantized_checkpoints import unpacked_decoder
+from tests.support.models.tiny_engines import logits_of, random_tokens, tiny_decoder
 from tests.support.models.tiny_models import make_tiny_model, transformers_library
 
 pytestmark = pytest.mark.slow
@@ -71,30 +68,19 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensor]:
     return folder, logits
 
 
-def logits_of(decoder: Decoder, *counts: int) -> Tensor:
-    probe = LogitsProbe(decoder)
-    probe.add("a", TOKENS)
-    for count in counts or (len(TOKENS),):
-        probe.step(a=count)
-    return probe.logits("a")
-
-
 def test_values_are_those_of_the_files(made: tuple[Path, Tensor]) -> None:
     folder, expected = made
-    config, plain = read_config(folder), SafetensorsSource(folder, torch.float32, torch.device("cpu"))
-    assert config.stored_quantization is not None
-    names = FAMILIES[config.family].names
-    source = QuantizedSource(plain, config.stored_quantization, names, unpacks_all=True)
-    unpacked = Decoder(config, assemble_weights(config, source, packed=source))
-    torch.testing.assert_close(logits_of(unpacked), expected, rtol=0.0, atol=1e-5 * float(expected.abs().max()))
+    torch.testing.assert_close(
+        logits_of(unpacked_decoder(folder), TOKENS), expected, rtol=0.0, atol=1e-5 * float(expected.abs().max())
+    )
 
 
 def test_products_in_blocks_round_inputs_alone(made: tuple[Path, Tensor]) -> None:
     folder, expected = made
     decoder = tiny_decoder(folder)
-    results = logits_of(decoder)
+    results = logits_of(decoder, TOKENS)
     assert float((results - expected).norm() / expected.norm()) < 0.02
-    assert torch.equal(results, logits_of(decoder, 7, *[1] * 4, 8))
+    assert torch.equal(results, logits_of(decoder, TOKENS, 7, *[1] * 4, 8))
 
 
 def test_memory_is_that_of_blocks_and_a_token_reads_the_chosen_experts_alone(made: tuple[Path, Tensor]) -> None:
@@ -115,7 +101,7 @@ def test_experts_stay_packed_on_a_gpu(made: tuple[Path, Tensor], monkeypatch: py
     folder, expected = made
     weights, config = weights_as_on_a_gpu(folder, monkeypatch, torch.float32, has_float8=False), read_config(folder)
     assert all(isinstance(layer.mlp, SortedExperts) for layer in weights.layers)
-    found = logits_of(Decoder(config, weights))
+    found = logits_of(Decoder(config, weights), TOKENS)
     torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-5 * float(expected.abs().max()))
     stored = quantized_weights(folder, config, Computing("cuda:0", "bfloat16"))
     assert stored.warning is None
@@ -127,12 +113,7 @@ def test_experts_stay_packed_on_a_gpu(made: tuple[Path, Tensor], monkeypatch: py
 @pytest.mark.parametrize("is_on_gpu", [False, True])
 @pytest.mark.parametrize(("part", "problem"), [("scales", "not finite"), ("blocks", "has shape")])
 def test_what_is_wrong_is_named(
-    part: str,
-    problem: str,
-    is_on_gpu: bool,
-    made: tuple[Path, Tensor],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    part: str, problem: str, is_on_gpu: bool, made: tuple[Path, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, _ = made
     stored = load_file(folder / "model.safetensors")

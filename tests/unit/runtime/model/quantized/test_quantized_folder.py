@@ -10,16 +10,13 @@ from safetensors.torch import load_file
 from alignedserve.config.sections import ModelSectionConfig
 from alignedserve.core.errors import ConfigError, UnsupportedModel
 from alignedserve.runtime.engine.forward.decoder import Decoder
-from alignedserve.runtime.model.families.table import FAMILIES
 from alignedserve.runtime.model.model_files import read_config
-from alignedserve.runtime.model.quantized.quantized_folder import FORMS, quantize_folder
-from alignedserve.runtime.model.quantized.source import QuantizedSource
+from alignedserve.runtime.model.quantizing import FORMS, quantize_folder
 from alignedserve.runtime.model.served_model import resolve_model
-from alignedserve.runtime.model.weights.safetensors_source import SafetensorsSource
-from alignedserve.runtime.model.weights.weight_loader import assemble_weights
 from kernels.linear import Linear
 from tests.support.models.gpu_weights import weights_as_on_a_gpu
-from tests.support.models.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
+from tests.support.models.quantized_checkpoints import unpacked_decoder, unpacked_source
+from tests.support.models.tiny_engines import logits_of, random_tokens, tiny_decoder
 from tests.support.models.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -35,21 +32,6 @@ def written(folder: Path, form: str) -> Path:
     return output
 
 
-def unpacked(folder: Path) -> tuple[Decoder, QuantizedSource]:
-    config = read_config(folder)
-    assert config.stored_quantization is not None
-    plain = SafetensorsSource(folder, torch.float32, torch.device("cpu"))
-    source = QuantizedSource(plain, config.stored_quantization, FAMILIES[config.family].names, unpacks_all=True)
-    return Decoder(config, assemble_weights(config, source, packed=source)), source
-
-
-def logits_of(decoder: Decoder) -> torch.Tensor:
-    probe = LogitsProbe(decoder)
-    probe.add("a", TOKENS)
-    probe.step(a=len(TOKENS))
-    return probe.logits("a")
-
-
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     ("family", "sizes"), [("llama", {"hidden_size": 256}), ("qwen3_moe", {"moe_intermediate_size": 64})]
@@ -59,7 +41,7 @@ def test_rounded_weights_are_near_and_computed_packed(
 ) -> None:
     make_tiny_model(tmp_path, family, **sizes)
     output = written(tmp_path, form)
-    decoder, source = unpacked(output)
+    source = unpacked_source(output)
     before = load_file(tmp_path / "model.safetensors")
     rounded = [name for name in before if name.endswith("proj.weight") and ".layers.0." in name]
     assert rounded
@@ -69,7 +51,7 @@ def test_rounded_weights_are_near_and_computed_packed(
     assert torch.equal(
         source.tensor("model.norm.weight", before["model.norm.weight"].shape), before["model.norm.weight"]
     )
-    exact, packed = logits_of(decoder), logits_of(tiny_decoder(output))
+    exact, packed = logits_of(unpacked_decoder(output), TOKENS), logits_of(tiny_decoder(output), TOKENS)
     assert float((packed - exact).norm() / exact.norm()) < 0.06  # inputs are rounded, and a token may choose otherwise
 
 
@@ -79,10 +61,12 @@ def test_weights_stay_packed_on_a_gpu(family: str, form: str, tmp_path: Path, mo
     """Of layers and of experts; inputs are not rounded."""
     make_tiny_model(tmp_path, family, hidden_size=64, intermediate_size=96, moe_intermediate_size=64)
     output = written(tmp_path, form)
-    exact, _ = unpacked(output)
     weights = weights_as_on_a_gpu(output, monkeypatch, torch.float32, has_float8=False)
     assert all(not isinstance(product, Linear) for product in weights.layer_projections)
-    torch.testing.assert_close(logits_of(Decoder(read_config(output), weights)), logits_of(exact), rtol=0.0, atol=1e-4)
+    exact, packed = (
+        logits_of(decoder, TOKENS) for decoder in (unpacked_decoder(output), Decoder(read_config(output), weights))
+    )
+    torch.testing.assert_close(packed, exact, rtol=0.0, atol=1e-4)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -193,10 +193,7 @@ def test_groups_that_do_not_fill_blocks_are_unpacked() -> None:
     assert packed_integers(matrix, integers, ProductForm.BLOCKS_4) is None
 
 
-@pytest.mark.parametrize(
-    ("device", "dtype", "has_kernels"),
-    [("cpu", "float16", True), ("cpu", "float32", False)],
-)
+@pytest.mark.parametrize(("device", "dtype", "has_kernels"), [("cpu", "float16", True), ("cpu", "float32", False)])
 def test_without_kernels_all_is_unpacked(device: str, dtype: str, has_kernels: bool) -> None:
     for name in CASES:
         matrix = quantized(name)[1]

@@ -1,1 +1,0 @@
-"""Pictures: how models see them, and the process that decodes them."""

@@ -1,1 +1,0 @@
-"""Config and weights of the encoders by which models see pictures."""
