@@ -12,6 +12,7 @@ from alignedserve.config.sections import (
     PrefixCacheConfig,
     SchedulingConfig,
 )
+from alignedserve.core.plugins import load_plugin
 from alignedserve.process.actor_host import ActorHost
 from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.runtime.model.served_model import ServedModel
@@ -63,6 +64,4 @@ class StageActor(ActorHost):
     """A stage of a worker of another host."""
 
     def __init__(self, process_spec: ProcessSpec) -> None:
-        from alignedserve.runtime.engine.stages.stage_service import start_stage
-
-        super().__init__(process_spec, lambda: start_stage(process_spec))
+        super().__init__(process_spec, lambda: load_plugin("stages").start_stage(process_spec))

@@ -11,6 +11,7 @@ from alignedserve.config.sections import (
     SchedulingConfig,
 )
 from alignedserve.core.block_layout import BlockLayout
+from alignedserve.core.plugins import load_plugin
 from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.runtime.device.shared_device import SharedDevice
 from alignedserve.runtime.engine.device_turns import shared_device_of
@@ -22,7 +23,6 @@ from alignedserve.runtime.engine.engine_sizes import (
     swapped_bytes,
 )
 from alignedserve.runtime.engine.model_executor import ModelExecutor
-from alignedserve.runtime.engine.stages.far_stages import far_stages
 from alignedserve.runtime.executor import Executor, make_candidate_memory, make_executor
 from alignedserve.runtime.kv.arena_files import arena_path
 from alignedserve.runtime.kv.buffer_budget import BufferBudget
@@ -145,7 +145,7 @@ async def start_colocated_worker(
     """Start a worker that computes prompts and tokens. `lending`: None: requests do not move between workers."""
     scheduling = with_yielding(scheduling, can_stop=can_stop(engine_config.device, served), decodes_here=True)
     start = _Start(config, scheduling, engine_config, served, process_spec)
-    stages = far_stages(process_spec, served)
+    stages = load_plugin("stages").far_stages(process_spec) if served.num_hosts > 1 else None
     sizes = _colocated_sizes(start, lending)
     executor = make_executor(served, sizes, process_spec.progress_path(), start.shared_device, stages)
     start.share_weights()

@@ -26,7 +26,7 @@ from alignedserve.core.errors import ModelError
 from alignedserve.core.request import RequestClass
 from alignedserve.messages.gateways import ClusterStatus
 from alignedserve.process.background_tasks import start_background
-from alignedserve.runtime.lora.loaded_file import loaded_file
+from alignedserve.runtime.lora.loaded_adapters import loaded_file
 from alignedserve.runtime.model.served_model import DeploymentPhase, DeploymentState, ServedDeployment
 from alignedserve.text.tokenizer import Tokenizer, TokenizerOnUse
 

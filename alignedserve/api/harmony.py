@@ -19,7 +19,7 @@ from alignedserve.api.reasoning import ReasoningFormat, lazy, thought_rules
 from alignedserve.api.text_markers import MarkerFinder, overlap_len
 from alignedserve.api.tools.call_parser import OutputRun, ToolCallDelta
 from alignedserve.api.tools.formats import CallableTool
-from alignedserve.runtime.grammar.lark import json_value, quoted
+from alignedserve.runtime.grammar.constraints import json_value, quoted
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"

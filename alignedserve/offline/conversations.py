@@ -20,7 +20,7 @@ from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.request import Request
 from alignedserve.offline.named_prompts import naming
 from alignedserve.runtime.grammar.constraints import StructuredOutputs
-from alignedserve.runtime.grammar.trial_turn import ALONE, TrialTurn
+from alignedserve.runtime.grammar.trials import ALONE, TrialTurn
 from alignedserve.text.tokenizer import Tokenizer
 
 _MAX_DEPTH = 64  # of messages, tools and schemas

@@ -52,8 +52,7 @@ from alignedserve.runtime.device.devices import check_ranks, worker_devices
 from alignedserve.runtime.device_check.choice import choose_device
 from alignedserve.runtime.engine.engine_sizes import EngineSizes, jumps_ahead
 from alignedserve.runtime.executor import make_executor
-from alignedserve.runtime.grammar.constraints import StructuredOutputs, part_of
-from alignedserve.runtime.grammar.lark import serialize_alone
+from alignedserve.runtime.grammar.constraints import StructuredOutputs, part_of, serialize_alone
 from alignedserve.runtime.model.hub.local_models import with_local_model
 from alignedserve.runtime.model.served_model import load_tokenizer, resolve_model
 from decode_worker.colocated.logic import ColocatedCommand

@@ -16,7 +16,7 @@ from alignedserve.runtime.device.shared_device import SharedDevice
 from alignedserve.runtime.encoder.executor import EncoderExecutor
 from alignedserve.runtime.engine.engine_sizes import EngineSizes
 from alignedserve.runtime.engine.model_executor import ModelExecutor
-from alignedserve.runtime.engine.model_loading import ConnectStages
+from alignedserve.runtime.engine.worker_engine import ConnectStages
 from alignedserve.runtime.kv.block_copier import BlockCopier
 from alignedserve.runtime.kv.buffer_budget import BufferBudget
 from alignedserve.runtime.kv.candidate_memory import CandidateMemory
@@ -66,7 +66,7 @@ def make_executor(
     shared_device: SharedDevice | None = None,
     connect_stages: ConnectStages | None = None,
 ) -> Executor:
-    """Load the model and return what runs it; takes as long as that. Arguments and errors as of ModelExecutor."""
+    """Load the model and return an executor for it. Arguments and errors as of ModelExecutor."""
     if served.encoder is not None:
         return EncoderExecutor(served, sizes, progress_path, shared_device)
     return ModelExecutor(served, sizes, progress_path, shared_device, connect_stages)

@@ -19,15 +19,15 @@ from alignedserve.runtime.attention.backend import AUTO
 from alignedserve.runtime.device.devices import CUDA
 from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.device.streams import streams_of
-from alignedserve.runtime.device.timing import DeviceTimer
-from alignedserve.runtime.engine.calibration.iteration_timing import IterationTimer
 from alignedserve.runtime.engine.engine import Engine
 from alignedserve.runtime.engine.engine_options import EngineOptions
 from alignedserve.runtime.engine.forward.decoder import Decoder
+from alignedserve.runtime.engine.measured_iterations import IterationTimer
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from benchmarks.engine.throughput import weight_bytes
 from benchmarks.measuring.device_ceilings import TOY_SIZES, measure_device_ceilings
+from benchmarks.measuring.device_timing import DeviceTimer
 from benchmarks.measuring.pinned_copies import OFFLOAD, PREFETCH, BackgroundCopies, PinnedLists, lists_at_the_end
 from benchmarks.measuring.results import DeviceCeilings, IterationReport, IterationRow
 from lab.profiling.model_loading import load_decoder

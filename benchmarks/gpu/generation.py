@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from alignedserve.runtime.device.timing import synchronize
+from alignedserve.runtime.device.device_work import synchronize
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from benchmarks.engine.benchmark_spec import EngineBenchmarkSpec
 from benchmarks.engine.throughput import WorkloadRun, make_engine

@@ -8,13 +8,13 @@ import torch
 
 from alignedserve.core.errors import ConfigError
 from alignedserve.runtime.device.dtypes import torch_dtype
-from alignedserve.runtime.device.timing import DeviceTimer
 from benchmarks.kernels.attention import DECODE, attention_cases, batches, name_of
 from benchmarks.kernels.blocks import block_cases
 from benchmarks.kernels.cases import KernelCase, KernelSetup, rows_of
 from benchmarks.kernels.rows import row_cases
 from benchmarks.measuring.device_ceilings import TOY_SIZES, measure_device_ceilings
 from benchmarks.measuring.device_choice import AUTO, chosen_device
+from benchmarks.measuring.device_timing import DeviceTimer
 from benchmarks.measuring.results import DeviceCeilings, KernelReport, KernelRow
 from lab.profiling.shapes import SHAPES
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from alignedserve.runtime.device.devices import CUDA
 from alignedserve.runtime.device.dtypes import dtype_name
-from alignedserve.runtime.device.timing import DeviceTimer, Work
+from benchmarks.measuring.device_timing import DeviceTimer, Work
 from benchmarks.measuring.results import DeviceCeilings
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from alignedserve.runtime.lora.adapter_modules import adaptable_modules
+from alignedserve.runtime.lora.adapter_check import adaptable_modules
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.named_models import pocket_folder
 from lab.profiling.shapes import OPT_125M

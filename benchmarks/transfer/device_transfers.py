@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from alignedserve.runtime.device.host_accelerator import HostAccelerator
 from alignedserve.runtime.device.streams import streams_of
 from alignedserve.runtime.kv.arena_files import arena_folder
 from alignedserve.runtime.kv.block_storage import BlockStorage
@@ -24,6 +23,7 @@ from benchmarks.measuring.results import TransferResult, transfer_result
 from benchmarks.measuring.turns import Work, medians_by_turns
 from benchmarks.transfer.spec import LAYOUTS, TransferBenchmarkSpec
 from kernels.cpu.block_copies import BlockList
+from lab.gpu_check.host_accelerator import HostAccelerator
 
 PINNED, REGISTERED = "pinned", "registered"
 

@@ -15,8 +15,7 @@ import torch
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.messages.handshake import Role
 from alignedserve.runtime.device.accelerator import Accelerator, accelerator_of
-from alignedserve.runtime.device.host_accelerator import HostAccelerator
-from alignedserve.runtime.device.timing import synchronize
+from alignedserve.runtime.device.device_work import synchronize
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.staged_copies import CopyLanes
 from alignedserve.runtime.kv.transfers.block_server import BlockServer
@@ -28,6 +27,7 @@ from benchmarks.measuring.results import TransferResult
 from benchmarks.transfer.block_moves import BlockMoves
 from benchmarks.transfer.peer_process import END, address, identity, peer_process
 from benchmarks.transfer.spec import TransferBenchmarkSpec
+from lab.gpu_check.host_accelerator import HostAccelerator
 
 CUDA_IPC = "cuda_ipc"
 

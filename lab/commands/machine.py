@@ -7,8 +7,7 @@ from importlib.metadata import version
 from typing import Any
 
 from alignedserve.runtime.device.cores import num_cores, processor_name
-from alignedserve.runtime.device.driver import driver_version
-from alignedserve.runtime.device.machine_gpus import described, version_of, visible_gpus
+from alignedserve.runtime.device.devices import described, driver_version, version_of, visible_gpus
 
 
 def describe_machine() -> dict[str, Any]:

@@ -10,8 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from alignedserve.runtime.device.devices import cuda_obstacle
-from alignedserve.runtime.device.machine_gpus import machine_gpus
+from alignedserve.runtime.device.devices import cuda_obstacle, machine_gpus
 from lab.gpu_check.part_list import PARTS, CheckPart
 from lab.gpu_check.processes import run_part
 

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from alignedserve.core.block_layout import BlockLayout
+from alignedserve.runtime.device.device_work import synchronize
 from alignedserve.runtime.device.devices import CUDA
-from alignedserve.runtime.device.host_accelerator import HostAccelerator
-from alignedserve.runtime.device.timing import synchronize
 from alignedserve.runtime.kv.arena_files import arena_folder
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.direct_copies import DirectCopies, HostSide
 from alignedserve.runtime.kv.shm_arena import Arena
 from kernels.cpu.block_copies import BlockList
+from lab.gpu_check.host_accelerator import HostAccelerator
 
 # Of an 8B Llama: 32 layers, 8 heads of 128, bfloat16.
 _LAYOUT = BlockLayout(block_size=16, num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16")

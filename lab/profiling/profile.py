@@ -24,9 +24,9 @@ from alignedserve.costmodel.model_shapes import ModelShape
 from alignedserve.runtime.device.device_work import free_bytes
 from alignedserve.runtime.device.devices import CUDA, worker_devices
 from alignedserve.runtime.device.streams import streams_of
-from alignedserve.runtime.engine.calibration.iteration_timing import IterationTimer
 from alignedserve.runtime.engine.engine import Engine
 from alignedserve.runtime.engine.engine_options import EngineOptions
+from alignedserve.runtime.engine.measured_iterations import IterationTimer
 from alignedserve.runtime.kv.block_codecs import exact_codec
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.staged_copies import StagedCopies

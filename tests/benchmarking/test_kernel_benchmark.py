@@ -9,11 +9,11 @@ import torch
 
 from alignedserve.core.errors import ConfigError
 from alignedserve.runtime.device.devices import cuda_obstacle
-from alignedserve.runtime.device.timing import DeviceTimer
 from benchmarks.kernels import __main__ as command
 from benchmarks.kernels.benchmark import KernelBenchmarkSpec, run_kernel_benchmark
 from benchmarks.measuring.device_ceilings import TOY_SIZES, measure_device_ceilings
 from benchmarks.measuring.device_choice import chosen_device
+from benchmarks.measuring.device_timing import DeviceTimer
 from benchmarks.measuring.results import DeviceCeilings, KernelReport, KernelRow
 from benchmarks.measuring.turns import medians_by_turns
 

@@ -21,7 +21,7 @@ def test_a_killed_stage_ends_its_worker_and_requests_go_on(
         cluster.wait_ready()
         expected = texts(separate_cluster)
         assert texts(cluster) == expected
-        (stage,) = children_running("stage_process", cluster.actors("ColocatedWorker")[0])
+        (stage,) = children_running("plugins.stages", cluster.actors("ColocatedWorker")[0])
         stage.kill()
         assert texts(cluster) == expected
         code, _, err = cluster.stop()

@@ -29,7 +29,7 @@ async def test_a_worker_of_two_processes(tmp_path: Path) -> None:
         work = prompts(6, 2, 60, seed=0)
         await check(cluster, work, [cluster.gateway.submit(prompt, SAMPLING) for prompt in work], SAMPLING)
         executor = cluster.engines["decode-0"]
-        (process,) = children_running("expert_process")
+        (process,) = children_running("expert_group")
         process.kill()
         with pytest.raises(ExchangeBroken):
             executor.measure_iterations(0.01, 64)

@@ -15,7 +15,7 @@ from tests.support.models.lora_folders import write_adapter
 pytestmark = [pytest.mark.slow]
 
 SAMPLING = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
-STAGE = "stage_process"
+STAGE = "plugins.stages"
 PROMPTS = [f"what is {number} + {number + 3}?" for number in range(8)]
 
 

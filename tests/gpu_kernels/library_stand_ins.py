@@ -152,18 +152,15 @@ def varlen_attn(
     if seqused_k is None:
         assert cu_seq_k is not None
         return plain_whole(query, key, value, cu_seq_q, max_q, window)
-    if block_table is None:  # contexts one after another, with unused rows behind each
-        assert cu_seq_k is not None
-        assert cu_seq_k.dtype == torch.int32
-        places = zip(pairwise(cu_seq_q.tolist()), cu_seq_k.tolist(), seqused_k.tolist(), strict=False)
-        return attended(
-            [(query[a:b], key[first : first + used], value[first : first + used]) for (a, b), first, used in places],
-            window,
-            query,
-        )
-    assert cu_seq_k is None
-    pages = Pages(cu_seq_q, seqused_k, block_table, max_q, max_k, block_table, block_table)
-    return plain_paged(query, key, value, pages, window)
+    assert block_table is None
+    assert cu_seq_k is not None
+    assert cu_seq_k.dtype == torch.int32
+    places = zip(pairwise(cu_seq_q.tolist()), cu_seq_k.tolist(), seqused_k.tolist(), strict=False)
+    return attended(  # contexts one after another, with unused rows behind each
+        [(query[a:b], key[first : first + used], value[first : first + used]) for (a, b), first, used in places],
+        window,
+        query,
+    )
 
 
 flash_4.__name__ = "flash_attn_varlen_func"

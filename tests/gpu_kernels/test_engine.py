@@ -19,7 +19,7 @@ from alignedserve.core.ids import RequestId
 from alignedserve.core.request import SampledToken, SamplingParams
 from alignedserve.runtime.attention.backend import TORCH, TRITON
 from alignedserve.runtime.engine.forward.decoder import Decoder
-from alignedserve.runtime.engine.steps.cuda_graphs import graph_sizes
+from alignedserve.runtime.engine.steps.step_passes import graph_sizes
 from kernels import gpu_dispatch as gpu_choice
 from tests.support.devices.checked_streams import CheckedEvent, CheckedStream, CheckedStreams
 from tests.support.devices.host_reads import NoHostReads
@@ -37,7 +37,7 @@ from tests.support.models.tiny_models import make_tiny_model
 
 pytest.importorskip("triton")
 
-from alignedserve.runtime.attention import triton_parts
+from alignedserve.runtime.attention import triton_backend
 from kernels.gpu.attention import decode_attention
 
 pytestmark = pytest.mark.slow
@@ -160,7 +160,7 @@ def test_what_a_recorded_step_uses_lives_as_long(decoder: Decoder, monkeypatch: 
         used.extend(weakref.ref(part) for part in (batch.sums, batch.weights, batch.lengths))
         return batch
 
-    monkeypatch.setattr(triton_parts, "decode_batch", watched)
+    monkeypatch.setattr(triton_backend, "decode_batch", watched)
     tiny = TinyEngine(decoder, attention=TRITON, capture=capture_by_address, max_sequences=4)
     tiny.engine.record_graphs()
     gc.collect()

@@ -8,8 +8,8 @@ import torch
 
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.runtime.attention.backend import TORCH, TRITON
-from alignedserve.runtime.device import timing as device_timing
 from alignedserve.runtime.engine.forward.decoder import Decoder
+from benchmarks.measuring import device_timing
 from kernels import gpu_dispatch as gpu_choice
 from kernels.states.device_rows import state_kernels
 from tests.support.models.tiny_engines import TinyEngine, random_tokens, tiny_decoder
@@ -19,8 +19,8 @@ pytest.importorskip("triton")
 
 import triton
 
+from alignedserve.runtime.attention import triton_backend
 from alignedserve.runtime.attention import triton_backend as gpu_attention
-from alignedserve.runtime.attention import triton_parts
 
 pytestmark = pytest.mark.slow
 
@@ -57,7 +57,7 @@ def test_a_kernel_that_does_not_compile_is_named_once(
     def broken(*_: Any, **__: Any) -> None:
         raise triton.CompilationError("x = tl.dot(query, keys)", None, "no such instruction")
 
-    monkeypatch.setattr(triton_parts, "paged_decode", broken)
+    monkeypatch.setattr(triton_backend, "paged_decode", broken)
     with caplog.at_level(logging.WARNING):
         first = generated(decoder, TRITON)
         second = generated(decoder, TRITON)

@@ -1,4 +1,4 @@
-"""Libraries that compute prompts and chunks: called as each documents, and used by engines where they are faster."""
+"""Libraries that compute prompts and chunks: called as each documents, and used by engines."""
 
 import importlib
 import inspect
@@ -14,21 +14,16 @@ from torch import Tensor
 
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import SamplingParams
-from alignedserve.runtime.attention import libraries
 from alignedserve.runtime.attention.backend import TORCH, TRITON
 from alignedserve.runtime.attention.libraries import (
     FLASH_4,
-    OWN,
     PYTORCH,
     AttentionLibrary,
+    CheckResult,
+    PromptChoice,
     installed_libraries,
 )
 from alignedserve.runtime.attention.library_steps import ContextChunks, LibraryChunks, is_worth_gathering
-from alignedserve.runtime.attention.prompt_choice import (
-    Measured,
-    PromptChoice,
-    TrialResult,
-)
 from alignedserve.runtime.attention.sequence_table import NewSequence, SequenceTable
 from alignedserve.runtime.engine.forward.decoder import Decoder
 from tests.gpu_kernels.library_stand_ins import (
@@ -41,12 +36,12 @@ from tests.gpu_kernels.library_stand_ins import (
 )
 from tests.support.models.tiny_engines import TinyEngine, random_tokens, tiny_decoder
 from tests.support.models.tiny_models import make_tiny_model
-from tests.support.prompt_setups import WINDOW, layout
+from tests.support.prompt_setups import WINDOW, layout, setup_of
 
 pytest.importorskip("triton")
 
 from alignedserve.runtime.attention import triton_backend
-from tests.gpu_kernels.tried_libraries import tried
+from alignedserve.runtime.attention.library_check import LibraryCheck
 
 pytestmark = [
     pytest.mark.slow,
@@ -77,14 +72,15 @@ def generated(decoder: Decoder, attention: str) -> list[int]:
 
 
 def using(monkeypatch: pytest.MonkeyPatch, library: AttentionLibrary, choice: PromptChoice) -> None:
-    """Let engines have this library, about which a trial has said this."""
+    """Let engines have this library by this choice."""
     monkeypatch.setattr(triton_backend, "installed_libraries", lambda *_: [library])
+    monkeypatch.setattr(triton_backend, "best_libraries", lambda device: (library.name,))
     monkeypatch.setattr(triton_backend, "choose_prompts", lambda *_: choice)
 
 
-@pytest.mark.parametrize(("seconds", "calls"), [(1.0, (1, 2)), (3.0, (0, 0))])
-def test_prompts_and_chunks_go_to_a_library_where_it_is_faster(
-    decoder: Decoder, monkeypatch: pytest.MonkeyPatch, seconds: float, calls: tuple[int, int]
+@pytest.mark.parametrize(("choice", "calls"), [(PromptChoice("plain", "plain"), (1, 2)), (PromptChoice(), (0, 0))])
+def test_prompts_and_chunks_go_to_the_library_that_is_chosen(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch, choice: PromptChoice, calls: tuple[int, int]
 ) -> None:
     seen = {"whole": 0, "paged": 0}
 
@@ -96,13 +92,9 @@ def test_prompts_and_chunks_go_to_a_library_where_it_is_faster(
         return compute
 
     library = AttentionLibrary("plain", counted("whole", plain_whole), counted("paged", plain_paged))
-    times = {OWN: 2.0, "plain": seconds}
-    using(monkeypatch, library, PromptChoice(times, times))
+    using(monkeypatch, library, choice)
     assert generated(decoder, TRITON) == generated(decoder, TORCH)
     assert tuple(count // decoder.config.num_layers for count in seen.values()) == calls
-
-
-TIMES = {OWN: 2.0, "plain": 1.0}
 
 
 def test_slots_behind_a_context_hold_zeros_where_a_library_reads_them(
@@ -111,7 +103,7 @@ def test_slots_behind_a_context_hold_zeros_where_a_library_reads_them(
     """TinyEngine's blocks hold NaN until they are written."""
     library = AttentionLibrary("plain", plain_whole, without_guard)
     expected = generated(decoder, TORCH)
-    using(monkeypatch, library, PromptChoice(TIMES, TIMES, frozenset({"plain"})))
+    using(monkeypatch, library, PromptChoice("plain", "plain", clears_tails=True))
     assert generated(decoder, TRITON) == expected
 
 
@@ -129,7 +121,7 @@ def test_where_a_library_fails_in_service_our_kernel_computes_that_step_and_all_
         return plain_whole(*own) if kind == "whole" else plain_paged(*own)
 
     library = PLAIN._replace(whole=fails_later) if kind == "whole" else PLAIN._replace(paged=fails_later)
-    using(monkeypatch, library, PromptChoice(TIMES, TIMES))
+    using(monkeypatch, library, PromptChoice("plain", "plain"))
     assert generated(decoder, TRITON) == generated(decoder, TORCH)
     assert calls == 2
     assert caplog.text.count("plain failed, our own kernel goes on in its place: RuntimeError: too many sequences") == 1
@@ -198,16 +190,15 @@ def test_nothing_is_installed() -> None:
 
 
 @pytest.mark.usefixtures("none_installed")
-@pytest.mark.parametrize(("name", "page_tokens"), [(FLASH_4, 4), (PYTORCH, 4), (PYTORCH, 256)])
+@pytest.mark.parametrize("name", [FLASH_4, PYTORCH])
 @pytest.mark.parametrize("window", [None, WINDOW])
 def test_a_library_is_found_and_computes_what_our_kernel_does(
-    name: str, page_tokens: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+    name: str, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(monkeypatch, *MODULES[name])
-    monkeypatch.setattr(libraries, "_PAGE_TOKENS", page_tokens)
     (library,) = installed_libraries(layout(), GPU)
-    assert (library.name, library.gathers) == (name, page_tokens == 256)
-    assert tried(library, monkeypatch, window) == TrialResult(40, Measured(2.0, 1.0), Measured(2.0, 1.0))
+    assert (library.name, library.gathers) == (name, name == PYTORCH)
+    assert LibraryCheck(setup_of(window), library).result() == CheckResult(40)
 
 
 @pytest.mark.usefixtures("none_installed")

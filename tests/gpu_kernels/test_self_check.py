@@ -10,7 +10,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from alignedserve.core.request import SampledToken
-from alignedserve.runtime.attention import triton_parts
+from alignedserve.runtime.attention import triton_backend
 from alignedserve.runtime.attention.backend import TRITON
 from alignedserve.runtime.device_check import self_check
 from alignedserve.runtime.device_check.self_check import CheckPlan, Computer, obstacle_of
@@ -62,12 +62,12 @@ def test_a_kind_of_layers_is_computed_as_on_a_cpu(kind: str, monkeypatch: pytest
 
 @pytest.mark.parametrize("kernel", ["paged_decode", *slow("paged_prefill")])
 def test_a_kernel_that_leaves_out_the_first_tokens_is_seen(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    compute = getattr(triton_parts, kernel)
+    compute = getattr(triton_backend, kernel)
 
     def short_sighted(*arguments: Any, **form: Any) -> Any:
         return compute(*arguments, **form | {"window": 8})
 
-    monkeypatch.setattr(triton_parts, kernel, short_sighted)
+    monkeypatch.setattr(triton_backend, kernel, short_sighted)
     problem = obstacle_of(INTERPRETED, SHORT)
     assert problem is not None
     assert problem.startswith("in float32 log-probabilities differ from the CPU's by ")
@@ -77,7 +77,7 @@ def test_results_that_are_not_numbers_are_seen(monkeypatch: pytest.MonkeyPatch) 
     def no_numbers(queries: Tensor, out: Tensor, *_: Any, **__: Any) -> None:
         out.fill_(float("nan"))
 
-    monkeypatch.setattr(triton_parts, "paged_decode", no_numbers)
+    monkeypatch.setattr(triton_backend, "paged_decode", no_numbers)
     assert obstacle_of(INTERPRETED, SHORT) == "in float32 it has no numbers where the CPU has"
 
 

@@ -19,7 +19,7 @@ from alignedserve.runtime.device.streams import DeviceStreams
 from alignedserve.runtime.engine.engine import Engine, NewSequence
 from alignedserve.runtime.engine.engine_options import EngineOptions
 from alignedserve.runtime.engine.forward.decoder import Decoder
-from alignedserve.runtime.engine.slot_swap_space import SlotSwapSpace
+from alignedserve.runtime.engine.swap_space import SlotSwapSpace
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.scheduling.policies import make_policy
 from alignedserve.scheduling.policy import DeviceMemory, IterationLimits, IterationPolicy

@@ -11,9 +11,8 @@ import torch
 
 from alignedserve.runtime.device.streams import CudaStreams, DeviceStreams, HostStreams
 from alignedserve.runtime.engine.forward.decoder import Decoder
-from alignedserve.runtime.engine.steps.chunk_guess import ChunkGuess
-from alignedserve.runtime.engine.steps.next_step import NextStep
-from alignedserve.runtime.engine.steps.step_launch import StepLaunch
+from alignedserve.runtime.engine.steps.next_step import ChunkGuess, NextStep
+from alignedserve.runtime.engine.steps.step import StepLaunch
 from alignedserve.runtime.kv.direct_copies import PendingCopies
 from tests.harnesses.engine_histories import EngineHistory, generated_alone, undisturbed
 from tests.support.devices.checked_streams import CheckedStream, CheckedStreams

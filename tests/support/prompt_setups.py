@@ -1,10 +1,10 @@
 """Engines, of a few small blocks, whose prompts and chunks a library might compute."""
 
 from alignedserve.core.block_layout import BlockLayout
-from alignedserve.runtime.attention.prompt_choice import ChunkShape, PromptSetup, TrialShapes
+from alignedserve.runtime.attention.libraries import CheckShapes, ChunkShape, PromptSetup
 
 ODD_WHOLE, ODD_CHUNKS = ChunkShape((1, 9, 5), (1, 9, 5)), ChunkShape((11, 6, 1), (5, 1, 1))
-SHAPES = TrialShapes(ODD_WHOLE, ODD_CHUNKS, ChunkShape((9, 4), (9, 4)), ChunkShape((11, 6), (5, 6)))
+SHAPES = CheckShapes(ODD_WHOLE, ODD_CHUNKS, ChunkShape((9, 4), (9, 4)), ChunkShape((11, 6), (5, 6)))
 WINDOW = 4
 
 

@@ -1,7 +1,7 @@
 """The adapters that requests may name, from the configuration or loaded while serving.
 
-Loaded adapters are in a file of the node (`runtime/lora/loaded_file.py`), shared by its gateways and its batch worker:
-a restarted process knows them again. The meaning of a name is in memory; the file is read after a change.
+Loaded adapters are in a file of the node (`runtime/lora/loaded_adapters.py`), which its gateways and its batch worker
+share: a restarted process knows them again. The meaning of a name is in memory; the file is read after a change.
 """
 
 import logging
@@ -16,7 +16,7 @@ from alignedserve.core.request import LoraAdapter
 from alignedserve.disk.durable import LastSeen
 from alignedserve.keys.entry import ANYONE, KeyEntry
 from alignedserve.runtime.lora.adapter_folders import find_adapter
-from alignedserve.runtime.lora.loaded_file import (
+from alignedserve.runtime.lora.loaded_adapters import (
     Changes,
     changing_loaded,
     loaded_of,

@@ -11,7 +11,7 @@ from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.request import LoraAdapter
 from alignedserve.core.seeing import PictureForm
-from alignedserve.runtime.grammar.trial_turn import ALONE, TrialTurn
+from alignedserve.runtime.grammar.trials import ALONE, TrialTurn
 from alignedserve.runtime.model.encoder.encoder_config import EncoderConfig
 from alignedserve.runtime.model.sampling_defaults import SamplingDefaults
 from alignedserve.runtime.model.served_model import ServedModel

@@ -23,8 +23,7 @@ from alignedserve.core.errors import InvalidRequest, ModelError
 from alignedserve.core.request import LoraAdapter, Request, RequestClass, Slo
 from alignedserve.process.background_tasks import outlived
 from alignedserve.runtime.grammar.compiler import GrammarError
-from alignedserve.runtime.grammar.trial_turn import ALONE, TrialTurn
-from alignedserve.runtime.grammar.trials import GrammarTrials
+from alignedserve.runtime.grammar.trials import ALONE, GrammarTrials, TrialTurn
 from alignedserve.runtime.grammar.vocabulary import token_table
 from alignedserve.text.tokenizer import Tokenizer, TokenizerOnUse
 from alignedserve.usage.ledger import UsageLedger

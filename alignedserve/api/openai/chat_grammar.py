@@ -22,10 +22,9 @@ from alignedserve.api.tools.formats import (
 from alignedserve.api.work_lanes import rough_length
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.request import MAX_GRAMMAR_LEN
-from alignedserve.runtime.grammar.constraints import part_of
+from alignedserve.runtime.grammar.constraints import GrammarPart, literal, part_of, serialize, serialize_alone
 from alignedserve.runtime.grammar.json_schema import normalize_schema
-from alignedserve.runtime.grammar.lark import GrammarPart, literal, serialize, serialize_alone
-from alignedserve.runtime.grammar.trial_turn import ALONE, TrialTurn
+from alignedserve.runtime.grammar.trials import ALONE, TrialTurn
 
 _GAP = "GAP: /\\n{1,2}/"  # what models write between a thought and the rest
 _TEXT = "TEXT: /(?s:.*)/"

@@ -16,7 +16,7 @@ from alignedserve.core.ids import RequestId
 from alignedserve.core.picture import whole_runs
 from alignedserve.core.request import Request, RequestClass, SamplingParams, Slo
 from alignedserve.keys.entry import KeyEntry
-from alignedserve.runtime.grammar.trial_turn import TrialTurn
+from alignedserve.runtime.grammar.trials import TrialTurn
 
 TTFT_HEADER, TPOT_HEADER, DEADLINE_HEADER = "x-slo-ttft-ms", "x-slo-tpot-ms", "x-slo-deadline-ms"
 _MAX_SLO_MS = 3_600_000.0

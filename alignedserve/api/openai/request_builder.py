@@ -22,8 +22,8 @@ from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import ContextTooLong, InvalidRequest
 from alignedserve.core.keep_alive import parse_keep_alive
 from alignedserve.core.request import Request, SamplingParams
-from alignedserve.runtime.grammar.blanks import with_free_blanks
-from alignedserve.runtime.grammar.trial_turn import ALONE, TrialTurn
+from alignedserve.runtime.grammar.compiler import with_free_blanks
+from alignedserve.runtime.grammar.trials import ALONE, TrialTurn
 from alignedserve.text.tokenizer import Tokenizer
 
 NumberT = TypeVar("NumberT", int, float)

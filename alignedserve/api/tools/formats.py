@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from alignedserve.config.sections import TOOL_FORMATS
 from alignedserve.core.errors import InvalidRequest
-from alignedserve.runtime.grammar.lark import json_value, quoted
+from alignedserve.runtime.grammar.constraints import json_value, quoted
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,11 +21,10 @@ from alignedserve.costmodel.model_shapes import model_shape
 from alignedserve.costmodel.roofline import RooflineModel
 from alignedserve.runtime.attention.backend import TORCH
 from alignedserve.runtime.attention.libraries import FLASH_4
-from alignedserve.runtime.attention.registry import measure_gpu_attention
+from alignedserve.runtime.attention.registry import describe_gpu_attention
 from alignedserve.runtime.device.cores import num_cores, threads_per_worker
-from alignedserve.runtime.device.devices import AUTO, CPU, CUDA, cuda_obstacle, describe_gpus
+from alignedserve.runtime.device.devices import AUTO, CPU, CUDA, cuda_obstacle, describe_gpus, machine_remarks
 from alignedserve.runtime.device.dtypes import torch_dtype
-from alignedserve.runtime.device.machine_gpus import machine_remarks
 from alignedserve.runtime.device_check.choice import choose_device
 from alignedserve.runtime.kv.arena_files import arena_folder
 from alignedserve.runtime.kv.transfers.registry import available_transports
@@ -111,7 +110,7 @@ def _gpu() -> list[Finding]:
     flash = _installed(FLASH_4) or "not installed"
     if cuda_obstacle() is not None:
         return [Finding("flash-attn", f"{flash} (not needed on a CPU)")]
-    choice = measure_gpu_attention(torch.device("cuda"))
+    choice = describe_gpu_attention(torch.device("cuda"))
     return [
         *(Finding("GPUs", remark) for remark in machine_remarks()),
         Finding("GPU attention", choice.decodes),

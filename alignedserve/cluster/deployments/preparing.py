@@ -28,8 +28,7 @@ from alignedserve.core.request import LoraAdapter
 from alignedserve.runtime.device.devices import AUTO
 from alignedserve.runtime.device_check.choice import DeviceChoice, with_device
 from alignedserve.runtime.lora.adapter_folders import with_adapters
-from alignedserve.runtime.lora.loaded_adapters import carry_over, settle_carried
-from alignedserve.runtime.lora.loaded_file import loaded_file, read_loaded
+from alignedserve.runtime.lora.loaded_adapters import carry_over, loaded_file, read_loaded, settle_carried
 from alignedserve.runtime.model.hub.local_models import with_local_model
 from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.scheduling.factory import resolve_policy

@@ -26,7 +26,7 @@ from typing import NamedTuple, NoReturn, Self
 
 from alignedserve.config.environment import SHORT_SPINS, SPIN_VARIABLE
 from alignedserve.process.heap import forget_pages_of_files
-from alignedserve.runtime.device.driver import driver_version
+from alignedserve.runtime.device.devices import driver_version
 
 _SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 _WORKER = "ray._private.workers.default_worker"

@@ -24,7 +24,7 @@ from alignedserve.core.errors import AdapterError, AlignedServeError, ResourceEr
 from alignedserve.process.loading_progress import PROGRESS_SUFFIX, LoadedShare, read_progress
 from alignedserve.process.logs import LogPart, read_log
 from alignedserve.runtime.kv.arena_files import ARENA_PREFIX, arena_folder, remove_stale_arenas
-from alignedserve.runtime.lora.loaded_file import AdapterChange, exchange, loaded_file
+from alignedserve.runtime.lora.loaded_adapters import AdapterChange, exchange, loaded_file
 
 _WATCH_S = 1.0
 _END_S = 3.0

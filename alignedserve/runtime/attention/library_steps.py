@@ -24,11 +24,10 @@ OnFailure = Callable[[AttentionLibrary, Exception], None]
 
 
 def raise_failure(_library: AttentionLibrary, error: Exception) -> None:
-    """Raise what a library has raised: where its own times and results are asked for."""
     raise error
 
 
-class Chunks(Protocol):
+class ChunkComputer(Protocol):
     """Several tokens of each of some sequences, on every layer."""
 
     host_arrays: list[Array]
@@ -40,7 +39,9 @@ class Chunks(Protocol):
 
 
 class _LibraryStep:
-    def __init__(self, library: AttentionLibrary, window: int | None, own: Chunks, on_failure: OnFailure) -> None:
+    def __init__(
+        self, library: AttentionLibrary, window: int | None, own: ChunkComputer, on_failure: OnFailure
+    ) -> None:
         self._library = library
         self._window = window
         self._own = own
@@ -71,7 +72,7 @@ class LibraryPrompts(_LibraryStep):
     """Prompts from their first token on, which read only the keys and values that the layer has just computed."""
 
     def __init__(
-        self, library: AttentionLibrary, counts: IntArray, window: int | None, own: Chunks, on_failure: OnFailure
+        self, library: AttentionLibrary, counts: IntArray, window: int | None, own: ChunkComputer, on_failure: OnFailure
     ) -> None:
         super().__init__(library, window, own, on_failure)
         self.host_arrays: list[Array] = [_starts(counts)]
@@ -120,7 +121,7 @@ class ContextChunks:
 
 
 class LibraryChunks(_LibraryStep):
-    """Chunks over contexts in blocks, whose slots are filled from the front."""
+    """ChunkComputer over contexts in blocks, whose slots are filled from the front."""
 
     def __init__(
         self,
@@ -128,7 +129,7 @@ class LibraryChunks(_LibraryStep):
         storage: BlockStorage,
         chunks: ContextChunks,
         window: int | None,
-        own: Chunks,
+        own: ChunkComputer,
         on_failure: OnFailure,
         *,
         clears_tails: bool,

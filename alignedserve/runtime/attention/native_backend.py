@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from alignedserve.runtime.attention.backend import Contexts
-from alignedserve.runtime.attention.sequence_table import IntArray, tokens_of
-from alignedserve.runtime.attention.whole_runs import Runs, ends_of
+from alignedserve.runtime.attention.sequence_table import IntArray, Runs, ends_of, tokens_of
 from alignedserve.runtime.device.arrays import Array
 from kernels.cpu.paged_attention import PagedAttention, PagedPlan
 

@@ -1,24 +1,33 @@
-"""The registry of attention backends, and the choice for one engine."""
+"""The choice of attention for one engine: a backend, and a planner for each kind of layers over the same contexts."""
 
 import importlib
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from typing_extensions import override
 
 from alignedserve.core.block_layout import FP8, BlockLayout
 from alignedserve.core.errors import ConfigError
-from alignedserve.runtime.attention.backend import AUTO, TORCH, TRITON, AttentionPlanner, Contexts, attention_level
-from alignedserve.runtime.attention.layer_kinds import PagedPlannerOfKinds, PlannerOfKinds
+from alignedserve.runtime.attention.backend import (
+    AUTO,
+    TORCH,
+    TRITON,
+    AttentionPlanner,
+    Contexts,
+    StepAttention,
+    attention_level,
+)
+from alignedserve.runtime.attention.libraries import FAR_BYTES
 from alignedserve.runtime.attention.native_backend import PagedPlanner
-from alignedserve.runtime.attention.prompt_choice import FAR_BYTES
 from alignedserve.runtime.attention.ring_tables import RingContexts, RingTables
-from alignedserve.runtime.attention.sequence_table import SequenceTable
+from alignedserve.runtime.attention.sequence_table import IntArray, Runs, SequenceTable
 from alignedserve.runtime.attention.torch_backend import GatheredPlanner
-from alignedserve.runtime.attention.whole_runs import Runs
+from alignedserve.runtime.device.arrays import Array
 from alignedserve.runtime.device.devices import CUDA
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.layer_kind import CachedLayers
@@ -27,8 +36,109 @@ from kernels.attention import PLAIN_SCORES, ScoreForm
 from kernels.cpu.paged_attention import Int8Heads, PagedAttention
 from kernels.gpu_dispatch import gpu_kernels_available
 
+
+class StepOfKinds:
+    """A StepAttention over layers of several kinds."""
+
+    host_arrays: Sequence[Array] = ()
+
+    def __init__(self, steps: Sequence[StepAttention], places: Sequence[tuple[int, int]]) -> None:
+        """`places`: the kind of each cached layer, and its place among those."""
+        self.steps, self._places = steps, places
+        self.decode_rows = steps[0].decode_rows
+        self.padded_share = max(step.padded_share for step in steps)
+        assert all(np.array_equal(step.decode_rows, self.decode_rows) for step in steps), "rows in several orders"
+
+    def bind(self, tensors: Sequence[Tensor]) -> None:
+        """See StepAttention: nothing to bind."""
+
+    def set_last_blocks(self, blocks: IntArray) -> None:
+        raise AssertionError("these planners do not plan ahead")
+
+    def decode(self, queries: Tensor, out: Tensor, layer: int, is_windowed: bool) -> None:
+        kind, place = self._places[layer]
+        self.steps[kind].decode(queries, out, place, is_windowed)
+
+    def chunks(self, queries: Tensor, new: tuple[Tensor, Tensor], out: Tensor, layer: int, is_windowed: bool) -> None:
+        kind, place = self._places[layer]
+        self.steps[kind].chunks(queries, new, out, place, is_windowed)
+
+
+class DeviceStepOfKinds(StepOfKinds):
+    """The same on a GPU, with all arrays of the steps, the block tables of the first behind all else."""
+
+    def __init__(
+        self, steps: Sequence[StepAttention], places: Sequence[tuple[int, int]], num_tables: int, *, share_tables: bool
+    ) -> None:
+        """`num_tables`: of the arrays of each step, the last. `share_tables`: those of the others are the same."""
+        super().__init__(steps, places)
+        counts = [len(step.host_arrays) for step in steps]
+        with_tables = len(steps) if share_tables else 1
+        self._num_own = [count - num_tables for count in counts[:with_tables]] + counts[with_tables:]
+        self._shares_tables = share_tables
+        own = [array for step, count in zip(steps, self._num_own, strict=True) for array in step.host_arrays[:count]]
+        self.host_arrays = [*own, *steps[0].host_arrays[self._num_own[0] :]]
+
+    @override
+    def bind(self, tensors: Sequence[Tensor]) -> None:
+        tables, first = tensors[sum(self._num_own) :], 0
+        for index, (step, count) in enumerate(zip(self.steps, self._num_own, strict=True)):
+            has_tables = self._shares_tables or not index
+            step.bind([*tensors[first : first + count], *(tables if has_tables else ())])
+            first += count
+
+    @override
+    def set_last_blocks(self, blocks: IntArray) -> None:
+        self.steps[0].set_last_blocks(blocks)
+
+
+class PlannerOfKinds:
+    """An AttentionPlanner over layers of several kinds."""
+
+    def __init__(
+        self,
+        planners: Sequence[AttentionPlanner],
+        num_layers: Sequence[int],
+        num_tables: int = 0,
+        *,
+        share_tables: bool = True,
+    ) -> None:
+        """`planners`, `num_layers`: of each kind. `num_tables`: of the arrays of a step that decodes, the last, which
+        are those of block tables. `share_tables`: all kinds have the same."""
+        self.plans_ahead = all(planner.plans_ahead for planner in planners)
+        self._num_tables, self._share_tables = num_tables, share_tables
+        self._planners = planners
+        self._places = [(kind, place) for kind, count in enumerate(num_layers) for place in range(count)]
+        self.reads_unused_slots = any(planner.reads_unused_slots for planner in planners)
+
+    def plan(
+        self, decode_rows: IntArray, chunk_rows: IntArray, chunk_counts: IntArray, num_padding: int = 0
+    ) -> StepOfKinds:
+        own = (decode_rows, chunk_rows, chunk_counts, num_padding)
+        steps = [planner.plan(*own) for planner in self._planners]
+        if not self.plans_ahead:
+            return StepOfKinds(steps, self._places)
+        num_tables = self._num_tables if len(decode_rows) + num_padding else 0
+        return DeviceStepOfKinds(steps, self._places, num_tables, share_tables=self._share_tables)
+
+
+class PagedPlannerOfKinds(PlannerOfKinds):
+    """The same of native kernels, which is a RunPlanner too."""
+
+    def __init__(self, planners: Sequence[PagedPlanner], num_layers: Sequence[int]) -> None:
+        super().__init__(planners, num_layers)
+        self._paged = planners
+
+    def keep_tables(self) -> None:
+        for planner in self._paged:
+            planner.keep_tables()
+
+    def plan_runs(self, rows: IntArray, counts: IntArray) -> StepOfKinds:
+        return StepOfKinds([planner.plan_runs(rows, counts) for planner in self._paged], self._places)
+
+
 _SCALE_ALIGNMENT = 4  # bytes
-_GROUP = 4  # query heads per key head of the model that doctor measures with
+_GROUP = 4  # query heads per key head of the model that doctor describes attention of
 logger = logging.getLogger(__name__)
 
 
@@ -117,10 +227,12 @@ def _cpu_planner(
     return PagedPlanner(table, window, paged, is_chunked=is_chunked, whole_runs=runs, whole_in_windows=in_windows)
 
 
-def try_libraries(choice: str, layout: BlockLayout, num_blocks: int, config: ModelConfig, device: torch.device) -> None:
-    """Find out which libraries compute prompts and chunks over so many blocks, before their memory is allocated.
+def check_libraries(
+    choice: str, layout: BlockLayout, num_blocks: int, config: ModelConfig, device: torch.device
+) -> None:
+    """Check the libraries that may compute prompts and chunks over so many blocks, before their memory is allocated.
 
-    `choice` as for attention_planner, which uses what is known then. Nothing happens where no library may be used.
+    `choice` as for attention_planner, which uses the results. Nothing happens where no library may be used.
     """
     if device.type != CUDA or choice not in (AUTO, TRITON) or not gpu_kernels_available(device):
         return
@@ -182,12 +294,13 @@ def _gpu_planner_of_rings(
     more: Mapping[str, Any],
 ) -> AttentionPlanner:
     gpu_attention = importlib.import_module("alignedserve.runtime.attention.triton_backend")
-    ring_attention = importlib.import_module("alignedserve.runtime.attention.triton_rings")
     group, layout, window = config.group_size, storage.layout, config.sliding_window
     first, *of_rings = _sinks_of_parts(config, layout, scores)
-    all_rings = torch.cat([own for own in of_rings if own is not None]) if scores.sinks is not None else None
+    all_rings = (
+        torch.cat([of_ring for of_ring in of_rings if of_ring is not None]) if scores.sinks is not None else None
+    )
     plain = gpu_attention.GpuPlanner(table, storage, None, group, scores=scores._replace(sinks=first), **more)
-    rung = ring_attention.GpuRingPlanner(
+    rung = gpu_attention.GpuRingPlanner(
         table, rings, storage, window, group, scores=scores._replace(sinks=all_rings), **more
     )
     if _is_plain(config):
@@ -203,8 +316,7 @@ class GpuAttention(NamedTuple):
     prompts: str
 
 
-def measure_gpu_attention(device: torch.device) -> GpuAttention:
-    """Measure the backends for the heads of an 8B Llama in bfloat16."""
+def describe_gpu_attention(device: torch.device) -> GpuAttention:
     layout = BlockLayout(block_size=16, num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16")
     if not gpu_kernels_available(device):
         return GpuAttention("plain PyTorch: Triton is not installed", "plain PyTorch")

@@ -43,12 +43,10 @@ class KeptRings(NamedTuple):
 
     @property
     def headers(self) -> IntArray:
-        """Return the blocks that say how far these copies are."""
         return self.blocks[:, 0]
 
     @property
     def written_blocks(self) -> IntArray:
-        """Return the blocks of copies, and the headers of those that are not made."""
         return np.concatenate((self.blocks.reshape(-1), self.missed))
 
     def leave(self, storage: BlockStorage) -> None:
@@ -77,7 +75,6 @@ class RingRows(NamedTuple):
     copies: Sequence[Tensor] = ()  # [2, rings, blocks] that the pass makes: those that are kept, then out of scratch
 
     def begin(self, storage: BlockStorage) -> None:
-        """Mark the rings that a pass is about to write."""
         tokens_behind_states(storage).index_fill_(0, self.headers, UNFINISHED)
 
     def settle(self, ring: int, place: int, storage: BlockStorage) -> None:
@@ -94,7 +91,6 @@ class RingRows(NamedTuple):
         return bool(self.copies)
 
     def end(self, storage: BlockStorage) -> None:
-        """Note how far the rings are now."""
         tokens_behind_states(storage).index_copy_(0, self.headers, self.num_tokens)
 
 
@@ -115,7 +111,6 @@ class RingPlan(NamedTuple):
 
     @property
     def host_arrays(self) -> tuple[Array, ...]:
-        """Return the arrays that the forward pass reads: three, of sizes that follow from its rows, of decodes."""
         if not self.has_chunks:
             return self.slots, self.headers, self.num_tokens
         headers = np.concatenate((self.headers, self.kept.headers))
@@ -129,19 +124,16 @@ class RingPlan(NamedTuple):
         return RingRows(tuple(slots.view(len(self.slots), -1)), headers, num_tokens, copies)
 
     def padded(self, count: int, scratch_block: int, slot_stride: int) -> "RingPlan":
-        """Return the plan of so many token rows more, which write the scratch block."""
         slots = np.pad(self.slots, ((0, 0), (0, count)), constant_values=scratch_block * slot_stride)
         headers = np.pad(self.headers, (0, count), constant_values=scratch_block)
         return self._replace(slots=slots, headers=headers, num_tokens=np.pad(self.num_tokens, (0, count)))
 
     def leave_kept(self, storage: BlockStorage) -> None:
-        """Copy what is kept, behind a pass that has not."""
         if not self.has_chunks:
             self.kept.leave(storage)
         self.kept.mark_missed(storage)
 
     def written_by(self, num_rows: int, slot_stride: int) -> IntArray:
-        """Return the blocks that the first so many rows, of decodes, write."""
         return np.concatenate((self.slots[:, :num_rows].reshape(-1) // slot_stride, self.headers[:num_rows]))
 
 
@@ -164,7 +156,7 @@ class RingTables:
     def begin(self, rows: IntArray, counts: IntArray) -> RingPlan:
         """Plan rows of the table that compute `counts` tokens each, but for the slots of these tokens.
 
-        The tables of other rows stay as they are: a pass that was stopped for this one may go on with them.
+        The tables of other rows stay unchanged: a pass that was stopped may go on with them.
         """
         table, size = self._table, self._layout.block_size
         fresh = self._enter(rows[self._entries[rows] != table.entries[rows]])
@@ -306,6 +298,5 @@ class RingContexts:
 
 
 def num_scratch_blocks(layout: BlockLayout, max_tokens: int, max_sequences: int) -> int:
-    """Return the scratch blocks that the chunks of a step of so many tokens and sequences may need, if any."""
     size = layout.block_size
     return -(-max_tokens // size) + min(max_sequences, max_tokens // size + 1) if layout.ring_layers else 0

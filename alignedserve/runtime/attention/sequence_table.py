@@ -1,6 +1,6 @@
 """The table of sequences being computed: one row of persistent arrays each, so that a step is a few operations."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -34,12 +34,12 @@ class NewSequence:
     lora: LoraAdapter | None = None  # by which other ranks find their part of the adapter
     places: RopePlaces | None = None  # as rotations count them; None: as tokens follow one another
     pictures: SequenceEmbeddings | None = None  # in place of tokens; None: of no token that is to be computed
-    whole_runs: tuple[PictureRun, ...] = ()  # of tokens that read one another both ways, see whole_runs.py
+    whole_runs: tuple[PictureRun, ...] = ()  # of tokens that read one another both ways, see whole_slices
     is_trial: bool = False  # its cached tokens are not computed, and its answer is of no use: to time steps
 
 
 class StateEdge(NamedTuple):
-    """Where a sequence leaves its states for others, and in which blocks."""
+    """The blocks in which a sequence leaves its states behind so many tokens."""
 
     num_tokens: int
     block_ids: tuple[BlockId, ...]
@@ -107,12 +107,10 @@ class SequenceTable:
         return request_id in self._row_of
 
     def row(self, request_id: RequestId) -> int:
-        """Return the row of a sequence in the table."""
         assert request_id in self._row_of, f"unknown request {request_id}"
         return self._row_of[request_id]
 
     def rows(self, request_ids: Sequence[RequestId]) -> IntArray:
-        """Return the rows of sequences in the table."""
         try:
             return np.array([self._row_of[request_id] for request_id in request_ids], np.int64)
         except KeyError as error:
@@ -127,7 +125,6 @@ class SequenceTable:
         return known.ids
 
     def add(self, sequence: NewSequence) -> int:
-        """Assign a row to the sequence and return it."""
         request_id, count = sequence.request_id, len(sequence.token_ids)
         assert request_id not in self._row_of, f"request {request_id} added twice"
         assert self._free_rows, "more sequences than max_sequences"
@@ -176,7 +173,6 @@ class SequenceTable:
         return self.hidden_block_tokens
 
     def append_blocks(self, request_id: RequestId, block_ids: Sequence[BlockId]) -> None:
-        """Extend the sequence's block table."""
         row = self.row(request_id)
         first = int(self.num_blocks[row])
         last = first + len(block_ids)
@@ -199,7 +195,6 @@ class SequenceTable:
         return False
 
     def lend_blocks(self, rows: IntArray, columns: IntArray, blocks: IntArray) -> None:
-        """Put blocks behind the rows' own, until the rows get others there."""
         assert (columns >= self.num_blocks[rows]).all(), "a loan in the place of a block"
         self.block_tables[rows, columns] = blocks
 
@@ -218,13 +213,11 @@ class SequenceTable:
         return self.block_tables[rows, columns], slots
 
     def blocks_of(self, rows: IntArray) -> IntArray:
-        """Return all blocks of the sequences in these rows."""
         counts = zip(rows.tolist(), self.num_blocks[rows].tolist(), strict=True)
         of_tokens = [self.block_tables[row, :count] for row, count in counts]
         return np.concatenate([self.state_tables[rows].reshape(-1), *of_tokens])
 
     def remove(self, request_id: RequestId) -> int:
-        """Free the row and return it."""
         row = self.row(request_id)
         del self._row_of[request_id]
         self.num_reversed -= self.sequence(row).is_reversed
@@ -237,11 +230,16 @@ class SequenceTable:
 
     @property
     def has_runs_left(self) -> bool:
-        """Return whether some sequence has tokens to compute that no slice may cut."""
         return any(self.num_computed[row] < runs[-1][0] + 1 for row, runs in self.whole_runs.items())
 
     def whole_slices(self, slices: Sequence[tuple[RequestId, int]]) -> Sequence[tuple[RequestId, int]]:
-        """Return what of these slices is computed, and what earlier ones left out with it; see whole_runs.py."""
+        """Return the slices to compute so that none ends inside a run of tokens that read one another both ways.
+
+        Schedulers cut prompts anywhere. A slice that would end inside a run ends before it; the slice that reaches the
+        run's end computes the rest.
+
+        Example: a run of positions 4 to 9, in slices of 6, 3 and 3 tokens: they compute 4, 0 and 8.
+        """
         if not self.whole_runs:
             return slices
         whole = []
@@ -255,7 +253,6 @@ class SequenceTable:
         return whole
 
     def sequence(self, row: int) -> NewSequence:
-        """Return the sequence in this row as it was added."""
         sequence = self.sequences[row]
         assert sequence is not None, f"row {row} is free"
         return sequence
@@ -271,3 +268,23 @@ def tokens_of(rows: IntArray, first: IntArray, counts: IntArray) -> tuple[IntArr
     ends = np.cumsum(counts)
     offsets = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
     return np.repeat(rows, counts), np.repeat(first, counts) + offsets
+
+
+Runs = Sequence[PictureRun]
+
+
+def ends_of(runs: Mapping[int, Runs], rows: IntArray, before: IntArray, counts: IntArray) -> IntArray | None:
+    """Return where what each token of these chunks reads ends [tokens]; None: none of them reads a later one.
+
+    `runs`: of rows that have some; `before`: computed tokens in front of each chunk.
+    """
+    if not any(row in runs for row in rows.tolist()):
+        return None
+    ends = []
+    for row, first, count in zip(rows.tolist(), before.tolist(), counts.tolist(), strict=True):
+        own = np.arange(first, first + count) + 1
+        for start, length in runs.get(row, ()):
+            own[max(start - first, 0) : max(start + length - first, 0)] = start + length
+        assert own[-1] == first + count, "a chunk that ends inside a run"
+        ends.append(own)
+    return np.concatenate(ends)

@@ -7,38 +7,46 @@ sizes whatever their contexts, except for the block tables, which come last (`De
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import SamplingParams
 from alignedserve.runtime.attention.backend import Contexts
-from alignedserve.runtime.attention.libraries import AttentionLibrary, installed_libraries
+from alignedserve.runtime.attention.libraries import (
+    AttentionLibrary,
+    PromptChoice,
+    PromptSetup,
+    best_libraries,
+    choose_prompts,
+    installed_libraries,
+)
 from alignedserve.runtime.attention.library_steps import (
-    Chunks,
+    ChunkComputer,
     ContextChunks,
     LibraryChunks,
     LibraryPrompts,
     OnFailure,
     is_worth_gathering,
 )
-from alignedserve.runtime.attention.prompt_choice import PromptChoice, PromptSetup, choose_prompts
-from alignedserve.runtime.attention.sequence_table import IntArray, NewSequence, SequenceTable
-from alignedserve.runtime.attention.triton_parts import ChunkRows, Decodes, GpuStep, PagedChunks
-from alignedserve.runtime.attention.whole_runs import Runs, ends_of
-from alignedserve.runtime.device.arrays import to_device
+from alignedserve.runtime.attention.ring_tables import RingTables
+from alignedserve.runtime.attention.sequence_table import IntArray, NewSequence, Runs, SequenceTable, ends_of
+from alignedserve.runtime.device.arrays import Array, to_device
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.layer_kind import CachedLayers
 from kernels.attention import PLAIN_SCORES, ScoreForm
 from kernels.gpu.attention.block_entries import BlockArrays, TableArrays, block_arrays
-from kernels.gpu.attention.decode_attention import decode_tiling
-from kernels.gpu.attention.latent_attention import LatentTiling, latent_tiling
-from kernels.gpu.attention.prefill_attention import tiling
-from kernels.gpu.blocks import BlockTables
+from kernels.gpu.attention.decode_attention import DecodeBatch, decode_batch, decode_tiling, paged_decode
+from kernels.gpu.attention.latent_attention import LatentTiling, latent_decode, latent_prefill, latent_tiling
+from kernels.gpu.attention.prefill_attention import ChunkBatch, chunk_tiles, paged_prefill, tiling
+from kernels.gpu.attention.work_partition import WorkPartition, first_read, partition
+from kernels.gpu.blocks import BlockTables, BlockView
 from kernels.gpu.launching import (
     CompiledKernel,
     multiprocessor_of,
@@ -55,6 +63,140 @@ _LONGEST_REASON = 300
 # For larger heads, tiles of keys and values do not fit a multiprocessor's shared memory.
 _MAX_HEAD_DIM = 512
 NUM_TABLES = len(BlockArrays._fields)  # the last arrays of a step that decodes
+
+
+class GpuStep:
+    """A StepAttention that reads blocks on the device. Layers can be computed once its arrays are bound."""
+
+    padded_share = 0.0
+
+    def __init__(
+        self,
+        rows: IntArray,
+        decodes: "Decodes | None",
+        chunks: ChunkComputer | None,
+    ) -> None:
+        self.decode_rows = rows
+        self.decodes = decodes
+        self.prompts = chunks
+        self._parts: list[ChunkComputer | Decodes] = [part for part in (chunks, decodes) if part is not None]
+        self.host_arrays = [array for part in self._parts for array in part.host_arrays]
+
+    def bind(self, tensors: Sequence[Tensor]) -> None:
+        first = 0
+        for part in self._parts:
+            last = first + len(part.host_arrays)
+            part.bind(tensors[first:last])
+            first = last
+
+    def set_last_blocks(self, blocks: IntArray) -> None:
+        assert self.decodes is not None, "nothing decodes in this step"
+        self.decodes.set_last_blocks(blocks)
+
+    def decode(self, queries: Tensor, out: Tensor, layer: int, is_windowed: bool) -> None:
+        if self.decodes is not None:
+            rows = slice(None, self.decodes.num_rows)
+            self.decodes.run(queries[rows], out[rows], layer, is_windowed)
+
+    def chunks(self, queries: Tensor, new: tuple[Tensor, Tensor], out: Tensor, layer: int, is_windowed: bool) -> None:
+        if self.prompts is not None:
+            rows = slice(0 if self.decodes is None else self.decodes.num_rows, None)
+            self.prompts.run(queries[rows], (new[0][rows], new[1][rows]), out[rows], layer, is_windowed)
+
+
+class ChunkRows(NamedTuple):
+    """The query rows of a program that computes chunks."""
+
+    heads: int  # of a token
+    query_rows: int  # tokens x heads, at most
+
+
+class Decodes:
+    """One token of each sequence, and padding behind them."""
+
+    def __init__(self, planner: "GpuPlanner", rows: IntArray, num_padding: int) -> None:
+        lengths = planner.table.num_computed[rows] + 1
+        if num_padding:
+            lengths = np.concatenate((lengths, np.ones(num_padding, np.int64)))
+        partitions = [
+            partition(
+                lengths,
+                tile=planner.tile,
+                num_programs=planner.num_programs,
+                window=window,
+                is_chunked=planner.is_chunked,
+            )
+            for window in planner.windows
+        ]
+        arrays = [array for part in partitions for array in part]
+        self.num_rows = len(lengths)
+        self.host_arrays: list[Array] = [*arrays, *planner.decoded_arrays(rows, lengths)]
+        self._planner = planner
+        self._num_own = len(rows)
+        self._batches: list[dict[int | None, DecodeBatch]] = []  # of each table, by windows
+
+    def set_last_blocks(self, blocks: IntArray) -> None:
+        lengths, starts, _, entries = self.host_arrays[-4:]
+        last_columns = (lengths[: self._num_own] - 1) // self._planner.table.block_size
+        entries[starts[: self._num_own] + last_columns] = blocks
+
+    def bind(self, tensors: Sequence[Tensor]) -> None:
+        *arrays, lengths, starts, is_reversed, entries = tensors
+        planner, width = self._planner, len(WorkPartition._fields)
+        partitions = [arrays[first : first + width] for first in range(0, len(arrays), width)]
+        kv_heads, group, head_dim = planner.heads
+        heads = (kv_heads, group, planner.latent_rank or head_dim)
+        first, *others = planner.tables(entries, starts, is_reversed)
+        batches = {
+            window: decode_batch(first, lengths, part, heads)
+            for window, part in zip(planner.windows, partitions, strict=True)
+        }
+        more = ({window: batch._replace(tables=other) for window, batch in batches.items()} for other in others)
+        self._batches = [batches, *more]
+
+    def run(self, queries: Tensor, out: Tensor, layer: int, is_windowed: bool) -> CompiledKernel | None:
+        planner = self._planner
+        window = planner.window if is_windowed else None
+        table, place = planner.place_of(layer)
+        view, batch = BlockView(planner.storage.blocks, place), self._batches[table][window]
+        if planner.latent_rank is not None:
+            return latent_decode(queries, out, view, batch, rank=planner.latent_rank)
+        scores = planner.scores.of_layer(layer)
+        return paged_decode(queries, out, view, batch, window=window, is_chunked=planner.is_chunked, scores=scores)
+
+
+class PagedChunks:
+    """Several tokens of each sequence, over contexts in blocks."""
+
+    def __init__(self, planner: "GpuPlanner", rows: IntArray, counts: IntArray, ends: IntArray | None) -> None:
+        lengths = planner.table.num_computed[rows] + counts
+        of_program = planner.chunk_rows()
+        tiles = chunk_tiles(lengths, counts, group=of_program.heads, query_rows=of_program.query_rows)
+        later = () if ends is None else (ends.astype(np.int32),)
+        self.host_arrays: list[Array] = [*tiles, *later, *planner.block_arrays(rows, lengths)[1:]]
+        self._has_ends = ends is not None
+        self._planner = planner
+        self._batches: list[ChunkBatch] = []  # of each table
+
+    def bind(self, tensors: Sequence[Tensor]) -> None:
+        *tiles, starts, is_reversed, entries = tensors
+        ends = tiles.pop() if self._has_ends else None
+        tables = self._planner.tables(entries, starts, is_reversed)
+        self._batches = [ChunkBatch(table, tiles, ends) for table in tables]
+
+    def run(self, queries: Tensor, new: tuple[Tensor, Tensor], out: Tensor, layer: int, is_windowed: bool) -> None:
+        assert self._batches, "a layer is computed before its arrays are bound"
+        planner = self._planner
+        window = planner.window if is_windowed else None
+        table, place = planner.place_of(layer)
+        view, batch = BlockView(planner.storage.blocks, place), self._batches[table]
+        if planner.latent_rank is not None:
+            latent_prefill(queries, out, view, batch, rank=planner.latent_rank)
+            return
+        scores = planner.scores.of_layer(layer)
+        if window is None and planner.whole_in_windows:
+            batch = batch._replace(ends=None)
+        paged_prefill(queries, out, view, batch, window=window, is_chunked=planner.is_chunked, scores=scores)
 
 
 class GpuPlanner:
@@ -125,12 +267,10 @@ class GpuPlanner:
 
     @property
     def latents(self) -> LatentTiling:
-        """The tiling of a model with latents."""
         return latent_tiling(self.storage.blocks.dtype, self.storage.device)
 
     @property
     def tile(self) -> int:
-        """The tokens that a decode reads at a time."""
         if self.latent_rank is not None:
             return self.latents.tokens
         blocks = self.storage.blocks
@@ -146,11 +286,10 @@ class GpuPlanner:
     def plan(
         self, decode_rows: IntArray, chunk_rows: IntArray, chunk_counts: IntArray, num_padding: int = 0
     ) -> GpuStep:
-        """Padding reads one slot of the storage's scratch block."""
         decodes = Decodes(self, decode_rows, num_padding) if len(decode_rows) + num_padding else None
         return GpuStep(decode_rows, decodes, self._chunks(chunk_rows, chunk_counts) if len(chunk_rows) else None)
 
-    def _chunks(self, rows: IntArray, counts: IntArray) -> Chunks:
+    def _chunks(self, rows: IntArray, counts: IntArray) -> ChunkComputer:
         ends = ends_of(self._whole_runs, rows, self.table.num_computed[rows], counts)
         own = PagedChunks(self, rows, counts, ends)
         if ends is not None:
@@ -182,7 +321,6 @@ class GpuPlanner:
         return layout.token_bytes // layout.num_layers
 
     def chunk_rows(self) -> ChunkRows:
-        """Return the rows that a program of chunks has, by which they are cut into tiles."""
         _, group, head_dim = self.heads
         if self.latent_rank is not None:
             return ChunkRows(self.latents.heads(group), self.latents.query_rows)
@@ -194,15 +332,12 @@ class GpuPlanner:
         return block_arrays(self._arrays, rows, lengths)
 
     def block_arrays(self, rows: IntArray, lengths: IntArray) -> BlockArrays:
-        """Return the arrays of contexts that chunks read, the entries of their block tables last."""
         return block_arrays(self._arrays, rows, lengths)
 
     def tables(self, entries: Tensor, starts: Tensor, is_reversed: Tensor) -> Sequence[BlockTables]:
-        """Return the block tables that these arrays make."""
         return [BlockTables(entries, starts, is_reversed)]
 
     def place_of(self, layer: int) -> tuple[int, int]:
-        """Return which of the tables a layer reads, and its place in the blocks."""
         return 0, layer
 
 
@@ -215,29 +350,28 @@ def gpu_attention_works(layout: BlockLayout, group: int, device: torch.device, l
 
 
 def choose_prompt_attention(planner: GpuPlanner, rings: GpuPlanner | None = None) -> PromptChoice:
-    """Have the planner use the fastest kernels for whole prompts and for chunks: ours, or those of a library.
+    """Have the planner use the libraries that the GPU's generation and their checks allow.
 
     `rings`: the planner of layers that have some, whose chunks no library reads.
     """
     storage, window = planner.storage, planner.window if rings is None else rings.window
     assert isinstance(storage, BlockStorage), "a library for some of the layers"
     choice = prompt_choice(storage.layout, storage.num_blocks, planner.heads[1], window, storage.device)
-    by_name = {library.name: library for library in installed_libraries(storage.layout, storage.device)}
-    if choice.for_whole in by_name:
-        for one in (planner,) if rings is None else (planner, rings):
-            one.use_library(by_name[choice.for_whole], for_whole=True, for_paged=False)
-    if choice.for_paged in by_name:
-        planner.use_library(
-            by_name[choice.for_paged], for_whole=False, for_paged=True, clears_tails=choice.clears_tails
-        )
+    for library in installed_libraries(storage.layout, storage.device):
+        is_whole, is_paged = library.name == choice.whole, library.name == choice.paged
+        planner.use_library(library, for_whole=is_whole, for_paged=is_paged, clears_tails=choice.clears_tails)
+        if rings is not None:
+            rings.use_library(library, for_whole=is_whole, for_paged=False)
     return choice
 
 
 def prompt_choice(
     layout: BlockLayout, num_blocks: int, group: int, window: int | None, device: torch.device
 ) -> PromptChoice:
-    """Return which kernels compute prompts and chunks over so many blocks, as known or found out now."""
-    names = [library.name for library in installed_libraries(layout, device)]
+    installed = {library.name for library in installed_libraries(layout, device)}
+    if not installed:
+        return PromptChoice()
+    names = [name for name in best_libraries(device) if name in installed]
     return choose_prompts(PromptSetup(str(device), layout, num_blocks, group, window), names)
 
 
@@ -290,3 +424,75 @@ def _programs(storage: CachedLayers, group: int, latent_rank: int | None) -> int
         kernel = _OneStep(storage.layout, group, storage.device, latent_rank).decode_kernel()
     side_by_side = 1 if kernel is None else programs_at_once(kernel, multiprocessor_of(storage.device))
     return int(torch.cuda.get_device_properties(storage.device).multi_processor_count) * side_by_side
+
+
+# Entries, of four bytes: arrays of blocks begin at addresses of 16, for which kernels are compiled.
+_ALIGNMENT = 4
+
+
+class GpuRingPlanner(GpuPlanner):
+    """A GpuPlanner of the layers whose keys and values are in rings: see `ring_tables`.
+
+    All rings of a step are alike but for their blocks: its work is partitioned once. Contexts of sequences that decode
+    are cut to the blocks that their windows touch, and so their arrays have the same sizes whatever the contexts.
+    """
+
+    def __init__(
+        self,
+        table: Contexts,
+        rings: RingTables,
+        storage: BlockStorage,
+        window: int,
+        group: int,
+        *,
+        scores: ScoreForm = PLAIN_SCORES,
+        is_chunked: bool = False,
+        whole_runs: Mapping[int, Runs] | None = None,
+        whole_in_windows: bool = False,
+    ) -> None:
+        """`scores`: of the rings' layers, those of the first ring first."""
+        super().__init__(
+            table,
+            storage,
+            window,
+            group,
+            scores=scores,
+            is_chunked=is_chunked,
+            whole_runs=whole_runs,
+            whole_in_windows=whole_in_windows,
+        )
+        self._rings, self._window = rings, window
+        touched = blocks_for(window + self.tile, table.block_size) + 1  # by a window, in whole tiles
+        self._num_columns = -(-touched // _ALIGNMENT) * _ALIGNMENT
+        self.windows = (window,)
+
+    @override
+    def place_of(self, layer: int) -> tuple[int, int]:
+        return divmod(layer, self.storage.layout.num_layers)
+
+    @override
+    def decoded_arrays(self, rows: IntArray, lengths: IntArray) -> BlockArrays:
+        num_rows = len(lengths)
+        earliest = first_read(lengths, self._window, is_chunked=self.is_chunked)
+        first = earliest // self.tile * self.tile // self.table.block_size  # as tiles are read from their start
+        columns = first[: len(rows), None] + np.arange(self._num_columns)
+        tables = self._rings.tables
+        np.minimum(columns, tables.shape[2] - 1, out=columns)
+        entries = np.full((len(tables), num_rows, self._num_columns), self._arrays.scratch_block, np.int32)
+        entries[:, : len(rows)] = tables[:, rows[:, None], columns]
+        starts = np.arange(num_rows) * self._num_columns - first
+        flags = np.zeros(num_rows, np.int8)
+        return BlockArrays(lengths.astype(np.int32), starts.astype(np.int32), flags, entries.reshape(-1))
+
+    @override
+    def block_arrays(self, rows: IntArray, lengths: IntArray) -> BlockArrays:
+        of_rings = [
+            block_arrays(self._arrays._replace(block_tables=table), rows, lengths) for table in self._rings.tables
+        ]
+        padding = (0, -len(of_rings[0].entries) % _ALIGNMENT)
+        return of_rings[0]._replace(entries=np.concatenate([np.pad(of_ring.entries, padding) for of_ring in of_rings]))
+
+    @override
+    def tables(self, entries: Tensor, starts: Tensor, is_reversed: Tensor) -> Sequence[BlockTables]:
+        of_rings = entries.view(len(self._rings.tables), -1)
+        return [BlockTables(of_ring, starts, is_reversed) for of_ring in of_rings]

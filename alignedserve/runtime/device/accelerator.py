@@ -1,4 +1,4 @@
-"""The device that holds a worker's blocks, as copies between memories see it: its memory, its streams, its driver.
+"""The device that holds a worker's blocks, for copies between memories: its memory, streams and driver.
 
 `CudaAccelerator` is a GPU. A stand-in with separate memories is in the tests, where whole clusters copy by it.
 """
@@ -16,7 +16,7 @@ from alignedserve.core.errors import HandoffRejected, NotEnoughMemory
 from alignedserve.runtime.device.cuda_driver import CudaDriver
 from alignedserve.runtime.device.device_work import use_device
 from alignedserve.runtime.device.devices import CUDA
-from alignedserve.runtime.device.host_memory.registered_memory import MemoryDriver
+from alignedserve.runtime.device.registered_memory import MemoryDriver
 from alignedserve.runtime.device.streams import CudaStreams, DeviceStreams
 
 _CUDA: Any = torch.cuda
@@ -107,9 +107,9 @@ class CudaAccelerator:
         return shared
 
     def mapped(self, handle: SharedRows, num_rows: int, row_bytes: int) -> Tensor:
-        """The rows seem to be on this device: it reads them over its link to where they are.
+        """The rows get an address of this device, which reads them over its link.
 
-        So no memory is taken on the other device, which mapping there would cost for a context of this process.
+        Mapping on the other device would take memory there, for a context of this process.
         """
         if handle.storage_bytes < num_rows * row_bytes:
             raise HandoffRejected("the blocks are more than the memory that is offered")

@@ -20,7 +20,7 @@ _ALIGNMENT = 16  # bytes, of every array's start
 _native: Any = load_native("pack_arrays")
 
 
-class Packing:
+class ArrayPacking:
     """The places of arrays of these dtypes and at most these sizes in contiguous bytes, in order."""
 
     def __init__(self, arrays: Sequence[Array], *, last_size: int | None = None) -> None:
@@ -65,7 +65,7 @@ def to_device(arrays: Sequence[Array], device: torch.device) -> list[Tensor]:
         own = torch.from_numpy(arrays[0])
         staged = torch.empty(own.shape, dtype=own.dtype, pin_memory=True).copy_(own)
         return [staged.to(device, non_blocking=True)]
-    packing = Packing(arrays)
+    packing = ArrayPacking(arrays)
     # Page-locked memory comes from PyTorch's cache, which reuses it once the copy is done.
     packed = torch.empty(packing.num_bytes, dtype=torch.uint8, pin_memory=True)
     packing.fill(packed.numpy(), arrays)
@@ -77,14 +77,13 @@ class FixedArrays:
     """Arrays at fixed addresses on the device, refilled for every step: the inputs of a captured graph."""
 
     def __init__(self, arrays: Sequence[Array], device: torch.device, *, last_size: int) -> None:
-        """Fill with these arrays; `last_size` as in Packing."""
-        self._packing = Packing(arrays, last_size=last_size)
+        """Fill with these arrays; `last_size` as in ArrayPacking."""
+        self._packing = ArrayPacking(arrays, last_size=last_size)
         self._packed = torch.zeros(self._packing.num_bytes, dtype=torch.uint8, device=device)
         self.tensors = self._packing.views(self._packed)
         self.fill(arrays)
 
     def fill(self, arrays: Sequence[Array]) -> None:
-        """Refill with arrays of the same dtypes and sizes, the last of any size that fits, on the current stream."""
         staged = torch.empty(self._packing.num_bytes, dtype=torch.uint8, pin_memory=self._packed.device.type == "cuda")
         used = self._packing.fill(staged.numpy(), arrays)
         self._packed[:used].copy_(staged[:used], non_blocking=True)

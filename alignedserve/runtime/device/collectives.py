@@ -117,7 +117,6 @@ class ProcessGroupCollectives:
 
 
 def gloo_group(store: Any, rank: int, size: int, timeout: timedelta, *, host: str = _LOOPBACK) -> Any:
-    """Return a process group of gloo that is bound to this address of the host, and to no other."""
     gloo = _DISTRIBUTED.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = timeout

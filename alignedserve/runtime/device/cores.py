@@ -12,14 +12,12 @@ _CORES_PER_COPYING_THREAD = 8
 
 
 def num_cores() -> int:
-    """Return the number of cores that this process may use; all of them where the system has no such limit (macOS)."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def processor_name() -> str:
-    """Return what the processor calls itself."""
     try:
         lines = _CPU_INFO.read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:  # not Linux
@@ -47,5 +45,4 @@ def threads_per_copy() -> int:
 
 
 def has_native_bfloat16() -> bool:
-    """Return whether this processor multiplies bfloat16 natively, and the kernels that do so are built."""
     return "avx512bf16" in supported_levels()

@@ -40,8 +40,8 @@ def used_by_others(device: torch.device) -> int:
 def working(device: torch.device) -> Iterator[None]:
     """Raise DeviceLost, naming the GPU and CUDA's own reason, where work on it fails within the context.
 
-    After such an error every later call fails in this process, so that it has to end. Memory that is short, or a call
-    that is refused for its arguments, is no such error, and is raised as it is.
+    After such an error every later call fails in this process, which has to end. Short memory, or a call refused for
+    its arguments, is raised unchanged.
     """
     try:
         yield
@@ -96,3 +96,9 @@ def use_device(device: torch.device) -> None:
     """
     if device.type == CUDA and device.index is not None:
         _CUDA.set_device(device)
+
+
+def synchronize(device: torch.device) -> None:
+    """Return when all work on the device is done."""
+    if device.type == CUDA:
+        _CUDA.synchronize(device)

@@ -1,6 +1,9 @@
 """The devices of this machine: the choice for each worker, and reasons why no GPU is available."""
 
+import contextlib
+import importlib.metadata
 import importlib.util
+import platform
 import runpy
 import sys
 import warnings
@@ -10,7 +13,35 @@ from typing import Any
 
 from alignedserve.core.errors import ConfigError
 from alignedserve.runtime.device.cores import num_cores
-from alignedserve.runtime.device.driver import driver_version, fitting_torch
+
+_DRIVER = Path("/sys/module/nvidia/version")
+# The oldest drivers for a version of CUDA, by NVIDIA's table of minor version compatibility.
+_OLDEST_DRIVERS = {13: 580, 12: 525}
+_CUDA_12_INDEX = "https://download.pytorch.org/whl/cu126"  # PyTorch's builds for CUDA 12.6
+
+
+def driver_version(file: Path = _DRIVER) -> str | None:
+    """Return the version of NVIDIA's driver, as its module in the kernel tells; None: it does not."""
+    with contextlib.suppress(OSError):
+        return file.read_text(errors="replace").strip() or None
+    return None
+
+
+def fitting_torch(driver: str | None, built_for: str | None, torch_version: str) -> str | None:
+    """Return which build of PyTorch fits this driver, where the one that is installed needs a newer; else None.
+
+    `built_for`: the version of CUDA that PyTorch is built for.
+    """
+    number = (driver or "").partition(".")[0]
+    needed = _OLDEST_DRIVERS.get(int((built_for or "0").partition(".")[0]))
+    if not number.isdigit() or needed is None or int(number) >= needed:
+        return None
+    remark = f"driver {driver} is older than {needed}, which CUDA {built_for} needs: update it"
+    if int(number) < _OLDEST_DRIVERS[12]:
+        return remark
+    version = torch_version.partition("+")[0]
+    return f"{remark}, or pip install torch=={version} --index-url {_CUDA_12_INDEX}"
+
 
 AUTO, CPU, CUDA = "auto", "cpu", "cuda"
 _MAX_GPUS = 64  # of one machine
@@ -35,7 +66,6 @@ def _version_of_cuda() -> str | None:
 
 
 def device_type(device: str) -> str:
-    """Return the kind of a device by its name: cpu or cuda."""
     return device.partition(":")[0]
 
 
@@ -58,7 +88,7 @@ def cuda_obstacle() -> str | None:
 def worker_devices(name: str, num_workers: int) -> list[str]:
     """Return the device of each worker, by engine.device. Raises ConfigError saying why it is unavailable.
 
-    `auto` is the CPU here: what it means on this machine is for `device_check` to say, which replaces it.
+    `auto` is the CPU here: `device_check` replaces it before.
     """
     if not name.startswith(CUDA):
         return [CPU] * num_workers
@@ -142,3 +172,77 @@ def describe_gpus() -> list[str]:
             f"cuda:{index} {properties.name}, {memory}, compute capability {properties.major}.{properties.minor}"
         )
     return lines
+
+
+_LIBRARIES = ("triton", "flash-attn-4", "flash-attn", "transformers", "alignedserve")
+
+
+def remarks(gpus: Sequence[Any]) -> list[str]:
+    found = []
+    slices = [index for index, gpu in enumerate(gpus) if _is_slice(gpu)]
+    if slices:
+        found.append(
+            f"{', '.join(f'cuda:{index}' for index in slices)}: a slice of a GPU (MIG), of which a process sees one "
+            "and which no other maps: one worker, nothing over cuda_ipc"
+        )
+    kinds = dict.fromkeys(str(gpu.name) for gpu in gpus)
+    if len(kinds) > 1:
+        found.append(
+            f"GPUs of {len(kinds)} kinds ({', '.join(kinds)}): default sizes follow from the smallest memory and the "
+            "slowest, CUDA_VISIBLE_DEVICES leaves some out"
+        )
+    return found
+
+
+def machine_remarks() -> list[str]:
+    """Return the remarks on the GPUs that are visible here; none without."""
+    if cuda_obstacle() is not None:
+        return []
+    return remarks(visible_gpus())
+
+
+def visible_gpus() -> list[Any]:
+    """Return PyTorch's descriptions of the visible GPUs, which PyTorch must be able to use."""
+    cuda = torch_cuda()
+    return [cuda.get_device_properties(index) for index in range(cuda.device_count())]
+
+
+def described(gpus: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return what matters of GPUs. Plain JSON."""
+    return [
+        {
+            "name": gpu.name,
+            "memory_bytes": gpu.total_memory,
+            "multiprocessors": gpu.multi_processor_count,
+            "compute_capability": f"{gpu.major}.{gpu.minor}",
+        }
+        for gpu in gpus
+    ]
+
+
+def machine_gpus() -> dict[str, Any]:
+    """Return GPUs, driver and versions of what computes on them. Plain JSON."""
+    import torch
+
+    gpus = visible_gpus() if cuda_obstacle() is None else []
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "driver": driver_version(),
+        "libraries": {name: version_of(name) for name in _LIBRARIES},
+        "gpus": described(gpus),
+        "remarks": remarks(gpus),
+    }
+
+
+def _is_slice(gpu: Any) -> bool:
+    return "MIG" in str(gpu.name).split()
+
+
+def version_of(distribution: str) -> str | None:
+    """Return the version of a package that is installed; None: it is not."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -18,7 +18,6 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def cache_dtype(name: str) -> torch.dtype:
-    """Return the torch dtype of the elements of blocks, as their layout names it."""
     return _ROUNDED.get(name) or torch_dtype(name)
 
 

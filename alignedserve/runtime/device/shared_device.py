@@ -1,11 +1,11 @@
 """Lets the workers of a machine share a device: documents give way to chats, and keep a share of the time.
 
-Each worker has a slot on a board, a small file in shared memory. While it computes for a person who waits, and from
-when such a request comes, it posts a time there until which others are to give way. A worker that computes for
-documents alone stands still as long as another model's post holds, before its iteration and, where its engine can,
-between two layers. So it does for workers of its own model that compute a prompt, where these have more threads
-together than there are cores. Documents keep a share of the time: what they may stand still is in proportion to what
-they have computed. Posts of a process that dies expire by themselves, and so does its claim to the slot, a lock.
+Each worker has a slot on a board, a small file in shared memory. From the arrival of a chat until its end, a worker
+posts a time there until which other workers give way. A worker that computes for documents alone stands still as long
+as another model's post holds, before its iteration and, where its engine can, between two layers. Prompts of chats of
+the same model hold it as well, where the model's workers have more threads than the machine has cores. Documents keep a
+share of the time: what they may stand still is in proportion to what they have computed. Posts of a process that dies
+expire by themselves, and so does its claim to the slot, a lock.
 """
 
 import contextlib
@@ -98,9 +98,9 @@ class SharedDevice:
         self._board = board
         self._patience = 1.0 / best_effort_share - 1.0  # seconds of standing still for each of computing
         self._credit_s = 0.0  # for which they may stand still now
-        self._computes_since_s: float | None = None  # such an iteration; None: none is in progress
-        self._may_stop = True  # that one, between its layers
-        self._stopped_s = 0.0  # between its layers
+        self._computes_since_s: float | None = None  # start of a best-effort iteration; None: none is in progress
+        self._may_stop = True  # between layers
+        self._stopped_s = 0.0
         self._has_arrival = threading.Event()
 
     @classmethod
@@ -122,7 +122,6 @@ class SharedDevice:
         self._has_arrival.set()
 
     def is_alone(self) -> bool:
-        """Return whether no other worker asks to give way."""
         return not self._board.is_posted(time.monotonic())
 
     def begin(self, *, is_real_time: bool, has_prompt: bool = False, may_stop: bool = True) -> None:
@@ -139,7 +138,6 @@ class SharedDevice:
         self._computes_since_s, self._may_stop = time.monotonic(), may_stop
 
     def between_layers(self) -> None:
-        """Let an iteration for documents alone give way in its middle."""
         can_stop = self._computes_since_s is not None and self._may_stop
         if not can_stop or not self._board.is_posted(began_s := time.monotonic()):
             return
@@ -149,13 +147,11 @@ class SharedDevice:
         self._stopped_s += self._computes_since_s - began_s
 
     def take_stopped_s(self) -> float:
-        """Return how long the iteration that has ended stood still between its layers."""
         stopped_s, self._stopped_s = self._stopped_s, 0.0
         return stopped_s
 
     @contextlib.contextmanager
     def taken_within(self) -> Iterator[None]:
-        """Compute a chat within the iteration in progress, which stands still meanwhile."""
         now, is_best_effort = time.monotonic(), self._computes_since_s is not None
         self._earn(now)
         self._board.post(now + _POSTED_S, is_prompt=True)
@@ -173,7 +169,6 @@ class SharedDevice:
         self._earn(now)
 
     def close(self) -> None:
-        """Leave the board."""
         self._board.close()
 
     def _earn(self, now: float) -> None:

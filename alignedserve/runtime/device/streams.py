@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from alignedserve.runtime.device.batched_copies import RowRuns, batched_copies
+from alignedserve.runtime.device.cuda_driver import RowRuns, batched_copies
 
 _CUDA: Any = torch.cuda
 
@@ -185,11 +185,11 @@ class CudaStream(StreamDefaults):
         return batched_copies() is not None
 
     def run(self, operation: Callable[[], object]) -> None:
-        """Called at once; device memory that it allocates belongs to this stream.
+        """The operation is called at once; device memory that it allocates belongs to this stream.
 
         Comes after earlier work of this thread on the device's current stream, such as copies of the operation's
-        inputs. PyTorch gives a tensor's memory to the next one of the stream that made it as soon as nothing holds it,
-        so the operation, and with it its inputs, is held until it is done here.
+        inputs. PyTorch reuses a tensor's memory on the stream that made it as soon as nothing holds the tensor: the
+        operation with its inputs is held until it is done here.
         """
         self._join()
         try:
@@ -268,7 +268,6 @@ class CudaStreams:
 
 
 def streams_of(device: torch.device) -> DeviceStreams:
-    """Return the streams of this device: CudaStreams or HostStreams."""
     return CudaStreams(device) if device.type == "cuda" else HostStreams()
 
 

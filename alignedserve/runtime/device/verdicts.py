@@ -1,4 +1,4 @@
-"""What processes of their own find out about a GPU, which may crash or hang without harm; and its memory on disk.
+"""What other processes find out about a GPU, which may crash or hang without harm, and its memory on disk.
 
 A verdict holds for the GPU, driver, PyTorch, Triton, libraries and code of ours that it was found with.
 """
@@ -8,15 +8,15 @@ import hashlib
 import json
 import os
 import subprocess
+import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import kernels
-from alignedserve.runtime.device.devices import torch_cuda
-from alignedserve.runtime.device.driver import driver_version
-from alignedserve.runtime.device.machine_gpus import version_of
+from alignedserve.core.errors import ConfigError
+from alignedserve.runtime.device.devices import driver_version, torch_cuda, version_of
 
 OK, FAILURE = "ok", "failure"  # fields of what a self-check prints
 _LONGEST_REASON = 300
@@ -29,7 +29,6 @@ _suspects: dict[Path, Any] = {}  # files, and what is kept there if the device f
 
 
 def cache_folder() -> Path:
-    """Return the user's folder for what can be found out again."""
     return Path.home() / ".cache" / "alignedserve"
 
 
@@ -76,12 +75,10 @@ def keep(path: Path, verdict: Any) -> None:
 
 
 def suspect(path: Path, verdict: Any) -> None:
-    """Have this verdict kept if the device fails while this process computes on it."""
     _suspects[path] = verdict
 
 
 def accuse_suspects() -> None:
-    """Keep the verdicts on whatever may have made the device fail, so that the next process does without."""
     for path, verdict in _suspects.items():
         keep(path, verdict)
 
@@ -115,3 +112,51 @@ def code_files() -> list[Path]:
     for name in _ROOMS:
         files += sorted((Path(__file__).parent.parent / name).rglob("*.py"))
     return files
+
+
+_COMMAND = (sys.executable, "-m", "alignedserve.runtime.device_check.self_check")
+_LIMIT_S = 180.0  # with kernels that are compiled for the first time
+
+
+def require_kinds(device: str, kinds: Mapping[str, str], folder: Path, command: Sequence[str] = _COMMAND) -> None:
+    """Check each kind of layers on this GPU, unless it has passed before. Raises ConfigError naming one that fails.
+
+    `kinds`: by name, what to set where one is not computed. `folder`: keeps passed checks.
+    """
+    for kind, instead in kinds.items():
+        reason = obstacle_on(device, folder, command, kind=kind)
+        if reason is not None:
+            raise ConfigError(f"{device} does not compute {kind} as a CPU does: {reason}. Set {instead}")
+
+
+def obstacle_on(
+    device: str,
+    folder: Path,
+    command: Sequence[str] = _COMMAND,
+    limit_s: float = _LIMIT_S,
+    *,
+    kind: str | None = None,
+) -> str | None:
+    """Return why the self-check (device_check.self_check) has not passed on this GPU, in one line; None: it has.
+
+    `folder`: keeps passed checks; failed ones are tried again. `kind`: of layers that is checked; None: a Llama is.
+    """
+    key, place, options = identity_of(device), "gpu-checks", [device]
+    if kind is not None:
+        key, place, options = [*key, kind], "kind-checks", [device, "--kind", kind]
+    path = verdict_path(folder, place, key)
+    if read_kept(path) == key:
+        return None
+    reason = _ask([*command, *options], limit_s, "self-check" if kind is None else "check")
+    if reason is None:
+        keep(path, key)
+    return reason
+
+
+def _ask(command: Sequence[str], limit_s: float, name: str) -> str | None:
+    said = ask(command, limit_s)
+    if isinstance(said, str):
+        return f"its {name} {said}"
+    if said.get(OK) is True:
+        return None
+    return str(said.get(FAILURE) or f"its {name} said nothing that can be read")[:_LONGEST_REASON]

@@ -8,10 +8,16 @@ from functools import partial
 import msgspec
 
 from alignedserve.config.sections import ClusterConfig
-from alignedserve.runtime.device.devices import AUTO, CPU, CUDA, cuda_obstacle, describe_gpus, gpu_names
-from alignedserve.runtime.device.machine_gpus import machine_remarks
-from alignedserve.runtime.device.self_checks import obstacle_on
-from alignedserve.runtime.device.verdicts import cache_folder
+from alignedserve.runtime.device.devices import (
+    AUTO,
+    CPU,
+    CUDA,
+    cuda_obstacle,
+    describe_gpus,
+    gpu_names,
+    machine_remarks,
+)
+from alignedserve.runtime.device.verdicts import cache_folder, obstacle_on
 
 logger = logging.getLogger(__name__)
 
@@ -27,13 +33,11 @@ class DeviceChoice:
     is_warning: bool = False  # there is a GPU, and it is not used
 
     def log(self) -> None:
-        """Write the remark, if there is one, to the log."""
         if self.remark:
             logger.log(logging.WARNING if self.is_warning else logging.INFO, self.remark)
 
 
 def with_device(config: ClusterConfig, choice: DeviceChoice) -> ClusterConfig:
-    """Return the configuration with the device that was chosen."""
     replace = msgspec.structs.replace
     return replace(config, engine=replace(config.engine, device=choice.device))
 

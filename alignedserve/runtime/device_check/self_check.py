@@ -9,11 +9,14 @@ Without a kind it is a Llama, else a small model with such layers (`device_kinds
 import argparse
 import json
 import math
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.ids import BlockId, RequestId
@@ -23,18 +26,85 @@ from alignedserve.runtime.attention.ring_tables import num_scratch_blocks
 from alignedserve.runtime.device.device_work import use_device
 from alignedserve.runtime.device.dtypes import dtype_name
 from alignedserve.runtime.device.verdicts import FAILURE, OK
-from alignedserve.runtime.device_check.drawn_weights import DrawnWeights
 from alignedserve.runtime.engine.engine import Engine, NewSequence
 from alignedserve.runtime.engine.engine_options import EngineOptions, OwnBlocks
 from alignedserve.runtime.engine.forward.decoder import Decoder
-from alignedserve.runtime.engine.steps.cuda_graphs import Capture
+from alignedserve.runtime.engine.steps.step_passes import Capture
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from alignedserve.runtime.model.decoder.decoder_parts import Activation, NormKind, RopeConfig
+from alignedserve.runtime.model.decoder.decoder_parts import (
+    MXFP4_GROUP,
+    NVFP4_GROUP,
+    Activation,
+    CheckpointQuantization,
+    NormKind,
+    QuantMethod,
+    RopeConfig,
+)
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.device_kinds import KINDS, RINGS
 from alignedserve.runtime.model.hf_config import parse_model_config
+from alignedserve.runtime.model.weights.packed_products import GroupedRows, Rows
 from alignedserve.runtime.model.weights.weight_loader import assemble_weights
+from alignedserve.runtime.model.weights.weight_source import RandomSource, WeightSource
 from kernels.gpu_dispatch import launch_failures
+from kernels.narrow.grouped_linear import GroupedWeight, Numbers
+
+_FLOAT_SIZE, _HALF_SIZE, _BYTE_SIZE = 2.9, 4.6, 18.5  # deviations of numbers that are drawn
+_BLOCK_GROUP, _SMALL_GROUP = 32, 16
+
+
+class DrawnWeights(WeightSource):
+    """A source of one model's weights."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device, *, is_packed: bool) -> None:
+        """`is_packed`: experts stay packed where the model's files are quantised."""
+        super().__init__(dtype, device)
+        self._is_packed, self._quantization = is_packed, config.stored_quantization
+
+    @override
+    def has(self, name: str) -> bool:
+        return _source_of(name).has(name)
+
+    @override
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        weight = self._narrow(name, shape)
+        tensor = _source_of(name).tensor(name, shape) if weight is None else weight.unpacked(torch.float32)
+        return tensor.to(self.device, self.dtype)
+
+    @override
+    def packed(self, name: str, shape: tuple[int, ...]) -> Rows | None:
+        weight = self._narrow(name, shape) if self._is_packed else None
+        return None if weight is None else GroupedRows(weight).moved(self.device)
+
+    def _narrow(self, name: str, shape: tuple[int, ...]) -> GroupedWeight | None:
+        if self._quantization is None or ".experts." not in name or len(shape) != 2:
+            return None
+        return _narrow_weight(self._quantization, name, *shape)
+
+
+def _source_of(name: str) -> RandomSource:
+    return RandomSource(zlib.crc32(name.encode()), torch.float32, torch.device("cpu"))
+
+
+def _narrow_weight(quantization: CheckpointQuantization, name: str, rows: int, width: int) -> GroupedWeight:
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    draw = partial(torch.randint, dtype=torch.uint8, generator=generator)
+    if quantization.method is QuantMethod.BLOCKS:
+        if "down" in name:  # as of Q6_K
+            scales = torch.rand((rows, width // _SMALL_GROUP), generator=generator) / (_BYTE_SIZE * math.sqrt(width))
+            zeros = torch.full_like(scales, 32, dtype=torch.uint8)
+            return GroupedWeight(Numbers.INT8, draw(0, 64, (rows, width)), scales, zeros)
+        scales = torch.rand((rows, width // _BLOCK_GROUP), generator=generator) / (_HALF_SIZE * math.sqrt(width))
+        words = draw(0, 256, (rows, width // 2))
+        return GroupedWeight(Numbers.INT4, words, scales, None, minima=-7.5 * scales)
+    size, words = _FLOAT_SIZE * math.sqrt(width), draw(0, 256, (rows, width // 2))
+    if quantization.has_float4(NVFP4_GROUP):
+        small, factors = draw(0x30, 0x40, (rows, width // NVFP4_GROUP)), torch.full((rows,), 1.0 / size)
+        return GroupedWeight(Numbers.NVFP4, words, small, None, factors)  # scales of 0.5 to 2
+    exponent = 127 - round(math.log2(size))
+    exponents = draw(exponent - 1, exponent + 2, (rows, width // MXFP4_GROUP))
+    return GroupedWeight(Numbers.MXFP4, words, exponents, None)
+
 
 _CPU = torch.device("cpu")
 _SEED = 20

@@ -1,4 +1,4 @@
-"""The turns of a worker on a device that it shares with others: which of its iterations are for chats."""
+"""The turns of a worker on a shared device: its iterations for chats go before iterations for documents."""
 
 import contextlib
 from collections.abc import Iterator
@@ -37,14 +37,12 @@ class DeviceTurns:
 
     @contextlib.contextmanager
     def taken_within(self, command: RunIteration) -> Iterator[None]:
-        """Take the device for an iteration within the one that has it."""
         self.note(command)
         with self._device.taken_within() if self._device is not None else contextlib.nullcontext():
             yield
 
     @contextlib.contextmanager
     def taken(self, *, is_real_time: bool, has_prompt: bool = False, may_stop: bool = True) -> Iterator[None]:
-        """Take the device for work that somebody waits for, or that nobody does, in the same way."""
         if self._device is None:
             yield
             return
@@ -55,16 +53,13 @@ class DeviceTurns:
             self._device.end(is_real_time=is_real_time)
 
     def between_layers(self) -> None:
-        """Let the iteration in progress stand still where another worker's is more urgent."""
         if self._device is not None:
             self._device.between_layers()
 
     def take_stopped_s(self) -> float:
-        """Return how long the iteration that has ended stood still for others."""
         return self._device.take_stopped_s() if self._device is not None else 0.0
 
     def note(self, command: RunIteration) -> None:
-        """Note which sequences leave and enter with an iteration."""
         self._real_time.difference_update(command.removals)  # first: a later attempt may be added with the same id
         for addition in command.additions:
             if addition.request.is_real_time:
@@ -83,13 +78,12 @@ class DeviceTurns:
         return self.taken(is_real_time=False, may_stop=False)
 
     def close(self) -> None:
-        """Leave the board of the device."""
         if self._device is not None:
             self._device.close()
 
 
 def shared_device_of(spec: ProcessSpec, config: EngineConfig) -> SharedDevice | None:
-    """Return what a worker observes on the device that it computes on; None: it gives way to none."""
+    """Return the rules of a worker on its device; None: it gives way to no other worker."""
     num_threads = (config.threads_per_worker or num_cores()) if device_type(config.device) == CPU else 0
     folder, share = spec.addresses.folder, config.best_effort_share
     return SharedDevice.of(folder, config.device, spec.deployment_id, share, num_threads)

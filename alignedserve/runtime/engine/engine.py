@@ -15,38 +15,66 @@ from alignedserve.runtime.attention.backend import AttentionPlanner, Contexts, T
 from alignedserve.runtime.attention.registry import attention_planner
 from alignedserve.runtime.attention.ring_tables import RingTables
 from alignedserve.runtime.attention.sequence_table import NewSequence, SequenceTable
+from alignedserve.runtime.device.arrays import to_device
 from alignedserve.runtime.device.device_work import in_inference_mode
-from alignedserve.runtime.device.streams import DeviceStreams, streams_of
+from alignedserve.runtime.device.streams import DeviceStreams, Stream, streams_of
 from alignedserve.runtime.engine.engine_options import NO_OWN_BLOCKS, EngineAbilities, EngineOptions, OwnBlocks
 from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.engine.forward.forward_batch import LastTokenContexts, LastTokenPlanner
 from alignedserve.runtime.engine.rank_mirror import RankMirror, wait_for_step
 from alignedserve.runtime.engine.sampling.sampler import Sampler
-from alignedserve.runtime.engine.steps.block_loans import BlockLoans
-from alignedserve.runtime.engine.steps.chosen_tokens import NO_TOKEN, ChosenTokens, last_tokens
-from alignedserve.runtime.engine.steps.cuda_graphs import Capture, CudaCapture, DecodeGraphs, graph_sizes
+from alignedserve.runtime.engine.steps.batch_builder import BatchBuilder
 from alignedserve.runtime.engine.steps.hidden_cache import HiddenContexts
-from alignedserve.runtime.engine.steps.jump_ahead import JumpAhead, forced_counts, with_forced
-from alignedserve.runtime.engine.steps.kept_rings import RingKeeper
-from alignedserve.runtime.engine.steps.late_states import LateStates
-from alignedserve.runtime.engine.steps.next_step import NextStep
-from alignedserve.runtime.engine.steps.planned_step import StepBatch
-from alignedserve.runtime.engine.steps.prompt_results import PromptResults
-from alignedserve.runtime.engine.steps.step_batch import BatchBuilder
-from alignedserve.runtime.engine.steps.step_launch import MASKS_FIRST_S, StepLaunch
-from alignedserve.runtime.engine.steps.step_output import (
+from alignedserve.runtime.engine.steps.next_step import BlockLoans, NextStep, RingKeeper
+from alignedserve.runtime.engine.steps.step import (
+    MASKS_FIRST_S,
     NO_TIMES,
     Forced,
     PromptLogprobs,
     Slices,
+    StepBatch,
+    StepLaunch,
     StepOutput,
     StepSlice,
     StepTimes,
 )
-from alignedserve.runtime.engine.steps.step_passes import StepPasses
-from alignedserve.runtime.engine.steps.whole_blocks import read_whole, write_whole
+from alignedserve.runtime.engine.steps.step_passes import (
+    Capture,
+    CudaCapture,
+    DecodeGraphs,
+    PromptResults,
+    StepPasses,
+    graph_sizes,
+)
+from alignedserve.runtime.engine.steps.step_states import LateStates
+from alignedserve.runtime.engine.steps.step_tokens import (
+    NO_TOKEN,
+    ChosenTokens,
+    JumpAhead,
+    forced_counts,
+    last_tokens,
+    with_forced,
+)
 from alignedserve.runtime.grammar.token_masks import TokenMasks
 from alignedserve.runtime.kv.block_storage import BlockStorage
+
+
+def read_whole(storage: BlockStorage, compute: Stream, block_ids: Sequence[BlockId]) -> Tensor:
+    numbers, read = np.array(block_ids, np.int64), []
+    storage.pending_copies.wait(compute, numbers)
+    (rows,) = to_device([numbers], storage.device)
+    compute.run(lambda: read.append(storage.bytes[rows]))
+    storage.pending_copies.record(compute, numbers)
+    return read[0]
+
+
+def write_whole(storage: BlockStorage, compute: Stream, block_ids: Sequence[BlockId], content: Tensor) -> None:
+    numbers = np.array(block_ids, np.int64)
+    storage.pending_copies.wait(compute, numbers)
+    (rows,) = to_device([numbers], storage.device)
+    compute.run(lambda: storage.bytes.index_copy_(0, rows, content))
+    storage.pending_copies.record(compute, numbers)
+
 
 __all__ = ["Engine", "NewSequence", "PromptLogprobs", "StepOutput", "StepSlice", "StepTimes"]
 
@@ -164,14 +192,13 @@ class Engine:
             self._ranks.add_sequence(sequence)
 
     def append_blocks(self, request_id: RequestId, block_ids: Sequence[BlockId]) -> None:
-        """Extend the sequence's block table."""
         self._table.append_blocks(request_id, block_ids)
         if self._ranks is not None:
             self._ranks.append_blocks(request_id, block_ids)
 
     @torch.inference_mode()
     def read_blocks(self, block_ids: Sequence[BlockId]) -> Tensor:
-        """Return the bytes of these blocks, as work enqueued so far leaves them."""
+        """Return the bytes of blocks behind all work that is enqueued."""
         if self._ranks is not None:
             self._ranks.copy_blocks(block_ids)
         return read_whole(self.storage, self._compute, block_ids)
@@ -186,7 +213,7 @@ class Engine:
     def replace_block(self, request_id: RequestId, place: int, block_id: BlockId) -> None:
         """Let a sequence read a full block that holds the same in place of its own, which the caller then owns."""
         self._table.replace_block(request_id, place, block_id)
-        self._next.drop()  # it reads the other, which may be overwritten from now on
+        self._next.drop()  # it reads the old block, which may be overwritten from now on
         if self._ranks is not None:
             self._ranks.replace_block(request_id, place, block_id)
 
@@ -197,16 +224,13 @@ class Engine:
             self._ranks.remove_sequence(request_id)
 
     def token_ids(self, request_id: RequestId) -> tuple[int, ...]:
-        """Return prompt and generated tokens so far."""
         row = self._table.row(request_id)
         return tuple(self._table.tokens[row, : self._table.num_tokens[row]].tolist())
 
     def num_computed(self, request_id: RequestId) -> int:
-        """Return the number of leading tokens whose keys and values lie in the blocks."""
         return int(self._table.num_computed[self._table.row(request_id)])
 
     def num_tokens(self, request_id: RequestId) -> int:
-        """Return the number of tokens known so far."""
         return int(self._table.num_tokens[self._table.row(request_id)])
 
     @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""What an engine is set to, which blocks are its own, and what it can do ahead of being asked."""
+"""The options of an engine, the blocks that no sequence has, and its abilities."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ class EngineOptions:
 
     max_sequences: int
     max_context_len: int
-    max_running: int | None = None  # sequences that decode in one step, for which graphs are recorded; None: all
+    max_running: int | None = None  # sequences of one decoding step, as graphs are recorded for; None: all
     attention: str = AUTO  # one of CHOICES of runtime.attention
     # Sequences may have a hidden cache, whose blocks hold so many tokens each; memory is allocated for it.
     hidden_block_tokens: int | None = None
@@ -23,7 +23,6 @@ class EngineOptions:
 
     @property
     def most_running(self) -> int:
-        """Return the sequences that may decode in one step."""
         return self.max_running or self.max_sequences
 
 
@@ -40,7 +39,7 @@ NO_OWN_BLOCKS = OwnBlocks()
 
 @dataclass(frozen=True, slots=True)
 class EngineAbilities:
-    """What an engine can do with its attention, its blocks and its device."""
+    """The abilities of an engine by its attention, blocks and device."""
 
     plans_ahead: bool  # the next step, while one is computed
     launches_ahead: bool  # the next step, before the tokens of this one are known
@@ -63,6 +62,6 @@ class EngineAbilities:
             launches_ahead=(wants_launches and not has_ranks and not planner.reads_unused_slots and not changes_states),
             # What rings had is lost where such a step is dropped.
             launches_chunks=not options.stops_passes and not has_rings,
-            # Else a new block is zeroed first, and with it what another sequence has there; and it has one state.
+            # Zeroing a new block would clear the slots of a second sequence, and a block has one state.
             shares_blocks=not planner.reads_unused_slots and not layout.has_states,
         )

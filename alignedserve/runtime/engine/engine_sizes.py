@@ -1,4 +1,4 @@
-"""The sizes of a worker's engine: what it is given, and what of it its blocks take."""
+"""The sizes of a worker's engine, and how its memory is divided into blocks."""
 
 from dataclasses import dataclass, replace
 
@@ -39,7 +39,6 @@ class EngineSizes:
 
     @property
     def most_running(self) -> int:
-        """Return the sequences that one step may have."""
         return self.max_running or self.max_sequences
 
     @property
@@ -89,7 +88,6 @@ def num_stops(layout: BlockLayout, device: str) -> int:
 def engine_mechanisms(
     *, has_int8_swaps: bool, has_hidden_cache: bool, has_shared_blocks: bool = False
 ) -> frozenset[Mechanism]:
-    """Return the mechanisms that a scheduling policy can use beyond chunks and pauses."""
     available = {
         Mechanism.SWAP: True,
         Mechanism.INT8_SWAP: has_int8_swaps,

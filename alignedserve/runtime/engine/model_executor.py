@@ -32,16 +32,21 @@ from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.device.shared_device import SharedDevice
 from alignedserve.runtime.device.streams import streams_of
 from alignedserve.runtime.device.verdicts import cache_folder
-from alignedserve.runtime.engine.calibration.kept_calibration import KeptCalibration
-from alignedserve.runtime.engine.calibration.measured_iterations import measure_iterations
 from alignedserve.runtime.engine.device_turns import DeviceTurns
 from alignedserve.runtime.engine.engine import COMPUTE, NewSequence, StepTimes
 from alignedserve.runtime.engine.engine_sizes import EngineSizes, can_stop, threads_per_rank
-from alignedserve.runtime.engine.model_loading import ConnectStages, check_memory, load_vocabulary
-from alignedserve.runtime.engine.slot_swap_space import make_swap_space
+from alignedserve.runtime.engine.measured_iterations import KeptCalibration, measure_iterations
+from alignedserve.runtime.engine.model_loading import check_memory, load_vocabulary
+from alignedserve.runtime.engine.swap_space import make_swap_space
 from alignedserve.runtime.engine.urgent_iterations import UrgentIterations
-from alignedserve.runtime.engine.worker_engine import EngineBlocks, load_parts, make_engine
-from alignedserve.runtime.engine.worker_specs import described, share_of_first
+from alignedserve.runtime.engine.worker_engine import (
+    ConnectStages,
+    EngineBlocks,
+    described,
+    load_parts,
+    make_engine,
+    share_of_first,
+)
 from alignedserve.runtime.grammar.compiler import GrammarCompiler
 from alignedserve.runtime.grammar.token_masks import TokenMasks
 from alignedserve.runtime.kv.block_copier import BlockCopier
@@ -74,8 +79,8 @@ class ModelExecutor:
         shared_device: SharedDevice | None = None,
         connect_stages: ConnectStages | None = None,
     ) -> None:
-        """`progress_path`: the file for how far the loading has come. `shared_device`: None: it gives way to none.
-        `connect_stages`: to those on other hosts; None: all are on this one."""
+        """`progress_path`: notes how far the loading has come. `shared_device`: None: it gives way to no other worker.
+        `connect_stages`: to stages on other hosts; None: all stages are on this host."""
         self._turns = DeviceTurns(shared_device)
         torch.set_num_threads(threads_per_rank(sizes, served.processes_per_host))
         device = torch.device(sizes.device)
@@ -150,7 +155,6 @@ class ModelExecutor:
         )
 
     def prepare(self, message: Message) -> "Sequence[Future[Any]]":
-        """Begin what the requests of a message need; return what they wait for."""
         self._turns.on_message(message)
         grammars = [
             self._grammars.compile(request.sampling.grammar, is_real_time=request.is_real_time)
@@ -219,7 +223,7 @@ class ModelExecutor:
     # --- on the threads
 
     def run_iteration(self, command: RunIteration) -> IterationCompleted:
-        """Perform one iteration on the calling thread, which must be the only one to do so."""
+        """Perform one iteration on the calling thread; no other thread may."""
         with self._turns.taken_for(command), working(self._storage.device):
             try:
                 return self._run(command)

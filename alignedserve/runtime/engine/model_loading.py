@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -16,22 +16,11 @@ from alignedserve.gguf.file import is_gguf
 from alignedserve.process.loading_progress import LoadingProgress
 from alignedserve.runtime.device.device_work import free_bytes, used_by_others
 from alignedserve.runtime.device.devices import CUDA
-from alignedserve.runtime.device.self_checks import require_kinds
-from alignedserve.runtime.device.verdicts import cache_folder
-from alignedserve.runtime.engine.experts.expert_group import ExpertGroup
-from alignedserve.runtime.engine.experts.expert_spec import ExpertSpec
+from alignedserve.runtime.device.verdicts import cache_folder, require_kinds
+from alignedserve.runtime.engine.expert_group import ExpertGroup, ExpertSpec
 from alignedserve.runtime.engine.forward.decoder import Decoder
-from alignedserve.runtime.engine.ranks.rank_group import RankGroup, make_block_memory
+from alignedserve.runtime.engine.ranks.rank_group import RankGroup
 from alignedserve.runtime.engine.ranks.rank_spec import RankEngineSpec, load_shard, make_storage, whole_storage
-from alignedserve.runtime.engine.stages.local_stages import start_stages
-from alignedserve.runtime.engine.stages.stage_group import StageGroup, StageLink
-from alignedserve.runtime.engine.stages.stage_spec import (
-    StageSpec,
-    close_blocks,
-    load_stage,
-    make_stage_storage,
-    make_whole_storage,
-)
 from alignedserve.runtime.grammar.memory import grammar_bytes
 from alignedserve.runtime.grammar.vocabulary import grammar_vocabulary
 from alignedserve.runtime.kv.block_storage import BlockStorage
@@ -64,24 +53,24 @@ def load_decoder(
 ) -> Decoder:
     """Load the whole model, which one rank computes; by `sharing` with one process's experts. Raises ModelError."""
     model = model_spec_of(served)
-    with _noted(served, progress_path) as progress:
+    with noted_progress(served, progress_path) as progress:
         weights = load_or_draw(model, device, observer=progress, sharing=sharing)
     if not served.lora.is_enabled:
         leave_rounded_rows_unwritten(weights, model.config)
     return Decoder(model.config, weights)
 
 
-class LoadedModel(NamedTuple):
+class LoadedDecoder(NamedTuple):
     """A model that this process computes."""
 
     decoder: Decoder
     experts: ExpertGroup | None = None  # other processes that have some of its experts
 
 
-def load_alone(served: ServedModel, device: torch.device, progress: Path | None) -> LoadedModel:
+def load_alone(served: ServedModel, device: torch.device, progress: Path | None) -> LoadedDecoder:
     """Load all of it here. Raises ModelError; ConfigError where a GPU does not compute its layers as a CPU does."""
     _check_kinds(served, device)
-    return LoadedModel(load_decoder(served, device, progress))
+    return LoadedDecoder(load_decoder(served, device, progress))
 
 
 def _check_kinds(served: ServedModel, device: torch.device) -> None:
@@ -90,7 +79,7 @@ def _check_kinds(served: ServedModel, device: torch.device) -> None:
         require_kinds(str(device), kinds, cache_folder())
 
 
-def load_divided(served: ServedModel, spec: ExpertSpec, progress: Path | None) -> LoadedModel:
+def load_divided(served: ServedModel, spec: ExpertSpec, progress: Path | None) -> LoadedDecoder:
     """Start the processes that share a model's experts, and load the rest beside them.
 
     Raises ModelError, ExchangeBroken when one has ended.
@@ -103,11 +92,11 @@ def load_divided(served: ServedModel, spec: ExpertSpec, progress: Path | None) -
     except BaseException:
         group.close()
         raise
-    return LoadedModel(decoder, group)
+    return LoadedDecoder(decoder, group)
 
 
 class LoadedRank(NamedTuple):
-    """The first rank of a model whose others are loaded as well."""
+    """The first rank of a model. The other ranks are loaded as well."""
 
     decoder: Decoder
     storage: BlockStorage  # its own
@@ -125,7 +114,7 @@ def load_ranks(served: ServedModel, spec: RankEngineSpec, layout: BlockLayout, p
     try:
         storage = make_storage(spec, 0, group.meeting)
         whole = whole_storage(spec, layout, group.meeting)
-        with _noted(served, progress) as noted:
+        with noted_progress(served, progress) as noted:
             decoder = load_shard(spec, group.collectives, noted)
             group.wait()
     except BaseException:
@@ -134,44 +123,8 @@ def load_ranks(served: ServedModel, spec: RankEngineSpec, layout: BlockLayout, p
     return LoadedRank(decoder, storage, whole, group)
 
 
-class LoadedStage(NamedTuple):
-    """The first stage of a model whose others are loaded as well."""
-
-    decoder: Decoder
-    storage: BlockStorage  # of its own part of the blocks
-    all_blocks: BlockStorage  # of all parts
-    group: StageGroup
-
-
-ConnectStages = Callable[[StageSpec], Sequence[StageLink]]
-
-
-def load_stages(
-    served: ServedModel, spec: StageSpec, progress: Path | None, connect: ConnectStages | None
-) -> LoadedStage:
-    """Start the other stages of a model on this host, or `connect` to those of others, and load the first beside them.
-
-    Raises ModelError, NotEnoughMemory, PeerLost, ExchangeBroken when a stage has ended.
-    """
-    blocks = make_block_memory(spec.memory_bytes) if connect is None else None
-    try:
-        group = StageGroup(spec, start_stages(spec, blocks) if connect is None else connect(spec))
-        try:
-            storage = make_stage_storage(spec, 0, blocks)
-            whole = storage if blocks is None else make_whole_storage(spec, blocks)
-            with _noted(served, progress) as noted:
-                decoder = load_stage(spec, 0, noted)
-                group.wait()
-        except BaseException:
-            group.close()
-            raise
-    finally:
-        close_blocks(blocks)
-    return LoadedStage(decoder, storage, whole, group)
-
-
 @contextmanager
-def _noted(served: ServedModel, progress_path: Path | None) -> Iterator[LoadingProgress]:
+def noted_progress(served: ServedModel, progress_path: Path | None) -> Iterator[LoadingProgress]:
     config, began_s = served.decoder, time.monotonic()
     progress = LoadingProgress(progress_path, config.weight_bytes(served.dtype), config.num_layers)
     yield progress

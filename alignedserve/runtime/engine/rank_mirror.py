@@ -1,4 +1,4 @@
-"""How the engine of a worker's first rank keeps those of the others at the same steps."""
+"""How the engine of a worker's first rank keeps the other ranks at the same steps."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -6,14 +6,11 @@ from typing import Protocol
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.runtime.attention.sequence_table import IntArray, NewSequence
 from alignedserve.runtime.device.streams import Event
-from alignedserve.runtime.engine.steps.step_output import Forced, Slices
+from alignedserve.runtime.engine.steps.step import Forced, Slices
 
 
 class RankMirror(Protocol):
-    """The other ranks of a worker, as its first sees them.
-
-    They do what they are told in the order in which they were, and hear of it at the next `flush`.
-    """
+    """The other ranks of a worker. They perform commands in order, and get them with the next `flush`."""
 
     def add_sequence(self, sequence: NewSequence) -> None:
         """Add the sequence, without a grammar: the other ranks sample nothing."""

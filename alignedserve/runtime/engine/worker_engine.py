@@ -1,41 +1,95 @@
-"""Makes the engine of a worker: divides its memory into blocks, and loads what of the model this process computes."""
+"""Makes the engine of a worker: divides its memory into blocks, and loads the part of the model that it computes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from msgspec.structs import asdict
 
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.ids import BlockId
+from alignedserve.core.plugins import load_plugin
 from alignedserve.process.worker_threads import run_quietly
-from alignedserve.runtime.attention.registry import try_libraries
+from alignedserve.runtime.attention.registry import check_libraries
 from alignedserve.runtime.attention.ring_tables import num_scratch_blocks
+from alignedserve.runtime.device.devices import CPU, device_type, rank_devices
 from alignedserve.runtime.device.streams import DeviceStreams
 from alignedserve.runtime.engine.engine import Engine
 from alignedserve.runtime.engine.engine_options import EngineOptions, OwnBlocks
-from alignedserve.runtime.engine.engine_sizes import EngineSizes, engine_blocks
-from alignedserve.runtime.engine.experts.expert_group import ExpertGroup
+from alignedserve.runtime.engine.engine_sizes import EngineSizes, engine_blocks, threads_per_rank
+from alignedserve.runtime.engine.expert_group import ExpertGroup, ExpertSpec
 from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.engine.model_loading import (
-    ConnectStages,
-    LoadedModel,
+    LoadedDecoder,
     load_alone,
     load_divided,
     load_ranks,
-    load_stages,
+    model_spec_of,
 )
-from alignedserve.runtime.engine.ranks.rank_group import RankGroup
-from alignedserve.runtime.engine.stages.block_lender import num_stage_loans
-from alignedserve.runtime.engine.stages.stage_group import StageGroup
-from alignedserve.runtime.engine.stages.staged_engine import StagedEngine, Stages
-from alignedserve.runtime.engine.steps.block_loans import num_lent_blocks
-from alignedserve.runtime.engine.worker_specs import expert_spec_of, rank_spec_of, stage_spec_of
+from alignedserve.runtime.engine.ranks.rank_group import MirroredRanks
+from alignedserve.runtime.engine.ranks.rank_spec import PartSpec, RankEngineSpec
+from alignedserve.runtime.engine.steps.next_step import num_lent_blocks
 from alignedserve.runtime.grammar.token_masks import TokenMasks
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.served_model import ServedModel
+from alignedserve.runtime.model.sharding.layer_stages import LayerStage, layer_stages
+from alignedserve.runtime.model.sharding.tensor_shard import TensorShard
+
+# A rank that is waited for longer within a step counts as hung.
+_RANK_TIMEOUT_S = 60.0
+
+
+def rank_spec_of(served: ServedModel, sizes: EngineSizes, num_blocks: int) -> RankEngineSpec:
+    devices = rank_devices(sizes.device, served.tensor_parallel)
+    return RankEngineSpec(devices=devices, timeout_s=_RANK_TIMEOUT_S, **asdict(part_spec_of(served, sizes, num_blocks)))
+
+
+def expert_spec_of(served: ServedModel, sizes: EngineSizes) -> ExpertSpec:
+    threads = threads_per_rank(sizes, served.processes_per_host)
+    return ExpertSpec(model_spec_of(served), served.expert_parallel, threads, _RANK_TIMEOUT_S)
+
+
+def share_of_first(served: ServedModel) -> TensorShard | LayerStage | None:
+    """Return what the worker's own process has of its model; None: all of it."""
+    if served.tensor_parallel > 1:
+        return TensorShard(0, served.tensor_parallel)
+    return layer_stages(served.decoder, served.pipeline_parallel)[0] if served.pipeline_parallel > 1 else None
+
+
+def described(served: ServedModel, sizes: EngineSizes) -> tuple[str, ...]:
+    stored = "" if served.stored is None else served.stored.description
+    model = (repr(served.config), served.dtype, f"{served.quantization} {stored}", str(served.cache_dtype))
+    threads = threads_per_rank(sizes, served.processes_per_host)
+    engine = f"{sizes.attention_backend} {sizes.block_size} {sizes.hidden_block_tokens} {sizes.has_int8_swaps}"
+    has_gpu = device_type(sizes.device) != CPU
+    gpu = torch.cuda.get_device_properties(sizes.device).name if has_gpu else ""
+    ranks = f"{served.tensor_parallel} ranks of {threads} threads"
+    stages = (f"{served.pipeline_parallel} stages",) if served.pipeline_parallel > 1 else ()
+    shares = (f"{served.expert_parallel} shares of experts",) if served.expert_parallel > 1 else ()
+    return (*model, engine, ranks, gpu, f"lora {served.lora.is_enabled}", *stages, *shares)
+
+
+def part_spec_of(served: ServedModel, sizes: EngineSizes, num_blocks: int) -> PartSpec:
+    size = served.num_processes
+    return PartSpec(
+        model=model_spec_of(served),
+        size=size,
+        block_size=sizes.block_size,
+        num_blocks=num_blocks,
+        max_sequences=sizes.max_sequences,
+        max_context_len=served.max_context_len,
+        max_running=sizes.max_running,
+        attention=sizes.attention_backend,
+        cache_dtype=served.cache_dtype or served.dtype,
+        num_threads=threads_per_rank(sizes, served.processes_per_host),
+        has_int8_swaps=sizes.has_int8_swaps,
+        wants_shared_blocks=sizes.wants_shared_blocks,
+        swap_space_bytes=sizes.swap_space_bytes // size,
+        lora=served.lora,
+    )
 
 
 class EngineBlocks(NamedTuple):
@@ -52,7 +106,7 @@ class EngineBlocks(NamedTuple):
         num_scratch = num_scratch_blocks(layout, sizes.max_tokens, max_running)
         num_blocks, num_lent = engine_blocks(layout, sizes, num_scratch), 0
         if served.pipeline_parallel > 1:
-            num_lent = num_stage_loans(num_blocks, max_running)
+            num_lent = _stages_plugin().num_stage_loans(num_blocks, max_running)
         elif _launches_ahead(served, sizes):
             num_lent = num_lent_blocks(num_blocks, max_running, sizes.block_size)
         return cls(num_blocks - num_lent, num_lent, num_scratch)
@@ -76,8 +130,37 @@ class LoadedParts(NamedTuple):
     decoder: Decoder
     storage: BlockStorage  # of its own parts of the blocks
     whole_storage: BlockStorage  # of all parts that are on this host; its own where ranks move theirs
-    ranks: RankGroup | StageGroup | None = None
+    ranks: MirroredRanks | None = None
     experts: ExpertGroup | None = None
+
+
+ConnectStages = Callable[[Any], Sequence[Any]]  # from a specification of stages to their links, as the plugin has them
+
+
+class StagesPlugin(Protocol):
+    """What the plugin `stages` does for a worker whose model is divided by layers."""
+
+    def num_stage_loans(self, num_blocks: int, max_running: int) -> int:
+        """Return how many of the worker's blocks the engine keeps for itself."""
+
+    def load_stages(
+        self, served: ServedModel, part: PartSpec, progress_path: Path | None, connect: ConnectStages | None
+    ) -> LoadedParts:
+        """Start the other stages on this host, or `connect` to other hosts, and load the first stage beside them.
+
+        Raises ModelError, NotEnoughMemory, PeerLost, ExchangeBroken when a stage has ended.
+        """
+
+    def make_engine(self, parts: LoadedParts, *, goes_ahead: bool, **engine: Any) -> Engine:
+        """Make the engine of the first stage. `goes_ahead`: sequences decode after their prompts, and have no states.
+
+        `engine`: the keyword arguments of Engine.
+        """
+
+
+def _stages_plugin() -> StagesPlugin:
+    plugin: StagesPlugin = load_plugin("stages")
+    return plugin
 
 
 def load_parts(
@@ -87,24 +170,24 @@ def load_parts(
     progress_path: Path | None,
     connect_stages: ConnectStages | None,
 ) -> LoadedParts:
-    """Load the model here and in the processes that compute it with this one.
+    """Load the model here and in the other processes of the worker.
 
-    Raises what `load_ranks`, `load_stages`, `load_divided` and `load_alone` do.
+    Raises what `load_ranks`, `StagesPlugin.load_stages`, `load_divided` and `load_alone` do.
     """
     layout, num_kept = served.block_layout(sizes.block_size), blocks.num_kept
     if served.tensor_parallel > 1:
         rank = load_ranks(served, rank_spec_of(served, sizes, num_kept), layout, progress_path)
         return LoadedParts(rank.decoder, rank.storage, rank.whole_storage or rank.storage, rank.group)
     if served.pipeline_parallel > 1:
-        first = load_stages(served, stage_spec_of(served, sizes, num_kept), progress_path, connect_stages)
-        return LoadedParts(first.decoder, first.storage, first.all_blocks, first.group)
+        part = part_spec_of(served, sizes, num_kept)
+        return _stages_plugin().load_stages(served, part, progress_path, connect_stages)
     device = torch.device(sizes.device)
-    load: Callable[[], LoadedModel] = partial(load_alone, served, device, progress_path)
+    load: Callable[[], LoadedDecoder] = partial(load_alone, served, device, progress_path)
     if served.expert_parallel > 1:
         load = partial(load_divided, served, expert_spec_of(served, sizes), progress_path)
     decoder, experts = run_quietly(load) if sizes.loads_quietly else load()
     num_stored = num_kept + blocks.num_scratch
-    try_libraries(sizes.attention_backend, layout, num_stored, decoder.config, device)
+    check_libraries(sizes.attention_backend, layout, num_stored, decoder.config, device)
     storage = BlockStorage(layout, num_stored, device)
     return LoadedParts(decoder, storage, storage, experts=experts)
 
@@ -125,9 +208,9 @@ def make_engine(
         attention=sizes.attention_backend,
     )
     make: Callable[..., Engine]
-    if isinstance(parts.ranks, StageGroup):
+    if served.pipeline_parallel > 1:
         goes_ahead = sizes.is_decoding and not served.block_layout(sizes.block_size).has_states
-        make = partial(StagedEngine, stages=Stages(parts.ranks, parts.whole_storage, goes_ahead))
+        make = partial(_stages_plugin().make_engine, parts, goes_ahead=goes_ahead)
     else:
         make = partial(Engine, ranks=parts.ranks)
         options = replace(

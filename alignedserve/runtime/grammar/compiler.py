@@ -1,8 +1,9 @@
 """Compiles grammars in a thread of its own, those of real-time requests first, and keeps the latest ones."""
 
 import logging
+from codecs import getincrementaldecoder
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from threading import Lock
@@ -11,7 +12,72 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from alignedserve.core.errors import InvalidRequest, ModelError
 from alignedserve.process.turn_threads import TurnThreads
-from alignedserve.runtime.grammar.blanks import BlankTokens
+
+MAX_BLANKS = 40  # characters; JSON that is indented has fewer
+_UTF8 = getincrementaldecoder("utf-8")
+_BLANKS = [chr(code) for code in range(0x3001) if chr(code).isspace()]
+_BEGINNINGS = frozenset(
+    encoded[:length] for encoded in (blank.encode() for blank in _BLANKS) for length in range(1, len(encoded))
+)  # of blanks that several tokens may spell
+
+
+def with_free_blanks(grammar: str) -> str:
+    """Return the grammar as one whose answers may have any number of blanks in a row.
+
+    A space at the beginning marks such a grammar; in JSON it means nothing.
+    """
+    return " " + grammar if grammar else grammar
+
+
+def has_free_blanks(grammar: str) -> bool:
+    return grammar.startswith(" ")
+
+
+class BlankTokens:
+    """The tokens of a vocabulary that are blanks alone."""
+
+    def __init__(self, tokens: Sequence[bytes]) -> None:
+        self.texts = tokens
+        self.token_ids = tuple(token_id for token_id, text in enumerate(tokens) if text and _is_blank(text))
+
+
+class BlankRun:
+    """The blanks at the end of one answer. Tokens are noted at once, and read when the run is asked for.
+
+    Where a grammar allows blanks without end, as `ws ::= [ \\t\\n]*` does, a small model writes them until its answer
+    is cut. After MAX_BLANKS in a row, tokens of blanks alone are chosen only where nothing else may follow.
+    """
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        self._unread = list(token_ids)
+        self._decoder = _UTF8(errors="replace")
+        self._length = 0
+
+    def append(self, token_ids: Sequence[int]) -> None:
+        self._unread += token_ids
+
+    def is_full(self, tokens: BlankTokens) -> bool:
+        unread, self._unread = self._unread, []
+        text = self._decoder.decode(b"".join([tokens.texts[token_id] for token_id in unread]))
+        if text:
+            num_blanks = len(text) - len(text.rstrip())
+            self._length = self._length + num_blanks if num_blanks == len(text) else num_blanks
+        return self._length >= MAX_BLANKS
+
+
+def _is_blank(text: bytes) -> bool:
+    for length in range(3):
+        head, tail = (text[: len(text) - length], text[len(text) - length :]) if length else (text, b"")
+        if tail and tail not in _BEGINNINGS:
+            continue
+        try:
+            is_blank = not head.decode().strip()
+        except UnicodeDecodeError:
+            continue
+        if is_blank:
+            return True
+    return False
+
 
 # The work that they bound takes about 40 ms to compile and 15 ms for a mask; schemas in use stay below 5 % of them.
 PARSER_LIMITS = LLParserLimits(
@@ -52,7 +118,7 @@ class GrammarCompiler:
     def compile(self, grammar: str, *, is_real_time: bool = True) -> "Future[LLMatcher]":
         """Return the matcher to copy, when it is compiled; its error is a GrammarError.
 
-        `is_real_time`: somebody waits for it, so that it goes before those of best effort.
+        `is_real_time`: it goes before grammars of best effort.
         """
         with self._lock:
             self._followed.pop(grammar, None)
@@ -82,7 +148,6 @@ class GrammarCompiler:
         return self._thread.submit(partial(self._compile, grammar), is_real_time=True)
 
     def release(self, grammar: str) -> None:
-        """Note that an answer with this grammar has ended."""
         with self._lock:
             self._followed[grammar] = None
             self._followed.move_to_end(grammar)

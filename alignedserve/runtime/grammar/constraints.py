@@ -1,16 +1,55 @@
 """What clients ask answers to match, by vLLM's names, and the part of a grammar that each becomes."""
 
+import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import orjson
+from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.runtime.grammar.json_schema import FLEXIBLE_WHITESPACE, normalize_schema
-from alignedserve.runtime.grammar.lark import GrammarPart, json_value, quoted, regular_expression
+
+# One of `json_schema` (an object) and `lark_grammar` (a text).
+GrammarPart = Mapping[str, Any]
+
+
+def serialize(skeleton: str, parts: Mapping[str, GrammarPart]) -> str:
+    """Return the grammar of a skeleton in llguidance's Lark, which refers to parts as `@name`.
+
+    Example: serialize(f"start: THOUGHT {special_token([151668])} @answer\\nTHOUGHT: /(?s:.*)/", {"answer": part})
+    """
+    named = [{"name": name, **part} for name, part in parts.items()]
+    return orjson.dumps({"grammars": [{"lark_grammar": skeleton}, *named]}).decode()
+
+
+def serialize_alone(part: GrammarPart) -> str:
+    return orjson.dumps({"grammars": [part]}).decode()
+
+
+def quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def literal(pieces: Sequence[tuple[str, int | None]]) -> str:
+    return " ".join(quoted(text) if token_id is None else special_token([token_id]) for text, token_id in pieces)
+
+
+def special_token(token_ids: Sequence[int]) -> str:
+    return f"<[{','.join(map(str, token_ids))}]>"
+
+
+def json_value(schema: Mapping[str, Any]) -> str:
+    return f"%json {orjson.dumps(schema).decode()}"
+
+
+def regular_expression(pattern: str) -> str:
+    r"""Return the terminal for a regular expression; `\\d` and `\\w` are ASCII, as in ECMAScript."""
+    return f"/{regex_to_lark(pattern, 'dw')}/"
+
 
 MAX_TAGS = 128
 _MAX_TEXT_LEN = 256
@@ -54,7 +93,6 @@ class StructuredOutputs:
 
     @property
     def kind(self) -> str:
-        """Name of the field that is set."""
         return self._given()[0]
 
     def _given(self) -> list[str]:
@@ -181,7 +219,7 @@ def _check(wanted: Any) -> None:
     structures, triggers = wanted["structures"], wanted["triggers"]
     if not isinstance(structures, list) or not 1 <= len(structures) <= MAX_TAGS:
         raise InvalidRequest(f"'structures' must be a list of 1 to {MAX_TAGS} tags")
-    if not isinstance(triggers, list) or not triggers or not all(_is_text(one) and one for one in triggers):
+    if not isinstance(triggers, list) or not triggers or not all(_is_text(trigger) and trigger for trigger in triggers):
         raise InvalidRequest(f"'triggers' must be a list of texts of 1 to {_MAX_TEXT_LEN} characters")
     for tag in structures:
         if not isinstance(tag, dict) or tag.keys() != {"begin", "schema", "end"}:

@@ -1,4 +1,4 @@
-"""Checks JSON schemas and rewrites them for llguidance, so that every answer under them is valid.
+"""Checks JSON schemas and rewrites them for llguidance: every answer under the result is valid.
 
 1. The size is bounded, then every schema within is read, keyword by keyword (schema_keywords.py); annotations go.
 2. What older drafts write otherwise is written as draft 2020-12 does; formats become patterns, integers have bounds.
@@ -6,8 +6,9 @@
 4. `oneOf` becomes `anyOf` where its options exclude each other; llguidance refuses the rest.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
+from itertools import combinations
 from math import lcm
 from typing import Any
 from urllib.parse import unquote
@@ -15,7 +16,6 @@ from urllib.parse import unquote
 import orjson
 
 from alignedserve.core.errors import InvalidRequest
-from alignedserve.runtime.grammar.exclusive_options import are_exclusive
 from alignedserve.runtime.grammar.schema_keywords import (
     ANNOTATIONS,
     NEUTRAL,
@@ -25,6 +25,89 @@ from alignedserve.runtime.grammar.schema_keywords import (
     pattern_of,
     unsupported_keyword,
 )
+
+_MAX_OPTIONS = 200
+
+
+def are_exclusive(options: Sequence[Any], targets: Mapping[str, Any]) -> bool:
+    """Return whether no value can match two of the options. `targets`: the schemas that references point to.
+
+    llguidance proves the same, but follows no references, and pydantic writes options as references.
+    """
+    if len(options) > _MAX_OPTIONS:
+        return False
+    conjuncts = [list(_conjuncts(option, targets, set())) for option in options]
+    return all(_exclude(left, right, targets) for left, right in combinations(conjuncts, 2))
+
+
+def _conjuncts(schema: Any, targets: Mapping[str, Any], seen: set[str]) -> Iterator[dict[str, Any]]:
+    if not isinstance(schema, dict):
+        return
+    yield schema
+    pointer = schema.get("$ref")
+    if pointer is not None and pointer not in seen:
+        seen.add(pointer)
+        yield from _conjuncts(targets[pointer], targets, seen)
+    for part in schema.get("allOf", ()):
+        yield from _conjuncts(part, targets, seen)
+
+
+def _exclude(left: list[dict[str, Any]], right: list[dict[str, Any]], targets: Mapping[str, Any]) -> bool:
+    left_types, right_types = _types(left), _types(right)
+    if left_types is not None and right_types is not None and not left_types & right_types:
+        return True
+    left_values, right_values = _values(left), _values(right)
+    if left_values is not None and right_values is not None and not left_values & right_values:
+        return True
+    if frozenset({"object"}) not in (left_types, right_types):
+        return False  # a value that is no object has no properties to tell the options apart
+    required = {name for schema in (*left, *right) for name in schema.get("required", ())}
+    return any(_property_excludes(name, left, right, targets) for name in sorted(required))
+
+
+def _property_excludes(
+    name: str, left: list[dict[str, Any]], right: list[dict[str, Any]], targets: Mapping[str, Any]
+) -> bool:
+    left_values, right_values = _property_values(name, left, targets), _property_values(name, right, targets)
+    return left_values is not None and right_values is not None and not left_values & right_values
+
+
+def _property_values(name: str, schemas: list[dict[str, Any]], targets: Mapping[str, Any]) -> frozenset[bytes] | None:
+    for schema in schemas:
+        values = _values(list(_conjuncts(schema.get("properties", {}).get(name), targets, set())))
+        if values is not None:
+            return values
+    return None
+
+
+def _types(schemas: list[dict[str, Any]]) -> frozenset[str] | None:
+    for schema in schemas:
+        if "type" in schema:
+            names = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+            return frozenset("number" if name == "integer" else name for name in names)
+    return None
+
+
+def _values(schemas: list[dict[str, Any]]) -> frozenset[bytes] | None:
+    for schema in schemas:
+        if "const" in schema:
+            return frozenset({_key(schema["const"])})
+        if "enum" in schema:
+            return frozenset(_key(value) for value in schema["enum"])
+    return None
+
+
+def _key(value: Any) -> bytes:
+    return orjson.dumps(_with_floats(value), option=orjson.OPT_SORT_KEYS)
+
+
+def _with_floats(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _with_floats(member) for name, member in value.items()}
+    if isinstance(value, list):
+        return [_with_floats(item) for item in value]
+    return float(value) + 0.0 if isinstance(value, int | float) and not isinstance(value, bool) else value
+
 
 _SCALARS = frozenset({"null", "boolean", "integer", "number", "string"})
 _ANY_TYPE = ("null", "array", "object")

@@ -261,6 +261,5 @@ READERS: dict[str, Reader] = {
 
 
 def pattern_of(name: str) -> str | None:
-    """Return the anchored pattern of a format; None where llguidance's own is right."""
     pattern = FORMATS[name]
     return None if pattern is None else f"^(?:{pattern})$"

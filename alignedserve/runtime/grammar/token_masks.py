@@ -14,8 +14,15 @@ import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher
 
 from alignedserve.core.request import SamplingParams
-from alignedserve.runtime.grammar.blanks import BlankRun, has_free_blanks
-from alignedserve.runtime.grammar.compiler import GrammarCompiler, GrammarError, failure_of, is_outgrown, is_spoilt
+from alignedserve.runtime.grammar.compiler import (
+    BlankRun,
+    GrammarCompiler,
+    GrammarError,
+    failure_of,
+    has_free_blanks,
+    is_outgrown,
+    is_spoilt,
+)
 
 # Of one call of `foresee`: each takes some 50 microseconds to tokenise.
 _MAX_FORCED = 32
@@ -130,8 +137,8 @@ class LastResorts:
 class StepMasks(NamedTuple):
     """The masks of one step."""
 
-    at: IntArray  # the rows that have one, as places in the step's rows
-    bits: Bits  # [rows that have one, words]; a row of zeros: its grammar failed
+    at: IntArray  # places of rows with a mask, in the step's rows
+    bits: Bits  # [masks, words]; a row of zeros: its grammar failed
 
 
 @dataclass(slots=True)
@@ -188,7 +195,6 @@ class TokenMasks:
         self._executor = LLExecutor(num_threads)
 
     def add(self, row: int, sampling: SamplingParams, generated_token_ids: tuple[int, ...]) -> None:
-        """Add a row whose sequence has a grammar, and what it has generated so far."""
         ends = self._eos_token_ids if sampling.ignore_eos else ()
         early_ends = (*self._eos_token_ids, *sampling.stop_token_ids) if sampling.min_tokens else ends
         compiled = self._compiler.compile(sampling.grammar)
@@ -200,7 +206,6 @@ class TokenMasks:
         self._rows[row] = _Constrained(row, sampling.grammar, matcher, all_ends, has_jumps, *unwanted, blanks)
 
     def remove(self, row: int) -> None:
-        """Remove the row, if it has a grammar."""
         constrained = self._rows.pop(row, None)
         if constrained is not None:
             self._compiler.release(constrained.grammar)
@@ -245,11 +250,9 @@ class TokenMasks:
         return token_ids
 
     def has_any(self, rows: IntArray) -> bool:
-        """Return whether one of these rows has a grammar."""
         return bool(self._rows) and any(row in self._rows for row in rows.tolist())
 
     def failure(self, row: int) -> str | None:
-        """Return why the row's grammar could not be followed, if it could not."""
         constrained = self._rows.get(row)
         return None if constrained is None else constrained.failure
 

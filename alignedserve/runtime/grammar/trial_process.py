@@ -3,7 +3,7 @@
 Native code cannot be interrupted, and no count of its steps bounds its time: a thousand repetitions in one pattern
 multiply what a step takes. So the operating system bounds the time of a core, and the memory.
 
-Reads frames: a Setup, then grammars. Writes a frame for each grammar: empty, or the reason why it is refused.
+Reads frames: a TrialSetup, then grammars. Writes a frame for each grammar: empty, or the reason why it is refused.
 """
 
 import resource
@@ -21,7 +21,7 @@ from alignedserve.runtime.grammar.vocabulary import TokenTable
 _MAX_MEMORY_BYTES = 4 << 30  # of addresses, half of which are other things than memory in use
 
 
-class Setup(msgspec.Struct, frozen=True):
+class TrialSetup(msgspec.Struct, frozen=True):
     """The first frame."""
 
     max_cpu_s: float  # of a core, that each grammar may take
@@ -35,7 +35,7 @@ def main() -> None:
     described = read_frame(source)
     if described is None:
         return
-    setup = msgspec.msgpack.decode(described, type=Setup)
+    setup = msgspec.msgpack.decode(described, type=TrialSetup)
     vocabulary = _load(setup.table)
     while (grammar := read_frame(source)) is not None:
         bound_time(setup.max_cpu_s)

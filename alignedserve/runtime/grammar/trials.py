@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import orjson
@@ -19,9 +19,19 @@ from alignedserve.process.child_process import ChildProcess
 from alignedserve.process.turn_threads import TurnThreads
 from alignedserve.runtime.grammar.compiler import GrammarError, unsupported_model
 from alignedserve.runtime.grammar.json_schema import FLEXIBLE_WHITESPACE
-from alignedserve.runtime.grammar.trial_process import Setup
-from alignedserve.runtime.grammar.trial_turn import ALONE, TrialTurn
+from alignedserve.runtime.grammar.trial_process import TrialSetup
 from alignedserve.runtime.grammar.vocabulary import TokenTable
+
+
+class TrialTurn(NamedTuple):
+    """Whose turn a grammar waits for: a tenant, and a class of its requests."""
+
+    tenant: str = ""
+    is_real_time: bool = True  # somebody waits for the answer
+
+
+ALONE = TrialTurn()
+
 
 _MAX_BYTES = 8192
 _MAX_DEPTH = 16
@@ -36,7 +46,7 @@ _TOO_LONG = "the grammar takes too long, or too much memory, to compile"
 
 
 @dataclass(slots=True, eq=False)
-class Trial:
+class GrammarTrial:
     """One grammar that is to be tried."""
 
     grammar: str
@@ -58,7 +68,7 @@ class TrialLane:
         self._attempt = attempt
         self._thread = TurnThreads(1, "trials")
 
-    def add(self, trial: Trial, turn: TrialTurn) -> None:
+    def add(self, trial: GrammarTrial, turn: TrialTurn) -> None:
         """Let a trial wait for this turn, too: whichever comes first, it is tried once."""
         if turn in trial.turns:
             return
@@ -72,7 +82,7 @@ class TrialLane:
         self._thread.close()
         self.process.end()
 
-    def _try(self, trial: Trial) -> None:
+    def _try(self, trial: GrammarTrial) -> None:
         if trial.result.done() or not trial.result.set_running_or_notify_cancel():
             return
         try:
@@ -95,18 +105,17 @@ class GrammarTrials:
         """`load_table`: called on a thread, when the first grammar comes; may raise ModelError."""
         attempt = partial(_attempt, load_table, max_cpu_s)
         self._plain, self._others = TrialLane(attempt), TrialLane(attempt)
-        self._trials: OrderedDict[bytes, Trial] = OrderedDict()
+        self._trials: OrderedDict[bytes, GrammarTrial] = OrderedDict()
         self._lock = Lock()
         for lane in (self._plain, self._others):
             weakref.finalize(self, lane.process.end)
 
     def start(self, grammar: str, turn: TrialTurn = ALONE) -> "Future[None]":
-        """Begin to try a grammar; the error of the result is a GrammarError."""
         key = blake2b(grammar.encode(), digest_size=16).digest()
         with self._lock:
             known = self._trials.get(key)
             if known is None or _tells_nothing(known.result):
-                known = self._trials[key] = Trial(grammar)
+                known = self._trials[key] = GrammarTrial(grammar)
             self._trials.move_to_end(key)
             while len(self._trials) > _MAX_KEPT:
                 self._trials.popitem(last=False)
@@ -128,7 +137,7 @@ def _attempt(load_table: Callable[[], TokenTable], max_cpu_s: float, grammar: st
         except ModelError as error:
             raise unsupported_model(error) from error
         process.start()
-        process.send(msgspec.msgpack.encode(Setup(max_cpu_s, table)))
+        process.send(msgspec.msgpack.encode(TrialSetup(max_cpu_s, table)))
     answer = process.answer(grammar.encode())
     if answer is None:
         process.end()
@@ -143,7 +152,6 @@ def _tells_nothing(result: "Future[None]") -> bool:
 
 
 def is_plain(grammar: str) -> bool:
-    """Return whether a grammar is such a schema: no expressions, references, intersections or large counts."""
     if len(grammar) > _MAX_BYTES:
         return False
     try:

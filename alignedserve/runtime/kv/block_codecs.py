@@ -14,8 +14,8 @@ from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.ids import BlockId
 from alignedserve.runtime.device.accelerator import Accelerator
 from alignedserve.runtime.device.dtypes import torch_dtype
-from alignedserve.runtime.device.host_memory.huge_pages import huge_pages
-from alignedserve.runtime.device.host_memory.registered_memory import CHUNK_BYTES, RegisteredMemory
+from alignedserve.runtime.device.memory_maps import huge_pages
+from alignedserve.runtime.device.registered_memory import CHUNK_BYTES, RegisteredMemory
 from alignedserve.runtime.device.streams import Stream
 from alignedserve.runtime.kv.block_runs import BlockRuns
 from alignedserve.runtime.kv.direct_copies import IntArray, PendingCopies

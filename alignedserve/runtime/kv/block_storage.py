@@ -21,7 +21,7 @@ from alignedserve.core.errors import NotEnoughMemory
 from alignedserve.core.ids import BlockId
 from alignedserve.runtime.device.accelerator import accelerator_of
 from alignedserve.runtime.device.dtypes import cache_dtype
-from alignedserve.runtime.device.host_memory.huge_pages import huge_pages
+from alignedserve.runtime.device.memory_maps import huge_pages
 from alignedserve.runtime.kv.block_runs import BlockIds
 from alignedserve.runtime.kv.device_pieces import DevicePieces
 from alignedserve.runtime.kv.direct_copies import PendingCopies

@@ -27,8 +27,8 @@ import psutil
 
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import HandoffRejected, NotEnoughMemory
-from alignedserve.runtime.device.host_memory.registered_memory import CHUNK_BYTES, MemoryDriver, RegisteredMemory
-from alignedserve.runtime.device.host_memory.shared_pages import HUGE_PAGE, map_file, take_pages
+from alignedserve.runtime.device.memory_maps import HUGE_PAGE, map_file, take_pages
+from alignedserve.runtime.device.registered_memory import CHUNK_BYTES, MemoryDriver, RegisteredMemory
 from alignedserve.runtime.kv.block_runs import BlockIds
 from kernels.cpu.block_copies import BlockList
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from alignedserve.runtime.device.accelerator import Accelerator
 from alignedserve.runtime.device.arrays import to_device
-from alignedserve.runtime.device.batched_copies import RowRuns
+from alignedserve.runtime.device.cuda_driver import RowRuns
 from alignedserve.runtime.device.streams import Event, Stream
 from alignedserve.runtime.kv.block_codecs import BlockCodec
 from alignedserve.runtime.kv.direct_copies import DirectCopies

@@ -9,13 +9,13 @@
    the others, the least recently used first. If all are held, the request waits until one is not; a real-time request
    takes the place of one that best effort holds but does not use yet, unless that is all it holds. Those that
    real-time requests wait for are loaded first.
-4. While one has waited for longer than PATIENCE_S, requests of its class for adapters that are there wait behind it, so
-   that the sequences that use them come to an end; its own adapter serves all that wait for it then. Best effort
-   waits behind every real-time request that waits, unless it holds no adapter at all. Once it has waited without any
-   for longer than `_LAST_PATIENCE_S`, real-time requests for the adapter that they used least recently wait, so that it
-   leaves, even if it is the only one.
+4. Behind a request that has waited for longer than PATIENCE_S, requests of its class for loaded adapters wait too, and
+   sequences with these adapters come to an end; the adapter that comes then serves all requests for it. Best effort
+   waits behind every real-time request that waits, unless it holds no adapter at all. Once best effort has waited for
+   `_LAST_PATIENCE_S` without an adapter, real-time requests for their least recently used adapter wait, and the adapter
+   leaves, even as the only one.
 5. A request that comes from another worker waits until its adapter is loaded, whatever the bounds.
-6. A sequence that enters the engine uses its adapter until it leaves. One whose adapter has left meanwhile (it was
+6. A sequence in the engine uses its adapter until the sequence leaves. One whose adapter has left meanwhile (it was
    preempted, or waited for long) has it loaded on the spot, whatever the bounds.
 7. Sequences that have ended leave the engine with the next iteration. Where none follows and all adapters are used, the
    first request that waits has its own, whatever the bounds: its iteration lets the others leave.
@@ -26,14 +26,84 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import partial
 
 from alignedserve.core.errors import AdapterError
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import LoraAdapter
 from alignedserve.process.turn_threads import TurnThreads
-from alignedserve.runtime.lora.adapter_uses import Loaded, Loading, Wish
 from kernels.adapters.lora import AdapterMatrices
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdapterWait:
+    """A request that waits for its adapter to be loaded, or to be free."""
+
+    request_id: RequestId
+    adapter: LoraAdapter
+    is_real_time: bool
+    attempt: int | None  # None: it has begun elsewhere, and is not withdrawn
+    since_s: float
+    done: "Future[None]" = field(default_factory=Future)
+
+    def is_of(self, request_id: RequestId, attempt: int | None) -> bool:
+        is_until = attempt is None or (self.attempt is not None and self.attempt <= attempt)
+        return self.request_id == request_id and self.attempt is not None and is_until
+
+
+@dataclass(slots=True)
+class AdapterHold:
+    """How requests of one class hold an adapter."""
+
+    num_users: int = 0  # sequences in the engine
+    wishes: dict[RequestId, tuple[AdapterWait, float]] = field(default_factory=dict)  # before they enter it; until when
+
+    def is_wanted(self, now: float) -> bool:
+        for request_id in [request_id for request_id, (_, until_s) in self.wishes.items() if until_s <= now]:
+            del self.wishes[request_id]
+        return bool(self.wishes)
+
+    def holds(self, now: float) -> bool:
+        return self.is_wanted(now) or self.num_users > 0
+
+
+@dataclass(slots=True)
+class LoadedAdapter:
+    """An adapter in memory."""
+
+    matrices: AdapterMatrices
+    best_effort: AdapterHold = field(default_factory=AdapterHold)
+    real_time: AdapterHold = field(default_factory=AdapterHold)
+    is_real_time: bool = False  # the latest that held it
+
+    @property
+    def is_used(self) -> bool:
+        return self.best_effort.num_users > 0 or self.real_time.num_users > 0
+
+    def use(self, *, is_real_time: bool) -> AdapterHold:
+        return self.real_time if is_real_time else self.best_effort
+
+    def withdraw(self, request_id: RequestId, attempt: int | None) -> None:
+        for use in (self.best_effort, self.real_time):
+            if request_id in use.wishes and use.wishes[request_id][0].is_of(request_id, attempt):
+                del use.wishes[request_id]
+
+    def is_held(self, now: float) -> bool:
+        return self.best_effort.holds(now) or self.real_time.holds(now)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadingAdapter:
+    """An adapter on its way into memory."""
+
+    work: "Future[None]"
+    wishes: list[AdapterWait] = field(default_factory=list)
+    done: "Future[None]" = field(default_factory=Future)
+
+    def is_for(self, *, is_real_time: bool) -> bool:
+        return any(wish.is_real_time is is_real_time for wish in self.wishes)
+
 
 PATIENCE_S = 1.0
 _WANTED_S = 30.0
@@ -56,10 +126,10 @@ class AdapterCache:
         self._max_adapters = max_adapters
         self._max_bytes = max_bytes
         self._clock = clock
-        self._loaded: OrderedDict[bytes, Loaded] = OrderedDict()  # the most recently used last
-        self._loading: dict[bytes, Loading] = {}
+        self._loaded: OrderedDict[bytes, LoadedAdapter] = OrderedDict()  # the most recently used last
+        self._loading: dict[bytes, LoadingAdapter] = {}
         self._largest_bytes: int | None = None  # of one; None: none has been loaded yet
-        self._waiting: dict[bool, deque[Wish]] = {True: deque(), False: deque()}  # real-time ones first
+        self._waiting: dict[bool, deque[AdapterWait]] = {True: deque(), False: deque()}  # real-time ones first
         self._lock = threading.Lock()
         self._thread = TurnThreads(1, "adapters")
         self._timer: threading.Timer | None = None
@@ -78,7 +148,7 @@ class AdapterCache:
         What it waits for is cancelled by `withdraw`.
         """
         with self._lock:
-            wish = Wish(request_id, adapter, is_real_time, attempt, self._clock())
+            wish = AdapterWait(request_id, adapter, is_real_time, attempt, self._clock())
             if not self._must_queue(wish.since_s, is_real_time=is_real_time) and self._is_ready(wish, wish.since_s):
                 self._want(wish)
                 return None
@@ -92,7 +162,7 @@ class AdapterCache:
     ) -> "Future[None] | None":
         """Begin to load an adapter as `prepare` does, but whatever the bounds: its request has begun elsewhere."""
         with self._lock:
-            wish = Wish(request_id, adapter, is_real_time, None, self._clock())
+            wish = AdapterWait(request_id, adapter, is_real_time, None, self._clock())
             if adapter.digest in self._loaded:
                 self._want(wish)
                 return None
@@ -101,7 +171,7 @@ class AdapterCache:
 
     def withdraw(self, request_id: RequestId, attempt: int | None) -> None:
         with self._lock:
-            ended: list[Wish] = []
+            ended: list[AdapterWait] = []
             for wishes in (*self._waiting.values(), *(loading.wishes for loading in self._loading.values())):
                 own = [wish for wish in wishes if wish.is_of(request_id, attempt)]
                 for wish in own:
@@ -166,7 +236,7 @@ class AdapterCache:
             return True
         return bool(own) and now - own[0].since_s > PATIENCE_S and not self._has_to_end(own[0], now)
 
-    def _has_to_end(self, wish: Wish, now: float) -> bool:
+    def _has_to_end(self, wish: AdapterWait, now: float) -> bool:
         if not wish.is_real_time or not self._lacks_one_too_long(now):
             return False
         held = (digest for digest, own in self._loaded.items() if own.real_time.holds(now))
@@ -177,14 +247,14 @@ class AdapterCache:
         is_overdue = bool(waiting) and now - waiting[0].since_s > _LAST_PATIENCE_S
         return is_overdue and not self._holding(now, is_real_time=False)
 
-    def _is_ready(self, wish: Wish, now: float) -> bool:
+    def _is_ready(self, wish: AdapterWait, now: float) -> bool:
         own = self._loaded.get(wish.adapter.digest)
         if own is None or self._has_to_end(wish, now):
             return False
         is_held = own.use(is_real_time=wish.is_real_time).holds(now)
         return is_held or self._may_hold_more(now, is_real_time=wish.is_real_time)
 
-    def _want(self, wish: Wish) -> None:
+    def _want(self, wish: AdapterWait) -> None:
         own = self._loaded[wish.adapter.digest]
         own.use(is_real_time=wish.is_real_time).wishes[wish.request_id] = wish, self._clock() + _WANTED_S
         own.is_real_time = wish.is_real_time
@@ -199,7 +269,7 @@ class AdapterCache:
         self._loaded.move_to_end(adapter.digest)
         return own.matrices
 
-    def _holding(self, now: float, *, is_real_time: bool) -> list[Loaded]:
+    def _holding(self, now: float, *, is_real_time: bool) -> list[LoadedAdapter]:
         return [own for own in self._loaded.values() if own.use(is_real_time=is_real_time).holds(now)]
 
     def _may_hold_more(self, now: float, *, is_real_time: bool) -> bool:
@@ -213,8 +283,8 @@ class AdapterCache:
         has_bytes = num_bytes < _MOST_OF_BEST_EFFORT * self._max_bytes or not count
         return has_bytes and count < max(int(_MOST_OF_BEST_EFFORT * self._max_adapters), 1)
 
-    def _serve_waiting(self) -> list[Wish]:
-        served: list[Wish] = []
+    def _serve_waiting(self) -> list[AdapterWait]:
+        served: list[AdapterWait] = []
         now = self._clock()
         if self._is_closed:
             return served
@@ -253,7 +323,7 @@ class AdapterCache:
             served = self._serve_waiting()
         _complete(served)
 
-    def _may_load(self, wish: Wish, now: float) -> bool:
+    def _may_load(self, wish: AdapterWait, now: float) -> bool:
         loading = self._loading.get(wish.adapter.digest)
         if loading is not None and loading.is_for(is_real_time=wish.is_real_time):
             return True
@@ -276,14 +346,14 @@ class AdapterCache:
         return has_place and (self.num_bytes <= max_bytes or not (self._loaded or num_loading))
 
     def _came(self, adapter: LoraAdapter, matrices: AdapterMatrices) -> None:
-        self._loaded.setdefault(adapter.digest, Loaded(matrices))
+        self._loaded.setdefault(adapter.digest, LoadedAdapter(matrices))
         self._largest_bytes = max(self._largest_bytes or 0, matrices.num_bytes)
 
-    def _join_loading(self, wish: Wish) -> None:
+    def _join_loading(self, wish: AdapterWait) -> None:
         loading = self._loading.get(wish.adapter.digest)
         if loading is None:
             work = self._thread.submit(partial(self._load_in_thread, wish.adapter), is_real_time=wish.is_real_time)
-            loading = self._loading[wish.adapter.digest] = Loading(work)
+            loading = self._loading[wish.adapter.digest] = LoadingAdapter(work)
         elif wish.is_real_time:
             self._thread.hasten(loading.work)
         loading.wishes.append(wish)
@@ -325,6 +395,6 @@ class AdapterCache:
             _complete([*loading.wishes, *served])
 
 
-def _complete(wishes: list[Wish]) -> None:
+def _complete(wishes: list[AdapterWait]) -> None:
     for wish in wishes:
         wish.done.set_result(None)

@@ -1,4 +1,4 @@
-"""Which folders adapters may be read from: those of the configuration, and below the one that it allows."""
+"""The folders that adapters may be read from: named by the configuration, or below its allowed folder."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +9,7 @@ from alignedserve.config.sections import LoraConfig
 from alignedserve.core.errors import AdapterError, ConfigError
 from alignedserve.core.request import LoraAdapter
 from alignedserve.runtime.lora.adapter_check import check_adapter
-from alignedserve.runtime.lora.adapter_files import AdapterFiles, read_adapter_files
+from alignedserve.runtime.lora.adapter_config import AdapterFiles, read_adapter_files
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.served_model import ServedModel
 
@@ -20,7 +20,7 @@ def allowed_path(path: str, config: LoraConfig) -> Path:
         folder = Path(path).resolve()
     except (OSError, RuntimeError, ValueError) as error:  # such as links in a circle
         raise AdapterError("The adapter's path leads nowhere.") from error
-    if any(Path(own).resolve() == folder for own in config.adapters.values()):
+    if any(Path(adapter).resolve() == folder for adapter in config.adapters.values()):
         return folder
     if config.allowed_folder is None:
         raise AdapterError("Adapters are loaded only where lora.allowed_folder is set.")

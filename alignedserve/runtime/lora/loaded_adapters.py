@@ -1,20 +1,132 @@
-"""The adapters that were loaded while a deployment serves, and the one that takes its place."""
+"""The adapters that were loaded while a deployment serves: its node's file, and their way to the next deployment.
 
+The node's gateways and its batch worker share the file. Every node of a cluster has one, and the cluster's driver
+passes changes between them: a change has a number above all that its node knew, and the larger number of a name counts,
+so that all files become the same in any order.
+"""
+
+import fcntl
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Annotated
 
-from alignedserve.core.errors import AdapterError
-from alignedserve.core.request import LoraAdapter
+import msgspec
+
+from alignedserve.core.errors import AdapterError, InvalidRequest
+from alignedserve.core.request import MAX_ADAPTER_NAME_LEN, LoraAdapter
+from alignedserve.process.addresses import deployed_name
 from alignedserve.runtime.lora.adapter_folders import find_adapter
-from alignedserve.runtime.lora.loaded_file import (
-    changing_loaded,
-    loaded_of,
-    read_changes,
-    read_loaded,
-    with_loaded,
-    without_loaded,
-    write_changes,
-)
 from alignedserve.runtime.model.served_model import ServedModel
+
+_MAX_FILE_BYTES = 16 << 20
+_MAX_UNLOADED = 1000  # remembered names, which no other node brings back
+
+
+class AdapterChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The last that was done with an adapter of this name."""
+
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_ADAPTER_NAME_LEN)]
+    path: str
+    digest: bytes
+    number: int = 1  # of two changes the larger counts
+    is_loaded: bool = True  # False: it was unloaded
+    owner: str = ""  # of the key that loaded it
+
+    @property
+    def adapter(self) -> LoraAdapter:
+        """Return the adapter as requests carry it. Raises InvalidRequest."""
+        return LoraAdapter(self.name, self.path, self.digest)
+
+    @property
+    def rank(self) -> tuple[int, bool, str, bytes, str]:
+        """Return what orders changes of one name, in the same way everywhere."""
+        return self.number, self.is_loaded, self.path, self.digest, self.owner
+
+
+Changes = dict[str, AdapterChange]  # by name
+
+
+def loaded_file(folder: Path, deployment_id: str) -> Path:
+    file = folder / deployed_name("adapters", deployment_id)
+    return file.with_name(f"{file.name}.json")
+
+
+def read_changes(file: Path) -> Changes:
+    """Return what a file says; nothing where there is no file. Raises AdapterError for a damaged one."""
+    try:
+        with file.open("rb") as stream:
+            entries = msgspec.json.decode(stream.read(_MAX_FILE_BYTES), type=list[AdapterChange])
+        return {entry.name: entry for entry in entries}
+    except FileNotFoundError:
+        return {}
+    except (OSError, msgspec.DecodeError) as error:
+        raise AdapterError(f"the list of loaded adapters cannot be read: {type(error).__name__}") from error
+
+
+def loaded_of(changes: Changes) -> dict[str, LoraAdapter]:
+    """Return the adapters that are loaded, by name. Raises AdapterError for one that is none."""
+    try:
+        return {change.name: change.adapter for change in changes.values() if change.is_loaded}
+    except InvalidRequest as error:
+        raise AdapterError("an entry in the list of loaded adapters is not an adapter") from error
+
+
+def read_loaded(file: Path) -> dict[str, LoraAdapter]:
+    """Return the adapters that a file says are loaded, by name. Raises AdapterError for a damaged one."""
+    return loaded_of(read_changes(file))
+
+
+def write_changes(file: Path, changes: Changes) -> None:
+    """Replace the file, inside `changing_loaded`. Of what was unloaded the latest is kept."""
+    unloaded = sorted((change for change in changes.values() if not change.is_loaded), key=lambda one: -one.number)
+    kept = [change for change in changes.values() if change.is_loaded] + unloaded[:_MAX_UNLOADED]
+    written = file.with_suffix(".new")
+    written.write_bytes(msgspec.json.encode(kept))
+    os.replace(written, file)
+
+
+def with_loaded(changes: Changes, adapter: LoraAdapter, owner: str = "") -> Changes:
+    """Return the changes after one more adapter was loaded, by the key of this owner."""
+    change = AdapterChange(adapter.name, adapter.path, adapter.digest, _next_number(changes), owner=owner)
+    return {**changes, adapter.name: change}
+
+
+def without_loaded(changes: Changes, name: str) -> Changes:
+    gone = msgspec.structs.replace(changes[name], number=_next_number(changes), is_loaded=False)
+    return {**changes, name: gone}
+
+
+def merged(changes: Changes, others: Iterable[AdapterChange]) -> Changes:
+    found = dict(changes)
+    for other in others:
+        own = found.get(other.name)
+        if own is None or other.rank > own.rank:
+            found[other.name] = other
+    return found
+
+
+@contextmanager
+def changing_loaded(file: Path) -> Iterator[None]:
+    """Keep other processes from changing the file."""
+    with file.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def exchange(file: Path, others: Iterable[AdapterChange]) -> tuple[AdapterChange, ...]:
+    """Take changes of other nodes into the file, and return all that it has then. Raises AdapterError, OSError."""
+    with changing_loaded(file):
+        own = read_changes(file)
+        found = merged(own, others)
+        if found != own:
+            write_changes(file, found)
+    return tuple(found.values())
+
+
+def _next_number(changes: Changes) -> int:
+    return 1 + max((change.number for change in changes.values()), default=0)
 
 
 def carry_over(old: Path, new: Path, served: ServedModel) -> tuple[str, ...]:

@@ -42,8 +42,8 @@ class SequenceAdapters:
     def prepare(self, message: Message) -> "Sequence[Future[None]]":
         """Begin to load the adapters of the requests that a message brings; return what they wait for.
 
-        A new request waits for room among the adapters as well; one from another worker only until its own is loaded.
-        What a new one waits for is cancelled by the message that aborts it.
+        A new request waits for room among the adapters as well; a request from another worker only for its adapter.
+        An AbortRequest cancels what a new request waits for.
         """
         if isinstance(message, AbortRequest):
             self.cache.withdraw(message.request_id, message.attempt)
@@ -78,7 +78,6 @@ class SequenceAdapters:
         return matrices
 
     def remove(self, request_id: RequestId) -> None:
-        """Take back the adapter of a sequence that is removed, if it has one."""
         self._failures.pop(request_id, None)
         used = self._used.pop(request_id, None)
         if used is not None:
@@ -94,7 +93,6 @@ class SequenceAdapters:
         self.cache.close()
 
     def failures(self, request_ids: Iterable[RequestId]) -> dict[RequestId, str]:
-        """Return which of these sequences lack their adapter, and why."""
         if not self._failures:
             return {}
         return {request_id: self._failures[request_id] for request_id in request_ids if request_id in self._failures}

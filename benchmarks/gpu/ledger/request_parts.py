@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from alignedserve.runtime.attention.sequence_table import IntArray
 from alignedserve.runtime.grammar.token_masks import StepMasks, TokenMasks
-from alignedserve.runtime.lora.adapter_modules import product_shapes
+from alignedserve.runtime.lora.adapter_check import product_shapes
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from benchmarks.gpu.ledger.forms import GPU
 from kernels.adapters.lora import AdapterMatrices

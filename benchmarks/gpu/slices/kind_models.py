@@ -21,8 +21,8 @@ import torch
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import SamplingParams
 from alignedserve.runtime.attention.ring_tables import num_scratch_blocks
+from alignedserve.runtime.device.device_work import synchronize
 from alignedserve.runtime.device.dtypes import torch_dtype
-from alignedserve.runtime.device.timing import synchronize
 from alignedserve.runtime.engine.engine import Engine, NewSequence
 from alignedserve.runtime.engine.engine_options import EngineOptions, OwnBlocks
 from alignedserve.runtime.engine.forward.decoder import Decoder

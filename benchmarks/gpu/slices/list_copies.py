@@ -16,9 +16,8 @@ import numpy as np
 import torch
 
 from alignedserve.core.block_layout import BlockLayout
-from alignedserve.runtime.device.batched_copies import RowRuns
+from alignedserve.runtime.device.cuda_driver import RowRuns
 from alignedserve.runtime.device.devices import CUDA
-from alignedserve.runtime.device.host_accelerator import HostAccelerator
 from alignedserve.runtime.device.streams import streams_of
 from alignedserve.runtime.kv.arena_files import arena_folder
 from alignedserve.runtime.kv.block_storage import BlockStorage
@@ -26,6 +25,7 @@ from alignedserve.runtime.kv.direct_copies import DirectCopies, HostSide
 from alignedserve.runtime.kv.shm_arena import Arena
 from benchmarks.measuring.turns import medians_by_turns
 from kernels.cpu.block_copies import BlockList
+from lab.gpu_check.host_accelerator import HostAccelerator
 
 _LAYERS = (1, 2, 4, 8, 16, 32, 64, 128)  # of 16 KiB in a block
 _BYTES, _TOY_BYTES = 64 << 20, 1 << 20

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from alignedserve.costmodel.iteration_points import Chunk, Point
-from alignedserve.runtime.engine.calibration.iteration_timing import IterationTimer
 from alignedserve.runtime.engine.engine import Engine
 from alignedserve.runtime.engine.engine_options import EngineOptions
+from alignedserve.runtime.engine.measured_iterations import IterationTimer
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from benchmarks.gpu.slices.step_profile import profiled
 from benchmarks.gpu.timed_iterations import MIXED_CACHED, MIXED_CONTEXTS

@@ -14,10 +14,10 @@ from alignedserve.core.block_layout import FP8
 from alignedserve.core.errors import AlignedServeError
 from alignedserve.costmodel.iteration_points import Chunk, Point
 from alignedserve.runtime.device.dtypes import torch_dtype
-from alignedserve.runtime.engine.calibration.iteration_timing import IterationTimer
 from alignedserve.runtime.engine.engine import Engine
 from alignedserve.runtime.engine.engine_options import EngineOptions
 from alignedserve.runtime.engine.forward.decoder import Decoder
+from alignedserve.runtime.engine.measured_iterations import IterationTimer
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.weights.packed_products import Float8Rows, GroupedRows, Rows
 from alignedserve.runtime.model.weights.weight_loader import assemble_weights

@@ -13,11 +13,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from alignedserve.costmodel.iteration_points import Chunk, Point
+from alignedserve.runtime.device.device_work import synchronize
 from alignedserve.runtime.device.devices import CUDA
-from alignedserve.runtime.device.timing import synchronize
-from alignedserve.runtime.engine.calibration.iteration_timing import IterationTimer
 from alignedserve.runtime.engine.engine import Engine
 from alignedserve.runtime.engine.engine_options import EngineOptions
+from alignedserve.runtime.engine.measured_iterations import IterationTimer
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from lab.profiling.model_loading import load_decoder
 

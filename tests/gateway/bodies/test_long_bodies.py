@@ -20,7 +20,7 @@ from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.request import RequestClass
 from alignedserve.gateway.routes.request_bodies import order_of
 from alignedserve.keys.entry import ANYONE, KeyEntry
-from alignedserve.runtime.grammar import lark
+from alignedserve.runtime.grammar import constraints as lark
 from tests.gateway.support import Gateway, error_of, gateway, tokenizer
 from tests.gateway.tool_support import HERMES, function, model_with
 from tests.support.marks import each

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from alignedserve.runtime.device.host_accelerator import HostAccelerator
-from alignedserve.runtime.device.host_memory.registered_memory import MemoryDriver
+from alignedserve.runtime.device.registered_memory import MemoryDriver
 from alignedserve.runtime.device.streams import DeviceStreams, HostStreams
 from alignedserve.runtime.kv.staged_copies import CopyLanes
+from lab.gpu_check.host_accelerator import HostAccelerator
 from tests.support.devices.memory_drivers import NotedDriver
 
 

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from alignedserve.core.errors import HandoffRejected, NotEnoughMemory
 from alignedserve.runtime.device.accelerator import SharedRows
-from alignedserve.runtime.device.host_memory.registered_memory import MemoryDriver
+from alignedserve.runtime.device.registered_memory import MemoryDriver
 from alignedserve.runtime.device.streams import Event
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.device_pieces import DevicePieces

@@ -16,11 +16,11 @@ from alignedserve.runtime.device.streams import Event, streams_of
 from alignedserve.runtime.engine.engine_options import EngineOptions
 from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.engine.forward.decoder_ranks import DecoderRanks
-from alignedserve.runtime.engine.ranks.follower_copies import FrameCount
 from alignedserve.runtime.engine.ranks.follower_process import FollowerEngine
 from alignedserve.runtime.engine.ranks.rank_commands import Command
-from alignedserve.runtime.engine.ranks.rank_group import ToldRanks
-from alignedserve.runtime.engine.steps.cuda_graphs import Capture
+from alignedserve.runtime.engine.ranks.rank_copies import FrameCount
+from alignedserve.runtime.engine.ranks.rank_group import MirroredRanks
+from alignedserve.runtime.engine.steps.step_passes import Capture
 from alignedserve.runtime.engine.swap_space import SwapSpace
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.model_files import read_config
@@ -54,7 +54,7 @@ def shard_decoder(
     return Decoder(ranks.local_config, weights, ranks)
 
 
-class ThreadRanks(ToldRanks):
+class ThreadRanks(MirroredRanks):
     """The ranks beside the first; their engines are made on their threads. See RankMirror."""
 
     def __init__(self, makers: Sequence[Callable[[], FollowerEngine]]) -> None:
@@ -70,6 +70,10 @@ class ThreadRanks(ToldRanks):
         for thread in self._threads:
             thread.start()
 
+    @override
+    def kill(self) -> None: ...
+
+    @override
     def close(self) -> None:
         self._told = []
         for queue in self._queues:
@@ -78,6 +82,7 @@ class ThreadRanks(ToldRanks):
             thread.join(_TIMEOUT_S)
         assert not self.errors, self.errors
 
+    @override
     def wait_for(self, event: Event) -> None:
         event.synchronize()
         if self.errors:

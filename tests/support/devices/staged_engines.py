@@ -8,24 +8,24 @@ from pathlib import Path
 import torch
 
 from alignedserve.core.ids import BlockId
-from alignedserve.runtime.device.host_memory.shared_pages import map_file
+from alignedserve.runtime.device.memory_maps import map_file
 from alignedserve.runtime.engine.engine_options import OwnBlocks
 from alignedserve.runtime.engine.ranks.frames import encode
 from alignedserve.runtime.engine.ranks.rank_group import make_block_memory
-from alignedserve.runtime.engine.stages.stage_group import StageGroup
-from alignedserve.runtime.engine.stages.stage_process import serve_stage
-from alignedserve.runtime.engine.stages.stage_spec import (
+from alignedserve.runtime.grammar.token_masks import TokenMasks
+from alignedserve.runtime.model.model_files import read_config
+from alignedserve.runtime.model.weight_files import ModelSpec
+from plugins.stages.stage_group import StageGroup
+from plugins.stages.stage_process import serve_stage
+from plugins.stages.stage_spec import (
     StageSpec,
     StageStart,
     load_stage,
     make_stage_storage,
     make_whole_storage,
 )
-from alignedserve.runtime.engine.stages.stage_wire import FrameKind, StageWire
-from alignedserve.runtime.engine.stages.staged_engine import StagedEngine, Stages
-from alignedserve.runtime.grammar.token_masks import TokenMasks
-from alignedserve.runtime.model.model_files import read_config
-from alignedserve.runtime.model.weight_files import ModelSpec
+from plugins.stages.stage_wire import FrameKind, StageWire
+from plugins.stages.staged_engine import StagedEngine, Stages
 from tests.support.models.tiny_engines import BLOCK_SIZE, MAX_CONTEXT_LEN, NUM_BLOCKS, TinyEngine, shuffled_blocks
 
 _JOIN_S = 60.0

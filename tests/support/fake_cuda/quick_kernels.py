@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from alignedserve.runtime.attention import triton_parts
+from alignedserve.runtime.attention import triton_backend
 from alignedserve.runtime.engine.sampling import sampler
 from kernels import activation, gpu_dispatch, norm, rotary, sampling
 from kernels.attention import ScoreForm
@@ -28,8 +28,8 @@ from tests.support.fake_cuda.fakes import current
 def quick_kernels() -> Iterator[None]:
     """Compute so within the body what Triton's kernels do for a model in float32; PyTorch does all else."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(triton_parts, "paged_decode", _decode))
-        stack.enter_context(mock.patch.object(triton_parts, "paged_prefill", _prefill))
+        stack.enter_context(mock.patch.object(triton_backend, "paged_decode", _decode))
+        stack.enter_context(mock.patch.object(triton_backend, "paged_prefill", _prefill))
         stack.enter_context(mock.patch.object(gpu_dispatch, "wants_fused_kernels", return_value=False))
         for module in (norm, rotary, activation, sampler):
             stack.enter_context(mock.patch.object(module, "fused_kernels", _module))

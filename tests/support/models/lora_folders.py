@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from alignedserve.runtime.lora.adapter_modules import adaptable_modules
+from alignedserve.runtime.lora.adapter_check import adaptable_modules
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
 
 LLAMA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

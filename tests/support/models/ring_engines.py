@@ -5,7 +5,7 @@ from alignedserve.runtime.attention.ring_tables import num_scratch_blocks
 from alignedserve.runtime.engine.engine import Engine, NewSequence, StepOutput, StepSlice
 from alignedserve.runtime.engine.engine_options import EngineOptions, OwnBlocks
 from alignedserve.runtime.engine.forward.decoder import Decoder
-from alignedserve.runtime.engine.steps.cuda_graphs import Capture
+from alignedserve.runtime.engine.steps.step_passes import Capture
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from tests.support.models.tiny_engines import BLOCK_SIZE, GREEDY
 

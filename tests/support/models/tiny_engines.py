@@ -21,8 +21,8 @@ from alignedserve.runtime.engine.engine import Engine, NewSequence, StepOutput, 
 from alignedserve.runtime.engine.engine_options import EngineOptions, OwnBlocks
 from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.engine.rank_mirror import RankMirror
-from alignedserve.runtime.engine.steps.cuda_graphs import Capture
-from alignedserve.runtime.engine.steps.step_batch import BatchBuilder
+from alignedserve.runtime.engine.steps.batch_builder import BatchBuilder
+from alignedserve.runtime.engine.steps.step_passes import Capture
 from alignedserve.runtime.grammar.token_masks import TokenMasks
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.model_files import read_config

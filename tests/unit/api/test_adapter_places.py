@@ -5,7 +5,7 @@ import pytest
 from alignedserve.api.models.adapter_directory import check_room
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.keys.entry import ANYONE, NAMED, KeyEntry
-from alignedserve.runtime.lora.loaded_file import AdapterChange, Changes
+from alignedserve.runtime.lora.loaded_adapters import AdapterChange, Changes
 
 OWN = KeyEntry("team-a", f"{NAMED}team-a")
 OTHER = KeyEntry("team-b", f"{NAMED}team-b")

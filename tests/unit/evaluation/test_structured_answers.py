@@ -1,8 +1,8 @@
 import json
 from typing import Any
 
+from alignedserve.runtime.grammar.constraints import serialize_alone
 from alignedserve.runtime.grammar.json_schema import normalize_schema
-from alignedserve.runtime.grammar.lark import serialize_alone
 from lab.evaluation.structured_answers import SCHEMA, is_valid_answer
 from tests.support.marks import each
 from tests.support.random_answers import matcher_of, random_walk

@@ -10,13 +10,16 @@ from torch import Tensor
 from alignedserve.process.heap import keep_freed_memory
 from alignedserve.runtime.device.dtypes import dtype_name
 from alignedserve.runtime.engine.forward.decoder_ranks import DecoderRanks
-from alignedserve.runtime.engine.forward.extra_heads import ExtraHeads
-from alignedserve.runtime.engine.forward.forward_batch import ForwardBatch
-from alignedserve.runtime.engine.forward.hidden_pass import HiddenPass, Rotation
+from alignedserve.runtime.engine.forward.forward_batch import ForwardBatch, HiddenPass, Rotation
 from alignedserve.runtime.engine.forward.native_pass import native_pass
-from alignedserve.runtime.engine.forward.pass_state import PassState, adapted_product, temperatures
+from alignedserve.runtime.engine.forward.pass_state import (
+    ExtraHeads,
+    PassState,
+    StateStorage,
+    adapted_product,
+    temperatures,
+)
 from alignedserve.runtime.engine.forward.rope_frequencies import inverse_frequencies
-from alignedserve.runtime.engine.forward.state_storage import StateStorage
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.decoder.model_config import ModelConfig, read_places
 from alignedserve.runtime.model.weights.decoder_weights import DecoderWeights, LayerWeights
@@ -72,7 +75,6 @@ class Decoder:
 
     @property
     def dtype_name(self) -> str:
-        """The dtype as block layouts spell it."""
         return dtype_name(self.dtype)
 
     @property
@@ -87,14 +89,12 @@ class Decoder:
             self._native_pass.between_layers = between_layers
 
     def give_way(self) -> None:
-        """Let another pass begin and end behind the layers of this one, as between them: it changes nothing here."""
         told = (self.attention_s, self.chunk_attention_s, self.products_s, self.had_head)
         self._between_layers()
         self.attention_s, self.chunk_attention_s, self.products_s, self.had_head = told
 
     @property
     def has_native_head(self) -> bool:
-        """Return whether the native pass, if it takes a batch, computes the logits as well."""
         return self._native_pass is not None and self._native_pass.has_head
 
     @torch.inference_mode()

@@ -8,11 +8,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from alignedserve.runtime.attention.layer_kinds import StepOfKinds
 from alignedserve.runtime.attention.native_backend import PagedStep
+from alignedserve.runtime.attention.registry import StepOfKinds
 from alignedserve.runtime.engine.forward.decoder_ranks import DecoderRanks
-from alignedserve.runtime.engine.forward.forward_batch import ForwardBatch
-from alignedserve.runtime.engine.forward.hidden_pass import Rotation
+from alignedserve.runtime.engine.forward.forward_batch import ForwardBatch, Rotation
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.decoder.model_config import ModelConfig, read_places
 from alignedserve.runtime.model.weights.decoder_weights import DecoderWeights, LayerWeights

@@ -1,20 +1,69 @@
-"""What the layers of one forward pass share."""
+"""What the layers of one forward pass share: its tensors, states in blocks, and heads of several sizes."""
 
+import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from alignedserve.runtime.attention.backend import StepAttention
-from alignedserve.runtime.engine.forward.forward_batch import ForwardBatch, LastTokenRows
-from alignedserve.runtime.engine.forward.hidden_pass import HiddenPass, Rotation
-from alignedserve.runtime.engine.forward.state_storage import StateStorage
+from alignedserve.runtime.device.dtypes import torch_dtype
+from alignedserve.runtime.engine.forward.forward_batch import ForwardBatch, HiddenPass, LastTokenRows, Rotation
 from alignedserve.runtime.kv.block_storage import BlockStorage
+from alignedserve.runtime.kv.state_headers import UNFINISHED, states_of, tokens_behind_states
 from alignedserve.runtime.model.decoder.decoder_parts import TemperatureConfig
+from alignedserve.runtime.model.decoder.model_config import ModelConfig, cache_source, cached_places
+from alignedserve.runtime.model.decoder.state_config import HEADER_BYTES, StateConfig, layers_in_block, state_bytes
 from kernels.adapters.device_lora import DeviceRows
 from kernels.adapters.lora import AdapterRows, LayerAdapters
 from kernels.addend_layout import LayerProduct
 from kernels.linear import AdaptableProjection
+from kernels.rotary import HeadNorms, HeadPlacement, rotate_
+from kernels.states.device_rows import DeviceStateRows
+from kernels.states.state_rows import StateRows
+
+
+class StateStorage:
+    """Views of a storage's states; the storage is the only owner."""
+
+    def __init__(self, config: ModelConfig, storage: BlockStorage) -> None:
+        assert config.state is not None, "a model without states"
+        self.storage = storage
+        self._num_tokens = tokens_behind_states(storage)
+        self._parts: dict[int, Sequence[Tensor]] = {}
+        self._columns: dict[int, int] = {}
+        states, num_layers = states_of(storage), len(config.state_layers)
+        if storage.layout.state_blocks:
+            num_layers = layers_in_block(config.state, storage.layout.dtype, storage.layout.block_bytes)
+        layer_bytes = state_bytes(config.state, storage.layout.dtype)
+        for place, layer in enumerate(config.state_layers):
+            self._columns[layer], place_in_block = divmod(place, num_layers)
+            first = HEADER_BYTES + place_in_block * layer_bytes
+            self._parts[layer] = _views(config.state, storage.layout.dtype, states[:, first : first + layer_bytes])
+
+    def parts(self, layer: int) -> Sequence[Tensor]:
+        return self._parts[layer]
+
+    def column(self, layer: int) -> int:
+        return self._columns[layer]
+
+    def begin(self, rows: StateRows | DeviceStateRows) -> None:
+        self._num_tokens.index_fill_(0, torch.as_tensor(rows.targets), UNFINISHED)
+
+    def end(self, rows: StateRows | DeviceStateRows) -> None:
+        self._num_tokens.index_copy_(0, torch.as_tensor(rows.targets), torch.as_tensor(rows.num_tokens))
+
+
+def _views(config: StateConfig, cache_dtype: str, layer: Tensor) -> list[Tensor]:
+    views, first = [], 0
+    for part in config.parts:
+        dtype, size = torch_dtype(part.dtype(cache_dtype)), part.num_bytes(cache_dtype)
+        flat = layer[:, first : first + size].view(dtype)
+        views.append(flat[:, : torch.Size(part.shape).numel()].view(-1, *part.shape))
+        first += size
+    return views
+
 
 _NOTHING = torch.empty((0, 0))
 
@@ -53,7 +102,6 @@ class PassState:
         self.chunk_attention_s = 0.0
 
     def begin(self, states: StateStorage | None) -> None:
-        """Mark what the pass is about to write: states of a model that has some, and rings."""
         self.states = states
         if states is not None and self.batch.states is not None:
             states.begin(self.batch.states)
@@ -108,11 +156,11 @@ class PassState:
         """
         rows = last.token_rows
         kept = {
-            id(one): (one[0].index_select(0, rows), one[1].index_select(0, rows))
-            for one in self.rotations
-            if one is not None
+            id(rotation): (rotation[0].index_select(0, rows), rotation[1].index_select(0, rows))
+            for rotation in self.rotations
+            if rotation is not None
         }
-        self.rotations = [None if one is None else kept[id(one)] for one in self.rotations]
+        self.rotations = [None if rotation is None else kept[id(rotation)] for rotation in self.rotations]
         if self.layer_embeddings is not None:
             self.layer_embeddings = self.layer_embeddings.index_select(0, rows)
         self.attention, self.last = last.attention, None
@@ -132,3 +180,41 @@ def adapted_product(
     adapters: AdapterRows | DeviceRows | None,
 ) -> Tensor:
     return multiply(x) if adapters is None else LayerAdapters(adapters, layer).product(product, multiply, x)
+
+
+class ExtraHeads:
+    """Normalises, rotates and writes the heads of each layer in their own sizes."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        self._num_heads = config.num_heads
+        self._of_layer = [config.heads_of(layer) for layer in range(config.num_layers)]
+        self._places = {own: HeadPlacement(config.num_heads, *own, dtype, device) for own in set(self._of_layer)}
+        sources = [cache_source(config, layer) for layer in range(config.num_layers)]
+        self._source_of, self._cached = sources, cached_places(config)
+        self._shared = frozenset(source for layer, source in enumerate(sources) if source != layer)
+
+    def placed(
+        self, fused: Tensor, norms: HeadNorms | None, layer: int, run: PassState
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return a layer's queries, and the keys and values that it reads [tokens, width]; write those if they are its
+        own.
+
+        fused    [tokens, width]
+        """
+        own, rotation, source = self._of_layer[layer], run.rotations[layer], self._source_of[layer]
+        assert norms is not None, "heads without norms"
+        heads = fused.view(len(fused), -1, own.head_dim)
+        counts = [self._num_heads] + ([own.num_kv_heads] * 2 if source == layer else [])
+        norms.normalise_(*torch.split(heads, counts, dim=1))
+        query_width = self._num_heads * own.head_dim
+        if source == layer:
+            kind, place = self._cached[layer]
+            write = partial(self._places[own], fused, None, rotation)
+            run.storage.kinds[kind].write(place, run.rows_of_kind(kind), write)
+            keys, values = torch.split(fused[:, query_width:], own.num_kv_heads * own.head_dim, dim=1)
+            if layer in self._shared:
+                run.shared[layer] = keys, values
+        elif rotation is not None:
+            rotate_(heads, *rotation)
+        queries = fused[:, :query_width].mul_(math.sqrt(own.head_dim))
+        return queries, *((keys, values) if source == layer else run.shared[source])

@@ -1,6 +1,6 @@
 """The process of a rank beside the first: python -m .follower_process SOCKET COPIES LIFELINE, started by RankGroup.
 
-It ends with its parent: the lifeline is a pipe whose other end no other process has.
+The process ends with its parent, by the lifeline, a pipe.
 """
 
 import contextlib
@@ -24,8 +24,7 @@ from alignedserve.runtime.attention.sequence_table import NewSequence
 from alignedserve.runtime.device.device_work import use_device
 from alignedserve.runtime.device.streams import streams_of
 from alignedserve.runtime.engine.engine import Engine
-from alignedserve.runtime.engine.ranks.follower_copies import FollowerCopies, FrameCount
-from alignedserve.runtime.engine.ranks.frames import Start, Started, decode, encode, receive_frame, send_frame
+from alignedserve.runtime.engine.ranks.frames import StartAnswer, decode, encode, receive_frame, send_frame
 from alignedserve.runtime.engine.ranks.rank_commands import (
     AddSequence,
     AppendBlocks,
@@ -38,11 +37,11 @@ from alignedserve.runtime.engine.ranks.rank_commands import (
     SetTokens,
     WriteCopies,
 )
-from alignedserve.runtime.engine.ranks.rank_spec import join, load_shard, make_adapters, make_storage
-from alignedserve.runtime.engine.slot_swap_space import make_swap_space
-from alignedserve.runtime.engine.steps.chosen_tokens import NO_TOKEN
-from alignedserve.runtime.engine.steps.step_launch import StepLaunch
-from alignedserve.runtime.engine.swap_space import HostCaches
+from alignedserve.runtime.engine.ranks.rank_copies import FollowerCopies, FrameCount
+from alignedserve.runtime.engine.ranks.rank_spec import RankStart, join, load_shard, make_adapters, make_storage
+from alignedserve.runtime.engine.steps.step import StepLaunch
+from alignedserve.runtime.engine.steps.step_tokens import NO_TOKEN
+from alignedserve.runtime.engine.swap_space import HostCaches, make_swap_space
 from alignedserve.runtime.lora.sequence_adapters import SequenceAdapters
 
 logger = logging.getLogger(__name__)
@@ -124,21 +123,20 @@ def _sequence_of(command: AddSequence, adapters: SequenceAdapters | None) -> New
 
 
 def main(socket_descriptor: int, copies_descriptor: int, lifeline: int) -> int:
-    """Follow the rank at the other end of the sockets until it closes; returns the process's exit status."""
     end_with_parent(lifeline)
     connection = socket.socket(fileno=socket_descriptor)
     first = receive_frame(connection)
     if first is None:
         return 0
-    start = decode(first, Start)
+    start = decode(first, RankStart)
     try:
         engine, swap_space = _make_engine(start)
         adapters = make_adapters(start.spec, start.rank)
     except AlignedServeError as error:
         with contextlib.suppress(OSError):  # the first rank has failed by itself
-            send_frame(connection, encode(Started.failed(error)))
+            send_frame(connection, encode(StartAnswer.failed(error)))
         return 1
-    send_frame(connection, encode(Started()))
+    send_frame(connection, encode(StartAnswer()))
     performed = FrameCount()
     copies = FollowerCopies(socket.socket(fileno=copies_descriptor), engine.storage, performed)
     threading.Thread(target=copies.follow, name="copies", daemon=True).start()
@@ -151,7 +149,7 @@ def main(socket_descriptor: int, copies_descriptor: int, lifeline: int) -> int:
     return 0
 
 
-def _make_engine(start: Start) -> tuple[FollowerEngine, HostCaches]:
+def _make_engine(start: RankStart) -> tuple[FollowerEngine, HostCaches]:
     spec, rank = start.spec, start.rank
     torch.set_num_threads(spec.num_threads)
     device = spec.device(rank)

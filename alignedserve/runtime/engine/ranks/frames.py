@@ -18,7 +18,6 @@ from alignedserve.core.errors import (
     UnsafeWeights,
     UnsupportedModel,
 )
-from alignedserve.runtime.engine.ranks.rank_spec import Meeting, RankEngineSpec
 from alignedserve.runtime.model.decoder.state_config import DeltaConfig, ShortConvConfig, SpaceConfig, StateConfig
 from kernels.cpu.rank_exchange import ExchangeBroken
 
@@ -32,22 +31,14 @@ _DECODERS: dict[type, msgspec.msgpack.Decoder[Any]] = {}
 T = TypeVar("T")
 
 
-class Start(msgspec.Struct, frozen=True):
-    """The first frame to a rank."""
-
-    rank: int
-    spec: RankEngineSpec
-    meeting: Meeting  # descriptors as the process has them
-
-
-class Started(msgspec.Struct, frozen=True):
+class StartAnswer(msgspec.Struct, frozen=True):
     """The answer to the first frame, of stages and processes with experts too: its share is loaded, or not."""
 
     error: str = ""  # class of core.errors; empty: it is loaded
     message: str = ""  # of the error
 
     @classmethod
-    def failed(cls, error: AlignedServeError) -> "Started":
+    def failed(cls, error: AlignedServeError) -> "StartAnswer":
         return cls(type(error).__name__, str(error))
 
     def raise_error(self) -> None:
@@ -74,11 +65,11 @@ def receive_frame(connection: socket.socket) -> bytes | None:
 
 
 def wait_started(connection: socket.socket, message: str) -> None:
-    """Wait for Started. Raises the error that it tells, ExchangeBroken with the message if the other end has closed."""
+    """Wait for StartAnswer. Raises its error, or ExchangeBroken with the message if the other end has closed."""
     payload = receive_frame(connection)
     if payload is None:
         raise ExchangeBroken(message)
-    decode(payload, Started).raise_error()
+    decode(payload, StartAnswer).raise_error()
 
 
 def encode(content: object) -> bytes:

@@ -113,7 +113,6 @@ Command = (
 
 
 def addition_of(sequence: NewSequence) -> AddSequence:
-    """Return the command that adds the sequence on another rank, which needs no grammar: it samples nothing."""
     return AddSequence(
         sequence.request_id,
         sequence.token_ids,

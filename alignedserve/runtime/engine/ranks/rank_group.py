@@ -22,10 +22,9 @@ from alignedserve.process.connected_process import ConnectedProcess
 from alignedserve.runtime.attention.sequence_table import IntArray, NewSequence
 from alignedserve.runtime.device.collectives import Collectives
 from alignedserve.runtime.device.devices import CPU
-from alignedserve.runtime.device.host_memory.shared_pages import map_file, take_pages
+from alignedserve.runtime.device.memory_maps import map_file, take_pages
 from alignedserve.runtime.device.streams import Event
-from alignedserve.runtime.engine.ranks.frames import Start, encode, send_frame, wait_started
-from alignedserve.runtime.engine.ranks.group_copies import GroupCopies
+from alignedserve.runtime.engine.ranks.frames import encode, send_frame, wait_started
 from alignedserve.runtime.engine.ranks.rank_commands import (
     AppendBlocks,
     CopyBlocks,
@@ -38,8 +37,10 @@ from alignedserve.runtime.engine.ranks.rank_commands import (
     WriteCopies,
     addition_of,
 )
-from alignedserve.runtime.engine.ranks.rank_spec import Meeting, RankEngineSpec, join
-from alignedserve.runtime.engine.steps.step_output import Forced, Slices
+from alignedserve.runtime.engine.ranks.rank_copies import GroupCopies
+from alignedserve.runtime.engine.ranks.rank_spec import Meeting, RankEngineSpec, RankStart, join
+from alignedserve.runtime.engine.steps.step import Forced, Slices
+from alignedserve.runtime.kv.transfers.ranked_transfer import RankCopies
 from kernels.cpu.rank_exchange import ExchangeBroken, has_rank_exchange, make_exchange_memory
 from kernels.cpu.unnamed_files import unnamed_file
 
@@ -52,8 +53,10 @@ _PAUSE_S = 0.001  # between two looks from then on
 _END_S = 10.0  # for a watcher to end behind its process
 
 
-class ToldRanks(ABC):
-    """Implements RankMirror; how a frame gets to the ranks is a subclass's."""
+class MirroredRanks(ABC):
+    """Other processes of a worker; implements RankMirror. A subclass sends the frames."""
+
+    copies: RankCopies
 
     def __init__(self) -> None:
         self._told: list[RankCommand] = []
@@ -93,15 +96,23 @@ class ToldRanks(ABC):
         self._send(payload)
 
     @abstractmethod
+    def wait_for(self, event: Event) -> None: ...
+
+    @abstractmethod
+    def kill(self) -> None:
+        """End the other processes at once."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the other processes and wait."""
+
+    @abstractmethod
     def _send(self, payload: bytes) -> None:
         """Send a frame to every rank. Raises ExchangeBroken when one has ended."""
 
 
-class RankGroup(ToldRanks):
-    """A rank that ends, or waits for others in vain, breaks the exchange: every later step fails.
-
-    The processes of ranks end with this one, however it ends.
-    """
+class RankGroup(MirroredRanks):
+    """The other ranks' processes, which end with this process. Every step fails after a rank has ended or timed out."""
 
     def __init__(self, spec: RankEngineSpec, *, uses_process_group: bool = False) -> None:
         """Start the other ranks; their loading goes on beside this process's, see `wait`.
@@ -127,7 +138,7 @@ class RankGroup(ToldRanks):
             self._end()
             raise
         self._num_frames = 0
-        self.copies = GroupCopies([one.copies for one in self._followers], lambda: self._num_frames)
+        self.copies: GroupCopies = GroupCopies([one.copies for one in self._followers], lambda: self._num_frames)
         self._watchers = [
             threading.Thread(target=self._watch, args=(follower,), name=f"rank {follower.rank}", daemon=True)
             for follower in self._followers
@@ -145,12 +156,14 @@ class RankGroup(ToldRanks):
         shutil.rmtree(self._folder, ignore_errors=True)
         self._close_descriptors()
 
+    @override
     def kill(self) -> None:
-        """End the other ranks at once: one that hangs does not hear that the others have."""
+        """End the other ranks at once: a rank that hangs does not hear of an end."""
         self._break_off()
         for follower in self._followers:
             follower.process.kill()
 
+    @override
     def wait_for(self, event: Event) -> None:
         """A sum within a replayed graph raises nothing itself, and never ends without all ranks."""
         began_s = time.monotonic()
@@ -163,8 +176,8 @@ class RankGroup(ToldRanks):
         if self._is_broken:
             raise ExchangeBroken(_LOST)
 
+    @override
     def close(self) -> None:
-        """End the other ranks."""
         self._is_closed = True
         self.copies.end()
         self._end()
@@ -205,7 +218,7 @@ class _Follower:
         self._connection, theirs = socket.socketpair()
         self.copies, their_copies = socket.socketpair()
         self.process = ConnectedProcess(_MODULE, (theirs, their_copies), meeting.descriptors)
-        self.send(encode(Start(rank, spec, meeting)))
+        self.send(encode(RankStart(rank, spec, meeting)))
 
     def send(self, payload: bytes) -> None:
         try:

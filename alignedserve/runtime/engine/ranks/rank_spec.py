@@ -1,26 +1,56 @@
-"""The specification of one rank's engine: sizes are of the rank, weights are found by each rank itself."""
+"""The specification of a rank's or a stage's engine, and what a rank makes by it. Each finds its weights itself."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import torch
 
+from alignedserve.config.sections import LoraConfig
 from alignedserve.core.block_layout import BlockLayout
-from alignedserve.runtime.attention.registry import try_libraries
+from alignedserve.runtime.attention.registry import check_libraries
 from alignedserve.runtime.device.collectives import Collectives, ProcessGroupCollectives, SharedMemoryCollectives
 from alignedserve.runtime.device.dtypes import torch_dtype
-from alignedserve.runtime.device.host_memory.shared_pages import map_file
+from alignedserve.runtime.device.memory_maps import map_file
+from alignedserve.runtime.engine.engine_options import EngineOptions
 from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.engine.forward.decoder_ranks import DecoderRanks
-from alignedserve.runtime.engine.ranks.part_spec import PartSpec
 from alignedserve.runtime.kv.block_storage import BlockStorage, Stripe
 from alignedserve.runtime.kv.shm_arena import ArenaPart
 from alignedserve.runtime.lora.sequence_adapters import SequenceAdapters
 from alignedserve.runtime.model.sharding.tensor_shard import TensorShard
-from alignedserve.runtime.model.weight_files import load_or_draw
+from alignedserve.runtime.model.weight_files import ModelSpec, load_or_draw
 from alignedserve.runtime.model.weights.decoder_weights import leave_rounded_rows_unwritten
 from alignedserve.runtime.model.weights.product_reader import LoadingObserver
 from kernels.cpu.rank_exchange import RankExchange
+
+
+class PartSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """The engine that every rank or stage makes, over its part of the model."""
+
+    model: ModelSpec
+    size: int  # ranks or stages
+    block_size: int  # tokens of a block
+    num_blocks: int  # a block of the worker is one of every rank, or a part on every stage
+    max_sequences: int
+    max_context_len: int
+    max_running: int | None = None  # as in EngineOptions: all record graphs of the same batches
+    attention: str  # as in EngineSizes
+    cache_dtype: str  # of keys and values
+    num_threads: int  # of each one's computing
+    has_int8_swaps: bool = False  # as in EngineSizes, like the next
+    wants_shared_blocks: bool = False
+    swap_space_bytes: int = 0  # of a rank; of a stage where the worker's blocks are on several hosts
+    lora: LoraConfig = msgspec.field(default_factory=LoraConfig)  # which adapters requests may have
+
+    @property
+    def engine_options(self) -> EngineOptions:
+        return EngineOptions(
+            max_sequences=self.max_sequences,
+            max_context_len=self.max_context_len,
+            max_running=self.max_running,
+            attention=self.attention,
+        )
 
 
 class RankEngineSpec(PartSpec, frozen=True, kw_only=True):
@@ -31,11 +61,9 @@ class RankEngineSpec(PartSpec, frozen=True, kw_only=True):
 
     @property
     def shards(self) -> tuple[TensorShard, ...]:
-        """Return every rank's share."""
         return tuple(TensorShard(rank, self.size) for rank in range(self.size))
 
     def layout(self, rank: int) -> BlockLayout:
-        """Return the layout of a rank's blocks."""
         return self.shards[rank].local(self.model.config).block_layout(self.block_size, self.cache_dtype)
 
     @property
@@ -44,7 +72,6 @@ class RankEngineSpec(PartSpec, frozen=True, kw_only=True):
         return self.num_blocks * sum(self.layout(rank).block_bytes for rank in range(self.size))
 
     def device(self, rank: int) -> torch.device:
-        """Return a rank's device."""
         return torch.device(self.devices[rank])
 
 
@@ -60,6 +87,14 @@ class Meeting:
     def descriptors(self) -> tuple[int, ...]:
         """Return the open descriptors, which a process closes once it has joined and made its storage."""
         return tuple(one for one in (self.exchange, self.blocks) if one is not None)
+
+
+class RankStart(msgspec.Struct, frozen=True):
+    """The first frame to a rank."""
+
+    rank: int
+    spec: RankEngineSpec
+    meeting: Meeting  # descriptors as the process has them
 
 
 def join(spec: RankEngineSpec, rank: int, meeting: Meeting) -> Collectives:
@@ -83,7 +118,7 @@ def make_storage(spec: RankEngineSpec, rank: int, meeting: Meeting) -> BlockStor
     """Make one rank's storage. Raises NotEnoughMemory."""
     layout = spec.layout(rank)
     if meeting.blocks is None:
-        try_libraries(spec.attention, layout, spec.num_blocks, spec.model.config, spec.device(rank))
+        check_libraries(spec.attention, layout, spec.num_blocks, spec.model.config, spec.device(rank))
         return BlockStorage(layout, spec.num_blocks, spec.device(rank), part=ArenaPart(rank, spec.size))
     memory = torch.frombuffer(map_file(meeting.blocks, spec.memory_bytes), dtype=torch.uint8)
     runs = layout.runs_per_block

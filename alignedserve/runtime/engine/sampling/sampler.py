@@ -41,7 +41,6 @@ class Draw(NamedTuple):
     places: IntArray | None = None  # of `rows` in the tensors; None: they are those of all rows, in order
 
     def only(self, places: IntArray) -> "Draw":
-        """Return what was drawn for the rows at these places; nothing is copied on the device."""
         return self._replace(rows=self.rows[places], places=places)
 
 
@@ -86,7 +85,6 @@ class Sampler:
         self._known: _KnownParameters | None = None
 
     def add(self, row: int, sequence: NewSequence) -> None:
-        """Add the sequence's parameters and the tokens that it already has."""
         params = sequence.sampling
         self._version += 1
         self._sequences[row] = sequence
@@ -118,7 +116,6 @@ class Sampler:
         return self._masks.start(rows, self._logits_processor.is_early(rows, num_tokens))
 
     def failure(self, row: int) -> str | None:
-        """Return why no token of the row can be chosen, if what it asks for is the reason."""
         reason = None if self._masks is None else self._masks.failure(row)
         sequence = self._sequences[row]
         if reason is None and sequence is not None and sequence.sampling.excludes_tokens:
@@ -147,7 +144,6 @@ class Sampler:
         return self.can_start_ahead(rows) and not self._logits_processor.counts_tokens(rows)
 
     def wants_logprobs(self, rows: IntArray) -> bool:
-        """Return whether any of these rows asks for log-probabilities."""
         return bool(self._wanting) and bool(self._wants_logprobs[rows].any())
 
     def start_with(self, rows: IntArray, highest: HighestLogits) -> Draw:
@@ -214,7 +210,6 @@ class Sampler:
         return Choice(token_ids, is_usable, self._logprobs(draw))
 
     def record(self, row: int, token_ids: Sequence[int]) -> None:
-        """Record tokens of a row that were not sampled, for later penalties."""
         self._logits_processor.record(np.full(len(token_ids), row), np.array(token_ids, np.int64))
 
     def _masked(self, rows: IntArray, logits: Tensor, adjusted: Tensor, masks: StepMasks) -> Tensor:

@@ -16,9 +16,21 @@ from alignedserve.core.block_layout import recomputed_blocks
 from alignedserve.runtime.attention.backend import AttentionPlanner, Contexts, StepAttention
 from alignedserve.runtime.attention.sequence_table import IntArray, SequenceTable, tokens_of
 from alignedserve.runtime.device.arrays import Array
-from alignedserve.runtime.engine.forward.hidden_pass import HiddenRows
-from alignedserve.runtime.engine.steps.slice_plan import SlicePlan
+from alignedserve.runtime.engine.forward.forward_batch import HiddenRows
 from alignedserve.runtime.kv.block_storage import BlockStorage
+
+
+@dataclass(frozen=True, slots=True)
+class SlicePlan:
+    """Slices of sequences: decodes first, then chunks; their tokens lie one after another."""
+
+    attention: StepAttention
+    rows: IntArray  # [slices] rows of the sequence table
+    counts: IntArray  # [slices] tokens of each
+    token_rows: IntArray  # [tokens] rows of the sequence table
+    positions: IntArray  # [tokens]
+    slots: IntArray  # [tokens], see ForwardBatch
+
 
 _NOTHING = np.empty(0, np.int64)
 

@@ -11,18 +11,194 @@ may have them by then. A sequence that has no blocks yet for its tokens is lent 
 
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
-from alignedserve.runtime.attention.sequence_table import IntArray, SequenceTable, are_same
+from alignedserve.core.block_allocator import blocks_for
+from alignedserve.core.ids import BlockId
+from alignedserve.runtime.attention.ring_tables import KeptRings, RingTables
+from alignedserve.runtime.attention.sequence_table import BoolArray, IntArray, SequenceTable, are_same, tokens_of
+from alignedserve.runtime.device.arrays import to_device
+from alignedserve.runtime.device.device_work import in_inference_mode
+from alignedserve.runtime.device.streams import Stream
 from alignedserve.runtime.engine.sampling.sampler import Sampler
-from alignedserve.runtime.engine.steps.block_loans import BlockLoans
-from alignedserve.runtime.engine.steps.chunk_guess import ChunkGuess, Chunks
-from alignedserve.runtime.engine.steps.kept_rings import RingKeeper
-from alignedserve.runtime.engine.steps.planned_step import StepBatch
-from alignedserve.runtime.engine.steps.step_batch import BatchBuilder
-from alignedserve.runtime.engine.steps.step_launch import StepLaunch
-from alignedserve.runtime.engine.steps.step_output import Slices
+from alignedserve.runtime.engine.steps.batch_builder import BatchBuilder
+from alignedserve.runtime.engine.steps.step import LentBlocks, Slices, StepBatch, StepLaunch
+from alignedserve.runtime.kv.block_storage import BlockStorage
+
+MOST_TOKENS = 2048  # longer chunks hide the host's work anyway, and whoever comes in between waits for them
+_SPARE_TOKENS = 16  # of sequences that may end with the present step
+_NO_ROWS = np.empty(0, np.int64)
+
+
+class GuessedChunks(NamedTuple):
+    """GuessedChunks of prompts, each of two tokens or more."""
+
+    rows: IntArray  # of the sequence table
+    counts: IntArray
+
+
+NO_CHUNKS = GuessedChunks(_NO_ROWS, _NO_ROWS)
+
+
+class ChunkGuess:
+    """Guesses which chunks of prompts the next step will be asked for; it sees every step that is asked for.
+
+    A scheduler fills its budget of tokens with decodes, then with what is left of a prompt. So a prompt that is not at
+    its end goes on with what its step leaves of the same number of tokens; a few more are guessed, as a sequence that
+    ends gives its token to the chunk. A guess that is too long costs the computation of a few tokens, a short one a
+    pass for the rest, and a wrong one a whole step: after a guess that was not confirmed nothing is launched until the
+    next would have been.
+    """
+
+    def __init__(self, table: SequenceTable) -> None:
+        self._table = table
+        self._asked = NO_CHUNKS  # all slices of the present step
+        self._guess = NO_CHUNKS
+        self.is_trusted = True  # the latest guess was confirmed
+
+    def note(self, rows: IntArray, counts: IntArray) -> None:
+        """Take note of a step that is asked for: slices by rows of the table, before it is computed."""
+        self._asked = GuessedChunks(rows, counts)
+        if len(self._guess.rows):
+            asked_for = dict(zip(rows.tolist(), counts.tolist(), strict=True))
+            pairs = zip(self._guess.rows.tolist(), self._guess.counts.tolist(), strict=True)
+            self.is_trusted = all(_is_near(asked_for.get(row, 0), count) for row, count in pairs)
+            self._guess = NO_CHUNKS
+
+    def chunks(self, sampled_rows: IntArray, num_decodes: int) -> GuessedChunks | None:
+        """Return the chunks to launch beside so many decodes, once the present step is launched, which samples these
+        rows; None: prompts go on, nobody knows how.
+
+        The table is as after that step.
+        """
+        if len(sampled_rows) == len(self._asked.rows):
+            return NO_CHUNKS
+        rows = self._asked.rows[~np.isin(self._asked.rows, sampled_rows)]
+        self._guess = self._guessed(rows, num_decodes)
+        return self._guess if len(self._guess.rows) and self.is_trusted else None
+
+    def _guessed(self, rows: IntArray, num_decodes: int) -> GuessedChunks:
+        table = self._table
+        if (table.wants_embedding[rows] | table.wants_prompt_logprobs[rows]).any():  # the host looks at such a chunk
+            return NO_CHUNKS
+        left = int(self._asked.counts.sum()) - num_decodes
+        chosen: list[tuple[int, int]] = []
+        for row in rows.tolist():
+            count = min(int(table.num_tokens[row] - table.num_computed[row]), left + _SPARE_TOKENS)
+            if min(count, left) < 2:
+                break
+            chosen.append((row, count))
+            left -= count
+        if not chosen or sum(count for _, count in chosen) > MOST_TOKENS:
+            return NO_CHUNKS
+        return GuessedChunks(*(np.array(column, np.int64) for column in zip(*chosen, strict=True)))
+
+
+def _is_near(asked: int, guessed: int) -> bool:
+    return max(guessed - guessed // 4 - _SPARE_TOKENS, 1) <= asked <= guessed
+
+
+_LARGEST_SHARE = 32  # of the blocks, one in so many at most is the engine's own
+
+
+_NO_LOANS = LentBlocks(*(np.empty(0, np.int64),) * 3)
+
+
+class BlockLoans:
+    """Lends the engine's own blocks to sequences of one step at a time that lack blocks for their next tokens.
+
+    A step that is launched ahead writes keys and values before the sequence's owner has given blocks for them. When the
+    step is asked for, the owner has, and what was written is copied there: one slot of a sequence that decodes, blocks
+    of a chunk. When it is dropped, nothing is left to do. The compute stream alone uses both blocks, in its order, and
+    so the same few are lent again to the next step. Owners never count them.
+    """
+
+    def __init__(self, table: SequenceTable, storage: BlockStorage, compute: Stream, blocks: Sequence[BlockId]) -> None:
+        self._table = table
+        self._storage = storage
+        self._compute = compute
+        self._blocks = np.array(blocks, np.int64)
+
+    def lend(self, rows: IntArray, chunks: GuessedChunks) -> LentBlocks | None:
+        """Give blocks to those of these rows that lack one for their next token, and to chunks; None: too few."""
+        table = self._table
+        lacks = table.num_computed[rows] >= table.num_blocks[rows] * table.block_size
+        if not len(chunks.rows) and not lacks.any():  # as in most steps
+            return _NO_LOANS
+        lacking = rows[lacks]
+        columns = table.num_computed[lacking] // table.block_size
+        if len(chunks.rows):
+            ends = -(-(table.num_computed[chunks.rows] + chunks.counts) // table.block_size)
+            held = table.num_blocks[chunks.rows]
+            more_rows, more_columns = tokens_of(chunks.rows, held, np.maximum(ends - held, 0))
+            lacking, columns = np.concatenate((lacking, more_rows)), np.concatenate((columns, more_columns))
+        loans = LentBlocks(lacking, columns, self._blocks[: len(lacking)])
+        if len(loans.blocks) < len(loans.rows):
+            return None
+        table.lend_blocks(*loans)
+        return loans
+
+    def settle(self, loans: LentBlocks, rows: IntArray) -> None:
+        """Bring what a step wrote for these rows into the blocks that they have been given since.
+
+        The table has what they have computed with it.
+        """
+        table = self._table
+        if not len(loans.rows):
+            return
+        num_slots = table.num_computed[loans.rows] - loans.columns * table.block_size  # in each block, and behind it
+        is_taken = np.zeros(len(table.sequences), np.bool_)
+        is_taken[rows] = True
+        is_written = is_taken[loans.rows] & (num_slots > 0)
+        if not is_written.any():
+            return
+        own, columns, sources = (part[is_written] for part in loans)
+        assert (columns < table.num_blocks[own]).all(), "too few blocks for the slice"
+        targets, copies = table.block_tables[own, columns], self._storage.pending_copies
+        copies.wait(self._compute, targets)
+        self._compute.run(partial(self._copy, sources, targets, num_slots[is_written] == 1))
+        copies.record(self._compute, targets)
+
+    @in_inference_mode
+    def _copy(self, sources: IntArray, targets: IntArray, has_one_slot: BoolArray) -> None:
+        for is_of_these, copy in (
+            (has_one_slot, self._storage.copy_first_slots),
+            (~has_one_slot, self._storage.copy_whole),
+        ):
+            if is_of_these.any():
+                copy(*to_device([sources[is_of_these], targets[is_of_these]], self._storage.device))
+
+
+def num_lent_blocks(num_blocks: int, max_sequences: int, block_size: int) -> int:
+    return min(max_sequences + blocks_for(MOST_TOKENS, block_size) + 1, num_blocks // _LARGEST_SHARE)
+
+
+class RingKeeper:
+    """Leaves copies of rings behind edges that a step passed before they were asked for: it was launched ahead.
+
+    What the step wrote since the edge is in blocks to spare: the rings can still be copied, on the compute stream.
+    """
+
+    def __init__(self, rings: RingTables, storage: BlockStorage, compute: Stream) -> None:
+        self._rings, self._storage, self._compute = rings, storage, compute
+
+    def leave(self, rows: IntArray) -> None:
+        kept = self._rings.kept_by(rows, is_computed=True)
+        blocks, pending = kept.written_blocks, self._storage.pending_copies
+        if not len(blocks):
+            return
+        pending.wait(self._compute, blocks)
+        self._compute.run(partial(self._copy, kept))
+        pending.record(self._compute, blocks)
+
+    @in_inference_mode
+    def _copy(self, kept: KeptRings) -> None:
+        kept.leave(self._storage)
+        kept.mark_missed(self._storage)
+
 
 _NOWHERE = -1
 
@@ -73,7 +249,6 @@ class NextStep:
         self._launched = None
 
     def plan(self, launches: Sequence[StepLaunch]) -> None:
-        """Plan one more token of every sequence of the step that was launched last, unless it was divided."""
         self._planned = None
         launch = launches[-1]
         is_within = (self._table.num_computed[launch.rows] < self._table.max_context_len).all()
@@ -94,12 +269,11 @@ class NextStep:
         return self._builder.complete(step)
 
     def after(self, launches: Sequence[StepLaunch]) -> StepLaunch | None:
-        """Return the step to launch behind this one, whose tokens are its inputs; None: there is none that can be.
+        """Return the step to launch behind the step of these launches, with its tokens as inputs; None: none can be.
 
-        `launches`: all of the step's. Sequences that have all their tokens with this one are left out. Of all others
-        nothing must have to be known about the last one on the host, and there must be blocks to lend to those without
-        room for their tokens. Where prompts go on, and it is not known how far, there is none: decodes apart from
-        chunks would read the weights twice.
+        Sequences that end with this step are left out. The host must need no last token, and blocks must be free to
+        lend. Where prompts go on and nobody knows how far, no step is launched: decodes apart from chunks would read
+        the weights twice.
         """
         table = self._table
         if not self.launches or any(launch.step.hidden is not None for launch in launches):
@@ -140,7 +314,7 @@ class NextStep:
     def take_launched(self, slices: Slices) -> tuple[StepLaunch | None, Slices]:
         """Return the step that was launched ahead, and the slices that are left.
 
-        It keeps what the slices ask for, and the table is as after a launch of that; without any there is no such step.
+        The launched step keeps the results that the slices ask for, and the table counts their tokens as computed.
         """
         launched, self._launched = self._launched, None
         if not self.launches:
@@ -203,7 +377,7 @@ class NextStep:
         place_of[others] = ascending
         return place_of[rows]
 
-    def _can_choose(self, rows: IntArray, chunks: Chunks) -> bool:
+    def _can_choose(self, rows: IntArray, chunks: GuessedChunks) -> bool:
         table, own = self._table, chunks.rows
         ending = own[table.num_computed[own] + chunks.counts == table.num_tokens[own]] if len(own) else own
         begins = not len(ending) or self._sampler.can_begin_ahead(ending)

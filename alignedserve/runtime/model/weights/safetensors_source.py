@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from alignedserve.core.errors import ModelError
-from alignedserve.runtime.device.host_memory.huge_pages import huge_pages
+from alignedserve.runtime.device.memory_maps import huge_pages
 from alignedserve.runtime.model.sharding.regions import Region
 from alignedserve.runtime.model.sharding.tensor_shard import Span
 from alignedserve.runtime.model.weight_index import TensorLocation, WeightIndex

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from alignedserve.disk.durable import open_private
-from alignedserve.runtime.device.host_memory.memory_maps import MAP_FIXED, map_memory
+from alignedserve.runtime.device.memory_maps import MAP_FIXED, map_memory
 from kernels.cpu.packed_linear import weight_memories
 from kernels.cpu.unnamed_files import take_space
 

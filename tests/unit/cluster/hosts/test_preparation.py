@@ -26,7 +26,7 @@ from alignedserve.config.sections import MIB, ModelSectionConfig
 from alignedserve.config.unset_sizes import from_mapping
 from alignedserve.core.errors import AddressInUse, ConfigError, NotEnoughMemory, ResourceError
 from alignedserve.core.request import LoraAdapter
-from alignedserve.runtime.lora.loaded_file import loaded_file, with_loaded, write_changes
+from alignedserve.runtime.lora.loaded_adapters import loaded_file, with_loaded, write_changes
 from alignedserve.runtime.model.model_files import read_config
 from alignedserve.runtime.model.served_model import resolve_model
 from tests.support.marks import each

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from alignedserve.runtime.attention.torch_plan import bucket_bounds
+from alignedserve.runtime.attention.torch_backend import bucket_bounds
 from kernels.attention import GatherBuffers, RunSelection, attend_decode
 from tests.support.kernel_reference import attention
 from tests.support.marks import each

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from alignedserve.runtime.device import batched_copies
+from alignedserve.runtime.device import cuda_driver as batched_copies
 from alignedserve.runtime.device.arrays import FixedArrays, to_device
-from alignedserve.runtime.device.batched_copies import RowRuns
+from alignedserve.runtime.device.cuda_driver import RowRuns
 from alignedserve.runtime.device.streams import CudaStreams
 from tests.support.fake_cuda import FakeCuda, device_copies, fake_cuda
 from tests.support.marks import each

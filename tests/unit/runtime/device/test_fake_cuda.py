@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from alignedserve.runtime.device.streams import CudaStreams
-from alignedserve.runtime.engine.steps.cuda_graphs import CudaCapture
+from alignedserve.runtime.engine.steps.step_passes import CudaCapture
 from tests.support.devices.memory_drivers import StandInCuda
 from tests.support.fake_cuda import FakeCuda, fake_cuda
 from tests.support.fake_cuda.machine import CaptureRefused

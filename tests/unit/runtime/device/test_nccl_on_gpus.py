@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from alignedserve.runtime.device.collectives import ProcessGroupCollectives
-from alignedserve.runtime.engine.steps.cuda_graphs import CudaCapture
+from alignedserve.runtime.engine.steps.step_passes import CudaCapture
 from kernels.cpu.rank_exchange import ExchangeBroken
 from tests.support.fake_cuda import FakeCuda, fake_cuda
 

@@ -11,7 +11,7 @@ from alignedserve.cluster.deployments import admin_api
 from alignedserve.core.errors import NotEnoughMemory
 from alignedserve.process.tls import CertificateAuthority
 from alignedserve.runtime.device import cores
-from alignedserve.runtime.device.host_memory.shared_pages import map_file, take_pages
+from alignedserve.runtime.device.memory_maps import map_file, take_pages
 from alignedserve.runtime.kv import arena_files, shm_arena
 from kernels.cpu.unnamed_files import take_space, unnamed_file
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from alignedserve.runtime.device.cuda_driver import CudaDriver
-from alignedserve.runtime.device.host_memory.registered_memory import CHUNK_BYTES, RegisteredMemory
+from alignedserve.runtime.device.registered_memory import CHUNK_BYTES, RegisteredMemory
 from alignedserve.runtime.kv.block_codecs import HostRows
 from alignedserve.runtime.kv.direct_copies import DirectCopies, HostSide
 from alignedserve.runtime.kv.shm_arena import Arena

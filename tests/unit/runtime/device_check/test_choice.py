@@ -17,7 +17,7 @@ from alignedserve.core.errors import ConfigError
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import SampledToken, TokenLogprob
 from alignedserve.runtime.device import verdicts
-from alignedserve.runtime.device.self_checks import obstacle_on, require_kinds
+from alignedserve.runtime.device.verdicts import obstacle_on, require_kinds
 from alignedserve.runtime.device_check import choice as choices
 from alignedserve.runtime.device_check.choice import DeviceChoice, choose_device
 from alignedserve.runtime.device_check.self_check import _difference
@@ -143,7 +143,7 @@ def test_a_folder_that_cannot_be_written_costs_only_time(tmp_path: Path) -> None
 
 def test_the_digest_covers_every_room_of_the_engine() -> None:
     names = {"/".join(path.parts[-3:]) for path in verdicts.code_files()}
-    assert {"engine/steps/cuda_graphs.py", "engine/sampling/sampler.py", "kernels/gpu/__init__.py"} <= names
+    assert {"engine/steps/step_passes.py", "engine/sampling/sampler.py", "kernels/gpu/__init__.py"} <= names
 
 
 @pytest.mark.parametrize("place", [0, 1])

@@ -12,9 +12,8 @@ from alignedserve.costmodel.iteration_points import calibration_points
 from alignedserve.costmodel.linear import LinearCoefficients, LinearIterationModel, Sample
 from alignedserve.costmodel.online import learned_from
 from alignedserve.runtime.device.streams import HostStreams
-from alignedserve.runtime.engine.calibration.kept_calibration import KeptCalibration
-from alignedserve.runtime.engine.calibration.measured_iterations import measure_iterations
 from alignedserve.runtime.engine.forward.decoder import Decoder
+from alignedserve.runtime.engine.measured_iterations import KeptCalibration, measure_iterations
 from alignedserve.runtime.engine.swap_space import SwapSpace
 from alignedserve.runtime.model.hf_config import parse_model_config
 from alignedserve.runtime.model.weight_files import load_weights

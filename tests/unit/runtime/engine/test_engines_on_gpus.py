@@ -15,7 +15,7 @@ from alignedserve.messages.iterations import Swap, Swaps
 from alignedserve.runtime.attention.backend import AUTO, TRITON
 from alignedserve.runtime.device.streams import CudaStreams
 from alignedserve.runtime.engine.forward.decoder import Decoder
-from alignedserve.runtime.engine.steps.cuda_graphs import CudaCapture
+from alignedserve.runtime.engine.steps.step_passes import CudaCapture
 from alignedserve.runtime.engine.swap_space import SwapSpace
 from alignedserve.runtime.model.hf_config import parse_model_config
 from alignedserve.runtime.model.weights.weight_loader import assemble_weights

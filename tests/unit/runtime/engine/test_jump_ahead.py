@@ -8,7 +8,7 @@ import pytest
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import SamplingParams
 from alignedserve.runtime.engine.forward.decoder import Decoder
-from alignedserve.runtime.engine.steps.step_output import StepOutput
+from alignedserve.runtime.engine.steps.step import StepOutput
 from tests.support.grammars import EOS, PERSON, byte_masks, json_grammar, regex_grammar
 from tests.support.models.tiny_engines import BLOCK_SIZE, TinyEngine, random_tokens, tiny_decoder
 from tests.support.models.tiny_models import make_tiny_model

@@ -15,11 +15,10 @@ from alignedserve.core.ids import RequestId
 from alignedserve.core.request import SampledToken, SamplingParams
 from alignedserve.costmodel.iteration_points import Point
 from alignedserve.runtime.attention.sequence_table import IntArray, NewSequence
-from alignedserve.runtime.engine.calibration.iteration_timing import IterationTimer
 from alignedserve.runtime.engine.forward.decoder import Decoder
-from alignedserve.runtime.engine.steps.chunk_guess import ChunkGuess
-from alignedserve.runtime.engine.steps.next_step import NextStep
-from alignedserve.runtime.engine.steps.step_launch import StepLaunch
+from alignedserve.runtime.engine.measured_iterations import IterationTimer
+from alignedserve.runtime.engine.steps.next_step import ChunkGuess, NextStep
+from alignedserve.runtime.engine.steps.step import StepLaunch
 from tests.support.devices.checked_streams import CheckedEvent, CheckedStream, CheckedStreams
 from tests.support.marks import many, slow
 from tests.support.models.tiny_engines import GREEDY, TinyEngine, random_tokens, tiny_decoder

@@ -14,8 +14,7 @@ from alignedserve.core.request import SamplingParams
 from alignedserve.runtime.attention.sequence_table import NewSequence
 from alignedserve.runtime.device.arrays import to_device
 from alignedserve.runtime.engine.sampling import logits_processors
-from alignedserve.runtime.engine.sampling.logits_processors import LogitsProcessor
-from alignedserve.runtime.engine.sampling.seen_tokens import TokenCounts
+from alignedserve.runtime.engine.sampling.logits_processors import LogitsProcessor, TokenCounts
 
 VOCABULARY = 12
 KINDS = (

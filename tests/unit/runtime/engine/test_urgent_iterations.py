@@ -1,13 +1,14 @@
 """An urgent iteration runs within the pass in flight, between two layers; and alone where that has ended."""
 
 import asyncio
+import contextlib
 import random
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from typing_extensions import override
@@ -21,18 +22,19 @@ from alignedserve.runtime.device import shared_device
 from alignedserve.runtime.device.shared_device import SharedDevice
 from alignedserve.runtime.device.streams import HostEvent, HostStream
 from alignedserve.runtime.engine import engine, model_executor, urgent_iterations
+from alignedserve.runtime.engine.device_turns import DeviceTurns
 from alignedserve.runtime.engine.engine_sizes import EngineSizes
 from alignedserve.runtime.engine.model_executor import ModelExecutor
 from alignedserve.runtime.engine.sampling.sampler import logprob_entries
-from alignedserve.runtime.engine.steps import prompt_results, step_launch
-from alignedserve.runtime.engine.steps.pass_pace import PassPace
-from alignedserve.runtime.engine.urgent_iterations import UrgentIterations
+from alignedserve.runtime.engine.steps import step as step_launch
+from alignedserve.runtime.engine.steps import step_passes as prompt_results
+from alignedserve.runtime.engine.urgent_iterations import PassPace, UrgentIterations
 from alignedserve.runtime.model.served_model import resolve_model
 from tests.support.devices.memory_drivers import StandInCuda
 from tests.support.fake_cuda import fake_cuda
 from tests.support.fake_cuda.quick_kernels import quick_kernels
 from tests.support.fake_cuda.small_copies import small_copies
-from tests.support.samples import request
+from tests.support.samples import R1, R2, request
 
 SIZES = EngineSizes(4 << 20, 4, 16, 1)
 LONG, SHORT = 600, 20
@@ -257,3 +259,46 @@ def test_a_long_pass_is_launched_a_few_layers_ahead_and_a_short_one_at_once() ->
             pace.layer_launched()
     assert queue.num_recorded == 6
     assert queue.waited == [0, 1, 2, 3]
+
+
+class Device:
+    """A shared device that notes which iterations are said to be waited for."""
+
+    def __init__(self) -> None:
+        self.urgent: list[bool] = []
+
+    def begin(self, *, is_real_time: bool, has_prompt: bool, may_stop: bool) -> None:
+        self.urgent.append(is_real_time)
+
+    def end(self, *, is_real_time: bool) -> None:
+        pass
+
+
+def iteration(*of: RequestId, added: tuple[str, ...] = (), removed: tuple[RequestId, ...] = ()) -> RunIteration:
+    additions = tuple(
+        Addition(
+            request(name, request_class=RequestClass.REAL_TIME if name == "r1" else RequestClass.BEST_EFFORT), (), (), 0
+        )
+        for name in added
+    )
+    return RunIteration(removed, additions, (), tuple((one, 1) for one in of))
+
+
+def urgent(*commands: RunIteration) -> list[bool]:
+    device = Device()
+    turns = DeviceTurns(cast("SharedDevice", device))
+    for command in commands:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(turns.taken_for(command))
+    return device.urgent
+
+
+def test_iterations_with_a_real_time_request_are_urgent_until_it_leaves() -> None:
+    assert urgent(
+        iteration(R1, R2, added=("r1", "r2")), iteration(R2), iteration(R1), iteration(R2, removed=(R1,))
+    ) == [True, False, True, False]
+
+
+def test_a_later_attempt_that_takes_the_place_of_an_earlier_one_is_urgent_as_well() -> None:
+    first, again = iteration(R1, added=("r1",)), iteration(R1, added=("r1",), removed=(R1,))
+    assert urgent(first, again, iteration(R1)) == [True, True, True]

@@ -9,13 +9,14 @@ import pytest
 from pydantic import BaseModel, Field
 
 from alignedserve.core.errors import InvalidRequest
-from alignedserve.runtime.grammar.constraints import StructuredOutputs, part_of
-from alignedserve.runtime.grammar.json_schema import normalize_schema
-from alignedserve.runtime.grammar.lark import (
+from alignedserve.runtime.grammar.constraints import (
+    StructuredOutputs,
+    part_of,
     serialize,
     serialize_alone,
     special_token,
 )
+from alignedserve.runtime.grammar.json_schema import normalize_schema
 from alignedserve.runtime.grammar.schema_keywords import ANNOTATIONS, FORMATS, READERS
 from tests.support.marks import each
 from tests.support.random_answers import accepts, is_valid, matcher_of, random_walk

@@ -17,8 +17,8 @@ from llguidance import LLMatcher
 
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.runtime.grammar.compiler import failure_of
+from alignedserve.runtime.grammar.constraints import serialize_alone
 from alignedserve.runtime.grammar.json_schema import normalize_schema
-from alignedserve.runtime.grammar.lark import serialize_alone
 from tests.support.marks import each
 from tests.support.random_answers import accepts, is_valid, matcher_of, random_walk
 
@@ -144,3 +144,20 @@ def test_what_is_not_supported_is_named(schema: Any, named: str) -> None:
     refusal = matcher_or_refusal(schema)
     assert isinstance(refusal, str)
     assert named in refusal
+
+
+@pytest.mark.parametrize("names", [{"type": "string"}, {}, True])
+def test_any_property_names_are_no_constraint(names: Any) -> None:
+    assert "propertyNames" not in normalize_schema({"type": "object", "propertyNames": names})
+
+
+@pytest.mark.parametrize("names", [{"pattern": "^a"}, {"type": "string", "maxLength": 3}, False, 1])
+def test_other_property_names_are_refused(names: Any) -> None:
+    with pytest.raises(InvalidRequest, match="propertyNames"):
+        normalize_schema({"type": "object", "propertyNames": names})
+
+
+def test_texts_may_be_long() -> None:
+    assert normalize_schema({"type": "string", "maxLength": 524_288})["maxLength"] == 524_288
+    with pytest.raises(InvalidRequest, match="minLength"):
+        normalize_schema({"type": "string", "minLength": 524_288})

@@ -9,8 +9,8 @@ from llguidance import LLMatcher
 from alignedserve import LLM, SamplingParams, StructuredOutputs
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.request import FinishReason
+from alignedserve.runtime.grammar.constraints import serialize_alone
 from alignedserve.runtime.grammar.json_schema import normalize_schema
-from alignedserve.runtime.grammar.lark import serialize_alone
 from tests.support.random_answers import is_valid, matcher_of, random_walk
 from tests.support.random_schemas import RandomSchemas, Schema
 

@@ -6,7 +6,7 @@ from llguidance import LLMatcher, LLParserLimits
 
 from alignedserve.core.request import SamplingParams
 from alignedserve.runtime.grammar import compiler
-from alignedserve.runtime.grammar.blanks import MAX_BLANKS, BlankRun, BlankTokens, with_free_blanks
+from alignedserve.runtime.grammar.compiler import MAX_BLANKS, BlankRun, BlankTokens, with_free_blanks
 from alignedserve.runtime.grammar.token_masks import TokenMasks
 from tests.support.grammars import EOS, byte_masks, encode, regex_grammar, text_of
 

@@ -14,10 +14,8 @@ import pytest
 from alignedserve.core.errors import UnsupportedModel
 from alignedserve.process.child_process import ChildProcess
 from alignedserve.runtime.grammar.compiler import GrammarError, compile_now
-from alignedserve.runtime.grammar.constraints import StructuredOutputs, part_of
-from alignedserve.runtime.grammar.lark import serialize_alone
-from alignedserve.runtime.grammar.trial_turn import TrialTurn
-from alignedserve.runtime.grammar.trials import GrammarTrials, Trial, TrialLane, is_plain
+from alignedserve.runtime.grammar.constraints import StructuredOutputs, part_of, serialize_alone
+from alignedserve.runtime.grammar.trials import GrammarTrial, GrammarTrials, TrialLane, TrialTurn, is_plain
 from alignedserve.runtime.grammar.vocabulary import TokenTable, token_table
 from alignedserve.text.tokenizer import Tokenizer
 from tests.support.grammars import PERSON, json_grammar, regex_grammar
@@ -184,8 +182,8 @@ def test_a_document_is_tried_at_last_though_chats_never_cease() -> None:
 
     lane = TrialLane(attempt)
     for number in range(40):
-        lane.add(Trial(f"chat {number}"), TrialTurn("chats"))
-    document, last = Trial("document"), Trial("last")
+        lane.add(GrammarTrial(f"chat {number}"), TrialTurn("chats"))
+    document, last = GrammarTrial("document"), GrammarTrial("last")
     lane.add(document, TrialTurn("documents", is_real_time=False))
     lane.add(last, TrialTurn("chats"))
     may_go_on.set()

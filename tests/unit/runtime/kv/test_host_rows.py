@@ -9,8 +9,7 @@ from typing_extensions import override
 
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.messages.iterations import Swap, Swaps
-from alignedserve.runtime.engine.slot_swap_space import SlotSwapSpace
-from alignedserve.runtime.engine.swap_space import SwapSpace
+from alignedserve.runtime.engine.swap_space import SlotSwapSpace, SwapSpace
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from tests.harnesses.transfer import layout_of
 from tests.support.devices.device_stand_in import Machine, StandInDevice, StandInStorage

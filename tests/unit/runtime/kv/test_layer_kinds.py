@@ -11,8 +11,7 @@ from torch import Tensor
 from alignedserve.core.block_layout import BlockLayout, LayerHeads
 from alignedserve.messages.iterations import Swap, Swaps
 from alignedserve.runtime.device.streams import HostStreams
-from alignedserve.runtime.engine.slot_swap_space import SlotSwapSpace
-from alignedserve.runtime.engine.swap_space import SwapSpace
+from alignedserve.runtime.engine.swap_space import SlotSwapSpace, SwapSpace
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.layer_kind import LayerKind
 from alignedserve.runtime.model.hf_config import read_model_config

@@ -13,7 +13,7 @@ import pytest
 
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import HandoffRejected, NotEnoughMemory
-from alignedserve.runtime.device.host_memory.shared_pages import HUGE_PAGE
+from alignedserve.runtime.device.memory_maps import HUGE_PAGE
 from alignedserve.runtime.kv.arena_files import arena_folder, remove_stale_arenas
 from alignedserve.runtime.kv.shm_arena import NO_LEASE, Arena, _blocks_offset
 from tests.support.marks import each

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from alignedserve.runtime.device.arrays import FixedArrays, Packing, to_device
+from alignedserve.runtime.device.arrays import ArrayPacking, FixedArrays, to_device
 from alignedserve.runtime.device.streams import DeviceStreams, HostStreams
 from alignedserve.runtime.kv.block_codecs import exact_codec
 from alignedserve.runtime.kv.direct_copies import PendingCopies
@@ -118,7 +118,7 @@ def test_arrays_of_any_kind_are_packed_and_found_again() -> None:
         np.empty(0, np.int64),
         np.arange(7, dtype=np.int8),
     ]
-    packing = Packing(arrays)
+    packing = ArrayPacking(arrays)
     packed = torch.zeros(packing.num_bytes, dtype=torch.uint8)
     assert packing.fill(packed.numpy(), arrays) <= packing.num_bytes
     for view, array in zip(packing.views(packed), arrays, strict=True):

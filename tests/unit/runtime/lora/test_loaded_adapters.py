@@ -10,15 +10,16 @@ from alignedserve.config.sections import LoraConfig
 from alignedserve.core.errors import AdapterError
 from alignedserve.core.request import LoraAdapter
 from alignedserve.runtime.lora.adapter_folders import find_adapter, with_adapters
-from alignedserve.runtime.lora.loaded_adapters import carry_over, settle_carried
-from alignedserve.runtime.lora.loaded_file import (
+from alignedserve.runtime.lora.loaded_adapters import (
     Changes,
+    carry_over,
     exchange,
     loaded_file,
     loaded_of,
     merged,
     read_changes,
     read_loaded,
+    settle_carried,
     with_loaded,
     without_loaded,
     write_changes,

@@ -14,9 +14,13 @@ import torch
 from alignedserve.core.errors import ConfigError
 from alignedserve.core.request import SampledToken, SamplingParams
 from alignedserve.runtime.device.dtypes import torch_dtype
-from alignedserve.runtime.engine.experts.expert_group import ElsewhereOfLayer, ExpertLink
-from alignedserve.runtime.engine.experts.expert_process import answer_requests
-from alignedserve.runtime.engine.experts.expert_spec import ExpertSpec, load_share
+from alignedserve.runtime.engine.expert_group import (
+    ElsewhereOfLayer,
+    ExpertLink,
+    ExpertSpec,
+    answer_requests,
+    load_share,
+)
 from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.model.model_files import read_config
 from alignedserve.runtime.model.sharding.tensor_shard import ExpertShare, check_expert_parallel

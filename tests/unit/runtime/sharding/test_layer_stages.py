@@ -8,12 +8,12 @@ from alignedserve.core.errors import ConfigError
 from alignedserve.core.ids import RequestId
 from alignedserve.runtime.device.cores import num_cores
 from alignedserve.runtime.device.devices import check_ranks
-from alignedserve.runtime.engine.stages.group_choice import GroupChoice
-from alignedserve.runtime.engine.stages.step_parts import step_parts
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.model_files import read_config
 from alignedserve.runtime.model.named_models import pocket_folder
 from alignedserve.runtime.model.sharding.layer_stages import check_pipeline_parallel, layer_stages
+from plugins.stages.group_choice import GroupChoice
+from plugins.stages.step_parts import step_parts
 
 
 @pytest.fixture(scope="module")

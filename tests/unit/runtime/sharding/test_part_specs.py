@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from alignedserve.config.sections import ModelSectionConfig
 from alignedserve.runtime.engine.engine_sizes import EngineSizes
-from alignedserve.runtime.engine.steps.cuda_graphs import graph_sizes
-from alignedserve.runtime.engine.worker_specs import rank_spec_of
+from alignedserve.runtime.engine.steps.step_passes import graph_sizes
+from alignedserve.runtime.engine.worker_engine import rank_spec_of
 from alignedserve.runtime.model.served_model import resolve_model
 
 

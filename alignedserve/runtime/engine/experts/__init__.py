@@ -1,1 +1,0 @@
-"""Processes beside a worker's own that have some of a model's experts, whole."""

@@ -1,0 +1,220 @@
+"""Calibration: measures iterations for a second or two before a worker serves, for its policy's initial costs.
+
+Measurements are kept on disk for the next start. They are believed where two iterations, measured again, take about as
+long; otherwise all is measured anew.
+"""
+
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from alignedserve.core.ids import BlockId, RequestId
+from alignedserve.core.request import SamplingParams
+from alignedserve.costmodel.iteration_points import Chunk, Point, calibrate, calibration_points, feasible_points
+from alignedserve.costmodel.linear import Sample
+from alignedserve.runtime.device.cores import processor_name
+from alignedserve.runtime.device.verdicts import keep, read_kept, verdict_path
+from alignedserve.runtime.engine.engine import Engine, NewSequence
+from alignedserve.runtime.engine.swap_space import HostCaches
+from kernels.cpu.native import built_at
+
+_NUM_STEPS = 3  # consecutive iterations of one measurement
+_LONG_MEASUREMENT_S = 0.3  # a measurement this long ends
+
+
+class IterationTimer:
+    """Times points on an engine, assigning its blocks anew for each. Leaves no sequence behind."""
+
+    def __init__(self, engine: Engine, *, block_ids: Sequence[int], clock: Callable[[], float]) -> None:
+        """`block_ids`: all usable blocks, in any order; attention reads their present content. `clock`: in seconds."""
+        self._engine = engine
+        self._block_ids = block_ids
+        self._clock = clock
+        self._layout = engine.storage.layout
+        self._num_assigned = 0
+        self._num_made = 0
+
+    def feasible(self, points: Sequence[Point], max_context_len: int) -> list[Point]:
+        return feasible_points(
+            points,
+            max_context_len=max_context_len,
+            num_blocks=len(self._block_ids),
+            block_size=self._layout.block_size,
+            spare=_NUM_STEPS + 1,
+            beside=self._layout.state_blocks,
+        )
+
+    def measure(self, point: Point, num_steps: int = _NUM_STEPS) -> float:
+        """Return the seconds of one iteration: the median of `num_steps`, through which the decodes continue."""
+        assert 0 < num_steps <= _NUM_STEPS, "more steps than the blocks allow"
+        self._num_assigned = 0
+        decodes = [self._add(context_len, context_len - 1, 0) for context_len in point.contexts]
+        decodes += [self._add(length, length - 1, 0, is_hidden=True) for length in point.hidden_contexts]
+        seconds: list[float] = []
+        while len(seconds) < num_steps and sum(seconds) < _LONG_MEASUREMENT_S:
+            num_assigned = self._num_assigned
+            chunks = [self._add_chunk(chunk) for chunk in point.chunks]
+            slices = [*((request_id, 1) for request_id in decodes), *chunks]
+            seconds.append(self._execute(slices))
+            for request_id, _ in chunks:
+                self._engine.remove_sequence(request_id)
+            self._num_assigned = num_assigned
+        for request_id in decodes:
+            self._engine.remove_sequence(request_id)
+        self._engine.settle()  # else the next measurement waits for a step that was launched behind the last one
+        return statistics.median(seconds)
+
+    def _execute(self, slices: Sequence[tuple[RequestId, int]]) -> float:
+        started = self._clock()
+        self._engine.execute(slices)
+        return self._clock() - started
+
+    def _add_chunk(self, chunk: Chunk) -> tuple[RequestId, int]:
+        known = chunk.num_cached + chunk.num_tokens
+        return self._add(known, chunk.num_cached, 0 if chunk.is_last else 1), chunk.num_tokens
+
+    def _add(self, context_len: int, num_cached: int, num_more: int, *, is_hidden: bool = False) -> RequestId:
+        request_id = RequestId(f"profile-{self._num_made}")
+        self._num_made += 1
+        tokens = (1,) * (context_len + num_more)
+        count = self._layout.blocks_for(context_len + _NUM_STEPS)
+        blocks = tuple(BlockId(block) for block in self._block_ids[self._num_assigned : self._num_assigned + count])
+        self._num_assigned += count
+        sampling = SamplingParams(temperature=0.0, max_tokens=_NUM_STEPS + 1, ignore_eos=True)
+        own = (request_id, tokens, len(tokens), num_cached, blocks, sampling, is_hidden)
+        self._engine.add_sequence(NewSequence(*own, is_trial=True))
+        return request_id
+
+
+_KIND = "calibration"
+_TRIED_AGAIN = 2  # points, which are short
+_MOST_TRIES = 10  # of each: whatever else this machine does, as it starts, only makes an iteration longer
+_MAX_RATIO = 1.4  # between what is kept and what is measured again
+
+
+@dataclass(frozen=True, slots=True)
+class KeptCalibration:
+    """The place of one model's measurements."""
+
+    folder: Path
+    described: tuple[str, ...]  # the model and the engine, as far as an iteration's length depends on them
+
+    def believed(self, points: Sequence[Point], measure: Callable[[Point], float]) -> tuple[Sample, ...]:
+        seconds = _checked(read_kept(self._path(points)), len(points))
+        for point, kept in zip(points[:_TRIED_AGAIN], seconds, strict=False):
+            if not _agrees(min(kept), partial(measure, point)):
+                return ()
+        return tuple(
+            Sample(point.work, duration_s)
+            for point, all_s in zip(points, seconds, strict=False)
+            for duration_s in all_s
+        )
+
+    def keep(self, points: Sequence[Point], samples: Sequence[Sample]) -> None:
+        seconds = [[sample.seconds for sample in samples if sample.work == point.work] for point in points]
+        if seconds[0]:
+            keep(self._path(points), seconds)
+
+    def _path(self, points: Sequence[Point]) -> Path:
+        machine = (processor_name(), platform.node(), f"torch {torch.__version__}", f"kernels {built_at()}")
+        return verdict_path(self.folder, _KIND, (*self.described, *machine, repr(points)))
+
+
+def _agrees(kept_s: float, measure: Callable[[], float]) -> bool:
+    for _ in range(_MOST_TRIES):
+        again_s = measure()
+        if again_s < kept_s * _MAX_RATIO:
+            return again_s > kept_s / _MAX_RATIO
+    return False
+
+
+def _checked(found: Any, num_points: int) -> list[list[float]]:
+    if not isinstance(found, list) or len(found) != num_points:
+        return []
+    for seconds in found:
+        if not isinstance(seconds, list) or not all(
+            isinstance(value, float) and 0.0 < value < 1e6 for value in seconds
+        ):
+            return []
+    return found if all(found[:_TRIED_AGAIN]) else []
+
+
+_MAX_BLOCKS = 4096  # that are used; zeroed first, as attention reads them
+_LEAST_S = 1e-3  # enough for one point
+_MOST_ROUNDS = 4  # over all points: a small model is through with them long before its time is over
+
+
+def measure_iterations(
+    engine: Engine,
+    swap_space: HostCaches | None = None,
+    *,
+    max_sequences: int,
+    max_context_len: int,
+    max_tokens: int,
+    duration_s: float,
+    clock: Callable[[], float] = time.perf_counter,
+    kept: KeptCalibration | None = None,
+    turn: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> tuple[Sample, ...]:
+    """Measure iterations of an empty engine, of at most `max_tokens`, and copies to its swap space.
+
+    `turn`: entered for each, on a device that others use. `kept`: from an earlier start, and for the next one.
+
+    For about `duration_s`, or four rounds over all points; 0: none. At least two are run, the first of which is slow
+    and not counted. The content of the blocks is lost.
+    """
+    if duration_s <= 0.0:
+        return ()
+    blocks = np.arange(min(engine.storage.num_blocks, _MAX_BLOCKS))
+    engine.storage.zero_blocks(blocks)
+    timer = IterationTimer(engine, block_ids=blocks.tolist(), clock=clock)
+    has_hidden_cache = engine.hidden_block_tokens is not None
+    known = calibration_points(max_requests=max_sequences, max_tokens=max_tokens, has_hidden_cache=has_hidden_cache)
+    points = [point for point in timer.feasible(known, max_context_len) if swap_space or not point.num_swapped]
+    if not points:
+        return ()
+
+    def measure(point: Point) -> float:
+        if swap_space is not None and point.num_swapped:
+            return _swap_s(swap_space, point.num_swapped, engine.storage.layout.block_size, blocks, clock)
+        return timer.measure(point, 1)
+
+    def measure_in_turn(point: Point) -> float:
+        with turn():
+            return measure(point)
+
+    started_s = clock()
+    measure_in_turn(points[0])
+    known_before = kept.believed(points, measure_in_turn) if kept is not None else ()
+    if known_before:
+        engine.storage.give_back()
+        return known_before
+    left_s = max(duration_s - (clock() - started_s), _LEAST_S)
+    most = _MOST_ROUNDS * len(points)
+    samples = calibrate(points, measure_in_turn, clock=clock, duration_s=left_s, max_samples=most)
+    engine.storage.give_back()
+    if kept is not None:
+        kept.keep(points, samples)
+    return samples
+
+
+def _swap_s(
+    swap_space: HostCaches,
+    num_tokens: int,
+    block_size: int,
+    blocks: np.typing.NDArray[np.int64],
+    clock: Callable[[], float],
+) -> float:
+    counted = block_size * swap_space.width  # full-width tokens that a block counts for
+    chosen = blocks[: max(round(num_tokens / counted), 1)].tolist()
+    seconds = swap_space.time_copies([BlockId(block) for block in chosen], clock)
+    return seconds * num_tokens / (len(chosen) * counted)
