@@ -14,7 +14,6 @@ from alignedserve.core.errors import PeerError, PeerLost, ProtocolError
 from alignedserve.process.addresses import AddressResolver, worker_of_stage
 from alignedserve.process.links import real_address
 from alignedserve.process.process_spec import ProcessSpec
-from alignedserve.process.addresses import worker_of_stage
 from alignedserve.runtime.kv.transfers.control_socket import ControlSocket, keep_alive, listen_at
 from plugins.stages.stage_process import serve_stage
 from plugins.stages.stage_wire import StageWire

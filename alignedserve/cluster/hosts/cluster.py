@@ -65,6 +65,7 @@ from alignedserve.config.environment import log_format
 from alignedserve.core.errors import AlignedServeError, PeerLost
 from alignedserve.process.loading_progress import LoadedShare
 from alignedserve.process.logs import LogFileHandler, require_format
+from alignedserve.runtime.lora.loaded_adapters import Changes, merged
 
 _PERIOD_S = 0.5
 
