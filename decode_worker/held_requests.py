@@ -11,9 +11,9 @@ from alignedserve.messages.workers import PrefillRequest
 from alignedserve.prefix_cache.cached_blocks import CachedBlock, CachingAllocator
 from alignedserve.prefix_cache.contexts import CachedContext, PrefixCache
 from alignedserve.prefix_cache.states_on_way import StatesOnWay
-from alignedserve.scheduling.block_users import num_shared
 from alignedserve.scheduling.policy import DeviceMemory, ScheduledRequest
-from alignedserve.scheduling.scheduler_state import Progress, SchedulerState
+from alignedserve.scheduling.scheduler_state import MovedProgress, SchedulerState
+from alignedserve.scheduling.shared_blocks import num_shared
 from alignedserve.worker_core.request import WorkerRequest
 from decode_worker.state import Candidate
 
@@ -300,7 +300,7 @@ class HeldRequests:
         needs = (self.blocks_for(held.context_len + 1) - len(held.block_ids) for held in self)
         return sum(max(need, 0) for one, need in zip(self, needs, strict=True) if one.block_ids)
 
-    def detach(self, tracked: HeldRequest) -> Progress:
+    def detach(self, tracked: HeldRequest) -> MovedProgress:
         """Take a request whose cache is on the device out of the scheduler and the engine; its blocks stay held."""
         self.leave_engine(tracked)
         request_id = tracked.request.request_id
@@ -316,7 +316,7 @@ class HeldRequests:
 
     # --- requests whose cache is in the pool
 
-    def send_away(self, tracked: HeldRequest, progress: Progress, now: float) -> None:
+    def send_away(self, tracked: HeldRequest, progress: MovedProgress, now: float) -> None:
         """Keep a detached request whose cache is in the pool now; its blocks are free."""
         tracked.is_away = True
         self._requests[tracked.request.request_id] = tracked
@@ -348,7 +348,7 @@ class HeldRequests:
         )
         self.attach(tracked, candidate.progress(num_cached, len(block_ids)), now)
 
-    def attach(self, tracked: HeldRequest, progress: Progress, now: float) -> None:
+    def attach(self, tracked: HeldRequest, progress: MovedProgress, now: float) -> None:
         assert progress.num_blocks == len(tracked.block_ids), "other blocks than were held"
         self._requests[tracked.request.request_id] = tracked
         self.num_away -= progress.num_blocks

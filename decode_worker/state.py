@@ -13,7 +13,7 @@ from alignedserve.messages.caches import BlockCopy, BlocksWritten, Handoff
 from alignedserve.messages.fields import NO_BATCH
 from alignedserve.messages.gateways import TokenDelta
 from alignedserve.messages.workers import SetPredictedLength
-from alignedserve.scheduling.scheduler_state import Progress
+from alignedserve.scheduling.scheduler_state import MovedProgress
 from alignedserve.worker_core.handoff.buffer_space import BufferSlot
 from alignedserve.worker_core.request import WorkerRequest
 
@@ -120,9 +120,9 @@ class Candidate(WorkerRequest):
         copy = self.buffer_copy or self.pool_copy
         return copy.num_blocks if copy is not None else 0
 
-    def progress(self, num_cached: int, num_blocks: int) -> Progress:
+    def progress(self, num_cached: int, num_blocks: int) -> MovedProgress:
         expected = self.predicted_output_len or float(self.request.sampling.max_tokens)
-        return Progress(
+        return MovedProgress(
             predicted_len=max(expected, 1.0),
             num_generated=len(self.generated_token_ids),
             num_cached=num_cached,

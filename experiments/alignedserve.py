@@ -44,8 +44,7 @@ from experiments.common import (
 )
 from experiments.steady import LEAST_S, LEAST_SEEDS
 from lab.costmodel.choice import WorkerSpec
-from lab.sim.cluster_hardware import ClusterHardware
-from lab.sim.policies import with_policy
+from lab.sim.policies import ClusterHardware, with_policy
 from lab.sim.result import SimulationResult
 
 KERNELS = STRAGGLER, BALANCED = AttentionKernel.ONE_BLOCK_PER_SEQUENCE, AttentionKernel.LOAD_BALANCED

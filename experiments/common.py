@@ -27,8 +27,7 @@ from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.recording import write_result
 from experiments.validity.decision_code import digests
 from lab.costmodel.choice import WorkerSpec
-from lab.sim.cluster_hardware import ClusterHardware
-from lab.sim.policies import simulated_policy, with_policy
+from lab.sim.policies import ClusterHardware, simulated_policy, with_policy
 from lab.sim.result import ClassResult, Measure, SimulationResult
 from lab.sim.sweep import Case, CaseProgress, CaseResult, WorkloadLine, run_cases
 from lab.workload.catalogue import Library

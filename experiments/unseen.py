@@ -33,8 +33,7 @@ from experiments.common import (
     write_record,
 )
 from lab.costmodel.choice import WorkerSpec
-from lab.sim.cluster_hardware import ClusterHardware
-from lab.sim.policies import with_policy
+from lab.sim.policies import ClusterHardware, with_policy
 
 UNION = "aligned_slo"
 PAPERS = ("bros", WAITING, "accelgen", "alise", "apt_serve")  # AlignedServe's own needs workers of both kinds: APART

@@ -12,7 +12,7 @@ import msgspec
 from alignedserve.config.sections import BatchingConfig
 from alignedserve.core.ids import RequestId
 from alignedserve.core.lifecycle import Stage
-from alignedserve.costmodel.links import LearnedLinks
+from alignedserve.costmodel.hardware import LearnedLinks
 from alignedserve.messages.pools import FormBatch, PoolLoad, PoolRegistered
 from alignedserve.messages.prefixes import PrefixBlocksChanged
 from alignedserve.messages.workers import WorkerLoad, WorkerRegistered

@@ -75,8 +75,7 @@ from alignedserve.runtime.kv.arena_files import ARENA_PREFIX, arena_folder, remo
 from alignedserve.runtime.lora.adapter_folders import with_adapters
 from alignedserve.runtime.model.hub.local_models import with_local_model
 from alignedserve.runtime.model.named_models import model_path
-from alignedserve.scheduling.factory import resolve_policy
-from alignedserve.scheduling.topology import require_effect
+from alignedserve.scheduling.factory import require_effect, resolve_policy
 
 _STEP_S = 0.1
 _SETTLED_S = 30.0

@@ -17,7 +17,7 @@ REQUEST_TOKENS = 768  # in the caches, of an ordinary request; twice that is a l
 LEAST_TOKENS = 256  # a batch of more requests than this allows is only preempted
 _PACE_S = 0.1  # of one answer's tokens: ten a second are more than anyone reads
 _MOST = 1024
-_FEW = 64  # that are run whatever they cost
+_FEW = 64  # always run, whatever the cost
 _STEP = 32  # as the sizes of recorded graphs
 
 # By compute capability, operations of one multiprocessor in a cycle: dense products in bfloat16 and float16, float32.

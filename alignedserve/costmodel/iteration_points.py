@@ -1,4 +1,4 @@
-"""Iterations to measure: what each computes, and those by which a worker learns its costs before it serves."""
+"""Iterations to measure, and the set by which a worker learns its costs before it serves."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -7,9 +7,54 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from alignedserve.costmodel.least_squares import FloatArray, nonnegative_least_squares
 from alignedserve.costmodel.model import CostModel
 from alignedserve.costmodel.work import IterationWork
+
+FloatArray = npt.NDArray[np.float64]
+
+_TOLERANCE = 1e-10
+
+
+def nonnegative_least_squares(rows: FloatArray, targets: FloatArray) -> FloatArray:
+    """Return the x >= 0 that minimises |rows @ x - targets|, `rows` [samples, unknowns]. Columns of zeros get 0.
+
+    Lawson and Hanson's active sets: unknowns join one at a time, the steepest first; what would turn negative leaves.
+    """
+    scales = np.linalg.norm(rows, axis=0)
+    is_used = scales > 0.0
+    scaled = rows[:, is_used] / scales[is_used]
+    solution = np.zeros(rows.shape[1])
+    solution[is_used] = _solve(scaled, targets) / scales[is_used]
+    return solution
+
+
+def _solve(rows: FloatArray, targets: FloatArray) -> FloatArray:
+    num_unknowns = rows.shape[1]
+    solution = np.zeros(num_unknowns)
+    is_free = np.zeros(num_unknowns, np.bool_)
+    for _ in range(10 * num_unknowns):
+        slopes = rows.T @ (targets - rows @ solution)
+        slopes[is_free] = -np.inf
+        if is_free.all() or slopes.max() <= _TOLERANCE * np.linalg.norm(targets):
+            break
+        is_free[np.argmax(slopes)] = True
+        solution = _step_inside(rows, targets, solution, is_free)
+    return solution
+
+
+def _step_inside(
+    rows: FloatArray, targets: FloatArray, solution: FloatArray, is_free: npt.NDArray[np.bool_]
+) -> FloatArray:
+    while True:
+        optimum = np.zeros_like(solution)
+        optimum[is_free] = np.linalg.lstsq(rows[:, is_free], targets, rcond=None)[0]
+        blocking = is_free & (optimum <= 0.0)
+        if not blocking.any():
+            return optimum
+        steps = solution[blocking] / np.maximum(solution[blocking] - optimum[blocking], np.finfo(float).tiny)
+        solution = solution + steps.min() * (optimum - solution)
+        is_free &= solution > _TOLERANCE
+        solution[~is_free] = 0.0
 
 
 class Sample(NamedTuple):
@@ -134,8 +179,7 @@ def fit_linear(
 ) -> LinearIterationModel:
     """Return the model whose squared relative errors on these samples are least, with no coefficient negative.
 
-    It is bent at one of `bends` where that is clearly nearer. A kind of work that no sample has costs nothing. Samples
-    without any time, or none at all, are a broken call.
+    The line bends at one of `bends` where the fit is clearly nearer. A kind of work without samples costs nothing.
     """
     assert samples, "nothing to fit"
     seconds = np.array([sample.seconds for sample in samples])
@@ -143,7 +187,7 @@ def fit_linear(
     straight = _fit_bent(samples, seconds, 0.0)
     largest = max(sample.work.num_tokens for sample in samples)
     places = [bend for bend in bends if bend < largest] if straight.misfit > _LEAST_MISFIT else []
-    bent = min((_fit_bent(samples, seconds, bend) for bend in places), key=lambda one: one.misfit, default=straight)
+    bent = min((_fit_bent(samples, seconds, bend) for bend in places), key=lambda fit: fit.misfit, default=straight)
     best = bent if bent.misfit < _BENT_MISFIT * straight.misfit else straight
     return LinearIterationModel(best.coefficients, swap_token_s)
 

@@ -1,7 +1,7 @@
 """The interface of cost models, and the questions that policies ask of any of them."""
 
 import enum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from alignedserve.costmodel.work import IterationWork, pairs_of
 
@@ -42,9 +42,9 @@ class LearningCostModel(CostModel, Protocol):
     """Cost model that a worker corrects as it goes. Deterministic: the same observations give the same predictions."""
 
     def observe(self, work: IterationWork, seconds: float, grammar_s: float | None = None) -> None:
-        """Learn that an iteration of this work took so long (above 0).
+        """Learn the duration of an iteration, above 0.
 
-        `grammar_s`: of it, the seconds that it waited for the grammars of its rows; None: that was not measured.
+        `grammar_s`: the part spent waiting for grammars; None: not measured.
         """
 
 
@@ -92,3 +92,46 @@ def chunk_within(
             above, above_s = guess, guess_s
         num_tried += 1
     return below * step
+
+
+_USUAL_PROMPT_LEN = 1024
+_SHORT_PROMPT_LEN = 64
+_USUAL_CONTEXT_LEN = 512
+_FEW = 4  # requests that decode together
+
+
+class PredictedSpeed(NamedTuple):
+    """Seconds that a worker needs with nothing else to do."""
+
+    short_prompt_s: float  # of 64 tokens: no first token comes sooner
+    prompt_s: float  # of 1 024 tokens, or half of what its memory holds
+    token_s: float  # of one request: no gap is shorter
+    shared_token_s: float  # of four together
+
+
+def speed_of(costs: CostModel, *, max_tokens: int, max_context_len: int) -> PredictedSpeed:
+    """Return the speed by a cost model. `max_tokens`: of an iteration. `max_context_len`: that its memory holds."""
+    longest = max(max_context_len // 2, 1)
+    context_len = min(_USUAL_CONTEXT_LEN, longest)
+    return PredictedSpeed(
+        _prompt_s(costs, min(_SHORT_PROMPT_LEN, longest), max_tokens),
+        _prompt_s(costs, min(_USUAL_PROMPT_LEN, longest), max_tokens),
+        _token_s(costs, 1, context_len),
+        _token_s(costs, _FEW, context_len),
+    )
+
+
+def _prompt_s(costs: CostModel, prompt_len: int, max_tokens: int) -> float:
+    seconds = 0.0
+    for num_cached in range(0, prompt_len, max_tokens):
+        work, num_tokens = IterationWork(), min(max_tokens, prompt_len - num_cached)
+        work.add_chunk(num_tokens, num_cached, is_last=num_cached + num_tokens == prompt_len)
+        seconds += costs.iteration_s(work)
+    return seconds
+
+
+def _token_s(costs: CostModel, num_requests: int, context_len: int) -> float:
+    work = IterationWork()
+    for _ in range(num_requests):
+        work.add_decode(context_len)
+    return costs.iteration_s(work)

@@ -10,10 +10,10 @@ how fast this machine is (s); it is not forgotten, so that a long run of equal i
 The time of grammars is measured apart in every iteration, so it is no part of the fitted sum: rows under a grammar cost
 what the last such rows did, as a moving mean.
 
-Copies to and from the host run beside the computing. An iteration that took unusually longer than its computing has
-waited for them, and tells how long they take, if they take half as long as the computing by what is known. Fewer copies
-would make a small error of the computing's prediction a large one of theirs, and a cost so learned is not soon put
-right, as by it nothing is copied any more. Any other iteration tells that copies take no longer than it did.
+Copies to and from the host run beside the computing. An iteration unusually longer than its computing has waited for
+copies: its time is the copies' time, if copies are known to take half as long as the computing. With fewer copies, a
+small error in the computing would become a large error of the copies, and a cost too high would stop all copying and
+never be corrected. Every other iteration bounds the time of its copies from above.
 """
 
 import math
@@ -100,7 +100,7 @@ class OnlineIterationModel:
         return self._swap_token_s * num_tokens
 
     def observe(self, work: IterationWork, seconds: float, grammar_s: float | None = None) -> None:
-        """Learn that an iteration of this work took so long (above 0). One that waited for copies tells of these."""
+        """Learn the duration of an iteration, above 0; a wait for copies teaches the cost of copies."""
         assert seconds > 0.0, "an iteration takes time"
         if work.num_constrained:
             seconds = self._without_grammars(work.num_constrained, seconds, grammar_s)
@@ -189,7 +189,7 @@ class OnlineIterationModel:
 def learned_from(measured: Sequence[Sample]) -> OnlineIterationModel:
     """Return a model that begins with what was measured before.
 
-    Its prior is the fit to those iterations, and GENERIC, scaled to this machine, for what they have nothing of.
+    The prior is the fit to the iterations; kinds of work without iterations have GENERIC's, scaled to this machine.
     Without any iteration it is GENERIC. Samples that compute nothing are copies to and from the host; they say what
     swapping costs.
     """
@@ -217,7 +217,7 @@ def learned_from(measured: Sequence[Sample]) -> OnlineIterationModel:
 def _swap_token_s(copies: Sequence[Sample], coefficients: LinearCoefficients) -> float:
     """Return the seconds to copy a token.
 
-    By the median copy, so that one that was disturbed does not count; without any a guess from what computing it takes.
+    The median copy decides, as single copies may be disturbed; without copies it is guessed from the computing.
     """
     if not copies:
         return _COPY_SHARE * (coefficients.prompt_token_s + coefficients.beyond_token_s)

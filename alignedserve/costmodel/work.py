@@ -1,4 +1,4 @@
-"""Work of an iteration: the part of what it computes and moves that decides its time."""
+"""Work of an iteration: the sums of computing and moving by which its time is predicted."""
 
 from dataclasses import dataclass
 
@@ -29,7 +29,7 @@ class IterationWork:
     ) -> None:
         """Add a chunk of a prompt after `num_cached` tokens whose cache exists; the last one samples a token.
 
-        `num_scored`: of its tokens, that have a row of logits as well, as the client wants scores of its prompt.
+        `num_scored`: tokens with a row of logits, for clients that want scores of the prompt.
         """
         self.num_chunks += 1
         self.num_prompt_tokens += num_tokens

@@ -15,11 +15,11 @@ from alignedserve.config.sections import (
     SchedulingConfig,
     Topology,
 )
+from alignedserve.config.unset_sizes import SIZES, DefaultSize
 from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.linear import Sample
-from alignedserve.costmodel.model import CostModel
+from alignedserve.costmodel.model import CostModel, PredictedSpeed, speed_of
 from alignedserve.costmodel.online import learned_from
-from alignedserve.costmodel.speed import Speed, speed_of
 from alignedserve.scheduling.iteration_scheduler import (
     FcfsIterationScheduler,
     IterationScheduler,
@@ -28,8 +28,70 @@ from alignedserve.scheduling.iteration_scheduler import (
 from alignedserve.scheduling.policies import make_policy, policy_config, policy_entry, wanted_mechanisms
 from alignedserve.scheduling.policy import IterationLimits, Mechanism
 from alignedserve.scheduling.scheduler import Scheduler
-from alignedserve.scheduling.topology import topology_of
 from alignedserve.scheduling.yielding import YieldConfig, Yielding
+
+_OF_SEPARATE_WORKERS = ("prefill", "pool", "batching")  # sections
+_DEFAULTS = {name: getattr(ClusterConfig(), name) for name in _OF_SEPARATE_WORKERS}
+_LENT = ("prefill", "candidate_buffer_bytes")  # by elastic workers as well, for moves
+
+
+def topology_of(config: ClusterConfig) -> Topology:
+    """Return the topology that is set, or else the policy's first; separate workers where settings of such are set.
+
+    Raises ConfigError for an unknown policy.
+    """
+    able = policy_entry(config.scheduling.policy).topologies
+    if config.topology is not None:
+        return config.topology
+    is_separate = Topology.DISAGGREGATED in able and any(field != _LENT for field in _set_fields(config))
+    return Topology.DISAGGREGATED if is_separate else able[0]
+
+
+def require_effect(config: ClusterConfig) -> None:
+    """Raise ConfigError naming a setting without effect in this topology. For a configuration as it was loaded."""
+    topology, name = topology_of(config), config.scheduling.policy
+    entry = policy_entry(name)
+    if config.decode.pool_bytes:
+        _require_pooling(topology, name)
+    if topology.is_separate:
+        return
+    for section, field in _set_fields(config):
+        is_lent = (section, field) == _LENT and topology is Topology.ELASTIC
+        is_implied = (section, field) == ("batching", "policy") and config.batching.policy == entry.batching
+        if is_lent or is_implied:
+            continue
+        can_separate = Topology.DISAGGREGATED in entry.topologies
+        remedy = ", or set topology=disaggregated" if can_separate else f" (policy {name!r} has no separate ones)"
+        raise ConfigError(
+            f"{section}.{field} has no effect in {topology.value} workers, which do both phases by the settings of "
+            f"decode; leave it out{remedy}"
+        )
+
+
+def _require_pooling(topology: Topology, name: str) -> None:
+    if topology.is_separate:
+        raise ConfigError(
+            "decode.pool_bytes has no effect in separate workers, whose pool is that of pool.memory_bytes"
+        )
+    if Mechanism.POOL not in policy_entry(name).uses:
+        raise ConfigError(f"decode.pool_bytes has no effect with policy {name!r}, which lets no decode wait in a pool")
+
+
+def _set_fields(config: ClusterConfig) -> list[tuple[str, str]]:
+    sizes = _sizes(config)
+    is_loaded = any(isinstance(size, DefaultSize) for size in sizes.values())  # else they may all be defaults
+    return [
+        (name, field)
+        for name in _OF_SEPARATE_WORKERS
+        for field, default in msgspec.structs.asdict(_DEFAULTS[name]).items()
+        if getattr(getattr(config, name), field) != default
+        or (is_loaded and (name, field) in sizes and not isinstance(sizes[name, field], DefaultSize))
+    ]
+
+
+def _sizes(config: ClusterConfig) -> dict[tuple[str, str], int]:
+    return {(name, field): getattr(getattr(config, name), field) for name, fields in SIZES.items() for field in fields}
+
 
 _INTERFERENCE = "interference"
 _FLOOR = "best_effort_floor"
@@ -87,7 +149,7 @@ def measured_speed(
     measured: Sequence[Sample],
     *,
     max_context_len: int,
-) -> Speed | None:
+) -> PredictedSpeed | None:
     """Return how fast a worker is, by its costs or by what it measured at its start; None: it has neither."""
     if costs is None and not any(not sample.work.is_empty for sample in measured):
         return None
@@ -128,7 +190,7 @@ def check_yielding(scheduling: SchedulingConfig, topology: Topology, available: 
         return
     used = wanted_mechanisms(scheduling) & available & _NOT_YIELDING
     if used:
-        what = " and ".join(sorted(one.value for one in used))
+        what = " and ".join(sorted(mechanism.value for mechanism in used))
         raise ConfigError(
             f"scheduling.yield_between_layers cannot be had with policy {scheduling.policy!r}, which uses {what}; "
             "leave it out, or set scheduling.policy=aligned_slo"
@@ -205,7 +267,7 @@ def resolve_policy(config: ClusterConfig) -> ClusterConfig:
         scheduling = msgspec.structs.replace(scheduling, policy_params=params)
     if _may_yield(scheduling) and scheduling.best_effort_floor is None:
         scheduling = msgspec.structs.replace(scheduling, best_effort_floor=config.router.best_effort_floor)
-    own = policy_config(scheduling.policy, params_of(scheduling))
+    parameters = policy_config(scheduling.policy, params_of(scheduling))
     router: dict[str, Any] = {}
     if config.router.direct_handoff is None:
         router["direct_handoff"] = entry.is_direct
@@ -216,14 +278,14 @@ def resolve_policy(config: ClusterConfig) -> ClusterConfig:
     if config.batching.policy is None:
         batching["policy"] = entry.batching
     if _PACK_SHARE in entry.batching_settings:
-        batching.setdefault(_PACK_SHARE, config.batching.pack_share or getattr(own, _PACK_SHARE))
+        batching.setdefault(_PACK_SHARE, config.batching.pack_share or getattr(parameters, _PACK_SHARE))
     elif config.batching.pack_share is not None:
         raise ConfigError(f"batching.{_PACK_SHARE} has no effect with policy {scheduling.policy!r}; leave it out")
-    own_order = entry.prefill_order
+    prefill_order = entry.prefill_order
     if batching.get(_PACK_SHARE) is not None:
-        # What packs slack goes by objectives, and so do the prompts that wait for it.
-        own_order = _CLASSED_ORDERS.get(own_order, own_order)
-    router["prefill_order"] = config.router.prefill_order or own_order
+        # Packed slack goes by objectives; so do prompts that wait for slack.
+        prefill_order = _CLASSED_ORDERS.get(prefill_order, prefill_order)
+    router["prefill_order"] = config.router.prefill_order or prefill_order
     knows_classes = router["prefill_order"] not in _CLASSED_ORDERS
     if config.batching.best_effort_floor is None and knows_classes and topology.is_separate:
         batching["best_effort_floor"] = config.router.best_effort_floor

@@ -9,8 +9,7 @@ from alignedserve.core.request import Request
 from alignedserve.scheduling.policy import DeviceMemory, IterationPlan, WorkerView
 from alignedserve.scheduling.scheduler import Scheduler
 from alignedserve.scheduling.scheduler_state import SchedulerState
-from alignedserve.scheduling.urgent_plans import UrgentPlans
-from alignedserve.scheduling.yielding import Yielding
+from alignedserve.scheduling.yielding import UrgentPlans, Yielding
 
 # The worker manages its blocks itself: the policy sees a memory of one block per request, all of them held and none
 # free, so that memory is nothing to choose by.

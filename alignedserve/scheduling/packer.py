@@ -6,7 +6,6 @@ import numpy as np
 from typing_extensions import override
 
 from alignedserve.costmodel.work import IterationWork
-from alignedserve.scheduling.block_users import LeavingUsers
 from alignedserve.scheduling.policy import (
     EvictionMode,
     IterationPlan,
@@ -15,6 +14,7 @@ from alignedserve.scheduling.policy import (
     ScheduledRequest,
     WorkerView,
 )
+from alignedserve.scheduling.shared_blocks import LeavingUsers
 from alignedserve.scheduling.table import Bools, Ints, rows_where
 from alignedserve.scheduling.table_operations import fitting_decodes
 

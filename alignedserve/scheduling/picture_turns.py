@@ -1,7 +1,7 @@
 """The turns of an encoder of pictures between iterations: how long one may be, and what the next ones will cost.
 
 A turn makes one gap of every answer longer. So it ends in time for the tightest mean gap that a client was promised:
-what its objective allows, less the time of an iteration. At least one step is taken, so that pictures are never stuck.
+what its objective allows, less the time of an iteration. A turn takes at least one step: pictures are never stuck.
 Example: a promise of 150 ms, iterations of 100 ms: 0.9 * 150 - 100 = 35 ms, which a turn may take; with iterations of
 130 ms: 5 ms. Beyond that a turn is no longer than iterations are (20 ms where these are shorter), and than 100 ms, as
 a chat that comes waits for it.

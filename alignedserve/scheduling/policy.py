@@ -15,8 +15,7 @@ import numpy as np
 from alignedserve.core.ids import RequestId
 from alignedserve.costmodel.model import CostModel
 from alignedserve.costmodel.work import IterationWork
-from alignedserve.scheduling.block_users import HeldBlocks, num_shared
-from alignedserve.scheduling.shared_blocks import SharedBlocks
+from alignedserve.scheduling.shared_blocks import HeldBlocks, SharedBlocks, num_shared
 from alignedserve.scheduling.table import Bools, Ints, RequestTable
 
 
@@ -34,7 +33,7 @@ class Mechanism(enum.Enum):
 class CandidateChoice(enum.Enum):
     """Requests elsewhere for which blocks are short, among which a separate decode worker lets its policy choose."""
 
-    NONE = "none"  # they wait for free blocks
+    NONE = "none"  # all wait for free blocks
     OVER_BEST_EFFORT = "over best-effort"  # real-time ones, while best-effort ones hold blocks
     ALL = "all"
 
@@ -73,12 +72,11 @@ class PlannedShare(NamedTuple):
 class IterationPlan:
     """A policy's answer: evictions, then scheduled requests get their cache back from the host, then the pass.
 
-    Uploaded requests get their cache back from the host as well, but compute nothing yet. `DeviceMemory.blocks_needed`
-    of the scheduled requests is within the free blocks and those that the evictions free (`SharingPacker.blocks_needed`
-    where blocks are shared: once all have computed, the slots of no pair may meet). No row is both scheduled and
-    evicted, except to change the kind of its cache. With an empty plan the worker is idle until the next event.
-    Requests that leave to the pool free their blocks later, and may be scheduled until then; those that come back have
-    theirs from now on, and compute later.
+    Uploaded requests get their cache back from the host too, but compute nothing yet. Scheduled requests fit into the
+    free blocks and the blocks of evictions; where blocks are shared, the slots of no pair may meet. A row is both
+    scheduled and evicted only to change the kind of its cache. With an empty plan the worker is idle until the next
+    event. Requests that leave to the pool free their blocks later, and may be scheduled until then. Requests that come
+    back hold blocks from now on, and compute later.
     """
 
     scheduled: tuple[ScheduledRequest, ...] = ()
@@ -143,15 +141,6 @@ class DeviceMemory:
         whole: Ints = (slots + (self.block_size - 1)) // self.block_size
         return whole + self.state_blocks if self.state_blocks else whole
 
-    def blocks_needed(self, table: RequestTable, part: ScheduledRequest, *, is_evicted: bool = False) -> int:
-        """Return the free blocks for the tokens that a request computes and for its cache on the host."""
-        row = part.row
-        num_cached = 0 if is_evicted else int(table.num_cached[row])
-        is_hidden = part.is_hidden or (bool(table.is_hidden[row]) and not is_evicted)
-        wanted = self.blocks_for(num_cached + part.num_tokens, is_hidden=is_hidden)
-        held = 0 if is_evicted else int(table.num_blocks[row])
-        return max(wanted - held, 0)
-
 
 @dataclass(frozen=True, slots=True)
 class IterationLimits:
@@ -169,7 +158,7 @@ _MOST_STRETCH = 3.0  # of a single iteration: one long rest of the machine tells
 class IterationHistory:
     """Durations of past iterations. Updated by the worker, read by policies.
 
-    An urgent one counts as a part of the iteration in which it ran, which follows.
+    An urgent iteration counts as part of the iteration in which it runs.
     """
 
     num_iterations: int = 0
@@ -183,8 +172,8 @@ class IterationHistory:
     _ended_s: float = -math.inf
     _earlier_max_s: float = 0.0
     _current_max_s: float = 0.0
-    _urgent_s: float = 0.0  # of urgent ones, since the last that was not
-    _urgent_took_s: float = 0.0  # of those that were predicted
+    _urgent_s: float = 0.0  # of urgent iterations, since the last ordinary one
+    _urgent_took_s: float = 0.0  # of urgent iterations with a prediction
     _urgent_predicted_s: float = 0.0
     _urgent_ttft_s: float = math.inf
 
@@ -195,7 +184,7 @@ class IterationHistory:
     def note_error(self, predicted_s: float, duration_s: float, now: float, *, is_urgent: bool = False) -> None:
         """Note how long the iteration that ends now was predicted to take, and took.
 
-        What lies between two that follow each other counts, as it does for the next token; a rest does not.
+        Time between consecutive iterations counts, as the next token waits for it too; a rest does not.
         """
         predicted_s, duration_s = predicted_s + self._urgent_predicted_s, duration_s + self._urgent_took_s
         self._urgent_predicted_s, self._urgent_took_s = (predicted_s, duration_s) if is_urgent else (0.0, 0.0)

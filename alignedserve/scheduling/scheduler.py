@@ -36,7 +36,7 @@ class Scheduler:
 
     @property
     def present_costs(self) -> CostModel:
-        """Return the costs of iterations as they are now, with what is done between them."""
+        """Return the present costs of iterations, with turns of the encoder."""
         return self.turns.beside(self.costs)
 
     def plan(self, state: SchedulerState, now: float) -> IterationPlan:
@@ -54,9 +54,9 @@ class Scheduler:
         )
 
     def prompt_capacity(self, state: SchedulerState) -> PromptCapacity:
-        """Return what an iteration's decodes leave for prompts, if it lasts as long as they allow.
+        """Return the share of time that decodes leave for prompts, and the speed of prompts.
 
-        All of it without decodes that have an objective, nothing where they take all the time.
+        The share is 1 without decodes that have an objective.
         """
         table = state.table
         decodes = np.flatnonzero(table.is_decoding & (table.num_swapped == 0))

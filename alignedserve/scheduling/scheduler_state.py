@@ -12,7 +12,6 @@ from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request
 from alignedserve.costmodel.model import CostModel
 from alignedserve.costmodel.work import IterationWork
-from alignedserve.scheduling.block_users import HeldBlocks
 from alignedserve.scheduling.policy import (
     DeviceMemory,
     EvictionMode,
@@ -25,7 +24,7 @@ from alignedserve.scheduling.policy import (
     ScheduledRequest,
     WorkerView,
 )
-from alignedserve.scheduling.shared_blocks import AllocationResult, SharedBlocks
+from alignedserve.scheduling.shared_blocks import AllocationResult, HeldBlocks, SharedBlocks
 from alignedserve.scheduling.table import Bools, Ints, RequestTable
 from alignedserve.scheduling.table_operations import growing_rows, note_completed, note_decodes
 
@@ -33,9 +32,9 @@ from alignedserve.scheduling.table_operations import growing_rows, note_complete
 class EvictionResult(NamedTuple):
     """Blocks and tokens that an eviction moved."""
 
-    num_blocks: int  # that it leaves, its last ones
+    num_blocks: int  # freed, the last of the request
     num_swapped: int  # tokens copied to the host
-    is_last_shared: bool = False  # the last of those blocks is another's as well, and so not free
+    is_last_shared: bool = False  # the last freed block has another user, and is not free
 
 
 class Flight(NamedTuple):
@@ -49,7 +48,7 @@ class Flight(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class MovedProgress:
     """The columns of a request that moves on with its cache."""
 
     predicted_len: float
@@ -61,7 +60,7 @@ class Progress:
     service_s: float = 0.0
 
 
-_MOVED = tuple(field.name for field in fields(Progress))
+_MOVED = tuple(field.name for field in fields(MovedProgress))
 
 
 class SchedulerState:
@@ -195,7 +194,7 @@ class SchedulerState:
         assert num_blocks <= self.num_free, "blocks held that are not free"
         self.num_free -= num_blocks
 
-    def detach(self, request_id: RequestId) -> Progress:
+    def detach(self, request_id: RequestId) -> MovedProgress:
         """Remove a request whose cache is on the device; its blocks stay held."""
         table, row = self.table, self.table.row(request_id)
         assert not table.num_swapped[row], "part of its cache is on the host"
@@ -203,9 +202,9 @@ class SchedulerState:
         values = {name: getattr(table, name)[row].item() for name in _MOVED}
         self._lost.pop(request_id, None)
         table.remove(request_id)
-        return Progress(**values)
+        return MovedProgress(**values)
 
-    def attach(self, request: Request, now: float, progress: Progress) -> None:
+    def attach(self, request: Request, now: float, progress: MovedProgress) -> None:
         """Add a request with its cache, in blocks that are held already; it may stand in the table as one elsewhere."""
         if request.request_id not in self.table:
             self.table.add(request, now, num_generated=progress.num_generated)
@@ -214,7 +213,7 @@ class SchedulerState:
         for name in _MOVED:
             getattr(self.table, name)[row] = getattr(progress, name)
 
-    def add_elsewhere(self, request: Request, now: float, progress: Progress) -> None:
+    def add_elsewhere(self, request: Request, now: float, progress: MovedProgress) -> None:
         """Add a request whose cache lies in another memory: it looks swapped out, and takes no host memory here."""
         self.attach(request, now, progress)
         row = self.table.row(request.request_id)
@@ -300,7 +299,7 @@ class SchedulerState:
     def note_forced(self, request_id: RequestId, num_tokens: int) -> None:
         """Note that a request of the iteration computed `num_tokens` more than planned.
 
-        Its grammar forced them, and they are in blocks that it has. `completed` follows.
+        Its grammar forced them; the request has their blocks. `completed` follows.
         """
         table, row = self.table, self.table.row(request_id)
         self.work.add_chunk(num_tokens, int(table.context_len[row]), is_last=False)
@@ -309,7 +308,7 @@ class SchedulerState:
         self._scheduled = None
 
     def completed(self, *, now: float, duration_s: float, is_urgent: bool = False) -> Bools:
-        """Note its end; return which of its requests computed all that was left, and so sampled a token.
+        """Note the end of the iteration; return which of its requests computed all their tokens, and so sampled.
 
         `is_urgent`: it ran within another one.
         """
@@ -342,8 +341,7 @@ class SchedulerState:
         return entered
 
     def _leave_shared(self, row: int, num_tokens: int) -> int:
-        """Take a best-effort request that has no room beside its partner out of the block that it shares; return the
-        tokens that it has there, which move to a block of its own."""
+        """Move a best-effort request without room beside its partner to a block of its own; return the moved tokens."""
         table, block_size = self.table, self._memory.block_size
         request_id = table.request_ids[row]
         other = self.shared.partner(request_id)

@@ -1,20 +1,22 @@
 """Blocks shared by two requests, a real-time one from the left and a best-effort one from the right (BROS, section 5).
 
-Only the last block of a cache is partly filled, so a pair shares the last block on the device of each: no request is in
-two pairs. As long as their slots do not meet, both use the block as if it were their own. Where the real-time request
-goes on into slots of the other, just those are copied to the host first (lazy checkpointing): they hold the other's
-latest tokens, so what it has left on the device is a prefix of its context. Where the best-effort request would go on
-into slots of the other, it leaves the block, and moves what it has there to one of its own.
+Only the last block of a cache is partly filled: a pair shares the last block of each, and no request is in two pairs.
+Where the real-time request grows into slots of the best-effort one, just those slots are copied to the host first (lazy
+checkpointing). They hold its latest tokens, so the rest on the device is a prefix of the context. A best-effort request
+that would grow into real-time slots leaves the block and moves its tokens to a block of its own.
+
+Prefixes are shared otherwise: whole blocks at the start of a context. Two requests that share a block share all earlier
+blocks, so the number of users never grows along a request's blocks.
 """
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 from alignedserve.core.ids import RequestId
 from alignedserve.scheduling.table import RequestTable
 
 
-class Pair(NamedTuple):
+class BlockPair(NamedTuple):
     """Two requests whose last blocks are one block."""
 
     real_time: RequestId
@@ -50,17 +52,17 @@ class SharedBlocks:
     def __len__(self) -> int:
         return len(self._partners) // 2
 
-    def pairs(self) -> Iterator[Pair]:
-        for one, other in self._partners.items():
-            if self._table.is_real_time[self._table.row(one)]:
-                yield Pair(one, other)
+    def pairs(self) -> Iterator[BlockPair]:
+        for request_id, other in self._partners.items():
+            if self._table.is_real_time[self._table.row(request_id)]:
+                yield BlockPair(request_id, other)
 
     def partner(self, request_id: RequestId) -> RequestId | None:
         return self._partners.get(request_id)
 
     def partner_rows(self) -> dict[int, int]:
         row = self._table.row
-        return {row(one): row(other) for one, other in self._partners.items()}
+        return {row(request_id): row(other) for request_id, other in self._partners.items()}
 
     def share(self, request_id: RequestId, other: RequestId) -> None:
         is_real_time, row = self._table.is_real_time, self._table.row
@@ -78,8 +80,52 @@ class SharedBlocks:
     def used_slots(self, row: int, num_more: int = 0) -> int:
         """Return the slots that a row will have in its last block after `num_more` tokens; 0: it has no block.
 
-        Before it computes more tokens, its cache comes back from the host, so that counts as well.
+        A cache on the host comes back before a row computes, and counts.
         """
         table = self._table
         num_tokens = int(table.num_cached[row]) + num_more - (0 if num_more else int(table.num_swapped[row]))
         return slots_in_last(num_tokens, self._block_size) if num_tokens else 0
+
+
+class UsedBlock(Protocol):
+    """A block that may have several users."""
+
+    @property
+    def num_users(self) -> int:
+        """Requests that use it now."""
+
+
+HeldBlocks = Mapping[RequestId, Sequence[UsedBlock]]  # the shareable first blocks of requests
+
+
+def num_shared(blocks: Sequence[UsedBlock]) -> int:
+    """Count the first blocks of a request that have other users, by bisection."""
+    if not blocks or blocks[0].num_users < 2:
+        return 0
+    below, above = 1, len(blocks)  # all before `below` are shared, none from `above` on
+    while below < above:
+        middle = (below + above) // 2
+        below, above = (middle + 1, above) if blocks[middle].num_users > 1 else (below, middle)
+    return below
+
+
+class LeavingUsers:
+    """Counts blocks still in use while the requests of a plan leave one by one."""
+
+    __slots__ = ("_held", "_num_users")
+
+    def __init__(self, held: HeldBlocks, num_users: dict[int, int] | None = None) -> None:
+        self._held = held
+        self._num_users: dict[int, int] = num_users or {}  # by the identity of blocks that some have left
+
+    def copy(self) -> "LeavingUsers":
+        return LeavingUsers(self._held, dict(self._num_users))
+
+    def leave(self, request_id: RequestId, num_kept: int = 0) -> int:
+        """Note that a request leaves all but its first blocks; return how many of those it leaves are still used."""
+        num_users, num_still_used = self._num_users, 0
+        for block in self._held.get(request_id, ())[num_kept:]:
+            left = num_users.get(id(block), block.num_users) - 1
+            num_users[id(block)] = left
+            num_still_used += left > 0
+        return num_still_used

@@ -29,7 +29,7 @@ _FLOATS = (
 _BOOLS = ("is_real_time", "is_hidden", "is_constrained")
 
 
-class Columns(NamedTuple):
+class TableColumns(NamedTuple):
     """All columns, stacked by kind [columns, capacity], as the native kernels read them."""
 
     ints: Ints
@@ -37,16 +37,16 @@ class Columns(NamedTuple):
     bools: Bools
 
     @classmethod
-    def zeros(cls, capacity: int) -> "Columns":
+    def zeros(cls, capacity: int) -> "TableColumns":
         return cls(
             np.zeros((len(_INTS), capacity), np.int64),
             np.zeros((len(_FLOATS), capacity), np.float64),
             np.zeros((len(_BOOLS), capacity), np.bool_),
         )
 
-    def with_space(self, num_rows: int) -> "Columns":
-        more = Columns.zeros(num_rows)
-        return Columns(
+    def with_space(self, num_rows: int) -> "TableColumns":
+        more = TableColumns.zeros(num_rows)
+        return TableColumns(
             np.concatenate((self.ints, more.ints), axis=1),
             np.concatenate((self.floats, more.floats), axis=1),
             np.concatenate((self.bools, more.bools), axis=1),
@@ -96,7 +96,7 @@ class RequestTable:
         self.request_ids: list[RequestId] = []
         self._rows: dict[RequestId, int] = {}
         self._scored_len: dict[RequestId, int] = {}  # of those who want scores of their prompts: tokens before another
-        self.columns = Columns.zeros(_FIRST_CAPACITY)
+        self.columns = TableColumns.zeros(_FIRST_CAPACITY)
         self._num_added = 0
         self._bind()
 

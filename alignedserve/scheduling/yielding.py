@@ -35,7 +35,8 @@ import numpy as np
 from alignedserve.scheduling.packer import Packer
 from alignedserve.scheduling.policy import IterationPlan, WorkerView
 from alignedserve.scheduling.runtime_estimate import RefreshedEstimate, fit_request_runtime, remaining_output_len
-from alignedserve.scheduling.scheduler_state import Flight
+from alignedserve.scheduling.scheduler import Scheduler
+from alignedserve.scheduling.scheduler_state import Flight, SchedulerState
 from alignedserve.scheduling.table import Floats, Ints, RequestTable
 
 
@@ -56,7 +57,7 @@ class YieldConfig:
 
 @dataclass(slots=True)
 class StoppablePass:
-    """The pass in flight, as it was forecast, and what has run within it."""
+    """The pass in flight with forecast and stops."""
 
     started_s: float
     predicted_s: float
@@ -151,3 +152,38 @@ def _num_first_tokens(table: RequestTable, flight: Flight) -> int:
     rows = flight.rows
     begin = table.is_real_time[rows] & (table.num_generated[rows] == 0)
     return int(np.count_nonzero(begin & (table.num_remaining[rows] == flight.num_tokens)))
+
+
+class UrgentPlans:
+    """Plans urgent iterations, one at a time. For workers of any kind."""
+
+    def __init__(self, state: SchedulerState, scheduler: Scheduler, yielding: Yielding) -> None:
+        self._state = state
+        self._scheduler = scheduler
+        self._yielding = yielding
+        self._pass = StoppablePass(0.0, 0.0)
+        self._flight: Flight | None = None  # of the pass, while an urgent iteration is in flight
+
+    def pass_began(self, now: float) -> None:
+        """Note the iteration that has begun, which the state knows."""
+        predicted_s = self._scheduler.costs.iteration_s(self._state.work)
+        self._pass = StoppablePass(now, predicted_s)
+        self._yielding.pass_began(self._state.table, self._state.set_aside(), predicted_s)
+
+    def begin(self, view: WorkerView, rows: Sequence[int]) -> IterationPlan | None:
+        """Begin an iteration of these prompts within the one in flight; None: they wait for the end of that."""
+        assert self._flight is None, "two urgent iterations at once"
+        flight = self._state.set_aside()
+        plan = self._yielding.plan(view, self._pass, flight, rows)
+        if plan is not None:
+            self._flight = flight
+            self._state.begin(plan)
+            self._state.history.urgent_began(min(self._state.table.ttft_s[part.row] for part in plan.scheduled))
+        return plan
+
+    def end(self, duration_s: float) -> None:
+        """Note the end of the urgent iteration, which the state knows; that of the pass follows."""
+        assert self._flight is not None, "an urgent iteration ended that was not begun"
+        self._state.take_up(self._flight)
+        self._flight = None
+        self._pass.stopped_s += duration_s

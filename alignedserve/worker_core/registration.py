@@ -4,7 +4,7 @@ import msgspec
 
 from alignedserve.config.sections import DecodeWorkerConfig
 from alignedserve.core.block_layout import BlockLayout
-from alignedserve.costmodel.speed import Speed
+from alignedserve.costmodel.model import PredictedSpeed
 from alignedserve.messages.cluster_view import WorkerSpeed
 from alignedserve.messages.workers import WorkerRegistered
 
@@ -46,6 +46,6 @@ def num_active(config: DecodeWorkerConfig) -> int:
     return config.count if config.standby else 0
 
 
-def with_speed(registered: WorkerRegistered, speed: Speed | None) -> WorkerRegistered:
+def with_speed(registered: WorkerRegistered, speed: PredictedSpeed | None) -> WorkerRegistered:
     """Return the registration with what the worker measured; None: nothing."""
     return registered if speed is None else msgspec.structs.replace(registered, speed=WorkerSpeed(*speed))

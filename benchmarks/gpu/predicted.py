@@ -15,8 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from alignedserve.costmodel.hardware import LinkModel
 from alignedserve.costmodel.linear import FitError, fit_error, fit_linear
-from alignedserve.costmodel.links import LinkModel
 from alignedserve.costmodel.model_shapes import model_shape
 from alignedserve.costmodel.work import IterationWork
 from benchmarks.gpu.estimates import GPUS, step_seconds

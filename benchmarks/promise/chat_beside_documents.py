@@ -24,8 +24,8 @@ from alignedserve.config.sections import (
 )
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.request import RequestClass, Slo
+from alignedserve.costmodel.hardware import LinkModel
 from alignedserve.costmodel.linear import LinearCoefficients, LinearIterationModel
-from alignedserve.costmodel.links import LinkModel
 from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.recording import write_result
 from lab.sim.config import SimConfig, SimLinks

@@ -22,7 +22,7 @@ from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.intervals import interval
 from benchmarks.measuring.recording import read_figures, write_result
 from benchmarks.promise.chat_beside_documents import RATE, config_of, workload_of
-from lab.sim.report.svg import Frame, Scale, element, from_zero, mark, path, text
+from lab.sim.report.svg import PlotFrame, Scale, element, from_zero, mark, path, text
 from lab.sim.result import Measure
 from lab.sim.simulation import Simulation
 from lab.workload.requests import Workload
@@ -113,7 +113,7 @@ def line_of(row: dict[str, Any]) -> str:
 def draw(rows: Sequence[dict[str, Any]]) -> str:
     """Draw the frontier: a line for each shape, from no bound to the tightest."""
     ratios = [row["tpot_p99_ratio"][0] for row in rows]
-    frame = Frame(
+    frame = PlotFrame(
         Scale(1.0, max(ratios) * 1.1, is_log=True),
         from_zero([row["share_of_alone"][0] for row in rows]),
         "p99 of TPOT by that of chat alone",

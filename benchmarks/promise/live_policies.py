@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from alignedserve.config.sections import Topology
-from alignedserve.scheduling.policies import POLICIES
+from alignedserve.scheduling.policies import all_policies
 from alignedserve.scheduling.policy import Mechanism
 from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.models import make_opt_125m
@@ -45,7 +45,7 @@ Row = dict[str, Any]
 
 
 def systems() -> Iterator[tuple[str, str]]:
-    for name, entry in sorted(POLICIES.items()):
+    for name, entry in sorted(all_policies().items()):
         if Mechanism.KNOWN_LENGTHS not in entry.needs:
             yield from ((name, topology) for topology in TOPOLOGIES if Topology(topology) in entry.topologies)
 

@@ -11,12 +11,12 @@ import msgspec
 from alignedserve.config.loading import load_config
 from alignedserve.config.sections import Topology
 from alignedserve.core.metrics import describe
-from alignedserve.scheduling.policies import POLICIES
+from alignedserve.scheduling.policies import policy_entry
 from alignedserve.scheduling.policy import Mechanism
 from benchmarks.promise.live_load import BEST_EFFORT, CHAT, DOCUMENTS, SEED, STEADY_S, real_time, settings
 from lab.commands.simulation.replay import replay_folder
+from lab.replay.component_replay import read_run_metadata
 from lab.replay.fitting import fit_machine
-from lab.replay.run_file import read_run_metadata
 from lab.replay.simulated import SimulatedMachine, fitted_machine, simulated_requests
 from lab.sim.policies import with_policy
 from lab.sim.records import RequestRecord
@@ -47,7 +47,7 @@ def simulated(machine: SimulatedMachine, policy: str, topology: str, load: str, 
     least and the most of any run. None: the policy needs hidden caches, whose costs no recording of another policy
     tells.
     """
-    if Mechanism.HIDDEN_CACHE in POLICIES[policy].needs:
+    if Mechanism.HIDDEN_CACHE in policy_entry(policy).needs:
         return None
     cluster = load_config(None, settings(policy, topology))
     cluster = msgspec.structs.replace(cluster, engine=machine.cluster.engine)  # as it was settled there

@@ -21,7 +21,7 @@ from alignedserve.core.request import Request, RequestClass, SamplingParams, Slo
 from alignedserve.costmodel.hardware import hardware
 from alignedserve.costmodel.model_shapes import model_shape
 from alignedserve.costmodel.roofline import RooflineModel
-from alignedserve.scheduling.policies import POLICIES, make_policy
+from alignedserve.scheduling.policies import all_policies, make_policy, policy_entry
 from alignedserve.scheduling.policy import DeviceMemory, IterationHistory, IterationLimits, Mechanism, WorkerView
 from alignedserve.scheduling.table import Ints, RequestTable
 from benchmarks.measuring.arguments import parser_of
@@ -45,7 +45,7 @@ def view_of(situation: str, num_requests: int, policy: str) -> WorkerView:
         table.arrival_s[:] -= 30.0
     held = int(table.num_blocks.sum())
     num_free = 0 if situation == "short" else held // 10
-    mechanisms = POLICIES[policy].needs | POLICIES[policy].uses
+    mechanisms = policy_entry(policy).needs | policy_entry(policy).uses
     memory = DeviceMemory(
         num_blocks=held + num_free,
         num_free=num_free,
@@ -65,7 +65,7 @@ def _is_colocated(policy: str) -> bool:
 
     Elsewhere every request holds the blocks that it needs.
     """
-    return Topology.COLOCATED in POLICIES[policy].topologies
+    return Topology.COLOCATED in policy_entry(policy).topologies
 
 
 def _requests(num_requests: int, rng: np.random.Generator) -> RequestTable:
@@ -121,7 +121,7 @@ def measure(policy: str, num_requests: int, situation: str, rounds: int) -> dict
 def main() -> None:
     """Measure; print and record."""
     parser = parser_of(__doc__, rounds=50, name="scheduling/decisions")
-    parser.add_argument("--policy", nargs="+", choices=sorted(POLICIES), default=sorted(POLICIES))
+    parser.add_argument("--policy", nargs="+", choices=sorted(all_policies()), default=sorted(all_policies()))
     given = parser.parse_args()
     rows = []
     for policy in given.policy:

@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from alignedserve.costmodel.calibration import CALIBRATIONS, PLAIN, Calibration
 from alignedserve.costmodel.hardware import hardware
 from alignedserve.costmodel.model_shapes import ModelShape, model_shape
-from alignedserve.costmodel.roofline import RooflineModel
+from alignedserve.costmodel.roofline import CALIBRATIONS, PLAIN, Calibration, RooflineModel
 from alignedserve.costmodel.work import IterationWork
 from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.recording import write_result

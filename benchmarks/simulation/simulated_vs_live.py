@@ -37,9 +37,9 @@ from benchmarks.measuring.recording import write_result
 from lab.commands.bench.options import LoadOptions
 from lab.commands.bench.serve import bench_serve
 from lab.commands.simulation.replay import ComponentCheck, replay_folder
+from lab.replay.component_replay import read_run_metadata
 from lab.replay.fitting import MachineFit, fit_machine
 from lab.replay.observed import ObservedIteration, ObservedRun
-from lab.replay.run_file import read_run_metadata
 from lab.replay.simulated import (
     Comparison,
     ReplayedRequest,

@@ -25,7 +25,7 @@ from alignedserve.core.request import Slo
 from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.recording import write_result
 from lab.costmodel.choice import WorkerSpec
-from lab.sim.cluster_hardware import ClusterHardware, simulated_on
+from lab.sim.policies import ClusterHardware, simulated_on
 from lab.sim.simulation import Simulation
 from lab.workload.requests import TimedRequest, Workload, WorkloadDescription
 from lab.workload.traces import TraceRow, at_rate, read_trace, shipped_trace

@@ -15,10 +15,10 @@ import numpy as np
 
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.messages.iterations import IterationCompleted
-from alignedserve.scheduling.decode_costs import decode_s, is_mixing_cheaper
 from alignedserve.scheduling.policy import CandidateChoice, DeviceMemory, EvictionMode, IterationPlan
 from alignedserve.scheduling.scheduler import Scheduler
 from alignedserve.scheduling.table import Bools
+from alignedserve.scheduling.table_operations import decode_s, is_mixing_cheaper
 from alignedserve.worker_core.request import WorkerRequest
 from decode_worker.batching.admission import Admission
 from decode_worker.batching.begun import FORESEEN_TOKENS, Begun, Leaving, LoadingCandidates, growth_of

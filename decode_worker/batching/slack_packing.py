@@ -30,7 +30,7 @@ from alignedserve.core.ids import RequestId
 from alignedserve.costmodel.model import CostModel, LearningCostModel
 from alignedserve.costmodel.work import IterationWork
 from alignedserve.messages.workers import ANY_LENGTH
-from alignedserve.scheduling.decode_costs import is_cheap_beside
+from alignedserve.scheduling.table_operations import is_cheap_beside
 from alignedserve.worker_core.request import WorkerRequest
 from decode_worker.state import Candidate, RunningRequest
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from alignedserve.core.ids import RequestId
 from alignedserve.messages.events import Send
 from alignedserve.messages.iterations import OffloadBlocks
-from alignedserve.scheduling.scheduler_state import Progress
+from alignedserve.scheduling.scheduler_state import MovedProgress
 from alignedserve.worker_core.handoff.sender import Contents, HandoffEnd, HandoffStage, Outgoing, Sender
 from decode_worker.held_requests import HeldRequest, HeldRequests
 
@@ -22,7 +22,7 @@ class Departing(Outgoing):
     """One request that is to leave. From COPYING on it is in no iteration, and `progress` replaces its row."""
 
     tracked: HeldRequest
-    progress: Progress | None = None
+    progress: MovedProgress | None = None
     began_s: float = 0.0  # of its copy
 
     @property

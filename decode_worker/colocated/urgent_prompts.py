@@ -14,8 +14,7 @@ import msgspec
 from alignedserve.core.request import Request
 from alignedserve.messages.iterations import IterationCompleted, RunIteration
 from alignedserve.scheduling.scheduler import Scheduler
-from alignedserve.scheduling.urgent_plans import UrgentPlans
-from alignedserve.scheduling.yielding import Yielding
+from alignedserve.scheduling.yielding import UrgentPlans, Yielding
 from alignedserve.worker_core.urgent_cycle import UrgentCycle
 from decode_worker.held_requests import HeldRequest, HeldRequests
 from decode_worker.plan_performer import PlanPerformer

@@ -13,9 +13,8 @@ from alignedserve.config.sections import (
 )
 from experiments.common import GIB, MANY
 from lab.costmodel.choice import WorkerSpec
-from lab.sim.cluster_hardware import ClusterHardware
 from lab.sim.config import SimConfig
-from lab.sim.policies import simulated_policy, with_policy
+from lab.sim.policies import ClusterHardware, simulated_policy, with_policy
 
 MODEL, HARDWARE = "llama-2-13b", "a100-80g"
 UNION = "aligned_slo"

@@ -13,10 +13,10 @@ from dataclasses import fields
 from functools import cache, partial
 from pathlib import Path
 
-from alignedserve.scheduling.policies import POLICIES, PolicyEntry
+from alignedserve.scheduling.policies import PolicyEntry, all_policies, policy_entry
 
 ROOT = Path(__file__).parents[2]
-_FIRST = tuple(f"lab.sim.{name}" for name in ("simulation", "policies", "sweep", "cluster_hardware"))
+_FIRST = tuple(f"lab.sim.{name}" for name in ("simulation", "policies", "sweep"))
 _OF = ("alignedserve.", "lab.", "router", "kvpool", "prefill_worker", "decode_worker", "kernels.cpu")
 _NOT_OF = (  # carry decisions and make none
     "alignedserve.messages",
@@ -26,7 +26,8 @@ _NOT_OF = (  # carry decisions and make none
     "alignedserve.config.sections.cluster",
     "alignedserve.worker_core.request_notes",
 )
-_REGISTRY = "alignedserve.scheduling.policies"
+_REGISTRIES = ("alignedserve.scheduling.policies", "lab.policies")  # the second is found by its entry point
+_POLICIES = tuple(f"{registry}." for registry in _REGISTRIES)
 _NUM_DIGITS = 12
 _SAID_ONLY = frozenset({"annotation", "returns", "type_comment", "type_params", "lineno", "kind", "ctx"})
 
@@ -66,9 +67,9 @@ class DecisionCode:
 
     def digest(self, policy: str | None = None) -> str:
         """Return the digest of what a policy runs; None: of the code of all policies."""
-        entry = None if policy is None else POLICIES[policy]
+        entry = None if policy is None else policy_entry(policy)
         own = None if entry is None else {entry.config.__module__, _class_of(entry.make).__module__}
-        apart = set() if entry is None else {_REGISTRY}  # of which a policy has its entry alone
+        apart = set() if entry is None else set(_REGISTRIES)  # of which a policy has its entry alone
         statements = {one for name in self._closure(own) - apart for one in self._digests_of(name)}
         found = hashlib.sha256(b"" if entry is None else _settings_of(entry))
         found.update("\n".join(sorted(statements)).encode())
@@ -76,7 +77,7 @@ class DecisionCode:
 
     def _closure(self, own: set[str] | None) -> set[str]:
         seen: set[str] = set()
-        waiting = list(_FIRST)
+        waiting = [*_FIRST, *_REGISTRIES]
         while waiting:
             name = waiting.pop()
             module = None if name in seen else self._module(name)
@@ -84,8 +85,8 @@ class DecisionCode:
                 continue
             seen.add(name)
             imported = module.reached()
-            if name == _REGISTRY and own is not None:
-                waiting += [one for one in imported if not one.startswith(f"{_REGISTRY}.") or one in own]
+            if name in _REGISTRIES and own is not None:
+                waiting += [module for module in imported if not module.startswith(_POLICIES) or module in own]
             else:
                 waiting += imported
         return seen
@@ -118,7 +119,7 @@ class DecisionCode:
         where, of_it = module.imported[name]
         if not where.startswith(_OF):
             return f"{where}.{of_it}"
-        found = None if where == _REGISTRY else self._stands_for(where, of_it)
+        found = None if where in _REGISTRIES else self._stands_for(where, of_it)
         return found or of_it  # is a module, or of one that decides nothing: wherever it lies
 
 
@@ -196,4 +197,4 @@ def _plain(value: object) -> object:
 @cache
 def digests() -> dict[str, str]:
     code = DecisionCode()
-    return {name: code.digest(name) for name in POLICIES}
+    return {name: code.digest(name) for name in all_policies()}

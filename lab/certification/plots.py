@@ -7,7 +7,7 @@ from lab.certification.certificate import Certificate
 from lab.certification.protocol import Phase, Protocol
 from lab.certification.records import PhaseRecord
 from lab.certification.statistics import LeftOver
-from lab.sim.report.svg import Frame, Scale, element, from_zero, logarithmic, path, picture, shown, text
+from lab.sim.report.svg import PlotFrame, Scale, element, from_zero, logarithmic, path, picture, shown, text
 
 STYLES = {Phase.CHAT_ALONE: 0, Phase.BESIDE: 1, Phase.DOCUMENTS_ALONE: 2}
 _PERCENTS = (*range(100), 99.5, 99.9, 100)
@@ -18,7 +18,7 @@ def first_tokens(certificate: Certificate, phase: PhaseRecord, highest_s: float,
     """Plot every chat of a phase: when it was sent, and how long its first token took. Bursts are shaded."""
     protocol = certificate.protocol
     y = logarithmic([0.9 * _least(certificate), highest_s])
-    frame = Frame(Scale(0.0, lasts_s), y, "seconds since the phase's chat began", "seconds to the first token",
+    frame = PlotFrame(Scale(0.0, lasts_s), y, "seconds since the phase's chat began", "seconds to the first token",
                   width=560, height=250)  # fmt: skip
     points = []
     for chat in phase.chats:
@@ -41,7 +41,7 @@ def _least(certificate: Certificate) -> float:
     return max(min(firsts, default=0.01), 0.001)
 
 
-def _bursts(frame: Frame, protocol: Protocol) -> str:
+def _bursts(frame: PlotFrame, protocol: Protocol) -> str:
     parts = []
     for burst in range(protocol.num_bursts):
         begins_s = burst * (protocol.burst_s + protocol.idle_s)
@@ -51,7 +51,7 @@ def _bursts(frame: Frame, protocol: Protocol) -> str:
     return "".join(parts)
 
 
-def _documents_there(frame: Frame, phase: PhaseRecord) -> str:
+def _documents_there(frame: PlotFrame, phase: PhaseRecord) -> str:
     if not phase.phase.has_documents:
         return ""
     ended_s = phase.duration_s if phase.documents_ended_s is None else phase.documents_ended_s
@@ -61,7 +61,7 @@ def _documents_there(frame: Frame, phase: PhaseRecord) -> str:
     return element("g", line, text("documents", x=right, y=top - 8, text_anchor="end"), class_="s2")
 
 
-def _objective(frame: Frame, objective_s: float | None) -> str:
+def _objective(frame: PlotFrame, objective_s: float | None) -> str:
     if objective_s is None or not frame.y.low < objective_s < frame.y.high:
         return ""
     left, level = frame.at(frame.x.low, objective_s)
@@ -77,7 +77,7 @@ def distribution(series: Sequence[tuple[Phase, Sequence[float]]], x_label: str, 
         if ascending:
             curves.append((phase, [percentile(ascending, percent) for percent in _PERCENTS]))
     ends = [curve[place] for _, curve in curves for place in (1, -1)]
-    frame = Frame(logarithmic(ends), Scale(0.0, 1.0), x_label, "share at or below")
+    frame = PlotFrame(logarithmic(ends), Scale(0.0, 1.0), x_label, "share at or below")
     lines = []
     for phase, curve in curves:
         placed = [frame.at(value, percent / 100) for value, percent in zip(curve, _PERCENTS, strict=True)]
@@ -113,7 +113,7 @@ def progress(certificate: Certificate) -> str:
     phases = [phase for phase in certificate.evidence.phases if phase.progress]
     longest_s = max((phase.progress[-1][0] - phase.documents_began_s for phase in phases), default=1.0)
     highest = max((phase.progress[-1][1] for phase in phases), default=1)
-    frame = Frame(from_zero([longest_s]), from_zero([highest]), "seconds since the first batch", "lines ended",
+    frame = PlotFrame(from_zero([longest_s]), from_zero([highest]), "seconds since the first batch", "lines ended",
                   width=560, height=250)  # fmt: skip
     lines = []
     for phase in phases:

@@ -6,11 +6,10 @@ from functools import partial
 from pathlib import Path
 
 from alignedserve.core.errors import ConfigError
-from alignedserve.costmodel.calibration import CALIBRATIONS, PLAIN, Calibration
 from alignedserve.costmodel.hardware import hardware
 from alignedserve.costmodel.model import AttentionKernel, CostModel
 from alignedserve.costmodel.model_shapes import ModelShape, model_shape
-from alignedserve.costmodel.roofline import RooflineModel
+from alignedserve.costmodel.roofline import CALIBRATIONS, PLAIN, Calibration, RooflineModel
 from lab.costmodel.list_schedule import DIVISIONS, ListScheduledModel, accelerator_of
 from lab.costmodel.profile_file import read_profile
 from lab.costmodel.published import llama_layers, opt_fits

@@ -3,8 +3,8 @@
     keys charged = max(sum of the contexts, longest block * multiprocessors / heads) + what blocks cost
 
 A block of threads reads a part of one context for one head, at the rate of one of the accelerator's multiprocessors,
-which share the memory's rate evenly. So a straggler costs nothing as long as the others keep all multiprocessors busy
-beside it. That is the least that a schedule takes; where a kernel's blocks come in the worst order, the longest last,
+which share the memory's rate evenly. A straggler costs nothing while other contexts keep all multiprocessors
+busy. That is the least that a schedule takes; where a kernel's blocks come in the worst order, the longest last,
 it takes at most the sum and the longest block together. docs/costmodels.md has an example, the sources, and how far
 measurements bear this out.
 """
@@ -25,7 +25,7 @@ _RESIDENT = 3  # blocks of FlashInfer on a multiprocessor: what its authors say 
 _LEAST_CHUNK = 128  # tokens of FlashInfer's block
 
 
-class Accelerator(NamedTuple):
+class Multiprocessors(NamedTuple):
     """The part of a worker's accelerator that a schedule depends on."""
 
     num_multiprocessors: int
@@ -33,26 +33,26 @@ class Accelerator(NamedTuple):
     num_query_heads: int
 
 
-LongestPart = Callable[[IterationWork, Accelerator], float]
+LongestPart = Callable[[IterationWork, Multiprocessors], float]
 """Returns the most tokens that one block reads. It never falls as work is added."""
 
 
-def _whole(work: IterationWork, on: Accelerator) -> float:
+def _whole(work: IterationWork, on: Multiprocessors) -> float:
     return work.max_decode_context_len
 
 
-def _sections(work: IterationWork, on: Accelerator) -> float:
+def _sections(work: IterationWork, on: Multiprocessors) -> float:
     return min(work.max_decode_context_len, SECTION)
 
 
-def _equal_numbers(work: IterationWork, on: Accelerator) -> float:
+def _equal_numbers(work: IterationWork, on: Multiprocessors) -> float:
     num_blocks = work.num_decodes * on.num_heads
     if num_blocks >= _FILLED * on.num_multiprocessors:
         return work.max_decode_context_len
     return work.max_decode_context_len / max(on.num_multiprocessors // num_blocks, 1)
 
 
-def _chunks_that_fit(work: IterationWork, on: Accelerator) -> float:
+def _chunks_that_fit(work: IterationWork, on: Multiprocessors) -> float:
     num_places = _RESIDENT * on.num_multiprocessors - work.num_decodes * on.num_heads
     if num_places <= 0:
         return work.max_decode_context_len
@@ -108,7 +108,7 @@ DIVISIONS: Mapping[AttentionKernel, Division] = {
 """Kernels whose time is a list schedule."""
 
 
-def charged_keys(division: Division, work: IterationWork, on: Accelerator) -> float:
+def charged_keys(division: Division, work: IterationWork, on: Multiprocessors) -> float:
     """Return the keys that decodes cost as much as, where attention is balanced."""
     longest, num_parts = division.longest_part(work, on), float(work.num_decodes)
     if longest < work.max_decode_context_len:
@@ -122,7 +122,7 @@ def charged_keys(division: Division, work: IterationWork, on: Accelerator) -> fl
 class ListScheduledModel:
     """A cost model whose decodes are charged as a kernel of DIVISIONS schedules them. See CostModel."""
 
-    def __init__(self, balanced: CostModel, kernel: AttentionKernel, on: Accelerator) -> None:
+    def __init__(self, balanced: CostModel, kernel: AttentionKernel, on: Multiprocessors) -> None:
         """`balanced`: the same worker, with attention that follows the sum of the contexts."""
         self._balanced, self._division, self._on = balanced, DIVISIONS[kernel], on
 
@@ -137,10 +137,10 @@ class ListScheduledModel:
         return self._balanced.swap_s(num_tokens)
 
 
-def accelerator_of(shape: ModelShape, num_multiprocessors: int, tensor_parallel: int) -> Accelerator:
+def accelerator_of(shape: ModelShape, num_multiprocessors: int, tensor_parallel: int) -> Multiprocessors:
     """Return one of a worker's accelerators; key heads that are fewer than those are held by several."""
     num_heads = max(shape.num_kv_heads // tensor_parallel, 1)
-    return Accelerator(num_multiprocessors, num_heads, shape.num_heads // tensor_parallel)
+    return Multiprocessors(num_multiprocessors, num_heads, shape.num_heads // tensor_parallel)
 
 
 def list_schedule(tasks: Iterable[float], num_machines: int) -> float:

@@ -8,8 +8,8 @@ from typing import Any
 
 from alignedserve.core.block_layout import LayerHeads
 from alignedserve.core.errors import ConfigError
+from alignedserve.costmodel.hardware import LinkModel
 from alignedserve.costmodel.linear import LinearCoefficients, LinearIterationModel
-from alignedserve.costmodel.links import LinkModel
 from alignedserve.costmodel.model_shapes import ModelShape
 
 _FORMAT = 1

@@ -13,8 +13,8 @@ from itertools import pairwise
 from math import sqrt
 
 from alignedserve.core.errors import ConfigError
+from alignedserve.costmodel.hardware import LinkModel
 from alignedserve.costmodel.linear import LinearCoefficients
-from alignedserve.costmodel.links import LinkModel
 from alignedserve.costmodel.model_shapes import ModelShape
 
 BATCH = 16  # decodes for which the experts that an iteration reads are counted
@@ -24,7 +24,7 @@ _PROMPT_TOKENS = 512  # of a chunk: all experts have rows
 
 @dataclass(frozen=True, slots=True)
 class ExpertSharing:
-    """A model whose experts so many processes of one worker share."""
+    """A model with experts shared by several processes of a worker."""
 
     shape: ModelShape
     size: int
@@ -66,7 +66,7 @@ class ExpertSharing:
         return self.shape.num_expert_layers * self.layer_s(num_tokens)
 
     def shared(self, costs: LinearCoefficients) -> LinearCoefficients:
-        """Return what iterations cost by the processes together, from what they cost by one of them alone."""
+        """Convert the costs of one process to the costs of all processes together."""
         layers, shape = self.shape.num_expert_layers, self.shape
         read = shape.read_parameters(BATCH)
         read_share = (read - shape.dense_parameters) / (read + shape.head_parameters)

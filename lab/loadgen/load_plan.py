@@ -13,9 +13,8 @@ from alignedserve.core.errors import ConfigError
 from alignedserve.core.request import Slo
 from lab.workload.build import build_workload
 from lab.workload.catalogue import Library
-from lab.workload.distributions import ValueDistribution
+from lab.workload.distributions import LengthLimits, ValueDistribution
 from lab.workload.grammar import ClassSpec, ClientLimit, parse_classes
-from lab.workload.lengths import LengthLimits
 from lab.workload.requests import RequestSource, TimedRequest
 from lab.workload.traces import TraceRow
 

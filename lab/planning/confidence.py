@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from alignedserve.core.metrics import in_percent
-from alignedserve.costmodel.calibration import CALIBRATIONS
+from alignedserve.costmodel.roofline import CALIBRATIONS
 from lab.planning.candidates import Candidate
 from lab.planning.hardware_list import RECORDED
 from lab.planning.trials import Machines, Outcome

@@ -32,7 +32,7 @@ from lab.planning.windowed_trial import WindowedTrial
 from lab.planning.windows import Group, WindowSizes, groups_of
 from lab.sim.result import PartResult, SimulationResult
 from lab.sim.sweep import CasePool, CaseProgress
-from lab.workload.requests import Window, Workload, window_of
+from lab.workload.requests import TimeWindow, Workload, window_of
 
 _FASTER = (1.1, 1.25, 1.5)  # times the arrivals, that a plan is tried with
 _SLOWER = (0.9, 0.75, 0.5)
@@ -187,7 +187,7 @@ class _Planner:
         requests, duration_s = workload.requests, self.goals.span_s
         if self.groups:
             window = self.groups[min(1, len(self.groups) - 1)].window
-            requests = window_of(workload, Window(window.start_s, window.end_s)).requests
+            requests = window_of(workload, TimeWindow(window.start_s, window.end_s)).requests
             duration_s = window.end_s - window.start_s
         return [first_member(family, costs[family.name].of(requests), duration_s) for family in self._families]
 

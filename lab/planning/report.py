@@ -13,7 +13,7 @@ from lab.planning.trials import HOPELESS, Outcome
 from lab.sim.report.document import document, figure, named_values, table
 from lab.sim.report.svg import (
     MAX_STYLES,
-    Frame,
+    PlotFrame,
     Scale,
     dash,
     element,
@@ -194,7 +194,7 @@ def frontier_plot(report: PlanReport) -> str:
     least = min((trial.outcome.attained for trial in shown_ones), default=0.0)
     shares = Scale(max(floor(10.0 * min(least, plan.goals.share) - 1e-9), 0) / 10.0, 1.0)
     label = "price per hour" if report.unit == "per hour" else report.unit
-    frame = Frame(from_zero(costs), shares, label, "requests within objectives", width=900, height=340)
+    frame = PlotFrame(from_zero(costs), shares, label, "requests within objectives", width=900, height=340)
     groups, goal = _groups(plan), plan.goals.share
     ends = [frame.at(0.0, goal), frame.at(frame.x.high, goal)]
     frontier = [frame.at(trial.candidate.cost, trial.outcome.attained) for trial in plan.frontier()]

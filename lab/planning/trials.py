@@ -18,13 +18,12 @@ from lab.costmodel.profile_file import MachineProfile
 from lab.planning.candidates import Candidate
 from lab.planning.experts import with_shared_experts
 from lab.planning.hardware_list import RECORDED
-from lab.sim.cluster_hardware import ClusterHardware
 from lab.sim.config import NO_SLOWDOWNS, SimConfig, Slowdowns
-from lab.sim.policies import simulated_policy, with_policy
+from lab.sim.policies import ClusterHardware, simulated_policy, with_policy
 from lab.sim.result import ALL, ClassResult, SimulationResult
 from lab.sim.sweep import Case, WorkloadLine, part_of
-from lab.workload.feasibility import require_feasible
-from lab.workload.requests import Window, Workload
+from lab.workload.rates import require_feasible
+from lab.workload.requests import TimeWindow, Workload
 
 HOPELESS = 0.75  # attained, of a window or of a short workload: what cannot reach it is abandoned
 _MAX_BACKLOG = 0.05  # of the requests of a class without objectives, beside those just under way
@@ -127,7 +126,7 @@ def goals_of(workload: Workload, share: float) -> Goals:
 class Run:
     """One simulation of a plan: the traffic, when it may end early, and what is made harder."""
 
-    window: Window | None = None  # None: the whole workload
+    window: TimeWindow | None = None  # None: the whole workload
     limits: Mapping[str, int] | None = None  # misses of each class, beyond which it is abandoned
     speed: float = 1.0  # of arrivals
     slowdown: float = 1.0  # of iterations

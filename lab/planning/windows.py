@@ -13,7 +13,7 @@ from itertools import pairwise
 from math import inf, nextafter
 
 from lab.planning.loads import UnitCosts
-from lab.workload.requests import Window, Workload, window_of
+from lab.workload.requests import TimeWindow, Workload, window_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class WindowSizes:
 class Group:
     """Windows of about equal load, and the one of them that is simulated."""
 
-    window: Window
+    window: TimeWindow
     num_windows: int
     num_requests: Mapping[str, int]  # in that window, by class; closed loops do not count
     total_requests: Mapping[str, int]  # in all windows of the group
@@ -47,8 +47,8 @@ def groups_of(workload: Workload, costs: UnitCosts, sizes: WindowSizes) -> tuple
     if num_windows < sizes.least_windows:
         return ()
     edges = [span_s * number / num_windows for number in range(num_windows)] + [span_s]
-    windows = [Window(start_s, end_s, sizes.lead_in_s) for start_s, end_s in pairwise(edges)]
-    parts = [window_of(workload, Window(window.start_s, window.end_s)).requests for window in windows]
+    windows = [TimeWindow(start_s, end_s, sizes.lead_in_s) for start_s, end_s in pairwise(edges)]
+    parts = [window_of(workload, TimeWindow(window.start_s, window.end_s)).requests for window in windows]
     counts = [Counter(request.class_name for request in part) for part in parts]
     loads = [costs.of(part).total_s for part in parts]
     by_load = sorted(range(num_windows), key=lambda number: (-loads[number], number))

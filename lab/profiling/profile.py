@@ -16,10 +16,9 @@ import numpy.typing as npt
 import torch
 
 from alignedserve.core.errors import ConfigError
+from alignedserve.costmodel.hardware import LinkModel
 from alignedserve.costmodel.iteration_points import Point
-from alignedserve.costmodel.least_squares import nonnegative_least_squares
-from alignedserve.costmodel.linear import FitError, Sample, fit_error, fit_linear
-from alignedserve.costmodel.links import LinkModel
+from alignedserve.costmodel.linear import FitError, Sample, fit_error, fit_linear, nonnegative_least_squares
 from alignedserve.costmodel.model_shapes import ModelShape
 from alignedserve.runtime.device.device_work import free_bytes
 from alignedserve.runtime.device.devices import CUDA, worker_devices

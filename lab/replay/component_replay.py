@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, get_type_hints
 
 import msgspec
 
-from alignedserve.core.errors import RecordingError
+from alignedserve.core.errors import AlignedServeError, RecordingError
 from alignedserve.costmodel.linear import Sample
 from alignedserve.messages.events import Logic, PeerConnected, PeerDisconnected, Received, Ticked
 from alignedserve.messages.iterations import (
@@ -21,13 +21,56 @@ from alignedserve.messages.iterations import (
 )
 from alignedserve.messages.links import DecodeWorkerInbound, PoolInbound, PrefillWorkerInbound, RouterInbound
 from alignedserve.messages.workers import WorkerRegistered
-from alignedserve.process.recording import ENDED, SUFFIX, Decision, Digester, RecordReader
+from alignedserve.process.recording import (
+    ENDED,
+    PART_FILE,
+    RUN_FILE,
+    SUFFIX,
+    VERSION,
+    Decision,
+    Digester,
+    RecordedPart,
+    RecordReader,
+    RunMetadata,
+)
 from decode_worker import factory as decode_factory
 from kvpool import factory as pool_factory
-from lab.replay.run_file import parts_in
 from prefill_worker import factory as prefill_factory
 from router import factory as router_factory
 from router.state import DrainRequested, LengthPredicted
+
+
+def read_run_metadata(folder: Path) -> RunMetadata:
+    """Read the metadata of a recorded run. Raises RecordingError."""
+    path = folder / RUN_FILE
+    try:
+        metadata = msgspec.json.decode(path.read_bytes(), type=RunMetadata)
+    except OSError as error:
+        raise RecordingError(f"{path} cannot be read: {error.strerror}") from error
+    except (msgspec.MsgspecError, ValueError, AlignedServeError) as error:
+        raise RecordingError(f"{path} is damaged: {str(error)[:200]}") from error
+    if metadata.version != VERSION:
+        raise RecordingError(f"{path} has version {metadata.version} of the format; this is version {VERSION}")
+    return metadata
+
+
+def parts_in(folder: Path) -> list[Path]:
+    """Return the folders of other nodes' parts of a run. Raises OSError."""
+    return sorted(path for path in folder.iterdir() if (path / PART_FILE).is_file())
+
+
+def read_part(folder: Path) -> RecordedPart | None:
+    """Read which node recorded what lies in this folder; None: the first. Raises RecordingError."""
+    path = folder / PART_FILE
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=RecordedPart)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise RecordingError(f"{path} cannot be read: {error.strerror}") from error
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise RecordingError(f"{path} is damaged: {str(error)[:200]}") from error
+
 
 CUT, ENDS_BETWEEN = "cut", "unfinished"
 _BROKEN = (AssertionError, LookupError, ArithmeticError, AttributeError, TypeError, ValueError)  # of a logic

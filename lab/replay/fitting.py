@@ -1,15 +1,17 @@
 """Cost models fitted to the iterations and copies of a recorded run."""
 
 import math
+import random
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from alignedserve.core.errors import RecordingError
-from alignedserve.costmodel.least_squares import nonnegative_least_squares
+from alignedserve.costmodel.hardware import LinkModel
 from alignedserve.costmodel.linear import (
     BENDS,
     FitError,
@@ -19,11 +21,63 @@ from alignedserve.costmodel.linear import (
     feature_rows,
     fit_error,
     fit_linear,
+    nonnegative_least_squares,
 )
-from alignedserve.costmodel.links import LinkModel
-from lab.replay.jitter import Ratio
+from alignedserve.costmodel.model import CostModel
+from alignedserve.costmodel.work import IterationWork
 from lab.replay.observed import ObservedCopy, ObservedIteration, ObservedRun
 from lab.sim.config import NO_SLOWDOWNS, SimLinks, Slowdowns
+
+_RUN_LENGTH = 256  # a shared machine is slow for seconds, and policies learn it meanwhile
+
+
+class Ratio(NamedTuple):
+    """Measured by expected time of an iteration, and whether it had a part of a prompt."""
+
+    value: float
+    has_prompt: bool = False
+
+
+class JitteryCosts:
+    """Cost model for engines, which multiplies each iteration's cost by a measured ratio.
+
+    Ratios come in runs as they were recorded, each run from a place drawn by the seed; an iteration with a prompt takes
+    the next ratio of one with a prompt, as these vary less, and any other the next of one without. Not for policies,
+    which need the expected cost.
+    """
+
+    def __init__(self, costs: CostModel, ratios: Sequence[Ratio], seed: int | str) -> None:
+        assert ratios, "nothing to draw from"
+        self._costs = costs
+        self._ratios = ratios
+        self._next = {has_prompt: _next_of(ratios, has_prompt=has_prompt) for has_prompt in (False, True)}
+        self._random = random.Random(seed)  # noqa: S311
+        self._place = 0
+        self._num_left = 0
+
+    def iteration_s(self, work: IterationWork) -> float:
+        if not self._num_left:
+            self._place, self._num_left = self._random.randrange(len(self._ratios)), _RUN_LENGTH
+        found = self._next[work.num_chunks > 0][self._place]
+        self._place = (found + 1) % len(self._ratios)
+        self._num_left -= 1
+        return self._ratios[found].value * self._costs.iteration_s(work)
+
+    def swap_s(self, num_tokens: float) -> float:
+        return self._costs.swap_s(num_tokens)
+
+
+def _next_of(ratios: Sequence[Ratio], *, has_prompt: bool) -> list[int]:
+    places = [place for place, ratio in enumerate(ratios) if ratio.has_prompt is has_prompt]
+    if not places:
+        return list(range(len(ratios)))
+    following, coming = places[0], [0] * len(ratios)
+    for place in reversed(range(len(ratios))):
+        if ratios[place].has_prompt is has_prompt:
+            following = place
+        coming[place] = following
+    return coming
+
 
 _FASTEST = 1e12  # bytes per second of a link whose larger copies took no longer
 _MIN_SAMPLES = 20
@@ -189,8 +243,8 @@ def _fit_worker(worker: _WorkerIterations, slowdowns: Slowdowns) -> WorkerFit:
     samples = worker.alone(slowdowns)
     costs = fit_mean(samples)
     ratios: dict[str, list[Ratio]] = {}
-    for one, ratio in zip(worker.iterations, _ratios(costs, samples), strict=True):
-        ratios.setdefault(one.worker, []).append(ratio)
+    for iteration, ratio in zip(worker.iterations, _ratios(costs, samples), strict=True):
+        ratios.setdefault(iteration.worker, []).append(ratio)
     return WorkerFit(costs, fit_error(costs, samples), {name: tuple(found) for name, found in ratios.items()})
 
 

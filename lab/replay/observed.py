@@ -62,8 +62,8 @@ class ObservedIteration:
     started_s: float
     ended_s: float
     work: IterationWork
-    engine_s: float  # as the engine measured it, which is what policies learn
-    stood_still_s: float = 0.0  # while an urgent iteration ran between two of its layers
+    engine_s: float  # measured by the engine: policies learn this time
+    stood_still_s: float = 0.0  # during urgent iterations between two layers
 
     @property
     def seconds(self) -> float:

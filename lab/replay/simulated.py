@@ -10,11 +10,10 @@ from alignedserve.core.block_layout import BlockLayout
 from alignedserve.costmodel.linear import Sample
 from alignedserve.costmodel.model import CostModel
 from alignedserve.process.recording import RunMetadata
-from lab.replay.fitting import MachineFit
-from lab.replay.jitter import JitteryCosts, Ratio
+from lab.replay.fitting import JitteryCosts, MachineFit, Ratio
 from lab.replay.observed import ObservedRequest, ObservedRun
 from lab.sim.config import NO_SLOWDOWNS, SimConfig, SimLinks, Slowdowns
-from lab.sim.records import Ending, GapSample, OpenRequest, RequestRecord
+from lab.sim.records import GapSample, RequestEnding, RequestRecord, SimulatedRequest
 from lab.sim.result import ClassResult, Measure, classes_of
 from lab.sim.simulation import Simulation
 from lab.workload.requests import ClosedLoop, TimedRequest, Workload, WorkloadDescription
@@ -224,8 +223,8 @@ def real_requests(requests: Sequence[ReplayedRequest]) -> EndedRequests:
     records = []
     for number, request in enumerate(requests):
         timed, times = request.timed, request.observed.times_in_order
-        ending = Ending.COMPLETED if request.observed.finished_s is not None else Ending.UNFINISHED
-        under_way = OpenRequest(number, timed, request.observed.request.arrival_s, times)
+        ending = RequestEnding.COMPLETED if request.observed.finished_s is not None else RequestEnding.UNFINISHED
+        under_way = SimulatedRequest(number, timed, request.observed.request.arrival_s, times)
         records.append(under_way.close(ending, times[-1], gaps.setdefault(timed.class_name, GapSample())))
     begin_s = min(request.observed.request.arrival_s for request in requests)
     return EndedRequests(records, gaps, max(record.ended_s for record in records) - begin_s)

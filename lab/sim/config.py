@@ -9,8 +9,8 @@ import msgspec
 from alignedserve.config.sections import ClusterConfig, Topology
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import ConfigError
+from alignedserve.costmodel.hardware import LinkModel
 from alignedserve.costmodel.linear import Sample
-from alignedserve.costmodel.links import LinkModel
 from alignedserve.costmodel.model import CostModel
 from alignedserve.scheduling.factory import resolve_policy, with_yielding
 from alignedserve.scheduling.policy import DeviceMemory, Mechanism
@@ -80,7 +80,7 @@ class SimRouters:
 
 @dataclass(frozen=True, slots=True)
 class SimWorkerLoss:
-    """The loss of a worker, with its memory and all that it computes, and its return."""
+    """The loss of a worker with its memory and work, and its return."""
 
     worker: str  # by name: worker-N, or prefill-N and decode-N where they are separate
     at_s: float  # in seconds of the workload
@@ -108,7 +108,7 @@ class SimConfig:
     unmeasured_costs: CostModel | None = None  # the part of an iteration that no engine measures, so no policy learns
     can_stop: bool = False  # whether its engine can stop a pass between two layers, and does unless the cluster forbids
     context_len: int | None = None  # of the model; None: what a decode worker's memory holds
-    slowdowns: Slowdowns = NO_SLOWDOWNS  # of iterations by those of other workers of the machine (shared_cores.py)
+    slowdowns: Slowdowns = NO_SLOWDOWNS  # of iterations by those of other workers of the machine (copies.py)
     num_pools: int = 1  # nodes: prefill and decode workers are distributed over them
     routers: SimRouters = SimRouters()
     losses: tuple[SimWorkerLoss, ...] = ()  # each of another worker
@@ -169,7 +169,7 @@ class SimConfig:
             Mechanism.HIDDEN_CACHE: self.mechanisms.hidden_ratio is not None,
             Mechanism.SHARED_BLOCKS: self.mechanisms.has_shared_blocks,
         }
-        return frozenset(one for one, is_there in has.items() if is_there)
+        return frozenset(mechanism for mechanism, is_there in has.items() if is_there)
 
     def decode_name(self, number: int) -> str:
         """Return the name of a worker that decodes, as in a cluster."""
@@ -187,5 +187,5 @@ class SimConfig:
 
     @property
     def moves_between_nodes(self) -> bool:
-        """True if they hand them over to those of other nodes too."""
+        """True if workers hand requests over to other nodes."""
         return self.can_move and self.num_pools > 1 and self.cluster.router.moves_between_nodes

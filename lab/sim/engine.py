@@ -161,8 +161,8 @@ class SimulatedEngine:
 
     def forget(self) -> None:
         """Lose every sequence, as with the worker's process; what was counted stays."""
-        for kept in (self._on_host, self._hidden, self._sequences):
-            kept.clear()
+        for caches in (self._on_host, self._hidden, self._sequences):
+            caches.clear()
         self._latest, self._num_blocks = _SteadyIteration((), IterationWork(), (), 0), 0
 
     def timeline(self) -> list[IterationLine]:
@@ -234,7 +234,7 @@ class _Timeline:
     def __init__(self) -> None:
         self._times = (array("d"), array("d"))
         self._counts = (array("q"), array("q"), array("q"))
-        self._latest = -1  # the line of the latest one that ran within no other
+        self._latest = -1  # line of the latest iteration that ran on its own
 
     def add(self, now: float, duration_s: float, work: IterationWork, num_blocks: int) -> None:
         self._latest = len(self._times[0])

@@ -4,6 +4,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, count, islice, repeat
 
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request, RequestClass, SamplingParams, Slo
@@ -18,20 +19,78 @@ from alignedserve.messages.gateways import (
     TokensEmitted,
 )
 from alignedserve.messages.handshake import Role
+from alignedserve.messages.prefixes import BLOCK_NAME_BYTES, MAX_BLOCK_NAMES
+from alignedserve.prefix_cache.block_hashes import BlockHasher, prefix_root
 from lab.sim.components import Network
-from lab.sim.engine import SimulatedAnswer
+from lab.sim.engine import EOS, TOKEN, SimulatedAnswer
 from lab.sim.event_queue import EventQueue
-from lab.sim.prompts import SimulatedTexts
-from lab.sim.records import Ending, GapSample, OpenRequest, RequestRecord
+from lab.sim.records import GapSample, RequestEnding, RequestRecord, SimulatedRequest
 from lab.sim.routers import RouterChoice
 from lab.workload.requests import NO_SLO, ClosedLoopRun, TimedRequest, Workload
 from router.state import LengthPredicted
+
+_ROOT = prefix_root(b"simulated", tenant="", salt="", form=b"")
+
+
+class SimulatedTexts:
+    """Tokens of prompts and answers, and the names of their blocks. Every text has one token of its own, repeated."""
+
+    def __init__(self, block_size: int | None) -> None:
+        self._hasher = None if block_size is None else BlockHasher(block_size)
+        self._next_token = count(max(EOS, TOKEN) + 1)
+        self._token_of: dict[int | str, int] = {}
+        self._plain: dict[int, tuple[int, ...]] = {}  # open prompts without texts, by length: one tuple for all of one
+        self._num_users: dict[int, int] = {}
+
+    def prompt(self, timed: TimedRequest) -> tuple[int, ...]:
+        """Return the tokens of a request's prompt, which is given back when the request ends."""
+        if not timed.runs:
+            return self._borrow(timed.prompt_len)
+        runs = chain.from_iterable(repeat(self._token(run.text), run.num_tokens) for run in timed.runs)
+        tokens = tuple(runs)[: timed.prompt_len]
+        num_own = timed.prompt_len - len(tokens)
+        return tokens + (next(self._next_token),) * num_own if num_own else tokens
+
+    def root(self, timed: TimedRequest) -> bytes:
+        """Return the root of a request's blocks; empty for one without texts, which shares nothing."""
+        return _ROOT if timed.runs and self._hasher is not None else b""
+
+    def block_names(self, request: Request, generated_token_ids: Sequence[int] = ()) -> bytes:
+        if self._hasher is None or not request.prefix_root:
+            return b""
+        blocks = self._hasher.named(request.prefix_root, (*request.prompt_token_ids, *generated_token_ids))
+        return b"".join([block.block_hash[:BLOCK_NAME_BYTES] for block in islice(blocks, MAX_BLOCK_NAMES)])
+
+    def answer(self, timed: TimedRequest) -> SimulatedAnswer:
+        return SimulatedAnswer(timed.output_len, TOKEN if timed.answer is None else self._token(timed.answer))
+
+    def give_back(self, timed: TimedRequest) -> None:
+        length = timed.prompt_len
+        if timed.runs:
+            return
+        self._num_users[length] -= 1
+        if not self._num_users[length]:
+            del self._plain[length], self._num_users[length]
+
+    def _borrow(self, length: int) -> tuple[int, ...]:
+        self._num_users[length] = self._num_users.get(length, 0) + 1
+        prompt = self._plain.get(length)
+        if prompt is None:
+            prompt = self._plain[length] = (TOKEN,) * length
+        return prompt
+
+    def _token(self, text: int | str) -> int:
+        token = self._token_of.get(text)
+        if token is None:
+            token = self._token_of[text] = next(self._next_token)
+        return token
+
 
 GATEWAY = "gateway-0"
 
 
 @dataclass(slots=True)
-class _SentRequest(OpenRequest):
+class _SentRequest(SimulatedRequest):
     request: Request
     router: str
 
@@ -94,9 +153,9 @@ class SimulatedGateway:
             case RequestInterrupted():
                 self._resume([message.request_id])
             case RequestRejected():
-                self._end(message.request_id, Ending.REJECTED, self._event_queue.now)
+                self._end(message.request_id, RequestEnding.REJECTED, self._event_queue.now)
             case RequestFailed():
-                self._end(message.request_id, Ending.FAILED, self._event_queue.now)
+                self._end(message.request_id, RequestEnding.FAILED, self._event_queue.now)
             case ClusterStatus():
                 self.statuses[event.peer] = message
                 self._routers.observe(event.peer, message)
@@ -115,18 +174,18 @@ class SimulatedGateway:
                 sent.num_cached_tokens = delta.num_cached_tokens
             sent.token_times_s.append(time_s)
             if delta.finish_reason is not None:
-                self._end(delta.request_id, Ending.COMPLETED, time_s)
+                self._end(delta.request_id, RequestEnding.COMPLETED, time_s)
 
     def cut_off(self) -> None:
         for request_id in list(self._open):
-            self._close(request_id, Ending.UNFINISHED, self._event_queue.now)
+            self._close(request_id, RequestEnding.UNFINISHED, self._event_queue.now)
 
     @property
     def has_sent_all(self) -> bool:
         """True once all requests of the open loops are sent, and a given time of sending is over."""
         return self._has_begun_all and (not self._ends_s or bool(self.loaded_tokens_per_s))
 
-    def open_requests(self) -> Iterable[OpenRequest]:
+    def open_requests(self) -> Iterable[SimulatedRequest]:
         return self._open.values()
 
     # --- sending
@@ -205,10 +264,10 @@ class SimulatedGateway:
             num_tokens[under_way.timed.class_name] += len(under_way.token_times_s)
         self.loaded_tokens_per_s = {name: number / seconds for name, number in num_tokens.items()}
 
-    def _end(self, request_id: RequestId, ending: Ending, time_s: float) -> None:
+    def _end(self, request_id: RequestId, ending: RequestEnding, time_s: float) -> None:
         timed = self._close(request_id, ending, time_s)
         finished_s = time_s - self._origin_s
-        if ending is Ending.COMPLETED:
+        if ending is RequestEnding.COMPLETED:
             self._plan_all(self._loops.after(timed, finished_s))
         else:
             self._plan_all(self._loops.next_after(timed.class_name, finished_s))
@@ -218,7 +277,7 @@ class SimulatedGateway:
         if not (self._open or self._num_to_come):
             self._on_idle()
 
-    def _close(self, request_id: RequestId, ending: Ending, time_s: float) -> TimedRequest:
+    def _close(self, request_id: RequestId, ending: RequestEnding, time_s: float) -> TimedRequest:
         under_way = self._open.pop(request_id)
         del self.answers[request_id]
         timed = under_way.timed

@@ -22,7 +22,7 @@ from lab.workload.requests import TimedRequest
 _MAX_GAPS = 1 << 17
 
 
-class Ending(enum.Enum):
+class RequestEnding(enum.Enum):
     """Ways in which a request ends."""
 
     COMPLETED = "completed"
@@ -41,7 +41,7 @@ class RequestRecord:
     num_tokens: int
     arrival_s: float
     ended_s: float
-    ending: Ending
+    ending: RequestEnding
     ttft_s: float | None = None
     tpot_s: float | None = None
     max_tbt_s: float | None = None
@@ -69,7 +69,7 @@ class RequestRecord:
 
 
 @dataclass(slots=True)
-class OpenRequest:
+class SimulatedRequest:
     """One open request, as its client sees it."""
 
     number: int
@@ -78,14 +78,14 @@ class OpenRequest:
     token_times_s: "array[float]"
     num_cached_tokens: int = field(default=0, kw_only=True)  # of its prompt
 
-    def close(self, ending: Ending, now: float, gaps: "GapSample") -> RequestRecord:
+    def close(self, ending: RequestEnding, now: float, gaps: "GapSample") -> RequestRecord:
         """Build the record of the request and add its gaps to the sample."""
         timed, times = self.timed, self.token_times_s
         between = tbt_s(times)
         gaps.add(between)
         ttft, tpot = ttft_s(self.arrival_s, times), tpot_s(times)
         end_to_end = now - self.arrival_s
-        is_complete = ending is Ending.COMPLETED
+        is_complete = ending is RequestEnding.COMPLETED
 
         def has_met(slo: Slo, gap: float | None = tpot) -> bool:
             return meets_slo(slo, ttft=ttft, tpot=gap, end_to_end=end_to_end)
@@ -115,7 +115,7 @@ class OpenRequest:
                 self.arrival_s,
                 times,
                 ended_s=None if is_complete else now,
-                is_cut=ending is Ending.UNFINISHED,
+                is_cut=ending is RequestEnding.UNFINISHED,
             ),
         )
 

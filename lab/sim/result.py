@@ -18,7 +18,7 @@ from alignedserve.core.metrics import (
 from alignedserve.messages.cluster_view import IterationLogTotals
 from alignedserve.messages.gateways import ClusterStatus, Demand, LengthTotals
 from lab.sim.engine import IterationLine, SimulatedEngine
-from lab.sim.records import Ending, GapSample, RequestRecord
+from lab.sim.records import GapSample, RequestEnding, RequestRecord
 from lab.sim.routers import SimulatedRouter
 
 ALL = "all"  # every class together
@@ -48,7 +48,7 @@ class ClassResult:
     num_sent: int
     num_by_ending: dict[str, int]
     attainment: float | None  # requests that did not complete count as missed
-    ttft_attainment: float | None  # of this objective alone
+    ttft_attainment: float | None  # by first tokens alone
     tpot_attainment: float | None
     token_attainment: float | None  # share of the tokens with an objective that met it (AccelGen)
     p99_attainment: float | None  # of all objectives, with the 99th percentile of each request's gaps for their mean
@@ -191,12 +191,12 @@ class _Span(NamedTuple):
 
 def _class_of(records: Sequence[RequestRecord], gaps: Sequence[GapSample], span: _Span) -> ClassResult:
     duration_s, loaded_s = span.duration_s, span.last_sent_s - span.first_sent_s
-    completed = [record for record in records if record.ending is Ending.COMPLETED]
+    completed = [record for record in records if record.ending is RequestEnding.COMPLETED]
     num_met = sum(record.has_met_slo for record in records)
     num_timely = sum(record.num_timely_tokens for record in records)
     num_due, num_in_time = (sum(record.deadlines[place] for record in records) for place in (0, 1))
     gaps_s = _measure_gaps(gaps)
-    counts = {ending.value: sum(record.ending is ending for record in records) for ending in Ending}
+    counts = {ending.value: sum(record.ending is ending for record in records) for ending in RequestEnding}
     return ClassResult(
         num_sent=len(records),
         num_by_ending=counts,

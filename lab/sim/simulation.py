@@ -5,39 +5,137 @@ messages arrive and the counts are final.
 """
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import combinations, repeat
+from itertools import chain, combinations, repeat
 
 from alignedserve.config.sections import BatchingConfig, PoolConfig
+from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import ConfigError
+from alignedserve.costmodel.iteration_points import Point, calibrate, calibration_points, feasible_points
 from alignedserve.costmodel.linear import Sample
 from alignedserve.costmodel.model import CostModel
 from alignedserve.messages.events import TICK_S
 from alignedserve.messages.handshake import Role
-from alignedserve.scheduling.factory import calibration_s, limits_of
-from alignedserve.scheduling.policy import IterationLimits
+from alignedserve.scheduling.factory import calibration_s, check_yielding, limits_of
+from alignedserve.scheduling.policies import require_policy
+from alignedserve.scheduling.policy import IterationLimits, Mechanism
 from alignedserve.worker_core.registration import registration_of
 from decode_worker import factory as decode_factory
 from kvpool import factory as pool_factory
 from kvpool.state import SetBlockGeneration
-from lab.sim.calibration import calibrated, points_of
-from lab.sim.checks import check_fit, check_losses, check_policy
 from lab.sim.components import AnyLogic, Network, SharedMemory, SimulatedComponent, SimulatedWorker
 from lab.sim.config import SimConfig, SimWorkerLoss
-from lab.sim.copies import MemoryLinks, SimulatedCopier
+from lab.sim.copies import MemoryLinks, SharedCores, SimulatedCopier
 from lab.sim.engine import EOS, SimulatedEngine
 from lab.sim.event_queue import EventQueue
-from lab.sim.gateway import GATEWAY, SimulatedGateway
-from lab.sim.misses import MissWatch
-from lab.sim.prompts import SimulatedTexts
-from lab.sim.records import GapSample, RequestRecord
+from lab.sim.gateway import GATEWAY, SimulatedGateway, SimulatedTexts
+from lab.sim.records import GapSample, RequestRecord, SimulatedRequest
 from lab.sim.result import RouterResult, SimulationResult, classes_of, total_of, worker_of
 from lab.sim.routers import RouterChoice, SimulatedRouter
-from lab.sim.shared_cores import SharedCores
-from lab.workload.requests import Workload
+from lab.workload.requests import Workload, turns_of
 from prefill_worker import factory as prefill_factory
 from router import factory as router_factory
+
+_NUM_ROUNDS = 2  # nothing scatters here, and a thousand nodes have two thousand workers
+_SPARE = 4  # tokens by which a live worker lets every request grow
+
+
+def points_of(layout: BlockLayout, limits: IterationLimits, *, num_blocks: int, has_hidden_cache: bool) -> list[Point]:
+    points = calibration_points(
+        max_requests=limits.max_running_requests, max_tokens=limits.max_tokens, has_hidden_cache=has_hidden_cache
+    )
+    return feasible_points(
+        points,
+        max_context_len=num_blocks * layout.block_size,
+        num_blocks=num_blocks,
+        block_size=layout.block_size,
+        spare=_SPARE,
+    )
+
+
+def calibrated(costs: CostModel, points: Sequence[Point], duration_s: float) -> tuple[Sample, ...]:
+    elapsed_s = 0.0
+
+    def measure(point: Point) -> float:
+        nonlocal elapsed_s
+        seconds = costs.swap_s(2 * point.num_swapped) if point.num_swapped else costs.iteration_s(point.work)
+        elapsed_s += seconds
+        return seconds
+
+    max_samples = _NUM_ROUNDS * len(points)
+    return calibrate(points, measure, clock=lambda: elapsed_s, duration_s=duration_s, max_samples=max_samples)
+
+
+def check_fit(config: SimConfig, workload: Workload) -> None:
+    """Raise ConfigError for a request that could never be served as it is; live it would fail or be cut short.
+
+    One with a limit of its own is to fit a decode worker's memory at its longest; one without, the context.
+    """
+    for number, first in enumerate(workload.requests):
+        for timed in turns_of(first):
+            if timed.max_tokens is None:
+                holds, words, limit = timed.final_context_len, "comes to hold", config.max_context_len
+            else:
+                holds, words, limit = timed.prompt_len + timed.max_tokens, "may come to hold", config.memory_tokens
+            if holds > limit:
+                what = "a decode worker's memory holds" if limit == config.memory_tokens else "the model's context is"
+                raise ConfigError(f"request {number} of the workload {words} {holds} tokens; {what} {limit}")
+
+
+def check_losses(losses: Sequence[SimWorkerLoss], workers: Collection[str]) -> None:
+    """Raise ConfigError if a loss names an unknown worker, or a worker twice."""
+    names = [loss.worker for loss in losses]
+    for name in names:
+        if name not in workers or names.count(name) > 1:
+            known = ", ".join(workers)
+            raise ConfigError(f"losses: {name} is lost twice or no worker of this cluster; it has {known}")
+
+
+def check_policy(config: SimConfig, workload: Workload) -> None:
+    """Raise ConfigError if a policy needs true predictions and has none; predictions of closed loops count as true."""
+    turns = chain.from_iterable(map(turns_of, workload.requests))
+    are_known = all(timed.predicted_len == timed.output_len for timed in turns)
+    known = frozenset({Mechanism.KNOWN_LENGTHS}) if are_known else frozenset()
+    scheduling, topology = config.cluster.scheduling, config.cluster.chosen_topology
+    require_policy(scheduling, topology, config.available | known)
+    check_yielding(scheduling, topology, config.available)
+
+
+class MissWatch:
+    """The requests of each class that certainly miss their objectives: ended without, or open and too late for them.
+
+    Clients know how long their answers are: a mean gap is missed as soon as even an answer that ended now has it.
+    """
+
+    def __init__(self, limits: Mapping[str, int]) -> None:
+        self._limits = limits
+        self._ended: Counter[str] = Counter()
+        self._num_seen = 0
+
+    def is_over(self, records: Sequence[RequestRecord], under_way: Iterable[SimulatedRequest], now: float) -> bool:
+        """Return whether more requests miss than a limit allows. `records`: all that have ended, in their order."""
+        for record in records[self._num_seen :]:
+            self._ended[record.class_name] += not record.has_met_slo
+        self._num_seen = len(records)
+        missed = Counter(self._ended)
+        missed.update(request.timed.class_name for request in under_way if _is_late(request, now))
+        return any(missed[name] > limit for name, limit in self._limits.items())
+
+    def is_settled(self, under_way: Iterable[SimulatedRequest], now: float) -> bool:
+        return all(_is_late(request, now) for request in under_way if request.timed.class_name in self._limits)
+
+
+def _is_late(request: SimulatedRequest, now: float) -> bool:
+    slo, times, arrival_s = request.timed.slo, request.token_times_s, request.arrival_s
+    first_s = times[0] if times else now
+    if slo.ttft_s is not None and first_s > arrival_s + slo.ttft_s:
+        return True
+    if slo.deadline_s is not None and now > arrival_s + slo.deadline_s:
+        return True
+    return slo.tpot_s is not None and now - first_s > slo.tpot_s * max(request.timed.output_len - 1, 1)
+
 
 Progress = Callable[[float, int], None]  # simulated seconds since the first request, number of ended requests
 
@@ -287,8 +385,8 @@ class Simulation:
     def _add_node(self, node: int, prefillers: list[str], decoders: list[str]) -> None:
         for prefiller in prefillers:
             self._network.link(prefiller, _pool(node))
-        for one, other in combinations(decoders if self._config.can_move else (), 2):
-            self._network.link(one, other)
+        for worker, other in combinations(decoders if self._config.can_move else (), 2):
+            self._network.link(worker, other)
         pools = [_pool(node)] if self._config.cluster.node_pool is not None else []
         for decoder in decoders:
             for peer in pools + prefillers:

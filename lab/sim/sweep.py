@@ -21,7 +21,7 @@ from lab.sim.result import ALL, SimulationResult
 from lab.sim.simulation import Simulation
 from lab.workload.build import build_workload
 from lab.workload.catalogue import Library
-from lab.workload.requests import Window, Workload, sped_up, window_of
+from lab.workload.requests import TimeWindow, Workload, sped_up, window_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class WorkloadLine:
     num_requests: int | None = None
     duration_s: float | None = None  # seconds of arrivals
     data_dir: Path | None = None  # for names that are not part of the package
-    window: Window | None = None  # of the whole, where no more is wanted
+    window: TimeWindow | None = None  # of the whole, where no more is wanted
     speed: float = 1.0  # of the arrivals in it
 
     def build(self) -> Workload:
@@ -42,7 +42,7 @@ class WorkloadLine:
         return part_of(whole, self.window, self.speed)
 
 
-def part_of(workload: Workload, window: Window | None, speed: float) -> Workload:
+def part_of(workload: Workload, window: TimeWindow | None, speed: float) -> Workload:
     """Return a window of a workload (None: all of it) at a speed of its own."""
     workload = workload if window is None else window_of(workload, window)
     return workload if speed == 1.0 else sped_up(workload, speed)
@@ -85,8 +85,8 @@ def run_cases(
 ) -> list[CaseResult]:
     """Simulate all cases, `processes` at a time (1: in this process); return results in their order.
 
-    A case that fails, even with its process, is a result with an error; the others continue. `over` gets each result as
-    soon as it is there. Ctrl-C ends all processes before it is raised.
+    A failed case, or a process that dies, is a result with an error; other cases continue. `over` gets each result at
+    once. Ctrl-C ends all processes before it is raised.
     """
     with CasePool(min(processes, len(cases))) as pool:
         return pool.run(cases, progress, over)
@@ -146,7 +146,7 @@ def _library(data_dir: Path | None) -> Library:
 @dataclass(slots=True)
 class _WorkerProcess:
     process: SpawnProcess
-    link: Connection  # pickles, over a pipe that only this process and that child of its own have
+    link: Connection  # pickles over a pipe between this process and its child alone
     number: int | None = None
 
 

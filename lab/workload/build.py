@@ -19,9 +19,8 @@ from alignedserve.core.errors import ConfigError
 from alignedserve.core.request import RequestClass, Slo
 from lab.workload.arrivals import GapDistribution, Renewal
 from lab.workload.catalogue import Library
-from lab.workload.distributions import FloatArray, ValueDistribution
+from lab.workload.distributions import DrawnLengths, FloatArray, IntArray, TokenLengths, ValueDistribution, whole
 from lab.workload.grammar import MAX_SPAN_S, RECORDED, ClassSpec, ClientLimit, parse_classes
-from lab.workload.lengths import DrawnLengths, IntArray, Lengths, whole
 from lab.workload.prompt_texts import after_instruction, conversation
 from lab.workload.recordings import Extract, RecordedSource, Recording
 from lab.workload.requests import ClosedLoop, TextRun, TimedRequest, Workload, WorkloadDescription
@@ -149,9 +148,11 @@ class _ClassTraffic:
             raise ConfigError("repeat= needs a duration")
         extract = Extract(spec.start_s, duration_s, spec.rate, spec.is_repeated)
         recording = self._source.record(self._generator(_Purpose.ARRIVALS), extract)
-        found = self._drawn.completed(recording.lengths, self._generator(_Purpose.LENGTHS), len(recording.arrival_s))
-        lengths, kept = spec.limits.cut(found)
-        return replace(recording.take(kept), lengths=lengths)
+        completed = self._drawn.completed(
+            recording.lengths, self._generator(_Purpose.LENGTHS), len(recording.arrival_s)
+        )
+        lengths, rows = spec.limits.cut(completed)
+        return replace(recording.take(rows), lengths=lengths)
 
     # --- closed loop
 
@@ -191,10 +192,10 @@ class _ClassTraffic:
         chosen = self._generator(_Purpose.INSTRUCTIONS, block).integers(len(texts), size=_BLOCK)
         return [texts[number] for number in chosen.tolist()]
 
-    def _lengths(self, block: int) -> Lengths:
+    def _lengths(self, block: int) -> TokenLengths:
         return self.spec.limits.draw(self._drawn, self._generator(_Purpose.LENGTHS, block), _BLOCK)
 
-    def _timed(self, arrival_s: Sequence[float], lengths: Lengths, block: int = 0) -> list[TimedRequest]:
+    def _timed(self, arrival_s: Sequence[float], lengths: TokenLengths, block: int = 0) -> list[TimedRequest]:
         spec = self.spec
         assert lengths.prompt_len is not None, "lengths are complete"
         output_len = self._answers(lengths)
@@ -224,7 +225,7 @@ class _ClassTraffic:
         ]
         return list(map(_on_terms, timed, terms))
 
-    def _answers(self, lengths: Lengths) -> IntArray:
+    def _answers(self, lengths: TokenLengths) -> IntArray:
         assert lengths.output_len is not None, "lengths are complete"
         limit = self.spec.max_tokens
         return np.minimum(lengths.output_len, limit) if isinstance(limit, int) else lengths.output_len

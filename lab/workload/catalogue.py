@@ -14,8 +14,7 @@ from numpy.random import Generator
 
 from alignedserve.core.errors import ConfigError
 from lab.workload.arrivals import RateProfile
-from lab.workload.distributions import ValueDistribution, parse_number
-from lab.workload.lengths import IntArray, Lengths, LengthSource, whole
+from lab.workload.distributions import IntArray, LengthSource, TokenLengths, ValueDistribution, parse_number, whole
 from lab.workload.recordings import ClientDaySource, TraceSource
 from lab.workload.servegen import read_clients
 from lab.workload.text_lines import columns_of, is_json, parse_length, parsed_lines, read_lines
@@ -33,7 +32,7 @@ _CC_BY, _APACHE, _MIT, _NONE = "CC-BY 4.0", "Apache-2.0", "MIT", "none stated"
 
 def read_lengths(
     path: Path, *, prompt: str | None, output: str | None, where: Mapping[str, str] = NO_FILTER
-) -> Lengths:
+) -> TokenLengths:
     """Read named columns of a CSV file, from the rows whose other columns match `where`. Raises ConfigError."""
     lines = read_lines(path)
     columns = columns_of(lines, str(path))
@@ -55,7 +54,7 @@ def read_lengths(
     if not rows:
         raise ConfigError(f"{path}: no lengths in it")
     prompt_len, output_len = np.array(rows, dtype=np.int64).T
-    return Lengths(None if prompt is None else prompt_len, None if output is None else output_len)
+    return TokenLengths(None if prompt is None else prompt_len, None if output is None else output_len)
 
 
 # --- texts ------------------------------------------------------------------------------------------------------------
@@ -65,26 +64,26 @@ def count_pieces(text: str) -> int:
     return max(1, round(len(_PIECE.findall(text)) / PIECES_PER_TOKEN))
 
 
-def read_texts(path: Path, *, prompt: Sequence[str], output: str, where: Mapping[str, str] = NO_FILTER) -> Lengths:
+def read_texts(path: Path, *, prompt: Sequence[str], output: str, where: Mapping[str, str] = NO_FILTER) -> TokenLengths:
     """Read the lengths of prompts (fields of a JSON object per line, joined by newlines) and of their answers.
 
-    Only the rows whose other fields are as `where` says. Raises ConfigError.
+    Only rows with the fields of `where`. Raises ConfigError.
     """
 
     def parse(line: str) -> tuple[str, str] | None:
         fields = msgspec.json.decode(line, type=dict[str, object])
         if any(fields.get(name) != wanted for name, wanted in where.items()):
             return None
-        found = [fields.get(name) for name in (*prompt, output)]
-        texts = [text for text in found if isinstance(text, str)]
-        if len(texts) < len(found):
+        values = [fields.get(name) for name in (*prompt, output)]
+        texts = [text for text in values if isinstance(text, str)]
+        if len(texts) < len(values):
             raise ValueError(f"needs texts named {', '.join((*prompt, output))}")
         return "\n".join(text for text in texts[:-1] if text), texts[-1]
 
     rows = [row for row in parsed_lines(read_lines(path), 1, parse, str(path)) if row is not None]
     if not rows:
         raise ConfigError(f"{path}: no texts in it")
-    return Lengths(
+    return TokenLengths(
         prompt_len=np.array([count_pieces(text) for text, _ in rows], dtype=np.int64),
         output_len=np.array([count_pieces(answer) for _, answer in rows], dtype=np.int64),
     )
@@ -97,7 +96,7 @@ PROMPT_DEVIATION = 0.5  # of the mean
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class LongBenchTask:
     """One task of LongBench, as its table describes it."""
 
     name: str
@@ -108,22 +107,22 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class TaskTable:
-    """Lengths of tasks whose means alone are known.
+    """TokenLengths of tasks whose means alone are known.
 
     Assumptions, as the table has no distributions: prompts are log-normal around the task's mean number of words
     (Chinese: characters) times TOKENS_PER_WORD, with a deviation of half that; answers are evenly spread between one
     token and the task's limit. Tasks come as often as they have samples.
     """
 
-    tasks: tuple[Task, ...]
+    tasks: tuple[LongBenchTask, ...]
 
-    def draw(self, rng: Generator, count: int) -> Lengths:
+    def draw(self, rng: Generator, count: int) -> TokenLengths:
         samples = np.array([task.num_samples for task in self.tasks], dtype=np.float64)
         chosen = rng.choice(len(self.tasks), size=count, p=samples / samples.sum())
         prompts = np.stack([whole(task.prompt.draw(rng, count)) for task in self.tasks])
         limits = np.array([task.max_output for task in self.tasks])[chosen]
         output_len: IntArray = rng.integers(1, limits, endpoint=True)
-        return Lengths(prompts[chosen, np.arange(count)], output_len)
+        return TokenLengths(prompts[chosen, np.arange(count)], output_len)
 
 
 def read_tasks(path: Path, *, only: Sequence[str] = ()) -> TaskTable:
@@ -131,11 +130,11 @@ def read_tasks(path: Path, *, only: Sequence[str] = ()) -> TaskTable:
     lines = read_lines(path)
     columns = columns_of(lines, str(path))
 
-    def parse(line: str) -> Task:
+    def parse(line: str) -> LongBenchTask:
         fields = columns.fields(line)
         try:
             mean = parse_number("avg_len", fields["avg_len_words_or_zh_chars"]) * TOKENS_PER_WORD
-            return Task(
+            return LongBenchTask(
                 name=fields["task"],
                 prompt=ValueDistribution("skewed", (mean, mean * PROMPT_DEVIATION)),
                 max_output=parse_length(fields["max_output_tokens"], least=1),
@@ -275,7 +274,7 @@ SOURCES: Mapping[str, SourceEntry] = {
     "summarization": SourceEntry(_APEX, _apex("summarization"), _MIT, "APEX: long prompts"),
 }  # fmt: skip
 
-# The models whose tokenizers counted the lengths, as far as the sources name them.
+# Models whose tokenizers counted the lengths, where sources name a model.
 TOKENS_OF: Mapping[str, str] = {
     **dict.fromkeys(("alpaca_vicuna", "arxiv", "arxiv_full", "lmsys_vicuna", "sharegpt", "sharegpt_full"), "llama-2"),
     "servegen": "deepseek-r1",

@@ -11,19 +11,61 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 
+import numpy as np
+from numpy.random import Generator
+
 from alignedserve.batches.hours import Hours, Schedule, parse_hours, parse_moment
 from alignedserve.core.errors import ConfigError, InvalidRequest
 from alignedserve.core.request import MAX_PRIORITY, MAX_TENANT_LEN, MAX_WEIGHT, RequestClass
 from lab.workload.arrivals import GapDistribution
 from lab.workload.distributions import (
+    IntArray,
+    LengthLimits,
     ValueDistribution,
     parse_distribution,
     parse_number,
     split_outside_parentheses,
+    whole,
 )
-from lab.workload.lengths import LengthLimits
-from lab.workload.predictions import PredictionModel, parse_prediction
 from lab.workload.requests import StartTimes
+
+
+class PredictionKind(enum.Enum):
+    """Quality of a prediction."""
+
+    EXACT = "exact"
+    CLASS_MEAN = "mean"  # of the class of traffic
+    NOISY = "error"  # the true length times a log-normal error
+
+
+@dataclass(frozen=True, slots=True)
+class PredictionModel:
+    """Model that makes predicted lengths from true ones.
+
+    `sigma`: deviation of the error's logarithm; its median is 1.
+    """
+
+    kind: PredictionKind
+    sigma: float = 0.0
+
+    def predict(self, output_len: IntArray, *, mean_len: float, rng: Generator) -> IntArray:
+        if self.kind is PredictionKind.CLASS_MEAN:
+            return whole(np.full(len(output_len), mean_len))
+        if self.kind is PredictionKind.EXACT:
+            return np.maximum(1, output_len)
+        return whole(output_len.astype(np.float64) * np.exp(self.sigma * rng.standard_normal(len(output_len))))
+
+
+def parse_prediction(text: str) -> PredictionModel:
+    if text in ("exact", "mean"):
+        return PredictionModel(PredictionKind(text))
+    if text.startswith("error(") and text.endswith(")"):
+        sigma = parse_number("error", text[6:-1])
+        if 0 <= sigma <= 5:
+            return PredictionModel(PredictionKind.NOISY, sigma)
+        raise ConfigError(f"{text!r}: the deviation of the logarithm must lie between 0 and 5")
+    raise ConfigError(f"{text!r}: predictions are exact, mean or error(sigma)")
+
 
 RECORDED = "recorded"
 MAX_OUTSTANDING = 10_000
@@ -70,7 +112,7 @@ class ClassSpec:
     tpot_s: ValueDistribution | None = None
     deadline_s: ValueDistribution | None = None
     priority: int = 0
-    tenant: str = ""  # the client that its requests count for, of the others that share the class of requests
+    tenant: str = ""  # the client, among several in one class of requests
     weight: float = 1.0  # of that client's share
     tier: str | None = None
     max_tokens: int | ClientLimit = ClientLimit.CONTEXT

@@ -1,15 +1,18 @@
 """The same workload as it was recorded, at another rate, or with objectives where it names none."""
 
+from itertools import chain
+
 from alignedserve.core.errors import ConfigError
 from alignedserve.core.request import RequestClass
 from lab.workload.distributions import split_outside_parentheses
 from lab.workload.grammar import RECORDED, parse_classes
+from lab.workload.requests import Workload, turns_of
 
 _ARRIVALS = ("rate", "arrivals", "outstanding", "wave")  # the keys that say when requests come
 
 
 def as_recorded(line: str) -> str:
-    """Return the line; that of a mere trace plays it as it was recorded."""
+    """Return the line; a bare trace gets its recorded arrivals."""
     line = line.strip()
     return line if not line or set(line) & set(",;=:") else f"{line}, arrivals={RECORDED}"
 
@@ -63,3 +66,32 @@ def _with_rate(part: str, rate: str) -> str:
         if separator and head.rpartition(":")[2].strip() == "rate":
             return ",".join((*settings[:number], f"{head}={rate}", *settings[number + 1 :]))
     return f"{part}, rate={rate}"
+
+
+_PROBED = 512  # requests of a closed loop that are looked at
+
+
+def require_feasible(
+    workload: Workload, *, max_context_len: int | None = None, memory_tokens: int | None = None
+) -> None:
+    """Raise ConfigError where a request can never be served.
+
+    Every open-loop request is checked, and the first of every closed loop. `max_context_len`: of the model;
+    `memory_tokens`: whose cache one worker holds; None: no limit.
+    """
+    probed = [loop.stream[number] for loop in workload.closed_loops for number in range(_PROBED)]
+    turns = chain.from_iterable(map(turns_of, (*workload.requests, *probed)))
+    longest = max(turns, key=lambda request: request.final_context_len, default=None)
+    limits = (
+        (max_context_len, "the model's context is"),
+        (memory_tokens, "the memory of one worker holds"),
+    )
+    problems = [
+        f"a request of class {longest.class_name} comes to hold {longest.final_context_len} tokens "
+        f"({longest.prompt_len} of prompt, {longest.output_len} of answer), but {words} {limit} "
+        f"(max_total={limit} would drop such requests, max_prompt= shorten them)"
+        for limit, words in limits
+        if longest is not None and limit is not None and longest.final_context_len > limit
+    ]
+    if problems:
+        raise ConfigError("; ".join(problems))

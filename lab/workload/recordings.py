@@ -10,8 +10,7 @@ from numpy.random import Generator
 
 from alignedserve.core.errors import ConfigError
 from lab.workload import traces
-from lab.workload.distributions import FloatArray
-from lab.workload.lengths import IntArray, Lengths
+from lab.workload.distributions import FloatArray, IntArray, TokenLengths
 from lab.workload.requests import TextRun
 from lab.workload.servegen import ClientDay
 from lab.workload.traces import TraceRow
@@ -32,7 +31,7 @@ class Recording:
     """Requests as they came, earliest first."""
 
     arrival_s: FloatArray
-    lengths: Lengths
+    lengths: TokenLengths
     runs: Sequence[tuple[TextRun, ...]]  # of texts that the prompts begin with
 
     def take(self, rows: IntArray) -> "Recording":
@@ -44,7 +43,7 @@ class Recording:
 class RecordedSource(Protocol):
     """Source of requests with their arrivals."""
 
-    def draw(self, rng: Generator, count: int) -> Lengths:
+    def draw(self, rng: Generator, count: int) -> TokenLengths:
         """Draw lengths and terms, rows at random."""
 
     def record(self, rng: Generator, extract: Extract) -> Recording:
@@ -58,7 +57,7 @@ class TraceSource:
         self._rows = rows
 
     @cached_property
-    def _lengths(self) -> Lengths:
+    def _lengths(self) -> TokenLengths:
         return _columns(self._rows).lengths
 
     @property
@@ -66,7 +65,7 @@ class TraceSource:
         """Return the models that the rows name, in order of their names."""
         return sorted({row.model for row in self._rows if row.model is not None})
 
-    def draw(self, rng: Generator, count: int) -> Lengths:
+    def draw(self, rng: Generator, count: int) -> TokenLengths:
         """Draw lengths and terms of rows at random."""
         return self._lengths.draw(rng, count)
 
@@ -85,7 +84,7 @@ def _columns(rows: Sequence[TraceRow]) -> Recording:
     terms = np.array([row.terms for row in rows], dtype=object)
     return Recording(
         arrival_s=np.array([row.arrival_s for row in rows]),
-        lengths=Lengths(lengths[:, 0], lengths[:, 1], terms if terms.any() else None),
+        lengths=TokenLengths(lengths[:, 0], lengths[:, 1], terms if terms.any() else None),
         runs=[row.runs for row in rows],
     )
 
@@ -96,7 +95,7 @@ class ClientDaySource:
 
     day: ClientDay
 
-    def draw(self, rng: Generator, count: int) -> Lengths:
+    def draw(self, rng: Generator, count: int) -> TokenLengths:
         return self.day.draw(rng, count)
 
     def record(self, rng: Generator, extract: Extract) -> Recording:

@@ -104,7 +104,7 @@ class Workload:
     max_closed: int | None = None
 
 
-class Window(NamedTuple):
+class TimeWindow(NamedTuple):
     """A stretch of a workload, and how much of what comes before it is played as well."""
 
     start_s: float
@@ -117,7 +117,7 @@ class Window(NamedTuple):
         return max(self.start_s - self.lead_in_s, 0.0)
 
 
-def window_of(workload: Workload, window: Window) -> Workload:
+def window_of(workload: Workload, window: TimeWindow) -> Workload:
     """Return what comes in a window, with times from its beginning.
 
     Requests of the lead-in have class names of their own, so that they are not counted. Closed loops send for as long.
@@ -150,7 +150,7 @@ def turns_of(request: TimedRequest) -> Iterator[TimedRequest]:
 
 
 def in_every_turn(request: TimedRequest, change: Callable[[TimedRequest], TimedRequest]) -> TimedRequest:
-    """Return the request, and the turns after it, changed one by one."""
+    """Return the request and its later turns, each changed."""
     changed = [change(turn) for turn in turns_of(request)]
     first = changed.pop()
     while changed:

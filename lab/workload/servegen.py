@@ -14,8 +14,7 @@ from numpy.random import Generator
 
 from alignedserve.core.errors import ConfigError
 from lab.workload.arrivals import gamma_gaps, weibull_gaps
-from lab.workload.distributions import FloatArray
-from lab.workload.lengths import IntArray, Lengths, joined, whole
+from lab.workload.distributions import FloatArray, IntArray, TokenLengths, joined, whole
 from lab.workload.text_lines import parsed_lines, read_lines
 
 WINDOW_S = 600.0
@@ -63,9 +62,9 @@ class ClientWindow:
         drawn = np.concatenate(pieces)
         return self.start_s + drawn[(drawn >= 0) & (drawn < WINDOW_S)]
 
-    def draw(self, rng: Generator, count: int) -> Lengths:
+    def draw(self, rng: Generator, count: int) -> TokenLengths:
         prompt_len = whole(np.interp(rng.random(count), QUANTILES, self.prompt_quantiles))
-        return Lengths(prompt_len, whole(np.interp(rng.random(count), QUANTILES, self.output_quantiles)))
+        return TokenLengths(prompt_len, whole(np.interp(rng.random(count), QUANTILES, self.output_quantiles)))
 
 
 @dataclass(frozen=True)  # without slots: what is worked out from the windows stays
@@ -81,11 +80,11 @@ class ClientDay:
             np.array([window.output_quantiles for window in self.windows]),
         )
 
-    def draw(self, rng: Generator, count: int) -> Lengths:
+    def draw(self, rng: Generator, count: int) -> TokenLengths:
         rates = np.array([window.rate for window in self.windows])
         chosen = rng.choice(len(rates), size=count, p=rates / rates.sum())
         prompts, outputs = (_between(rows[chosen], rng.random(count)) for rows in self._quantiles)
-        return Lengths(whole(prompts), whole(outputs))
+        return TokenLengths(whole(prompts), whole(outputs))
 
     def mean_rate(self, start_s: float, duration_s: float) -> float:
         expected = sum(window.rate * _overlap_s(window, start_s, start_s + duration_s) for window in self.windows)
@@ -97,7 +96,7 @@ class ClientDay:
 
     def generate(
         self, rng: Generator, *, start_s: float, duration_s: float, factor: float = 1.0
-    ) -> tuple[FloatArray, Lengths]:
+    ) -> tuple[FloatArray, TokenLengths]:
         """Generate arrivals in [0, duration), which is [start, start + duration) of the day, in order, and their
         lengths.
 
@@ -105,7 +104,7 @@ class ClientDay:
         """
         chosen = [window for window in self.windows if _overlap_s(window, start_s, start_s + duration_s) > 0]
         moments: list[FloatArray] = []
-        lengths: list[Lengths] = []
+        lengths: list[TokenLengths] = []
         for window in chosen:
             arrivals = window.arrivals(rng, factor) - start_s
             arrivals = arrivals[(arrivals >= 0) & (arrivals < duration_s)]
@@ -120,7 +119,7 @@ class ClientDay:
 
 def _between(quantiles: FloatArray, shares: FloatArray) -> FloatArray:
     levels = np.array(QUANTILES)
-    below = np.searchsorted(levels, shares, side="right") - 1  # a share is below 1, so that there is one above
+    below = np.searchsorted(levels, shares, side="right") - 1  # shares are below 1: a level above exists
     part = (shares - levels[below]) / (levels[below + 1] - levels[below])
     rows = np.arange(len(shares))
     lower, upper = quantiles[rows, below], quantiles[rows, below + 1]

@@ -49,8 +49,8 @@ def parse_length(text: str, *, least: int = 0) -> int:
     return length
 
 
-class Columns:
-    """Columns of a CSV header, and the fields of a line by column. Raises ValueError for quotes that do not end."""
+class CsvColumns:
+    """CsvColumns of a CSV header, and the fields of a line by column. Raises ValueError for quotes that do not end."""
 
     def __init__(self, header: str) -> None:
         self.names = tuple(name.strip() for name in _split(header))
@@ -68,9 +68,9 @@ def is_json(lines: Sequence[str]) -> bool:
     return bool(lines) and lines[0].lstrip().startswith("{")
 
 
-def columns_of(lines: Sequence[str], name: str) -> Columns:
+def columns_of(lines: Sequence[str], name: str) -> CsvColumns:
     """Return the columns that the first line names. Raises ConfigError with the file's name."""
-    return next(parsed_lines(lines[:1], 1, Columns, name), Columns(""))
+    return next(parsed_lines(lines[:1], 1, CsvColumns, name), CsvColumns(""))
 
 
 def _split(line: str) -> list[str]:

@@ -27,7 +27,7 @@ from alignedserve.core.errors import ConfigError
 from alignedserve.core.request import MAX_PRIORITY, RequestClass, Slo
 from lab.workload.prompt_texts import in_repetition, runs_of
 from lab.workload.requests import TextRun
-from lab.workload.text_lines import MAX_LENGTH, Columns, columns_of, is_json, parsed_lines, read_lines
+from lab.workload.text_lines import MAX_LENGTH, CsvColumns, columns_of, is_json, parsed_lines, read_lines
 
 OWN_COLUMNS = ("arrival_s", "prompt_len", "output_len")
 TERMS_COLUMNS = ("class", "ttft_s", "tpot_s", "deadline_s", "priority")
@@ -115,7 +115,7 @@ def _json_parser(first: str) -> Callable[[str], TraceRow]:
     return _mooncake_row if is_mooncake else _in_order(_own_json_row)
 
 
-def _csv_parser(columns: Columns, name: str) -> Callable[[str], TraceRow | None]:
+def _csv_parser(columns: CsvColumns, name: str) -> Callable[[str], TraceRow | None]:
     names = set(columns.names)
     if names == set(_AZURE_COLUMNS):
         return _azure_parser(columns)
@@ -145,7 +145,7 @@ def _checked(row: TraceRow | None) -> TraceRow | None:
 # --- formats of others ------------------------------------------------------------------------------------------------
 
 
-def _azure_parser(columns: Columns) -> Callable[[str], TraceRow]:
+def _azure_parser(columns: CsvColumns) -> Callable[[str], TraceRow]:
     def parse(line: str) -> TraceRow:
         fields = columns.fields(line)
         arrival_s, prompt_len, output_len = (fields[name] for name in _AZURE_COLUMNS)
@@ -176,7 +176,7 @@ def _mooncake_row(line: str) -> TraceRow:
     return _with_runs(TraceRow(_time(row.timestamp / 1000.0), row.input_length, row.output_length), row.hash_ids)
 
 
-def _burstgpt_parser(columns: Columns) -> Callable[[str], TraceRow | None]:
+def _burstgpt_parser(columns: CsvColumns) -> Callable[[str], TraceRow | None]:
     def parse(line: str) -> TraceRow | None:
         fields = columns.fields(line)
         prompt_len, output_len = int(fields["Request tokens"]), int(fields["Response tokens"])
@@ -191,7 +191,7 @@ def _burstgpt_parser(columns: Columns) -> Callable[[str], TraceRow | None]:
 # --- our own ----------------------------------------------------------------------------------------------------------
 
 
-def _own_csv_parser(columns: Columns, name: str) -> Callable[[str], TraceRow]:
+def _own_csv_parser(columns: CsvColumns, name: str) -> Callable[[str], TraceRow]:
     unknown = [column for column in columns.names if column not in _OWN_KNOWN_COLUMNS]
     missing = [column for column in OWN_COLUMNS if column not in columns.names]
     if missing:

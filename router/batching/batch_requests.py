@@ -20,7 +20,7 @@ import msgspec
 
 from alignedserve.config.sections import BatchingConfig
 from alignedserve.core.ids import BatchId, WorkerName
-from alignedserve.costmodel.links import LearnedLinks
+from alignedserve.costmodel.hardware import LearnedLinks
 from alignedserve.messages.pools import FormBatch
 from alignedserve.messages.workers import JoinedBatch, WorkerLoad
 from router.batching.far_batches import FarBatch, choose_far_batches, is_spare, num_left

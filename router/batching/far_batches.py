@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from alignedserve.config.sections import BatchingConfig
-from alignedserve.costmodel.links import LearnedLinks
+from alignedserve.costmodel.hardware import LearnedLinks
 from alignedserve.messages.workers import WorkerLoad
 from router.pool_records import PoolRecord
 from router.state import WorkerRecord

@@ -20,7 +20,7 @@ from itertools import chain, islice
 
 from typing_extensions import override
 
-from alignedserve.costmodel.links import LearnedLinks
+from alignedserve.costmodel.hardware import LearnedLinks
 from router.moves.leans import Leans, Pair, PlannedMove, Requests, blocks_of, moves_for_time
 from router.state import TrackedRequest, WorkerRecord
 

@@ -9,6 +9,7 @@ from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request, RequestClass, SamplingParams, Slo
 from alignedserve.costmodel.model import CostModel
 from alignedserve.costmodel.work import IterationWork
+from alignedserve.scheduling.policies import make_policy
 from alignedserve.scheduling.policy import (
     DeviceMemory,
     EvictionMode,
@@ -178,6 +179,14 @@ def evicted_of(view: WorkerView, plan: IterationPlan) -> list[tuple[str, str]]:
     return [(str(view.table.request_ids[part.row]), part.how.value) for part in plan.evictions]
 
 
+def blocks_needed(view: WorkerView, part: ScheduledRequest, *, is_evicted: bool = False) -> int:
+    """Return the free blocks for the tokens that a request computes and for its cache on the host."""
+    table, row = view.table, part.row
+    num_cached, num_held = (0, 0) if is_evicted else (int(table.num_cached[row]), int(table.num_blocks[row]))
+    is_hidden = part.is_hidden or (bool(table.is_hidden[row]) and not is_evicted)
+    return max(view.memory.blocks_for(num_cached + part.num_tokens, is_hidden=is_hidden) - num_held, 0)
+
+
 def assert_sound(view: WorkerView, plan: IterationPlan, *, is_finished: bool = True) -> None:
     """Assert that a plan keeps within places, tokens, blocks, host memory, and the remaining tokens of each request."""
     table, memory = view.table, view.memory
@@ -201,7 +210,7 @@ def assert_sound(view: WorkerView, plan: IterationPlan, *, is_finished: bool = T
         is_evicted = share.row in evicted
         left = int(table.context_len[share.row]) - (0 if is_evicted else int(table.num_cached[share.row]))
         assert 0 < share.num_tokens <= left
-        num_free -= memory.blocks_needed(table, share, is_evicted=is_evicted)
+        num_free -= blocks_needed(view, share, is_evicted=is_evicted)
         # Who has just left does not come back with the same plan, but with a cache of another kind.
         changes_kind = share.is_hidden != bool(table.is_hidden[share.row])
         assert not is_evicted or (changes_kind and evicted[share.row].how is EvictionMode.DROP)
@@ -211,8 +220,18 @@ def assert_sound(view: WorkerView, plan: IterationPlan, *, is_finished: bool = T
         assert row not in rows
         assert row not in evicted
         assert table.num_swapped[row] > 0
-        num_free -= memory.blocks_needed(table, ScheduledRequest(row, 0))
+        num_free -= blocks_needed(view, ScheduledRequest(row, 0))
     if memory.has_shared_blocks:
         SlotModel(view).apply(plan)
     else:
         assert num_free >= 0
+
+
+def decision_of(
+    policy: str, rows: Mapping[str, Any], settings: Mapping[str, Any] | None = None, **worker: Any
+) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """Return what a policy schedules and evicts on a worker with these rows; the plan is sound."""
+    view = view_of(rows, **worker)
+    plan = make_policy(policy, settings).plan(view)
+    assert_sound(view, plan)
+    return scheduled_of(view, plan), evicted_of(view, plan)

@@ -15,7 +15,7 @@ from alignedserve.config.sections import (
 )
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.request import RequestClass, Slo
-from alignedserve.costmodel.links import LinkModel
+from alignedserve.costmodel.hardware import LinkModel
 from lab.sim.config import SimConfig, SimLinks
 from lab.workload.requests import TimedRequest, Workload, WorkloadDescription
 from tests.harnesses.scheduling import EasyCosts

@@ -16,7 +16,7 @@ from alignedserve.core.ids import RequestId, WorkerName
 from alignedserve.core.request import Request, RequestClass, SamplingParams, Slo
 from alignedserve.prefix_cache import block_hashes, contexts
 from alignedserve.prefix_cache.block_hashes import HASH_BYTES, block_hash, prefix_root
-from alignedserve.scheduling.policies import POLICIES
+from alignedserve.scheduling.policies import all_policies
 from alignedserve.scheduling.policy import Mechanism
 from decode_worker.colocated.logic import ColocatedLogic
 from kvpool.logic import PoolLogic
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.slow
 
 COLOCATED = [
     name
-    for name, entry in POLICIES.items()
+    for name, entry in all_policies().items()
     if Topology.COLOCATED in entry.topologies and Mechanism.KNOWN_LENGTHS not in entry.needs
 ]
 ROOTS = (*(prefix_root(b"key", tenant=tenant, salt="", form=b"") for tenant in ("one", "another")), b"")

@@ -10,8 +10,8 @@ import pytest
 
 from alignedserve.config.sections import RecordingConfig, Topology
 from alignedserve.core.errors import ConfigError, RecordingError
+from alignedserve.costmodel.hardware import LinkModel
 from alignedserve.costmodel.linear import LinearCoefficients
-from alignedserve.costmodel.links import LinkModel
 from alignedserve.costmodel.model_shapes import ModelShape
 from alignedserve.process.recording import PART_FILE, RecordedPart
 from decode_worker.logic import DecodeLogic

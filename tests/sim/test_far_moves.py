@@ -6,7 +6,7 @@ import msgspec
 
 from alignedserve.config.sections import RouterConfig, Topology
 from alignedserve.core.request import Slo
-from alignedserve.costmodel.links import LinkModel
+from alignedserve.costmodel.hardware import LinkModel
 from lab.sim.config import SimWorkerLoss
 from lab.sim.result import SimulationResult
 from lab.sim.simulation import Simulation

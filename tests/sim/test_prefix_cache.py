@@ -5,7 +5,7 @@ from dataclasses import replace
 import msgspec
 
 from alignedserve.config.sections import PrefixCacheConfig, Topology
-from alignedserve.costmodel.links import LinkModel
+from alignedserve.costmodel.hardware import LinkModel
 from decode_worker.colocated.logic import ColocatedLogic
 from lab.sim.config import SimConfig, SimLinks, SimWorkerLoss
 from lab.sim.result import ClassResult

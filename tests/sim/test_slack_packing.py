@@ -4,15 +4,16 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
+import pytest
 
-from alignedserve.config.sections import BatchingConfig, RouterConfig, SchedulingConfig
+from alignedserve.config.sections import BatchingConfig, RouterConfig, SchedulingConfig, Topology
 from alignedserve.core.request import RequestClass, Slo
 from alignedserve.scheduling.factory import resolve_policy
 from lab.sim.result import ClassResult
 from lab.sim.simulation import Simulation
 from lab.workload.requests import Workload
 from tests.harnesses.scheduling import EasyCosts
-from tests.harnesses.simulation import disaggregated, timed, workload_of
+from tests.harnesses.simulation import colocated, disaggregated, timed, workload_of
 
 TPOT_S = 0.04  # an iteration of fifteen requests of a hundred tokens; a worker runs up to 32
 PACKED, APART = {"pack_share": 0.9}, {"pack_share": None}
@@ -62,3 +63,22 @@ def test_beside_documents_more_gaps_of_chat_are_held_than_without_and_these_end_
     assert packed["documents"].num_by_ending["completed"] == 40
     without = max(apart["chat"].tpot_attainment or 0.0, direct["chat"].tpot_attainment or 0.0)
     assert (packed["chat"].tpot_attainment or 0.0) >= without + 0.3
+
+
+TOPOLOGIES = {
+    "elastic": colocated(policy="aligned_slo", topology=Topology.ELASTIC),
+    "colocated": colocated(policy="aligned_slo"),
+}
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_documents_whose_window_ends_soon_do_not_decode_at_the_pace_of_all(name: str) -> None:
+    """All 32 together take 12 s, the ten whose window is of 7 s alone 5: those were 5 s late."""
+    requests = [
+        timed(0.0, 30, 150, class_name=window, request_class=RequestClass.BEST_EFFORT, slo=Slo(deadline_s=deadline_s))
+        for window, deadline_s, count in (("an hour", 3600.0, 22), ("seven seconds", 7.0, 10))
+        for _ in range(count)
+    ]
+    classes = Simulation(TOPOLOGIES[name], workload_of(*requests)).run().classes
+    assert classes["seven seconds"].attainment == 1.0
+    assert classes["an hour"].attainment == 1.0

@@ -6,8 +6,8 @@ from alignedserve.config.loading import load_config
 from alignedserve.config.sections import Topology
 from alignedserve.config.unset_sizes import with_fixed_sizes
 from alignedserve.core.block_layout import BlockLayout
+from alignedserve.costmodel.hardware import LinkModel
 from alignedserve.costmodel.linear import LinearCoefficients
-from alignedserve.costmodel.links import LinkModel
 from alignedserve.costmodel.model_shapes import ModelShape
 from lab.costmodel.profile_file import MachineProfile
 from lab.sim.policies import simulated_policy, with_policy

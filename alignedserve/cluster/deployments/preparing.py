@@ -31,8 +31,7 @@ from alignedserve.runtime.lora.adapter_folders import with_adapters
 from alignedserve.runtime.lora.loaded_adapters import carry_over, loaded_file, read_loaded, settle_carried
 from alignedserve.runtime.model.hub.local_models import with_local_model
 from alignedserve.runtime.model.served_model import ServedModel
-from alignedserve.scheduling.factory import resolve_policy
-from alignedserve.scheduling.topology import require_effect
+from alignedserve.scheduling.factory import require_effect, resolve_policy
 
 
 class DeploymentSettings:

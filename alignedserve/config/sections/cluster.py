@@ -131,7 +131,7 @@ class Topology(enum.Enum):
 class ClusterConfig(Section, frozen=True):
     """The whole file. Only the CLI and the cluster builder see it whole."""
 
-    topology: Topology | None = None  # when unset the policy's own, of the default one elastic (scheduling/topology.py)
+    topology: Topology | None = None  # when unset the policy's own, of the default one elastic (scheduling/factory.py)
     model: ModelSectionConfig = msgspec.field(default_factory=ModelSectionConfig)
     gateway: GatewayConfig = msgspec.field(default_factory=GatewayConfig)
     router: RouterConfig = msgspec.field(default_factory=RouterConfig)

@@ -10,7 +10,7 @@ from alignedserve.core.errors import ConfigError, ModelError
 from alignedserve.core.plugins import load_plugin
 from alignedserve.core.request import LoraAdapter
 from alignedserve.core.seeing import PictureEncoder
-from alignedserve.costmodel.memory import rings_pay
+from alignedserve.costmodel.model_shapes import rings_pay
 from alignedserve.gguf.file import GgufFile, gguf_stem, is_gguf
 from alignedserve.process.addresses import ROUTER
 from alignedserve.runtime.model.decoder.model_config import ModelConfig

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from functools import partial
+from functools import cache
+from importlib.metadata import entry_points
 from types import MappingProxyType
 from typing import Any
 
@@ -10,28 +11,19 @@ import msgspec
 
 from alignedserve.config.sections import SchedulingConfig, Topology
 from alignedserve.core.errors import ConfigError
-from alignedserve.scheduling.policies.accelgen import Accelgen
-from alignedserve.scheduling.policies.accelgen_urgency import AccelgenConfig
+from alignedserve.scheduling.policies.accelgen import Accelgen, AccelgenConfig
+from alignedserve.scheduling.policies.aligned import AlignedConfig, RunAllRequests
 from alignedserve.scheduling.policies.aligned_slo.policy import AlignedSlo, AlignedSloConfig
 from alignedserve.scheduling.policies.alise import Alise, AliseConfig
 from alignedserve.scheduling.policies.apt_serve import AptServe, AptServeChunked, AptServeConfig
 from alignedserve.scheduling.policies.bros import Bros, BrosConfig
-from alignedserve.scheduling.policies.edf import Edf, EdfConfig
-from alignedserve.scheduling.policies.fastgen import Fastgen, FastgenConfig
-from alignedserve.scheduling.policies.fastserve import FastServe, FastServeConfig
 from alignedserve.scheduling.policies.fcfs import Fcfs, FcfsConfig
-from alignedserve.scheduling.policies.oracle import Oracle, OracleConfig
-from alignedserve.scheduling.policies.orca import Orca, OrcaConfig
-from alignedserve.scheduling.policies.qoserve import QoServe, QoServeConfig
-from alignedserve.scheduling.policies.round_robin import RoundRobin, RoundRobinConfig
-from alignedserve.scheduling.policies.run_all import AlignedConfig, DistserveConfig, RunAllRequests
-from alignedserve.scheduling.policies.sarathi import Sarathi, SarathiConfig
-from alignedserve.scheduling.policies.srpt import Srpt, SrptConfig
 from alignedserve.scheduling.policy import CandidateChoice, IterationPolicy, Mechanism
 
 COLOCATED = (Topology.COLOCATED, Topology.ELASTIC)
 BOTH = (*COLOCATED, Topology.DISAGGREGATED)
 DISAGGREGATED = (Topology.DISAGGREGATED,)
+_GROUP = "alignedserve.policies"  # of entry points
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +36,6 @@ class PolicyEntry:
     topologies: tuple[Topology, ...] = COLOCATED  # the first one is its own
     needs: frozenset[Mechanism] = frozenset()  # refused where the engine has not all of these
     uses: frozenset[Mechanism] = frozenset()  # used where the engine has them
-    uses_with: tuple[tuple[str, Mechanism], ...] = ()  # likewise, where this parameter is set to true
     needed_by: str | None = None  # the parameter that, set to false, makes `needs` unnecessary
     prefill_order: str = "fcfs"  # in the router (router/policies)
     batching: str = "fcfs"  # in the pool (kvpool/policies), disaggregated only
@@ -72,10 +63,6 @@ class PolicyEntry:
         is_needed = self.needed_by is None or getattr(config, self.needed_by)
         return self.needs if is_needed else frozenset()
 
-    def uses_of(self, config: Any) -> frozenset[Mechanism]:
-        """Return the mechanisms used with these parameters."""
-        return self.uses | {mechanism for name, mechanism in self.uses_with if getattr(config, name)}
-
 
 POLICIES: Mapping[str, PolicyEntry] = MappingProxyType(
     {
@@ -101,7 +88,6 @@ POLICIES: Mapping[str, PolicyEntry] = MappingProxyType(
             AlignedSlo,
             (Topology.ELASTIC, Topology.COLOCATED, Topology.DISAGGREGATED),
             uses=frozenset({Mechanism.SWAP, Mechanism.POOL}),
-            uses_with=(("hidden_caches", Mechanism.HIDDEN_CACHE),),
             prefill_order="least_slack",
             batching="density_first",
             candidate_choice=CandidateChoice.OVER_BEST_EFFORT,
@@ -148,31 +134,6 @@ POLICIES: Mapping[str, PolicyEntry] = MappingProxyType(
             candidate_choice=CandidateChoice.OVER_BEST_EFFORT,
             schedules_iterations=True,
         ),
-        "distserve": PolicyEntry(
-            "prompts and decodes on workers of their own, first come, first served (DistServe)",
-            DistserveConfig,
-            RunAllRequests,
-            DISAGGREGATED,
-            is_direct=True,
-        ),
-        "edf": PolicyEntry(
-            "earliest deadline first, prompts in chunks",
-            EdfConfig,
-            Edf,
-            BOTH,
-            prefill_order="deadline",
-            candidate_choice=CandidateChoice.OVER_BEST_EFFORT,
-            schedules_iterations=True,
-        ),
-        "fastserve": PolicyEntry(
-            "feedback queues, joined by prefill time (FastServe)",
-            FastServeConfig,
-            FastServe,
-            BOTH,
-            candidate_choice=CandidateChoice.ALL,
-            schedules_iterations=True,
-            uses=frozenset({Mechanism.SWAP}),
-        ),
         "fcfs": PolicyEntry(
             "first come, first served, prompts first (vLLM)",
             FcfsConfig,
@@ -180,65 +141,27 @@ POLICIES: Mapping[str, PolicyEntry] = MappingProxyType(
             BOTH,
             uses=frozenset({Mechanism.SWAP}),
         ),
-        "fcfs_classed": PolicyEntry(
-            "the same, real-time requests before best-effort ones (vLLM with priorities)",
-            FcfsConfig,
-            partial(Fcfs, is_classed=True),
-            BOTH,
-            uses=frozenset({Mechanism.SWAP}),
-            prefill_order="fcfs_classed",
-            candidate_choice=CandidateChoice.OVER_BEST_EFFORT,
-            schedules_iterations=True,
-        ),
-        "fastgen": PolicyEntry("passes of one size, short prompts split to fill them", FastgenConfig, Fastgen),
-        "oracle": PolicyEntry(
-            "reference: as many requests within their SLOs as known lengths allow",
-            OracleConfig,
-            Oracle,
-            needs=frozenset({Mechanism.KNOWN_LENGTHS}),
-        ),
-        "orca": PolicyEntry("first come, first served by iteration, memory reserved up to the limit", OrcaConfig, Orca),
-        "qoserve": PolicyEntry(
-            "deadline and remaining work in one priority, late requests last, chunks by slack (QoServe)",
-            QoServeConfig,
-            QoServe,
-            BOTH,
-            prefill_order="deadline",
-            candidate_choice=CandidateChoice.OVER_BEST_EFFORT,
-            schedules_iterations=True,
-        ),
-        "round_robin": PolicyEntry(
-            "an iteration of real-time requests, then one of best-effort ones (BROS's baseline)",
-            RoundRobinConfig,
-            RoundRobin,
-            BOTH,
-            schedules_iterations=True,
-        ),
-        "sarathi": PolicyEntry("decodes first, then prompts in chunks up to a budget", SarathiConfig, Sarathi),
-        "sarathi_classed": PolicyEntry(
-            "the same, real-time requests before best-effort ones",
-            SarathiConfig,
-            partial(Sarathi, is_classed=True),
-            prefill_order="fcfs_classed",
-        ),
-        "srpt": PolicyEntry(
-            "shortest predicted remaining time first in each class, prompts in chunks",
-            SrptConfig,
-            Srpt,
-            BOTH,
-            prefill_order="shortest_prompt",
-            candidate_choice=CandidateChoice.OVER_BEST_EFFORT,
-            schedules_iterations=True,
-        ),
     }
 )
 
 
+@cache
+def all_policies() -> Mapping[str, PolicyEntry]:
+    """Return the policies here and those that installed packages offer under the entry point group.
+
+    Each entry point is a mapping of names to entries; a name that stands here already stays.
+    """
+    offered = [point.load() for point in entry_points(group=_GROUP)]
+    return MappingProxyType({name: entry for mapping in (*offered, POLICIES) for name, entry in mapping.items()})
+
+
 def policy_entry(name: str) -> PolicyEntry:
     """Return the entry of this policy. Raises ConfigError listing the valid names."""
-    if name not in POLICIES:
-        raise ConfigError(f"unknown policy {name!r}; known: {', '.join(sorted(POLICIES))}")
-    return POLICIES[name]
+    known = POLICIES if name in POLICIES else all_policies()
+    if name not in known:
+        hint = "; pip install alignedserve[lab] brings the baselines" if len(known) == len(POLICIES) else ""
+        raise ConfigError(f"unknown policy {name!r}; known: {', '.join(sorted(known))}{hint}")
+    return known[name]
 
 
 def policy_config(name: str, settings: Mapping[str, Any] | None = None) -> Any:
@@ -262,7 +185,7 @@ def make_policy(name: str, settings: Mapping[str, Any] | None = None) -> Iterati
 def wanted_mechanisms(scheduling: SchedulingConfig) -> frozenset[Mechanism]:
     """Return the mechanisms that the policy needs or uses. Raises ConfigError as `policy_config` does."""
     entry, config = policy_entry(scheduling.policy), policy_config(scheduling.policy, scheduling.policy_params)
-    return entry.needs_with(config) | entry.uses_of(config)
+    return entry.needs_with(config) | entry.uses
 
 
 def wants_shared_blocks(scheduling: SchedulingConfig, *, can_move: bool, has_int8_swaps: bool) -> bool:
@@ -280,9 +203,9 @@ def require_policy(scheduling: SchedulingConfig, topology: Topology, available: 
     name = scheduling.policy
     entry, parameters = policy_entry(name), policy_config(name, scheduling.policy_params)
     if topology not in entry.topologies:
-        able = " or ".join(one.value for one in entry.topologies)
+        able = " or ".join(item.value for item in entry.topologies)
         raise ConfigError(f"policy {name!r} is for {able} workers; set topology={entry.topologies[0].value}")
     missing = entry.needs_with(parameters) - available
     if missing:
-        wanted = ", ".join(sorted(one.value for one in missing))
+        wanted = ", ".join(sorted(item.value for item in missing))
         raise ConfigError(f"policy {name!r} needs what these workers do not have: {wanted} (a simulated engine can)")

@@ -1,13 +1,14 @@
 """Shortest predicted remaining time first, by levels, with ageing and swapping (ALISE: Zhao and Wang, 2024)."""
 
-from dataclasses import dataclass
+import enum
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import numpy as np
 from msgspec import Meta
 
-from alignedserve.scheduling.policy import IterationPlan, WorkerView
-from alignedserve.scheduling.priority_packing import Preemption, PriorityPacking
+from alignedserve.scheduling.packer import Packer, by_arrival, displace
+from alignedserve.scheduling.policy import EvictionMode, IterationPlan, WorkerView
 from alignedserve.scheduling.runtime_estimate import (
     RefreshedEstimate,
     RequestRuntimeModel,
@@ -15,6 +16,150 @@ from alignedserve.scheduling.runtime_estimate import (
     remaining_output_len,
 )
 from alignedserve.scheduling.table import Floats, Ints
+
+
+class Preemption(enum.Enum):
+    """Treatment of a cache whose memory a better level claims (ALISE, section 4.3)."""
+
+    SWAP = "swap"  # to the host, and back ahead of its turn
+    RECOMPUTE = "recompute"  # dropped
+    DEFER = "defer"  # kept: the newcomer waits; only a request that outgrows the memory drops the last of them
+
+
+class PriorityPacking:
+    """Packs one iteration by levels, 0 the best; within a level by arrival. `wait_s`: estimated wait of each row.
+
+    A newcomer (new, dropped or swapped out) displaces only worse levels, so that equals never evict each other in turn.
+    A request on the device that needs one more block may displace any request behind it. Victims go by level, then by
+    wait, the worst and longest first; caches are swapped in ahead of their turn in the opposite order.
+    """
+
+    def __init__(
+        self, view: WorkerView, level: Ints, wait_s: Floats, *, preemption: Preemption, watermark: float
+    ) -> None:
+        self._view = view
+        self._packer = Packer(view)
+        self._preemption = preemption
+        self._watermark = int(watermark * view.memory.num_blocks)
+        self._level, self._wait_s = level, wait_s
+        self._is_decoding = view.table.is_decoding
+        self._rows = self._in_order()
+        self._rank = np.zeros(len(view.table), np.int64)
+        self._rank[self._rows] = np.arange(len(self._rows))
+        self._holders = self._by_wait(np.flatnonzero(view.table.num_blocks > 0))
+        self._is_closed = False  # a newcomer did not fit: none after it enters
+
+    def plan(self) -> IterationPlan:
+        """Schedule requests in order until places or tokens run out; then add copies that the pass hides."""
+        packer, holders = self._packer, set(self._holders)
+        for row in self._rows:
+            if not packer.num_places_left or not packer.num_tokens_left:
+                break
+            if row in holders:
+                self._continue(row)
+            elif not self._is_closed:
+                self._is_closed = not self._enter(row)
+        if self._preemption is Preemption.SWAP and self._view.can_evict and not packer.work.is_empty:
+            self._copy_ahead()
+        return packer.plan()
+
+    def _in_order(self) -> list[int]:
+        """Return, in order, all requests on the device and as many others as two iterations have places for.
+
+        Requests that the whole memory cannot hold are skipped.
+        """
+        table, memory, level = self._view.table, self._view.memory, self._level
+        is_holder = table.num_blocks > 0
+        newcomers = np.flatnonzero(~is_holder & (table.context_len <= memory.slots_in(memory.num_blocks)))
+        rows = np.flatnonzero(is_holder).tolist()
+        num_places = 2 * self._view.limits.max_running_requests
+        levels = level[newcomers]
+        for one_level in np.flatnonzero(np.bincount(levels)):
+            chosen = by_arrival(self._view, newcomers[levels == one_level], num_places)
+            rows += chosen
+            num_places -= len(chosen)
+        chosen_rows = np.array(rows, np.int64)
+        ordered = np.lexsort((table.order[chosen_rows], table.arrival_s[chosen_rows], level[chosen_rows]))
+        in_order: list[int] = chosen_rows[ordered].tolist()
+        return in_order
+
+    def _continue(self, row: int) -> None:
+        if self._packer.is_evicted(row):
+            self._is_closed = True  # later requests do not take the blocks that were missing
+            return
+        packer = self._packer
+        num_tokens = 1 if self._is_decoding[row] else min(packer.remaining(row), packer.num_tokens_left)
+        missing = packer.blocks_needed(row, num_tokens) - packer.num_free
+        if missing > 0:
+            rank = self._rank[row]
+            self._displace([other for other in self._staying() if self._rank[other] > rank], missing)
+        packer.add(row, num_tokens)
+
+    def _enter(self, row: int) -> bool:
+        """Schedule the whole prompt of a request without cache on the device; return False to stop admission.
+
+        Memory for all of it is free or can be claimed, and the watermark stays free, unless it is alone. A prompt
+        longer than an iteration may be begins with a part.
+        """
+        packer, num_tokens = self._packer, self._packer.remaining(row)
+        if packer.num_tokens_left < num_tokens <= self._view.limits.max_tokens:
+            return False
+        missing = packer.blocks_needed(row, num_tokens) + self._watermark - packer.num_free
+        if missing > 0 and not self._claim(row, missing):
+            return False
+        return packer.add(row, min(num_tokens, packer.num_tokens_left))
+
+    def _claim(self, row: int, missing: int) -> bool:
+        holders, can_claim = self._staying(), self._preemption is not Preemption.DEFER
+        worse = [other for other in holders if can_claim and self._level[other] > self._level[row]]
+        if self._packer.work.is_empty and len(worse) == len(holders):
+            missing -= self._watermark
+        return self._displace(worse, missing)
+
+    def _staying(self) -> list[int]:
+        return [row for row in self._holders if not self._packer.is_evicted(row)]
+
+    def _displace(self, candidates: list[int], missing: int) -> bool:
+        how = EvictionMode.SWAP if self._preemption is Preemption.SWAP else EvictionMode.DROP
+        victims = candidates if self._view.can_evict else []
+        return displace(self._packer, victims, missing, lambda row: self._packer.evict(row, how))
+
+    def _copy_ahead(self) -> None:
+        """Add copies that take no longer than the pass computes.
+
+        Paused caches are swapped out until the watermark is free, the last to run first; then, if places or tokens were
+        short and not memory, the next to run are swapped in.
+        """
+        packer, table = self._packer, self._view.table
+        compute_s = self._view.costs.iteration_s(replace(packer.work, swap_in_tokens=0.0, swap_out_tokens=0.0))
+        for row in reversed(self._staying()):
+            if packer.num_free >= self._watermark:
+                break
+            if row not in packer:
+                num_tokens = int(table.num_cached[row] - table.num_swapped[row])
+                if num_tokens > packer.num_free_host or not self._is_hidden_copy(row, num_tokens, compute_s):
+                    break
+                packer.evict(row, EvictionMode.SWAP)
+        if self._is_closed:
+            return
+        for row in self._by_wait(np.array([row for row in self._rows if table.num_swapped[row]], np.int64)):
+            if row not in packer and not packer.is_evicted(row):
+                is_hidden = self._is_hidden_copy(row, int(table.num_swapped[row]), compute_s)
+                if not is_hidden or packer.blocks_needed(row, 1) > packer.num_free - self._watermark:
+                    break
+                packer.upload(row)
+
+    def _is_hidden_copy(self, row: int, num_tokens: int, compute_s: float) -> bool:
+        work, is_hidden = self._packer.work, bool(self._view.table.is_hidden[row])
+        copied = work.swap_in_tokens + work.swap_out_tokens
+        return (
+            self._view.costs.swap_s(copied + self._view.memory.copy_tokens(num_tokens, is_hidden=is_hidden))
+            <= compute_s
+        )
+
+    def _by_wait(self, rows: Ints) -> list[int]:
+        ordered: list[int] = rows[np.lexsort((self._rank[rows], self._wait_s[rows], self._level[rows]))].tolist()
+        return ordered
 
 
 @dataclass(frozen=True, slots=True)

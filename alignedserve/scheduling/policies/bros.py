@@ -9,8 +9,8 @@ One decision, as Algorithm 1 of the paper (section 4.2):
 3. The batch size for the next decision: doubled, or back to its base if step 1 ran out of time.
 
 A prompt that alone takes longer than any decode may wait for a token never fits beside decodes, and the paper has none.
-Here it runs at once, as those decodes would be late by it whenever it ran, and they run beside it; with
-`long_prompts_wait` it runs when no request decodes.
+Here it runs at once beside the decodes, which would be late whenever it ran; with `long_prompts_wait` it runs when no
+request decodes.
 """
 
 import enum
@@ -24,9 +24,8 @@ import numpy as np
 from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.model import chunk_within
 from alignedserve.costmodel.work import IterationWork
-from alignedserve.scheduling.policies.bros_blocks import BlockSearch, FoundBlocks
 from alignedserve.scheduling.policy import IterationPlan, PlannedEviction, WorkerView
-from alignedserve.scheduling.sharing_packer import SharingPacker
+from alignedserve.scheduling.sharing_packer import BlockSearch, FoundBlocks, SharingPacker
 from alignedserve.scheduling.table import Floats, Ints
 from alignedserve.scheduling.table_operations import note_decodes
 
@@ -137,7 +136,7 @@ class _Packing:
     def _overlong(self, ranked: Ints) -> int | None:
         """Return the first prompt of these rows that no iteration with the decodes has time for; None: there is none.
 
-        Those that have just stood back for such a prompt go before the next one.
+        Decodes that just stood back for an overlong prompt go before the next one.
         """
         table, view = self._view.table, self._view
         is_decoding = table.is_decoding[ranked]
@@ -253,14 +252,14 @@ class _Packing:
 
     def _find_blocks(self, row: int, num_tokens: int) -> FoundBlocks | None:
         search = BlockSearch(self._view, self.packer)
-        found = search.find(row, num_tokens, partial(self._victims, row), may_take=not self._is_short)
-        self._is_short |= found is None
-        return found
+        blocks = search.find(row, num_tokens, partial(self._victims, row), may_take=not self._is_short)
+        self._is_short |= blocks is None
+        return blocks
 
     def _victims(self, row: int) -> Iterator[int]:
         """Iterate over victims for this request: best-effort ones, the last in order first, then real-time ones.
 
-        Of its own class only those that arrived later, so that no two take from each other in turn. A best-effort
+        Victims of the same class arrived later, lest two requests evict each other in turn. A best-effort
         prompt takes from none, as long as any request runs.
         """
         table = self._view.table

@@ -1,14 +1,13 @@
-"""First come, first served, prompts first: vLLM as the five papers have it (Kwon et al., 2023); also class by class."""
+"""First come, first served, prompts first: vLLM as the five papers have it (Kwon et al., 2023)."""
 
 from collections import deque
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated, NamedTuple
 
 import numpy as np
 from msgspec import Meta
 
-from alignedserve.scheduling.packer import Packer, by_arrival, displace
+from alignedserve.scheduling.packer import Packer
 from alignedserve.scheduling.policy import EvictionMode, IterationPlan, WorkerView
 from alignedserve.scheduling.table import Bools, Ints
 
@@ -32,14 +31,10 @@ class Fcfs:
 
     When the decodes no longer fit, the last to arrive is preempted. No new request begins while one is swapped out. The
     page docs/policies/fcfs.md has an example.
-
-    Classed, real-time requests go before best-effort ones in both, whose prompts wait while there is a real-time
-    request; and one that finds no blocks preempts the last best-effort requests to arrive.
     """
 
-    def __init__(self, config: FcfsConfig, *, is_classed: bool = False) -> None:
+    def __init__(self, config: FcfsConfig) -> None:
         self._config = config
-        self._is_classed = is_classed
 
     def plan(self, view: WorkerView) -> IterationPlan:
         packer, marks = Packer(view), self._marks(view)
@@ -51,21 +46,15 @@ class Fcfs:
         return packer.plan()
 
     def _marks(self, view: WorkerView) -> _Marks:
-        return _Marks(self._first_class(view), view.table.is_decoding, view.table.num_swapped > 0)
+        return _Marks(self._able(view), view.table.is_decoding, view.table.num_swapped > 0)
 
-    def _first_class(self, view: WorkerView) -> Bools:
+    def _able(self, view: WorkerView) -> Bools:
         table = view.table
-        able = (table.num_blocks > 0) | (table.context_len <= view.memory.slots_in(view.memory.num_blocks))
-        real_time: Bools = able & table.is_real_time
-        return real_time if self._is_classed and real_time.any() else able
+        able: Bools = (table.num_blocks > 0) | (table.context_len <= view.memory.slots_in(view.memory.num_blocks))
+        return able
 
     def _in_order(self, view: WorkerView, rows: Ints, at_most: int | None = None) -> Ints:
-        table = view.table
-        if not self._is_classed:
-            return table.by_arrival(rows, at_most)
-        is_real_time = table.is_real_time[rows]
-        classes = rows[is_real_time], rows[~is_real_time]
-        return np.concatenate([table.by_arrival(one, at_most) for one in classes])[:at_most]
+        return view.table.by_arrival(rows, at_most)
 
     def _add_prompts(self, packer: Packer, view: WorkerView, marks: _Marks, prompts: list[int]) -> None:
         num_decodes = int(np.count_nonzero(marks.able & marks.is_decoding & ~marks.is_swapped))
@@ -100,21 +89,12 @@ class Fcfs:
         return self._has_room(packer, view, row, packer.remaining(row))
 
     def _has_room(self, packer: Packer, view: WorkerView, row: int, num_tokens: int) -> bool:
-        watermark = int(self._config.watermark * view.memory.num_blocks)
-        missing = packer.blocks_needed(row, num_tokens) + watermark - packer.num_free
-        if missing <= 0:
-            return True
-        worse = self._worse(packer, view, row)
-        if packer.num_free + packer.num_freed_by(worse) == view.memory.num_blocks:
-            missing -= watermark
-        return displace(packer, worse, missing, partial(self._preempt, packer, view))
+        num_free = packer.num_free
+        watermark = 0 if num_free == view.memory.num_blocks else self._watermark(view)
+        return packer.blocks_needed(row, num_tokens) + watermark <= num_free
 
-    def _worse(self, packer: Packer, view: WorkerView, row: int) -> list[int]:
-        table = view.table
-        if not (self._is_classed and table.is_real_time[row] and view.can_evict):
-            return []
-        holders = by_arrival(view, np.flatnonzero((table.num_blocks > 0) & ~table.is_real_time))
-        return [other for other in holders if not packer.is_evicted(other)]
+    def _watermark(self, view: WorkerView) -> int:
+        return int(self._config.watermark * view.memory.num_blocks)
 
     def _preempt(self, packer: Packer, view: WorkerView, row: int) -> None:
         packer.evict(row, self._config.preemption if view.table.is_decoding[row] else EvictionMode.DROP)

@@ -18,7 +18,7 @@ from lab.loadgen.prompts import CallMaker, load_tokenizer
 from lab.loadgen.report import print_load_report
 from lab.loadgen.summary import summarise
 from lab.workload.catalogue import Library
-from lab.workload.lengths import LengthLimits
+from lab.workload.distributions import LengthLimits
 from lab.workload.traces import mean_rate, read_trace, sped_up, window
 
 

@@ -33,7 +33,7 @@ from lab.commands.simulation.simulate_cases import (
 from lab.costmodel.choice import FITTED
 from lab.sim.config import SimConfig
 from lab.sim.policies import as_predicted_for, simulated_policy, with_policy
-from lab.sim.records import Ending, RequestRecord
+from lab.sim.records import RequestEnding, RequestRecord
 from lab.sim.simulation import BEGIN_S, Simulation
 from lab.workload.requests import ClosedLoop, TimedRequest, Workload, WorkloadDescription
 
@@ -235,7 +235,7 @@ def _stream(record: RequestRecord, zero_s: float) -> StreamRecord:
         ttft_s=record.ttft_s,
         tpot_s=record.tpot_s,
         longest_gap_s=record.max_tbt_s,
-        failure=None if record.ending is Ending.COMPLETED else record.ending.value,
+        failure=None if record.ending is RequestEnding.COMPLETED else record.ending.value,
     )
 
 
@@ -243,7 +243,7 @@ def _batch(
     batch: PlannedBatch, documents: Sequence[RequestRecord], batch_of: Sequence[PlannedBatch], zero_s: float
 ) -> BatchRecord:
     own = [record for record, of in zip(documents, batch_of, strict=False) if of is batch]
-    failures = Counter(record.ending.value for record in own if record.ending is not Ending.COMPLETED)
+    failures = Counter(record.ending.value for record in own if record.ending is not RequestEnding.COMPLETED)
     began_s = min((record.arrival_s for record in documents), default=zero_s) - zero_s
     return BatchRecord(
         name=batch.name,

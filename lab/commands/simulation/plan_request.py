@@ -25,8 +25,8 @@ from lab.planning.hardware_list import RECORDED, Offer, parse_hardware
 from lab.planning.plan import PlanRequest
 from lab.planning.token_counts import other_tokens, warnings_of
 from lab.planning.trials import Machines, Traffic
+from lab.replay.component_replay import read_run_metadata
 from lab.replay.fitting import MachineFit, fit_machine
-from lab.replay.run_file import read_run_metadata
 from lab.replay.simulated import OTHERS, requests_of, workload_of
 from lab.sim.config import NO_SLOWDOWNS, Slowdowns
 from lab.sim.sweep import WorkloadLine

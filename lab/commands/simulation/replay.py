@@ -14,13 +14,12 @@ from alignedserve.config.sections import Topology
 from alignedserve.core.errors import ConfigError, RecordingError
 from alignedserve.core.request import RequestClass
 from alignedserve.process.recording import RecordedPart
-from alignedserve.scheduling.topology import topology_of
+from alignedserve.scheduling.factory import topology_of
 from lab.commands.simulation.options import ReplayOptions
 from lab.costmodel.choice import FITTED, make_cost_model
-from lab.replay.component_replay import ComponentReplay, Difference, recordings_in
+from lab.replay.component_replay import ComponentReplay, Difference, read_part, read_run_metadata, recordings_in
 from lab.replay.fitting import MachineFit, WorkerFit, fit_machine
 from lab.replay.observed import ObservedRun
-from lab.replay.run_file import read_part, read_run_metadata
 from lab.replay.simulated import (
     OTHERS,
     Comparison,

@@ -27,9 +27,8 @@ from lab.commands.simulation.simulate_cases import (
 )
 from lab.costmodel.choice import FITTED
 from lab.sim.report.page import report_page
-from lab.sim.report.runs import Report, ReportedRun, window_of
+from lab.sim.report.tables import Report, ReportedRun, headlines, steadiness, window_of
 from lab.sim.report.tables import Table as FigureTable
-from lab.sim.report.tables import headlines, steadiness
 from lab.sim.sweep import CaseProgress, CaseResult, WorkloadLine, run_cases
 
 

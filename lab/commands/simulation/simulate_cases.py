@@ -16,18 +16,16 @@ from alignedserve.config.sections import ClusterConfig, ScalingConfig, Topology
 from alignedserve.config.unset_sizes import with_fixed_sizes
 from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.model import AttentionKernel
+from alignedserve.scheduling.factory import require_effect, topology_of
 from alignedserve.scheduling.policies import PolicyEntry, policy_entry
-from alignedserve.scheduling.topology import require_effect, topology_of
 from lab.commands.simulation.options import SimulateOptions
 from lab.costmodel.choice import FITTED, WorkerSpec, attention_kernel
 from lab.costmodel.profile_file import MachineProfile, read_profile
-from lab.sim.cluster_hardware import ClusterHardware
 from lab.sim.config import SimConfig, SimRouters
-from lab.sim.policies import simulated_policy, with_policy
+from lab.sim.policies import ClusterHardware, simulated_policy, with_policy
 from lab.sim.sweep import Case, WorkloadLine
-from lab.workload.feasibility import require_feasible
 from lab.workload.grammar import parse_classes
-from lab.workload.rates import as_recorded, at_rate
+from lab.workload.rates import as_recorded, at_rate, require_feasible
 from lab.workload.requests import Workload
 
 DEFAULT_WORKLOAD = "azure_conv, arrivals=recorded, ttft=1, tpot=0.1"

@@ -3,7 +3,10 @@
 Its tables hold all of a layer but attention, which is the roofline's, as are logits and the launching of kernels.
 """
 
+from bisect import bisect_right
+from collections.abc import Iterable
 from functools import cache
+from itertools import accumulate, pairwise
 
 from typing_extensions import override
 
@@ -12,8 +15,30 @@ from alignedserve.costmodel.hardware import hardware
 from alignedserve.costmodel.model import AttentionKernel
 from alignedserve.costmodel.model_shapes import model_shape
 from alignedserve.costmodel.roofline import RooflineModel
-from lab.costmodel.curve import Curve
 from lab.costmodel.published.files import rows_of
+
+
+class Curve:
+    """Piecewise linear through (x, y) points; a dip counts as what came before it.
+
+    Below the first point it is flat, beyond the last it goes on as between the last two. At least two points, x rising.
+    """
+
+    def __init__(self, points: Iterable[tuple[float, float]]) -> None:
+        ordered = list(points)
+        assert len(ordered) >= 2, "one point is no curve"
+        assert all(left[0] < right[0] for left, right in pairwise(ordered)), "x must rise"
+        self._xs = [x for x, _ in ordered]
+        self._ys = list(accumulate((y for _, y in ordered), max))
+
+    def at(self, x: float) -> float:
+        if x <= self._xs[0]:
+            return self._ys[0]
+        last = min(bisect_right(self._xs, x), len(self._xs) - 1)
+        left, right = self._xs[last - 1], self._xs[last]
+        low, high = self._ys[last - 1], self._ys[last]
+        return low + (high - low) * (x - left) / (right - left)
+
 
 MODEL_NAME = "llama-2-7b"
 _MS = 1e-3

@@ -9,8 +9,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from alignedserve.core.errors import ConfigError
-from alignedserve.costmodel.hardware import HARDWARE
-from alignedserve.costmodel.links import pcie_link
+from alignedserve.costmodel.hardware import HARDWARE, pcie_link
 from alignedserve.costmodel.model import AttentionKernel
 from alignedserve.costmodel.model_shapes import MODEL_SHAPES, ModelShape
 from alignedserve.costmodel.work import IterationWork

@@ -5,9 +5,8 @@ from functools import cache
 from itertools import groupby
 
 from alignedserve.core.errors import ConfigError
-from alignedserve.costmodel.hardware import hardware
+from alignedserve.costmodel.hardware import hardware, pcie_link
 from alignedserve.costmodel.linear import LinearIterationModel, Sample, fit_linear
-from alignedserve.costmodel.links import pcie_link
 from alignedserve.costmodel.model import AttentionKernel
 from alignedserve.costmodel.model_shapes import model_shape
 from alignedserve.costmodel.work import IterationWork

@@ -93,12 +93,12 @@ def figure(picture: str, caption: str = "", is_wide: bool = False) -> str:
 def table(content: Table, caption: str, *, is_open: bool = False) -> str:
     """Render a table that can be unfolded."""
 
-    def cell(name: str, place: int, words: str) -> str:
-        kind = {"class_": "word"} if place < content.num_names else {}
+    def cell(name: str, column: int, words: str) -> str:
+        kind = {"class_": "word"} if column < content.num_names else {}
         scope = {"scope": "col"} if name == "th" else {}
         return element(name, escape(words), **kind, **scope)
 
-    head = element("tr", *(cell("th", place, words) for place, words in enumerate(content.headings)))
-    rows = [element("tr", *(cell("td", place, words) for place, words in enumerate(row))) for row in content.rows]
+    head = element("tr", *(cell("th", column, words) for column, words in enumerate(content.headings)))
+    rows = [element("tr", *(cell("td", column, words) for column, words in enumerate(row))) for row in content.rows]
     whole = element("div", element("table", element("thead", head), element("tbody", *rows)), class_="scroll")
     return element("details", element("summary", escape(caption)), whole, **({"open": ""} if is_open else {}))

@@ -18,10 +18,10 @@ _DASHES = ("", "6 3", "2 3", "8 3 2 3")
 
 def element(name: str, /, *children: str, **attributes: object) -> str:
     """Render an element. Children are markup; attributes are escaped (`class_` is class, `a_b` a-b)."""
-    given = "".join(
+    stated = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{escape(_written(value))}"' for key, value in attributes.items()
     )
-    return f"<{name}{given}>{''.join(children)}</{name}>"
+    return f"<{name}{stated}>{''.join(children)}</{name}>"
 
 
 def text(words: str, **attributes: object) -> str:
@@ -95,7 +95,7 @@ def _round_step(step: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class PlotFrame:
     """The inside of a plot, with its two axes."""
 
     x: Scale
@@ -160,8 +160,8 @@ def dash(style: int) -> str:
 def mark(style: int, x: float, y: float, words: str = "") -> str:
     """Render the mark of the n-th series. `words`: its tooltip."""
     title = element("title", escape(words)) if words else ""
-    place = f"translate({number(x)} {number(y)})"
-    return element("path", title, d=_MARKS[style % len(_MARKS)], transform=place, class_="mark")
+    transform = f"translate({number(x)} {number(y)})"
+    return element("path", title, d=_MARKS[style % len(_MARKS)], transform=transform, class_="mark")
 
 
 def swatch(style: int) -> str:

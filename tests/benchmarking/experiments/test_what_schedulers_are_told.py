@@ -12,8 +12,7 @@ from experiments.common import LabelledCase
 from lab.commands.simulation.options import SimulateOptions
 from lab.commands.simulation.simulate_cases import plan_cases
 from lab.sim.sweep import Case, WorkloadLine
-from lab.workload.grammar import ClassSpec, ClientLimit, parse_classes
-from lab.workload.predictions import PredictionKind
+from lab.workload.grammar import ClassSpec, ClientLimit, PredictionKind, parse_classes
 
 SIZES = apt_serve.WorkerSizes(10, (1,), 1)
 TELLING = {"ORCA, exact"}  # a baseline of ALISE's paper that reserves what will be needed: named by what it knows

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from alignedserve.costmodel.work import IterationWork
 from alignedserve.scheduling.policies import make_policy
-from alignedserve.scheduling.policies.apt_serve_selection import KnapsackItems, Selection, SelectionBudget, select
+from alignedserve.scheduling.policies.apt_serve import KnapsackItems, Selection, SelectionBudget, select
 from alignedserve.scheduling.policy import DeviceMemory, IterationLimits, IterationPlan, WorkerView
 from alignedserve.scheduling.table import Floats
 from tests.harnesses.policy_run import Arrival, PolicyRun, random_arrivals

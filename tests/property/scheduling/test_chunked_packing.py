@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from alignedserve.scheduling.chunked_packing import ChunkedPacking, Order, order_of
 from alignedserve.scheduling.policy import IterationPlan, WorkerView
+from lab.policies.chunked_packing import ChunkedPacking, ChunkOrder, order_of
 from tests.harnesses.scheduling import assert_sound, view_of
 from tests.support.marks import slow
 
@@ -18,7 +18,7 @@ _WATERMARK = 0.1
 class Plain:
     """The rules of the packing, request by request, with nothing remembered but who has left and who computes."""
 
-    def __init__(self, view: WorkerView, order: Order, budget: int) -> None:
+    def __init__(self, view: WorkerView, order: ChunkOrder, budget: int) -> None:
         self.view, self.order, self.budget = view, order, min(budget, view.limits.max_tokens)
         self.scheduled: dict[int, int] = {}
         self.evicted: list[int] = []
@@ -129,7 +129,7 @@ def random_worker(rng: random.Random) -> WorkerView:
     )
 
 
-def random_order(rng: random.Random, view: WorkerView) -> Order:
+def random_order(rng: random.Random, view: WorkerView) -> ChunkOrder:
     """Return an order by random keys, in groups that are levels or not."""
     num_rows = len(view.table)
     level = np.array([rng.randrange(2) for _ in range(num_rows)], np.int64)
@@ -139,7 +139,7 @@ def random_order(rng: random.Random, view: WorkerView) -> Order:
     return order_of(view, key, group=group, level=level, keep=rng.choice((None, keep)))
 
 
-def packed(view: WorkerView, order: Order, budget: int) -> IterationPlan:
+def packed(view: WorkerView, order: ChunkOrder, budget: int) -> IterationPlan:
     return ChunkedPacking(view, order, token_budget=budget, watermark=_WATERMARK).plan()
 
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from alignedserve.config.sections import Topology
-from alignedserve.scheduling.policies import POLICIES
+from alignedserve.scheduling.policies import all_policies, policy_entry
 from alignedserve.scheduling.policy import Mechanism
 from lab.sim.config import SimConfig, SimMechanisms
 from lab.sim.policies import with_policy
@@ -25,12 +25,12 @@ LINE = (
 )
 LIBRARY = Library()
 MOMENT_S = 4.0  # of the run
-FORESEES = {name for name, entry in POLICIES.items() if Mechanism.KNOWN_LENGTHS in entry.needs}
+FORESEES = {name for name, entry in all_policies().items() if Mechanism.KNOWN_LENGTHS in entry.needs}
 ALWAYS = (("aligned_slo", Topology.COLOCATED), ("aligned_slo", Topology.DISAGGREGATED), ("alise", Topology.COLOCATED))
 # Elastic workers decide as colocated ones do, and the router moves requests: the default policy is enough of those.
 OTHERS = [
     (name, one)
-    for name, entry in POLICIES.items()
+    for name, entry in all_policies().items()
     if name not in FORESEES
     for one in entry.topologies
     if one is not Topology.ELASTIC or one is entry.topologies[0]
@@ -111,7 +111,7 @@ def config_of(policy: str, topology: Topology) -> SimConfig:
     one_kind = colocated(2 if topology is Topology.ELASTIC else 1, worker_blocks=90)
     config = disaggregated(worker_blocks=90, buffer_blocks=40) if topology.is_separate else one_kind
     cluster = with_policy(config.cluster, policy, topology=topology)
-    wanted = POLICIES[policy].needs | POLICIES[policy].uses
+    wanted = policy_entry(policy).needs | policy_entry(policy).uses
     host_bytes = 400 * BLOCK_BYTES if Mechanism.SWAP in wanted else 0
     decode = msgspec.structs.replace(cluster.decode, swap_space_bytes=host_bytes)
     mechanisms = SimMechanisms(0.5 if Mechanism.HIDDEN_CACHE in wanted else None, Mechanism.SHARED_BLOCKS in wanted)
@@ -144,7 +144,7 @@ def test_decisions_do_not_depend_on_what_is_still_to_come(policy: str, topology:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2, 3])
-@pytest.mark.parametrize("topology", POLICIES["aligned_slo"].topologies)
+@pytest.mark.parametrize("topology", policy_entry("aligned_slo").topologies)
 def test_nor_with_other_workloads(topology: Topology, seed: int) -> None:
     first, other = two_futures(config_of("aligned_slo", topology), with_length, seed)
     assert first.decisions == other.decisions

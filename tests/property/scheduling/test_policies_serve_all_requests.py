@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 
 from alignedserve.config.sections import Topology
-from alignedserve.scheduling.policies import POLICIES, make_policy
+from alignedserve.scheduling.policies import all_policies, make_policy, policy_entry
 from alignedserve.scheduling.policy import DeviceMemory, IterationLimits, Mechanism
 from tests.harnesses.policy_run import Arrival, PolicyRun, random_arrivals
 from tests.support.marks import slow
 
-COLOCATED = [name for name, entry in POLICIES.items() if Topology.COLOCATED in entry.topologies]
+COLOCATED = [name for name, entry in all_policies().items() if Topology.COLOCATED in entry.topologies]
 SEEDS = (0, *slow(1, 2))
 _PLENTY = DeviceMemory(2000, 2000, 16)
 _SCARCE = DeviceMemory(30, 30, 16)
@@ -18,7 +18,7 @@ _SCARCE = DeviceMemory(30, 30, 16)
 
 def _memory(name: str, memory: DeviceMemory) -> DeviceMemory:
     """Return a memory with whatever the policy can make use of."""
-    entry = POLICIES[name]
+    entry = policy_entry(name)
     mechanisms = entry.needs | entry.uses
     return replace(
         memory,
@@ -30,7 +30,7 @@ def _memory(name: str, memory: DeviceMemory) -> DeviceMemory:
 
 def _arrivals(name: str, seed: int, count: int = 40) -> list[Arrival]:
     arrivals = random_arrivals(seed, count)
-    if Mechanism.KNOWN_LENGTHS in POLICIES[name].needs:
+    if Mechanism.KNOWN_LENGTHS in policy_entry(name).needs:
         arrivals = [Arrival(one.request, one.output_len, float(one.output_len)) for one in arrivals]
     return arrivals
 

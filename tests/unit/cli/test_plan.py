@@ -11,8 +11,8 @@ import pytest
 from alignedserve.cli.main import main
 from alignedserve.config.loading import load_config
 from alignedserve.config.sections import Topology
+from alignedserve.costmodel.hardware import LinkModel
 from alignedserve.costmodel.linear import LinearCoefficients
-from alignedserve.costmodel.links import LinkModel
 from alignedserve.costmodel.model_shapes import ModelShape
 from lab.costmodel.profile_file import MachineProfile
 from tests.harnesses.simulation import colocated, mixed_workload

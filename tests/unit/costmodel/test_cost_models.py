@@ -9,7 +9,7 @@ import pytest
 
 from alignedserve.core.block_layout import LayerHeads
 from alignedserve.core.errors import ConfigError
-from alignedserve.costmodel.hardware import hardware
+from alignedserve.costmodel.hardware import LinkModel, hardware
 from alignedserve.costmodel.linear import (
     LinearCoefficients,
     LinearIterationModel,
@@ -17,8 +17,7 @@ from alignedserve.costmodel.linear import (
     fit_error,
     fit_linear,
 )
-from alignedserve.costmodel.links import LinkModel
-from alignedserve.costmodel.model import AttentionKernel
+from alignedserve.costmodel.model import AttentionKernel, speed_of
 from alignedserve.costmodel.model_shapes import model_shape
 from alignedserve.costmodel.roofline import RooflineModel
 from alignedserve.costmodel.work import IterationWork
@@ -26,6 +25,7 @@ from lab.costmodel.choice import COST_MODELS, WorkerSpec, make_cost_model
 from lab.costmodel.profile_file import MachineProfile, read_profile
 from lab.costmodel.published.llama_layers import MeasuredLayersModel, collective_curve
 from lab.costmodel.published.prompt_tables import table_samples
+from tests.harnesses.scheduling import EasyCosts
 from tests.support.costs import decodes, prefill, random_work
 from tests.support.marks import each
 
@@ -297,3 +297,17 @@ def test_files_that_are_no_profiles(tmp_path: Path, content: bytes) -> None:
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=r"profile\.json"):
         read_profile(path)
+
+
+def test_prompts_and_tokens_alone() -> None:
+    speed = speed_of(EasyCosts(), max_tokens=4096, max_context_len=8192)
+    assert speed == pytest.approx((0.010 + 0.064, 0.010 + 1.024, 0.010 + 0.001 + 0.00512, 0.010 + 0.004 + 4 * 0.00512))
+
+
+def test_a_prompt_takes_as_many_iterations_as_its_chunks() -> None:
+    assert speed_of(EasyCosts(), max_tokens=100, max_context_len=8192).prompt_s == pytest.approx(11 * 0.010 + 1.024)
+
+
+def test_where_little_fits_the_usual_prompt_is_half_of_it() -> None:
+    speed = speed_of(EasyCosts(), max_tokens=4096, max_context_len=80)
+    assert speed[:3] == pytest.approx((0.050, 0.050, 0.010 + 0.001 + 0.0004))

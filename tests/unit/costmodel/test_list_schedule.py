@@ -11,7 +11,7 @@ from alignedserve.costmodel.work import IterationWork
 from lab.costmodel.choice import WorkerSpec, make_cost_model
 from lab.costmodel.list_schedule import (
     DIVISIONS,
-    Accelerator,
+    Multiprocessors,
     accelerator_of,
     charged_keys,
     list_schedule,
@@ -20,7 +20,7 @@ from lab.costmodel.list_schedule import (
 from tests.support.costs import decodes
 from tests.support.marks import each
 
-SMALL = Accelerator(num_multiprocessors=4, num_heads=2, num_query_heads=4)
+SMALL = Multiprocessors(num_multiprocessors=4, num_heads=2, num_query_heads=4)
 LLAMA = WorkerSpec("llama-3-8b", "h100")  # eight heads of keys on 132 multiprocessors
 
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from alignedserve.core.errors import ConfigError
+from alignedserve.costmodel.hardware import LinkModel
 from alignedserve.costmodel.linear import LinearCoefficients, LinearIterationModel
-from alignedserve.costmodel.links import LinkModel
 from alignedserve.costmodel.model_shapes import ModelShape
 from alignedserve.costmodel.work import IterationWork
 from lab.costmodel.shared_experts import ExpertSharing

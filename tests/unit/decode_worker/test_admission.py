@@ -13,7 +13,7 @@ from alignedserve.messages.caches import DecodePace
 from alignedserve.messages.handshake import Role
 from alignedserve.scheduling.policies import make_policy
 from alignedserve.scheduling.policy import DeviceMemory
-from alignedserve.scheduling.scheduler_state import Progress, SchedulerState
+from alignedserve.scheduling.scheduler_state import MovedProgress, SchedulerState
 from decode_worker.batching.admission import Admission
 from decode_worker.batching.scheduled_batch import ScheduledBatch
 from decode_worker.pace import Pace
@@ -48,7 +48,7 @@ class Worker:
         for number, tpot_s in enumerate(tpots):
             self.state.hold(1)
             of = request(f"running{number}", prompt_len=99, **class_of(tpot_s))
-            self.state.attach(of, 0.0, Progress(8.0, 1, 99, 1, 0.0, 0.0))
+            self.state.attach(of, 0.0, MovedProgress(8.0, 1, 99, 1, 0.0, 0.0))
         self.admission = Admission(self.state.table, EasyCosts(), SHARE)
 
     def within(self, *candidates: Candidate, loading: tuple[Candidate, ...] = (), now: float = 0.0) -> list[str]:

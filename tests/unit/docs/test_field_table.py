@@ -1,6 +1,6 @@
 """The tables of the policies that know classes are those of the record."""
 
-from alignedserve.scheduling.policies import POLICIES
+from alignedserve.scheduling.policies import policy_entry
 from benchmarks.measuring.recording import read_figures
 from benchmarks.promise.classed_policies import LOADS, SHAPES
 from benchmarks.promise.classed_policies import POLICIES as COMPARED
@@ -20,5 +20,5 @@ def test_every_load_has_every_policy_that_runs_there() -> None:
         for shape in SHAPES
         for load in LOADS
         for policy in COMPARED
-        if "disaggregated" not in shape or "disaggregated" in [one.value for one in POLICIES[policy].topologies]
+        if "disaggregated" not in shape or "disaggregated" in [one.value for one in policy_entry(policy).topologies]
     }

@@ -58,6 +58,8 @@ FILES = {
     f"{POLICIES}/__init__.py": f"from {POLICIES.replace('/', '.')} import bros, fcfs\n",
     f"{POLICIES}/bros.py": "b = 1\n",
     f"{POLICIES}/fcfs.py": "f = 1\n",
+    "lab/policies/__init__.py": "from lab.policies import edf\n",
+    "lab/policies/edf.py": "e = 1\n",
 }
 
 
@@ -65,13 +67,18 @@ def changed(*paths: str) -> dict[str, str]:
     """Return by policy the digest where these files have one rule more."""
     files = {path: text + "more = 2\n" * (path in paths) for path, text in FILES.items()}
     code = DecisionCode(files.get)
-    return {policy: code.digest(policy) for policy in ("bros", "fcfs")}
+    return {policy: code.digest(policy) for policy in ("bros", "fcfs", "edf")}
 
 
 def test_what_a_simulation_imports_is_in_the_digest_and_nothing_else() -> None:
     before = changed()
     assert before["bros"] != before["fcfs"]
-    for path in ("router/actor.py", "alignedserve/messages/events.py", f"{POLICIES}/__init__.py"):
+    for path in (
+        "router/actor.py",
+        "alignedserve/messages/events.py",
+        f"{POLICIES}/__init__.py",
+        "lab/policies/__init__.py",
+    ):
         assert changed(path) == before
     for path in ("router/logic.py", "lab/sim/simulation.py"):
         now = changed(path)
@@ -80,9 +87,10 @@ def test_what_a_simulation_imports_is_in_the_digest_and_nothing_else() -> None:
 
 
 def test_a_policy_s_own_rules_are_in_no_other_s_digest() -> None:
-    before, now = changed(), changed(f"{POLICIES}/bros.py")
-    assert now["bros"] != before["bros"]
-    assert now["fcfs"] == before["fcfs"]
+    before = changed()
+    for path, policy in ((f"{POLICIES}/bros.py", "bros"), ("lab/policies/edf.py", "edf")):
+        now = changed(path)
+        assert [name for name in now if now[name] != before[name]] == [policy]
 
 
 USED = "lab/sim/simulation.py"

@@ -17,7 +17,7 @@ from alignedserve.core.request import Slo
 from lab.loadgen.load_generator import LoadGenerator, LoadRun
 from lab.loadgen.load_plan import LoadPlan, LoadRequest, TrafficClass, plan_synthetic
 from lab.loadgen.prompts import CallMaker, exact_prompt
-from lab.workload.lengths import LengthLimits
+from lab.workload.distributions import LengthLimits
 from tests.support.servers.fake_server import MODEL, FakeServer, Script
 
 pytestmark = pytest.mark.slow

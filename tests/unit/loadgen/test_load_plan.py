@@ -6,7 +6,7 @@ from alignedserve.core.errors import ConfigError
 from alignedserve.core.request import Slo
 from lab.loadgen.load_plan import LoadPlan, TrafficClass, plan_synthetic, plan_trace
 from lab.workload.build import DEFAULT_NUM_REQUESTS
-from lab.workload.lengths import LengthLimits
+from lab.workload.distributions import LengthLimits
 from lab.workload.traces import Terms, TraceRow
 
 

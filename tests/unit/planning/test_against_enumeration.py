@@ -5,8 +5,8 @@ import pytest
 from alignedserve.config.loading import load_config
 from alignedserve.config.sections import Topology
 from alignedserve.config.unset_sizes import with_fixed_sizes
+from alignedserve.costmodel.hardware import LinkModel
 from alignedserve.costmodel.linear import LinearCoefficients
-from alignedserve.costmodel.links import LinkModel
 from alignedserve.costmodel.model_shapes import ModelShape
 from lab.costmodel.profile_file import MachineProfile
 from lab.planning.candidates import Choices, PolicyChoice, families_of

@@ -13,7 +13,7 @@ from lab.planning.windowed_trial import WindowedTrial
 from lab.planning.windows import Group, WindowSizes, groups_of
 from lab.sim.result import PartResult, SimulationResult
 from lab.sim.simulation import Simulation
-from lab.workload.requests import LEAD_IN, ClosedLoop, Window, window_of
+from lab.workload.requests import LEAD_IN, ClosedLoop, TimeWindow, window_of
 from tests.harnesses.simulation import colocated, timed, workload_of
 
 COSTS = UnitCosts(0.001, 0.01)
@@ -35,7 +35,7 @@ def rising(num_windows: int, per_window: int = 10) -> list[float]:
 
 def test_a_window_has_its_own_time_and_a_lead_in_that_does_not_count() -> None:
     requests = [timed(float(second), class_name="rt") for second in range(20)]
-    part = window_of(workload_of(*requests), Window(10.0, 13.0, lead_in_s=2.0))
+    part = window_of(workload_of(*requests), TimeWindow(10.0, 13.0, lead_in_s=2.0))
     assert [(one.arrival_s, one.class_name) for one in part.requests] == [
         (0.0, "rt" + LEAD_IN),
         (1.0, "rt" + LEAD_IN),
@@ -44,7 +44,7 @@ def test_a_window_has_its_own_time_and_a_lead_in_that_does_not_count() -> None:
         (4.0, "rt"),
     ]
     assert part.ends_s == 5.0
-    first = window_of(workload_of(*requests), Window(0.0, 2.0, lead_in_s=5.0))
+    first = window_of(workload_of(*requests), TimeWindow(0.0, 2.0, lead_in_s=5.0))
     assert [one.arrival_s for one in first.requests] == [0.0, 1.0]
 
 
@@ -52,8 +52,8 @@ def test_a_closed_loop_sends_as_long_as_its_window() -> None:
     stream = [timed(class_name="be")] * 4
     loops = (ClosedLoop("be", 2, is_wave=False, stream=stream),)
     workload = replace(workload_of(timed(30.0)), closed_loops=loops, ends_s=60.0)
-    assert window_of(workload, Window(20.0, 40.0, lead_in_s=5.0)).ends_s == 25.0
-    assert window_of(workload, Window(50.0, 70.0)).ends_s == 10.0
+    assert window_of(workload, TimeWindow(20.0, 40.0, lead_in_s=5.0)).ends_s == 25.0
+    assert window_of(workload, TimeWindow(50.0, 70.0)).ends_s == 10.0
 
 
 def test_the_busiest_windows_are_chosen_more_often_than_others() -> None:
@@ -85,7 +85,7 @@ def test_a_token_of_an_answer_costs_its_share_of_a_batch_that_keeps_the_pace() -
 def groups(*sizes: int) -> list[Group]:
     """Return groups of so many windows, each of which has 100 requests."""
     return [
-        Group(Window(100.0 * number, 100.0 * number + 60.0), size, {"rt": 100}, {"rt": 100 * size}, 1.0)
+        Group(TimeWindow(100.0 * number, 100.0 * number + 60.0), size, {"rt": 100}, {"rt": 100 * size}, 1.0)
         for number, size in enumerate(sizes)
     ]
 
@@ -181,7 +181,7 @@ def test_a_backlog_without_objectives_must_not_grow() -> None:
     chat = [timed(0.5 * number, class_name="rt", slo=Slo(1000.0, None)) for number in range(20)]
     workload = workload_of(*sorted([*requests, *chat], key=lambda one: one.arrival_s))
     trial = WindowedTrial(
-        [Group(Window(0.0, 10.0), 1, {"rt": 20, "be": 200}, {"rt": 20, "be": 200}, 1.0)], goals_of(workload, 0.99)
+        [Group(TimeWindow(0.0, 10.0), 1, {"rt": 20, "be": 200}, {"rt": 20, "be": 200}, 1.0)], goals_of(workload, 0.99)
     )
     for group in trial.next_windows():
         trial.take(group, Simulation(colocated(), workload).run(), None)

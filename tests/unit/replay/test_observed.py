@@ -14,8 +14,7 @@ from alignedserve.messages.gateways import SubmitRequest
 from alignedserve.messages.iterations import IterationCompleted, IterationTimes, RunIteration
 from alignedserve.messages.workers import RequestFinished
 from lab.replay.component_replay import Decided
-from lab.replay.fitting import fit_machine, fit_unmeasured
-from lab.replay.jitter import JitteryCosts, Ratio
+from lab.replay.fitting import JitteryCosts, Ratio, fit_machine, fit_unmeasured
 from lab.replay.observed import ObservedIteration, ObservedRun
 from lab.replay.simulated import requests_of, think_times_s, workload_of
 from router.state import LengthPredicted

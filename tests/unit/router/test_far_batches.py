@@ -1,7 +1,7 @@
 """Decode workers that are given batches of another node's pool, and the choice of that pool."""
 
 from alignedserve.core.ids import BatchId, WorkerName
-from alignedserve.costmodel.links import LearnedLinks
+from alignedserve.costmodel.hardware import LearnedLinks
 from alignedserve.messages.pools import FormBatch, PoolRegistered
 from alignedserve.messages.workers import WorkerLoad
 from router.placement import Placement

@@ -4,7 +4,7 @@ from dataclasses import replace as changed
 
 from alignedserve.config.sections import BatchingConfig, RouterConfig
 from alignedserve.core.request import Slo
-from alignedserve.costmodel.links import LearnedLinks
+from alignedserve.costmodel.hardware import LearnedLinks
 from router.factory import make_logic
 from router.moves.far_moves import FAR_REST_S, HELD_S, FarLeans
 from router.state import WorkerRecord

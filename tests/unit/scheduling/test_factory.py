@@ -1,5 +1,9 @@
 """Schedulers built from the configuration, and the topology that it chooses."""
 
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,26 +19,30 @@ from alignedserve.config.sections import (
 from alignedserve.config.unset_sizes import from_mapping, with_fixed_sizes
 from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.online import OnlineIterationModel
+from alignedserve.scheduling import policies
 from alignedserve.scheduling.factory import (
     check_yielding,
     make_decode_scheduler,
     make_iteration_scheduler,
     make_scheduler,
     make_yielding,
+    require_effect,
     resolve_policy,
+    topology_of,
     with_yielding,
 )
 from alignedserve.scheduling.iteration_scheduler import FcfsIterationScheduler, PolicyIterationScheduler
-from alignedserve.scheduling.policies import POLICIES
-from alignedserve.scheduling.policies.round_robin import RoundRobin
+from alignedserve.scheduling.policies import POLICIES, PolicyEntry, all_policies, policy_entry
 from alignedserve.scheduling.policy import IterationLimits, Mechanism
 from alignedserve.scheduling.scheduler import Scheduler
-from alignedserve.scheduling.topology import require_effect, topology_of
+from lab import policies as baselines
+from lab.policies.round_robin import RoundRobin
 from tests.harnesses.scheduling import EasyCosts
 from tests.support.marks import each
 
 STOPPING = SchedulingConfig(yield_between_layers=True)
 NOT_STOPPING = SchedulingConfig(yield_between_layers=False)
+ROOT = Path(__file__).parents[3]
 LIMITS = IterationLimits(max_running_requests=4, max_tokens=10)
 
 
@@ -207,7 +215,7 @@ def of(**sections: Any) -> Topology:
 
 def test_unset_it_is_the_policys_own_and_elastic_for_the_default_one() -> None:
     assert of() is topology_of(ClusterConfig()) is Topology.ELASTIC
-    for name, entry in POLICIES.items():
+    for name, entry in all_policies().items():
         assert of(scheduling={"policy": name}) is entry.topologies[0]
     assert of(scheduling={"policy": "aligned"}) is Topology.DISAGGREGATED
     assert of(scheduling={"policy": "sarathi"}) is Topology.COLOCATED
@@ -306,3 +314,40 @@ def test_slack_is_packed_where_the_policy_or_its_batching_says_so() -> None:
         share_of({"pack_share": 1.5})
     with pytest.raises(ConfigError, match=r"batching\.pack_share has no effect with policy 'aligned_slo'"):
         resolve_policy(ClusterConfig(batching=BatchingConfig(pack_share=0.9)))
+
+
+@pytest.fixture
+def offered(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, PolicyEntry]]:
+    """Policies of an installed package, as its entry point gives them."""
+    offered: dict[str, PolicyEntry] = {}
+    monkeypatch.setattr(
+        policies,
+        "entry_points",
+        lambda *, group: [SimpleNamespace(load=lambda: offered)] if "policies" in group else [],
+    )
+    all_policies.cache_clear()
+    yield offered
+    all_policies.cache_clear()
+
+
+def test_a_package_offers_policies_but_changes_none_of_the_core(offered: dict[str, PolicyEntry]) -> None:
+    offered["mine"] = offered["aligned_slo"] = policy_entry("fcfs")
+    assert policy_entry("mine") is policy_entry("fcfs")
+    assert all_policies() == {**POLICIES, "mine": policy_entry("fcfs")}
+
+
+def test_without_the_laboratory_an_unknown_policy_names_the_policies_and_the_package(
+    offered: dict[str, PolicyEntry],
+) -> None:
+    known = "accelgen, aligned, aligned_slo, alise, apt_serve, apt_serve_chunked, bros, fcfs"
+    with pytest.raises(ConfigError, match=rf"unknown policy 'edf'; known: {known}; pip install alignedserve\[lab\]"):
+        policy_entry("edf")
+    offered["edf"] = policy_entry("fcfs")
+    all_policies.cache_clear()
+    assert policy_entry("edf") is policy_entry("fcfs")
+
+
+def test_the_laboratory_declares_its_policies() -> None:
+    declared = tomllib.loads((ROOT / "lab/pyproject.toml").read_text())["project"]["entry-points"]
+    assert declared["alignedserve.policies"] == {"lab": "lab.policies:POLICIES"}
+    assert not set(baselines.POLICIES) & set(POLICIES)

@@ -5,10 +5,10 @@ import pytest
 
 from alignedserve.costmodel.model import AttentionKernel, chunk_within
 from alignedserve.costmodel.work import IterationWork
-from alignedserve.scheduling.decode_costs import is_mixing_cheaper
 from alignedserve.scheduling.policy import DeviceMemory, IterationHistory
 from alignedserve.scheduling.runtime_estimate import RequestRuntimeModel, fit_request_runtime, remaining_output_len
-from alignedserve.scheduling.scheduler_state import Progress, SchedulerState
+from alignedserve.scheduling.scheduler_state import MovedProgress, SchedulerState
+from alignedserve.scheduling.table_operations import is_mixing_cheaper
 from lab.costmodel.choice import WorkerSpec, make_cost_model
 from tests.harnesses.scheduling import EasyCosts, table_of
 from tests.support.marks import each
@@ -147,7 +147,7 @@ class Decodes:
 
     def add(self, name: str, prompt_len: int) -> None:
         self.state.hold(num_blocks := -(-prompt_len // 16))
-        progress = Progress(8.0, 1, prompt_len, num_blocks, 0.0, 0.0)
+        progress = MovedProgress(8.0, 1, prompt_len, num_blocks, 0.0, 0.0)
         self.state.attach(request(name, prompt_len=prompt_len), 0.0, progress)
 
     def is_mixing_cheaper(self, context_lens: list[int]) -> bool:

@@ -12,7 +12,7 @@ from alignedserve.scheduling.policies.aligned_slo.forecast import (
     ON_TIME,
     STARVING,
     URGENT,
-    Group,
+    RankGroup,
     Situation,
     forecast_rows,
     real_time_work,
@@ -98,7 +98,7 @@ def test_groups_are_in_the_same_order(seed: int) -> None:
         for is_ready in (True, False):
             for at_most in (None, 0, 1, 7):
                 chosen = [
-                    rows_of(Group.of(*ranks), *one, is_ready=is_ready, at_most=at_most).tolist()
+                    rows_of(RankGroup.of(*ranks), *one, is_ready=is_ready, at_most=at_most).tolist()
                     for one in (native, plain)
                 ]
                 assert chosen[0] == chosen[1]

@@ -13,7 +13,7 @@ from alignedserve.scheduling.policy import (
     WorkerView,
 )
 from alignedserve.scheduling.scheduler_state import EvictionResult, SchedulerState
-from alignedserve.scheduling.shared_blocks import AllocationResult, Pair, num_overwritten, slots_in_last
+from alignedserve.scheduling.shared_blocks import AllocationResult, BlockPair, num_overwritten, slots_in_last
 from alignedserve.scheduling.sharing_packer import Overwritten, SharingPacker
 from tests.harnesses.scheduling import assert_sound, request_of, view_of
 from tests.support.marks import each
@@ -58,7 +58,7 @@ def test_a_shared_block_is_counted_once() -> None:
     state = sharing_state(rt_len=2, be_len=6)
     assert state.table.num_blocks.tolist() == [2, 1]
     assert state.num_free == 4 - 2
-    assert list(state.shared.pairs()) == [Pair(RT, BE)]
+    assert list(state.shared.pairs()) == [BlockPair(RT, BE)]
 
 
 def test_both_grow_until_their_slots_meet() -> None:

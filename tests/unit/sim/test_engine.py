@@ -6,9 +6,9 @@ from alignedserve.costmodel.linear import LinearCoefficients, LinearIterationMod
 from alignedserve.messages.iterations import Addition, RunIteration, Swap, Swaps
 from alignedserve.scheduling.policy import DeviceMemory
 from lab.sim.config import Slowdowns
+from lab.sim.copies import SharedCores
 from lab.sim.engine import SimulatedAnswer, SimulatedEngine
 from lab.sim.event_queue import EventQueue
-from lab.sim.shared_cores import SharedCores
 from tests.harnesses.scheduling import EasyCosts, request_of
 
 ONE, OTHER = RequestId("one"), RequestId("other")

@@ -5,10 +5,9 @@ from dataclasses import replace
 
 from alignedserve.core.request import Slo
 from lab.sim.config import SimConfig
-from lab.sim.misses import MissWatch
-from lab.sim.records import OpenRequest
+from lab.sim.records import SimulatedRequest
 from lab.sim.result import SimulationResult
-from lab.sim.simulation import Simulation
+from lab.sim.simulation import MissWatch, Simulation
 from lab.sim.sweep import WorkloadLine
 from lab.workload.requests import TimedRequest
 from tests.harnesses.simulation import colocated
@@ -18,9 +17,9 @@ TIGHT = "rt: prompt=200, output=uniform(20,60), rate=40, ttft=0.5, tpot=0.02"
 BESIDE = "be: prompt=200, output=400, outstanding=4"
 
 
-def _open(slo: Slo, *times_s: float, output_len: int = 11) -> OpenRequest:
+def _open(slo: Slo, *times_s: float, output_len: int = 11) -> SimulatedRequest:
     timed = TimedRequest(0.0, 100, output_len, None, "rt", slo=slo)
-    return OpenRequest(0, timed, 1.0, array("d", times_s))
+    return SimulatedRequest(0, timed, 1.0, array("d", times_s))
 
 
 @each(
@@ -32,7 +31,7 @@ def _open(slo: Slo, *times_s: float, output_len: int = 11) -> OpenRequest:
     ],
 )
 def test_an_open_request_is_late_once_it_can_no_longer_meet_an_objective(
-    request_: OpenRequest, late_from_s: float
+    request_: SimulatedRequest, late_from_s: float
 ) -> None:
     watch = MissWatch({"rt": 0})
     assert not watch.is_over([], [request_], late_from_s - 0.01)

@@ -4,12 +4,11 @@ import pytest
 
 from alignedserve.config.sections import ClusterConfig, RouterConfig, SchedulingConfig, Topology
 from alignedserve.core.errors import ConfigError
-from alignedserve.scheduling.policies import POLICIES
+from alignedserve.scheduling.policies import all_policies
 from alignedserve.scheduling.policy import Mechanism
 from lab.costmodel.choice import WorkerSpec
-from lab.sim.cluster_hardware import ClusterHardware
 from lab.sim.config import SimMechanisms
-from lab.sim.policies import as_predicted_for, mechanisms_for, simulated_policy, with_policy
+from lab.sim.policies import ClusterHardware, as_predicted_for, mechanisms_for, simulated_policy, with_policy
 from lab.workload.requests import ClosedLoop
 from tests.harnesses.simulation import timed, workload_of
 from tests.support.marks import each
@@ -70,9 +69,9 @@ def test_host_memory_is_for_those_that_swap() -> None:
     machines = ClusterHardware(WorkerSpec("opt-13b", "a100-80g"))
     by_policy = {
         name: simulated_policy(machines, with_policy(ClusterConfig(), name)).decode_memory.num_free_host > 0
-        for name in POLICIES
+        for name in all_policies()
     }
-    assert by_policy == {name: Mechanism.SWAP in entry.uses for name, entry in POLICIES.items()}
+    assert by_policy == {name: Mechanism.SWAP in entry.uses for name, entry in all_policies().items()}
 
 
 def test_policies_that_must_know_lengths_get_them() -> None:

@@ -9,9 +9,8 @@ from typing_extensions import override
 
 from lab.sim.engine import IterationLine
 from lab.sim.report.page import report_page
-from lab.sim.report.runs import WINDOW_S, Report, ReportedRun, window_of
 from lab.sim.report.svg import Scale, from_zero, logarithmic, shown
-from lab.sim.report.tables import headlines, steadiness
+from lab.sim.report.tables import WINDOW_S, Report, ReportedRun, headlines, steadiness, window_of
 from lab.sim.simulation import Simulation
 from lab.workload.build import build_workload
 from lab.workload.catalogue import Library

@@ -12,7 +12,7 @@ from experiments.ttft_objectives import with_ttft_from_prefill
 from lab.workload.build import DEFAULT_NUM_REQUESTS, build_workload
 from lab.workload.catalogue import Library
 from lab.workload.distributions import parse_distribution
-from lab.workload.feasibility import require_feasible
+from lab.workload.rates import require_feasible
 from lab.workload.requests import ClosedLoopRun, TimedRequest, Workload
 from tests.support.marks import each
 

@@ -3,8 +3,7 @@ import pytest
 from alignedserve.core.errors import ConfigError
 from alignedserve.core.request import RequestClass
 from lab.workload.distributions import ValueDistribution, constant
-from lab.workload.grammar import parse_classes
-from lab.workload.predictions import PredictionKind, PredictionModel
+from lab.workload.grammar import PredictionKind, PredictionModel, parse_classes
 from tests.support.marks import each
 
 

@@ -10,7 +10,7 @@ from lab.sim.simulation import BEGIN_S, Simulation
 from lab.workload.build import build_workload
 from lab.workload.catalogue import Library
 from lab.workload.grammar import parse_classes
-from lab.workload.requests import ClosedLoopRun, Window, Workload, window_of
+from lab.workload.requests import ClosedLoopRun, TimeWindow, Workload, window_of
 from tests.harnesses.simulation import colocated
 from tests.support.marks import each
 
@@ -67,7 +67,7 @@ def test_nothing_starts_before_its_time() -> None:
 
 
 def test_a_window_of_a_run_keeps_the_hours() -> None:
-    part = window_of(build(at_night("2026-11-25T12:00")), Window(8 * HOUR_S, 30 * HOUR_S))
+    part = window_of(build(at_night("2026-11-25T12:00")), TimeWindow(8 * HOUR_S, 30 * HOUR_S))
     assert [request.arrival_s for request in ClosedLoopRun(part).first()] == [2 * HOUR_S] * 2
 
 

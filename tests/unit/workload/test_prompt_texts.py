@@ -6,8 +6,8 @@ from alignedserve.core.errors import ConfigError
 from lab.loadgen.load_plan import plan_synthetic
 from lab.workload.build import build_workload
 from lab.workload.catalogue import Library
-from lab.workload.lengths import LengthLimits
-from lab.workload.requests import LEAD_IN, ClosedLoopRun, TextRun, Window, Workload, turns_of, window_of
+from lab.workload.distributions import LengthLimits
+from lab.workload.requests import LEAD_IN, ClosedLoopRun, TextRun, TimeWindow, Workload, turns_of, window_of
 from tests.support.marks import each
 
 LIBRARY = Library()
@@ -74,7 +74,7 @@ def test_a_recording_keeps_its_texts_unless_its_prompts_are_replaced() -> None:
 
 
 def test_the_turns_of_a_lead_in_are_in_it() -> None:
-    workload = window_of(build("chat: prompt=2, output=5, rate=1, cv=0, turns=2"), Window(2.5, 9.0, 5.0))
+    workload = window_of(build("chat: prompt=2, output=5, rate=1, cv=0, turns=2"), TimeWindow(2.5, 9.0, 5.0))
     led_in = [[turn.class_name for turn in turns_of(one)] for one in workload.requests]
     assert led_in == [["chat" + LEAD_IN] * 2] * 2 + [["chat"] * 2] * 2
 

@@ -19,8 +19,8 @@ from lab.workload.catalogue import (
     read_tasks,
     read_texts,
 )
+from lab.workload.distributions import TokenLengths
 from lab.workload.grammar import parse_classes
-from lab.workload.lengths import Lengths
 from lab.workload.recordings import ClientDaySource, Extract, TraceSource
 from lab.workload.servegen import QUANTILES, WINDOW_S, read_clients
 from tests.support.marks import each
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 SHIPPED_NAMES = sorted(name for name, entry in SOURCES.items() if entry.is_shipped)
 
 
-def columns(lengths: Lengths) -> tuple[list[int], list[int]]:
+def columns(lengths: TokenLengths) -> tuple[list[int], list[int]]:
     assert lengths.prompt_len is not None
     assert lengths.output_len is not None
     return lengths.prompt_len.tolist(), lengths.output_len.tolist()

@@ -20,7 +20,7 @@ from alignedserve.config.model_settings import ModelSettings, load_models, name_
 from alignedserve.config.overrides import override_of
 from alignedserve.core.errors import ResourceError
 from alignedserve.runtime.model.named_models import POCKET
-from alignedserve.scheduling.topology import require_effect
+from alignedserve.scheduling.factory import require_effect
 
 _READY_S = 900.0
 _POLL_S = 0.5

@@ -1,40 +1,48 @@
-"""The floor of `aligned_slo`: what requests that have waited too long have of a worker before all others.
+"""The floors of `aligned_slo`: the share of a worker for starving requests, and the share of best effort beside chat.
 
-Those of a class are served by priority and arrival, within a share of every iteration's time, and hold a share of the
-memory that no other request takes from them: as many of the first ones as fit it, at least one. Documents are served so
-to their end, and late chats until their cache is back; those furthest behind then keep it, in a share like that. Chats
-whose first token is overdue begin so, and those that have begun so hold at most that share of places and memory, at
-least one. The rest go first among their own class (but for late chat, which keeps its place), and are evicted for
-others as they would be without having waited. So however many have waited too long, chat on time has the rest of the
-time and of the memory.
+Starving requests have waited too long. Each class serves its starving requests by priority and arrival, within a share
+of every iteration's time and memory: as many as fit, at least one. Documents keep the share to their end, late chats
+until their cache is back; the chats furthest behind then keep their cache. Overdue chats begin within a share of places
+and memory, at least one. All further starving requests go first in their class (late chat keeps its turn) and can be
+evicted. So chat on time has the rest of the time and of the memory.
 
-Documents begin so only while their class has had less than its floor of the tokens (core/class_floor.py): what the time
-that chat leaves has computed of others counts. One that has waited ten times as long as it takes to come here begins in
-any case, as shorter ones may have had all of that. Without a floor of tokens it does not begin before chat; but blocks
-that other documents free are kept for it, from these alone, as long as what they hold is enough.
+A starving document begins only while documents have had less than their floor of tokens (core/class_floor.py), or after
+ten times the wait that makes it starve. Without a floor of tokens it never begins before chat: it then gets the blocks
+that other documents free.
 
-A first one that needs more memory than the share has it all the same, once it has been first for so long that the
-memory it holds is the share on average:
+A first request may need more memory than the share. It gets the memory after a wait that makes the share right on
+average:
 
     wait = left * (blocks / (share * all blocks) - 1)
 
-Until then it takes what requests on time leave. Example: the share is a tenth; a document that needs half of the
-memory and 20 s waits 20 * (0.5 / 0.1 - 1) = 80 s.
+Example: a document needs half of the memory for 20 s, the share is a tenth: it waits 20 * (0.5 / 0.1 - 1) = 80 s.
 """
 
-from typing import NamedTuple
+from dataclasses import replace
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from alignedserve.core.class_floor import ClassFloor
 from alignedserve.core.ids import RequestId
-from alignedserve.scheduling.policies.aligned_slo.forecast import LATE, LONGEST_WAIT, STARVING, counts_of, in_order
+from alignedserve.costmodel.work import IterationWork
+from alignedserve.scheduling.policies.aligned_slo.forecast import (
+    BEST_EFFORT,
+    LATE,
+    LONGEST_WAIT,
+    PRESSING,
+    STARVING,
+    RankGroup,
+    counts_of,
+    in_order,
+    rows_of,
+)
 from alignedserve.scheduling.policy import IterationPlan, WorkerView
 from alignedserve.scheduling.table import Bools, Ints, RequestTable, rows_where
 from kernels.cpu.request_table import RowForecasts
 
 
-class Keeper(NamedTuple):
+class KeptForDocument(NamedTuple):
     """A document that has waited far too long, and may pass no chat: what other documents free is kept for it."""
 
     row: int
@@ -47,7 +55,7 @@ class FlooredRows(NamedTuple):
     rows: RowForecasts
     hold: Ints  # the rank by which a request keeps its memory: only one of a better rank takes it
     is_first_held: bool  # the first starving one has its memory before requests on time; True without one
-    keeper: Keeper | None = None  # without a floor of tokens
+    keeper: KeptForDocument | None = None  # without a floor of tokens
 
 
 class Floor:
@@ -60,7 +68,7 @@ class Floor:
         self._longest_wait_s = LONGEST_WAIT * starvation_s
         self._tokens = ClassFloor(best_effort_floor)
         self._next_tokens = 0  # of the first document that has waited too long, and has not begun
-        self._keeper: Keeper | None = None
+        self._keeper: KeptForDocument | None = None
         self._of_chat, self._of_documents = _ClassShare(share), _ClassShare(share)
 
     def apply(self, view: WorkerView, rows: RowForecasts) -> FlooredRows:
@@ -106,14 +114,13 @@ class Floor:
             if self._tokens.owed_share:
                 waiting = waiting[waited_s[waiting] <= self._longest_wait_s]
             elif waited_s[first] > self._longest_wait_s:
-                self._keeper = Keeper(first, int(table.num_blocks[~table.is_real_time].sum()))
+                self._keeper = KeptForDocument(first, int(table.num_blocks[~table.is_real_time].sum()))
         return behind(rows, waiting) if len(waiting) else rows
 
     def _few_beginning(self, view: WorkerView, rows: RowForecasts) -> RowForecasts:
-        """Return the forecasts with chats overdue to begin behind the floor, but for a share of places and memory.
+        """Move overdue chats behind the floor that exceed a share of places and memory; one may always begin.
 
-        Those that have come so late already are counted, to the end of their answers. One may begin in any case: where
-        prompts are long, a tenth of the places would be all of the memory.
+        Chats that began overdue count until their answers end.
         """
         table = view.table
         beginning = rows_where((rows.rank == STARVING) & table.is_real_time & (table.num_generated == 0))
@@ -135,10 +142,8 @@ class Floor:
         return begun
 
     def _sheltered(self, view: WorkerView, rows: RowForecasts) -> Ints:
-        """Return the ranks, by which memory is kept, with late chats that are furthest behind sheltered by a share.
-
-        One that had lost its cache would lose it again after a few tokens, and all that was computed for it.
-        """
+        """Return the ranks by which memory is kept: a share shelters the chats furthest behind, lest a cache that was
+        recomputed is lost again after a few tokens."""
         late = rows_where((rows.claim == LATE) & rows.is_ready)
         if not len(late):
             return rows.rank  # as nearly always; when each token is due costs more to know
@@ -157,7 +162,7 @@ class _ClassShare:
     def __init__(self, share: float) -> None:
         self._share = share
         self._first: RequestId | None = None
-        self._due_s = np.inf  # from then on it has the memory that it needs
+        self._due_s = np.inf  # then the first request gets its memory
 
     def forget(self) -> None:
         self._first = None
@@ -174,7 +179,7 @@ class _ClassShare:
         is_held = self._is_held(table.request_ids[first], float(rows.left_s[first]), needed[0] / room, view.now)
         if num_kept < len(starving):
             others = starving[num_kept:]
-            # Late chat that has lost its cache keeps its place: returned first, it would be evicted next, and so on.
+            # Late chat without a cache keeps its turn: a cache that returns first would be evicted next.
             has_slo = np.isfinite(table.ttft_s[others]) | np.isfinite(table.tpot_s[others])
             rows = behind(rows, others, first=others[~(table.is_real_time[others] & has_slo)])
             hold = _with(hold, others, rows.claim)
@@ -221,3 +226,112 @@ def behind(rows: RowForecasts, moved: Ints, *, first: Ints | None = None) -> Row
         num_ready=counts_of(rank[rows.is_ready]),
         num_waiting=counts_of(rank[~rows.is_ready]),
     )
+
+
+_GAPS_LOST = 2.0  # of those that the real-time part alone would make
+_WEIGHT = 1 / 16  # of the latest real-time part in their mean
+DOCUMENTS = RankGroup.of(STARVING, PRESSING, BEST_EFFORT)  # once no real-time request is starving
+
+
+class RealTimePacking(Protocol):
+    """An iteration in construction."""
+
+    @property
+    def work(self) -> IterationWork:
+        """As packed so far."""
+
+    def add_decodes(self, group: RankGroup, budget_s: float) -> None:
+        """Add next tokens within this time."""
+
+    def add_prompts(self, group: RankGroup, budget_s: float) -> None:
+        """Add prompts, and caches from the host, within this time."""
+
+    def plan(self) -> IterationPlan:
+        """Return the plan."""
+
+
+def has_gaps(table: RequestTable) -> bool:
+    """Return whether a real-time request waits for a token after its first one."""
+    return bool(np.any(table.is_real_time & (table.num_generated > 0)))
+
+
+def without_starving_chat(table: RequestTable, rows: RowForecasts) -> RowForecasts:
+    """Return the forecasts with starving chats in the rank of their objectives: the bound counts them as real-time."""
+    starving = np.flatnonzero((rows.rank == STARVING) & table.is_real_time)
+    return behind(rows, starving) if len(starving) else rows
+
+
+class Interference:
+    """The bound on gaps of chat that best effort prolongs, and what best effort is owed below the bound.
+
+    While a chat waits for its next token, an iteration lasts at most `bound` times its real-time part (`alone`). Copies
+    of best-effort caches count. Best effort keeps its floor: at most one `unit` (a token, or the copy of a cache) stays
+    owed.
+
+        owed  <- min(owed, unit) + floor / (1 - floor) * alone
+        until  = max(min(what objectives allow, bound * alone), alone + owed)
+        owed  <- max(owed - (the iteration - alone), 0)
+
+    Separate decode workers get chats in the middle of a gap: while such chats come, iterations of documents alone last
+    at most twice the mean of `alone`. Example: bound 1.1, floor 5 %, four chats take 20 ms alone, a document 1 ms: two
+    documents fit into 22 ms. With 1.02 none fits into 20.4 ms; the floor owes 1.05 ms, so one does.
+    """
+
+    def __init__(self, bound: float, floor: float) -> None:
+        """`bound`: at least 1. `floor`: the share of best effort in the time, at least 0 and below 1."""
+        self._bound = bound
+        self._owed_share = floor / (1.0 - floor)
+        self._owed_s = 0.0
+        self._usual_s: float | None = None  # mean of the real-time parts
+        self._came_s = -np.inf  # when a request last came between two of its tokens
+
+    def without_gaps_s(self, now: float, memory_s: float) -> float:
+        """Return how long an iteration may take now that no gap runs: inf unless requests came in theirs lately."""
+        if self._usual_s is None or now - self._came_s > memory_s:
+            return np.inf
+        return _GAPS_LOST * self._usual_s
+
+    def copies_s(self, view: WorkerView, decodes: IterationWork) -> float:
+        """Return how long copies that make room for others may take beside these real-time decodes."""
+        return self._bound * view.costs.iteration_s(decodes)
+
+    def pack(self, packing: RealTimePacking, view: WorkerView, rows: RowForecasts, allowed_s: float) -> IterationPlan:
+        """Add best effort to the packed real-time part, and return the plan. `allowed_s`: by objectives."""
+        alone_s = _alone_s(packing.work, view)
+        self._usual_s = alone_s if self._usual_s is None else self._usual_s + _WEIGHT * (alone_s - self._usual_s)
+        if _has_newcomers(view.table):
+            self._came_s = view.now
+        unit_s = _unit_s(packing.work, view, rows) - alone_s
+        share_s = self._owed_share * alone_s
+        self._owed_s = min(self._owed_s, unit_s) + share_s
+        until_s = max(min(allowed_s, self._bound * alone_s), alone_s + self._owed_s)
+        packing.add_decodes(DOCUMENTS, until_s)
+        packing.add_prompts(DOCUMENTS, until_s)
+        plan = packing.plan()
+        self._owed_s = max(self._owed_s - max(view.costs.iteration_s(packing.work) - alone_s, 0.0), 0.0)
+        return replace(plan, alone_s=alone_s)
+
+
+def _has_newcomers(table: RequestTable) -> bool:
+    return bool(np.any(table.is_real_time & (table.num_generated > 0) & (table.service_s == 0.0)))
+
+
+def _alone_s(work: IterationWork, view: WorkerView) -> float:
+    alone = work.copy()
+    alone.swap_out_tokens = 0.0
+    return view.costs.iteration_s(alone)
+
+
+def _unit_s(work: IterationWork, view: WorkerView, rows: RowForecasts) -> float:
+    table, trial = view.table, work.copy()
+    ready = rows_of(DOCUMENTS, table, rows, is_ready=True, at_most=1)
+    waiting = ready if len(ready) else rows_of(DOCUMENTS, table, rows, is_ready=False, at_most=1)
+    if not len(waiting):
+        return 0.0
+    row = int(waiting[0])
+    if len(ready):
+        trial.add_decode(int(table.context_len[row]), is_constrained=bool(table.is_constrained[row]))
+    else:
+        trial.add_chunk(1, int(table.num_cached[row]), is_last=True)
+        trial.swap_in_tokens += view.memory.copy_tokens(int(table.num_swapped[row]))
+    return view.costs.iteration_s(trial)

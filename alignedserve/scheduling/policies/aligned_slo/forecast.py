@@ -3,6 +3,7 @@
 The kernel computes the same as the plain form here, to the last bit: a decision needs a hundred small operations.
 """
 
+import heapq
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +15,7 @@ from alignedserve.scheduling.runtime_estimate import (
     RequestRuntimeModel,
     remaining_output_len,
 )
-from alignedserve.scheduling.table import Bools, Floats, Ints, RequestTable
+from alignedserve.scheduling.table import Bools, Floats, Ints, RequestTable, rows_where
 from alignedserve.scheduling.table_operations import note_decodes
 from kernels.cpu import request_table as native
 from kernels.cpu.request_table import RowForecasts
@@ -31,14 +32,14 @@ LONGEST_WAIT = 10.0
 _NO_ROWS = np.empty(0, np.int64)
 
 
-class Group(NamedTuple):
+class RankGroup(NamedTuple):
     """Ranks that are packed together."""
 
     ranks: tuple[int, ...]
     bits: int  # one for each of them
 
     @classmethod
-    def of(cls, *ranks: int) -> "Group":
+    def of(cls, *ranks: int) -> "RankGroup":
         return cls(ranks, sum(1 << rank for rank in ranks))
 
 
@@ -116,12 +117,12 @@ def is_any_silent(table: RequestTable, forecast: RowForecasts, since_s: float) -
     return bool(np.any(lacks & (table.last_token_s < since_s)))
 
 
-def num_of(group: Group, forecast: RowForecasts) -> int:
+def num_of(group: RankGroup, forecast: RowForecasts) -> int:
     return sum([forecast.num_ready[rank] + forecast.num_waiting[rank] for rank in group.ranks])
 
 
 def rows_of(
-    group: Group, table: RequestTable, forecast: RowForecasts, *, is_ready: bool, at_most: int | None = None
+    group: RankGroup, table: RequestTable, forecast: RowForecasts, *, is_ready: bool, at_most: int | None = None
 ) -> Ints:
     """Return the first `at_most` rows of this group, ready or waiting ones, sorted by `in_order`."""
     counts = forecast.num_ready if is_ready else forecast.num_waiting
@@ -145,7 +146,7 @@ def rows_of(
 def in_order(rows: Ints, table: RequestTable, forecast: RowForecasts) -> Ints:
     """Sort rows by rank, priority, time left and arrival at the worker.
 
-    Starving requests go by arrival, so that shorter ones do not keep them waiting.
+    Starving requests go by arrival: shorter requests do not delay longer ones.
     """
     rank = forecast.rank[rows]
     left_s = np.where(rank == STARVING, 0.0, forecast.left_s[rows])
@@ -171,7 +172,7 @@ def _plain_forecast(table: RequestTable, situation: Situation, prompts: PrefillT
     is_urgent = is_on_time & (np.minimum(slack_s - alone_s, deadline_slack_s) < horizon_s)
     of_chat = np.where(is_urgent, URGENT, np.where(is_on_time, ON_TIME, LATE))
     claim = np.where(table.is_real_time, of_chat, np.where(is_pressing, PRESSING, BEST_EFFORT))
-    waited_s = now - table.arrival_s - table.service_s  # in all: once it goes first it does so to its end
+    waited_s = now - table.arrival_s - table.service_s  # in all: a request that starves goes first to its end
     longest_s = LONGEST_WAIT * situation.starvation_s
     has_waited = waited_s > np.minimum(situation.starvation_s + situation.patience * left_s, longest_s)
     # Others than these are urgent once they are due.
@@ -240,3 +241,58 @@ def _least(values: Floats, counts: Bools) -> float:
 
 def counts_of(rank: Ints) -> tuple[int, ...]:
     return tuple(np.bincount(rank, minlength=_NUM_RANKS).tolist())
+
+
+MOST_PROMPTS = 256  # looked at, by due time: later prompts have time
+
+
+def num_contending(rows: RowForecasts) -> int:
+    return sum(rows.num_waiting[URGENT : ON_TIME + 1])
+
+
+def relegated(table: RequestTable, rows: RowForecasts, stretch: float) -> RowForecasts:
+    own_stretch = stretch if rows.num_waiting[LATE] else 1.0
+    is_waiting = (rows.rank >= URGENT) & (rows.rank <= ON_TIME) & ~rows.is_ready
+    waiting = rows_where(is_waiting & (table.num_generated == 0) & np.isfinite(rows.slack_s))
+    if len(waiting) > MOST_PROMPTS:
+        waiting = waiting[np.argpartition(rows.slack_s[waiting], MOST_PROMPTS)[:MOST_PROMPTS]]
+    alone_s, slack_s = rows.left_s[waiting], rows.slack_s[waiting]
+    yielding = giving_way(slack_s, alone_s, table.priority[waiting], stretch=stretch, own_stretch=own_stretch)
+    if not yielding:
+        return rows
+    rank, claim = rows.rank.copy(), rows.claim.copy()
+    rank[waiting[yielding]] = claim[waiting[yielding]] = LATE
+    return rows._replace(rank=rank, claim=claim, num_waiting=counts_of(rank[~rows.is_ready]))
+
+
+def giving_way(
+    slack_s: Floats, alone_s: Floats, priority: Ints, *, stretch: float = 1.0, own_stretch: float = 1.0
+) -> list[int]:
+    """Choose the fewest prompts to be late so that all others have their first token in time (Moore, 1968).
+
+    Prompts compute one after the other by due time. Up to the first late prompt, the least important gives way; of
+    equals the longest. `stretch`: decodes beside a prompt make later prompts wait so many times `alone_s`;
+    `own_stretch`: and the prompt itself. Example: prompts of 3, 1 and 1 s are due in 3, 3.5 and 4 s: the first gives
+    way.
+    """
+    by_due = np.argsort(slack_s, kind="stable")
+    before_s = stretch * (np.cumsum(alone_s[by_due]) - alone_s[by_due])
+    if np.all(before_s + own_stretch * alone_s[by_due] <= slack_s[by_due]):
+        return []
+    waited_s, yielding = 0.0, []
+    staying: list[tuple[int, float, int]] = []  # the one to give way first on top
+    for prompt in by_due.tolist():
+        most_s = float(slack_s[prompt] - own_stretch * alone_s[prompt])  # to wait for others
+        if most_s < 0:
+            yielding.append(prompt)
+            continue
+        heapq.heappush(staying, (-int(priority[prompt]), -float(alone_s[prompt]), prompt))
+        while waited_s > most_s:
+            other = heapq.heappop(staying)[2]
+            yielding.append(other)
+            if other == prompt:
+                break
+            waited_s -= stretch * float(alone_s[other])
+        else:
+            waited_s += stretch * float(alone_s[prompt])
+    return yielding

@@ -1,12 +1,12 @@
 """Packs an iteration within a time: decodes in bulk, prompts in chunks, and evictions when blocks are short."""
 
+import math
 from functools import cached_property
 
 import numpy as np
 
-from alignedserve.costmodel.model import chunk_within
+from alignedserve.costmodel.model import CostModel, chunk_within
 from alignedserve.costmodel.work import IterationWork
-from alignedserve.scheduling.decode_costs import num_decodes_within
 from alignedserve.scheduling.packer import Packer
 from alignedserve.scheduling.policies.aligned_slo.forecast import (
     BEST_EFFORT,
@@ -14,21 +14,107 @@ from alignedserve.scheduling.policies.aligned_slo.forecast import (
     ON_TIME,
     STARVING,
     URGENT,
-    Group,
+    RankGroup,
     SloForecast,
     in_order,
     rows_of,
 )
-from alignedserve.scheduling.policies.aligned_slo.loans import Loans
-from alignedserve.scheduling.policies.aligned_slo.parts import in_parts_s
 from alignedserve.scheduling.policy import EvictionMode, IterationPlan, WorkerView
 from alignedserve.scheduling.table import Ints, rows_where
+from alignedserve.scheduling.table_operations import num_decodes_within
+
+
+class LoanCredit:
+    """Keeps account of the time that the loans of a worker may take."""
+
+    def __init__(self, share: float, most_s: float) -> None:
+        """`share`: of the time, which is earned as it passes. `most_s`: as much is kept at most, and there at first."""
+        self._share, self._most_s = share, most_s
+        self._left_s = most_s
+        self._earned_until_s = 0.0
+
+    def earn(self, now: float) -> None:
+        self._left_s = min(self._left_s + self._share * (now - self._earned_until_s), self._most_s)
+        self._earned_until_s = now
+
+    def spend(self, cost_s: float) -> bool:
+        """Take this much of the credit; return False, and take nothing, if there is less."""
+        if cost_s > self._left_s:
+            return False
+        self._left_s -= cost_s
+        return True
+
+
+class Lenders:
+    """Chats that can lend their memory to late first tokens in one decision.
+
+    A lender keeps its cache on the host or in the pool: none is computed again. Loans stop when the lent caches would
+    fill the device.
+    """
+
+    def __init__(self, view: WorkerView, forecast: SloForecast, credit: LoanCredit) -> None:
+        self._view = view
+        self._table = view.table
+        self._rows = forecast.rows
+        self.credit = credit
+
+    @cached_property
+    def lenders(self) -> list[int]:
+        """List the requests ahead of their schedule whose cache has room elsewhere, the furthest last.
+
+        It is empty while all that is lent would fill the device.
+        """
+        table, memory, eviction_slack_s = self._table, self._view.memory, self._rows.eviction_slack_s
+        if self._num_lent_tokens() >= memory.slots_in(memory.num_blocks):
+            return []
+        can_lend = self._rows.is_ready & (self._rows.rank > STARVING) & (eviction_slack_s > 0)
+        can_lend &= (table.num_blocks > 0) & self._view.can_evict
+        if self._view.pool is None:
+            can_lend &= table.num_cached <= memory.num_free_host
+        rows = np.flatnonzero(can_lend)
+        furthest_last: list[int] = rows[np.lexsort((table.order[rows], eviction_slack_s[rows]))].tolist()
+        return furthest_last
+
+    def _num_lent_tokens(self) -> int:
+        rows = self._rows
+        if not any(rows.num_waiting[URGENT : ON_TIME + 1]):
+            return 0
+        lent = rows_where((rows.claim <= ON_TIME) & ~rows.is_ready & (self._table.num_generated > 0))
+        return int(self._table.context_len[lent].sum())
+
+
+def in_parts_s(
+    costs: CostModel, num_tokens: int, part: int, num_cached: int, *, now: IterationWork, later: IterationWork
+) -> float:
+    """Return the seconds until a prompt is computed in parts, one in each iteration from now on; inf without a part.
+
+    `num_tokens`: of the prompt, after `num_cached`. `part`: tokens of each but the last, which may have fewer. `now`,
+    `later`: what else this iteration and each of those that follow compute. A part reads as many keys more than the one
+    before it: of all that follow in full, the mean of the first and the last stands for each.
+    """
+    if part <= 0:
+        return math.inf
+    end = num_cached + num_tokens
+
+    def part_s(beside: IterationWork, start: int, size: int) -> float:
+        iteration = beside.copy()
+        iteration.add_chunk(size, start, is_last=start + size == end)
+        return costs.iteration_s(iteration)
+
+    first = min(part, num_tokens)
+    total_s = part_s(now, num_cached, first)
+    num_full, num_last = divmod(num_tokens - first, part)
+    if num_full:
+        total_s += num_full * (part_s(later, num_cached + first, part) + part_s(later, end - num_last - part, part)) / 2
+    if num_last:
+        total_s += part_s(later, end - num_last, num_last)
+    return total_s
 
 
 class SloPacking:
     """One decision: within a rank by `priority`, then the shortest first; ties by arrival at the worker."""
 
-    def __init__(self, view: WorkerView, forecast: SloForecast, loans: Loans, *, growth_tokens: int) -> None:
+    def __init__(self, view: WorkerView, forecast: SloForecast, loans: Lenders, *, growth_tokens: int) -> None:
         self._view = view
         self._table = view.table
         self._forecast = forecast
@@ -57,7 +143,9 @@ class SloPacking:
 
     # --- decodes
 
-    def add_decodes(self, group: Group, budget_s: float, *, at_least: int = 0, are_chats: bool | None = None) -> None:
+    def add_decodes(
+        self, group: RankGroup, budget_s: float, *, at_least: int = 0, are_chats: bool | None = None
+    ) -> None:
         """Add the requests of this group that only need their next token, as many as the time allows.
 
         `are_chats`: only real-time requests, or only others.
@@ -79,7 +167,7 @@ class SloPacking:
     # --- prompts, and caches to swap in
 
     def add_prompts(
-        self, group: Group, budget_s: float, *, decodes: IterationWork | None = None, are_chats: bool | None = None
+        self, group: RankGroup, budget_s: float, *, decodes: IterationWork | None = None, are_chats: bool | None = None
     ) -> None:
         """Add requests of this group that have more to compute or lie on the host, in order, until the time is used up.
 
@@ -93,7 +181,6 @@ class SloPacking:
             return
         rows = self._of_class(rows, are_chats)
         self._gain, self._decodes = None, decodes or IterationWork()
-        self._foresee(rows)
         for row in rows.tolist():
             if row in self._evicted or (row in packer and not self._is_extensible(row, budget_s)):
                 continue
@@ -126,9 +213,6 @@ class SloPacking:
         self._packer.withdraw(row)
         self._kept = 0
         return True
-
-    def _foresee(self, rows: Ints) -> None:
-        """Note what depends on the blocks that are free before any of these prompts takes some."""
 
     def _wanted(self, row: int) -> int:
         packer, rank = self._packer, self._rows.rank[row]
@@ -234,7 +318,7 @@ class SloPacking:
         return [row for row in holders[order].tolist() if row not in self._evicted]
 
     def _evict_for(self, row: int, *, is_growth: bool) -> bool:
-        """Evict one victim for this row; return False if there is none.
+        """Evict a victim for this row; return False without a victim.
 
         A newcomer displaces only late or best-effort requests of a worse rank than its own, and if it is urgent also
         those ahead of their schedule; a request that grows displaces any behind it.
@@ -257,7 +341,7 @@ class SloPacking:
     def _weakest(self, row: int) -> int:
         """Return the rank from whose holders a newcomer takes no memory, nor from those before it.
 
-        Documents take it from none, those that press neither: who gives it may press next, and computes it all again.
+        Documents never evict others: an evicted document could become urgent and be recomputed.
         """
         if self._is_starving(row):
             return LATE
@@ -366,7 +450,7 @@ class SloPacking:
 
     def _force_one(self) -> None:
         rows = in_order(np.arange(len(self._table)), self._table, self._rows._replace(rank=self._forecast.hold))
-        row = next(one for one in rows.tolist() if one not in self._evicted)
+        row = next(candidate for candidate in rows.tolist() if candidate not in self._evicted)
         packer = self._packer
         while self._view.can_evict and packer.blocks_needed(row, packer.remaining(row)) > packer.num_free:
             victim = self._victims.pop()

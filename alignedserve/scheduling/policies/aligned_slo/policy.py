@@ -2,7 +2,7 @@
 
 - Requests that can still hold their objectives go before those that cannot (Apt-Serve, section 4.2), and those that
   would miss them by waiting for one more iteration go first (AccelGen, section 4.3). Where not all can, the fewest
-  prompts give way (relegation.py).
+  prompts give way (forecast.py).
 - The iteration lasts no longer than the least slack of its requests allows, nor so long that a prompt that arrives
   meanwhile would be late (BROS, constraint 6; AccelGen, equation 6); best-effort work fills the rest of that time.
 - Requests that can wait are ordered by predicted remaining time, the shortest first, until they have waited too long;
@@ -13,14 +13,14 @@
 """
 
 import math
+from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
 
 from alignedserve.config.sections.scheduling import MAX_INTERFERENCE
 from alignedserve.core.class_floor import OVERDUE_S
-from alignedserve.scheduling.policies.aligned_slo.choices import HiddenPacking, by_density, in_levels
-from alignedserve.scheduling.policies.aligned_slo.floor import Floor
+from alignedserve.scheduling.policies.aligned_slo.floor import Floor, Interference, has_gaps, without_starving_chat
 from alignedserve.scheduling.policies.aligned_slo.forecast import (
     BEST_EFFORT,
     LATE,
@@ -28,33 +28,75 @@ from alignedserve.scheduling.policies.aligned_slo.forecast import (
     PRESSING,
     STARVING,
     URGENT,
-    Group,
+    RankGroup,
     Situation,
     SloForecast,
     forecast_rows,
     is_any_silent,
+    num_contending,
     num_of,
     real_time_work,
+    relegated,
 )
-from alignedserve.scheduling.policies.aligned_slo.interference import Interference, has_gaps, without_starving_chat
-from alignedserve.scheduling.policies.aligned_slo.loans import LoanCredit, Loans
-from alignedserve.scheduling.policies.aligned_slo.packing import SloPacking
+from alignedserve.scheduling.policies.aligned_slo.packing import Lenders, LoanCredit, SloPacking
 from alignedserve.scheduling.policies.aligned_slo.pool import PooledPacking
-from alignedserve.scheduling.policies.aligned_slo.relegation import num_contending, relegated
-from alignedserve.scheduling.policies.aligned_slo.reserve import PromptReserve
 from alignedserve.scheduling.policy import IterationPlan, WorkerView
 from alignedserve.scheduling.runtime_estimate import (
+    PrefillTimes,
     RefreshedEstimate,
     fit_request_runtime,
     measure_prefill_times,
     remaining_output_len,
 )
-from alignedserve.scheduling.table import rows_where
+from alignedserve.scheduling.table import RequestTable, rows_where
 from kernels.cpu.request_table import RowForecasts
 
-_STARVING, _ON_TIME, _LATE = Group.of(STARVING), Group.of(URGENT, ON_TIME), Group.of(LATE)
-_REAL_TIME, _PRESSING = Group.of(URGENT, ON_TIME, LATE), Group.of(PRESSING)
-_OTHERS = Group.of(STARVING, BEST_EFFORT)
+_NUM_PROMPTS = 64
+_COVERED = 0.9  # of them
+
+
+class PromptReserve:
+    """The time by which documents leave chats ahead of their mean gap: what the next long prompt takes.
+
+        usual   = what nine of ten of the latest prompts of chat take alone
+        reserve = 0 if stretch * usual <= longest, else min(usual, longest)
+        until   = max(ahead - reserve, alone + share * (budget - alone))
+
+    `longest`: the longest prompt that could be in time. `stretch`: times as long as alone that a prompt takes in parts.
+    `ahead`: until the first next token is due by mean gaps. `alone`: the iteration without documents. Example: chats
+    have a mean gap of 50 ms, prompts take 400 ms, iterations alone 20 ms. A chat is ahead by 400 ms after 13 tokens:
+    until then documents prolong iterations by 2 to 3 ms, later by 25.
+    """
+
+    def __init__(self, share: float) -> None:
+        """`share`: of the time left that documents have while a chat is not ahead enough; 1: nothing is kept."""
+        self._share = share
+        self._latest_s: deque[float] = deque(maxlen=_NUM_PROMPTS)
+        self._num_seen = 0  # requests that have come to the worker
+        self._usual_s = 0.0
+
+    def note(self, table: RequestTable, prompts: PrefillTimes) -> None:
+        """Note prompts that have come: real-time ones with an objective for their first token."""
+        if table.num_added == self._num_seen:
+            return
+        has_come = table.is_real_time & (table.order >= self._num_seen)
+        rows = np.flatnonzero(has_come & (table.num_generated == 0) & np.isfinite(table.ttft_s))
+        self._num_seen = table.num_added
+        if len(rows):
+            self._latest_s.extend(prompts.of(table.num_remaining[rows]).tolist())
+            self._usual_s = sorted(self._latest_s)[math.ceil(_COVERED * len(self._latest_s)) - 1]
+
+    def until_s(self, ahead_s: float, *, alone_s: float, budget_s: float, longest_s: float, stretch: float) -> float:
+        if not self._usual_s or self._usual_s * stretch <= longest_s:
+            return budget_s
+        kept_s = min(self._usual_s, longest_s)
+        least_s = alone_s + self._share * max(budget_s - alone_s, 0.0)
+        return min(max(ahead_s - kept_s, least_s), budget_s)
+
+
+_STARVING, _ON_TIME, _LATE = RankGroup.of(STARVING), RankGroup.of(URGENT, ON_TIME), RankGroup.of(LATE)
+_REAL_TIME, _PRESSING = RankGroup.of(URGENT, ON_TIME, LATE), RankGroup.of(PRESSING)
+_OTHERS = RankGroup.of(STARVING, BEST_EFFORT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +128,6 @@ class AlignedSloConfig:
     growth_tokens: int = 16  # newcomers leave blocks for this many more tokens of each request with objectives
     interference: float | None = None  # `scheduling.interference`: best effort prolongs gaps of chat by this factor
     best_effort_floor: float = 0.05  # share of the time, or of the tokens, that it has all the same; the router's
-    # What other papers' policies always do, for what it is worth (docs/experiments/ablations.md).
-    levels: bool = False  # ALISE's, of the time left
-    knapsack: bool = False  # Apt-Serve's, of first tokens where blocks are short
-    hidden_caches: bool = False  # Apt-Serve's, for first tokens for which blocks are short
 
     def __post_init__(self) -> None:
         if self.interference is not None and not 1.0 <= self.interference <= MAX_INTERFERENCE:
@@ -141,8 +179,9 @@ class AlignedSlo:
             cap_s = min(cap_s, interference.without_gaps_s(view.now, self._config.memory_s))
             interference = None
         forecast = self._forecast(view, cap_s, interference)
-        loans = Loans(view, forecast, self._credit)
-        packing = self._packing_of(view)(view, forecast, loans, growth_tokens=self._config.growth_tokens)
+        loans = Lenders(view, forecast, self._credit)
+        packing_type = SloPacking if view.pool is None else PooledPacking
+        packing = packing_type(view, forecast, loans, growth_tokens=self._config.growth_tokens)
         allowed_s = forecast.allowed_s
         if interference is not None:
             packing.add_decodes(_ON_TIME, np.inf)
@@ -208,11 +247,6 @@ class AlignedSlo:
         is_awaited = any(rows.num_waiting[rank] for rank in _REAL_TIME.ranks)
         return view.passes_stop and self._interference is None and not is_awaited
 
-    def _packing_of(self, view: WorkerView) -> type[SloPacking]:
-        if view.pool is not None:
-            return PooledPacking
-        return HiddenPacking if self._config.hidden_caches else SloPacking
-
     def _longest_s(self, view: WorkerView) -> tuple[float, float]:
         """Return how long an iteration may be for the sake of prompts that come meanwhile, and one that is worth
         stopping; inf: nothing is known of such prompts."""
@@ -231,7 +265,7 @@ class AlignedSlo:
         return max(share * tightest_s, least_s), max(config.stopped_share * tightest_s, least_s)
 
     def _tightest_ttft_s(self, view: WorkerView, tightest_s: float, decodes_s: float) -> float:
-        """Return the first-token objective that bounds iterations, as prompts may come with it; inf without one.
+        """Return the first-token objective of prompts that may come, which bounds iterations; inf without objectives.
 
         `tightest_s`: of the requests that there are. `decodes_s`: what the real-time decodes alone, or a single one,
         take. An objective of which that is more than `tight_share` is not held by delaying other work: it is ignored.
@@ -279,10 +313,6 @@ class AlignedSlo:
             rows = without_starving_chat(view.table, rows)
             copies_s = min(copies_s, interference.copies_s(view, real_time_work(view.table).decodes))
         rows, hold, is_floor_held, keeper = self._floor.apply(view, rows)
-        if config.levels:
-            rows = in_levels(rows, view.table, decode_s=runtime.decode_s, now=now)
-        if config.knapsack:
-            rows = by_density(rows, view.table, view.memory, now)
         return SloForecast(
             rows=rows,
             hold=hold,

@@ -25,8 +25,7 @@ import numpy as np
 from typing_extensions import override
 
 from alignedserve.scheduling.policies.aligned_slo.forecast import ON_TIME, SloForecast, in_order
-from alignedserve.scheduling.policies.aligned_slo.loans import Loans
-from alignedserve.scheduling.policies.aligned_slo.packing import SloPacking
+from alignedserve.scheduling.policies.aligned_slo.packing import Lenders, SloPacking
 from alignedserve.scheduling.policy import IterationPlan, WorkerView
 from alignedserve.scheduling.runtime_estimate import remaining_output_len
 from alignedserve.scheduling.table import Ints
@@ -36,9 +35,9 @@ _ITERATIONS_AHEAD = 2  # of copies back
 
 
 class PooledPacking(SloPacking):
-    """One decision of `aligned_slo` beside a pool; without requests there or on their way it is as without one."""
+    """One decision of `aligned_slo` beside a pool; with an empty pool it decides like its base."""
 
-    def __init__(self, view: WorkerView, forecast: SloForecast, loans: Loans, *, growth_tokens: int) -> None:
+    def __init__(self, view: WorkerView, forecast: SloForecast, loans: Lenders, *, growth_tokens: int) -> None:
         super().__init__(view, forecast, loans, growth_tokens=growth_tokens)
         assert view.pool is not None, "a worker without a pool"
         self._pool, row = view.pool, view.table.row
@@ -217,7 +216,7 @@ class PooledPacking(SloPacking):
         if self._leaving or self._num_returning or self._pool.is_busy:
             return  # what is on its way makes room, or computes
         away = [
-            one for one in in_order(np.arange(len(self._table)), self._table, self._rows).tolist() if one in self._away
+            row for row in in_order(np.arange(len(self._table)), self._table, self._rows).tolist() if row in self._away
         ]
         self._evicted |= self._away
         if len(self._evicted) < len(self._table):

@@ -1,5 +1,6 @@
 """aligned_slo among requests without any objective: only how much each has left to do counts."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,16 +9,15 @@ from typing_extensions import override
 
 from alignedserve.costmodel.work import IterationWork
 from alignedserve.scheduling.policies import make_policy
-from tests.harnesses.scheduling import EasyCosts, assert_sound, evicted_of, scheduled_of, view_of
+from alignedserve.scheduling.policies.aligned_slo.packing import in_parts_s
+from lab.costmodel.choice import WorkerSpec, make_cost_model
+from tests.harnesses.scheduling import EasyCosts, decision_of, scheduled_of, view_of
 
 Rows = dict[str, dict[str, Any]]
 
 
 def planned(rows: Rows, **worker: Any) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    view = view_of(rows, **worker)
-    plan = make_policy("aligned_slo").plan(view)
-    assert_sound(view, plan)
-    return scheduled_of(view, plan), evicted_of(view, plan)
+    return decision_of("aligned_slo", rows, **worker)
 
 
 def crowd(**short: Any) -> Rows:
@@ -83,3 +83,27 @@ def test_a_prompt_that_is_scored_is_as_long_in_an_iteration_as_its_rows_of_logit
     del rows["chat"]
     view = view_of(rows, now=1.1, costs=_DearLogits())
     assert scheduled_of(view, policy.plan(view)) == {"scored": num_tokens}
+
+
+@pytest.mark.parametrize("num_cached", [0, 4000])
+@pytest.mark.parametrize("part", [64, 500, 2048, 6666, 9000])
+def test_it_is_the_sum_of_all_parts(part: int, num_cached: int) -> None:
+    """Within a hundredth: a part of which keys cost more than matrices is a little above the mean of two."""
+    costs = make_cost_model("roofline", WorkerSpec("opt-13b", "a100-80g"))
+    decodes, now, num_tokens = IterationWork(), IterationWork(), 6666
+    for context_len in (300, 1100, 4800):
+        decodes.add_decode(context_len)
+        now.add_decode(context_len)
+    now.add_chunk(700, 0, is_last=True)  # another prompt, in this iteration only
+    total_s, done = 0.0, 0
+    while done < num_tokens:
+        iteration, size = (decodes if done else now).copy(), min(part, num_tokens - done)
+        iteration.add_chunk(size, num_cached + done, is_last=done + size == num_tokens)
+        total_s, done = total_s + costs.iteration_s(iteration), done + size
+    takes_s = in_parts_s(costs, num_tokens, part, num_cached, now=now, later=decodes)
+    assert takes_s == pytest.approx(total_s, rel=0.01)
+
+
+def test_without_a_part_it_never_ends() -> None:
+    costs = make_cost_model("roofline", WorkerSpec("opt-13b", "a100-80g"))
+    assert in_parts_s(costs, 100, 0, 0, now=IterationWork(), later=IterationWork()) == math.inf

@@ -2,17 +2,14 @@
 
 from typing import Any
 
-from alignedserve.scheduling.policies import make_policy
-from tests.harnesses.scheduling import assert_sound, evicted_of, scheduled_of, view_of
+from tests.harnesses.scheduling import decision_of
 
 Rows = dict[str, dict[str, Any]]
 
 
 def planned(rows: Rows, **worker: Any) -> tuple[dict[str, int], list[str]]:
-    view = view_of(rows, **worker)
-    plan = make_policy("aligned_slo").plan(view)
-    assert_sound(view, plan)
-    return scheduled_of(view, plan), [request_id for request_id, _ in evicted_of(view, plan)]
+    scheduled, evicted = decision_of("aligned_slo", rows, **worker)
+    return scheduled, [request_id for request_id, _ in evicted]
 
 
 def test_an_objective_shorter_than_the_decodes_holds_none_back() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alignedserve.scheduling.policies import make_policy
-from alignedserve.scheduling.policies.aligned_slo.relegation import giving_way
+from alignedserve.scheduling.policies.aligned_slo.forecast import giving_way
 from tests.harnesses.scheduling import scheduled_of, view_of
 
 _PROMPTS = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 20)), min_size=1, max_size=6)  # seconds, and slack

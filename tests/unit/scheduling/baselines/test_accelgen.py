@@ -7,7 +7,7 @@ import pytest
 
 from alignedserve.scheduling.iteration_scheduler import PolicyIterationScheduler
 from alignedserve.scheduling.policies import make_policy
-from alignedserve.scheduling.policies.accelgen_urgency import AccelgenConfig, Pivot, find_pivot, urgency_of
+from alignedserve.scheduling.policies.accelgen import AccelgenConfig, Pivot, find_pivot, urgency_of
 from alignedserve.scheduling.policy import IterationLimits, WorkerView
 from alignedserve.scheduling.scheduler import Scheduler
 from tests.harnesses.scheduling import EasyCosts, assert_sound, evicted_of, request_of, scheduled_of, view_of

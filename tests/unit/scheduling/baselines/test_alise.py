@@ -7,10 +7,9 @@ import pytest
 
 from alignedserve.core.errors import ConfigError
 from alignedserve.scheduling.policies import make_policy
-from alignedserve.scheduling.policy import IterationPlan, WorkerView
-from alignedserve.scheduling.priority_packing import Preemption
+from alignedserve.scheduling.policies.alise import Preemption
 from alignedserve.scheduling.runtime_estimate import RequestRuntimeModel
-from tests.harnesses.scheduling import assert_sound, evicted_of, scheduled_of, view_of
+from tests.harnesses.scheduling import decision_of, view_of
 from tests.support.marks import each
 
 _RUNTIME = RequestRuntimeModel(prefill_token_s=0.001, decode_context_s=0.00001, decode_s=0.010)  # level 0: below 0.16 s
@@ -35,38 +34,33 @@ _EXAMPLE = {
 _Rows = dict[str, dict[str, Any]]
 
 
-def _decide(rows: _Rows, view_settings: dict[str, Any], **config: Any) -> tuple[WorkerView, IterationPlan]:
+def _decide(rows: _Rows, worker: dict[str, Any], **config: Any) -> tuple[dict[str, int], list[tuple[str, str]]]:
     rows = {name: {"max_tokens": 1000, **fields} for name, fields in rows.items()}
-    view = view_of(rows, **view_settings)
-    plan = make_policy("alise", {"runtime": _RUNTIME, **config}).plan(view)
-    assert_sound(view, plan)
-    return view, plan
+    return decision_of("alise", rows, {"runtime": _RUNTIME, **config}, **worker)
+
+
+def _uploads(rows: _Rows, worker: dict[str, Any]) -> list[str]:
+    view = view_of({name: {"max_tokens": 1000, **fields} for name, fields in rows.items()}, **worker)
+    return [str(view.table.request_ids[row]) for row in make_policy("alise", {"runtime": _RUNTIME}).plan(view).uploads]
 
 
 _FULL: dict[str, Any] = {"now": 100.0, "num_blocks": 16, "num_free_host": 1000}
 
 
 def test_the_example_of_its_page() -> None:
-    view, plan = _decide(_EXAMPLE, _FULL)
-    assert scheduled_of(view, plan) == {"C": 50, "E": 1, "B": 1}
-    assert evicted_of(view, plan) == [("A", "swap")]
+    assert _decide(_EXAMPLE, _FULL) == ({"C": 50, "E": 1, "B": 1}, [("A", "swap")])
 
 
 def test_the_example_with_recomputing() -> None:
-    view, plan = _decide(_EXAMPLE, _FULL, preemption=Preemption.RECOMPUTE)
-    assert scheduled_of(view, plan) == {"C": 50, "E": 1, "B": 1}
-    assert evicted_of(view, plan) == [("A", "drop")]
+    assert _decide(_EXAMPLE, _FULL, preemption=Preemption.RECOMPUTE) == ({"C": 50, "E": 1, "B": 1}, [("A", "drop")])
 
 
 def test_the_example_with_deferring() -> None:
-    view, plan = _decide(_EXAMPLE, _FULL, preemption=Preemption.DEFER)
-    assert scheduled_of(view, plan) == {"B": 1, "A": 1}
-    assert evicted_of(view, plan) == []
+    assert _decide(_EXAMPLE, _FULL, preemption=Preemption.DEFER) == ({"B": 1, "A": 1}, [])
 
 
 def test_a_full_host_drops() -> None:
-    view, plan = _decide(_EXAMPLE, {**_FULL, "num_free_host": 100})
-    assert evicted_of(view, plan) == [("A", "drop")]
+    assert _decide(_EXAMPLE, {**_FULL, "num_free_host": 100})[1] == [("A", "drop")]
 
 
 def test_an_overrun_demotes() -> None:
@@ -75,8 +69,7 @@ def test_an_overrun_demotes() -> None:
         "overran": {"arrival_s": 0.0, "prompt_len": 20, "num_generated": 2, "predicted_len": 2},
         "as predicted": {"arrival_s": 1.0, "prompt_len": 20, "num_generated": 2, "predicted_len": 10},
     }
-    view, plan = _decide(rows, {"now": 2.0, "max_running_requests": 1})
-    assert scheduled_of(view, plan) == {"as predicted": 1}
+    assert _decide(rows, {"now": 2.0, "max_running_requests": 1})[0] == {"as predicted": 1}
 
 
 def test_the_predicted_shortest_goes_first_and_the_earliest_within_a_level() -> None:
@@ -85,8 +78,7 @@ def test_the_predicted_shortest_goes_first_and_the_earliest_within_a_level() -> 
         "second": {"arrival_s": 2.0, "predicted_len": 5},
         "first": {"arrival_s": 1.0, "predicted_len": 10},
     }
-    view, plan = _decide(rows, {"now": 3.0})
-    assert list(scheduled_of(view, plan)) == ["first", "second", "long"]
+    assert list(_decide(rows, {"now": 3.0})[0]) == ["first", "second", "long"]
 
 
 @each(("waited_s", "first"), [(59.9, "short"), (60.0, "short"), (120.0, "long")])
@@ -96,8 +88,7 @@ def test_waiting_raises_a_request_by_a_level(waited_s: float, first: str) -> Non
         "long": {"arrival_s": 0.0, "prompt_len": 20, "predicted_len": 45},
         "short": {"arrival_s": waited_s - 0.01, "prompt_len": 20, "predicted_len": 5},
     }
-    view, plan = _decide(rows, {"now": waited_s})
-    assert next(iter(scheduled_of(view, plan))) == first
+    assert next(iter(_decide(rows, {"now": waited_s})[0])) == first
 
 
 def test_being_served_does_not_undo_ageing() -> None:
@@ -106,8 +97,7 @@ def test_being_served_does_not_undo_ageing() -> None:
         "short": {"arrival_s": 499.0, "prompt_len": 20, "predicted_len": 5},
     }
     rows["aged"] |= {"waits_since_s": 500.0}
-    view, plan = _decide(rows, {"now": 500.0, "max_running_requests": 1})
-    assert scheduled_of(view, plan) == {"aged": 1}
+    assert _decide(rows, {"now": 500.0, "max_running_requests": 1})[0] == {"aged": 1}
 
 
 def test_equals_do_not_displace_each_other() -> None:
@@ -115,9 +105,7 @@ def test_equals_do_not_displace_each_other() -> None:
         "resident": {"arrival_s": 5.0, "prompt_len": 60, "num_generated": 1, "predicted_len": 30},
         "earlier": {"arrival_s": 0.0, "prompt_len": 60, "predicted_len": 30},
     }
-    view, plan = _decide(rows, {"now": 6.0, "num_blocks": 4, "num_free_host": 1000})
-    assert scheduled_of(view, plan) == {"resident": 1}
-    assert evicted_of(view, plan) == []
+    assert _decide(rows, {"now": 6.0, "num_blocks": 4, "num_free_host": 1000}) == ({"resident": 1}, [])
 
 
 def test_who_outgrows_the_memory_displaces_a_later_equal() -> None:
@@ -125,9 +113,7 @@ def test_who_outgrows_the_memory_displaces_a_later_equal() -> None:
         "first": {"arrival_s": 0.0, "prompt_len": 30, "num_generated": 3, "predicted_len": 30},
         "second": {"arrival_s": 1.0, "prompt_len": 30, "num_generated": 3, "predicted_len": 30},
     }
-    view, plan = _decide(rows, {"now": 2.0, "num_blocks": 4, "num_free_host": 1000})
-    assert scheduled_of(view, plan) == {"first": 1}
-    assert evicted_of(view, plan) == [("second", "swap")]
+    assert _decide(rows, {"now": 2.0, "num_blocks": 4, "num_free_host": 1000}) == ({"first": 1}, [("second", "swap")])
 
 
 def test_of_a_level_the_longest_wait_ahead_leaves_first() -> None:
@@ -139,9 +125,7 @@ def test_of_a_level_the_longest_wait_ahead_leaves_first() -> None:
         "new": {"arrival_s": 10.0, "prompt_len": 50, "predicted_len": 8},
     }
     settings = {"now": 10.0, "num_blocks": 9, "num_free_host": 1000}
-    view, plan = _decide(rows, settings, age_threshold_s=0.1)
-    assert scheduled_of(view, plan) == {"new": 50, "y": 1}
-    assert evicted_of(view, plan) == [("x", "swap")]
+    assert _decide(rows, settings, age_threshold_s=0.1) == ({"new": 50, "y": 1}, [("x", "swap")])
 
 
 def test_what_the_pass_hides_comes_back_ahead_of_its_turn() -> None:
@@ -150,8 +134,8 @@ def test_what_the_pass_hides_comes_back_ahead_of_its_turn() -> None:
         "new": {"arrival_s": 0.0, "prompt_len": 16, "predicted_len": 5},
         "next": {"arrival_s": 0.0, "prompt_len": 30, "num_generated": 1, "num_swapped": 30, "predicted_len": 100},
     }
-    view, plan = _decide(rows, {"now": 1.0, "max_running_requests": 1, "num_free_host": 1000})
-    assert (scheduled_of(view, plan), [view.table.request_ids[row] for row in plan.uploads]) == ({"new": 16}, ["next"])
+    worker = {"now": 1.0, "max_running_requests": 1, "num_free_host": 1000}
+    assert (_decide(rows, worker)[0], _uploads(rows, worker)) == ({"new": 16}, ["next"])
 
 
 def test_a_copy_that_would_lengthen_the_pass_waits() -> None:
@@ -160,19 +144,17 @@ def test_a_copy_that_would_lengthen_the_pass_waits() -> None:
         "next": {"arrival_s": 0.0, "prompt_len": 300, "num_generated": 1, "num_swapped": 300, "predicted_len": 100},
     }
     settings = {"now": 1.0, "max_running_requests": 1, "num_free_host": 1000}
-    assert _decide(rows, settings)[1].uploads == ()
-    assert _decide(rows, {**settings, "swap_width": 0.625})[1].uploads == (1,)
+    assert _uploads(rows, settings) == []
+    assert _uploads(rows, {**settings, "swap_width": 0.625}) == ["next"]
 
 
 def test_a_prompt_longer_than_an_iteration_begins_with_a_part() -> None:
-    view, plan = _decide({"a": {"prompt_len": 700, "predicted_len": 5}}, {})
-    assert scheduled_of(view, plan) == {"a": 512}
+    assert _decide({"a": {"prompt_len": 700, "predicted_len": 5}}, {})[0] == {"a": 512}
 
 
 def test_a_prompt_longer_than_memory_is_passed_over() -> None:
     rows = {"endless": {"prompt_len": 300, "predicted_len": 1}, "other": {"prompt_len": 20, "predicted_len": 90}}
-    view, plan = _decide(rows, {"num_blocks": 10})
-    assert scheduled_of(view, plan) == {"other": 20}
+    assert _decide(rows, {"num_blocks": 10})[0] == {"other": 20}
 
 
 def test_without_given_coefficients_the_cost_model_is_asked() -> None:
@@ -189,9 +171,7 @@ def test_no_request_takes_what_a_better_one_had_to_leave() -> None:
         "later": {"arrival_s": 1.0, **equal},
         "worse": {"arrival_s": 2.0, "prompt_len": 10, "predicted_len": 100},
     }
-    view, plan = _decide(rows, {"now": 3.0, "num_blocks": 4, "num_free_host": 1000})
-    assert scheduled_of(view, plan) == {"first": 1}
-    assert evicted_of(view, plan) == [("later", "swap")]
+    assert _decide(rows, {"now": 3.0, "num_blocks": 4, "num_free_host": 1000}) == ({"first": 1}, [("later", "swap")])
 
 
 @each("wrong", [{"num_levels": 0}, {"age_threshold_s": 0}, {"watermark": 1.0}, {"preemption": "x"}])

@@ -10,8 +10,7 @@ from typing_extensions import override
 from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.work import IterationWork
 from alignedserve.scheduling.policies import make_policy, policy_config, policy_entry
-from alignedserve.scheduling.policies.apt_serve import hidden_token_s
-from alignedserve.scheduling.policies.apt_serve_selection import KnapsackItems, SelectionBudget, select
+from alignedserve.scheduling.policies.apt_serve import KnapsackItems, SelectionBudget, hidden_token_s, select
 from alignedserve.scheduling.policy import DeviceMemory, IterationPlan, Mechanism, WorkerView
 from tests.harnesses.scheduling import EasyCosts, assert_sound, evicted_of, scheduled_of, view_of
 from tests.support.marks import each

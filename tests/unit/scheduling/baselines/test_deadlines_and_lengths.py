@@ -11,9 +11,9 @@ import pytest
 from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.work import IterationWork
 from alignedserve.scheduling.policies import make_policy, policy_entry
-from alignedserve.scheduling.policies.qoserve import Needs, yielding
 from alignedserve.scheduling.policy import WorkerView
 from alignedserve.scheduling.runtime_estimate import RequestRuntimeModel
+from lab.policies.qoserve import Needs, yielding
 from router.policies import make_prefill_order
 from tests.harnesses.scheduling import EasyCosts, assert_sound, evicted_of, scheduled_of, view_of
 from tests.support.marks import each

@@ -5,10 +5,9 @@ from typing import Any
 import numpy as np
 
 from alignedserve.scheduling.policies import make_policy
-from alignedserve.scheduling.policies.fastserve import queue_of
-from alignedserve.scheduling.policy import IterationPlan, WorkerView
 from alignedserve.scheduling.runtime_estimate import RequestRuntimeModel
-from tests.harnesses.scheduling import assert_sound, evicted_of, scheduled_of, view_of
+from lab.policies.fastserve import queue_of
+from tests.harnesses.scheduling import decision_of, scheduled_of, view_of
 from tests.support.marks import each
 
 _RUNTIME = RequestRuntimeModel(prefill_token_s=0.001, decode_context_s=0.0, decode_s=0.010)  # quanta: 10, 20, 40, 80 ms
@@ -25,11 +24,8 @@ _EXAMPLE: _Rows = {
 _FULL = {"now": 13.0, "num_blocks": 5, "num_free_host": 1000}
 
 
-def _decide(rows: _Rows, view_settings: dict[str, Any], **config: Any) -> tuple[WorkerView, IterationPlan]:
-    view = view_of(rows, **view_settings)
-    plan = make_policy("fastserve", {"runtime": _RUNTIME, **config}).plan(view)
-    assert_sound(view, plan)
-    return view, plan
+def _decide(rows: _Rows, worker: dict[str, Any], **config: Any) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    return decision_of("fastserve", rows, {"runtime": _RUNTIME, **config}, **worker)
 
 
 def _queue(prefill: float, service: float, num_promotions: int = 0) -> int:
@@ -39,9 +35,7 @@ def _queue(prefill: float, service: float, num_promotions: int = 0) -> int:
 
 
 def test_the_example_of_its_page() -> None:
-    view, plan = _decide(_EXAMPLE, _FULL)
-    assert scheduled_of(view, plan) == {"C": 8, "E": 1, "B": 1}
-    assert evicted_of(view, plan) == [("A", "swap")]
+    assert _decide(_EXAMPLE, _FULL) == ({"C": 8, "E": 1, "B": 1}, [("A", "swap")])
 
 
 @each(
@@ -73,9 +67,7 @@ def test_equals_do_not_displace_each_other() -> None:
         "resident": {"arrival_s": 5.0, "prompt_len": 60, "num_generated": 1},
         "earlier": {"arrival_s": 4.0, "prompt_len": 60},
     }
-    view, plan = _decide(rows, {"now": 6.0, "num_blocks": 4, "num_free_host": 1000})
-    assert scheduled_of(view, plan) == {"resident": 1}
-    assert evicted_of(view, plan) == []
+    assert _decide(rows, {"now": 6.0, "num_blocks": 4, "num_free_host": 1000}) == ({"resident": 1}, [])
 
 
 def test_a_promotion_that_is_further_away_than_the_turn_is_not_waited_for() -> None:
@@ -85,9 +77,10 @@ def test_a_promotion_that_is_further_away_than_the_turn_is_not_waited_for() -> N
         "later": {"arrival_s": 1.0, "service_s": 1.1, "prompt_len": 30, "num_generated": 4},  # promoted in 0.1 s
         "new": {"arrival_s": 12.0, "prompt_len": 8},
     }
-    view, plan = _decide(rows, {"now": 12.0, "num_blocks": 6, "num_free_host": 1000})
-    assert scheduled_of(view, plan) == {"new": 8, "earlier": 1}
-    assert evicted_of(view, plan) == [("later", "swap")]
+    assert _decide(rows, {"now": 12.0, "num_blocks": 6, "num_free_host": 1000}) == (
+        {"new": 8, "earlier": 1},
+        [("later", "swap")],
+    )
 
 
 def test_a_paused_cache_leaves_ahead_of_need_where_the_pass_hides_it() -> None:
@@ -97,10 +90,8 @@ def test_a_paused_cache_leaves_ahead_of_need_where_the_pass_hides_it() -> None:
         "paused": {"arrival_s": 0.0, "service_s": 0.5, "prompt_len": 92, "num_generated": 3},
     }
     settings = {"now": 5.0, "num_blocks": 8, "num_free_host": 1000, "max_running_requests": 1}
-    view, plan = _decide(rows, settings, watermark=0.25)
-    assert scheduled_of(view, plan) == {"new": 10}
-    assert evicted_of(view, plan) == [("paused", "swap")]
-    assert _decide(rows, settings, watermark=0.125)[1].evictions == ()
+    assert _decide(rows, settings, watermark=0.25) == ({"new": 10}, [("paused", "swap")])
+    assert _decide(rows, settings, watermark=0.125)[1] == []
 
 
 def test_without_a_quantum_the_shortest_decode_is_one() -> None:

@@ -3,10 +3,10 @@
 from typing import Any
 
 from alignedserve.core.ids import RequestId
-from alignedserve.scheduling.policies import make_policy, policy_entry
+from alignedserve.scheduling.policies import policy_entry
 from router.policies.bypass import DirectHandoff
 from router.state import WorkerRecord
-from tests.harnesses.scheduling import assert_sound, evicted_of, scheduled_of, view_of
+from tests.harnesses.scheduling import decision_of
 from tests.support.marks import each
 from tests.support.samples import request, worker
 
@@ -23,10 +23,8 @@ WORKER: dict[str, dict[str, Any]] = {
 def planned(
     name: str, rows: dict[str, dict[str, Any]], settings: dict[str, Any], **worker: Any
 ) -> tuple[dict[str, int], list[str]]:
-    view = view_of(rows, **worker)
-    plan = make_policy(name, settings).plan(view)
-    assert_sound(view, plan)
-    return scheduled_of(view, plan), [request_id for request_id, _ in evicted_of(view, plan)]
+    scheduled, evicted = decision_of(name, rows, settings, **worker)
+    return scheduled, [request_id for request_id, _ in evicted]
 
 
 @each(

@@ -7,7 +7,7 @@ import pytest
 from alignedserve.core.errors import ConfigError
 from alignedserve.scheduling.policies import make_policy
 from alignedserve.scheduling.policy import IterationPolicy, WorkerView
-from tests.harnesses.scheduling import assert_sound, evicted_of, scheduled_of, view_of
+from tests.harnesses.scheduling import assert_sound, decision_of, evicted_of, scheduled_of, view_of
 
 
 def decode(context_len: int, **fields: Any) -> dict[str, Any]:
@@ -80,10 +80,7 @@ def test_who_lacks_a_block_takes_it_from_the_latest_of_its_class() -> None:
         "early": decode(33, arrival_s=1.0),
         "be": decode(33, arrival_s=3.0, be=True),
     }
-    view = view_of(rows, num_blocks=6, num_free_host=100)
-    plan = make_policy("round_robin").plan(view)
-    assert_sound(view, plan)
-    assert (scheduled_of(view, plan), evicted_of(view, plan)) == ({"early": 1}, [("late", "drop")])
+    assert decision_of("round_robin", rows, num_blocks=6, num_free_host=100) == ({"early": 1}, [("late", "drop")])
 
 
 def test_a_class_that_lacks_blocks_passes_its_turn() -> None:
@@ -104,10 +101,8 @@ def test_the_batch_size_is_positive() -> None:
 
 
 def planned(rows: dict[str, dict[str, Any]], **worker: Any) -> tuple[dict[str, int], list[str]]:
-    view = view_of(rows, **worker)
-    plan = make_policy("oracle").plan(view)
-    assert_sound(view, plan)
-    return scheduled_of(view, plan), [request_id for request_id, _ in evicted_of(view, plan)]
+    scheduled, evicted = decision_of("oracle", rows, **worker)
+    return scheduled, [request_id for request_id, _ in evicted]
 
 
 def test_the_longest_prompt_is_given_up_for_the_others() -> None:

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from alignedserve.scheduling.chunked_packing import ChunkedPacking, class_of, order_of
 from alignedserve.scheduling.policy import IterationPlan, WorkerView
+from lab.policies.chunked_packing import ChunkedPacking, class_of, order_of
 
 
 @dataclass(frozen=True, slots=True)

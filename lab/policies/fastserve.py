@@ -6,8 +6,8 @@ from typing import Annotated
 import numpy as np
 from msgspec import Meta
 
+from alignedserve.scheduling.policies.alise import Preemption, PriorityPacking
 from alignedserve.scheduling.policy import IterationPlan, WorkerView
-from alignedserve.scheduling.priority_packing import Preemption, PriorityPacking
 from alignedserve.scheduling.runtime_estimate import RefreshedEstimate, RequestRuntimeModel, fit_request_runtime
 from alignedserve.scheduling.table import Floats, Ints
 

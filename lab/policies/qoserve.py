@@ -14,7 +14,6 @@ import numpy as np
 from msgspec import Meta
 
 from alignedserve.costmodel.model import chunk_within
-from alignedserve.scheduling.chunked_packing import ChunkedPacking, ChunkRule, order_of
 from alignedserve.scheduling.packer import Packer
 from alignedserve.scheduling.policy import IterationPlan, WorkerView
 from alignedserve.scheduling.runtime_estimate import (
@@ -24,6 +23,7 @@ from alignedserve.scheduling.runtime_estimate import (
     remaining_output_len,
 )
 from alignedserve.scheduling.table import Bools, Floats, Ints, RequestTable, rows_where
+from lab.policies.chunked_packing import ChunkedPacking, ChunkRule, order_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class QoServeConfig:
     watermark: Annotated[float, Meta(ge=0, lt=1)] = 0.01  # share of the blocks that a new prompt has to leave free
 
 
-class Standing(NamedTuple):
+class RowProgress(NamedTuple):
     """Where every row stands, worked out once for a decision."""
 
     num_remaining: Ints
@@ -47,13 +47,13 @@ class Standing(NamedTuple):
     next_s: Floats  # the next token is due; inf without such an objective
 
     @classmethod
-    def of(cls, table: RequestTable) -> "Standing":
+    def of(cls, table: RequestTable) -> "RowProgress":
         num_remaining = table.num_remaining
         return cls(num_remaining, (table.num_generated > 0) & (num_remaining == 1), table.next_token_due_s)
 
 
 class Needs(NamedTuple):
-    """What is due of every row, and what it takes."""
+    """The due time of every row, and the work until then."""
 
     due_s: Floats  # time of the next token, without a TTFT that of the last one; inf without either
     needed_s: Floats  # until then, alone on the worker
@@ -73,7 +73,7 @@ class QoServe:
 
     def plan(self, view: WorkerView) -> IterationPlan:
         table, config = view.table, self._config
-        standing = Standing.of(table)
+        standing = RowProgress.of(table)
         is_decoding, needs = standing.is_decoding, self._needs(view, standing)
         has_due = np.isfinite(needs.due_s)
         key = np.where(has_due, needs.due_s, table.arrival_s) + config.alpha_s * needs.num_tokens
@@ -82,14 +82,14 @@ class QoServe:
             is_behind |= self._relegated(view, is_decoding, needs, key)
         is_behind &= ~is_decoding
         level = np.where(table.is_real_time, is_behind, 2)
-        # Decodes come before prompts, so that the time that they leave is known.
+        # Decodes come first: their rest of the time is for prompts.
         group = np.where(is_decoding, level, np.where(is_behind, 3 + level, 3))
         order = order_of(view, key, group=group, level=level)
         rule = self._within_slack(view, standing) if config.dynamic_chunks else Packer.remaining
         budget, watermark = config.token_budget, config.watermark
         return ChunkedPacking(view, order, token_budget=budget, chunk_rule=rule, watermark=watermark).plan()
 
-    def _needs(self, view: WorkerView, standing: Standing) -> Needs:
+    def _needs(self, view: WorkerView, standing: RowProgress) -> Needs:
         table, runtime, prompts = view.table, self._runtime.of(view.costs), self._prompts.of(view.costs)
         num_remaining, is_decoding, next_s = standing
         to_prefill = np.where(is_decoding, 0, num_remaining)
@@ -109,16 +109,16 @@ class QoServe:
         table = view.table
         is_prompt = ~is_decoding & np.isfinite(needs.due_s)
         relegated: Bools = is_prompt & (view.now + needs.needed_s > needs.due_s)
-        kept = rows_where(is_prompt & ~relegated)
-        if len(kept) < 2:
+        in_time = rows_where(is_prompt & ~relegated)
+        if len(in_time) < 2:
             return relegated
         importance = np.where(table.is_real_time, 0, _BEST_EFFORT) + table.priority
-        if np.ptp(importance[kept]):
-            kept = kept[np.lexsort((table.order[kept], key[kept]))]
-            relegated[yielding(kept, view.now, needs, importance)] = True
+        if np.ptp(importance[in_time]):
+            in_time = in_time[np.lexsort((table.order[in_time], key[in_time]))]
+            relegated[yielding(in_time, view.now, needs, importance)] = True
         return relegated
 
-    def _within_slack(self, view: WorkerView, standing: Standing) -> ChunkRule:
+    def _within_slack(self, view: WorkerView, standing: RowProgress) -> ChunkRule:
         table = view.table
         is_ready = standing.is_decoding & (table.num_blocks > 0) & (table.num_swapped == 0)
         due_s = float(standing.next_s[is_ready].min(initial=np.inf))
@@ -129,10 +129,10 @@ _BEST_EFFORT = 1 << 32  # less important than any priority of a real-time reques
 
 
 def yielding(rows: Ints, now: float, needs: Needs, importance: Ints) -> list[int]:
-    """Return those of these rows, which compute one after the other, that go behind so that others are in time.
+    """Choose the prompts to demote so that the rest meet their deadlines, computed one after the other.
 
-    Where one would be late, the least important of it and those before it yield (a larger number; of equals the one
-    that takes longest), as long as they are less important than it.
+    For a late prompt the least important prompt so far yields (the largest number; of equals the longest), if it is
+    less important than the late one.
     """
     late_s, yielded = now, []
     before: list[tuple[int, float, int]] = []

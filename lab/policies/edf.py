@@ -6,9 +6,9 @@ from typing import Annotated
 import numpy as np
 from msgspec import Meta
 
-from alignedserve.scheduling.chunked_packing import ChunkedPacking, class_of, order_of
 from alignedserve.scheduling.policy import IterationPlan, WorkerView
 from alignedserve.scheduling.table import Floats, RequestTable
+from lab.policies.chunked_packing import ChunkedPacking, class_of, order_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,19 +27,14 @@ class AlignedConfig:
             raise ValueError("pack_share must be above 0 and at most 1, or unset")
 
 
-@dataclass(frozen=True, slots=True)
-class DistserveConfig:
-    """No parameters, as both phases of DistServe's online scheduler are FCFS (its section 4.3)."""
-
-
 class RunAllRequests:
     """The policy: one token for each decode; then prompts in order, in chunks, until the iteration is full.
 
     For workers where each request holds the blocks that it needs (`can_evict` False).
     """
 
-    def __init__(self, config: AlignedConfig | DistserveConfig) -> None:
-        """Ignore the configuration, which does not concern an iteration."""
+    def __init__(self, config: object) -> None:
+        """Ignore the configuration: it concerns no iteration."""
 
     def plan(self, view: WorkerView) -> IterationPlan:
         assert not view.can_evict, "for prefill and decode workers only"

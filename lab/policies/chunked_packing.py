@@ -23,7 +23,7 @@ ChunkRule = Callable[[Packer, int], int]
 
 
 @dataclass(frozen=True)
-class Order:
+class ChunkOrder:
     """The order of a policy."""
 
     turns: Ints  # rows, in the order in which they compute
@@ -39,7 +39,7 @@ class Order:
         return holders[np.lexsort(tuple(ints[holders] for ints in self.kept_by))]
 
 
-def order_of(view: WorkerView, key: Floats, *, group: Ints, level: Ints, keep: Floats | None = None) -> Order:
+def order_of(view: WorkerView, key: Floats, *, group: Ints, level: Ints, keep: Floats | None = None) -> ChunkOrder:
     """Return the order by group; in each, decodes go before prompts, and both by key, then arrival.
 
     Blocks are kept by level, then by `keep` (the same key if it is not given), then arrival.
@@ -49,7 +49,7 @@ def order_of(view: WorkerView, key: Floats, *, group: Ints, level: Ints, keep: F
     is_ready = is_holder & (table.num_remaining == 1)
     turns = np.lexsort((table.order, table.arrival_s, key, ~is_ready, group))
     kept_by = (table.order, table.arrival_s, key if keep is None else keep, level)
-    return Order(turns, level, is_holder, is_ready, kept_by)
+    return ChunkOrder(turns, level, is_holder, is_ready, kept_by)
 
 
 def class_of(view: WorkerView) -> Ints:
@@ -62,7 +62,7 @@ class ChunkedPacking:
     def __init__(
         self,
         view: WorkerView,
-        order: Order,
+        order: ChunkOrder,
         *,
         token_budget: int | None = None,
         chunk_rule: ChunkRule = Packer.remaining,

@@ -75,8 +75,8 @@ class _Iteration:
         self._view = view
         self._forecast = forecast
         self._packer = Packer(view)
-        self._decoding = IterationWork()  # the decodes that continue after this iteration
-        self._until_s = np.inf  # the latest end, for those in it whose next token comes with it
+        self._decoding = IterationWork()  # decodes beyond this iteration
+        self._until_s = np.inf  # the latest end, by requests whose next token comes with it
         table = view.table
         self._is_decode = table.is_decoding & (table.num_swapped == 0)
         self._has_memory: list[int] = np.flatnonzero(table.num_blocks > 0).tolist()
@@ -85,8 +85,8 @@ class _Iteration:
         late = self._forecast.is_late
         self._add_decodes(np.flatnonzero(self._is_decode & ~late))
         prompts = np.flatnonzero(~self._is_decode & ~late)
-        kept, postponed = self._feasible(prompts)
-        self._add_prompts(kept, is_late=False)
+        feasible, postponed = self._feasible(prompts)
+        self._add_prompts(feasible, is_late=False)
         self._add_decodes(np.flatnonzero(self._is_decode & late))
         rest = np.concatenate((np.array(postponed, np.int64), np.flatnonzero(~self._is_decode & late)))
         has_none = self._view.table.num_blocks[rest] == 0
@@ -128,7 +128,7 @@ class _Iteration:
         return float(min(latest_s.min(), self._until_s))
 
     def _feasible(self, prompts: Ints) -> tuple[list[int], list[int]]:
-        """Return as many prompts as can be in time one after the other, by due time, and those postponed for that.
+        """Split prompts by due time: as many as can be in time one after the other, and the postponed rest.
 
         Moore and Hodgson: while the next one would be late, the longest of those kept so far is postponed.
         """

@@ -9,7 +9,6 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from alignedserve.scheduling.chunked_packing import ChunkedPacking, class_of, order_of
 from alignedserve.scheduling.policy import IterationPlan, WorkerView
 from alignedserve.scheduling.runtime_estimate import (
     RefreshedEstimate,
@@ -17,6 +16,7 @@ from alignedserve.scheduling.runtime_estimate import (
     fit_request_runtime,
     remaining_output_len,
 )
+from lab.policies.chunked_packing import ChunkedPacking, class_of, order_of
 
 
 @dataclass(frozen=True, slots=True)
