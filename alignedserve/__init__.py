@@ -1,4 +1,8 @@
-"""AlignedServe. What it exports is loaded when it is first asked for; importing this loads nothing."""
+"""AlignedServe serves real-time chat and best-effort documents from one fleet of LLM workers: chat keeps its
+objectives, documents are never lost.
+
+Importing this loads nothing: an export is loaded when it is first asked for.
+"""
 
 from typing import Any
 

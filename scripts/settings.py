@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from alignedserve.config.sections import MIB, ClusterConfig, Section
-from alignedserve.config.sections.jwt import JwtIssuer
+from alignedserve.config.sections.gateway import JwtIssuer
 from alignedserve.config.unset_sizes import SIZES
 from benchmarks.measuring.arguments import parser_of
 

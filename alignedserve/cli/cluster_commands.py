@@ -18,7 +18,7 @@ from alignedserve.core.errors import ConfigError, ResourceError
 
 def _is_here(cluster: str | None) -> bool:
     """Return whether a command is about a cluster that serves on this host alone, rather than one of `up`."""
-    from alignedserve.cluster.deployments.client import has_cluster
+    from alignedserve.cluster.deployments.admin_api import has_cluster
 
     return cluster is not None or (ray_address() is None and has_cluster())
 
@@ -38,10 +38,7 @@ def _of_hosts(instead: str) -> Iterator[None]:
         raise
 
 
-def status(
-    cluster: ClusterOption = None,
-    json_output: JsonFlag = False,
-) -> None:
+def status(cluster: ClusterOption = None, json_output: JsonFlag = False) -> None:
     """Show the running cluster, on this host or of `up`: processes, load, memory (exit code 1 when it is not whole)."""
     if _is_here(cluster):
         from alignedserve.cli.commands.cluster.one_host import status as run_here
@@ -65,7 +62,7 @@ def top(
     every: Annotated[float, typer.Option("--every", min=0.2, max=3600.0, help="Seconds between two looks.")] = 1.0,
 ) -> None:
     """Show what the cluster does, again and again: workers, queues, objectives, batches, where time goes."""
-    from alignedserve.cli.top.command import top as run
+    from alignedserve.cli.commands.top import top as run
 
     run(url, is_once=once, every_s=every)
 

@@ -1,11 +1,13 @@
 """Terminal output that the commands share: results on stdout, all else on stderr."""
 
+import errno
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-import msgspec
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -102,14 +104,59 @@ def printable(text: str) -> str:
 
 
 def chat_command(url: str, called: str) -> str:
-    """Return what to type to talk to the server at this address, as this program itself was called.
-
-    So the environment need not be activated.
-    """
+    """Return what to type to talk to the server at this address, as this program itself was called. So the environment
+    need not be activated."""
     program = f"{sys.executable} -m alignedserve" if called.endswith("__main__.py") else called
     return f"{program} chat" if url == DEFAULT_URL else f"{program} chat --url {url}"
 
 
 def to_json(report: object) -> bytes:
-    """Return a report as indented JSON."""
+    import msgspec  # not loaded for `--help`
+
     return msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
+
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+
+
+def open_closed_streams() -> None:
+    """Have the streams that this process was started without lead nowhere. Else the next socket or file would have the
+    number of one, and what is printed would go into it."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, mode)  # noqa: SIM115  (open as long as the process; it has the lowest free number)
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
+
+
+@contextmanager
+def written_output() -> Iterator[None]:
+    """Have all that is printed written at the end; where it cannot be, end with one line of why, without a reader with
+    none."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except SystemExit as end:  # the libraries that print for us end so
+        if not _has_no_reader(end.__context__):
+            raise
+        discard_output()
+        sys.exit(NO_READER)
+    except OSError as error:
+        if error.errno not in (*_NO_ROOM, errno.EPIPE):
+            raise
+        discard_output()
+        if _has_no_reader(error):
+            sys.exit(NO_READER)
+        print_error(f"the output cannot be written: {error.strerror}")
+        sys.exit(FAILURE)
+
+
+def _has_no_reader(error: BaseException | None) -> bool:
+    return isinstance(error, OSError) and error.errno == errno.EPIPE
+
+
+def discard_output() -> None:
+    """Have stdout lead nowhere, so that what could not be written is not written again when Python exits."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -12,10 +12,8 @@ from alignedserve.runtime.model.named_models import full_name
 
 
 def fetch_model(section: ModelSectionConfig) -> ModelSectionConfig:
-    """Download the model if its name is one on a hub, with a progress bar where stderr is a terminal.
-
-    Returns the section with the folder or file in its place. Raises like Hub.fetch.
-    """
+    """Download the model if its name is one on a hub, with a progress bar where stderr is a terminal. Returns the
+    section with the folder or file in its place. Raises like Hub.fetch."""
     if not names_hub_model(full_name(section.path)):
         return section
     console = notes()

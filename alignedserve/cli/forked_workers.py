@@ -20,9 +20,7 @@ _LOADS = TemplateLoads(
 @contextlib.contextmanager
 def forked_workers(*, is_wanted: bool = True) -> Iterator[WorkerTemplate | None]:
     """Yield the template of the processes of a cluster that starts here, killed at the end; None: Ray starts them.
-
-    `is_wanted`: False: no cluster starts here.
-    """
+    `is_wanted`: False: no cluster starts here."""
     template = WorkerTemplate.fork(_LOADS) if is_wanted and ray_address() is None else None
     try:
         yield template

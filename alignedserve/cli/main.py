@@ -6,37 +6,74 @@ PyTorch or an HTTP client.
 
 import gc
 import sys
+from functools import cached_property
+from importlib.metadata import entry_points
 from importlib.metadata import version as installed_version
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
+from typing_extensions import override
 
 from alignedserve.cli.batch.app import batch_app
 from alignedserve.cli.cluster_commands import CLUSTER_COMMANDS
-from alignedserve.cli.command_group import CommandGroup
-from alignedserve.cli.commands.options import (
-    ChatOptions,
-    QuantizeOptions,
-    ServeOptions,
+from alignedserve.cli.console import (
+    DEFAULT_URL,
+    FAILURE,
+    INTERRUPTED,
+    exit_code,
+    open_closed_streams,
+    print_error,
+    written_output,
 )
-from alignedserve.cli.console import DEFAULT_URL, FAILURE, INTERRUPTED, exit_code, print_error
 from alignedserve.cli.keys.app import keys_app
 from alignedserve.cli.models.app import models_app
-from alignedserve.cli.options import JsonFlag, UrlOption, current_option, takes_options
-from alignedserve.cli.standard_streams import open_closed_streams, written_output
+from alignedserve.cli.options import (
+    ChatCommandOptions,
+    JsonFlag,
+    QuantizeOptions,
+    ServeOptions,
+    UrlOption,
+    takes_options,
+)
 from alignedserve.config.environment import limit_thread_spinning, log_format, set_log_format
-from alignedserve.core.errors import AlignedServeError, PeerLost
+from alignedserve.core.errors import AlignedServeError, NothingListens
 from alignedserve.core.own_packages import require_own_kernels
+
+LAB_COMMANDS = ("bench", "certify", "demo", "eval", "gpu-check", "plan", "profile", "replay", "simulate")
+
+
+class CommandGroup(TyperGroup):
+    """Looks for the laboratory's commands only when the core has none of that name, or when all are listed."""
+
+    @override
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*super().list_commands(ctx), *self._lab]
+
+    @override
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        command = super().get_command(ctx, cmd_name)
+        if command is None and cmd_name in LAB_COMMANDS:
+            if cmd_name not in self._lab:
+                ctx.fail(f"{cmd_name} is a command of the laboratory: pip install 'alignedserve[lab]'")
+            command = self._lab[cmd_name]
+        return command
+
+    @cached_property
+    def _lab(self) -> dict[str, Any]:
+        apps = [point.load() for point in entry_points(group="alignedserve.commands")]
+        return {name: command for app in apps for name, command in typer.main.get_group(app).commands.items()}
+
 
 app = typer.Typer(
     name="alignedserve",
     cls=CommandGroup,
-    help="Real-time chat and best-effort documents from one fleet of prefill workers, decode workers and a KV pool.",
+    help="AlignedServe serves real-time chat and best-effort documents from one fleet of LLM workers: "
+    "chat keeps its objectives, documents are never lost.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
-    context_settings={"token_normalize_func": current_option},
 )
 app.add_typer(batch_app, name="batch")
 app.add_typer(keys_app, name="keys")
@@ -63,9 +100,9 @@ def main() -> None:
 
 def _elsewhere(error: AlignedServeError) -> str:
     """Return where this user's servers are, if nothing answers at the usual address."""
-    if not isinstance(error, PeerLost) or f"nothing answers at {DEFAULT_URL};" not in str(error):
+    if not isinstance(error, NothingListens) or error.url != DEFAULT_URL:
         return ""
-    from alignedserve.cluster.deployments.client import urls_here
+    from alignedserve.cluster.deployments.admin_api import urls_here
 
     urls = [url for url in urls_here() if url != DEFAULT_URL]
     return f"; one runs here already: --url {' or '.join(urls)}" if urls else ""
@@ -87,8 +124,8 @@ def _root(
 
 
 def _use_log_format(name: str | None) -> None:
-    """Let the cluster that starts here write its logs so; None: as the environment says. Raises ConfigError."""
-    from alignedserve.process.logs.format import require_format
+    """Set the format of the cluster's logs; None: from the environment. Raises ConfigError."""
+    from alignedserve.process.logs import require_format
 
     set_log_format(require_format(name if name is not None else log_format()))
 
@@ -136,7 +173,7 @@ def pull(
     ],
 ) -> None:
     """Download a model from a Hugging Face hub and print its folder; goes on where an earlier pull ended."""
-    from alignedserve.cli.commands.pull import pull as run
+    from alignedserve.cli.models.cached import pull as run
 
     raise typer.Exit(run(model))
 
@@ -188,8 +225,8 @@ def doctor(json_output: JsonFlag = False) -> None:
 
 @app.command()
 @takes_options
-def chat(options: ChatOptions) -> None:
+def chat(options: ChatCommandOptions) -> None:
     """Talk to a running server in the terminal."""
-    from alignedserve.cli.commands.chat.chat import chat as run
+    from alignedserve.cli.commands.chat import chat as run
 
     raise typer.Exit(run(options))

@@ -2,11 +2,11 @@
 
 from alignedserve.batch_worker.actor import BatchActor
 from alignedserve.cluster.actor_factory import ActorClasses
-from alignedserve.cluster.hosts.plan import NODE_ADDRESS
-from alignedserve.cluster.hosts.serving_cluster import ServingCluster
 from alignedserve.cluster.launch import Hosts, launch_cluster, launch_on_hosts
 from alignedserve.cluster.local_ray.worker_template import WorkerTemplate
-from alignedserve.cluster.start_observer import StartObserver
+from alignedserve.cluster.nodes.plan import NODE_ADDRESS
+from alignedserve.cluster.serving_cluster import ServingCluster
+from alignedserve.cluster.starting import StartObserver
 from alignedserve.config.environment import RAY_ADDRESS_VARIABLE, ray_address
 from alignedserve.config.model_settings import ModelSettings
 from alignedserve.core.errors import ConfigError
@@ -20,10 +20,8 @@ def start_cluster(
     template: WorkerTemplate | None = None,
 ) -> ServingCluster:
     """Start a cluster with our HTTP gateway: on this host, or on the nodes of the Ray cluster that RAY_ADDRESS names.
-
     `num_nodes`: to wait for. `template`: of the processes of a cluster on this host. Raises an error of the tree, with
-    nothing left running.
-    """
+    nothing left running."""
     address, classes = ray_address(), ActorClasses(GatewayActor, BatchActor)
     config = settings.configs[0]
     if address is not None:

@@ -22,10 +22,9 @@ import aiohttp
 import msgspec
 
 from alignedserve.client.sse import DONE, SseEvent, SseParser, error_code, error_message, is_key_wanted, read_chunk
-from alignedserve.client.trust import trust_for, untrusted
-from alignedserve.client.unreachable import unreachable
+from alignedserve.client.unreachable import trust_for, unreachable, untrusted
 from alignedserve.config.environment import CLIENT_KEY_VARIABLE
-from alignedserve.core.errors import ConfigError, PeerError, PeerLost, ProtocolError
+from alignedserve.core.errors import ConfigError, PeerError, ProtocolError
 
 CONNECT_TIMEOUT_S = 10.0
 PLAIN_TIMEOUT_S = 30.0  # of requests that are not completions
@@ -51,7 +50,6 @@ class CompletionApi(enum.Enum):
 
     @property
     def path(self) -> str:
-        """Return the path below the server's address."""
         return "/v1/chat/completions" if self is CompletionApi.CHAT else "/v1/completions"
 
 
@@ -77,7 +75,6 @@ class ClientFailure:
 
     @property
     def label(self) -> str:
-        """Return the label under which failures are counted."""
         return f"http {self.status}" if self.kind is ClientFailureKind.HTTP else self.kind.value
 
     @property
@@ -102,14 +99,14 @@ class ListedModel:
     """A model that a server lists."""
 
     name: str
-    max_context_len: int | None = None  # tokens, where the server says so, as vLLM and this one do
-    sampling: Mapping[str, float] = field(default_factory=dict)  # that it takes by itself, where it says so
+    max_context_len: int | None = None  # tokens, where the server reports it (vLLM and AlignedServe do)
+    sampling: Mapping[str, float] = field(default_factory=dict)  # server defaults, where reported
     sampling_source: str | None = None  # who says so; None: nobody but the API
 
 
 @dataclass(slots=True)
 class CompletionOutcome:
-    """Outcome of a completion, filled while it runs: after a cancellation it has the tokens so far."""
+    """Outcome of one completion, filled while it runs; a cancelled completion keeps its tokens."""
 
     sent_s: float = 0.0
     ended_s: float = 0.0
@@ -124,7 +121,6 @@ class CompletionOutcome:
 
     @property
     def text(self) -> str:
-        """Return the answer so far."""
         return "".join(self.text_parts)
 
     @property
@@ -148,12 +144,8 @@ class CompletionCall:
 
 
 class OpenAiClient:
-    """Async client of an OpenAI-compatible server, a context manager.
-
-    Completions never raise for a server's faults: see CompletionOutcome.failure.
-
-    `url` may end in /v1 or not. Raises ConfigError when it is no HTTP address.
-    """
+    """Async client of an OpenAI-compatible server, a context manager. Completions never raise for a server's faults:
+    see CompletionOutcome.failure. `url` may end in /v1 or not. Raises ConfigError when it is no HTTP address."""
 
     def __init__(self, *, url: str, api_key: str | None = None, timeout_s: float = 600.0) -> None:
         if not url.startswith(("http://", "https://")):
@@ -164,7 +156,6 @@ class OpenAiClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        """Open the connection pool, without any limit: the generator must never queue what it sends."""
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30.0, ssl=trust_for(self.url) or True),
             headers=self._headers,
@@ -177,7 +168,6 @@ class OpenAiClient:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close all connections."""
         if self._session is not None:
             await self._session.close()
 
@@ -190,10 +180,8 @@ class OpenAiClient:
         on_text: TextListener | None = None,
         on_thought: TextListener | None = None,
     ) -> CompletionOutcome:
-        """Stream one completion into `outcome`, which is also returned. Cancelling it closes the connection.
-
-        The listeners get the pieces of the answer and of the thought before it.
-        """
+        """Stream one completion into `outcome`, which is also returned. Cancelling it closes the connection. The
+        listeners get the pieces of the answer and of the thought before it."""
         outcome.sent_s = outcome.ended_s = time.monotonic()
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -252,7 +240,7 @@ class OpenAiClient:
             async with asyncio.timeout(PLAIN_TIMEOUT_S), self._open.get(self.url + path) as response:
                 body = await response.content.read(-1)
         except (aiohttp.ClientError, OSError, ValueError) as error:  # TimeoutError is an OSError
-            raise PeerLost(unreachable(self.url, error)) from error
+            raise unreachable(self.url, error) from error
         if is_key_wanted(response.status, error_code(body)):
             raise PeerError(f"{self.url} wants a key: set {CLIENT_KEY_VARIABLE} to one that it knows")
         if response.status != 200:

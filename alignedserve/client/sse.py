@@ -19,10 +19,8 @@ class SseEvent(NamedTuple):
 
 
 class SseParser:
-    """Parser with bytes in and events out.
-
-    A trailing event without its blank line is never given out (the stream was cut).
-    """
+    """Parser with bytes in and events out. A trailing event without its blank line is never given out (the stream was
+    cut)."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -157,7 +155,6 @@ def _from_choice(choice: _ChoiceJson, usage: StreamUsage | None) -> StreamChunk:
 
 
 def error_message(body: bytes) -> str:
-    """Return the message of an OpenAI error object, or the beginning of whatever came instead."""
     try:
         envelope = _decode_envelope(body)
     except (msgspec.DecodeError, UnicodeDecodeError):

@@ -1,4 +1,4 @@
-"""Creates the actors of a node: who they are, what they get, where Ray is to keep them."""
+"""Creates the actors of a node with their arguments and Ray options."""
 
 import contextlib
 import copy
@@ -14,12 +14,12 @@ import msgspec
 from alignedserve.batches.location import SharedState
 from alignedserve.batches.remote.state_client import STATE
 from alignedserve.cluster.placement import NodeCapacity, NodeShare, engines_of
-from alignedserve.cluster.ray_polls import kill_actors
+from alignedserve.cluster.ray_node import kill_actors
 from alignedserve.config.environment import api_keys, log_format, trace_headers
 from alignedserve.config.sections import ClusterConfig, EngineConfig, Observing, RouterConfig, Topology
 from alignedserve.messages.handshake import Role
 from alignedserve.process.addresses import AddressBook
-from alignedserve.process.logs.format import require_format
+from alignedserve.process.logs import require_format
 from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.process.tls import CertificateAuthority
 from alignedserve.runtime.model.served_model import ServedDeployment, ServedModel
@@ -46,7 +46,7 @@ def _on_this_host(name: str) -> Mapping[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class ClusterSecrets:
-    """Secrets by which processes of one cluster know each other."""
+    """Secrets of one cluster: its processes accept no others."""
 
     secret: bytes = field(repr=False, default_factory=partial(secrets.token_bytes, 32))
     authority: CertificateAuthority | None = None  # of processes on several hosts; None: all are on one
@@ -77,7 +77,7 @@ class _Process(NamedTuple):
 
 
 class ActorFactory:
-    """Creates actors that belong to one cluster: they share its secret and serve its model."""
+    """Creates the actors of one cluster with the secret and the model."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class ActorFactory:
         *,
         is_detached: bool = False,
     ) -> None:
-        """`is_detached`: the actors outlive this process, for another that adopts them."""
+        """`is_detached`: the actors outlive this process, until the next driver adopts them."""
         self._served = served
         self._listed: tuple[ServedDeployment, ...] | None = None
         self._actor_classes = actor_classes
@@ -96,17 +96,14 @@ class ActorFactory:
         self.is_adopting = False  # see `adopting`
 
     def serving(self, served: ServedModel, listed: tuple[ServedDeployment, ...] | None = None) -> "ActorFactory":
-        """Return a factory of the same cluster for another model.
-
-        `listed`: what gateways are told at first; None: that it serves alone.
-        """
+        """Return a factory of the same cluster for another model. `listed`: what gateways are told at first; None: that
+        it serves alone."""
         other = copy.copy(self)
         other._served, other._listed = served, listed
         return other
 
     @property
     def secrets(self) -> ClusterSecrets:
-        """Return what the actors know each other by."""
         return self._secrets
 
     @contextlib.contextmanager
@@ -119,13 +116,12 @@ class ActorFactory:
             self.is_adopting = False
 
     def create(self, node: PreparedNode, state: SharedState, *, drives_batches: bool = False) -> dict[str, Any]:
-        """Create all of a node's actors; return them by name.
-
-        `state`: as this node finds it. `drives_batches`: whether the driver of batches is to run there.
-        """
+        """Create all of a node's actors; return them by name. `state`: as this node finds it. `drives_batches`: whether
+        the driver of batches is to run there."""
         actors: dict[str, Any] = {}
         try:
-            self._create(actors, node, state, drives_batches=drives_batches)
+            for process in self._processes(node, state, drives_batches=drives_batches):
+                self._add(actors, node, process)
         except BaseException:
             kill_actors(actors.values())  # those that are detached would stay
             raise
@@ -139,12 +135,8 @@ class ActorFactory:
         return actors[name]
 
     def create_worker(self, node: PreparedNode, name: str) -> Any:
-        """Create one worker of a node that serves; return its actor."""
+        """Create one more worker of a running node; return its actor."""
         return self.create_again(node, name, SharedState())
-
-    def _create(self, actors: dict[str, Any], node: PreparedNode, state: SharedState, *, drives_batches: bool) -> None:
-        for process in self._processes(node, state, drives_batches=drives_batches):
-            self._add(actors, node, process)
 
     def _processes(self, node: PreparedNode, state: SharedState, *, drives_batches: bool) -> Iterator[_Process]:
         config = node.config
@@ -159,7 +151,8 @@ class ActorFactory:
         alone = (ServedDeployment(self._served, config.engine.block_size, config.prefix_cache),)
         deployments = self._listed if self._listed is not None else alone
         observing = Observing(config.explain, config.tracing, trace_headers())
-        settings = msgspec.structs.replace(config.gateway, keys_file=_text(config.gateway.keys_path))
+        keys = config.gateway.keys_path
+        settings = msgspec.structs.replace(config.gateway, keys_file=str(keys) if keys is not None else None)
         for name, port in node.share.gateways:
             gateway = (settings, port, deployments, api_keys(), state, observing)
             yield _Process(self._actor_classes.gateway, Role.GATEWAY, name, gateway)
@@ -195,7 +188,7 @@ class ActorFactory:
         return _Process(DecodeWorkerActor, Role.DECODE_WORKER, name, decode)
 
     def _add(self, actors: dict[str, Any], node: PreparedNode, process: _Process) -> None:
-        # A dead actor is restarted for as long as its node lives.
+        # Ray restarts a dead actor while its node lives.
         name = process.name
         options = {"name": name, "get_if_exists": self.is_adopting, **self._options, **node.options_of(name)}
         made = process.actor_class.options(max_restarts=-1, max_task_retries=0, **options)
@@ -225,7 +218,3 @@ class ActorFactory:
 def _router_config(config: ClusterConfig) -> RouterConfig:
     longest_s = config.router.max_real_time_wait_s or _WAIT_SHARE * config.gateway.first_token_timeout_s
     return msgspec.structs.replace(config.router, max_real_time_wait_s=longest_s)
-
-
-def _text(path: Path | None) -> str | None:
-    return None if path is None else str(path)

@@ -2,6 +2,7 @@
 named, and a bucket for contents where one is."""
 
 import os
+import sqlite3
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ from alignedserve.batches.records import RECORDS_VERSION
 from alignedserve.batches.stores.namespace_claim import folder_id
 from alignedserve.batches.stores.object_location import ObjectStoreLocation
 from alignedserve.batches.stores.redis_location import RedisLocation
-from alignedserve.cluster.records_file import has_contents, prepare_records
+from alignedserve.batches.stores.sqlite_file import begin_file, check_file
 from alignedserve.config.environment import (
     REDIS_URL_VARIABLE,
     STATE_DIR_VARIABLE,
@@ -22,6 +23,31 @@ from alignedserve.config.environment import (
 from alignedserve.config.sections import BatchesConfig, ClusterConfig
 from alignedserve.core.errors import ConfigError, ResourceError, StorageError
 from alignedserve.disk.durable import lock_file
+
+
+def prepare_records(path: Path, *, is_served: bool = False) -> None:
+    """Check the file of records, or begin it. Raises ResourceError, with whatever was there left as it is. `is_served`:
+    a process may have it open, alone, and opens it again where it is started anew; it is not checked then."""
+    if path.exists():
+        if not is_served:
+            check_file(path)
+        return
+    if has_contents(path.parent):
+        raise ResourceError(
+            f"{path} is missing, and the files and results beside it would be removed without it: put it back, "
+            "name the Redis that has their records, or set batches.folder to another folder"
+        )
+    try:
+        begin_file(path)
+    except sqlite3.Error as error:
+        raise ResourceError(f"{path} cannot be made: {error}") from error
+    except OSError as error:
+        raise ResourceError(f"{path} cannot be made: {error.strerror}") from error
+
+
+def has_contents(folder: Path) -> bool:
+    contents = (*(folder / "files").glob("file-*"), *(folder / "results").glob("*.log"))
+    return any(not one.name.endswith(".partial") for one in contents)
 
 
 class StateLock:
@@ -41,17 +67,15 @@ class StateLock:
 
 
 class BatchStorage(NamedTuple):
-    """Location of the batches, and what this process holds for it."""
+    """Location of the batches, with the lock of their folder."""
 
     location: BatchLocation
     lock: StateLock | None  # of the folder; clusters may share one only with a Redis that they name
 
 
 def open_batch_storage(config: ClusterConfig, *, is_adopted: bool = False) -> BatchStorage:
-    """Prepare the state folder, and the file of records unless a Redis is named. Raises ResourceError.
-
-    `is_adopted`: the cluster of a former driver goes on, and its driver of batches has the file.
-    """
+    """Prepare the state folder, and the file of records unless a Redis is named. Raises ResourceError. `is_adopted`:
+    the cluster of a former driver goes on, and its driver of batches has the file."""
     folder, objects = _state_folder(config), _object_store(config.batches)
     named = _named_redis()
     location = BatchLocation(config.batches, folder, named, objects)
@@ -102,10 +126,10 @@ def _check_namespace(location: RedisLocation, namespace: str, folder: Path) -> N
             f"version of AlignedServe (format {version}; this one knows {RECORDS_VERSION}); they were left as they are"
         )
     try:
-        own = folder_id(folder)
+        own_id = folder_id(folder)
     except OSError as error:
         raise ResourceError(f"{folder} cannot be read or written: {error.strerror}") from error
-    if is_claimed_by_other(location, namespace, own):
+    if is_claimed_by_other(location, namespace, own_id):
         raise ResourceError(
             f"a cluster with another folder than {folder} runs under batches.namespace={namespace} in the Redis of "
             f"{REDIS_URL_VARIABLE}, and each would fail the batches of the other; set batches.namespace to another name"

@@ -5,7 +5,7 @@ import logging
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -13,48 +13,59 @@ import ray
 
 from alignedserve.cluster import preflight
 from alignedserve.cluster.actor_factory import ActorClasses, ActorFactory, ClusterSecrets, PreparedNode
-from alignedserve.cluster.hosts.admission import (
-    Admission,
+from alignedserve.cluster.deployments.on_demand import ModelOnDemand
+from alignedserve.cluster.deployments.planning import PlannedModel, plan_models
+from alignedserve.cluster.hosts.cluster import ClusterOnHosts, HostsSetup
+from alignedserve.cluster.hosts.handover import ClusterState
+from alignedserve.cluster.hosts.ray_directory import NAMESPACE
+from alignedserve.cluster.hosts.record import read_record
+from alignedserve.cluster.hosts.succession import Succession, digest_of, left_by_former
+from alignedserve.cluster.local_ray.worker_template import WorkerTemplate
+from alignedserve.cluster.machine import GpuClaims, GpusTaken, claim_gpus
+from alignedserve.cluster.nodes.admission import (
     Agent,
+    NodeAdmission,
+    NodeReport,
     OwnHost,
+    agent_name,
     agreed_device,
     differences,
     joining_device,
     missing_copies,
     start_agents,
 )
-from alignedserve.cluster.hosts.cluster import ClusterOnHosts, Driving
-from alignedserve.cluster.hosts.joining import Joining
-from alignedserve.cluster.hosts.members import (
+from alignedserve.cluster.nodes.agent import actor_called, end_by_name, end_cluster
+from alignedserve.cluster.nodes.joining import Joining
+from alignedserve.cluster.nodes.members import (
+    DRIVER,
     HostedModel,
     Member,
     expect_handoffs,
     member_of,
+    record_of,
     reserve_for,
     resources_of,
 )
-from alignedserve.cluster.hosts.models.on_demand import ModelOnDemand
-from alignedserve.cluster.hosts.models.planning import PlannedModel, plan_models
-from alignedserve.cluster.hosts.nodes.placement_group import release, release_former
-from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode, alive_nodes, require_head, wait_for_nodes
-from alignedserve.cluster.hosts.nodes.report import NodeReport
-from alignedserve.cluster.hosts.plan import ClusterPlan, NodePart, NodeResources, resolve_for
-from alignedserve.cluster.hosts.ray_directory import NAMESPACE
-from alignedserve.cluster.hosts.scaling.scaler import make_scaler
-from alignedserve.cluster.hosts.serving_cluster import Brought, ServingCluster
-from alignedserve.cluster.hosts.succession import Succession, digest_of
-from alignedserve.cluster.hosts.takeover import adopt_cluster
-from alignedserve.cluster.local_ray.worker_template import WorkerTemplate
-from alignedserve.cluster.machine import GpuClaims, GpusTaken, claim_gpus
-from alignedserve.cluster.ray_node import join_ray
-from alignedserve.cluster.ray_polls import kill_actors
+from alignedserve.cluster.nodes.plan import ClusterPlan, NodePart, NodeResources, resolve_for
+from alignedserve.cluster.nodes.ray_nodes import (
+    RayNode,
+    alive_nodes,
+    find_group,
+    release,
+    release_former,
+    require_head,
+    wait_for_nodes,
+)
+from alignedserve.cluster.ray_node import join_ray, kill_actors
 from alignedserve.cluster.recording_folder import remove_unserved, with_absolute_folder, write_run_file
 from alignedserve.cluster.run_folder import make_run_folder, make_run_root
+from alignedserve.cluster.serving_cluster import DriverSetup, ServingCluster
 from alignedserve.cluster.sizing import with_block_size
-from alignedserve.cluster.start_observer import LoggingObserver, StartObserver
+from alignedserve.cluster.starting import LoggingObserver, StartObserver
 from alignedserve.config.model_settings import ModelSettings
 from alignedserve.config.sections import ClusterConfig
-from alignedserve.core.errors import ConfigError, ResourceError
+from alignedserve.core.errors import AlignedServeError, ConfigError, PeerLost, ProtocolError, ResourceError
+from alignedserve.core.plugins import load_plugin
 from alignedserve.process.addresses import FIRST_DEPLOYMENT, ROUTER, AddressBook, numbered_deployment
 from alignedserve.process.recording import RunMetadata
 from alignedserve.process.tls import CertificateAuthority
@@ -65,6 +76,80 @@ from alignedserve.runtime.lora.adapter_folders import with_adapters
 from alignedserve.runtime.model.hub.local_models import with_local_model
 from alignedserve.runtime.model.named_models import model_path
 from alignedserve.scheduling.factory import require_effect, resolve_policy
+
+_STEP_S = 0.1
+_SETTLED_S = 30.0
+
+
+def adopt_cluster(asked: str, actor_classes: ActorClasses, setup: HostsSetup) -> ClusterOnHosts | None:
+    """Take over what a former driver has left; None: there is nothing, or it was of another kind and has been ended.
+    `asked`: what this driver is to serve, by `digest_of`. Raises ResourceError when the former driver still runs, or
+    its processes do not end."""
+    try:
+        record = read_record()
+    except ProtocolError as error:  # of another version; its agents end it
+        logger.warning("the former cluster cannot be taken over: %s", error)
+        return None
+    if record is None:
+        return None
+    state = left_by_former(record)
+    if state is not None and state.asked == asked:
+        try:
+            return _adopt(state, actor_classes, replace(setup, succession=Succession(asked, state)))
+        except AlignedServeError as error:
+            logger.warning("the former cluster cannot be taken over, and is ended: %s", error)
+    end_cluster(record)
+    return None
+
+
+def _adopt(state: ClusterState, actor_classes: ActorClasses, setup: HostsSetup) -> ClusterOnHosts:
+    nodes = _settled_nodes()
+    alive = {node.node_id for node in nodes}
+    lost = [member for member in state.members if member.ray_node.node_id not in alive]
+    for member in lost:
+        logger.warning("%s was lost with the former driver", member.ray_node)
+        names = [actor.name for actor in record_of(member).actors if actor.name != DRIVER]
+        end_by_name([*names, agent_name(member.prepared.folder.name)])
+        release(member.prepared.folder.name)
+        state.joining.keep_share(member)
+    members = [_found_again(member) for member in state.members if member not in lost]
+    if not any(member.prepared.share.is_head for member in members):
+        members.insert(0, _prepared_head(state.joining, nodes[0]))
+    served = state.joining.plan.served
+    factory = ActorFactory(served, actor_classes, state.secrets, is_detached=True)
+    logger.warning("the cluster of a former driver goes on, on %d nodes", len(members))
+    return ClusterOnHosts(state.joining, members, factory, setup)
+
+
+def _settled_nodes() -> list[RayNode]:
+    ends_s = time.monotonic() + _SETTLED_S
+    while sum(node.is_head for node in alive_nodes()) > 1:
+        if time.monotonic() > ends_s:
+            raise PeerLost("Ray still counts a former head among its nodes")
+        time.sleep(_STEP_S)
+    return alive_nodes()
+
+
+def _found_again(member: Member) -> Member:
+    folder_name = member.prepared.folder.name
+    try:
+        agent = ray.get_actor(agent_name(folder_name), NAMESPACE)
+    except ValueError as error:
+        raise PeerLost(f"the agent of {member.ray_node} is gone") from error
+    adopted = replace(member, agent=replace(member.agent, actor=agent))
+    adopted.use(find_group(folder_name, member.placed))
+    return adopted
+
+
+def _prepared_head(joining: Joining, node: RayNode) -> Member:
+    preparation = joining.begin(node)
+    while (member := preparation.advance()) is None:
+        time.sleep(_STEP_S)
+    if not member.prepared.share.is_head:
+        joining.vacate(member)
+        raise ResourceError("Ray's head is on another host than before")
+    return member
+
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +164,7 @@ class Hosts:
 
     address: str
     num_nodes: int = 1  # to wait for
-    wait_s: float = 120.0  # at most; then with those that there are
+    wait_s: float = 120.0  # at most; the start goes on with fewer nodes
 
 
 def launch_cluster(
@@ -88,11 +173,9 @@ def launch_cluster(
     observer: StartObserver | None = None,
     template: WorkerTemplate | None = None,
 ) -> ServingCluster:
-    """Start a cluster on this host alone and return it when it is up.
-
-    `template`: forks its processes, and ends with the cluster; None: Ray starts them. Unset sizes are worked out, which
-    the observer is told before anything starts. Raises an error of the tree, with nothing left running, when it cannot.
-    """
+    """Start a cluster on this host alone and return it when it is up. `template`: forks its processes, and ends with
+    the cluster; None: Ray starts them. Unset sizes are worked out, which the observer is told before anything starts.
+    Raises an error of the tree, with nothing left running, when it cannot."""
     observer = observer or LoggingObserver()
     configs = [_checked(config, len(settings.own)) for config in settings.configs]
     if configs[0].scaling.max_nodes is not None:
@@ -104,18 +187,18 @@ def launch_cluster(
     settings, on_demand = _on_demand(settings, configs, lasting, host)
     configs = [configs[index] for index in lasting]
     reports = host.reports_that_come(choice.device, [model_path(config.model.path) for config in configs])
-    found = {node: resources_of("node-0", node, report) for node, report in reports.items()}
-    plans = _plan(configs, found, reports)
+    resources = {node: resources_of("node-0", node, report) for node, report in reports.items()}
+    plans = _plan(configs, resources, reports)
     for plan in plans.values():
         host.check({host.node: plan.part(0, "")}, plan.served)
     first = plans[FIRST_DEPLOYMENT]
     _record_run(first, [first.part(0, "")])
     book = AddressBook(make_run_folder())  # when nothing is left that refuses the start in one line
-    members = _members(plans, found, {host.node: Agent(None, book)})
+    members = _members(plans, resources, {host.node: Agent(None, book)})
     remove_stale_arenas(arena_folder(), ARENA_PREFIX)
-    brought = Brought(settings, lambda nodes: host, observer, on_demand, template)
-    joining = _joining(plans, found, brought, reports[host.node].digests, book.folder.name)
-    cluster = ServingCluster(joining, members, ActorFactory(joining.plan.served, actor_classes), brought)
+    setup = DriverSetup(settings, lambda nodes: host, observer, on_demand, template)
+    joining = _joining(plans, resources, setup, reports[host.node].digests, book.folder.name)
+    cluster = ServingCluster(joining, members, ActorFactory(joining.plan.served, actor_classes), setup)
     try:
         cluster.start()
     except BaseException:
@@ -128,26 +211,22 @@ def _on_demand(
     settings: ModelSettings, configs: Sequence[ClusterConfig], lasting: Sequence[int], host: OwnHost
 ) -> tuple[ModelSettings, tuple[ModelOnDemand, ...]]:
     """Return the settings of the models that are loaded at the start, and the others, each sized as if it were alone.
-
-    Raises NotEnoughMemory for one that does not fit alone.
-    """
+    Raises NotEnoughMemory for one that does not fit alone."""
     sleeping = []
     for index, config in enumerate(configs):
         if index in lasting:
             continue
         reports = host.reports_that_come(config.engine.device, [model_path(config.model.path)])
-        found = {node: resources_of("node-0", node, report) for node, report in reports.items()}
-        plan = _plan([config], found, reports)[FIRST_DEPLOYMENT]
+        resources = {node: resources_of("node-0", node, report) for node, report in reports.items()}
+        plan = _plan([config], resources, reports)[FIRST_DEPLOYMENT]
         sized = next(iter(plan.choices.values())).config
         sleeping.append(ModelOnDemand.of(plan, sized, settings.own[index]))
     return settings.with_models([settings.own[index] for index in lasting]), tuple(sleeping)
 
 
 def _claimed(device: str) -> tuple[DeviceChoice, GpuClaims]:
-    """Return what engine.device means and claim its GPUs; the CPU where `auto` finds that others have them all.
-
-    Raises ConfigError, or ResourceError where GPUs that were asked for are another cluster's.
-    """
+    """Choose the device of engine.device and claim the GPUs; `auto` falls back to the CPU when other clusters hold
+    every GPU. Raises ConfigError, or ResourceError where GPUs that were asked for are another cluster's."""
     choice = choose_device(device)
     try:
         return choice, claim_gpus(gpu_names(choice.device), make_run_root())
@@ -160,11 +239,9 @@ def _claimed(device: str) -> tuple[DeviceChoice, GpuClaims]:
 def launch_on_hosts(
     settings: ModelSettings, hosts: Hosts, actor_classes: ActorClasses, observer: StartObserver | None = None
 ) -> ClusterOnHosts:
-    """Start a cluster on the nodes of that Ray cluster and return it when it is up.
-
-    One that a former driver with the same configuration has left goes on instead, and one of another is ended first.
-    Raises an error of the tree, with nothing left running, when it cannot.
-    """
+    """Start a cluster on the nodes of that Ray cluster and return it when it is up. One that a former driver with the
+    same configuration has left goes on instead, and one of another is ended first. Raises an error of the tree, with
+    nothing left running, when it cannot."""
     observer, asked = observer or LoggingObserver(), digest_of(*settings.configs)
     configs = [_checked(config, len(settings.own)) for config in settings.configs]
     if any(config.model.keep_alive is not None for config in configs):
@@ -173,12 +250,13 @@ def launch_on_hosts(
     try:
         context = ray.get_runtime_context()
         require_head(alive_nodes(), context.get_node_id())
-        scaler = make_scaler(configs, context.gcs_address)
-        driving = Driving(Brought(settings, Admission, observer), Succession(asked), scaler)
-        cluster = adopt_cluster(asked, actor_classes, driving)
+        scales = configs[0].scaling.max_nodes is not None
+        scaling = load_plugin("autoscaler").scaling_of(configs, context.gcs_address) if scales else None
+        setup = HostsSetup(DriverSetup(settings, NodeAdmission, observer), Succession(asked), scaling)
+        cluster = adopt_cluster(asked, actor_classes, setup)
         is_adopted = cluster is not None
         if cluster is None:
-            cluster = _prepare_cluster(configs, hosts, actor_classes, driving)
+            cluster = _prepare_cluster(configs, hosts, actor_classes, setup)
     except BaseException:
         ray.shutdown()
         raise
@@ -201,36 +279,33 @@ def _checked(config: ClusterConfig, num_models: int) -> ClusterConfig:
 
 
 def _prepare_cluster(
-    configs: Sequence[ClusterConfig],
-    hosts: Hosts,
-    actor_classes: ActorClasses,
-    driving: Driving,
+    configs: Sequence[ClusterConfig], hosts: Hosts, actor_classes: ActorClasses, setup: HostsSetup
 ) -> ClusterOnHosts:
     _wait_for_former()
     nodes = wait_for_nodes(hosts.num_nodes, hosts.wait_s)
     if len(nodes) < hosts.num_nodes:
         logger.warning("%d of %d nodes are there after %.0f s", len(nodes), hosts.num_nodes, hosts.wait_s)
-    with contextlib.ExitStack() as if_it_fails, Admission(nodes) as admission:
+    with contextlib.ExitStack() as if_it_fails, NodeAdmission(nodes) as admission:
         device = configs[0].engine.device
         choice, reports = agreed_device(
             device, admission.reports(device, [resolve_for([], one).folder for one in configs])
         )
-        driving.brought.observer.device_chosen(choice)
+        setup.driver.observer.device_chosen(choice)
         configs = [with_device(config, choice) for config in configs]
         head = reports[nodes[0]]
         refused = admission.apart() | differences(reports, head)
         if nodes[0] in refused or (missing := missing_copies(head, head.digests)):
             raise ResourceError(f"{nodes[0]}: {refused.get(nodes[0]) or next(iter(missing.values()))}")
-        found = {
+        resources = {
             node: resources_of(f"node-{index}", node, reports[node])
             for index, node in enumerate(node for node in nodes if node not in refused)
         }
-        plans = _plan(configs, found, reports)
+        plans = _plan(configs, resources, reports)
         cluster_id = secrets.token_hex(4)
-        names = {node: f"{cluster_id}-{index}" for index, node in enumerate(found)}
+        names = {node: f"{cluster_id}-{index}" for index, node in enumerate(resources)}
         agents = start_agents(names, cluster_id, configs[0].links)
         if_it_fails.callback(kill_actors, [agent.actor for agent in agents.values()])
-        members = _members(plans, found, agents)
+        members = _members(plans, resources, agents)
         expect_handoffs(members)
         for one, plan in plans.items():
             parts = {member.ray_node: member.models[one] for member in members if one in member.models}
@@ -242,11 +317,11 @@ def _prepare_cluster(
         _record_run(plans[FIRST_DEPLOYMENT], [member.prepared for member in members])
         if_it_fails.pop_all()
     authority = CertificateAuthority.new(cluster_id) if configs[0].links.tls else None
-    joining = _joining(plans, found, driving.brought, head.digests, cluster_id)
+    joining = _joining(plans, resources, setup.driver, head.digests, cluster_id)
     joining.device = joining_device(device, choice)
     cluster_secrets = ClusterSecrets(authority=authority)
     factory = ActorFactory(plans[FIRST_DEPLOYMENT].served, actor_classes, cluster_secrets, is_detached=True)
-    cluster = ClusterOnHosts(joining, members, factory, driving)
+    cluster = ClusterOnHosts(joining, members, factory, setup)
     for node, problem in refused.items():
         cluster.refuse(node, problem)
     return cluster
@@ -283,15 +358,15 @@ def _members(
 def _joining(
     plans: Mapping[str, ClusterPlan],
     found: Mapping[RayNode, NodeResources],
-    brought: Brought,
+    setup: DriverSetup,
     digests: Sequence[str | None],
     cluster_id: str,
 ) -> Joining:
     for plan in plans.values():
-        brought.observer.sizes_chosen(next(iter(plan.choices.values())), has_others=len(plans) > 1)
+        setup.observer.sizes_chosen(next(iter(plan.choices.values())), has_others=len(plans) > 1)
     models = {
         one: HostedModel(plan, own, digest)
-        for (one, plan), own, digest in zip(plans.items(), brought.settings.own, digests, strict=True)
+        for (one, plan), own, digest in zip(plans.items(), setup.settings.own, digests, strict=True)
     }
     joining = Joining(plans[FIRST_DEPLOYMENT], models, cluster_id, len(found))
     joining.wholes = {resources.capacity.name: resources.machine for resources in found.values()}
@@ -316,16 +391,8 @@ def _record_run(plan: ClusterPlan, parts: Sequence[NodePart | PreparedNode]) -> 
 def _wait_for_former() -> None:
     ends_s = time.monotonic() + _FORMER_ENDS_S
     while True:
-        if not any(_is_there(name) for name in _ALWAYS_THERE):
+        if all(actor_called(name) is None for name in _ALWAYS_THERE):
             return
         if time.monotonic() > ends_s:
             raise ResourceError("a cluster serves on these hosts already; end it with `alignedserve stop`")
         time.sleep(0.5)
-
-
-def _is_there(name: str) -> bool:
-    try:
-        ray.get_actor(name, NAMESPACE)
-    except ValueError:
-        return False
-    return True

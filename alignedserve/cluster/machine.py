@@ -1,7 +1,7 @@
 """Looks up what this machine has free for a cluster, and claims its GPUs, which two clusters of a user never share.
 
 A claim is a lock on a file of the user's folder, named after the GPU, and ends with the process that holds it however
-that ends. Clusters that join one Ray claim their GPUs there instead (`hosts/nodes/placement_group.py`).
+that ends. Clusters on a shared Ray claim GPUs there instead (`hosts/nodes/placement_group.py`).
 """
 
 import contextlib
@@ -37,7 +37,7 @@ def this_machine(device: str) -> Machine:
     """Return what is free now; `device` as engine.device. Raises ConfigError for a GPU that is not there."""
     stats = os.statvfs(arena_folder())
     return Machine(
-        available_bytes=_available_bytes(),
+        available_bytes=min(psutil.virtual_memory().available, _left_in_container(_CGROUP)),
         shared_bytes=stats.f_bavail * stats.f_frsize,
         num_cores=num_cores(),
         has_bfloat16=has_native_bfloat16(),
@@ -54,10 +54,6 @@ def with_gpus(machine: Machine, gpus: Sequence[str], used: Sequence[str]) -> Mac
     )
 
 
-def _available_bytes() -> int:
-    return min(psutil.virtual_memory().available, _left_in_container(_CGROUP))
-
-
 def _left_in_container(folder: Path) -> int:
     try:
         limit = int((folder / "memory.max").read_text())
@@ -69,16 +65,14 @@ def _left_in_container(folder: Path) -> int:
 
 
 def _gpu_bytes(device: str) -> tuple[int, ...]:
-    """Return the free memory of each GPU that workers may use; empty where they compute on the CPU.
-
-    All of it where the driver's tool, which is asked so that this process takes none, does not say what is free.
-    """
+    """Return the free memory of each GPU that workers may use; empty where they compute on the CPU. Asks nvidia-smi,
+    which leaves this process without GPU memory; the total where the tool does not answer."""
     if not device.startswith(CUDA):
         return ()
     worker_devices(device, 1)
     free = free_by_uuid()
-    found = _properties(device)
-    return tuple(min(int(gpu.total_memory), free.get(_uuid(gpu), sys.maxsize)) for gpu in found)
+    gpus = _properties(device)
+    return tuple(min(int(gpu.total_memory), free.get(_uuid(gpu), sys.maxsize)) for gpu in gpus)
 
 
 def _properties(device: str) -> list[Any]:
@@ -88,13 +82,12 @@ def _properties(device: str) -> list[Any]:
 
 
 def _slowest_gpu(device: str) -> Hardware | None:
-    found = [described_gpu(properties) for properties in _properties(device)] if device.startswith(CUDA) else []
-    known = [gpu for gpu in found if gpu is not None]
-    return min(known, key=lambda gpu: gpu.memory_bytes_per_s) if found and len(known) == len(found) else None
+    gpus = [described_gpu(properties) for properties in _properties(device)] if device.startswith(CUDA) else []
+    known = [gpu for gpu in gpus if gpu is not None]
+    return min(known, key=lambda gpu: gpu.memory_bytes_per_s) if gpus and len(known) == len(gpus) else None
 
 
 def described_gpu(properties: Any) -> Hardware | None:
-    """Return a GPU by what PyTorch says of it; None: it is of a kind that is not known, or PyTorch is too old."""
     return gpu_of(
         str(properties.name),
         (properties.major, properties.minor),
@@ -117,25 +110,24 @@ def _uuid(gpu: Any) -> str:
 
 
 def free_by_uuid() -> dict[str, int]:
-    """Return the free bytes of each GPU by its uuid, as nvidia-smi says; empty: it is not here, or says nothing."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return {}
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        asked = subprocess.run(  # noqa: S603  (a program of this machine, by its full path)
+        output = subprocess.run(  # noqa: S603  (a program of this machine, by its full path)
             [tool, "--query-gpu=uuid,memory.free", "--format=csv,noheader,nounits"],
             capture_output=True,
             text=True,
             check=True,
             timeout=_TOOL_LIMIT_S,
         )
-        lines = re.findall(r"^GPU-([\w-]+), *(\d{1,9})$", asked.stdout, re.MULTILINE)
+        lines = re.findall(r"^GPU-([\w-]+), *(\d{1,9})$", output.stdout, re.MULTILINE)
         return {uuid: int(mebibytes) * _MIB for uuid, mebibytes in lines}
     return {}
 
 
 class GpusTaken(ResourceError):
-    """Other clusters of this host have all GPUs that one may use."""
+    """Other clusters of this host hold every usable GPU."""
 
 
 class GpuClaims:

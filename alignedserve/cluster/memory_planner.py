@@ -52,7 +52,7 @@ class Machine:
 
 
 class Kept(enum.IntEnum):
-    """The part of the memory that stays free: one in this many."""
+    """Fraction of the memory to keep free, as a divisor."""
 
     USUALLY = 4
     AT_LEAST = 8

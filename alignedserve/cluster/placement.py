@@ -11,11 +11,10 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from alignedserve.config.sections import ClusterConfig, EngineConfig, Section
+from alignedserve.config.sections import ClusterConfig, EngineConfig
 from alignedserve.config.unset_sizes import DefaultSize
 from alignedserve.core.errors import ConfigError
-from alignedserve.process.addresses import FIRST_DEPLOYMENT, ROUTER, deployed_name
-from alignedserve.process.stage_names import stage_name
+from alignedserve.process.addresses import FIRST_DEPLOYMENT, ROUTER, deployed_name, stage_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +28,6 @@ class NodeCapacity:
 
     @property
     def weight(self) -> int:
-        """Return its strength among others of its kind."""
         return len(self.gpus) or self.num_cores
 
 
@@ -50,7 +48,6 @@ class NodeShare:
 
     @property
     def router(self) -> str:
-        """Return the name of its deployment's router."""
         return deployed_name(ROUTER, self.deployment_id)
 
     @property
@@ -64,12 +61,10 @@ class NodeShare:
         return replace(self, prefill=(*self.prefill, *prefill), decode=(*self.decode, *decode))
 
     def without(self, names: Collection[str]) -> "NodeShare":
-        """Return the share without these workers."""
         prefill, decode = (tuple(one for one in kind if one not in names) for kind in (self.prefill, self.decode))
         return replace(self, prefill=prefill, decode=decode)
 
     def without_model(self) -> "NodeShare":
-        """Return the share without its deployment, which has ended."""
         return replace(self, prefill=(), decode=(), num_standby=0, has_model=False, stages=())
 
     @property
@@ -77,14 +72,17 @@ class NodeShare:
         return (*self.prefill, *self.decode)
 
     def config_of(self, config: ClusterConfig) -> ClusterConfig:
-        """Return the configuration with the counts of this node alone."""
         counts = {
             "prefill": len(self.prefill),
             "decode": len(self.decode) - self.num_standby,
             "gateway": len(self.gateways),
         }
         return msgspec.structs.replace(
-            config, **{name: _with_count(getattr(config, name), max(count, 1)) for name, count in counts.items()}
+            config,
+            **{
+                name: msgspec.structs.replace(getattr(config, name), count=max(count, 1))
+                for name, count in counts.items()
+            },
         )
 
 
@@ -97,19 +95,15 @@ class PlacedCounts:
     num_ports: dict[str, int] = field(default_factory=dict)  # gateways by address
 
 
-class Placement:
-    """Shares a deployment out over the nodes of its cluster; more nodes may join later.
-
-    The gateways, which serve all deployments, are placed with the first.
-    """
+class DeploymentPlacement:
+    """Shares a deployment out over the nodes of its cluster; more nodes may join later. The gateways, which serve all
+    deployments, are placed with the first."""
 
     def __init__(
         self, config: ClusterConfig, deployment_id: str = FIRST_DEPLOYMENT, counts: PlacedCounts | None = None
     ) -> None:
-        """`config`: with its topology chosen; counts that are unset follow the nodes.
-
-        `counts`: of a former driver's placement, to go on with.
-        """
+        """`config`: with its topology chosen; counts that are unset follow the nodes. `counts`: of a former driver's
+        placement, to go on with."""
         self._config = config
         self.deployment_id = deployment_id
         self._is_separate = config.chosen_topology.is_separate
@@ -117,10 +111,8 @@ class Placement:
         self.spans_hosts = False  # the stages of a worker are on as many nodes
 
     def place(self, nodes: Sequence[NodeCapacity], room: Mapping[str, int] | None = None) -> list[NodeShare]:
-        """Share everything out over the first nodes of the cluster, the head first.
-
-        `room`: the nodes that may have workers, with how many of other deployments they have; None: all, with none.
-        """
+        """Share everything out over the first nodes of the cluster, the head first. `room`: the nodes that may have
+        workers, with how many of other deployments they have; None: all, with none."""
         able = [index for index, node in enumerate(nodes) if room is None or node.name in room]
         groups = self._groups(able)
         able = [group[0] for group in groups]
@@ -128,7 +120,11 @@ class Placement:
         prefill, decode = self._worker_counts([nodes[index] for index in able], taken)
         placed = dict(zip(able, zip(prefill, decode, strict=True), strict=True))
         wanted = self._config.gateway.count
-        gateways = [1] * len(nodes) if isinstance(wanted, DefaultSize) else _in_turn(wanted, len(nodes))
+        gateways = (
+            [1] * len(nodes)
+            if isinstance(wanted, DefaultSize)
+            else [wanted // len(nodes) + (index < wanted % len(nodes)) for index in range(len(nodes))]
+        )
         shares = [
             self._share(node, *placed.get(index, (0, 0)), num_gateways)
             for index, (node, num_gateways) in enumerate(zip(nodes, gateways, strict=True))
@@ -165,10 +161,8 @@ class Placement:
         return "decode.pool_bytes" if self._config.decode.pool_bytes else None
 
     def join(self, node: NodeCapacity) -> NodeShare:
-        """Give a node that joins later what follows from it; nothing of what is configured, which is placed.
-
-        Raises ConfigError as `first_gpus` does.
-        """
+        """Give a joining node the workers that follow from its resources; configured counts are placed already. Raises
+        ConfigError as `first_gpus` does."""
         prefill = decode = 0
         if self.spans_hosts:  # a worker takes several nodes, which are there from the start
             return self._share(node, 0, 0, int(isinstance(self._config.gateway.count, DefaultSize)))
@@ -231,10 +225,8 @@ class Placement:
 
 def engines_of(share: NodeShare, config: EngineConfig, node: NodeCapacity) -> Mapping[str, EngineConfig]:
     """Return each worker's engine section by its name, with its threads and device: prefill workers get theirs first.
-
     More computing threads than cores are worse than idle cores (see runtime/device/cores.py). Raises ConfigError as
-    `first_gpus` does.
-    """
+    `first_gpus` does."""
     if not share.num_workers:
         return {}
     if node.gpus and share.num_standby:
@@ -248,21 +240,19 @@ def engines_of(share: NodeShare, config: EngineConfig, node: NodeCapacity) -> Ma
 
 
 def first_gpus(gpus: Sequence[str], tensor_parallel: int) -> tuple[str, ...]:
-    """Return the first GPU of each group of `tensor_parallel` neighbouring GPUs; empty without GPUs.
-
-    The ranks of a worker share such a group. Raises ConfigError where there is no such group.
-    """
+    """Return the first GPU of each group of `tensor_parallel` neighbouring GPUs; empty without GPUs. The ranks of a
+    worker share such a group. Raises ConfigError where there is no such group."""
     if tensor_parallel == 1:
         return tuple(gpus)
     numbers = [int(gpu.partition(":")[2]) for gpu in gpus]
     firsts: list[str] = []
-    place = 0
-    while place + tensor_parallel <= len(numbers):
-        if numbers[place + tensor_parallel - 1] == numbers[place] + tensor_parallel - 1:
-            firsts.append(gpus[place])
-            place += tensor_parallel
+    index = 0
+    while index + tensor_parallel <= len(numbers):
+        if numbers[index + tensor_parallel - 1] == numbers[index] + tensor_parallel - 1:
+            firsts.append(gpus[index])
+            index += tensor_parallel
         else:
-            place += 1
+            index += 1
     if gpus and not firsts:
         raise ConfigError(
             f"engine.tensor_parallel is {tensor_parallel}, but of the GPUs for the workers of this model "
@@ -282,11 +272,8 @@ def _default_counts(node: NodeCapacity, tensor_parallel: int, *, is_separate: bo
 def _by_weight(
     total: int, nodes: Sequence[NodeCapacity], taken: Sequence[int], used: Sequence[bool] | None = None
 ) -> list[int]:
-    """Share workers out so that the one with the least of a node has as much as possible.
-
-    `taken`: workers of others that share each node. With `used`, each of those nodes gets at least one and the others
-    none.
-    """
+    """Share workers out so that the weakest worker gets as much of a node as possible. `taken`: workers of other
+    deployments on each node. With `used`, each of those nodes gets at least one and the others none."""
     usable = [index for index in range(len(nodes)) if used is None or used[index]]
     counts = [0] * len(nodes)
     if used is not None:
@@ -304,13 +291,5 @@ def _left(node: NodeCapacity, num_workers: int) -> float:
     return node.weight / (num_workers + 1)
 
 
-def _in_turn(total: int, num_nodes: int) -> list[int]:
-    return [total // num_nodes + (index < total % num_nodes) for index in range(num_nodes)]
-
-
 def _set_count(count: int) -> int | None:
     return None if isinstance(count, DefaultSize) else count
-
-
-def _with_count(section: Section, count: int) -> Section:
-    return msgspec.structs.replace(section, count=count)

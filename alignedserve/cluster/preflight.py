@@ -11,7 +11,7 @@ from alignedserve.config.sections import ClusterConfig, Topology
 from alignedserve.core.block_layout import FP8, INT8
 from alignedserve.core.errors import AddressInUse, ConfigError, NotEnoughMemory
 from alignedserve.gguf.file import is_gguf
-from alignedserve.process.server_certificate import ServerCertificate
+from alignedserve.process.tls import ServerCertificate
 from alignedserve.runtime.device.devices import CUDA, check_ranks, worker_devices
 from alignedserve.runtime.engine.engine_sizes import engine_mechanisms, hidden_block_tokens, storage_blocks
 from alignedserve.runtime.kv.arena_files import arena_folder
@@ -78,9 +78,7 @@ def check_configuration(config: ClusterConfig, served: ServedModel) -> None:
 
 def check_machine(config: ClusterConfig, served: ServedModel, ports: Iterable[int]) -> None:
     """Check this machine: its memory for the workers, cores or GPUs for their ranks, and these ports for gateways.
-
-    Raises NotEnoughMemory, AddressInUse or ConfigError.
-    """
+    Raises NotEnoughMemory, AddressInUse or ConfigError."""
     num_stages = config.engine.pipeline_parallel if served.num_hosts == 1 else 1
     check_ranks(config.engine.device, config.engine.tensor_parallel, num_stages, config.engine.expert_parallel)
     if config.gateway.tls_certificate is not None and config.gateway.tls_key is not None:
@@ -100,10 +98,14 @@ def _check_stages(config: ClusterConfig, num_hosts: int) -> None:
     setting = f"engine.pipeline_parallel={config.engine.pipeline_parallel}"
     if config.lora.is_enabled and num_hosts > 1:
         raise ConfigError(f"lora: stages of other hosts load no adapters of their layers ({setting}); leave it out")
+    _refuse_layer_inputs(config, f"which stages do not ({setting})")
+
+
+def _refuse_layer_inputs(config: ClusterConfig, reason: str) -> None:
     if Mechanism.HIDDEN_CACHE in wanted_mechanisms(config.scheduling):
         raise ConfigError(
-            f"policy {config.scheduling.policy!r} keeps layer inputs in place of keys and values, which stages do not "
-            f"({setting}); choose another policy, or scheduling.policy_params.hybrid_cache=false"
+            f"policy {config.scheduling.policy!r} keeps layer inputs in place of keys and values, {reason}; choose "
+            "another policy, or scheduling.policy_params.hybrid_cache=false"
         )
 
 
@@ -113,17 +115,12 @@ def _check_states(config: ClusterConfig, title: str) -> None:
             f"decode.swap_format=int8 rounds what it copies, and blocks of a model with {title} hold states as well, "
             "which are not rounded; leave it at exact"
         )
-    if Mechanism.HIDDEN_CACHE in wanted_mechanisms(config.scheduling):
-        raise ConfigError(
-            f"policy {config.scheduling.policy!r} keeps layer inputs in place of keys and values, and a model with "
-            f"{title} keeps states; choose another policy, or scheduling.policy_params.hybrid_cache=false"
-        )
+    _refuse_layer_inputs(config, f"and a model with {title} keeps states")
     if config.lora.is_enabled:
         raise ConfigError(f"lora: a model with {title} has no adapters; leave it out")
 
 
 def window_cache_of(config: ClusterConfig) -> str:
-    """Return engine.window_cache, which is not to choose what another setting excludes."""
     choice = config.engine.window_cache
     return WHOLE if choice == AUTO and _obstacle_to_rings(resolve_policy(config)) is not None else choice
 
@@ -137,11 +134,7 @@ def _obstacle_to_rings(config: ClusterConfig) -> str | None:
 
 
 def _check_extras(config: ClusterConfig, title: str) -> None:
-    if Mechanism.HIDDEN_CACHE in wanted_mechanisms(config.scheduling):
-        raise ConfigError(
-            f"policy {config.scheduling.policy!r} keeps layer inputs in place of keys and values, which a model with "
-            f"{title} cannot; choose another policy, or scheduling.policy_params.hybrid_cache=false"
-        )
+    _refuse_layer_inputs(config, f"which a model with {title} cannot")
     if config.lora.is_enabled:
         raise ConfigError(f"lora: a model with {title} has no adapters; leave it out")
 

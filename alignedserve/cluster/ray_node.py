@@ -1,14 +1,18 @@
 """Joins the Ray cluster that `ray up` started; the environment of Ray's own processes, wherever they are started."""
 
+import contextlib
 import logging
 import socket
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import ray
 from ray._private import services
+from ray.exceptions import RayError
 
 from alignedserve.cluster.signals import handlers_preserved
 from alignedserve.config.environment import SHORT_SPINS, SPIN_VARIABLE
-from alignedserve.core.errors import ResourceError
+from alignedserve.core.errors import PeerLost, ResourceError
 
 _ANSWER_TIMEOUT_S = 5.0
 SEES_EVERY_GPU = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
@@ -30,7 +34,7 @@ RAY_ENVIRONMENT = {
     # Workers share the cores with others: a thread that waits spins for microseconds and then sleeps. Sleeping at once
     # costs a system call per product.
     SPIN_VARIABLE: SHORT_SPINS,
-    # Every worker sees every GPU of its host, so that it can map the memory of others.
+    # Every worker sees every GPU of its host and can map memory of its peers.
     SEES_EVERY_GPU: "1",
 }
 
@@ -40,24 +44,19 @@ class NoRayHere(ResourceError):
 
 
 def address_here() -> str:
-    """Return the address of the Ray that `ray start` runs on this host. Raises NoRayHere when there is none.
-
-    Ray's own search (`auto`) would try an address that was noted before a restart of the host, and the Ray of a
-    `serve`, which is at a loopback address and admits nobody else: for minutes.
-    """
+    """Return the address of the Ray that `ray start` runs on this host. Raises NoRayHere when there is none. Ray's own
+    search (`auto`) would try an address that was noted before a restart of the host, and the Ray of a `serve`, which is
+    at a loopback address and admits nobody else: for minutes."""
     running: frozenset[str] = services.find_gcs_addresses()  # type: ignore[no-untyped-call]
-    found = sorted(address for address in running if not _is_loopback(address))
-    if not found:
+    hosts = {address: address.rpartition(":")[0].strip("[]") for address in running}
+    reachable = sorted(address for address, host in hosts.items() if host not in ("127.0.0.1", "::1", "localhost"))
+    if not reachable:
         raise NoRayHere(
             "no Ray cluster runs on this host; `alignedserve serve` starts a server that needs none, and Ctrl-C ends "
             "it; for several hosts start one with `ray up`, or set RAY_ADDRESS"
         )
     noted: str | None = services.find_bootstrap_address(None)
-    return noted if noted in found else found[0]
-
-
-def _is_loopback(address: str) -> bool:
-    return address.rpartition(":")[0].strip("[]") in ("127.0.0.1", "::1", "localhost")
+    return noted if noted in reachable else reachable[0]
 
 
 def join_ray(address: str, namespace: str) -> None:
@@ -74,3 +73,39 @@ def join_ray(address: str, namespace: str) -> None:
             f"cannot join the Ray cluster at RAY_ADDRESS={address}: {reason}; does it run there, and are RAY_AUTH_MODE "
             "and the token (RAY_AUTH_TOKEN, else ~/.ray/auth_token) here those it was started with?"
         ) from error
+
+
+def has_ended(reference: Any) -> bool:
+    return bool(ray.wait([reference], timeout=0)[0])
+
+
+def have_all_ended(references: Sequence[Any]) -> bool:
+    return not references or not ray.wait(list(references), num_returns=len(references), timeout=0)[1]
+
+
+def answer_of(name: object, reference: Any, timeout_s: float) -> Any:
+    """Return the result of a call. Raises PeerLost naming the one that was called when it does not answer."""
+    try:
+        return ray.get(reference, timeout=timeout_s)
+    except (RayError, TimeoutError) as error:
+        raise PeerLost(f"{name} does not answer: {str(error).splitlines()[0]}") from error
+
+
+def answers_so_far(references: Sequence[Any]) -> dict[Any, Any]:
+    """Return the results of calls that have ended, without waiting; None for a failed call."""
+    ended = ray.wait(list(references), num_returns=len(references), timeout=0)[0] if references else []
+    return {reference: answer_or_none(reference) for reference in ended}
+
+
+def answer_or_none(reference: Any) -> Any:
+    """Return the result of a call; None: it has failed, as its process is lost."""
+    try:
+        return ray.get(reference)
+    except RayError:
+        return None
+
+
+def kill_actors(actors: Iterable[Any]) -> None:
+    for actor in actors:
+        with contextlib.suppress(RayError, ValueError):
+            ray.kill(actor, no_restart=True)

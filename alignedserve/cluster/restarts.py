@@ -1,7 +1,7 @@
 """Decides when processes that do not serve are started again: pure, by what each last said of itself.
 
 The life of a process that does not start:
-1. It is FAILED, or DEAD where its start met an error that it did not expect. It is noted with the reason.
+1. It is FAILED, or DEAD after an unexpected error. It is noted with the reason.
 2. After a pause, which doubles with every failed start, it is started again. Meanwhile the others serve.
 3. It is UP: nothing is noted any more. When it has been up for a minute its next failure is a first one again.
 
@@ -14,7 +14,7 @@ from enum import Enum, auto
 
 
 class ProcessState(Enum):
-    """The state of a process, as its answers show it."""
+    """The state of a process by its last answer."""
 
     STARTING = auto()  # no answer since it was created, or started again
     UP = auto()
@@ -57,19 +57,16 @@ class Restarts:
 
     @property
     def problems(self) -> Mapping[str, str]:
-        return {name: _said(one) for name, one in self._troubles.items() if one.up_s is None}
+        return {name: _said(trouble) for name, trouble in self._troubles.items() if trouble.up_s is None}
 
     @property
     def failing(self) -> frozenset[str]:
-        """Processes that do not serve and have failed to start again and again."""
-        found = self._troubles.items()
-        return frozenset(name for name, one in found if one.up_s is None and one.num_failed > _FEW_FAILURES)
+        troubles = self._troubles.items()
+        return frozenset(name for name, one in troubles if one.up_s is None and one.num_failed > _FEW_FAILURES)
 
     def look(self, healths: Mapping[str, Health], now: float) -> list[str]:
-        """Return the processes that are to be started again now; each counts as starting from then on.
-
-        `healths`: of all processes that there are.
-        """
+        """Return the processes that are to be started again now; each counts as starting from then on. `healths`: of
+        all processes that there are."""
         self._troubles = {name: one for name, one in self._troubles.items() if name in healths}
         for name, health in healths.items():
             self._note(name, health, now)

@@ -24,10 +24,8 @@ _LONGEST_NAME = "prefill-1023"
 
 
 def make_run_folder(name: str | None = None) -> Path:
-    """Create a private folder for sockets and logs, and remove those of old clusters.
-
-    `name`: of the folder; drawn when None. Raises ResourceError saying what to set.
-    """
+    """Create a private folder for sockets and logs, and remove those of old clusters. `name`: of the folder; drawn when
+    None. Raises ResourceError saying what to set."""
     root = make_run_root()
     try:
         folder = root / (name or secrets.token_hex(4))
@@ -48,10 +46,10 @@ def make_run_root() -> Path:
     root = run_root()
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = root.stat()
+        status = root.stat()
     except OSError as error:
         raise _unusable(root, error) from error
-    if found.st_uid != os.getuid() or found.st_mode & 0o077:
+    if status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise ResourceError(f"{root} must belong to you and be closed to others (mode 700); it holds the sockets")
     return root
 
@@ -62,10 +60,8 @@ def _unusable(root: Path, error: OSError) -> ResourceError:
 
 
 def _remove_old_folders(root: Path) -> None:
-    """Remove all but the latest few folders of ended clusters, and the sockets of those few; their logs stay.
-
-    Another cluster that starts at the same time does so too: what is gone meanwhile is passed over.
-    """
+    """Remove all but the latest few folders of ended clusters, and the sockets of those few; their logs stay. Another
+    cluster that starts at the same time does so too: what is gone meanwhile is passed over."""
     folders = sorted((path for path in root.iterdir() if path.is_dir()), key=_changed_s)
     for path in folders:
         try:
@@ -92,10 +88,8 @@ def _changed_s(path: Path) -> float:
 
 
 def remove_files(folder: Path, names: Iterable[str]) -> bool:
-    """Remove sockets, reports of progress and arenas of processes of the node with this private folder.
-
-    Returns whether no arena is held any more.
-    """
+    """Remove sockets, reports of progress and arenas of processes of the node with this private folder. Returns whether
+    no arena is held any more."""
     is_gone = True
     for name in names:
         for path in (folder / f"{name}.sock", folder / f"{name}.progress"):

@@ -29,10 +29,8 @@ def handlers_preserved() -> Iterator[None]:
 
 @contextlib.contextmanager
 def interrupts_kept() -> Iterator[None]:
-    """Raise KeyboardInterrupt at the end when a signal arrived meanwhile and its handler's exception went lost.
-
-    Python drops exceptions of handlers within a destructor or right after a fork, and a start has many of both.
-    """
+    """Raise KeyboardInterrupt at the end when a signal arrived meanwhile and its handler's exception went lost. Python
+    drops exceptions of handlers within a destructor or right after a fork, and a start has many of both."""
     with _arrivals() as arrived:
         yield
         if arrived() & set(_SIGNALS):

@@ -45,7 +45,6 @@ class SizeChoice:
     warnings: tuple[str, ...] = ()
 
     def remarks(self, *, names_model: bool = False) -> tuple[str, ...]:
-        """Return the warnings, each with the model's name before it where several are served."""
         return tuple(f"{self.served.name}: {warning}" for warning in self.warnings) if names_model else self.warnings
 
     def line(self, *, names_model: bool = False) -> str:
@@ -92,17 +91,15 @@ def choose_sizes(
     config: ClusterConfig, served: ServedModel, machine: Machine, *, recomputing_bytes: int = 0
 ) -> SizeChoice:
     """Choose what is unset. `recomputing_bytes`: beside each decode block, where the policy keeps hidden caches.
-
     `config`: with its topology and counts. Raises NotEnoughMemory naming what to change, where all sizes are unset and
-    the least ones do not fit.
-    """
+    the least ones do not fit."""
     if served.encoder is not None:  # whose prompts leave nothing to share
         config = msgspec.structs.replace(config, prefix_cache=PrefixCacheConfig(enabled=False))
     planner = MemoryPlanner(config, served, machine, recomputing_bytes)
-    found = planner.longest_context()
-    if found is None and not is_any_set(config):
+    longest = planner.longest_context()
+    if longest is None and not is_any_set(config):
         raise NotEnoughMemory(_refusal(planner))
-    context_len = found or served.max_context_len
+    context_len = longest or served.max_context_len
     warnings = [_shortened_remark(planner, context_len)] if context_len < served.max_context_len else []
     if served.stored is not None and served.stored.warning is not None:
         warnings.append(f"Weights: {served.stored.warning}.")
@@ -122,10 +119,8 @@ def _with_sizes(config: ClusterConfig, sizes: Mapping[tuple[str, str], int]) -> 
 
 
 def _with_limits(config: ClusterConfig, sized: ClusterConfig, planner: MemoryPlanner) -> ClusterConfig:
-    """Choose the unset limits of iterations: fewer requests where caches are small, shorter chunks of large models.
-
-    On GPUs as many requests as the decode worker's cache has room for.
-    """
+    """Choose the unset limits of iterations: fewer requests where caches are small, shorter chunks of large models. On
+    GPUs as many requests as the decode worker's cache has room for."""
     changed, served, machine = msgspec.structs.replace, planner.served, planner.machine
     threads = sized.engine.threads_per_worker or max(machine.num_cores // (sized.num_workers - sized.decode.standby), 1)
     chunk = _chunk(served, threads, machine.has_bfloat16)

@@ -33,10 +33,8 @@ SHORT_SPINS = "1000"
 
 
 def api_keys() -> tuple[str, ...]:
-    """Return the keys that clients must present, comma-separated in ALIGNEDSERVE_API_KEYS.
-
-    None: the gateway is open. Raises ConfigError where there is something in it and no key, as in a secret gone wrong.
-    """
+    """Return the keys that clients must present, comma-separated in ALIGNEDSERVE_API_KEYS. None: the gateway is open.
+    Raises ConfigError where there is something in it and no key, as in a secret gone wrong."""
     given = os.environ.get(API_KEYS_VARIABLE, "")
     keys = tuple(key.strip() for key in given.split(",") if key.strip())
     if given and not keys:
@@ -57,13 +55,12 @@ def authority_path() -> Path | None:
 
 def log_format() -> str:
     """Return how the processes of a cluster that starts here write their logs: text or json, from
-    ALIGNEDSERVE_LOG_FORMAT.
-    """
+    ALIGNEDSERVE_LOG_FORMAT."""
     return os.environ.get(LOG_FORMAT_VARIABLE) or "text"
 
 
 def set_log_format(name: str) -> None:
-    """Set what `log_format` returns from now on, in this process and those that it starts."""
+    """Set `log_format` for this process and its children."""
     os.environ[LOG_FORMAT_VARIABLE] = name
 
 
@@ -73,10 +70,8 @@ def ray_address() -> str | None:
 
 
 def node_losses() -> int:
-    """Return how often in a row Ray was lost before this process was started in the place of another.
-
-    Set by `serve` for its successor alone.
-    """
+    """Return how often in a row Ray was lost before this process was started in the place of another. Set by `serve`
+    for its successor alone."""
     noted = os.environ.get(NODE_LOSSES_VARIABLE, "")
     return int(noted) if noted.isascii() and noted.isdigit() and len(noted) < 4 else 0
 
@@ -98,8 +93,7 @@ def run_root() -> Path:
 
 def state_root() -> Path:
     """Return the absolute folder for what outlives restarts: uploaded files, batches and their results; private to the
-    user. Raises ConfigError where nothing says where it is.
-    """
+    user. Raises ConfigError where nothing says where it is."""
     named = os.environ.get(STATE_DIR_VARIABLE)
     if named:
         return Path(named).absolute()
@@ -122,10 +116,8 @@ def redis_authority_path() -> Path | None:
 
 
 def redis_authority() -> str | None:
-    """Return the certificates (PEM) that sign the Redis' own, from the file named by ALIGNEDSERVE_REDIS_CA.
-
-    None: this system's trusted certificates. Raises ConfigError when the file cannot be read.
-    """
+    """Return the certificates (PEM) that sign the Redis' own, from the file named by ALIGNEDSERVE_REDIS_CA. None: this
+    system's trusted certificates. Raises ConfigError when the file cannot be read."""
     named = redis_authority_path()
     if named is None:
         return None
@@ -136,19 +128,15 @@ def redis_authority() -> str | None:
 
 
 def object_store_settings() -> dict[str, str]:
-    """Return what the usual AWS_ variables say of an object store: credentials, region, endpoint.
-
-    Without any, each host asks its own environment and the cloud's metadata service.
-    """
+    """Return what the usual AWS_ variables say of an object store: credentials, region, endpoint. Without any, each
+    host asks its own environment and the cloud's metadata service."""
     return {name: os.environ[name] for name in _AWS_VARIABLES if os.environ.get(name)}
 
 
 def trace_headers() -> tuple[tuple[str, str], ...]:
-    """Return the headers (secrets, perhaps) that a collector of traces wants, from OTEL_EXPORTER_OTLP_HEADERS.
-
-    They are written NAME=VALUE,NAME=VALUE with percent signs before hexadecimal codes, as OpenTelemetry says. Raises
-    ConfigError when they are not.
-    """
+    """Return the headers (secrets, perhaps) that a collector of traces wants, from OTEL_EXPORTER_OTLP_HEADERS. They are
+    written NAME=VALUE,NAME=VALUE with percent signs before hexadecimal codes, as OpenTelemetry says. Raises ConfigError
+    when they are not."""
     headers = []
     for part in filter(None, map(str.strip, os.environ.get(TRACE_HEADERS_VARIABLE, "").split(","))):
         name, separator, value = part.partition("=")
@@ -161,20 +149,16 @@ def trace_headers() -> tuple[tuple[str, str], ...]:
 
 def limit_thread_spinning() -> None:
     """Let threads that wait for each other spin for some microseconds and then sleep, in this process and its children.
-
-    Call it before PyTorch is loaded. A setting of the environment stays as it is.
-
-    By default they spin for milliseconds. Where another process has one of the cores, as gateway and router do on a
-    small machine, each of some hundred waits per pass then lasts until the kernel takes the spinner's core away. Not
-    spinning at all costs a system call per wait: 2.18 s where it is 1.86 s (64 prompts of 32 tokens, 64 answered each,
-    bfloat16, the 125M shape, two cores).
-    """
+    Call it before PyTorch is loaded. A setting of the environment stays as it is. By default they spin for
+    milliseconds. Where another process has one of the cores, as gateway and router do on a small machine, each of some
+    hundred waits per pass then lasts until the kernel takes the spinner's core away. Not spinning at all costs a system
+    call per wait: 2.18 s where it is 1.86 s (64 prompts of 32 tokens, 64 answered each, bfloat16, the 125M shape, two
+    cores)."""
     if WAIT_POLICY_VARIABLE not in os.environ:
         os.environ.setdefault(SPIN_VARIABLE, SHORT_SPINS)
 
 
 def thread_waiting() -> str:
-    """Describe how threads of this process wait for each other."""
     if WAIT_POLICY_VARIABLE in os.environ:
         return f"as {WAIT_POLICY_VARIABLE}={os.environ[WAIT_POLICY_VARIABLE]} says"
     spins = os.environ.get(SPIN_VARIABLE)

@@ -1,51 +1,91 @@
 """Load the configuration: one YAML file, then `--set section.field=value` on top."""
 
-import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import yaml
 
-from alignedserve.config.refusals import refusal_of
-from alignedserve.config.sections import ClusterConfig
+from alignedserve.config.sections import ClusterConfig, Topology
 from alignedserve.config.unset_sizes import from_mapping
 from alignedserve.core.errors import ConfigError
-from alignedserve.disk.plain_yaml import load_yaml, mistake_of
+from alignedserve.disk.plain_yaml import load_yaml, mistake_of, required_kind
+
+_SECTIONS = {
+    one.name: one.type for one in msgspec.structs.fields(ClusterConfig) if hasattr(one.type, "__struct_fields__")
+}
+
+_PLACE = re.compile(r"(?P<problem>.*?)(?: - at (?P<key>`key` in )?`\$\.?(?P<place>[^`]*)`)?", re.DOTALL)
+_UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(?P<name>.*)`", re.DOTALL)
+_MAX_SHOWN = 60  # characters of a value
+_MAX_ELSEWHERE = 3  # sections that are named where a field is not
+
+
+def refusal_of(error: msgspec.ValidationError, values: Mapping[str, Any]) -> str:
+    if isinstance(error.__cause__, ConfigError):  # of a section's own check, which names the field
+        return str(error.__cause__)
+    match = _PLACE.fullmatch(str(error))
+    assert match is not None, "the pattern matches every text"
+    problem, place = match["problem"], match["place"] or ""
+    before = f"{place}: " if place else ""
+    if unknown := _UNKNOWN.fullmatch(problem):
+        return f"{before}unknown field `{unknown['name']}`{_hint(unknown['name'], place)}"
+    if missing := _MISSING.fullmatch(problem):
+        return f"{before}the field `{missing['name']}` is missing"
+    if match["key"] is not None:
+        return f"{before}a name is not a text; quote words that mean something in YAML, such as on and yes"
+    if place == "topology":
+        return f"topology must be one of {', '.join(one.value for one in Topology)} (it is {_shown(values, place)})"
+    if place in _SECTIONS and values.get(place) is None:  # as where every line below it is a comment
+        return f"{place} is there without a field; leave it out as well"
+    if place and (required := required_kind(problem)):
+        return f"{place} {required} (it is {_shown(values, place)})"
+    return f"{before}{problem}"
+
+
+def _hint(name: str, place: str) -> str:
+    meant = [f"`{section}.{name}`" for section, kind in _SECTIONS.items() if name in _names(kind)]
+    if not 0 < len(meant) <= _MAX_ELSEWHERE:
+        meant = [f"`{close_match}`" for close_match in get_close_matches(name, _fields_at(place), n=1)]
+    return f"; did you mean {' or '.join(meant)}?" if meant else "; docs/settings.md has all"
+
+
+def _fields_at(place: str) -> tuple[str, ...]:
+    kind: Any = ClusterConfig
+    for name in re.findall(r"[^.\[\]]+", re.sub(r"\[[^]]*\]", "", place)):
+        of_field = next((field.type for field in msgspec.structs.fields(kind) if field.name == name), None)
+        kind = next((arg for arg in (of_field, *get_args(of_field)) if hasattr(arg, "__struct_fields__")), None)
+        if kind is None:
+            return ()
+    return _names(kind)
+
+
+def _names(kind: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in msgspec.structs.fields(kind))
+
+
+def _shown(values: Mapping[str, Any], place: str) -> str:
+    value: Any = values
+    for name, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", place):
+        try:
+            value = value[name] if name else value[int(index)]
+        except (KeyError, IndexError, TypeError):
+            return "another"
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
+
 
 MAX_CONFIG_BYTES = 1024 * 1024
 MODELS = "models"  # the list of the file, in which each model has sections of its own
 _MOST = 2**63 - 1  # of a number, as messages hold it
-# Renamed fields: section and old name to the new name. Old names are accepted for one version.
-_RENAMED_FIELDS = {
-    ("model", "served_name"): "served_model_name",
-    ("router", "max_requeues"): "max_retries",
-    ("router", "candidate_requests"): "max_candidate_requests",
-    ("scheduling", "settings"): "policy_params",
-    ("prefill", "memory_bytes"): "kv_cache_bytes",
-    ("prefill", "buffer_bytes"): "candidate_buffer_bytes",
-    ("prefill", "max_running"): "max_running_requests",
-    ("prefill", "max_tokens_per_iteration"): "max_num_batched_tokens",
-    ("decode", "memory_bytes"): "kv_cache_bytes",
-    ("decode", "max_running"): "max_running_requests",
-    ("decode", "max_tokens_per_iteration"): "max_num_batched_tokens",
-    ("decode", "max_waiting"): "max_waiting_requests",
-    ("decode", "swap_bytes"): "swap_space_bytes",
-    ("engine", "attention"): "attention_backend",
-    ("links", "silence_s"): "hang_timeout_s",
-    ("batches", "max_tries"): "max_attempts",
-}
-# Fields that are gone: section and name to what serves in their place.
-_REMOVED_FIELDS = {
-    ("router", "sentence_encoder"): "router.length_predictor token_embeddings reads the served model's own embeddings",
-}
-logger = logging.getLogger(__name__)
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 _SIZE = re.compile(r"^\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([kmg]i?)?b?\s*$", re.IGNORECASE)
-# What PyYAML raises on text that is not YAML: for a date such as 2024-13-45 it is a ValueError.
+# Errors of PyYAML on bad text: a date such as 2024-13-45 raises ValueError.
 _YAML_ERRORS = (yaml.YAMLError, ValueError, RecursionError)
 
 
@@ -62,16 +102,12 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> ClusterConf
 
 
 def read_values(path: Path | None) -> dict[str, Any]:
-    """Return the sections of the file by their present names; none: none. Raises ConfigError."""
-    return with_current_names(_read_yaml(path)) if path is not None else {}
+    """Return the sections of the file; none: none. Raises ConfigError."""
+    return _read_yaml(path) if path is not None else {}
 
 
 def config_of(values: dict[str, Any]) -> ClusterConfig:
     """Return the configuration of plain values, whose sizes may be text. Raises ConfigError naming the field."""
-    for (section, name), replacement in _REMOVED_FIELDS.items():
-        fields = values.get(section)
-        if isinstance(fields, dict) and name in fields:
-            raise ConfigError(f"{section}.{name} is gone: {replacement}")
     try:
         parsed = _with_parsed_sizes(values, "")
         config = from_mapping(parsed)
@@ -91,39 +127,6 @@ def parse_size(text: str) -> int:
     if match is None:
         raise ConfigError(f"not a size: {text[:40]!r} (write for example 256MiB)")
     return int(Fraction(match[1]) * _UNITS[(match[2] or "").lower()])
-
-
-def current_field_name(name: str) -> str:
-    """Return the name that `section.field` has today, with whatever follows the field."""
-    return ".".join(_current_keys(name.split(".")))
-
-
-def _current_keys(keys: list[str]) -> list[str]:
-    renamed = _RENAMED_FIELDS.get((keys[0], keys[1])) if len(keys) > 1 else None
-    return keys if renamed is None else [keys[0], renamed, *keys[2:]]
-
-
-def with_current_names(values: dict[str, Any]) -> dict[str, Any]:
-    """Rename the fields of a mapping of sections that are given under an old name."""
-    return {name: _with_current_fields(name, value) for name, value in values.items()}
-
-
-def _with_current_fields(section: str, fields: Any) -> Any:
-    if not isinstance(fields, dict):
-        return fields
-    renamed: dict[str, Any] = {}
-    for name, value in fields.items():
-        current = _RENAMED_FIELDS.get((section, name)) or name
-        if current in renamed:
-            raise ConfigError(f"{section}.{current} is given twice: by this name and by the old one")
-        if current != name:
-            _warn_of_old_name(f"{section}.{name}", f"{section}.{current}")
-        renamed[current] = value
-    return renamed
-
-
-def _warn_of_old_name(old: str, new: str) -> None:
-    logger.warning("%s is now called %s; the next version will refuse the old name", old, new)
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -157,24 +160,19 @@ def apply_override(values: dict[str, Any], override: str) -> None:
         value = load_yaml(text)
     except _YAML_ERRORS as error:
         raise ConfigError(f"--set {override!r}: the value is not valid YAML") from error
-    current = _current_keys(keys)
-    if current != keys:
-        _warn_of_old_name(".".join(keys), ".".join(current))
-    section, keys = values, current
+    section = values
     for key in keys[:-1]:
         if section.get(key) is None:  # also a section of the file that has no field yet
             section[key] = {}
         section = section[key]
         if not isinstance(section, dict):
             raise ConfigError(f"--set {override!r}: {key} is not a section")
-    section[keys[-1]] = value if len(keys) > 1 else _with_current_fields(keys[0], value)
+    section[keys[-1]] = value
 
 
 def _with_parsed_sizes(values: dict[str, Any], section: str) -> dict[str, Any]:
-    """Return the mapping with sizes such as `x_bytes: 256MiB` as integers.
-
-    `section`: its name and a dot, for messages.
-    """
+    """Parse sizes such as `x_bytes: 256MiB` into integers. `section`: its name and a dot, for
+    messages."""
     parsed: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, dict):

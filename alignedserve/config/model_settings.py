@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any
 
-from alignedserve.config.loading import MODELS, apply_override, config_of, read_values, with_current_names
+from alignedserve.config.loading import MODELS, apply_override, config_of, read_values
 from alignedserve.config.sections import ClusterConfig, ModelSectionConfig
 from alignedserve.core.errors import ConfigError
 
@@ -63,11 +63,9 @@ class ModelSettings:
     def another(
         self, path: str, name: str | None, settings: Sequence[str] = (), like: Mapping[str, Any] | None = None
     ) -> Mapping[str, Any]:
-        """Return the own sections of one more model.
-
-        `name`: for clients; None: by its path. `settings`: section.field=value. `like`: the sections of a model in
-        whose place it comes; its workers are as that one's, its `model` section is not. Raises ConfigError.
-        """
+        """Return the own sections of one more model. `name`: for clients; None: by its path. `settings`:
+        section.field=value. `like`: the sections of a model in whose place it comes; its workers are as that one's, its
+        `model` section is not. Raises ConfigError."""
         own = {section: copy.deepcopy(fields) for section, fields in (like or {}).items() if section != "model"}
         own["model"] = {"path": path} | ({"served_model_name": name} if name is not None else {})
         for setting in settings:
@@ -76,7 +74,6 @@ class ModelSettings:
         return own
 
     def with_local(self, models: Sequence[ModelSectionConfig]) -> "ModelSettings":
-        """Return the settings with the paths and names of the downloaded models."""
         own = [
             _merged(one, {"model": {"path": model.path, "served_model_name": model.served_model_name}})
             for one, model in zip(self.own, models, strict=True)
@@ -84,16 +81,13 @@ class ModelSettings:
         return replace(self, own=tuple(own))
 
     def with_models(self, own: Sequence[Mapping[str, Any]]) -> "ModelSettings":
-        """Return the settings of these models."""
         return replace(self, own=tuple(own))
 
 
 def load_models(path: Path | None, overrides: Sequence[str], models: Sequence[str]) -> ModelSettings:
-    """Parse the file (none: all defaults), models of the command line and overrides. Raises ConfigError.
-
-    `models`: MODEL or NAME=MODEL each; none: those of the file's `models`, or its `model`. `overrides`:
-    section.field=value for all models, NAME.section.field=value for one.
-    """
+    """Parse the file (none: all defaults), models of the command line and overrides. Raises ConfigError. `models`:
+    MODEL or NAME=MODEL each; none: those of the file's `models`, or its `model`. `overrides`: section.field=value for
+    all models, NAME.section.field=value for one."""
     values = read_values(path)
     listed = _listed(values.pop(MODELS, None))
     if listed and models:
@@ -135,12 +129,11 @@ def _listed(given: Any) -> list[dict[str, Any]]:
         return []
     if not isinstance(given, list) or not given or not all(isinstance(settings, dict) for settings in given):
         raise ConfigError(f"{MODELS}: a list with a mapping of sections for each model")
-    listed = [with_current_names(settings) for settings in given]
-    for number, own in enumerate(listed, start=1):
+    for number, own in enumerate(given, start=1):
         _require_own(own, f"{MODELS}: the model {number}")
         if not isinstance(own.get("model"), dict) or not own["model"].get("path"):
             raise ConfigError(f"{MODELS}: the model {number} has no model.path")
-    return listed
+    return given
 
 
 def named_model(given: str) -> dict[str, str]:

@@ -23,16 +23,12 @@ SIZES = {
 
 class DefaultSize(int):
     """A size or count that a loaded configuration leaves unset: at the start it is worked out from model and machine.
-
-    Its own value is for where there is no machine to ask, as in the simulator.
-    """
+    Its own value is for where there is no machine to ask, as in the simulator."""
 
 
 def from_mapping(values: dict[str, Any]) -> ClusterConfig:
-    """Build the config from plain values, with the sizes that are absent or null marked as unset.
-
-    Raises ConfigError naming the field.
-    """
+    """Build the config from plain values, with the sizes that are absent or null marked as unset. Raises ConfigError
+    naming the field."""
     set_values = {name: _without_unset(name, section) for name, section in values.items()}
     try:
         config = msgspec.convert(set_values, ClusterConfig)
@@ -54,7 +50,6 @@ def _without_unset(name: str, section: Any) -> Any:
 
 
 def with_fixed_sizes(config: ClusterConfig) -> ClusterConfig:
-    """Return the configuration with unset sizes at their defaults, without looking at the machine."""
     replace = msgspec.structs.replace
     fixed: dict[str, Section] = {}
     for name, fields in SIZES.items():

@@ -23,6 +23,7 @@ AlignedServeError
 └── PeerError                   another process of the cluster misbehaved or went away
     ├── NodeLost                Ray's processes on this host have ended, and with them what would start others again
     ├── PeerLost                connection closed or silent past its deadline
+    │   └── NothingListens      a server's address takes no connections
     ├── ProtocolError           a message that does not decode, is too large, or has an unknown tag
     └── HandoffRejected         a KV handoff whose lease, bounds or checksum are wrong
 
@@ -131,6 +132,14 @@ class NodeLost(PeerError):
 
 class PeerLost(PeerError):
     """The connection closed or stayed silent past its deadline."""
+
+
+class NothingListens(PeerLost):
+    """Nothing listens at the address of a server."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(f"nothing answers at {url}; `alignedserve serve` starts a server")
+        self.url = url
 
 
 class ProtocolError(PeerError):

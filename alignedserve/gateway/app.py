@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from starlette.applications import Starlette
+from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -26,9 +26,15 @@ _MAX_ECHOED_PATH_LEN = 120
 _READABLE_HEADERS = ("x-request-id", "request-id", "x-alignedserve-ignored-fields", "retry-after", *LIMIT_HEADERS)
 
 
-def build_app(services: Services) -> Starlette:
-    app = Starlette(routes=_ROUTES, exception_handlers={HTTPException: _http_exception})
-    app.router.redirect_slashes = False
+def build_app(services: Services) -> FastAPI:
+    app = FastAPI(
+        routes=_ROUTES,
+        exception_handlers={HTTPException: _http_exception},
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,
+    )
     app.add_middleware(GatewayMiddleware, services=services)
     app.add_middleware(HeadMiddleware)
     if services.config.cors_origins:
@@ -36,7 +42,7 @@ def build_app(services: Services) -> Starlette:
     return app
 
 
-def _allow_origins(app: Starlette, origins: Sequence[str]) -> None:
+def _allow_origins(app: FastAPI, origins: Sequence[str]) -> None:
     app.add_middleware(
         CORSMiddleware,
         allow_origins=origins,

@@ -17,7 +17,7 @@ from alignedserve.api.errors import INTERNAL_ERROR, ClientDisconnected, http_err
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.config.sections.gateway import FULL_BODIES, NO_BODIES
 from alignedserve.gateway.call import Call
-from alignedserve.process.logs.format import FIELDS
+from alignedserve.process.logs import FIELDS
 
 access_logger = logging.getLogger("alignedserve.access")
 body_logger = logging.getLogger("alignedserve.requests")

@@ -13,8 +13,8 @@ from alignedserve.gateway.json_response import anthropic_error_response, error_r
 from alignedserve.gateway.logs import FailureLog, log_access
 from alignedserve.gateway.services import Services
 from alignedserve.keys.entry import ANYONE
-from alignedserve.process.client_turns import ClientTurns
-from alignedserve.process.logs.context import about_request
+from alignedserve.process.logs import about_request
+from alignedserve.process.turn_threads import ClientTurns
 
 _PER_TURN = 4  # to begin one takes from a third of a millisecond to one
 # All who bring no key that is known have the turns of one client: keys are easily made up.

@@ -35,7 +35,7 @@ from alignedserve.keys.watch import KeysFile, KeysSource, KeysWatch
 from alignedserve.messages.gateways import ClusterStatus
 from alignedserve.process.addresses import AddressBook
 from alignedserve.process.background_tasks import start_background
-from alignedserve.process.server_certificate import ServerCertificate
+from alignedserve.process.tls import ServerCertificate
 from alignedserve.runtime.kv.arena_files import arena_folder
 from alignedserve.runtime.model.served_model import DeploymentState, ServedDeployment
 

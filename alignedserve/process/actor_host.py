@@ -20,8 +20,7 @@ from alignedserve.core.errors import AlignedServeError
 from alignedserve.messages.handshake import Role
 from alignedserve.process.heap import settle_heap
 from alignedserve.process.loading_progress import read_progress
-from alignedserve.process.logs.files import LogFileHandler
-from alignedserve.process.logs.queued import QueuedLogHandler
+from alignedserve.process.logs import LogFileHandler, QueuedLogHandler
 from alignedserve.process.process_spec import ProcessSpec
 
 logger = logging.getLogger(__name__)
@@ -42,15 +41,12 @@ class HostedService(Protocol):
 
 
 class ActorHost:
-    """Runs a process's service on an event loop in a daemon thread. Base of the Ray actors, usable without Ray.
-
-    Once it is up, the process's heap is settled: no collection looks at what the start has made.
-    A known error (AlignedServeError) while building does not raise: it is kept, so that the creator of the process can
-    read it by `failure`. Any other error ends the process.
-    """
+    """Runs a process's service on an event loop in a daemon thread. Base of the Ray actors, usable without Ray. Once it
+    is up, the process's heap is settled: no collection looks at what the start has made. A known error
+    (AlignedServeError) while building does not raise: it is kept, so that the creator of the process can read it by
+    `failure`. Any other error ends the process."""
 
     def __new__(cls, *_: object, **__: object) -> Self:
-        """Collect no garbage until the start is over: it loads modules, which leave none (a fifth of PyTorch's)."""
         gc.disable()
         return super().__new__(cls)
 
@@ -78,7 +74,6 @@ class ActorHost:
         return self._failure
 
     def memory_bytes(self) -> int:
-        """Return the resident memory of this process, what it shares with others included."""
         return int(psutil.Process().memory_info().rss)
 
     def stop(self) -> None:

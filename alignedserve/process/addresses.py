@@ -42,7 +42,6 @@ class Publication:
     address: str  # where other nodes reach it
 
     def encode(self) -> str:
-        """Return the directory's entry."""
         return f"{self.node} {self.address}"
 
     @classmethod
@@ -56,25 +55,22 @@ class Publication:
 
 @dataclass(frozen=True, slots=True)
 class AddressBook:
-    """The addresses as one process sees them: its own, those of its node, and the directory of the others."""
+    """The addresses known to one process: of its node, and the directory of other nodes."""
 
     folder: Path  # private, of this node
     node: str = ""
-    host: str = ""  # where this node listens for others; empty: there are no others
+    host: str = ""  # where this node listens for other nodes; empty: a single host
     directory: Directory | None = None
     has_tls: bool = True  # between nodes
 
     @property
     def is_among_hosts(self) -> bool:
-        """Return whether there are other nodes, now or later."""
         return self.directory is not None
 
     def of(self, name: str) -> str:
-        """Return the address on this node of the process with this name."""
         return f"unix:{self.folder / name}.sock"
 
     def progress_of(self, name: str) -> Path:
-        """Return the file in which this process reports how far its model is loaded."""
         return self.folder / f"{name}.progress"
 
     def listening(self, address: str) -> tuple[str, ...]:
@@ -84,15 +80,13 @@ class AddressBook:
         return (self.of(address), *self.beyond_node())
 
     def beyond_node(self) -> tuple[str, ...]:
-        """Return where to listen for other nodes: at any free port of this one; nowhere while there are no others."""
+        """Return where to listen for other nodes, at any free port; empty on a single host."""
         return (f"{'tls' if self.has_tls else 'tcp'}:{self.host}:0",) if self.directory is not None else ()
 
 
 class AddressResolver:
-    """Resolves names on one event loop.
-
-    The last known place of a process is kept, so that it is dialled while the directory does not answer.
-    """
+    """Resolves names on one event loop. The last known place of a process is kept, so that it is dialled while the
+    directory does not answer."""
 
     def __init__(self, book: AddressBook | None) -> None:
         """`book`: None: there are no names, only addresses."""
@@ -145,15 +139,12 @@ class AddressResolver:
 
 
 def deployed_name(name: str, deployment_id: str) -> str:
-    """Return the name that a process has in a deployment (one model with its router, pools and workers).
-
-    For example router, and router.2 of the deployment 2. Names of two deployments of a cluster never meet.
-    """
+    """Return the name that a process has in a deployment (one model with its router, pools and workers). For example
+    router, and router.2 of the deployment 2. Names of two deployments of a cluster never meet."""
     return name if deployment_id == FIRST_DEPLOYMENT else f"{name}.{deployment_id}"
 
 
 def numbered_deployment(number: int) -> str:
-    """Return the id of a cluster's deployment of this number, counted from 1."""
     return FIRST_DEPLOYMENT if number == 1 else str(number)
 
 
@@ -163,12 +154,10 @@ def deployment_of(name: str) -> str:
 
 
 def router_of(name: str) -> str:
-    """Return the name of the router of the deployment to which the process of this name belongs."""
     return deployed_name(ROUTER, deployment_of(name))
 
 
 def is_router(name: str) -> bool:
-    """Return whether this is the name of a deployment's router."""
     return name.partition(".")[0] == ROUTER
 
 
@@ -179,3 +168,14 @@ def is_gateway(name: str) -> bool:
 
 def is_name(address: str) -> bool:
     return ":" not in address
+
+
+_STAGE = "-stage-"
+
+
+def stage_name(worker: str, index: int) -> str:
+    return deployed_name(f"{worker.partition('.')[0]}{_STAGE}{index}", deployment_of(worker))
+
+
+def worker_of_stage(name: str) -> str:
+    return deployed_name(name.partition(".")[0].rpartition(_STAGE)[0], deployment_of(name))

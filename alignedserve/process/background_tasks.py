@@ -1,6 +1,6 @@
 """Runs tasks that nobody awaits, or whose waiter may leave before they end.
 
-An error that nobody reads ends a hosted process, so each of these says who reads it.
+An unread error ends a hosted process; each function here says who reads its error.
 """
 
 import asyncio
@@ -18,19 +18,15 @@ def start_background(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task
 
 
 async def outlived(work: asyncio.Future[T]) -> T:
-    """Wait for work that goes on when the waiter is cancelled, and whose error is then dropped.
-
-    `asyncio.shield` alone leaves such an error unread, and the loop reports that when the future is collected.
-    """
+    """Wait for work that goes on when the waiter is cancelled, and whose error is then dropped. `asyncio.shield` alone
+    leaves such an error unread, and the loop reports that when the future is collected."""
     work.add_done_callback(_read)
     return await asyncio.shield(work)
 
 
 class PatientReader(Generic[T]):
-    """Reads one value at a time, for callers that come again and again and can only wait a moment.
-
-    A source that hangs is asked once, however many callers come meanwhile.
-    """
+    """Reads one value at a time, for callers that come again and again and can only wait a moment. A source that hangs
+    is asked once, however many callers come meanwhile."""
 
     def __init__(self, patience_s: float) -> None:
         """Make a reader; `patience_s`: for which a caller waits."""
@@ -38,10 +34,8 @@ class PatientReader(Generic[T]):
         self._reading: asyncio.Future[T] | None = None
 
     async def read(self, start: Callable[[], asyncio.Future[T]]) -> T | None:
-        """Return what the reading under way, or else a new one, yields in time; None: nothing yet.
-
-        Raises what the reading raises.
-        """
+        """Return what the reading under way, or else a new one, yields in time; None: nothing yet. Raises what the
+        reading raises."""
         reading = self._reading
         if reading is None:
             reading = self._reading = start()

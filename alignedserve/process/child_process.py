@@ -15,7 +15,8 @@ _START = "import importlib, sys; sys.path[:] = sys.argv[2:]; importlib.import_mo
 
 
 class ChildProcess:
-    """The process, while it runs. It ends with this one, whose end closes its input. Used by one thread at a time."""
+    """The process, while it runs. The child exits when its stdin closes, that is, when this process ends. Used by one
+    thread at a time."""
 
     def __init__(self, module: str, max_wall_s: float) -> None:
         """`module`: its `main` answers frames until its input ends. `max_wall_s`: an answer takes no longer."""
@@ -25,7 +26,6 @@ class ChildProcess:
 
     @property
     def is_running(self) -> bool:
-        """Return whether it was started and has not ended."""
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> None:
@@ -55,13 +55,12 @@ class ChildProcess:
             timer.cancel()
 
     def kill(self) -> None:
-        """Kill it, if it runs: what waits for an answer has none. From any thread."""
+        """Kill a running child; a waiting `answer` returns None. From any thread."""
         process = self._process
         if process is not None:
             process.kill()
 
     def end(self) -> None:
-        """End it, if it runs."""
         process, self._process = self._process, None
         if process is None:
             return

@@ -1,4 +1,4 @@
-"""A process of our own with sockets to this one, which computes a part of what this one does."""
+"""A child process that computes a part of a step, connected by sockets."""
 
 import os
 import socket
@@ -11,13 +11,11 @@ _END_S = 10.0  # for a process to end once its connections are closed
 
 
 class ConnectedProcess:
-    """The process, until it is ended. It ends with this one, however that ends: at the end of a pipe."""
+    """The process, until it is ended. The child ends with this process: a pipe closes."""
 
     def __init__(self, module: str, ends: Sequence[socket.socket], descriptors: Sequence[int] = ()) -> None:
-        """Run a module with the numbers of its ends of connections and, last, of the pipe.
-
-        `ends`: they are closed here. `descriptors`: it has these as well, by the same numbers.
-        """
+        """Run a module with the numbers of its ends of connections and, last, of the pipe. `ends`: closed here
+        afterwards. `descriptors`: further inherited files, with the same numbers."""
         their_lifeline, self._lifeline = os.pipe()
         numbers = [*(end.fileno() for end in ends), their_lifeline]
         command = [sys.executable, "-m", module, *map(str, numbers)]
@@ -39,11 +37,10 @@ class ConnectedProcess:
         return self._process.wait()
 
     def kill(self) -> None:
-        """Kill it, if it runs."""
         self._process.kill()
 
     def end(self) -> None:
-        """Wait until it has ended, as the connections are closed; kill it if it does not."""
+        """Wait for the end after the connections have closed; kill a process that hangs."""
         try:
             self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
@@ -55,7 +52,6 @@ class ConnectedProcess:
 
 
 def end_with_parent(lifeline: int) -> None:
-    """End this process once its pipe's other end, which its parent has, is closed."""
 
     def wait() -> None:
         while os.read(lifeline, 1):

@@ -22,12 +22,10 @@ _OWN = re.compile(r"(?:Anonymous|Swap): +(\d+) kB")
 
 def settle_heap() -> None:
     """Look at nothing that exists now in any later collection, and collect less often. To be called after the start.
-
     Without this a tenth of the router's time goes into looking at requests that are still queued, and at modules. A
     worker stops for 130 ms, a gateway for 80, whenever the objects of its start are looked at, a quarter of a million
     of torch, Ray and others. They are not looked at here either: that would delay the start, and loading a model leaves
-    no cycles behind.
-    """
+    no cycles behind."""
     gc.collect(1)
     gc.freeze()
     gc.set_threshold(_YOUNG, _OLDER, _OLDER)
@@ -42,18 +40,15 @@ def freeze_heap() -> None:
 
 
 def give_free_memory_back() -> None:
-    """Give back what the C library keeps of freed memory: tens of megabytes after a start."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; other libraries have none
     if trim is not None:
         trim(0)
 
 
 def keep_freed_memory() -> None:
-    """Keep what is freed from now on: the system clears each page that it gives anew.
-
-    A pass over a prompt takes and frees the same megabytes layer by layer, and a tenth of its time and more went into
-    clearing them. `give_free_memory_back` still gives back what is free then.
-    """
+    """Keep what is freed from now on: the system clears each page that it gives anew. A pass over a prompt takes and
+    frees the same megabytes layer by layer, and a tenth of its time and more went into clearing them.
+    `give_free_memory_back` still gives back what is free then."""
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's; other libraries have none
     if set_option is None:
         return
@@ -64,11 +59,9 @@ def keep_freed_memory() -> None:
 
 
 def forget_pages_of_files() -> None:
-    """Forget the pages of libraries that only their loading has touched: of PyTorch's some fifty megabytes.
-
-    They stay in the system's cache, and come back from there once they are touched. Kept are those that this process
-    has written, as relocations are, whatever is forbidden since.
-    """
+    """Forget the pages of libraries that only their loading has touched: of PyTorch's some fifty megabytes. They stay
+    in the system's cache, and come back from there once they are touched. Pages with relocations or other writes of
+    this process are kept."""
     if not _SMAPS.exists():
         return
     libc = ctypes.CDLL(None)
@@ -78,7 +71,6 @@ def forget_pages_of_files() -> None:
 
 
 def unwritten_mappings(smaps: str) -> list[tuple[int, int]]:
-    """Return the addresses at which files are mapped for reading alone, without a page of this process's own."""
     found: dict[tuple[int, int], None] = {}
     place = 0, 0
     for line in smaps.splitlines():

@@ -1,4 +1,4 @@
-"""All links of one process: it listens at its addresses, dials others, and passes every message to one handler.
+"""All links of one process: listens at its addresses, dials peers, passes every message to one handler.
 
 Addresses are those of `addresses.py`: of sockets, or names of processes, found anew at every attempt.
 """
@@ -63,10 +63,8 @@ class LinkManager:
         self._say_refused_s = float("-inf")
 
     async def listen(self, address: str) -> None:
-        """Accept links at this address; at its own name: wherever others look for it, which is published.
-
-        A stale Unix socket of a killed process is replaced. Raises PeerError when the directory does not answer.
-        """
+        """Accept links at this address, or by the name of this process at published addresses. A stale Unix
+        socket of a killed process is replaced. Raises PeerError when the directory does not answer."""
         for place in self._resolver.listening(address):
             _remove_stale_socket(place)
             server = await listen(place, partial(self._make_link, None), self._identity)
@@ -75,7 +73,6 @@ class LinkManager:
                 await self._resolver.publish(address, real_address(server.sockets[0], place))
 
     def dial(self, address: str) -> None:
-        """Keep a link to this address, redialling whenever it is lost, until closed or told to stop."""
         self._stopping.pop(address, None)
         self._on_use.pop(address, None)
         self._start_dialling(address)
@@ -86,7 +83,6 @@ class LinkManager:
             self._diallers[address] = start_background(self._keep_dialling(address), f"dialling {address}")
 
     def stop_dialling(self, address: str) -> None:
-        """Dial this address no more. The link to it, if there is one, stays until it is lost."""
         if address in self._dialled:
             self._stopping[address] = None
         else:
@@ -134,11 +130,9 @@ class LinkManager:
             link.close()
 
     def peers(self) -> tuple[Peer, ...]:
-        """Return the linked peers, by name."""
         return tuple(link.peer for _, link in sorted(self._links.items()) if link.peer is not None)
 
     async def close(self) -> None:
-        """Stop listening and drop every link, without calling the handler."""
         for task in self._diallers.values():
             task.cancel()
         for server in self._servers:

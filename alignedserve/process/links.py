@@ -46,7 +46,6 @@ class Identity:
     credentials: Credentials | None = None  # for addresses that begin with tls:
 
     def trusted(self) -> Credentials:
-        """Return the credentials, without which no process has an address that begins with tls."""
         assert self.credentials is not None, "TLS without credentials"
         return self.credentials
 
@@ -138,10 +137,8 @@ class Link(asyncio.Protocol):
     # --- for the owner
 
     def send(self, message: Message) -> None:
-        """Enqueue one message, written with the others of this turn of the loop.
-
-        On a lost link it is dropped; `on_lost` reports the loss.
-        """
+        """Enqueue one message, written with the others of this turn of the loop. On a lost link it is dropped;
+        `on_lost` reports the loss."""
         if self._transport is None:
             return
         if self._transport.get_write_buffer_size() + self._num_outgoing_bytes > _MAX_BACKLOG_BYTES:
@@ -206,7 +203,7 @@ class Link(asyncio.Protocol):
             case Hello() if not self._is_dialler:
                 check_version(message.version)
                 self._check_proof(message.proof, "dialler", message.name)
-                # Before it counts as linked: it may have a true link to this process, which this one must not replace.
+                # Before the peer counts as linked: this link must not replace a true link.
                 _check_dialled(message.dialled, self._identity.name)
                 proof = self._proof("listener", message.nonce, self._identity.name)
                 self._write(_HANDSHAKE_CODEC.encode(Welcome(self._identity.role, self._identity.name, proof)))
@@ -255,7 +252,6 @@ def _check_dialled(dialled: str, name: str) -> None:
 
 
 def proof_of(secret: bytes, side: str, nonce: bytes, name: str) -> bytes:
-    """Prove knowledge of the secret for this nonce, on this side of this kind of connection."""
     return hmac.digest(secret, side.encode() + nonce + name.encode(), "sha256")
 
 

@@ -13,7 +13,7 @@ _RECORD = struct.Struct("<4Q")
 _BETWEEN_S = 0.1  # writes
 
 
-class Progress(NamedTuple):
+class LoadedShare(NamedTuple):
     """The part of a model that is loaded."""
 
     read_bytes: int = 0
@@ -23,14 +23,12 @@ class Progress(NamedTuple):
 
 
 class LoadingProgress:
-    """Counts what one worker has read and packed. Without a path the counts go nowhere.
-
-    Its file is locked until `finish` or the end of the process, so that others know that it is in use.
-    """
+    """Counts what one worker has read and packed. Without a path the counts go nowhere. Its file is locked until
+    `finish` or the end of the process."""
 
     def __init__(self, path: Path | None, total_bytes: int, total_layers: int) -> None:
         self._file_descriptor = _open_locked(path) if path is not None else None
-        self._done = Progress(0, total_bytes, 0, total_layers)
+        self._done = LoadedShare(0, total_bytes, 0, total_layers)
         self._written_s = 0.0
         self._write()
 
@@ -45,7 +43,6 @@ class LoadingProgress:
         self._done = self._done._replace(num_layers=self._done.num_layers + 1)
 
     def finish(self) -> None:
-        """Note that all is loaded."""
         done = self._done
         self._done = done._replace(read_bytes=done.total_bytes, num_layers=done.total_layers)
         self._write()
@@ -84,9 +81,9 @@ def remove_unused_progress(folder: Path) -> bool:
     return is_empty
 
 
-def read_progress(path: Path) -> Progress | None:
+def read_progress(path: Path) -> LoadedShare | None:
     """Return what a worker wrote; None: nothing yet."""
     try:
-        return Progress(*_RECORD.unpack(path.read_bytes()))
+        return LoadedShare(*_RECORD.unpack(path.read_bytes()))
     except (OSError, struct.error):
         return None

@@ -1,4 +1,4 @@
-"""The driver of a logic: feeds it events, sends its messages and performs its other commands."""
+"""The driver of a logic: feeds events, sends messages and performs commands."""
 
 import asyncio
 import logging
@@ -26,8 +26,7 @@ from alignedserve.messages.wire import Codec, Message
 from alignedserve.messages.workers import RegistrationRefused
 from alignedserve.process.link_manager import LinkManager
 from alignedserve.process.links import Peer
-from alignedserve.process.logs.context import about_request
-from alignedserve.process.logs.format import FIELDS
+from alignedserve.process.logs import FIELDS, about_request
 from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.process.recorder import Recorder
 
@@ -42,7 +41,7 @@ LinkCommand = Send | SendTo | Dial | StopDialling | HangUp
 class _Held(NamedTuple):
     peer: str
     message: Message
-    subjects: frozenset[str]  # what it is about: another message about one of these stays behind it
+    subjects: frozenset[str]  # subjects; later messages with a common subject stay behind
     prepared: Sequence[Future[Any]]
 
     @property
@@ -55,11 +54,9 @@ class _Held(NamedTuple):
 
 
 class HeldMessages:
-    """Delivers messages, at once or once they are prepared. Used on one event loop.
-
-    Messages about one request stay in order, and so do batches that one pool grants; all others pass. A message is
-    dropped if what it waits for is cancelled: its request has ended, as the message behind it says.
-    """
+    """Delivers messages, at once or once they are prepared. Used on one event loop. Messages about one request stay in
+    order, likewise batches of one pool; other messages pass. A message is dropped if what it waits for is cancelled:
+    its request has ended, as the message behind it says."""
 
     def __init__(self, prepare: Prepare, deliver: Callable[[str, Message], None]) -> None:
         """`prepare`: begins what a message needs, and returns what it has to wait for. `deliver`: takes the peer and
@@ -83,7 +80,6 @@ class HeldMessages:
             one.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._release))
 
     def drop(self, peer: str) -> None:
-        """Drop the messages of a peer that is lost, as if they had not arrived."""
         self._held = [one for one in self._held if one.peer != peer]
         self._release()
 
@@ -111,7 +107,6 @@ def _subjects_of(peer: str, message: Message) -> frozenset[str]:
 
 
 def request_id_of(message: Message) -> str | None:
-    """Return the request that a message is about; None: it is about none, or about several."""
     about = getattr(message, "request", message)
     request_id: str | None = getattr(about, "request_id", None)
     return request_id
@@ -185,7 +180,6 @@ class LogicDriver(Generic[EventT, CommandT]):
         self._timer = self._loop.call_later(TICK_S, self._tick)
 
     def dispatch(self, event: CommonEvent | EventT) -> None:
-        """Pass the event to the logic and perform its commands. The clock is read here and nowhere below."""
         now = time.monotonic()
         if self._meter is not None:
             self._meter.happened(event)
@@ -242,7 +236,6 @@ class LogicDriver(Generic[EventT, CommandT]):
         self.dispatch(PeerDisconnected(peer.role, peer.name))
 
     async def close(self) -> None:
-        """Stop ticking and drop the links."""
         self._timer.cancel()
         if self._held is not None:
             self._held.close()

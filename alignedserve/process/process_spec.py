@@ -10,7 +10,7 @@ from alignedserve.config.sections import RecordingConfig
 from alignedserve.messages.handshake import Role
 from alignedserve.process.addresses import FIRST_DEPLOYMENT, ROUTER, AddressBook, deployed_name
 from alignedserve.process.links import Identity
-from alignedserve.process.logs.format import TEXT
+from alignedserve.process.logs import TEXT
 from alignedserve.process.recorder import Recorder, open_recorder
 from alignedserve.process.tls import Credentials
 
@@ -46,10 +46,8 @@ class ProcessSpec:
         return Identity(self.role, self.name, self.secret, self.peer_timeout_s, self.credentials)
 
     def prefix_key(self) -> bytes:
-        """Return the key of the cluster's block hashes (prefix cache): one for all processes, and for one cluster.
-
-        It follows from the secret, which is random and made at the cluster's start. Never in a log or a recording.
-        """
+        """Return the key of the cluster's block hashes (prefix cache): one for all processes, and for one cluster. It
+        follows from the secret, which is random and made at the cluster's start. Never in a log or a recording."""
         return hashlib.blake2b(b"prefix cache", digest_size=_KEY_BYTES, key=self.secret).digest()
 
     def recorder(self, make: "partial[Any]") -> Recorder | None:
@@ -57,5 +55,4 @@ class ProcessSpec:
         return open_recorder(self.recording, self.name, make)
 
     def progress_path(self) -> Path:
-        """Return the file in which it reports how far its model is loaded."""
         return self.addresses.progress_of(self.name)

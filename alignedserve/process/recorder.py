@@ -88,10 +88,8 @@ class Recorder:
 
 
 def open_recorder(config: RecordingConfig, name: str, make: "partial[Any]") -> Recorder | None:
-    """Open a recorder of the logic that `make` makes, from keyword arguments alone; None when recording is off.
-
-    A restarted process starts a new file. Raises ConfigError when the file cannot be created.
-    """
+    """Open a recorder of the logic that `make` makes, from keyword arguments alone; None when recording is off. A
+    restarted process starts a new file. Raises ConfigError when the file cannot be created."""
     if config.folder is None:
         return None
     assert not make.args, "arguments of a logic have names"

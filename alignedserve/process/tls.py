@@ -5,11 +5,14 @@ message is read. Certificates live as long as the cluster: they are made when it
 specification, and are valid on clocks that are some hours apart.
 """
 
+import asyncio
 import datetime
+import logging
 import os
 import ssl
 import tempfile
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from cryptography import x509
@@ -17,7 +20,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from alignedserve.core.errors import ProtocolError
+from alignedserve.core.errors import ConfigError, ProtocolError
+from alignedserve.disk.durable import LastSeen
 
 _CLOCK_SKEW = datetime.timedelta(days=1)
 _LIFETIME = datetime.timedelta(days=3650)  # longer than any cluster runs: an expired one would stop it
@@ -25,7 +29,7 @@ _LIFETIME = datetime.timedelta(days=3650)  # longer than any cluster runs: an ex
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """One process's certificate and key, and the authority that it believes. All in PEM."""
+    """One process's certificate and key, with the trusted authority. All in PEM."""
 
     authority: bytes
     certificate: bytes
@@ -58,7 +62,6 @@ class CertificateAuthority:
 
     @classmethod
     def new(cls, cluster_id: str) -> "CertificateAuthority":
-        """Return a new authority for this cluster."""
         key, name = ec.generate_private_key(ec.SECP256R1()), _named(f"AlignedServe {cluster_id}")
         builder = _builder(name, name, key.public_key())
         builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
@@ -75,11 +78,10 @@ class CertificateAuthority:
 
     @property
     def pem(self) -> tuple[bytes, bytes]:
-        """Return its key and its certificate, for the memory of those who keep them for the cluster's next driver."""
+        """Return key and certificate; agents keep both in memory for the next driver."""
         return _private_pem(self._key), _pem(self._certificate)
 
     def issue(self, process_name: str) -> Credentials:
-        """Return new credentials for the process with this name."""
         key = ec.generate_private_key(ec.SECP256R1())
         builder = _builder(_named(process_name), self._name, key.public_key())
         builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
@@ -90,10 +92,8 @@ class CertificateAuthority:
 
 
 def check_certificate(peer_certificate: dict[str, Any] | None, process_name: str) -> None:
-    """Check that the other end's verified certificate, as `ssl` describes it, is of the process that it claims to be.
-
-    Raises ProtocolError: it has the certificate of another process.
-    """
+    """Check that a peer's verified certificate (in the form of `ssl`) names the claimed process.
+    Raises ProtocolError: it has the certificate of another process."""
     parts = [part for parts in (peer_certificate or {}).get("subject", ()) for part in parts]
     if dict(parts).get("commonName") != process_name:
         raise ProtocolError("the peer's certificate is of another process than its name says")
@@ -145,3 +145,91 @@ def _load_chain(context: ssl.SSLContext, pem: bytes) -> None:
             file.write(pem)
             file.flush()
             context.load_cert_chain(file.name)
+
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 2.0  # between looks at the files
+
+
+class ServerCertificate:
+    """A certificate chain with its key, in PEM files of which the second may be the first."""
+
+    def __init__(self, certificate: str, key: str) -> None:
+        """Read both. Raises ConfigError saying which setting to change."""
+        self._certificate, self._key = Path(certificate), Path(key)
+        self._files = LastSeen(self._certificate, self._key)
+        self._files.has_changed()
+        self._current = self._load()
+        # Connections are accepted with these settings, and get the current ones when a client begins to speak.
+        self.context = self._load()
+        self.context.sni_callback = self._choose
+
+    def _choose(self, connection: ssl.SSLSocket | ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+        connection.context = self._current
+
+    def reload(self) -> bool:
+        """Read the files again; return whether new connections get what is there now."""
+        self._files.has_changed()
+        return self._read()
+
+    def reload_if_changed(self) -> bool:
+        return self._files.has_changed() and self._read()
+
+    def _read(self) -> bool:
+        try:
+            self._current = self._load()
+        except ConfigError as error:
+            logger.error("%s; the certificate before goes on", error)
+            return False
+        logger.info("new connections get the certificate in %s", self._certificate)
+        return True
+
+    async def watch(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            self.reload_if_changed()
+
+    def _load(self) -> ssl.SSLContext:
+        check_period(self._certificate)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.set_alpn_protocols(["http/1.1"])
+        try:
+            # A key with a pass phrase would ask for it at the terminal.
+            context.load_cert_chain(self._certificate, self._key, password=_no_pass_phrase)
+        except (OSError, ValueError) as error:  # SSLError is an OSError
+            raise ConfigError(self._problem(error)) from error
+        return context
+
+    def _problem(self, error: Exception) -> str:
+        certificate, key = self._certificate, self._key
+        if getattr(error, "reason", None) == "KEY_VALUES_MISMATCH":
+            return f"gateway.tls_key: {key} is not the key of the certificate in {certificate}"
+        if isinstance(error, PermissionError | FileNotFoundError):
+            return f"gateway.tls_key: {key} cannot be read ({error.strerror})"
+        if isinstance(error, ValueError):
+            return (
+                f"gateway.tls_key: {key} has a pass phrase; give the key without one, in a file that others cannot read"
+            )
+        return f"gateway.tls_key: {key} holds no key in PEM that TLS can use"
+
+
+def check_period(path: Path) -> None:
+    """Check that the first certificate of a file is valid today. Raises ConfigError."""
+    try:
+        certificate = x509.load_pem_x509_certificate(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"gateway.tls_certificate: {path} cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise ConfigError(f"gateway.tls_certificate: {path} holds no certificate in PEM") from error
+    now = datetime.datetime.now(datetime.UTC)
+    since, until = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+    if until <= now:
+        raise ConfigError(f"gateway.tls_certificate: the one in {path} has expired, at {until:%Y-%m-%d %H:%M} UTC")
+    if since > now:
+        raise ConfigError(f"gateway.tls_certificate: the one in {path} is not valid before {since:%Y-%m-%d %H:%M} UTC")
+
+
+def _no_pass_phrase() -> str:
+    raise ValueError("the key has a pass phrase")

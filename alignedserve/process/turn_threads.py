@@ -1,11 +1,57 @@
 """Threads on which work of real-time requests goes before that of best effort; clients of a class have turns."""
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import chain
 from threading import Lock
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from alignedserve.process.client_turns import ClientTurns
+ItemT = TypeVar("ItemT")
+
+
+@dataclass(slots=True)
+class _Own(Generic[ItemT]):
+    items: deque[ItemT] = field(default_factory=deque)  # in the order in which they came
+    takes_last: bool = False
+
+
+class ClientTurns(Generic[ItemT]):
+    """Items by client. Of one client the first comes first; `from_both_ends`: the first and the last by turns."""
+
+    def __init__(self, *, from_both_ends: bool = False) -> None:
+        self._clients: dict[str, _Own[ItemT]] = {}  # with waiting items, the next first
+        self._from_both_ends = from_both_ends
+
+    def __bool__(self) -> bool:
+        return bool(self._clients)
+
+    def __iter__(self) -> Iterator[ItemT]:
+        return chain.from_iterable(client.items for client in self._clients.values())
+
+    def append(self, client: str, item: ItemT) -> None:
+        self._clients.setdefault(client, _Own()).items.append(item)
+
+    def take(self) -> ItemT:
+        """Remove and return the next item; must not be empty."""
+        client = next(iter(self._clients))
+        own = self._clients.pop(client)
+        item = own.items.pop() if own.takes_last else own.items.popleft()
+        own.takes_last = self._from_both_ends and not own.takes_last
+        if own.items:
+            self._clients[client] = own
+        return item
+
+    def remove(self, client: str, item: ItemT) -> None:
+        own = self._clients[client]
+        own.items.remove(item)
+        if not own.items:
+            del self._clients[client]
+
+    def clear(self) -> None:
+        self._clients.clear()
+
 
 _REAL_TIME_TURNS = 19  # in a row while best effort waits: it has a twentieth of them, as of the router's prompts
 
@@ -24,7 +70,7 @@ class TurnThreads:
     def __init__(self, num_threads: int, name: str) -> None:
         self._threads = ThreadPoolExecutor(num_threads, name)
         self._waiting: dict[bool, ClientTurns[_Work]] = {True: ClientTurns(), False: ClientTurns()}  # True: real-time
-        self._num_in_a_row = 0  # real-time ones that went before best effort that waited
+        self._num_in_a_row = 0  # real-time requests since the last best-effort turn
         self._lock = Lock()
 
     def submit(self, do: Callable[[], ResultT], *, is_real_time: bool = True, client: str = "") -> "Future[ResultT]":
@@ -36,7 +82,6 @@ class TurnThreads:
         return done
 
     def hasten(self, done: "Future[Any]") -> None:
-        """Let best-effort work that still waits go with that of real-time requests, as one needs it too."""
         with self._lock:
             for work in self._waiting[False]:
                 if work.done is done:

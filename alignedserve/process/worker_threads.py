@@ -24,10 +24,8 @@ class WorkerThreads:
         self._is_closed = False
 
     def submit(self, name: str, work: Callable[[], T], on_completed: Callable[[T], None]) -> None:
-        """Run the work on this thread; without asyncio futures, which cost a tenth of an iteration's gap.
-
-        Exceptions of the work are raised on the loop, where they end a hosted process.
-        """
+        """Run the work on this thread; without asyncio futures, which cost a tenth of an iteration's gap. Exceptions of
+        the work are raised on the loop, where they end a hosted process."""
         self._thread(name).submit(self.performer(work, on_completed))
 
     def call(self, name: str, work: Callable[[], T]) -> "Future[T]":
@@ -35,7 +33,7 @@ class WorkerThreads:
         return self._thread(name).submit(work)
 
     def end(self, name: str) -> None:
-        """End a thread once it has done what it was given; work of its name gets another one."""
+        """End a thread after its pending work; later work of the name gets a new thread."""
         with self._lock:
             executor = self._executors.pop(name, None)
         if executor is not None:
@@ -49,7 +47,7 @@ class WorkerThreads:
             return executor
 
     def performer(self, work: Callable[[], T], on_completed: Callable[[T], None]) -> Callable[[], object]:
-        """Return what does the work on the thread that calls it, and reports as `submit` does."""
+        """Return a function that runs the work on its caller's thread and reports like `submit`."""
         loop = asyncio.get_running_loop()
 
         def deliver(outcome: Callable[[], T]) -> None:
@@ -75,11 +73,9 @@ def _outcome_of(work: Callable[[], T]) -> Callable[[], T]:
 
 
 def run_quietly(work: Callable[[], T]) -> T:
-    """Run work on a thread of low priority, which ends with it, and return its result. Raises what it raises.
-
-    Threads that it starts inherit the priority, OpenMP's too; what must compute at the usual priority afterwards may
-    not be started here, as a process may not raise a priority again.
-    """
+    """Run work on a thread of low priority, which ends with it, and return its result. Raises what it raises. Threads
+    that it starts inherit the priority, OpenMP's too; what must compute at the usual priority afterwards may not be
+    started here, as a process may not raise a priority again."""
     results: list[T] = []
     errors: list[BaseException] = []
 

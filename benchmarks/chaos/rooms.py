@@ -10,8 +10,8 @@ from pathlib import Path
 from alignedserve.batch_worker.actor import BatchActor
 from alignedserve.batches.location import RECORDS, BatchLocation, SharedState
 from alignedserve.cluster.actor_factory import BATCHES, ActorClasses, ActorFactory, PreparedNode
+from alignedserve.cluster.batch_storage import prepare_records
 from alignedserve.cluster.placement import NodeCapacity, NodeShare
-from alignedserve.cluster.records_file import prepare_records
 from alignedserve.config.sections import (
     MIB,
     BatchingConfig,

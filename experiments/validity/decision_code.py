@@ -23,7 +23,7 @@ _NOT_OF = (  # carry decisions and make none
     "alignedserve.core.errors",
     "alignedserve.config.sections.gateway",
     "alignedserve.config.sections.batches",
-    "alignedserve.config.sections.observing",
+    "alignedserve.config.sections.cluster",
     "alignedserve.worker_core.request_notes",
 )
 _REGISTRIES = ("alignedserve.scheduling.policies", "lab.policies")  # the second is found by its entry point

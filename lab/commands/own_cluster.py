@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from alignedserve.cli.console import notes
 from alignedserve.cli.wiring import start_cluster
 from alignedserve.cluster.local_ray.worker_template import WorkerTemplate
-from alignedserve.cluster.running_cluster import RunningCluster
+from alignedserve.cluster.serving_cluster import ServingCluster
 from alignedserve.config.model_settings import ModelSettings
 
 _READY_TIMEOUT_S = 120.0
@@ -17,7 +17,7 @@ _READY_TIMEOUT_S = 120.0
 @contextlib.contextmanager
 def own_cluster(
     settings: ModelSettings, template: WorkerTemplate | None, *, called: str = "cluster"
-) -> Iterator[RunningCluster]:
+) -> Iterator[ServingCluster]:
     """Run a cluster, ready and announced, of processes that the template forks, as long as the context.
 
     Raises an error of the tree, with nothing left running.

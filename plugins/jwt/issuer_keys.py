@@ -15,7 +15,7 @@ import jwt
 import msgspec
 
 from alignedserve.api.errors import Unavailable
-from alignedserve.config.sections.jwt import JwtIssuer
+from alignedserve.config.sections.gateway import JwtIssuer
 from alignedserve.core.errors import ConfigError
 
 MAX_KEY_SET_BYTES = 256 << 10
@@ -29,7 +29,7 @@ _KINDS: dict[str, tuple[str, str | None]] = {
     "ES512": ("EC", "P-521"),
     "EdDSA": ("OKP", "Ed25519"),
 }
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"alignedserve.{__name__}")
 AGAIN_S = 10.0  # between two fetches at least, whatever tokens name
 _TIMEOUT_S = 5.0
 _PART_BYTES = 16 << 10

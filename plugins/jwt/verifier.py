@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jwt
 
 from alignedserve.api.errors import Unauthorized
-from alignedserve.config.sections.jwt import JwtIssuer
+from alignedserve.config.sections.gateway import JwtIssuer
 from alignedserve.process.background_tasks import start_background
 from plugins.jwt.issuer_keys import IssuerKeys
 

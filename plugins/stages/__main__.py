@@ -12,7 +12,7 @@ from alignedserve.process.heap import freeze_heap
 from plugins.stages.stage_process import serve_stage
 from plugins.stages.stage_wire import StageWire
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"alignedserve.{__name__}")
 
 
 def main(commands: int, results: int, lifeline: int) -> int:

@@ -7,16 +7,15 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from alignedserve.core.errors import PeerError, PeerLost
-from alignedserve.process.addresses import Publication
+from alignedserve.process.addresses import Publication, stage_name
 from alignedserve.process.process_spec import ProcessSpec
-from alignedserve.process.stage_names import stage_name
 from alignedserve.runtime.engine.ranks.frames import encode
 from alignedserve.runtime.kv.transfers.control_socket import dial
 from plugins.stages.stage_group import StageLink
 from plugins.stages.stage_spec import StageSpec, StageStart
 from plugins.stages.stage_wire import FrameKind, StageWire
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"alignedserve.{__name__}")
 
 _WAIT_S = 120.0  # for a stage whose process starts, or has lost its worker only now
 _PAUSE_S = 0.5

@@ -28,7 +28,7 @@ from plugins.stages.stage_process import bytes_of
 from plugins.stages.stage_spec import StageSpec
 from plugins.stages.stage_wire import FrameKind, StageWire
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"alignedserve.{__name__}")
 
 _LOST = "a stage of this worker has ended, or has not answered in time"
 _TIMEOUT_S = 60.0  # for which rows are waited for before a stage counts as hung

@@ -23,7 +23,7 @@ from plugins.stages.stage_spec import (
 )
 from plugins.stages.stage_wire import FrameKind, StageWire
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"alignedserve.{__name__}")
 
 
 class Inputs:

@@ -11,15 +11,14 @@ import socket
 import threading
 
 from alignedserve.core.errors import PeerError, PeerLost, ProtocolError
-from alignedserve.process.addresses import AddressResolver
+from alignedserve.process.addresses import AddressResolver, worker_of_stage
 from alignedserve.process.links import real_address
 from alignedserve.process.process_spec import ProcessSpec
-from alignedserve.process.stage_names import worker_of_stage
 from alignedserve.runtime.kv.transfers.control_socket import ControlSocket, keep_alive, listen_at
 from plugins.stages.stage_process import serve_stage
 from plugins.stages.stage_wire import StageWire
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"alignedserve.{__name__}")
 
 _SECOND_S = 30.0  # after which the first of two connections counts as left
 _EXIT_BROKEN = 70  # EX_SOFTWARE

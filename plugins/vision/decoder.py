@@ -47,7 +47,7 @@ def decode_outcome(raw: bytes) -> Outcome:
 
 
 _MAX_WALL_S = 30.0
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"alignedserve.{__name__}")
 
 Pixels = npt.NDArray[np.uint8]
 

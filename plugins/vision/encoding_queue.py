@@ -20,7 +20,7 @@ from plugins.vision.tower import Steps
 
 _RESTS = 9  # after a step of a document's picture, of the step's time
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"alignedserve.{__name__}")
 
 Passes = Callable[[Picture], Sequence[Steps]]  # decodes a picture; raises PictureError
 

@@ -62,7 +62,7 @@ class EmbeddingCache:
                 self._num_bytes -= gone.nbytes
 
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"alignedserve.{__name__}")
 
 
 class SequencePictures(FailedSequences):

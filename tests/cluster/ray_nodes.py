@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from alignedserve.cluster.hosts.ray_storage import ray_storage, waiting_for_head
+from alignedserve.cluster.hosts.ray_directory import ray_storage, waiting_for_head
 from alignedserve.cluster.ray_node import RAY_ENVIRONMENT
 from tests.cluster.serving import COMMAND
 from tests.cluster.warm_command import WarmCommand

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 DRIVER = """
 import json, os, sys
 import ray
-from alignedserve.cluster.hosts.nodes.ray_nodes import gpu_options
+from alignedserve.cluster.nodes.ray_nodes import gpu_options
 
 @ray.remote(num_gpus=1, num_cpus=0)
 class Worker:

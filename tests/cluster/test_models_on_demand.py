@@ -11,8 +11,7 @@ import httpx
 import psutil
 import pytest
 
-from alignedserve.cluster.deployments.admin_api import SOCKET_NAME
-from alignedserve.cluster.deployments.client import ask, show
+from alignedserve.cluster.deployments.admin_api import SOCKET_NAME, ask, show
 from alignedserve.config.sections import MIB
 from tests.cluster.serving import serving
 

@@ -54,12 +54,7 @@ def test_ray_starts_nothing_that_one_host_has_no_use_for(first: Serving) -> None
 # Ray replaces the handlers of both while it starts; before and after they are one.
 @pytest.mark.parametrize(
     ("moment", "number"),
-    [
-        (has_begun, signal.SIGTERM),
-        (has_ray, signal.SIGINT),
-        (has_ray, signal.SIGTERM),
-        (has_actors, signal.SIGINT),
-    ],
+    [(has_begun, signal.SIGTERM), (has_ray, signal.SIGINT), (has_ray, signal.SIGTERM), (has_actors, signal.SIGINT)],
 )
 def test_an_end_while_starting(
     tmp_path: Path, random_model: Path, moment: Callable[[Serving], bool], number: signal.Signals

@@ -16,7 +16,7 @@ from alignedserve.batches.records import Progress
 from alignedserve.batches.repository import BatchRepository, BatchSnapshot
 from alignedserve.batches.stores.sqlite_file import StoreClock, begin_file
 from alignedserve.batches.stores.sqlite_records import DAMAGED, SqliteRecords
-from alignedserve.cluster.records_file import prepare_records
+from alignedserve.cluster.batch_storage import prepare_records
 from alignedserve.core.errors import ResourceError, StorageDamaged, StoreFull, StoreUnavailable
 from alignedserve.messages.state import AddToIndex, SetValue
 from tests.support.batch_samples import BATCH, batch_record, file_record

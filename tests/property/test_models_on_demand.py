@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from alignedserve.cluster.deployments.on_demand import (
     DOCUMENTS_TURN_S,
     TURN_S,
-    Demand,
-    Leave,
-    Load,
+    LoadModel,
+    ModelDemand,
+    ModelUse,
     OnDemandLogic,
-    Use,
+    UnloadModel,
 )
 
 MEMORY, STEP_S, LOADING_S, KEEP_S = 10, 5.0, 10.0, 120.0
@@ -61,9 +61,14 @@ class Machine:
             self._perform(command, awake, demands)
         assert self.held() <= MEMORY
 
-    def _perform(self, command: Load | Leave, awake: dict[str, tuple[Use, float]], demands: dict[str, Demand]) -> None:
+    def _perform(
+        self,
+        command: LoadModel | UnloadModel,
+        awake: dict[str, tuple[ModelUse, float]],
+        demands: dict[str, ModelDemand],
+    ) -> None:
         model = self.models[command.name]
-        if isinstance(command, Load):
+        if isinstance(command, LoadModel):
             assert command.name in demands, "loaded for nobody"
             if self.held() + SIZES[command.name] > MEMORY:
                 self.logic.on_refused(command.name, "full", self.now, is_full=True)
@@ -95,15 +100,15 @@ class Machine:
         if one.phase == "leaving" and not one.running:
             one.phase = "asleep"
 
-    def _use(self, one: Model) -> Use:
+    def _use(self, one: Model) -> ModelUse:
         documents = sum(document for _, document in one.running)
-        return Use(len(one.running), documents, idle_s=0.0 if one.running else self.now - one.used_s)
+        return ModelUse(len(one.running), documents, idle_s=0.0 if one.running else self.now - one.used_s)
 
-    def _demand(self, one: Model) -> Demand:
+    def _demand(self, one: Model) -> ModelDemand:
         def longest(documents: bool) -> float | None:
             return max((self.now - since for since, document, _ in one.waiting if document is documents), default=None)
 
-        return Demand(longest(False), longest(True))
+        return ModelDemand(longest(False), longest(True))
 
 
 ASKED = st.tuples(

@@ -5,8 +5,9 @@ lost leaves at most an unused file. A server that never responded is reported at
 """
 
 import asyncio
+import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -16,12 +17,46 @@ import aiohttp
 import msgspec
 
 from alignedserve.cli.batch.input_check import DEFAULT_LIMITS, FileLimits
-from alignedserve.cli.batch.upload_form import upload_form
 from alignedserve.client.sse import error_message, is_key_wanted
-from alignedserve.client.trust import trust_for, untrusted
-from alignedserve.client.unreachable import closed_in_clear, unreachable
+from alignedserve.client.unreachable import closed_in_clear, trust_for, unreachable, untrusted
 from alignedserve.config.environment import CLIENT_KEY_VARIABLE
 from alignedserve.core.errors import ConfigError, PeerError, PeerLost, ProtocolError
+
+_CHUNK_BYTES = 256 * 1024
+
+
+def upload_form(path: Path, on_bytes: Callable[[int], None]) -> tuple[dict[str, str], AsyncIterator[bytes]]:
+    boundary = secrets.token_hex(16)
+    part = f'--{boundary}\r\nContent-Disposition: form-data; name="'
+    head = f'{part}purpose"\r\n\r\nbatch\r\n{part}file"; filename="{_quoted(path.name)}"\r\n'
+    start = f"{head}Content-Type: application/jsonl\r\n\r\n".encode()
+    end = f"\r\n--{boundary}--\r\n".encode()
+    num_bytes = path.stat().st_size
+    length = str(len(start) + num_bytes + len(end))
+    headers = {"Content-Type": f"multipart/form-data; boundary={boundary}", "Content-Length": length}
+    return headers, _chunks(path, num_bytes, on_bytes, start=start, end=end)
+
+
+async def _chunks(
+    path: Path, num_bytes: int, on_bytes: Callable[[int], None], *, start: bytes, end: bytes
+) -> AsyncIterator[bytes]:
+    yield start
+    num_sent = 0
+    with path.open("rb") as file:
+        while num_sent < num_bytes:
+            chunk = await asyncio.to_thread(file.read, min(_CHUNK_BYTES, num_bytes - num_sent))
+            if not chunk:
+                break
+            yield chunk
+            num_sent += len(chunk)
+            on_bytes(num_sent)
+    yield end
+
+
+def _quoted(name: str) -> str:
+    plain = name.encode("utf-8", "replace").decode()
+    return plain.replace('"', "%22").replace("\r", "%0D").replace("\n", "%0A")
+
 
 PATIENCE_S = 600.0  # how long a server that responded before may be down
 _CONNECT_S, _SILENCE_S = 10.0, 90.0
@@ -52,7 +87,7 @@ class ServerUnavailable(PeerLost):
 
 
 @dataclass(slots=True)
-class Receiver:
+class DownloadReceiver:
     """Takes the bytes of a download from an offset on."""
 
     offset: Callable[[], int]  # the first wanted byte; called again after a lost connection
@@ -126,7 +161,7 @@ class BatchClient:
             if not page.get("has_more") or not page["data"] or len(found) >= limit:
                 return found[:limit]
 
-    async def receive(self, file_id: str, receiver: Receiver) -> None:
+    async def receive(self, file_id: str, receiver: DownloadReceiver) -> None:
         """Download all that a file holds now, from the receiver's offset on; resume after lost connections."""
 
         async def attempt() -> None:
@@ -239,8 +274,9 @@ class BatchClient:
             distrust = untrusted(self.url, error)
             if distrust is not None:  # which no patience helps
                 raise ConfigError(distrust) from error
-            told = f"nothing answers at {self.url}" if self._has_answered else unreachable(self.url, error)
-            raise ServerUnavailable(told, has_answered=False) from error
+            if not self._has_answered:
+                raise unreachable(self.url, error) from error
+            raise ServerUnavailable(f"nothing answers at {self.url}", has_answered=False) from error
         except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
             hint = "" if self._has_answered else closed_in_clear(self.url, error)
             self._has_answered = self._has_answered or not isinstance(error, TimeoutError)

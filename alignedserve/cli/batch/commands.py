@@ -17,12 +17,18 @@ from rich.console import Console
 from alignedserve.api.openai.parsing import parse
 from alignedserve.batches.records import Endpoint
 from alignedserve.batches.schedule import check_window
+from alignedserve.cli.batch.app import SubmitOptions
 from alignedserve.cli.batch.client import PATIENCE_S, BatchClient, RequestRefused
 from alignedserve.cli.batch.formatting import batches_table, outlook, problem_text, summary
 from alignedserve.cli.batch.input_check import Checked, FileLimits, check_file, endpoint_of_first_line
-from alignedserve.cli.batch.options import SubmitOptions
-from alignedserve.cli.batch.session import checked_id, exit_code_of, print_json, run_with_client
-from alignedserve.cli.batch.watch import byte_bar, watch_until_over
+from alignedserve.cli.batch.session import (
+    byte_bar,
+    checked_id,
+    exit_code_of,
+    print_json,
+    run_with_client,
+    watch_until_over,
+)
 from alignedserve.cli.console import FAILURE, print_error, print_table, results
 from alignedserve.core.errors import ConfigError, InvalidRequest
 from alignedserve.gateway.files.schemas import CreateBatchRequest, schedule_asked, window_s

@@ -1,4 +1,4 @@
-"""`alignedserve doctor`: what this machine has, and what will be used."""
+"""`alignedserve doctor`: checks this machine and shows its devices."""
 
 import importlib.metadata
 import json

@@ -8,17 +8,81 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from alignedserve.api.timelines.timeline import plain_request_id
-from alignedserve.cli.commands.explained_request import (
-    ExplainedChoice,
-    ExplainedEvent,
-    ExplainedObjective,
-    ExplainedPhase,
-    ExplainedRequest,
-)
 from alignedserve.cli.console import print_json, printable, results
 from alignedserve.client.openai_client import OpenAiClient
 from alignedserve.config.environment import client_api_key
 from alignedserve.core.errors import ConfigError, ProtocolError
+
+
+class _Reason(msgspec.Struct, frozen=True):
+    text: str
+
+
+class ExplainedObjective(msgspec.Struct, frozen=True):
+    """An objective and its outcome."""
+
+    name: str
+    target_ms: float
+    measured_ms: float | None
+    held: bool | None
+
+
+class _Phase(msgspec.Struct, frozen=True):
+    name: str
+    where: str
+    start_ms: float
+    duration_ms: float
+    is_wait: bool
+    reasons: list[_Reason]
+
+
+class _Event(msgspec.Struct, frozen=True):
+    at_ms: float
+    where: str
+    text: str
+    reason: _Reason | None = None
+
+
+class ExplainedStanding(msgspec.Struct, frozen=True):
+    """Where a choice stands that goes on."""
+
+    text: str
+    stage: str | None = None
+    position: int | None = None
+    start_in_ms: float | None = None
+    latest_start_in_ms: float | None = None
+
+
+class ExplainedChoice(msgspec.Struct, frozen=True):
+    """The course of one choice."""
+
+    index: int
+    finish_reason: str | None
+    output_tokens: int | None
+    predicted_tokens: float | None
+    cached_prompt_tokens: int
+    duration_ms: float | None
+    objectives: list[ExplainedObjective]
+    phases: list[_Phase]
+    events: list[_Event]
+    events_left_out: int
+    standing: ExplainedStanding | None = None  # None: it has ended, or the server tells of none
+
+
+class ExplainedRequest(msgspec.Struct, frozen=True):
+    """A call and its choices."""
+
+    id: str
+    client_request_id: str | None
+    model: str
+    service_tier: str
+    gateway: str
+    state: str
+    prompt_tokens: int
+    trace_id: str | None
+    choices: list[ExplainedChoice]
+    complete: bool = True  # False: steps may still come
+
 
 _BAR_WIDTH = 24
 
@@ -100,7 +164,7 @@ def _phase_table(choice: ExplainedChoice) -> Table:
     return table
 
 
-def _event_table(events: list[ExplainedEvent]) -> Table:
+def _event_table(events: list[_Event]) -> Table:
     table = Table(_right("after"), "at", "step", "reason", title="Step by step")
     table.title_justify = "left"
     for event in events:
@@ -113,7 +177,7 @@ def _right(name: str) -> Column:
     return Column(name, justify="right", no_wrap=True)
 
 
-def _bar(phase: ExplainedPhase, total_ms: float) -> str:
+def _bar(phase: _Phase, total_ms: float) -> str:
     return "█" * max(round(_BAR_WIDTH * phase.duration_ms / total_ms), 1)
 
 

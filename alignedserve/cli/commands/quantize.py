@@ -5,8 +5,8 @@ from typing import Any
 
 from rich.table import Table
 
-from alignedserve.cli.commands.options import QuantizeOptions
 from alignedserve.cli.console import notes, progress, results, to_json, write_json
+from alignedserve.cli.options import QuantizeOptions
 from alignedserve.core.errors import ConfigError
 from alignedserve.core.metrics import in_percent
 from alignedserve.offline.text_scores import TextScores, score_text, shipped_text

@@ -51,7 +51,7 @@ def add(
     ] = False,
     expires: _ExpiresOption = None,
 ) -> None:
-    """Add a key and print its secret, which is shown this once."""
+    """Add a key and print its secret, once."""
     from alignedserve.cli.keys.commands import add as run
 
     row = {
@@ -79,7 +79,8 @@ def show_list(file: _FileOption = _FILE, json_output: JsonFlag = False) -> None:
 
 @keys_app.command("revoke")
 def revoke(name: _NameArgument, file: _FileOption = _FILE) -> None:
-    """Refuse all secrets of a key within a second. Its batches go on; a new secret (`rotate`) reads what it stored."""
+    """Refuse all secrets of a key within a second. Its batches go on; a new secret (`rotate`) reads the stored
+    results."""
     from alignedserve.cli.keys.commands import revoke as run
 
     run(file, name)

@@ -12,8 +12,7 @@ models_app = typer.Typer(
 )
 
 _ClusterOption = Annotated[
-    str | None,
-    typer.Option("--cluster", metavar="ID", help="Its run folder's name, where several serve on this host."),
+    str | None, typer.Option("--cluster", metavar="ID", help="Its run folder's name, where several serve on this host.")
 ]
 _PathArgument = Annotated[str, typer.Argument(metavar="MODEL", help="Model, as `alignedserve serve` takes it.")]
 _NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="The name by which clients call it.")]
@@ -30,7 +29,7 @@ _SettingsOption = Annotated[
 @models_app.command("list")
 def show_list(json_output: JsonFlag = False) -> None:
     """List the models in the cache of downloads (HF_HOME), also those of other programs."""
-    from alignedserve.cli.models.commands import show_list as run
+    from alignedserve.cli.models.cached import show_list as run
 
     run(json_output)
 
@@ -40,7 +39,7 @@ def remove(
     model: Annotated[str, typer.Argument(metavar="ORG/NAME[@REVISION]", help="Model, or only one revision of it.")],
 ) -> None:
     """Remove a model, or one revision of it, whole or half downloaded. What other revisions share is kept."""
-    from alignedserve.cli.models.commands import remove as run
+    from alignedserve.cli.models.cached import remove as run
 
     run(model)
 

@@ -7,18 +7,18 @@ from rich.markup import escape
 from rich.table import Table
 
 from alignedserve.cli.console import notes, print_json, print_table, printable, results
-from alignedserve.cluster.deployments.client import show
+from alignedserve.cluster.deployments.admin_api import show
 from alignedserve.cluster.deployments.orders import (
     AddModel,
     DeploymentReport,
-    Done,
     ModelOrder,
+    OrderDone,
     RemoveModel,
     ReplaceModel,
     RestartWorkers,
     problem_of,
 )
-from alignedserve.cluster.hosts.client import found_cluster
+from alignedserve.cluster.hosts.orders import found_cluster
 from alignedserve.config.model_settings import named_model
 from alignedserve.core.errors import ConfigError
 
@@ -87,7 +87,7 @@ def _give(order: ModelOrder | RestartWorkers, cluster: str | None) -> None:
         except KeyboardInterrupt:
             notes().print("The order goes on without this command; see `alignedserve models status`.")
             raise
-    if isinstance(answer, Done):
+    if isinstance(answer, OrderDone):
         results().print(answer.text, soft_wrap=True, markup=False)
 
 

@@ -1,6 +1,6 @@
 """Divides one machine among the models of a cluster: memory, GPUs and cores. Pure arithmetic."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from alignedserve.cluster.memory_planner import Machine, worker_grammar_bytes
@@ -13,15 +13,15 @@ _PROCESSES_BYTES = 900 * 1024 * 1024  # of a deployment, beside weights and cach
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class MachinePart:
     """The part of a machine that one deployment may use."""
 
-    machine: Machine  # as if there were no more
+    machine: Machine  # reduced to this share
     gpus: tuple[str, ...] = ()  # devices of its workers; none: they compute on the CPU
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class HeldMemory:
     """The bytes that one deployment has reserved, whether their pages have been touched or not."""
 
     host_bytes: int
@@ -35,19 +35,17 @@ def worker_bytes(config: ClusterConfig, served: ServedModel) -> int:
     return served.weight_bytes + served.vision_bytes + config.lora.worker_bytes + worker_grammar_bytes(served)
 
 
-def divide(machine: Machine, gpus: Sequence[str], beside_caches: Sequence[int]) -> list[Part]:
-    """Divide a machine among models whose workers take so many bytes beside their caches, all of a model together.
-
-    Each model has that, unless it is on GPUs, and all have equal parts of what is left for caches. GPUs are assigned
-    whole, in turn, where there is one for each model, and shared otherwise. Cores are shared: a model that has nothing
-    to compute leaves all of them to the others.
-    """
+def divide(machine: Machine, gpus: Sequence[str], beside_caches: Sequence[int]) -> list[MachinePart]:
+    """Divide a machine among models whose workers take so many bytes beside their caches, all of a model together. Each
+    model has that, unless it is on GPUs, and all have equal parts of what is left for caches. GPUs are assigned whole,
+    in turn, where there is one for each model, and shared otherwise. Cores are shared: a model that has nothing to
+    compute leaves all of them to the others."""
     count = len(beside_caches)
     devices = assigned_gpus(gpus, count)
     on_host = [0] * count if gpus else list(beside_caches)
     left = max(machine.available_bytes - sum(on_host), 0)
     return [
-        Part(
+        MachinePart(
             replace(
                 machine,
                 available_bytes=min(own + left // count, machine.available_bytes),
@@ -74,12 +72,10 @@ def _gpu_bytes(
     return tuple(by_name[gpu] // sum(gpu in other for other in devices) for gpu in devices[index])
 
 
-def left_of(whole: Machine, now: Machine, gpus: Sequence[str], holdings: Sequence[Holding]) -> Part:
-    """Return what is left for one more model beside these.
-
-    `whole`: the machine before the first of them, `now`: as it is found. Memory that is held but was not touched yet
-    is free by what the system says, so it is taken off what there was. Of the GPUs those with the fewest models.
-    """
+def left_of(whole: Machine, now: Machine, gpus: Sequence[str], holdings: Sequence[HeldMemory]) -> MachinePart:
+    """Return the resources left for one more model. `whole`: the machine before the first model, `now`: its present
+    state. The system reports reserved memory as free until pages are touched, so holdings are subtracted from `whole`.
+    Of the GPUs those with the fewest models."""
     host = whole.available_bytes - sum(holding.host_bytes for holding in holdings)
     shared = whole.shared_bytes - sum(holding.shared_bytes for holding in holdings)
     numbers = {gpu: sum(gpu in holding.gpus for holding in holdings) for gpu in gpus}
@@ -92,10 +88,10 @@ def left_of(whole: Machine, now: Machine, gpus: Sequence[str], holdings: Sequenc
         shared_bytes=max(min(shared, now.shared_bytes), 0),
         gpu_bytes=tuple(max(total[gpu] - held[gpu], 0) for gpu in chosen),
     )
-    return Part(machine, chosen)
+    return MachinePart(machine, chosen)
 
 
-def holding_of(config: ClusterConfig, served: ServedModel, gpus: Sequence[str]) -> Holding:
+def holding_of(config: ClusterConfig, served: ServedModel, gpus: Sequence[str]) -> HeldMemory:
     workers = [(config.decode.kv_cache_bytes, config.decode.count)]
     host = _PROCESSES_BYTES + config.decode.swap_space_bytes * config.decode.count
     if config.chosen_topology.is_separate:
@@ -111,11 +107,11 @@ def holding_of(config: ClusterConfig, served: ServedModel, gpus: Sequence[str]) 
     )
     computing = sum((beside_cache + cache) * count for cache, count in workers)
     if not gpus:
-        return Holding(host + shared + computing, shared)
-    return Holding(host + shared, shared, tuple(gpus), -(-(computing + on_gpus) // len(gpus)))
+        return HeldMemory(host + shared + computing, shared)
+    return HeldMemory(host + shared, shared, tuple(gpus), -(-(computing + on_gpus) // len(gpus)))
 
 
-def require_room(name: str, holding: Holding, part: Part) -> None:
+def require_room(name: str, holding: HeldMemory, part: MachinePart) -> None:
     needs = {
         "of memory": (holding.host_bytes, part.machine.available_bytes),
         "in the folder of the KV pool": (holding.shared_bytes, part.machine.shared_bytes),
@@ -127,3 +123,96 @@ def require_room(name: str, holding: Holding, part: Part) -> None:
                 f"{name} needs {needed // MIB} MiB {place} beside the models that are served, {left // MIB} MiB are "
                 "left; remove a model, or set decode.kv_cache_bytes or model.max_context_len lower"
             )
+
+
+_MAX_TRIES = 2000  # in the search for a way in which every model has a node
+
+
+@dataclass(frozen=True, slots=True)
+class AssignableModel:
+    """A model as its assignment sees it."""
+
+    deployment_id: str
+    num_bytes: int  # of weights: larger models choose first
+    most_nodes: int | None = None  # one for each configured worker; None: workers follow the nodes
+
+
+@dataclass(frozen=True, slots=True)
+class AssignableNode:
+    """A node as the assignment sees it."""
+
+    name: str
+    weight: int  # its strength among others of its kind
+
+
+Fits = Callable[[str, tuple[str, ...]], bool]  # whether a node has room for all these models at once
+Assignment = Mapping[str, tuple[str, ...]]  # the nodes of each model, in the nodes' order
+
+
+def assign_models(models: Sequence[AssignableModel], nodes: Sequence[AssignableNode], fits: Fits) -> Assignment:
+    """Return the nodes of each model, by deployment id; a model that fits nowhere has none. `fits` must be true of
+    fewer models where it is true of more."""
+    assigning = _Assigning(models, nodes, fits)
+    assigning.place_each()
+    assigning.fill()
+    return assigning.found()
+
+
+class _Assigning:
+    def __init__(self, models: Sequence[AssignableModel], nodes: Sequence[AssignableNode], fits: Fits) -> None:
+        self._models = models
+        self._nodes = nodes
+        self._fits = fits
+        self._placed: dict[str, list[str]] = {node.name: [] for node in nodes}  # models by node
+        self._num_tries = 0
+
+    def place_each(self) -> None:
+        ordered = sorted(self._models, key=lambda model: -model.num_bytes)
+        if not self._place_from(ordered):
+            for model in ordered:
+                self._place(model.deployment_id)
+
+    def _place_from(self, models: Sequence[AssignableModel]) -> bool:
+        if not models:
+            return True
+        wanted = models[0].deployment_id
+        for node in self._preferred():
+            if self._num_tries > _MAX_TRIES:
+                return False
+            self._num_tries += 1
+            of_node = self._placed[node.name]
+            if self._fits(node.name, (*of_node, wanted)):
+                of_node.append(wanted)
+                if self._place_from(models[1:]):
+                    return True
+                of_node.remove(wanted)
+        return False
+
+    def fill(self) -> None:
+        left = {model.deployment_id: model.most_nodes or len(self._nodes) for model in self._models}
+        counts = {wanted: sum(wanted in found for found in self._placed.values()) for wanted in left}
+        while left:
+            wanted = min(left, key=lambda one: counts[one])
+            if counts[wanted] < left[wanted] and self._place(wanted):
+                counts[wanted] += 1
+            else:
+                del left[wanted]  # nodes only become fuller
+
+    def _place(self, wanted: str) -> bool:
+        for node in self._preferred():
+            of_node = self._placed[node.name]
+            if wanted not in of_node and self._fits(node.name, (*of_node, wanted)):
+                of_node.append(wanted)
+                return True
+        return False
+
+    def _preferred(self) -> list[AssignableNode]:
+        return sorted(self._nodes, key=lambda node: (len(self._placed[node.name]), -node.weight))
+
+    def found(self) -> Assignment:
+        return {
+            model.deployment_id: tuple(
+                node.name for node in self._nodes if model.deployment_id in self._placed[node.name]
+            )
+            for model in self._models
+        }

@@ -17,7 +17,7 @@ _MAX_SETTING_LEN = 4096
 
 
 class AddModel(msgspec.Struct, frozen=True, tag=True):
-    """Order: serve one more model, as soon as it can answer."""
+    """Order: serve one more model."""
 
     path: str  # folder or GGUF file, absolute; ORG/NAME on a hub; or the name of a built-in model
     name: str | None = None  # by which clients call it; None: as `serve` would name it
@@ -25,7 +25,6 @@ class AddModel(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def subject(self) -> str:
-        """Return what the order is about."""
         return self.name or self.path
 
 
@@ -39,7 +38,6 @@ class ReplaceModel(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def subject(self) -> str:
-        """Return what the order is about."""
         return self.name
 
 
@@ -51,7 +49,6 @@ class RemoveModel(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def subject(self) -> str:
-        """Return what the order is about."""
         return self.name
 
 
@@ -71,7 +68,6 @@ class RestartWorkers(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def subject(self) -> str:
-        """Return what the order is about."""
         return self.model or "restart"
 
 
@@ -109,8 +105,8 @@ class DeploymentReport(msgspec.Struct, frozen=True):
     path: str
     phase: str  # see Phase of events.py
     num_open: int | None  # requests; None: not reported yet
-    workers: tuple[str, ...] = ()  # names of its processes that compute
-    processes: tuple[str, ...] = ()  # names of all its own processes, as far as it has them
+    workers: tuple[str, ...] = ()  # names of the workers
+    processes: tuple[str, ...] = ()  # names of all processes of the deployment
     topology: str = ""
     problem: str = ""  # why a model that sleeps cannot be loaded at present
     leaves_in_s: float | None = None  # until a model on demand leaves, if nobody asks for it
@@ -118,7 +114,6 @@ class DeploymentReport(msgspec.Struct, frozen=True):
 
     @property
     def state(self) -> str:
-        """Return its phase, or what is wrong with it, in words."""
         if self.problem:
             return f"{self.phase}: {self.problem}"
         if self.phase != "serving":
@@ -144,13 +139,13 @@ class Remark(msgspec.Struct, frozen=True, tag=True):
     text: str
 
 
-class Done(msgspec.Struct, frozen=True, tag=True):
+class OrderDone(msgspec.Struct, frozen=True, tag="OrderDone"):
     """Last answer to an order that was carried out."""
 
     text: str
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True):
+class OrderRefused(msgspec.Struct, frozen=True, tag="OrderRefused"):
     """Last answer to an order that was not carried out: everything is as it was before."""
 
     reason: str
@@ -184,7 +179,6 @@ class StatusReport(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def is_whole(self) -> bool:
-        """True if every process is up and every model that is served has a router that knows workers."""
         loads = [
             self.loads.get(deployment.deployment_id) for deployment in self.deployments if deployment.phase == "serving"
         ]
@@ -192,7 +186,7 @@ class StatusReport(msgspec.Struct, frozen=True, tag=True):
         return has_workers and all(process.state == "up" for process in self.processes)
 
 
-Answer = Remark | Done | Refused | Models | StatusReport
+Answer = Remark | OrderDone | OrderRefused | Models | StatusReport
 
 
 def _kind_of(process: str) -> str:

@@ -11,7 +11,7 @@ from ray.exceptions import RayError
 
 from alignedserve.cluster.actor_factory import BATCHES
 from alignedserve.cluster.draining.drains import Drains
-from alignedserve.cluster.ray_polls import has_ended
+from alignedserve.cluster.ray_node import has_ended
 from alignedserve.core.errors import AlignedServeError
 from alignedserve.process.addresses import is_gateway, is_router, router_of
 
@@ -59,13 +59,11 @@ class DrainWatch:
             logger.debug("%s does not drain now: %s", name, error)
             left = None
         del self._asked[name]
-        self._left = {process: count for process, count in self._left.items() if process in self._names()}
+        names = {*self._drains.workers, *self._drains.gateways}
+        self._left = {process: count for process, count in self._left.items() if process in names}
         if left is not None:
             self._told[name] = draining
             self._left |= left if is_router(name) else dict.fromkeys(draining, left)
-
-    def _names(self) -> frozenset[str]:
-        return frozenset((*self._drains.workers, *self._drains.gateways))
 
 
 class LastAnswers:
@@ -77,14 +75,11 @@ class LastAnswers:
 
     @property
     def num_open(self) -> int:
-        """Return how many requests were open when each gateway last answered."""
         return sum(self._open.values())
 
     def look(self, actors: Mapping[str, Any]) -> bool:
         """Take the answers that have come and ask anew; return whether every process has answered that it is done.
-
-        Asked again and again: a process that was restarted has forgotten it.
-        """
+        Asked again and again: a process that was restarted has forgotten it."""
         doors = [name for name in actors if is_gateway(name) or name == BATCHES]
         for name in doors:
             if name not in self._asked or self._take(name):

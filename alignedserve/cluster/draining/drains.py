@@ -12,7 +12,7 @@ MOVING_S = 5.0  # between the move of what is left and the end
 
 
 @dataclass(frozen=True, slots=True)
-class Draining:
+class ProcessDrain:
     """The processes that drain together."""
 
     workers: tuple[str, ...]  # with the pool of a whole node
@@ -32,12 +32,12 @@ class Draining:
 class Drains:
     """The drains that go on, by the name of their node or worker."""
 
-    def __init__(self, going_on: Mapping[str, Draining] = MappingProxyType({}), seen_s: float = 0.0) -> None:
+    def __init__(self, going_on: Mapping[str, ProcessDrain] = MappingProxyType({}), seen_s: float = 0.0) -> None:
         self._going_on = dict(going_on)
         self._seen_s = seen_s  # when it was last asked what is over
 
     @property
-    def going_on(self) -> Mapping[str, Draining]:
+    def going_on(self) -> Mapping[str, ProcessDrain]:
         return self._going_on
 
     @property
@@ -53,9 +53,11 @@ class Drains:
     def resume(self, now: float) -> None:
         """Go on in another process. Where `now` is less than before, its host, and so the clock, was started anew."""
         lost_s, self._seen_s = max(0.0, self._seen_s - now), now
-        self._going_on = {name: replace(one, moves_s=one.moves_s - lost_s) for name, one in self._going_on.items()}
+        self._going_on = {
+            name: replace(drain, moves_s=drain.moves_s - lost_s) for name, drain in self._going_on.items()
+        }
 
-    def begin(self, name: str, draining: Draining) -> None:
+    def begin(self, name: str, draining: ProcessDrain) -> None:
         self._going_on[name] = draining
 
     def end(self, name: str) -> None:
@@ -64,20 +66,20 @@ class Drains:
 
     @property
     def workers(self) -> tuple[str, ...]:
-        return tuple(name for one in self._going_on.values() for name in one.workers)
+        return tuple(name for drain in self._going_on.values() for name in drain.workers)
 
     @property
     def gateways(self) -> tuple[str, ...]:
-        return tuple(name for one in self._going_on.values() for name in one.gateways)
+        return tuple(name for drain in self._going_on.values() for name in drain.gateways)
 
     def due_to_move(self, now: float) -> tuple[str, ...]:
-        return tuple(name for one in self._going_on.values() if now >= one.moves_s for name in one.workers)
+        return tuple(name for drain in self._going_on.values() if now >= drain.moves_s for name in drain.workers)
 
     def finished(self, now: float, left: Mapping[str, int]) -> list[str]:
         """Return the drains that are over. `left`: the requests of each process that has answered since its drain."""
         self._seen_s = now
         return [
             name
-            for name, one in self._going_on.items()
-            if now >= one.ends_s or all(left.get(process) == 0 for process in one.names)
+            for name, drain in self._going_on.items()
+            if now >= drain.ends_s or all(left.get(process) == 0 for process in drain.names)
         ]

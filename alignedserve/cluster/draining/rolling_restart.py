@@ -18,14 +18,14 @@ from ray.exceptions import RayError
 from alignedserve.cluster.deployments.orders import (
     Answer,
     DeploymentReport,
-    Done,
-    Refused,
+    OrderDone,
+    OrderRefused,
     Remark,
     RestartWorkers,
     problem_of,
 )
-from alignedserve.cluster.draining.drains import Draining, Drains
-from alignedserve.cluster.ray_polls import has_ended
+from alignedserve.cluster.draining.drains import Drains, ProcessDrain
+from alignedserve.cluster.ray_node import has_ended
 from alignedserve.core.errors import AlignedServeError
 from alignedserve.process.addresses import deployment_of, router_of
 
@@ -56,14 +56,14 @@ class Workers(Protocol):
         """Return what tells a worker's registration at its router from the next one; None: not known now."""
 
 
-class Step(Enum):
+class RestartStep(Enum):
     """How far the current worker has come in its restart."""
 
     DRAINING = auto()
     RETURNING = auto()
 
 
-class Over(NamedTuple):
+class RestartEnd(NamedTuple):
     """The end of a restart."""
 
     text: str
@@ -71,7 +71,7 @@ class Over(NamedTuple):
 
 
 class RollingRestart:
-    """Restarts workers one after the other. `look` goes on as far as things have come."""
+    """Restarts workers one after the other. `look` takes the next step when it can."""
 
     def __init__(
         self, names: Sequence[str], within_s: Callable[[str], float], workers: Workers, say: Callable[[str], None]
@@ -83,7 +83,7 @@ class RollingRestart:
         self._workers = workers
         self._say = say
         self._current = ""
-        self._step = Step.RETURNING
+        self._step = RestartStep.RETURNING
         self._former: str | None = None  # registration of the current one
         self._began_s = 0.0  # the step
 
@@ -92,34 +92,36 @@ class RollingRestart:
         """Return the workers whose drain is no end: the present one, and those still to come."""
         return frozenset((self._current, *self._waiting))
 
-    def look(self, drained: Collection[str], now: float) -> Over | None:
+    def look(self, drained: Collection[str], now: float) -> RestartEnd | None:
         """Go on; return how it has ended, once it has. `drained`: workers whose work is gone."""
         if self._current and not self._workers.has_model(self._current):
             self._workers.end_drain(self._current)
             self._say(f"{self._current} is gone with its model")
         elif self._current and not self._is_through(drained, now):
-            if self._step is Step.DRAINING and not self._workers.is_draining(self._current):
-                return Over(f"{self._current} drains no more; the others were left as they are", has_failed=True)
-            if now - self._began_s > RETURN_S and self._step is Step.RETURNING:
-                return Over(f"{self._current} does not serve again; the others were left as they are", has_failed=True)
+            if self._step is RestartStep.DRAINING and not self._workers.is_draining(self._current):
+                return RestartEnd(f"{self._current} drains no more; the others were left as they are", has_failed=True)
+            if now - self._began_s > RETURN_S and self._step is RestartStep.RETURNING:
+                return RestartEnd(
+                    f"{self._current} does not serve again; the others were left as they are", has_failed=True
+                )
             return None
         self._waiting = [name for name in self._waiting if self._workers.has_model(name)]
         if not self._waiting:
             few = {0: "No worker was restarted: their models have ended.", 1: "1 worker was restarted."}
             several = f"{self._num_restarted} workers were restarted, one after the other."
-            return Over(few.get(self._num_restarted, several))
+            return RestartEnd(few.get(self._num_restarted, several))
         self._current = self._waiting.pop(0)
-        self._step, self._began_s = Step.DRAINING, now
+        self._step, self._began_s = RestartStep.DRAINING, now
         self._workers.begin_drain(self._current, self._within_s(self._current))
         self._say(f"{self._current} drains")
         return None
 
     def _is_through(self, drained: Collection[str], now: float) -> bool:
         registration = self._workers.registration(self._current)
-        if self._step is Step.DRAINING:
+        if self._step is RestartStep.DRAINING:
             self._former = registration or self._former
             if self._current in drained:
-                self._step, self._began_s = Step.RETURNING, now
+                self._step, self._began_s = RestartStep.RETURNING, now
                 self._workers.restart(self._current)
             return False
         if registration in (None, self._former):
@@ -178,7 +180,7 @@ class WorkerRestarts:
         able = [name for name in names if name not in self._drains.workers]
         problem = self._problem_of(order, able)
         if problem is not None:
-            self._answer(order_id, Refused(problem))
+            self._answer(order_id, OrderRefused(problem))
             return
         logger.info("ordered: restart %s", ", ".join(able))
         self._order_id = order_id
@@ -196,7 +198,6 @@ class WorkerRestarts:
         return self._restart is not None
 
     def takes(self, name: str) -> bool:
-        """Return whether the end of this worker's drain is not the worker's."""
         return self._restart is not None and name in self._restart.names
 
     def look(self, drained: Collection[str]) -> None:
@@ -204,7 +205,7 @@ class WorkerRestarts:
         over = self._restart.look(drained, time.monotonic()) if self._restart is not None else None
         if over is not None:
             self._restart = None
-            self._answer(self._order_id, Refused(over.text) if over.has_failed else Done(over.text))
+            self._answer(self._order_id, OrderRefused(over.text) if over.has_failed else OrderDone(over.text))
 
     def _say(self, order_id: str, text: str) -> None:
         logger.info("%s", text)
@@ -213,7 +214,7 @@ class WorkerRestarts:
     # --- as Workers
 
     def begin_drain(self, name: str, within_s: float) -> None:
-        self._drains.begin(name, Draining((name,), (), time.monotonic() + within_s))
+        self._drains.begin(name, ProcessDrain((name,), (), time.monotonic() + within_s))
 
     def is_draining(self, name: str) -> bool:
         return name in self._drains.workers

@@ -4,9 +4,10 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import msgspec
 import ray
@@ -16,16 +17,14 @@ from typing_extensions import override
 from alignedserve.cluster.actor_factory import ActorFactory, PreparedNode
 from alignedserve.cluster.deployments.orders import (
     Answer,
-    Done,
     DrainNode,
     NodeOrder,
     OrderChannel,
-    Refused,
+    OrderDone,
+    OrderRefused,
     ScaleWorkers,
     UndoDrain,
 )
-from alignedserve.cluster.hosts.joining import Joining, Preparation
-from alignedserve.cluster.hosts.members import DRIVER, Member, record_of
 from alignedserve.cluster.hosts.membership import (
     Announce,
     CancelPreparation,
@@ -40,35 +39,85 @@ from alignedserve.cluster.hosts.membership import (
     NodesSeen,
     PrepareNode,
 )
-from alignedserve.cluster.hosts.node_questions import AdapterExchange, LoadingOfNodes
-from alignedserve.cluster.hosts.nodes.agent import end_actors
-from alignedserve.cluster.hosts.nodes.placement_group import release
-from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode, alive_nodes
-from alignedserve.cluster.hosts.nodes.versions import own_versions
-from alignedserve.cluster.hosts.operations.node_drains import NodeDrains
-from alignedserve.cluster.hosts.operations.orders import StoredOrders
-from alignedserve.cluster.hosts.operations.worker_scaling import WorkerActors, WorkerScaling
+from alignedserve.cluster.hosts.node_drains import NodeDrains, WorkerActors, WorkerScaling
+from alignedserve.cluster.hosts.orders import StoredOrders
 from alignedserve.cluster.hosts.record import (
     ClusterRecord,
     NodeRecord,
     is_asked_to_stop,
     is_asked_to_stop_at_once,
+    own_versions,
     remove_record,
     write_record,
 )
 from alignedserve.cluster.hosts.recordings import Recordings
-from alignedserve.cluster.hosts.scaling.scaler import NodeScaler, NodeScaling
-from alignedserve.cluster.hosts.serving_cluster import Brought, ServingCluster
 from alignedserve.cluster.hosts.succession import Succession, head_patience_s
-from alignedserve.cluster.ray_polls import kill_actors
+from alignedserve.cluster.nodes.agent import end_actors
+from alignedserve.cluster.nodes.joining import Joining, Preparation
+from alignedserve.cluster.nodes.members import DRIVER, HostedModel, Member, record_of
+from alignedserve.cluster.nodes.ray_nodes import RayNode, alive_nodes, release
+from alignedserve.cluster.ray_node import answers_so_far, kill_actors
 from alignedserve.cluster.restarts import Health
-from alignedserve.cluster.running_cluster import AskedToStop
+from alignedserve.cluster.serving_cluster import AskedToStop, DriverSetup, ServingCluster
 from alignedserve.cluster.signals import signals_ignored
+from alignedserve.cluster.watchdog import FailedProcesses
 from alignedserve.config.environment import log_format
 from alignedserve.core.errors import AlignedServeError, PeerLost
-from alignedserve.process.loading_progress import Progress
-from alignedserve.process.logs.files import LogFileHandler
-from alignedserve.process.logs.format import require_format
+from alignedserve.process.loading_progress import LoadedShare
+from alignedserve.process.logs import LogFileHandler, require_format
+from alignedserve.runtime.lora.loaded_adapters import Changes, merged
+
+_PERIOD_S = 0.5
+
+
+class AdapterExchange:
+    """The changes of all nodes, by deployment. Used on the driver's thread; never waits. It keeps nothing that the
+    nodes do not have: the next driver hears all of it again."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Changes] = {}  # by deployment
+        self._asked: dict[Any, Any] = {}  # agents by their calls
+        self._looked_s = float("-inf")
+
+    def look(self, members: Iterable[Member], models: Mapping[str, HostedModel]) -> None:
+        for call, answer in answers_so_far(list(self._asked)).items():
+            del self._asked[call]
+            for deployment_id, changes in (answer or {}).items():
+                if deployment_id in self._known:
+                    self._known[deployment_id] = merged(self._known[deployment_id], changes)
+        now = time.monotonic()
+        able = [one for one, model in models.items() if model.served.lora.is_enabled and model.served.encoder is None]
+        self._known = {one: self._known.get(one, {}) for one in able}
+        if not able or now - self._looked_s < _PERIOD_S:
+            return
+        self._looked_s = now
+        asked_agents = set(self._asked.values())
+        known = {one: tuple(changes.values()) for one, changes in self._known.items()}
+        for member in members:
+            agent = member.agent.actor
+            if agent not in asked_agents:
+                self._asked[agent.exchange_adapters.remote(known)] = agent
+
+
+class LoadingOfNodes:
+    """The progress of nodes, as they last said."""
+
+    def __init__(self) -> None:
+        self._asked: dict[Any, str] = {}  # nodes by the calls of their agents
+        self._known: dict[str, list[LoadedShare | None]] = {}
+
+    def look(self, members: Iterable[Member]) -> list[LoadedShare | None]:
+        answered = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=0)[0] if self._asked else []
+        for reference in answered:
+            name = self._asked.pop(reference)
+            with contextlib.suppress(RayError):
+                self._known[name] = ray.get(reference)
+        names, asked_agents = [], set(self._asked.values())
+        for member in members:
+            names.append(member.name)
+            if member.name not in asked_agents:
+                self._asked[member.agent.actor.progress.remote()] = member.name
+        return [one for name in names for one in self._known.get(name, ())]
 
 
 class DriverLog:
@@ -92,20 +141,34 @@ _STOP_LOOK_S = 0.5  # between looks during a start
 _SETTLED_S = 30.0  # after which a driver has served, and an error in it is not one of each driver's start
 
 
+class NodeScaling(Protocol):
+    """Gives nodes back that the load does not need, and lets Ray add missing ones: the plugin `autoscaler`."""
+
+    def look(self, actors: Mapping[str, Mapping[str, Any]], find: Callable[[str], RayNode]) -> None:
+        """Go on. `actors`: by node and name. `find`: nodes by Ray's id. Raises PeerLost when Ray's head is silent."""
+
+    def close(self) -> None:
+        """Ask Ray for no nodes any more. Raises PeerLost."""
+
+
+# From the members by Ray's id, the head first.
+MakeScaling = Callable[[Mapping[str, Member], Membership, NodeDrains, FailedProcesses], NodeScaling]
+
+
 @dataclass(frozen=True, slots=True)
-class Driving:
+class HostsSetup:
     """Parts of a cluster of hosts that each driver brings along."""
 
-    brought: Brought
+    driver: DriverSetup
     succession: Succession
-    scaler: NodeScaler | None = None  # None: the number of nodes is left as it is
+    make_scaling: MakeScaling | None = None  # None: the number of nodes is left as it is
 
 
 class ClusterOnHosts(ServingCluster):
     """A started cluster of several nodes, for a driver that calls `check` about once a second."""
 
-    def __init__(self, joining: Joining, members: Sequence[Member], factory: ActorFactory, driving: Driving) -> None:
-        super().__init__(joining, members, factory, driving.brought)
+    def __init__(self, joining: Joining, members: Sequence[Member], factory: ActorFactory, setup: HostsSetup) -> None:
+        super().__init__(joining, members, factory, setup.driver)
         self._membership = Membership({node_id: one.ray_node.host for node_id, one in self._members.items()})
         self._drains = NodeDrains(self._members, self._membership, joining, self._decide)
         workers = WorkerActors(self._create_worker, self.remove_worker)
@@ -113,9 +176,11 @@ class ClusterOnHosts(ServingCluster):
         self._adapters = AdapterExchange()
         self._seen = {member.ray_node.node_id: member.ray_node for member in members}
         self._preparations: dict[str, Preparation] = {}
-        self._scaling = NodeScaling(driving.scaler, self._members, self._membership, self._drains, self._failed)
+        known = (self._members, self._membership, self._drains, self._failed)
+        self._scaling = setup.make_scaling(*known) if setup.make_scaling is not None else None
         self._cluster_id = joining.cluster_id
-        self._succession = driving.succession
+        self._succession = setup.succession
+        self._is_adopted = setup.succession.is_adopted
         self._driver_id = secrets.token_hex(4)
         self._ready_s: float | None = None  # since when it has answered
         self._has_news = False  # that the record does not have
@@ -126,7 +191,6 @@ class ClusterOnHosts(ServingCluster):
         self._log = DriverLog(self.folder / "logs")
 
     def refuse(self, node: RayNode, problem: str) -> None:
-        """Note a node that is not used, and why."""
         self._seen[node.node_id] = node
         self._membership.refuse(node.node_id, problem)
         logger.error("%s is not used: %s", node, problem)
@@ -138,7 +202,7 @@ class ClusterOnHosts(ServingCluster):
         for member in self._members.values():
             self._recordings.follow(member)
         others = tuple(member.prepared for member in self._members.values())[1:]
-        if not self._succession.is_adopted:
+        if not self._is_adopted:
             self.start(others)
             self._models.announce()
             return
@@ -150,19 +214,10 @@ class ClusterOnHosts(ServingCluster):
 
     @override
     def wait_ready(self, timeout_s: float = 60.0) -> None:
-        """See RunningCluster, of every model; then every command finds the cluster."""
         super().wait_ready(timeout_s)
         self._ready_s = time.monotonic()
         self._announce()
         self._heard_s = time.monotonic()
-
-    @override
-    def _are_all_ready(self) -> bool:
-        return self._succession.is_adopted or super()._are_all_ready()
-
-    @override
-    def _served_before(self) -> bool:
-        return self._succession.is_adopted
 
     @override
     def check_start(self) -> None:
@@ -176,17 +231,14 @@ class ClusterOnHosts(ServingCluster):
                 raise AskedToStop
 
     @override
-    def progress(self) -> list[Progress | None]:
-        """See RunningCluster; of all nodes."""
+    def progress(self) -> list[LoadedShare | None]:
         others = [member for member in self._members.values() if member.prepared.folder != self.folder]
         return [*super().progress(), *self._loading.look(others)]
 
     @override
     def check(self) -> bool:
-        """Take in new nodes and give up lost ones; False: the cluster has to stop.
-
-        Raises PeerLost when Ray's head has not answered for long.
-        """
+        """Take in new nodes and give up lost ones; False: the cluster has to stop. Raises PeerLost when Ray's head has
+        not answered for long."""
         self._hand_over()
         try:
             goes_on = self._look_around()
@@ -199,21 +251,22 @@ class ClusterOnHosts(ServingCluster):
 
     @override
     def ends_at_once(self) -> bool:
-        """See RunningCluster; also when Ray's head is gone."""
         try:
             return is_asked_to_stop_at_once(self._cluster_id)
         except PeerLost:
             return True
 
     def record(self) -> ClusterRecord:
-        """Return what the cluster consists of now."""
         draining, problems = self._membership.draining, self._failed.problems
+        released = [node_id for node_id in self._membership.released if node_id not in self._members]
+        left_out = {**self._membership.refused, **dict.fromkeys(released, "given back, as the load does not need it")}
         used = (
-            record_of(one, is_draining=one_id in draining, problems=problems) for one_id, one in self._members.items()
+            record_of(member, is_draining=one_id in draining, problems=problems)
+            for one_id, member in self._members.items()
         )
         refused = (
             NodeRecord("", node.node_id, node.address, node.hostname, problem=problem)
-            for node, problem in ((self._seen[node_id], why) for node_id, why in self._left_out().items())
+            for node, problem in ((self._seen[node_id], why) for node_id, why in left_out.items())
         )
         return ClusterRecord(
             cluster_id=self._cluster_id,
@@ -230,10 +283,8 @@ class ClusterOnHosts(ServingCluster):
 
     @override
     def leave(self) -> None:
-        """See RunningCluster; the next driver finds it as if this one had been killed, or it ends after a while.
-
-        One that has not served for long is stopped: its next driver might end in the same way.
-        """
+        """Leave the cluster to the next driver, as if this process had been killed. Stop a cluster that served only
+        briefly: the next driver might fail likewise."""
         if self._ready_s is None or time.monotonic() - self._ready_s < _SETTLED_S:
             self.stop()
             return
@@ -251,10 +302,6 @@ class ClusterOnHosts(ServingCluster):
         known = (self._joining, tuple(self._members.values()), self._factory.secrets, self._actors)
         self._succession.hand_over(*known, has_changed=has_changed)
 
-    def _left_out(self) -> dict[str, str]:
-        released = [node_id for node_id in self._membership.released if node_id not in self._members]
-        return {**self._membership.refused, **dict.fromkeys(released, "given back, as the load does not need it")}
-
     def _look_around(self) -> bool:
         if is_asked_to_stop(self._cluster_id):
             return False
@@ -270,7 +317,8 @@ class ClusterOnHosts(ServingCluster):
             self._workers.end(name)
             self._has_news = True
         self._has_news |= self._look_at_models(drained)
-        self._scaling.look(self._actors, self._seen.__getitem__)
+        if self._scaling is not None:
+            self._scaling.look(self._actors, self._seen.__getitem__)
         if self._has_news:
             self._announce()
         return True
@@ -284,16 +332,16 @@ class ClusterOnHosts(ServingCluster):
         try:
             match order:
                 case DrainNode():
-                    return Done(self._drains.drain(order, self.record().nodes))
+                    return OrderDone(self._drains.drain(order, self.record().nodes))
                 case UndoDrain(name):
-                    return Done(self._drains.undo(name, self.record().nodes))
+                    return OrderDone(self._drains.undo(name, self.record().nodes))
                 case ScaleWorkers() if self._restarts.goes_on:  # their drains are not its own
-                    return Refused("workers are being restarted; scale when that is over")
+                    return OrderRefused("workers are being restarted; scale when that is over")
                 case ScaleWorkers():
                     self._has_news = True
-                    return Done(self._workers.scale(order, self.actors()))
+                    return OrderDone(self._workers.scale(order, self.actors()))
         except AlignedServeError as error:
-            return Refused(str(error))
+            return OrderRefused(str(error))
 
     @override
     def _watched_healths(self) -> dict[str, Health]:
@@ -382,7 +430,8 @@ class ClusterOnHosts(ServingCluster):
                 kill_actors(everything)
                 for member in self._members.values():
                     release(member.prepared.folder.name)
-                self._scaling.close()
+                if self._scaling is not None:
+                    self._scaling.close()
             except PeerLost:
                 logger.warning("Ray's head is gone, and with it the record of this cluster")
                 end_actors(everything)

@@ -12,18 +12,16 @@ from typing import Any, get_type_hints
 import msgspec
 
 from alignedserve.cluster.actor_factory import ClusterSecrets, PreparedNode
-from alignedserve.cluster.deployments.events import LeftDeployment
-from alignedserve.cluster.deployments.logic import DeploymentsLogic
-from alignedserve.cluster.draining.drains import Draining, Drains
-from alignedserve.cluster.hosts.admission import JoiningDevice, agent_of
-from alignedserve.cluster.hosts.joining import Joining, Shares
-from alignedserve.cluster.hosts.members import DrainedNode, HostedModel, Member
+from alignedserve.cluster.deployments.logic import DeploymentsLogic, LeftDeployment
+from alignedserve.cluster.draining.drains import Drains, ProcessDrain
 from alignedserve.cluster.hosts.membership import Host
-from alignedserve.cluster.hosts.nodes.placement_group import WorkerShare
-from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
-from alignedserve.cluster.hosts.plan import ClusterPlan
 from alignedserve.cluster.memory_planner import Machine
-from alignedserve.cluster.placement import NodeCapacity, NodeShare, PlacedCounts, Placement
+from alignedserve.cluster.nodes.admission import JoiningDevice, agent_of
+from alignedserve.cluster.nodes.joining import Joining, Shares
+from alignedserve.cluster.nodes.members import DrainedNode, HostedModel, Member
+from alignedserve.cluster.nodes.plan import ClusterPlan
+from alignedserve.cluster.nodes.ray_nodes import RayNode, WorkerShare
+from alignedserve.cluster.placement import DeploymentPlacement, NodeCapacity, NodeShare, PlacedCounts
 from alignedserve.cluster.sizing import SizeChoice
 from alignedserve.config.sections import ClusterConfig
 from alignedserve.config.unset_sizes import DefaultSize, from_mapping
@@ -104,7 +102,7 @@ class _Handover(_Struct, frozen=True):
     num_nodes: int
     num_folders: int
     vacant: tuple[tuple[Host, tuple[Shares, ...]], ...]
-    drains: dict[str, Draining]
+    drains: dict[str, ProcessDrain]
     drains_seen_s: float
     drained: dict[str, DrainedNode]
     members: tuple[_Member, ...]
@@ -191,16 +189,16 @@ class _Sections:
 
     @property
     def records(self) -> tuple[msgspec.Raw, ...]:
-        return tuple(msgspec.Raw(one) for one in self._places)
+        return tuple(msgspec.Raw(section) for section in self._places)
 
     def places_of(self, config: ClusterConfig) -> _Places:
         return tuple(self._place_of(getattr(config, name)) for name in config.__struct_fields__)
 
     def _place_of(self, section: object) -> int:
-        place = self._known.get(id(section))
-        if place is None:
-            place = self._known[id(section)] = self._places.setdefault(_plain(section), len(self._places))
-        return place
+        index = self._known.get(id(section))
+        if index is None:
+            index = self._known[id(section)] = self._places.setdefault(_plain(section), len(self._places))
+        return index
 
 
 def _config_of(places: _Places, sections: Sequence[msgspec.Raw]) -> ClusterConfig:
@@ -225,7 +223,7 @@ def _plan_of(record: _Plan, sections: Sequence[msgspec.Raw]) -> ClusterPlan:
     config = _config_of(record.config, sections)
     served = _served_of(record.served, EncoderConfig if record.is_encoder else ModelConfig)
     choices = {name: SizeChoice(_config_of(sized, sections), served) for name, sized in record.sizes.items()}
-    placement = Placement(config, record.deployment_id, record.counts)
+    placement = DeploymentPlacement(config, record.deployment_id, record.counts)
     return ClusterPlan(config, served, placement, record.shares, choices, record.capacities)
 
 
@@ -256,10 +254,10 @@ def _member_of(record: _Member, joining: Joining, sections: Sequence[msgspec.Raw
 
 
 def _served_of(record: msgspec.Raw, kind: type) -> ServedModel:
-    given = msgspec.msgpack.decode(record, type=dict[str, Any])
+    fields = msgspec.msgpack.decode(record, type=dict[str, Any])
     types = {**get_type_hints(ServedModel), "config": kind}
     return ServedModel(
-        **{name: msgspec.convert(value, types[name], dec_hook=_decoded) for name, value in given.items()}
+        **{name: msgspec.convert(value, types[name], dec_hook=_decoded) for name, value in fields.items()}
     )
 
 

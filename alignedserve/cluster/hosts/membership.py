@@ -2,12 +2,12 @@
 
 The life of a node:
 1. NodesSeen has one that is new: PrepareNode. It is examined, gets a share of the cluster, and actors.
-2. NodeJoined: it is a member. NodeRefused: it is left alone, for as long as it lives. NodePostponed: it is prepared
+2. NodeJoined: it is a member. NodeRefused: the node stays out while it lives. NodePostponed: it is prepared
    anew after a pause, which doubles with every time.
 3. NodesSeen lacks it: a member is lost, ForgetNode; preparations end, CancelPreparation. Its share stays vacant until
    a node of that host comes.
 4. DrainAsked: a member drains. NodeDrained: EndNode, and its host stays out, also when it comes back under another id,
-   until DrainUndone. A node that is given back to Ray stays out for as long as it lives.
+   until DrainUndone. A node given back to Ray stays out while it lives.
 
 Announce follows whatever a command on any node is to see.
 """
@@ -208,10 +208,8 @@ class Membership:
 
     def _is_known(self, node_id: str) -> bool:
         is_drained = any(drained.node_id == node_id for drained in self._drained.values())
-        return is_drained or any(node_id in known for known in self._ids())
-
-    def _ids(self) -> tuple[Mapping[str, object], ...]:
-        return self._members, self._preparing, self._refused, self._given_back
+        known = (self._members, self._preparing, self._refused, self._given_back)
+        return is_drained or any(node_id in ids for ids in known)
 
     def _forget_missing(self, alive: Mapping[str, Host]) -> list[MembershipCommand]:
         lost = [node_id for node_id in self._members if node_id not in alive]

@@ -1,10 +1,14 @@
 """The record of a running cluster, by which commands on any of its nodes find it."""
 
+import platform
+from importlib.metadata import version
+
 import msgspec
 
 from alignedserve.cluster.deployments.orders import DeploymentReport
 from alignedserve.cluster.hosts import ray_directory
 from alignedserve.core.errors import ProtocolError
+from alignedserve.messages.wire import PROTOCOL_VERSION
 
 DRAINING, DRAINED = "draining", "drained"
 _RECORD_KEY = "cluster"
@@ -29,16 +33,14 @@ class NodeRecord(msgspec.Struct, frozen=True):
     agent: str = ""  # the actor that reads its logs
     actors: tuple[ActorRecord, ...] = ()
     urls: tuple[str, ...] = ()  # of its gateways
-    problem: str = ""  # for which it is not used
+    problem: str = ""  # reason for a refusal
     drain: str = ""  # "draining" or "drained"
 
     def is_called(self, name: str) -> bool:
-        """Return whether this is the node that a user means."""
         return name in (self.name, self.hostname, self.address)
 
     @property
     def summary(self) -> str:
-        """Return what runs here, in one line."""
         if self.problem:
             return f"not used: {self.problem}"
         if self.drain == DRAINED:
@@ -69,7 +71,6 @@ class ClusterRecord(msgspec.Struct, frozen=True):
 
     @property
     def urls(self) -> list[str]:
-        """Return the addresses of all gateways."""
         return [url for node in self.nodes for url in node.urls]
 
 
@@ -86,43 +87,39 @@ def write_record(record: ClusterRecord) -> None:
 
 def read_record() -> ClusterRecord | None:
     """Return the record; None: no cluster runs here. Raises PeerLost, or ProtocolError for one of another version."""
-    found = ray_directory.get(_RECORD_KEY)
-    if found is None:
+    encoded = ray_directory.get(_RECORD_KEY)
+    if encoded is None:
         return None
     try:
-        return msgspec.json.decode(found, type=ClusterRecord)
+        return msgspec.json.decode(encoded, type=ClusterRecord)
     except msgspec.MsgspecError as error:
         raise ProtocolError(f"the running cluster is of another version: {error}") from error
 
 
 def recorded_id() -> str | None:
-    """Return the id of the cluster that the record names, also one of another version; None: there is none.
-
-    Raises PeerLost when Ray's head does not answer.
-    """
-    found = _identity()
-    return found.cluster_id if found is not None else None
+    """Return the id of the cluster that the record names, also one of another version; None: there is none. Raises
+    PeerLost when Ray's head does not answer."""
+    identity = _identity()
+    return identity.cluster_id if identity is not None else None
 
 
 def recorded_driver() -> tuple[str, str] | None:
     """Return that id with its driver's: the next driver may go on with the same cluster. Raises as `recorded_id`."""
-    found = _identity()
-    return (found.cluster_id, found.driver) if found is not None else None
+    identity = _identity()
+    return (identity.cluster_id, identity.driver) if identity is not None else None
 
 
 def recorded_drain_s() -> float:
     """Return the time that the running cluster, also one of another version, gives to what is open when it is to end.
-
-    Raises PeerLost when Ray's head does not answer.
-    """
-    found = _identity()
-    return found.drain_s if found is not None else 0.0
+    Raises PeerLost when Ray's head does not answer."""
+    identity = _identity()
+    return identity.drain_s if identity is not None else 0.0
 
 
 def _identity() -> _Identity | None:
-    found = ray_directory.get(_RECORD_KEY)
+    encoded = ray_directory.get(_RECORD_KEY)
     try:
-        return msgspec.json.decode(found, type=_Identity) if found is not None else None
+        return msgspec.json.decode(encoded, type=_Identity) if encoded is not None else None
     except msgspec.MsgspecError:
         return None  # it names no cluster that could be asked anything
 
@@ -134,10 +131,8 @@ def remove_record(cluster_id: str) -> None:
 
 
 def ask_to_stop(cluster_id: str, *, at_once: bool = False) -> None:
-    """Ask the driver of this cluster to stop it: once what is open is answered, for a time, or at once.
-
-    Raises PeerLost when Ray's head does not answer.
-    """
+    """Ask the driver of this cluster to stop it: once what is open is answered, for a time, or at once. Raises PeerLost
+    when Ray's head does not answer."""
     ray_directory.put(_STOP_KEY, _at_once(cluster_id) if at_once else cluster_id.encode())
 
 
@@ -153,3 +148,7 @@ def is_asked_to_stop_at_once(cluster_id: str) -> bool:
 
 def _at_once(cluster_id: str) -> bytes:
     return f"{cluster_id} at once".encode()
+
+
+def own_versions() -> str:
+    return f"AlignedServe {version('alignedserve')} (protocol {PROTOCOL_VERSION}), Python {platform.python_version()}"

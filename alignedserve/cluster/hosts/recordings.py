@@ -1,8 +1,8 @@
 """Copies what other nodes record into the folder of the run, on the head, while it is written.
 
 Each node's processes record into its private folder. Its part of the run is a folder of its own beside RUN_FILE, named
-by the node and by how many nodes had come before; the next driver goes on with it. A node that is lost takes with it
-what it recorded in the last second.
+by the node and by how many nodes had come before; the next driver goes on with it. The last second of a lost node is
+lost.
 """
 
 import logging
@@ -17,8 +17,8 @@ import msgspec
 import ray
 from ray.exceptions import RayError
 
-from alignedserve.cluster.hosts.members import Member
-from alignedserve.cluster.hosts.nodes.recorded_parts import MAX_PART_BYTES, is_name
+from alignedserve.cluster.nodes.members import Member
+from alignedserve.cluster.recording_folder import MAX_PART_BYTES, is_name
 from alignedserve.disk.durable import open_private
 from alignedserve.process.recording import PART_FILE, RecordedPart
 
@@ -88,7 +88,6 @@ class Recordings:
             self._thread.start()
 
     def follow(self, member: Member) -> None:
-        """Copy what this node records from now on. The head's processes write where it is to be."""
         if self._folder is None or member.prepared.share.is_head:
             return
         try:
@@ -133,10 +132,10 @@ class Recordings:
         self._nodes = {}
 
     def _finish(self, node: str, ends_s: float) -> None:
-        found = self._nodes.get(node)
+        recorded = self._nodes.get(node)
         self.forget(node)
-        if found is not None:
-            self._perform(node, found.lock, partial(found.finish, ends_s))
+        if recorded is not None:
+            self._perform(node, recorded.lock, partial(recorded.finish, ends_s))
 
     def _run(self) -> None:
         while not self._is_closing.wait(_PERIOD_S):
@@ -175,10 +174,10 @@ def _recorded_node(folder: Path, member: Member) -> RecordedNode:
 
 
 def clock_ahead_s(ask: Callable[[], float]) -> float:
-    found = []
+    measured = []
     for _ in range(_NUM_ASKED):
         asked_s = time.monotonic()
         theirs_s = ask()
         answered_s = time.monotonic()
-        found.append((answered_s - asked_s, (asked_s + answered_s) / 2 - theirs_s))
-    return min(found)[1]
+        measured.append((answered_s - asked_s, (asked_s + answered_s) / 2 - theirs_s))
+    return min(measured)[1]

@@ -19,14 +19,12 @@ from ray.exceptions import RayError
 
 from alignedserve.cluster.actor_factory import ClusterSecrets
 from alignedserve.cluster.hosts.handover import ClusterState, decode, encode
-from alignedserve.cluster.hosts.joining import Joining
-from alignedserve.cluster.hosts.members import Member
-from alignedserve.cluster.hosts.nodes.agent import KeptState
-from alignedserve.cluster.hosts.nodes.versions import own_versions
-from alignedserve.cluster.hosts.orphans import SILENT_S, kept_by
-from alignedserve.cluster.hosts.ray_storage import HEAD_RETURNS_S
-from alignedserve.cluster.hosts.record import ClusterRecord
-from alignedserve.cluster.ray_polls import answers_so_far
+from alignedserve.cluster.hosts.ray_directory import HEAD_RETURNS_S
+from alignedserve.cluster.hosts.record import ClusterRecord, own_versions
+from alignedserve.cluster.nodes.agent import SILENT_S, KeptState, kept_by
+from alignedserve.cluster.nodes.joining import Joining
+from alignedserve.cluster.nodes.members import Member
+from alignedserve.cluster.ray_node import answers_so_far
 from alignedserve.config.environment import api_keys, redis_url
 from alignedserve.config.sections import ClusterConfig
 from alignedserve.core.errors import ProtocolError, ResourceError
@@ -45,11 +43,9 @@ _PATIENCE_S = 15.0  # with a driver that does not end
 
 def digest_of(*configs: ClusterConfig) -> str:
     """Return a digest of all that a driver is started with: a driver with another one starts a cluster of its own.
-
-    `configs`: of its models.
-    """
-    asked = [msgspec.json.encode(config, enc_hook=_typed).decode() for config in configs]
-    parts = (own_versions(), *asked, *sorted(api_keys()), redis_url() or "")
+    `configs`: of its models."""
+    encoded = [msgspec.json.encode(config, enc_hook=_typed).decode() for config in configs]
+    parts = (own_versions(), *encoded, *sorted(api_keys()), redis_url() or "")
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
@@ -86,12 +82,9 @@ class Succession:
         *,
         has_changed: bool = False,
     ) -> None:
-        """Give a copy to the agents of all members that have not this state, without waiting for them.
-
-        Looked at about once a second. `actors`: by node and name; agents end those of their node when they have had no
-        driver for long. `has_changed`: at once, so that a driver which dies now leaves no process that the next one
-        does not know.
-        """
+        """Give a copy to the agents of all members that have not this state, without waiting for them. Looked at about
+        once a second. `actors`: by node and name; agents end those of their node when they have had no driver for long.
+        `has_changed`: at once, so that a driver which dies now leaves no process that the next one does not know."""
         now = time.monotonic()
         if now - self._handed_s < _PERIOD_S and not has_changed:
             return
@@ -106,11 +99,11 @@ class Succession:
 
     def _forget_lacking(self, names: set[str]) -> None:
         self._given = {name: given for name, given in self._given.items() if name in names}
-        asked = {given.answer: name for name, given in self._given.items() if given.answer is not None}
-        for answer, has_copy in answers_so_far(list(asked)).items():
-            self._given[asked[answer]].answer = None
+        calls = {given.answer: name for name, given in self._given.items() if given.answer is not None}
+        for answer, has_copy in answers_so_far(list(calls)).items():
+            self._given[calls[answer]].answer = None
             if not has_copy:
-                del self._given[asked[answer]]
+                del self._given[calls[answer]]
 
     def _tell(self, member: Member, actors: list[Any]) -> None:
         agent, given = member.agent.actor, self._given.get(member.name)
@@ -126,15 +119,12 @@ def head_patience_s() -> float:
 
 
 def orphans_patience_s() -> float:
-    """Return for how long a node's actors go on without a driver."""
     return HEAD_RETURNS_S - _BEFORE_RAY_S if redis_url() is not None else _ORPHANED_S
 
 
 def left_by_former(record: ClusterRecord | None) -> ClusterState | None:
-    """Return what the last driver of this cluster has left; None: nothing is left, or it is of another version.
-
-    Raises ResourceError when that driver has not ended.
-    """
+    """Return what the last driver of this cluster has left; None: nothing is left, or it is of another version. Raises
+    ResourceError when that driver has not ended."""
     if record is None or record.version != own_versions():
         return None
     agents = [node.agent for node in record.nodes if node.agent]

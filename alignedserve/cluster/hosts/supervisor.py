@@ -1,7 +1,7 @@
 """The supervisor of a cluster's driver, on the head: it outlives the shell that started it and restarts the driver.
 
-It is no process of Ray's, so `ray stop` leaves it alone: it ends by itself when Ray has ended on this host. There is
-one per user and host; a new one ends the former first, whose lock it then holds.
+It is no process of Ray's, so `ray stop` leaves it alone: it ends by itself when Ray has ended on this host. A user has
+one supervisor per host: a new supervisor ends the former and takes over the lock.
 """
 
 import contextlib
@@ -37,15 +37,12 @@ _USAGE_ERROR = 2  # exit code of a configuration that will never start
 
 
 def driver_log() -> Path:
-    """Return the file to which drivers write."""
     return run_root() / LOG_NAME
 
 
 def start_supervisor(command: Sequence[str], ray_address: str) -> "subprocess.Popen[bytes]":
-    """Start a supervisor of this command, which is to join the Ray at that address. Its process outlives this one.
-
-    A former one is ended first. Raises ResourceError when others can enter the folder of its log.
-    """
+    """Start a supervisor of this command, which is to join the Ray at that address. Its process outlives this one. A
+    former one is ended first. Raises ResourceError when others can enter the folder of its log."""
     root = make_run_root()
     end_supervisor()
     arguments = [sys.executable, "-m", "alignedserve.cluster.hosts.supervisor", *command]
@@ -66,7 +63,7 @@ def start_supervisor(command: Sequence[str], ray_address: str) -> "subprocess.Po
         )
 
 
-class Ending(Enum):
+class SupervisorEnd(Enum):
     """The end that a supervisor came to."""
 
     NOT_THERE = auto()
@@ -74,19 +71,17 @@ class Ending(Enum):
     KILLED = auto()
 
 
-def end_supervisor(*, leaves_s: float = 0.0, drain_s: float = 0.0, patience_s: float = _STOP_S) -> Ending:
-    """End the supervisor of this host, if there is one, with its driver; return how.
-
-    `leaves_s`: in which it may end by itself. `drain_s`: in which its cluster may answer what is open; the driver is
-    then told again, and ends at once. After `patience_s` more the two are killed: a driver may hang.
-    """
-    ending, began_s, is_told = Ending.NOT_THERE, time.monotonic(), False
+def end_supervisor(*, leaves_s: float = 0.0, drain_s: float = 0.0, patience_s: float = _STOP_S) -> SupervisorEnd:
+    """End the supervisor of this host, if there is one, with its driver; return how. `leaves_s`: in which it may end by
+    itself. `drain_s`: in which its cluster may answer what is open; the driver is then told again, and ends at once.
+    After `patience_s` more the two are killed: a driver may hang."""
+    ending, began_s, is_told = SupervisorEnd.NOT_THERE, time.monotonic(), False
     while (pid := running_supervisor()) is not None:
-        ending = Ending.ENDED
+        ending = SupervisorEnd.ENDED
         waited_s = time.monotonic() - began_s
         if waited_s > leaves_s + drain_s + patience_s:
             _kill(pid)
-            return Ending.KILLED
+            return SupervisorEnd.KILLED
         if waited_s >= leaves_s + drain_s or (waited_s >= leaves_s and not is_told):
             is_told = True
             with contextlib.suppress(ProcessLookupError):
@@ -107,7 +102,6 @@ def _kill(pid: int) -> None:
 
 
 def running_supervisor() -> int | None:
-    """Return the process id of this host's supervisor; None: there is none."""
     path = run_root() / _LOCK_NAME
     try:
         with path.open("r+", encoding="ascii") as lock:
@@ -180,7 +174,6 @@ class Supervisor:
 
 
 def has_raylet() -> bool:
-    """Return whether Ray runs on this host, for this user; of the cluster whose port RAY_ADDRESS gives, if it does."""
     port = (ray_address() or "").rpartition(":")[2]
     return any(
         process.info["name"] == "raylet"

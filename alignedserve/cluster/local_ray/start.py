@@ -1,4 +1,4 @@
-"""Starts Ray on this machine for one cluster: closed to other machines and other users, without what it does not need.
+"""Starts Ray on this machine for one cluster: closed to other machines and users, without unused processes.
 
 Ray listens at all addresses unless its node has the loopback address, which `ray.init` never gives it on Linux: it is
 started as on macOS, where it has. Its folder is in the cluster's, which nobody else can enter.
@@ -19,13 +19,13 @@ from ray._private import ray_constants, services, worker
 from ray._private.node import Node
 from ray._raylet import Config  # type: ignore[attr-defined]
 
-from alignedserve.cluster.local_ray.node_processes import NodeProcesses
+from alignedserve.cluster.local_ray.node_watch import NodeProcesses
 from alignedserve.cluster.local_ray.worker_template import WorkerTemplate
 from alignedserve.cluster.ray_node import RAY_ENVIRONMENT
 from alignedserve.cluster.signals import handlers_preserved
 from alignedserve.config.environment import RUN_DIR_VARIABLE, SPIN_VARIABLE
 from alignedserve.core.errors import ResourceError
-from alignedserve.process.logs.files import LossyFileHandler
+from alignedserve.process.logs import LossyFileHandler
 
 _MAX_BYTES = 4 << 20
 _ORDERS = "workers.sock"  # in the cluster's folder
@@ -77,10 +77,8 @@ _PATIENT = {
 
 
 def start_ray(folder: Path, namespace: str, template: WorkerTemplate | None = None) -> NodeProcesses:
-    """Start Ray's processes, which end with this one; `folder` gets their sockets, logs and token.
-
-    `template`: forks the workers; None: Ray starts them. Raises ResourceError.
-    """
+    """Start Ray's processes, which end with this one; `folder` gets their sockets, logs and token. `template`: forks
+    the workers; None: Ray starts them. Raises ResourceError."""
     if not str(folder).isascii():
         raise ResourceError(f"Ray takes no folder such as {folder.parent}; set {RUN_DIR_VARIABLE} to one in ASCII")
     orders = folder / _ORDERS
@@ -92,7 +90,7 @@ def start_ray(folder: Path, namespace: str, template: WorkerTemplate | None = No
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(32))
     os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token))
-    Config.initialize("")  # Ray read its settings when imported; this reads them again
+    Config.initialize("")  # Ray reads settings at import; read them again
     try:
         with handlers_preserved(), _restrained(folder, orders if is_forking else None):
             ray.init(
@@ -118,9 +116,7 @@ def _question(error: Exception) -> str:
 @contextlib.contextmanager
 def _restrained(folder: Path, orders: Path | None = None) -> Iterator[None]:
     """Let Ray start on loopback, with sockets in this folder and no process or server that one host has no use for.
-
-    `orders`: where the template of workers listens.
-    """
+    `orders`: where the template of workers listens."""
 
     def socket_path(node: Node, path: str | None, default_prefix: str) -> str:
         return str(folder / f"{default_prefix}.sock")
@@ -134,13 +130,13 @@ def _restrained(folder: Path, orders: Path | None = None) -> Iterator[None]:
     if orders is not None:
         # Ray writes what this returns between the interpreter and the worker's own words.
         replaced.append((services, "_site_flags", lambda: ["-I", "-S", str(_FORK_WORKER), str(orders)]))
-    kept = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
+    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
     for owner, name, instead in replaced:
         setattr(owner, name, instead)
     try:
         yield
     finally:
-        for owner, name, own in kept:
+        for owner, name, own in originals:
             setattr(owner, name, own)
 
 
@@ -148,5 +144,4 @@ def _idle_agent(component: str, session_dir: str, unbuffered: bool = True) -> li
     return [sys.executable, "-I", "-S", str(Path(__file__).with_name("idle_agent.py")), component]
 
 
-def _start_nothing(node: Node, **_: object) -> None:
-    """Stand in for a method that would start a process."""
+def _start_nothing(node: Node, **_: object) -> None: ...

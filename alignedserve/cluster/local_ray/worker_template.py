@@ -46,8 +46,8 @@ class TemplateLoads:
     """What a template loads, and when it begins to fork."""
 
     modules: Sequence[str]  # in this order
-    num_early: int = 0  # workers that are forked before all is there, and load what else they need
-    early_at: int = 0  # the number of modules that must be there for that
+    num_early: int = 0  # workers forked early; they load the other modules themselves
+    early_at: int = 0  # number of modules to load before the first early worker
 
 
 class WorkerOrder(NamedTuple):
@@ -69,7 +69,7 @@ class WorkerOrder(NamedTuple):
 
 
 class WorkerTemplate:
-    """The template, as the process that has forked it sees it. A context manager, at whose end it is killed."""
+    """Handle of the template, in the process that forked it. A context manager, at whose end it is killed."""
 
     def __init__(self, pid: int, control: socket.socket) -> None:
         self.pid = pid  # 0: it has been stopped
@@ -77,11 +77,8 @@ class WorkerTemplate:
 
     @classmethod
     def fork(cls, loads: TemplateLoads) -> Self | None:
-        """Fork the template; None: this process or this machine is not one for that.
-
-        Where NVIDIA's driver is, workers are started as Ray does it: nothing of CUDA may exist before a fork. So they
-        are where Ray was loaded before.
-        """
+        """Fork the template; None: not possible in this process or on this machine. Where NVIDIA's driver is, workers
+        are started as Ray does it: nothing of CUDA may exist before a fork. So they are where Ray was loaded before."""
         is_alone = threading.active_count() == 1 and "ray" not in sys.modules
         if sys.platform != "linux" or not is_alone or driver_version() is not None:
             return None
@@ -125,14 +122,12 @@ class WorkerTemplate:
 
 
 def _load_ray() -> None:
-    """Load Ray as a worker does, which takes two things from the environment then, and not later.
-
-    A worker ends with the process of that id: its node process, which here ends with the one that forks the template.
-    """
-    own = {_JOB_VARIABLE: _JOB, "RAY_RAYLET_PID": str(os.getpid())}
-    os.environ.update(own)
+    """Load Ray as a worker does, which takes two things from the environment then, and not later. A worker ends with
+    the process of that id: its node process, which here ends with the one that forks the template."""
+    variables = {_JOB_VARIABLE: _JOB, "RAY_RAYLET_PID": str(os.getpid())}
+    os.environ.update(variables)
     importlib.import_module("ray")
-    for name in own:
+    for name in variables:
         del os.environ[name]
 
 
@@ -175,9 +170,8 @@ class _Orders:
 
     def take(self, most: int | None, timeout_s: float | None) -> bool:
         """Wait for an order or the end, at most this long (None: for ever), and obey all that wait. Raises _Ended.
-
-        `most`: of all orders that were ever taken, for those that wait to be taken now. Returns whether there was any.
-        """
+        `most`: of all orders that were ever taken, for those that wait to be taken now. Returns whether there was
+        any."""
         num_before = self._num_taken
         while most is None or self._num_taken < most:
             sources = [one for one in (self._control, self._listening) if one is not None]

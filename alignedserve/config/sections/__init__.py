@@ -5,7 +5,16 @@ A component receives its own section, never the whole. Every wrong value raises 
 
 from alignedserve.config.sections.base import MIB, Section
 from alignedserve.config.sections.batches import BatchesConfig
-from alignedserve.config.sections.cluster import ClusterConfig, LinksConfig, RecordingConfig, ScalingConfig, Topology
+from alignedserve.config.sections.cluster import (
+    ClusterConfig,
+    ExplainConfig,
+    LinksConfig,
+    Observing,
+    RecordingConfig,
+    ScalingConfig,
+    Topology,
+    TracingConfig,
+)
 from alignedserve.config.sections.gateway import AUTO, GatewayConfig
 from alignedserve.config.sections.model import (
     REASONING_FORMATS,
@@ -16,7 +25,6 @@ from alignedserve.config.sections.model import (
     PoolConfig,
     PrefixCacheConfig,
 )
-from alignedserve.config.sections.observing import ExplainConfig, Observing, TracingConfig
 from alignedserve.config.sections.scheduling import BatchingConfig, RouterConfig, SchedulingConfig
 from alignedserve.config.sections.workers import DecodeWorkerConfig, EngineConfig, PrefillWorkerConfig
 

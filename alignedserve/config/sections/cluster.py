@@ -1,6 +1,8 @@
 """The whole configuration: every section, and the topology."""
 
 import enum
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -8,9 +10,59 @@ from alignedserve.config.sections.base import MIB, Section
 from alignedserve.config.sections.batches import BatchesConfig
 from alignedserve.config.sections.gateway import GatewayConfig
 from alignedserve.config.sections.model import LoraConfig, ModelSectionConfig, PoolConfig, PrefixCacheConfig
-from alignedserve.config.sections.observing import ExplainConfig, TracingConfig
 from alignedserve.config.sections.scheduling import BatchingConfig, RouterConfig, SchedulingConfig
 from alignedserve.config.sections.workers import DecodeWorkerConfig, EngineConfig, PrefillWorkerConfig
+
+
+class ExplainConfig(Section, frozen=True):
+    """Courses of requests, which gateways keep for `alignedserve explain`."""
+
+    enabled: bool = True
+    keep_s: float = 3600.0  # after the end of a request
+    max_requests: int = 20_000  # of one gateway; the oldest that have ended make room
+    max_bytes: int = 64 * MIB  # likewise
+
+    def __post_init__(self) -> None:
+        self._require(0.0 < self.keep_s <= 7 * 86_400.0, "keep_s", "must be above 0 and at most 604800")
+        self._require_positive("max_requests", "max_bytes")
+
+
+class TracingConfig(Section, frozen=True):
+    """Traces of OpenTelemetry, sent by gateways with OTLP over HTTP."""
+
+    endpoint: str | None = None  # of a collector, such as http://127.0.0.1:4318; unset: no traces
+    sample_ratio: float = 1.0  # of requests whose client does not say whether they are traced
+    service_name: str = "alignedserve"
+    timeout_s: float = 10.0  # of sending a message, all tries together
+    max_queued_requests: int = 2048  # waiting to be sent; traces beyond are dropped, and counted
+
+    def __post_init__(self) -> None:
+        self._require(self.endpoint is None or _is_url(self.endpoint), "endpoint", "must be an http or https URL")
+        self._require(0.0 <= self.sample_ratio <= 1.0, "sample_ratio", "must be between 0 and 1")
+        self._require(0 < len(self.service_name) <= 200, "service_name", "must have 1 to 200 characters")
+        self._require(0.1 <= self.timeout_s <= 60.0, "timeout_s", "must be between 0.1 and 60")
+        self._require(1 <= self.max_queued_requests <= 100_000, "max_queued_requests", "must be between 1 and 100000")
+
+
+@dataclass(frozen=True, slots=True)
+class Observing:
+    """What a gateway gets of both, with the headers (secrets, perhaps) that the collector wants."""
+
+    explain: ExplainConfig = field(default_factory=ExplainConfig)
+    tracing: TracingConfig = field(default_factory=TracingConfig)
+    headers: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+
+    @property
+    def is_on(self) -> bool:
+        return self.explain.enabled or self.tracing.endpoint is not None
+
+
+def _is_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
 
 
 class LinksConfig(Section, frozen=True):
@@ -46,7 +98,7 @@ class RecordingConfig(Section, frozen=True):
 class ScalingConfig(Section, frozen=True):
     """Nodes that Ray's autoscaler adds and removes with the load, on a cluster of several hosts."""
 
-    max_nodes: int | None = None  # with the head; unset: the nodes are those that there are
+    max_nodes: int | None = None  # with the head; unset: no nodes are added or removed
     min_nodes: int = 1
     target_load: float = 0.8  # real-time requests per place of a decode worker; above it nodes are added
     max_wait_s: float = 5.0  # forecast for queued real-time requests; above it nodes are added
@@ -65,7 +117,7 @@ class ScalingConfig(Section, frozen=True):
 
 
 class Topology(enum.Enum):
-    """Workers that do both phases and hand requests over, such as keep them, or separate ones with a pool between."""
+    """Workers of both phases with handover (elastic) or without (colocated), or separate workers around a pool."""
 
     ELASTIC = "elastic"
     COLOCATED = "colocated"
@@ -73,7 +125,6 @@ class Topology(enum.Enum):
 
     @property
     def is_separate(self) -> bool:
-        """True if prompts and decodes have workers of their own, with a pool between them."""
         return self is Topology.DISAGGREGATED
 
 
@@ -106,10 +157,8 @@ class ClusterConfig(Section, frozen=True):
 
     @property
     def node_pool(self) -> PoolConfig | None:
-        """Return the pool of each node, with the memory for all that it keeps; None: it keeps nothing.
-
-        It keeps requests on their way between separate workers or decodes of others, prefix blocks, or both.
-        """
+        """Return the pool of each node, with the memory for all that it keeps; None: it keeps nothing. It keeps
+        requests on their way between separate workers or decodes of others, prefix blocks, or both."""
         requests_bytes = self.pool.memory_bytes if self.chosen_topology.is_separate else self.decode.pool_bytes
         memory_bytes = requests_bytes + self.prefix_cache.pool_bytes
         return msgspec.structs.replace(self.pool, memory_bytes=memory_bytes) if memory_bytes else None

@@ -74,8 +74,8 @@ class PrefixCacheConfig(Section, frozen=True):
     """Blocks of contexts that later requests with the same beginning reuse instead of computing them again."""
 
     enabled: bool = True
-    # Memory of a node, beside that of its workers, for blocks that they share and that outlive one; 0: none. When unset
-    # as much as its workers have, from what is free, where there are several.
+    # Memory of a node, beside its workers', for shared blocks that outlive a worker; 0: none. When unset as much as the
+    # workers have, from free memory, where a node has several.
     host_bytes: int = 0
     shared_between_keys: bool = False  # API keys share each other's blocks; False: each key its own only
     # Of a worker's cache, the most that recurrent states take which are kept for later requests; 0: none is.

@@ -21,7 +21,7 @@ class RouterConfig(Section, frozen=True):
     prefill_order: str | None = None  # name of an order in router/policies.py; the policy's own when unset
     direct_handoff: bool | None = None  # prefills go straight to decode workers; as the policy has it when unset
     # Of separate workers: tokens handed to one to prefill, the rest waits in the router; requests granted to a decode
-    # worker ahead of need. Others are given what they have places for (decode.max_waiting_requests).
+    # worker ahead of need. Other workers get requests by their free places (decode.max_waiting_requests).
     max_prefill_tokens_per_worker: int = 8192
     max_candidate_requests: int = 16
     # Share of the prompt tokens that best effort has while real-time requests wait (router/prefill_queue.py).

@@ -6,7 +6,7 @@ from alignedserve.config.sections.base import MIB, Section
 
 
 class PrefillWorkerConfig(Section, frozen=True):
-    """Workers that compute prompts, where they are separate; elastic ones lend each other candidate buffers too."""
+    """Separate workers for prompts; elastic workers lend each other candidate buffers too."""
 
     count: int = 1  # in the whole cluster; when unset by what each node has
     kv_cache_bytes: int = 128 * MIB  # block storage
@@ -22,7 +22,7 @@ class PrefillWorkerConfig(Section, frozen=True):
 
 
 class DecodeWorkerConfig(Section, frozen=True):
-    """Workers that generate; elastic and colocated ones compute prompts as well."""
+    """Workers for decodes; elastic and colocated workers compute prompts as well."""
 
     count: int = 1  # in the whole cluster; when unset by what each node has
     standby: int = 0  # of each node that has some: workers beyond these, loaded and idle, for when one is lost; on CPUs

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from typing_extensions import override
 
-from alignedserve.cli.batch.client import BatchClient, Receiver, RequestRefused
+from alignedserve.cli.batch.client import BatchClient, DownloadReceiver, RequestRefused
 from alignedserve.cli.batch.formatting import OVER
 from lab.certification.judged_lines import LineJudge, read_answer
 from lab.certification.protocol import PlannedBatch
@@ -148,7 +148,7 @@ class BatchDocuments(Documents):
 
     async def _content(self, file_id: str) -> bytes:
         received = bytearray()
-        await self._client.receive(file_id, Receiver(lambda: len(received), received.extend))
+        await self._client.receive(file_id, DownloadReceiver(lambda: len(received), received.extend))
         return bytes(received)
 
     async def _leave(self, opened: Sequence[_OpenBatch], files: Sequence[str]) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from alignedserve.config.environment import data_dir
-from alignedserve.config.loading import current_field_name, load_config
+from alignedserve.config.loading import load_config
 from alignedserve.config.sections import ClusterConfig, Topology
 from alignedserve.config.unset_sizes import DefaultSize, with_fixed_sizes
 from alignedserve.core.block_layout import BlockLayout
@@ -239,7 +239,7 @@ def _machines(options: PlanOptions, offers: tuple[Offer, ...], run: _Recorded | 
 
 def _cluster(options: PlanOptions, is_named: bool) -> ClusterConfig:
     for override in options.overrides:
-        field = current_field_name(override.partition("=")[0].strip())
+        field = override.partition("=")[0].strip()
         if any(field == name or field.startswith(f"{name}.") for name in _PLANNED):
             raise ConfigError(f"--set {field}: that is what the plan is to say")
     sizes = SERVER_SIZES if options.config is None and is_named else ()

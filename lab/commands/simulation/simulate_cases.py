@@ -11,7 +11,7 @@ import msgspec
 import yaml
 
 from alignedserve.config.environment import data_dir
-from alignedserve.config.loading import current_field_name, load_config
+from alignedserve.config.loading import load_config
 from alignedserve.config.sections import ClusterConfig, ScalingConfig, Topology
 from alignedserve.config.unset_sizes import with_fixed_sizes
 from alignedserve.core.errors import ConfigError
@@ -116,7 +116,7 @@ def _cluster(options: SimulateOptions) -> ClusterConfig:
     ConfigError for what would change nothing.
     """
     for override in options.overrides:
-        field = current_field_name(override.partition("=")[0].strip())
+        field = override.partition("=")[0].strip()
         for name, place in _SAID_ELSEWHERE.items():
             if field == name or field.startswith(f"{name}."):
                 raise ConfigError(f"--set {field}: here {place} says that")

@@ -96,7 +96,7 @@ def test_a_firewall_between_hosts_is_named_before_a_start(hosts: NamespaceHosts)
     first, second = hosts.hosts
     code = (
         f"import sys; sys.path.insert(0, {str(Path.cwd())!r})\n"
-        "from alignedserve.cluster.hosts.nodes.report import unreached\n"
+        "from alignedserve.cluster.nodes.admission import unreached\n"
         f"print(unreached({{'closed': ({second.address!r}, {SSH + 1}), 'open': ({second.address!r}, {SSH})}}))"
     )
     assert first.run(sys.executable, "-c", code).stdout.strip() == "{'closed': 'Connection refused'}"

@@ -17,7 +17,7 @@ from rich.console import Console
 from alignedserve.batches.records import Endpoint
 from alignedserve.cli.batch.client import BatchClient
 from alignedserve.cli.batch.input_check import check_file
-from alignedserve.cli.batch.watch import watch_until_over
+from alignedserve.cli.batch.session import watch_until_over
 from alignedserve.cli.main import main
 from alignedserve.core.request import Request
 from tests.gateway.batches.batch_server import CuttingProxy, listening

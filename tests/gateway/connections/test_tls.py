@@ -14,13 +14,13 @@ import pytest
 import yaml
 
 from alignedserve.cli.batch.client import BatchClient
-from alignedserve.cli.top.command import _get
+from alignedserve.cli.commands.top import _get
 from alignedserve.client.openai_client import OpenAiClient
-from alignedserve.client.trust import trust_for
+from alignedserve.client.unreachable import trust_for
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import ConfigError, PeerError, PeerLost
 from alignedserve.gateway.server import HttpServer, bind
-from alignedserve.process.server_certificate import ServerCertificate
+from alignedserve.process.tls import ServerCertificate
 from tests.gateway.support import saying, services_for
 from tests.harnesses.scripted_backend import ScriptedBackend
 from tests.support.marks import each
@@ -99,7 +99,7 @@ async def test_versions_of_tls_before_1_2_are_refused(authority: Authority) -> N
 async def test_a_certificate_that_changes_is_shown_to_new_connections_and_open_ones_stay(
     authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("alignedserve.process.server_certificate.LOOK_S", 0.01)
+    monkeypatch.setattr("alignedserve.process.tls.LOOK_S", 0.01)
     certificate, key = authority.issue()
     async with serving(certificate, key) as server, httpx.AsyncClient(verify=trusting(authority)) as client:
         url = f"https://127.0.0.1:{server.port}/health"

@@ -15,8 +15,7 @@ from jwt.algorithms import RSAAlgorithm
 from jwt.warnings import InsecureKeyLengthWarning
 
 from alignedserve.api.errors import Unauthorized, Unavailable
-from alignedserve.cli.keys import serving
-from alignedserve.cli.keys.serving import check_keys
+from alignedserve.cli.keys.commands import check_keys
 from alignedserve.config.loading import config_of
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import ConfigError
@@ -24,6 +23,7 @@ from alignedserve.core.plugins import load_plugin
 from alignedserve.gateway import services
 from alignedserve.gateway.services import build_services
 from alignedserve.keys.file import KeyRow, ring_of
+from benchmarks.gpu.served_worker import serving
 from plugins.jwt import issuer_keys, verifier
 from plugins.jwt.issuer_keys import AGAIN_S, MAX_KEY_SET_BYTES, IssuerKeys, parse_key_set
 from plugins.jwt.verifier import MAX_TOKEN_LEN, TokenVerifier

@@ -13,7 +13,7 @@ import pytest
 
 from alignedserve.api import deployments as gateway_deployments
 from alignedserve.api.prefix_hasher import PrefixHasher
-from alignedserve.cluster.first_token import NotReady, ask_ready
+from alignedserve.cluster.starting import NotReady, ask_ready
 from alignedserve.config.sections import GatewayConfig, PrefixCacheConfig
 from alignedserve.gateway.server import GatewayServer
 from alignedserve.messages.gateways import ClusterStatus

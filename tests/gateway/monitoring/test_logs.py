@@ -10,9 +10,7 @@ import pytest
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import ConfigError
 from alignedserve.gateway.logs import shown_body
-from alignedserve.process.logs.context import about_request
-from alignedserve.process.logs.files import LogFileHandler
-from alignedserve.process.logs.format import JSON, TEXT, require_format
+from alignedserve.process.logs import JSON, TEXT, LogFileHandler, about_request, require_format
 from tests.gateway.support import gateway, saying
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "my name is Ada"}], "user": "ada@example.org"}

@@ -1,22 +1,31 @@
 import io
+import json
 import os
 import pty
 import select
+import shlex
 import signal
 import subprocess
 import sys
 import time
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
+from rich.console import Console
+from rich.table import Table
 
-from alignedserve.cli.commands.chat.chat import ChatSession, Conversation
-from alignedserve.cli.commands.chat.chat import chat as run_chat
-from alignedserve.cli.commands.chat.sampling import ChatSampling
-from alignedserve.cli.commands.options import ChatOptions
+from alignedserve.cli.commands.chat import ChatConversation, ChatSampling, ChatSession
+from alignedserve.cli.commands.chat import chat as run_chat
+from alignedserve.cli.commands.serving.serve import describe_objectives, show_trial
+from alignedserve.cli.options import ChatCommandOptions
 from alignedserve.client.openai_client import ListedModel
+from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import ConfigError
+from alignedserve.messages.cluster_view import WorkerSpeed
+from alignedserve.messages.gateways import ClusterStatus
+from tests.gateway.deployment_support import served_model
 from tests.support.servers.fake_server import FakeServer, Script, running
 
 # A terminal's Ctrl-C is never ignored, as it is for whatever a shell has started in the background.
@@ -120,7 +129,7 @@ def _typed(monkeypatch: pytest.MonkeyPatch, server: FakeServer, *lines: str) -> 
         return line
 
     monkeypatch.setattr("builtins.input", read_line)
-    return ChatSession(options=ChatOptions(server.url), model=ListedModel("m", 400)).converse()
+    return ChatSession(options=ChatCommandOptions(server.url), model=ListedModel("m", 400)).converse()
 
 
 def test_conversation_is_kept_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,12 +140,7 @@ def test_conversation_is_kept_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> 
     asked = [
         [message["role"][0] + ":" + message["content"] for message in body["messages"]] for body in server.requests
     ]
-    assert asked == [
-        ["u:one"],
-        ["u:one", "a:Hello there.", "u:two"],
-        ["u:three"],
-        ["s:be brief", "u:four"],
-    ]
+    assert asked == [["u:one"], ["u:one", "a:Hello there.", "u:two"], ["u:three"], ["s:be brief", "u:four"]]
 
 
 def test_error_event_is_shown_and_the_text_before_it_kept(
@@ -182,21 +186,21 @@ def test_cut_answer_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 def test_once(capsys: pytest.CaptureFixture[str]) -> None:
     with running(FakeServer()) as server:
-        assert run_chat(ChatOptions(server.url, once="hi", system="be brief")) == 0
+        assert run_chat(ChatCommandOptions(server.url, once="hi", system="be brief")) == 0
     assert capsys.readouterr().out == "Hello there.\n"
     assert [message["content"] for message in server.requests[0]["messages"]] == ["be brief", "hi"]
 
 
 def test_once_fails_with_its_answer(capsys: pytest.CaptureFixture[str]) -> None:
     with running(FakeServer(respond=lambda body: Script(cut_after=1))) as server:
-        assert run_chat(ChatOptions(server.url, once="hi")) == 1
+        assert run_chat(ChatCommandOptions(server.url, once="hi")) == 1
     assert "disconnected" in capsys.readouterr().err
 
 
 def test_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ALIGNEDSERVE_API_KEY", "a-key")
     with running(FakeServer()) as server:
-        run_chat(ChatOptions(server.url, once="hi"))
+        run_chat(ChatCommandOptions(server.url, once="hi"))
     assert server.headers[0]["authorization"] == "Bearer a-key"
 
 
@@ -211,9 +215,9 @@ def test_prompt_on_stdin() -> None:
 def test_lines_of_a_pipe_are_turns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     with running(FakeServer()) as server:
         monkeypatch.setattr(sys, "stdin", io.StringIO("one\n\n/set temperature 0\ntwo\n/new\nthree\n"))
-        assert run_chat(ChatOptions(server.url)) == 0
+        assert run_chat(ChatCommandOptions(server.url)) == 0
         monkeypatch.setattr(sys, "stdin", io.StringIO("a\nb\n"))
-        assert run_chat(ChatOptions(server.url, once="-")) == 0
+        assert run_chat(ChatCommandOptions(server.url, once="-")) == 0
     assert capsys.readouterr().out == "Hello there.\n" * 4
     asked = [[message["content"] for message in body["messages"]] for body in server.requests]
     assert asked == [["one"], ["one", "Hello there.", "two"], ["three"], ["a\nb"]]
@@ -223,10 +227,10 @@ def test_lines_of_a_pipe_are_turns(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 def test_a_turn_of_a_pipe_that_fails_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     with running(FakeServer(respond=lambda body: Script(status=503))) as server:
         monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\n"))
-        assert run_chat(ChatOptions(server.url)) == 1
+        assert run_chat(ChatCommandOptions(server.url)) == 1
         monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
         with pytest.raises(ConfigError, match="no prompt"):
-            run_chat(ChatOptions(server.url))
+            run_chat(ChatCommandOptions(server.url))
     assert len(server.requests) == 1
 
 
@@ -254,7 +258,7 @@ def test_a_model_without_makers_values_gets_this_programs() -> None:
 
 def test_answer_cannot_command_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     with running(FakeServer(respond=lambda body: Script(pieces=("a\x1b[2Jb\n",)))) as server:
-        run_chat(ChatOptions(server.url, once="hi"))
+        run_chat(ChatCommandOptions(server.url, once="hi"))
     assert capsys.readouterr().out == "a[2Jb\n"
 
 
@@ -274,7 +278,7 @@ def test_thoughts_stand_apart_from_the_answer(
 
 def test_scripts_get_the_answer_alone(capsys: pytest.CaptureFixture[str]) -> None:
     with running(FakeServer(respond=lambda body: THINKING)) as server:
-        run_chat(ChatOptions(server.url, once="hi"))
+        run_chat(ChatCommandOptions(server.url, once="hi"))
     assert capsys.readouterr() == ("Hello there.\n", "")
 
 
@@ -282,7 +286,7 @@ def test_the_effort_is_asked_for_and_changed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with running(FakeServer()) as server:
-        run_chat(ChatOptions(server.url, once="hi", reasoning_effort="low"))
+        run_chat(ChatCommandOptions(server.url, once="hi", reasoning_effort="low"))
         _typed(monkeypatch, server, "one", "/think high", "two", "/think much", "three", "/think default", "four")
     assert [body.get("reasoning_effort") for body in server.requests] == ["low", None, "high", "high", None]
     assert "/think takes one of none" in capsys.readouterr().err
@@ -293,7 +297,7 @@ def test_another_key_is_asked_for_where_this_one_is_not_known(
     capsys: pytest.CaptureFixture[str], status: int, code: str, is_other_key: bool
 ) -> None:
     with running(FakeServer(respond=lambda body: Script(status=status, error_code=code))) as server:
-        assert run_chat(ChatOptions(url=server.url, once="hi")) == 1
+        assert run_chat(ChatCommandOptions(url=server.url, once="hi")) == 1
     shown = capsys.readouterr().err
     assert "scripted refusal" in shown
     assert ("set ALIGNEDSERVE_API_KEY" in shown) is is_other_key
@@ -301,11 +305,11 @@ def test_another_key_is_asked_for_where_this_one_is_not_known(
 
 def test_an_unknown_effort_is_refused() -> None:
     with pytest.raises(ConfigError, match="--reasoning-effort: must be one of none"):
-        run_chat(ChatOptions("http://127.0.0.1:1", once="hi", reasoning_effort="much"))
+        run_chat(ChatCommandOptions("http://127.0.0.1:1", once="hi", reasoning_effort="much"))
 
 
 def test_settling_without_text_takes_the_question_back() -> None:
-    conversation = Conversation(system="s")
+    conversation = ChatConversation(system="s")
     conversation.ask("one")
     conversation.settle("")
     assert conversation.messages() == [{"role": "system", "content": "s"}]
@@ -338,9 +342,55 @@ def test_one_message_that_is_too_long_by_itself(
 
 def test_sampling_keeps_small_models_from_repeating_themselves() -> None:
     with running(FakeServer()) as server:
-        run_chat(ChatOptions(server.url, once="hi", model="m"))
-        ChatSession(options=ChatOptions(server.url), model=ListedModel("m", 99)).answer_once("hi")
-        ChatSession(options=ChatOptions(server.url, temperature=0.0), model=ListedModel("m", 99)).answer_once("hi")
+        run_chat(ChatCommandOptions(server.url, once="hi", model="m"))
+        ChatSession(options=ChatCommandOptions(server.url), model=ListedModel("m", 99)).answer_once("hi")
+        ChatSession(options=ChatCommandOptions(server.url, temperature=0.0), model=ListedModel("m", 99)).answer_once(
+            "hi"
+        )
     names = ("temperature", "top_p", "repetition_penalty", "max_tokens")
     asked = [[body.get(name) for name in names] for body in server.requests]
     assert asked == [[0.2, 0.9, None, None], [0.2, 0.9, 1.1, 24], [0.0, None, None, 24]]
+
+
+STATUS = ClusterStatus(speed=WorkerSpeed(short_prompt_s=0.2, prompt_s=2.5, token_s=0.1, shared_token_s=0.12))
+
+
+def shown(config: GatewayConfig, **statuses: ClusterStatus) -> str:
+    table, console = Table.grid(padding=(0, 2)), Console(width=200, record=True, file=None, quiet=False)
+    describe_objectives(table, config, statuses)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get()
+
+
+def test_the_objectives_of_chat_are_shown() -> None:
+    text = shown(GatewayConfig(), tiny=STATUS)
+    assert "Objectives  first token within 7.5 s, then a token every 0.24 s (4.2/s)  (of chat that names none)" in text
+    assert "warning" not in text
+    assert "Objectives  none" in shown(GatewayConfig(default_ttft_s="none", default_tpot_s="none"), tiny=STATUS)
+
+
+def test_those_that_nobody_can_hold_are_warned_of() -> None:
+    text = shown(GatewayConfig(default_ttft_s=0.1), tiny=STATUS)
+    assert (
+        "warning     gateway.default_ttft_s=0.1 cannot be held: even a prompt of 64 tokens alone takes 0.20 s" in text
+    )
+
+
+def test_each_of_several_models_has_its_own() -> None:
+    other = msgspec.structs.replace(STATUS, speed=WorkerSpeed(prompt_s=0.1))
+    text = shown(GatewayConfig(), first=STATUS, second=other)
+    assert "first: first token within 7.5 s" in text
+    assert "second: first token within 1 s " in text
+
+
+def test_the_first_request_can_be_copied_from_a_narrow_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("alignedserve.cli.commands.serving.serve.results", lambda: Console(width=60))
+    show_trial("http://127.0.0.1:8000", served_model("tiny"), GatewayConfig(keys_file="keys.yaml"))
+    (line,) = capsys.readouterr().out.splitlines()
+    _, curl, url, *options = shlex.split(line)
+    assert (curl, url) == ("curl", "http://127.0.0.1:8000/v1/chat/completions")
+    assert "Authorization: Bearer $ALIGNEDSERVE_API_KEY" in options
+    assert json.loads(options[-1])["model"] == "tiny"

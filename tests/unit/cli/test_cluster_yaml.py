@@ -11,8 +11,8 @@ from jsonschema import ValidationError  # type: ignore[import-untyped]
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 from alignedserve.cli.commands.serving.up import expected_nodes
-from alignedserve.cluster.hosts.scaling.autoscaler import read_autoscaler
 from alignedserve.cluster.ray_node import RAY_ENVIRONMENT
+from plugins.autoscaler.ray_autoscaler import read_autoscaler
 
 ROOT = Path(__file__).parents[3]
 FILE = ROOT / "cluster.yaml"

@@ -3,12 +3,12 @@
 import msgspec
 from rich.console import Console
 
-from alignedserve.cli.commands.explain import show
-from alignedserve.cli.commands.explained_request import (
+from alignedserve.cli.commands.explain import (
     ExplainedChoice,
     ExplainedObjective,
     ExplainedRequest,
     ExplainedStanding,
+    show,
 )
 
 TEXT = "number 223 in the queue, 12000 prompt tokens before it; it is expected to start in 24.0 s"

@@ -15,26 +15,26 @@ from ray._private import services
 from rich.console import Console
 
 from alignedserve.cli.commands.cluster import hosts
-from alignedserve.cli.commands.cluster.load_line import load_line
-from alignedserve.cli.commands.options import ServeOptions
+from alignedserve.cli.commands.cluster.one_host import load_line
 from alignedserve.cli.commands.serving import serve as serving
 from alignedserve.cli.commands.serving.up import driver_command, urls_of
 from alignedserve.cli.main import main
+from alignedserve.cli.options import ServeOptions
 from alignedserve.cli.wiring import start_cluster
 from alignedserve.cluster.deployments.orders import DeploymentReport
 from alignedserve.cluster.hosts import ray_directory
-from alignedserve.cluster.hosts.nodes.versions import own_versions
 from alignedserve.cluster.hosts.record import (
     ActorRecord,
     ClusterRecord,
     NodeRecord,
+    own_versions,
     read_record,
     recorded_drain_s,
     recorded_id,
 )
-from alignedserve.cluster.hosts.supervisor import Ending, end_supervisor, start_supervisor
+from alignedserve.cluster.hosts.supervisor import SupervisorEnd, end_supervisor, start_supervisor
 from alignedserve.cluster.ray_node import address_here
-from alignedserve.cluster.running_cluster import AskedToStop
+from alignedserve.cluster.serving_cluster import AskedToStop
 from alignedserve.config.model_settings import ModelSettings, load_models
 from alignedserve.core.errors import ConfigError, PeerLost, ProtocolError, ResourceError
 from alignedserve.messages.gateways import ClusterStatus, PrefixTotals, WorkerLean
@@ -104,7 +104,7 @@ def test_names_of_models_stay_as_they_are(tmp_path: Path, name: str) -> None:
 class Cluster:
     """A cluster as `stop` finds it: the recorded ids, look by look, a driver that is heard, and its supervisor."""
 
-    def __init__(self, ids: list[str | None], ending: Ending, *, has_driver: bool = True) -> None:
+    def __init__(self, ids: list[str | None], ending: SupervisorEnd, *, has_driver: bool = True) -> None:
         self.ids = ids
         self.ending = ending
         self.has_driver = has_driver
@@ -122,7 +122,7 @@ class Cluster:
             raise ResourceError("no cluster serves on these hosts")
         return ClusterRecord("c", "v", "pocket", "colocated", started=0.0, is_ready=True, nodes=())
 
-    def end_supervisor(self, *, leaves_s: float, patience_s: float) -> Ending:
+    def end_supervisor(self, *, leaves_s: float, patience_s: float) -> SupervisorEnd:
         self.ended.append("supervisor")
         return self.ending
 
@@ -151,7 +151,7 @@ def stop(monkeypatch: pytest.MonkeyPatch, cluster: Cluster) -> str:
 
 
 def test_a_cluster_that_a_supervisor_starts_anew_is_stopped_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = Cluster(["former", "former", "former", "next", None], Ending.ENDED)
+    cluster = Cluster(["former", "former", "former", "next", None], SupervisorEnd.ENDED)
     assert stop(monkeypatch, cluster) == "Stopped the cluster."
     assert cluster.asked == ["former", "former", "next"]
     assert cluster.ended == ["supervisor"]
@@ -160,13 +160,13 @@ def test_a_cluster_that_a_supervisor_starts_anew_is_stopped_too(monkeypatch: pyt
 @pytest.mark.parametrize(
     ("ending", "said"),
     [
-        (Ending.ENDED, "Stopped the cluster, without its driver."),
-        (Ending.NOT_THERE, "Stopped the cluster, without its driver."),
-        (Ending.KILLED, "its driver did not end by itself and was killed with its supervisor."),
+        (SupervisorEnd.ENDED, "Stopped the cluster, without its driver."),
+        (SupervisorEnd.NOT_THERE, "Stopped the cluster, without its driver."),
+        (SupervisorEnd.KILLED, "its driver did not end by itself and was killed with its supervisor."),
     ],
 )
 def test_a_cluster_whose_driver_fails_or_hangs_is_ended_after_its_supervisor(
-    monkeypatch: pytest.MonkeyPatch, ending: Ending, said: str
+    monkeypatch: pytest.MonkeyPatch, ending: SupervisorEnd, said: str
 ) -> None:
     monkeypatch.setattr(hosts, "_SILENT_S", -1.0)
     cluster = Cluster(["headless"], ending, has_driver=False)
@@ -176,36 +176,38 @@ def test_a_cluster_whose_driver_fails_or_hangs_is_ended_after_its_supervisor(
 
 def test_a_driver_that_was_killed_as_it_went_on_is_none_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hosts, "_STOP_S", -1.0)
-    cluster = Cluster(["busy"], Ending.KILLED, has_driver=True)
+    cluster = Cluster(["busy"], SupervisorEnd.KILLED, has_driver=True)
     assert "was killed with its supervisor" in stop(monkeypatch, cluster)
     assert cluster.ended == ["supervisor", "c"]
 
 
 def test_a_driver_without_a_supervisor_that_does_not_end_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hosts, "_STOP_S", -1.0)
-    cluster = Cluster(["deaf"], Ending.NOT_THERE)
+    cluster = Cluster(["deaf"], SupervisorEnd.NOT_THERE)
     with pytest.raises(ResourceError, match=r"does not end .* `alignedserve serve`"):
         stop(monkeypatch, cluster)
     assert cluster.asked == ["deaf"]
 
 
 def test_a_start_that_has_no_record_yet_is_ended_with_its_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = Cluster([None], Ending.ENDED)
+    cluster = Cluster([None], SupervisorEnd.ENDED)
     assert stop(monkeypatch, cluster) == "Stopped a cluster that was about to start."
     assert cluster.asked == []
 
 
 def test_where_nothing_runs_there_is_nothing_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ResourceError, match="no cluster serves"):
-        stop(monkeypatch, Cluster([None], Ending.NOT_THERE))
+        stop(monkeypatch, Cluster([None], SupervisorEnd.NOT_THERE))
 
 
-@pytest.mark.parametrize(("command", "ending"), [("import time; time.sleep(60)", Ending.ENDED), (DEAF, Ending.KILLED)])
+@pytest.mark.parametrize(
+    ("command", "ending"), [("import time; time.sleep(60)", SupervisorEnd.ENDED), (DEAF, SupervisorEnd.KILLED)]
+)
 def test_a_supervisor_ends_with_its_driver_also_one_that_is_deaf(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str, ending: Ending
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str, ending: SupervisorEnd
 ) -> None:
     monkeypatch.setenv("ALIGNEDSERVE_RUN_DIR", str(tmp_path))
-    assert end_supervisor() is Ending.NOT_THERE
+    assert end_supervisor() is SupervisorEnd.NOT_THERE
     supervisor = start_supervisor([sys.executable, "-c", command, str(tmp_path / "deaf")], "auto")
     waited_for = [tmp_path / "supervisor.lock", *([tmp_path / "deaf"] if command == DEAF else [])]
     ends_s = time.monotonic() + 30.0
@@ -214,7 +216,7 @@ def test_a_supervisor_ends_with_its_driver_also_one_that_is_deaf(
         assert time.monotonic() < ends_s
         time.sleep(0.01)
     children = psutil.Process(supervisor.pid).children()
-    assert end_supervisor(patience_s=0.5 if ending is Ending.KILLED else 30.0) is ending
+    assert end_supervisor(patience_s=0.5 if ending is SupervisorEnd.KILLED else 30.0) is ending
     supervisor.wait()
     assert not any(child.is_running() for child in children)
 
@@ -238,7 +240,7 @@ def test_a_driver_that_drains_is_told_once(monkeypatch: pytest.MonkeyPatch, tmp_
     while not told.exists():
         assert time.monotonic() < ends_s
         time.sleep(0.01)
-    assert end_supervisor(drain_s=60.0) is Ending.ENDED
+    assert end_supervisor(drain_s=60.0) is SupervisorEnd.ENDED
     supervisor.wait()
     assert told.read_text() == "x"
 

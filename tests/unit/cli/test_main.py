@@ -6,16 +6,21 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
-from alignedserve.cli.commands.options import ServeOptions
-from alignedserve.cli.console import chat_command
-from alignedserve.cli.main import main
+from alignedserve.cli.console import chat_command, open_closed_streams, print_json, results, written_output
+from alignedserve.cli.main import app, main
+from alignedserve.cli.options import ServeOptions
 from alignedserve.config.loading import load_config
 from alignedserve.core.errors import ConfigError, ModelNotFound, NodeLost
 from lab.commands.bench.app import bench_app
+from tests.support.marks import each
 from tests.support.servers.fake_server import MODEL, FakeServer, Script, running
 
 # What takes its time to load.
@@ -219,7 +224,7 @@ def test_a_server_of_this_host_at_another_port_is_named(
         free.bind(("127.0.0.1", 0))
         usual = f"http://127.0.0.1:{free.getsockname()[1]}"
         monkeypatch.setattr("alignedserve.cli.main.DEFAULT_URL", usual)
-        monkeypatch.setattr("alignedserve.cluster.deployments.client.urls_here", lambda: ["http://127.0.0.1:8001"])
+        monkeypatch.setattr("alignedserve.cluster.deployments.admin_api.urls_here", lambda: ["http://127.0.0.1:8001"])
         assert run_command(monkeypatch, "explain", "chatcmpl-1", "--url", usual) == 1
     assert capsys.readouterr().err.endswith("; one runs here already: --url http://127.0.0.1:8001\n")
 
@@ -345,8 +350,101 @@ def test_bench_serve_fails_when_nothing_completes(
     assert "failed: http 503" in capsys.readouterr().out
 
 
-def test_a_renamed_option_is_accepted_with_a_warning(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+ROOT = Path(__file__).parents[3]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "deploy").rglob("*.md")])
+COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+_NAMES = "|".join(map(re.escape, COMMANDS))
+_CALLED = re.compile(rf"(?:\balignedserve |`)((?:{_NAMES}) [^\n`#|;&]*)")
+_OPTION = re.compile(r"--[a-z][a-z0-9-]*")
+
+
+@each("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_options_that_pages_name_exist(page: Path) -> None:
+    called = _CALLED.findall(page.read_text(encoding="utf-8").replace("\\\n", " "))
+    assert [line for line in called if not set(_OPTION.findall(line)) <= set(_options(line.split()))] == []
+
+
+def test_the_readme_names_every_command() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    named = set(
+        re.findall(r"[a-z]+(?:-[a-z]+)*", " ".join(re.findall(r"^\| (`alignedserve [^|]*) \|", text, re.MULTILINE)))
+    )
+    assert sorted(COMMANDS.keys() - named) == []
+
+
+def test_help_shows_what_a_model_is_called_by() -> None:
+    shown = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "200", "NO_COLOR": "1"}).output
+    assert "ORG/NAME[:QUANTISATION][@REVISION]" in shown
+
+
+def _options(words: list[str]) -> Iterator[str]:
+    yield "--help"
+    command: Any = COMMANDS[words[0]]
+    for word in words[1:]:
+        if word not in getattr(command, "commands", ()):
+            break
+        command = command.commands[word]
+    for parameter in command.params:
+        yield from (*parameter.opts, *parameter.secondary_opts)
+
+
+def test_a_full_disk_ends_a_command_with_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_command(monkeypatch, "replay", str(tmp_path), "--room", "router") == 1
-    assert "--room is now called --component" in capsys.readouterr().err
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        with pytest.raises(SystemExit, match="1"), written_output():
+            print("a table")
+    assert capsys.readouterr().err == "error: the output cannot be written: No space left on device\n"
+
+
+def test_a_reader_that_left_ends_a_command_silently(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        with pytest.raises(SystemExit, match="141"), written_output():
+            print("a table")
+    assert capsys.readouterr().err == ""
+
+
+def _through_typer(text: str) -> None:
+    app = typer.Typer()
+    app.command()(lambda: typer.echo(text))
+    app([])
+
+
+@pytest.mark.parametrize("show", [_through_typer, lambda text: results().print(text)])
+def test_libraries_that_end_a_command_without_a_reader_do_not_call_it_a_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], show: Callable[[str], None]
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w", buffering=1) as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        monkeypatch.setattr(sys, "stderr", sys.stderr)  # typer replaces it
+        with pytest.raises(SystemExit, match="141"), written_output():
+            show("a table")
+    assert capsys.readouterr().err == ""
+
+
+def test_other_errors_are_not_taken_for_output_that_cannot_be_written() -> None:
+    with pytest.raises(FileNotFoundError), written_output():
+        os.open("/no/such/file", os.O_RDONLY)
+    with pytest.raises(SystemExit, match="7"), written_output():
+        sys.exit(7)
+
+
+def test_a_command_that_was_started_without_streams_prints_into_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    open_closed_streams()
+    opened = [sys.stdin, sys.stdout, sys.stderr]
+    results().print("a table")
+    print_json({})
+    assert sys.stdin.read() == ""
+    assert all(os.get_inheritable(stream.fileno()) for stream in opened)
+    for stream in opened:
+        stream.close()

@@ -1,6 +1,6 @@
 import pytest
 
-from alignedserve.cli.keys.serving import warn_of_strangers
+from alignedserve.cli.keys.commands import warn_of_strangers
 from alignedserve.config.sections import GatewayConfig
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from alignedserve.cli.commands.options import QuantizeOptions
 from alignedserve.cli.commands.quantize import quantize
+from alignedserve.cli.options import QuantizeOptions
 from alignedserve.core.errors import ConfigError
 from alignedserve.runtime.model.named_models import POCKET, model_path
 

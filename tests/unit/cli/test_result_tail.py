@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from alignedserve.cli.batch.formatting import Rate, clock, duration, outlook
-from alignedserve.cli.batch.result_tail import NotWritten, ResultsChanged, ResultTail, open_tail
+from alignedserve.cli.batch.results import NotWritten, ResultsChanged, ResultTail, open_tail
 from alignedserve.core.errors import ConfigError
 from tests.support.marks import each
 

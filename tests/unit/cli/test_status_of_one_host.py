@@ -13,8 +13,7 @@ from rich.markup import escape
 from alignedserve.cli.commands.cluster import one_host
 from alignedserve.cli.main import main
 from alignedserve.cli.models import serving
-from alignedserve.cluster.deployments.admin_api import AdminApi
-from alignedserve.cluster.deployments.client import has_cluster
+from alignedserve.cluster.deployments.admin_api import AdminApi, has_cluster
 from alignedserve.cluster.deployments.orders import DeploymentReport, ProcessReport, ShowStatus, StatusReport
 from alignedserve.core.errors import ResourceError
 from alignedserve.messages.gateways import ClusterStatus
@@ -106,8 +105,7 @@ def test_as_json(door: AdminApi, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{"loads": {}}, {"processes": (ProcessReport("decode-0", "fails", "no [bold]memory", None),)}],
+    "changes", [{"loads": {}}, {"processes": (ProcessReport("decode-0", "fails", "no [bold]memory", None),)}]
 )
 def test_what_is_not_whole(door: AdminApi, capsys: pytest.CaptureFixture[str], changes: dict[str, object]) -> None:
     assert not shown(door, msgspec.structs.replace(REPORT, **changes), json_output=False)

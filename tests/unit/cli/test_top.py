@@ -12,10 +12,9 @@ from rich.console import Console
 from typing_extensions import override
 
 from alignedserve.batches.records import BatchTotals
+from alignedserve.cli.commands import top as command
+from alignedserve.cli.commands.top import LiveDocument, LiveReading, drawn
 from alignedserve.cli.console import results
-from alignedserve.cli.top import command
-from alignedserve.cli.top.document import LiveDocument, Reading
-from alignedserve.cli.top.tables import drawn
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import ConfigError, PeerError, PeerLost, ProtocolError
 from alignedserve.gateway.routes.live import live_view
@@ -37,7 +36,7 @@ def read(view: dict[str, Any]) -> LiveDocument:
     return msgspec.json.decode(orjson.dumps(view), type=LiveDocument)
 
 
-def text_of(reading: Reading, capsys: pytest.CaptureFixture[str]) -> str:
+def text_of(reading: LiveReading, capsys: pytest.CaptureFixture[str]) -> str:
     results().print(drawn(reading))
     return capsys.readouterr().out
 
@@ -50,7 +49,7 @@ def later(**changes: int) -> dict[str, Any]:
 
 
 def test_rates_are_those_between_two_documents(capsys: pytest.CaptureFixture[str]) -> None:
-    text = text_of(Reading(read(later(num_tokens=1100, num_prompt_tokens=5600)), read(document())), capsys)
+    text = text_of(LiveReading(read(later(num_tokens=1100, num_prompt_tokens=5600)), read(document())), capsys)
     assert "100 tokens/s · 300 prompt tokens/s · prefix hits 75% · pool 48 of 64 blocks" in text
     assert "queue through in 1.5 s, 2 at risk" in text
     assert "prefill-0  prefill  0/0" in " ".join(text.split(" ")).replace("    ", "  ")
@@ -62,7 +61,7 @@ def test_rates_are_those_between_two_documents(capsys: pytest.CaptureFixture[str
 
 
 def test_no_figure_is_cut_in_a_terminal_of_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    Console(width=80).print(drawn(Reading(read(later()), read(document()))))
+    Console(width=80).print(drawn(LiveReading(read(later()), read(document()))))
     text = capsys.readouterr().out
     assert "…" not in text
     (decoder,) = [line.split() for line in text.splitlines() if line.startswith("decode-0")]
@@ -74,28 +73,28 @@ def test_no_figure_is_cut_in_a_terminal_of_80_columns(capsys: pytest.CaptureFixt
 def test_no_rate_is_told_without_two_reports_of_one_router(
     earlier: dict[str, Any] | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = text_of(Reading(read(later()), read(earlier) if earlier is not None else None), capsys)
+    text = text_of(LiveReading(read(later()), read(earlier) if earlier is not None else None), capsys)
     assert "- tokens/s" in text
 
 
 def test_where_time_goes_is_drawn_once_it_went_somewhere(capsys: pytest.CaptureFixture[str]) -> None:
     gained = msgspec.structs.replace(BUSY_STATUS.iteration_log, forward_s=5.0, sampling_s=1.125)
     status = msgspec.structs.replace(BUSY_STATUS, iteration_log=gained)
-    text = text_of(Reading(read(document(status, 12.0)), read(document())), capsys)
+    text = text_of(LiveReading(read(document(status, 12.0)), read(document())), capsys)
     assert "computing 75%  sampling 25%" in text
-    assert "computing" not in text_of(Reading(read(document()), read(document())), capsys)
+    assert "computing" not in text_of(LiveReading(read(document()), read(document())), capsys)
 
 
 def test_a_cluster_without_router_or_without_models_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "no report: its router is not connected" in text_of(Reading(read(document(None)), None), capsys)
+    assert "no report: its router is not connected" in text_of(LiveReading(read(document(None)), None), capsys)
     empty = {**document(), "models": [], "batches": None}
-    assert "No model is served." in text_of(Reading(read(empty), None), capsys)
+    assert "No model is served." in text_of(LiveReading(read(empty), None), capsys)
 
 
 def test_names_cannot_command_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     worker = msgspec.structs.replace(BUSY_STATUS.workers[0], worker="\x1b[2J[red]w", node="\x1b]0;x\x07n")
     view = document(msgspec.structs.replace(BUSY_STATUS, workers=(worker,)))
-    text = text_of(Reading(read(view), None), capsys)
+    text = text_of(LiveReading(read(view), None), capsys)
     assert "\x1b" not in text
     assert "\x07" not in text
     assert "[red]w" in text

@@ -6,18 +6,18 @@ from typing import Any
 
 from alignedserve.cluster.actor_factory import ActorClasses, ActorFactory, PreparedNode
 from alignedserve.cluster.deployments.logic import DeploymentsLogic
-from alignedserve.cluster.hosts.admission import Admission, Agent
-from alignedserve.cluster.hosts.cluster import ClusterOnHosts, Driving
-from alignedserve.cluster.hosts.joining import Joining
-from alignedserve.cluster.hosts.members import HostedModel, Member
-from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
-from alignedserve.cluster.hosts.plan import NodeResources, plan_cluster
+from alignedserve.cluster.hosts.cluster import ClusterOnHosts, HostsSetup
 from alignedserve.cluster.hosts.ray_directory import RayDirectory
-from alignedserve.cluster.hosts.serving_cluster import Brought
 from alignedserve.cluster.hosts.succession import Succession
 from alignedserve.cluster.memory_planner import Machine
+from alignedserve.cluster.nodes.admission import Agent, NodeAdmission
+from alignedserve.cluster.nodes.joining import Joining
+from alignedserve.cluster.nodes.members import HostedModel, Member
+from alignedserve.cluster.nodes.plan import NodeResources, plan_cluster
+from alignedserve.cluster.nodes.ray_nodes import RayNode
 from alignedserve.cluster.placement import NodeCapacity
-from alignedserve.cluster.start_observer import LoggingObserver
+from alignedserve.cluster.serving_cluster import DriverSetup
+from alignedserve.cluster.starting import LoggingObserver
 from alignedserve.config.model_settings import ModelSettings
 from alignedserve.config.sections import MIB, ModelSectionConfig
 from alignedserve.config.unset_sizes import from_mapping
@@ -69,5 +69,5 @@ def started(folder: Path, settings: dict[str, Any], logic: DeploymentsLogic | No
     made, members = joined(folder, settings)
     made.logic = logic or made.logic
     factory = ActorFactory(POCKET, ActorClasses(None, None))
-    brought = Brought(ModelSettings({}, ({},)), Admission, LoggingObserver())
-    return ClusterOnHosts(made, members, factory, Driving(brought, Succession("asked")))
+    brought = DriverSetup(ModelSettings({}, ({},)), NodeAdmission, LoggingObserver())
+    return ClusterOnHosts(made, members, factory, HostsSetup(brought, Succession("asked")))

@@ -10,18 +10,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from alignedserve.cli.top import command
-from alignedserve.cluster.deployments import client
-from alignedserve.cluster.deployments.admin_api import MAX_LINE_BYTES, AdminApi
-from alignedserve.cluster.deployments.client import ask, find_cluster, show
+from alignedserve.cli.commands import top as command
+from alignedserve.cluster.deployments import admin_api as client
+from alignedserve.cluster.deployments.admin_api import MAX_LINE_BYTES, AdminApi, ask, find_cluster, show
 from alignedserve.cluster.deployments.orders import (
     AddModel,
     AdminRequest,
     Answer,
     DeploymentReport,
-    Done,
     Models,
-    Refused,
+    OrderDone,
+    OrderRefused,
     Remark,
     RemoveModel,
     ReplaceModel,
@@ -69,7 +68,7 @@ def asked(door: AdminApi, request: AdminRequest, *answers: Answer) -> tuple[list
 
 def test_an_order_is_answered_step_by_step(door: AdminApi) -> None:
     order = AddModel("/b", "b", ("decode.count=2",))
-    assert asked(door, order, Remark("preparing"), Done("served")) == ([Done("served")], ["preparing"])
+    assert asked(door, order, Remark("preparing"), OrderDone("served")) == ([OrderDone("served")], ["preparing"])
 
 
 def test_one_that_comes_while_the_door_closes_is_disconnected(door: AdminApi) -> None:
@@ -87,14 +86,14 @@ def test_one_that_comes_while_the_door_closes_is_disconnected(door: AdminApi) ->
 
 def test_the_last_answer_comes_after_any_number_of_remarks(door: AdminApi) -> None:
     answers: list[Answer] = [Remark("step " + "." * 1000)] * 5000
-    answers.append(Done("served"))
+    answers.append(OrderDone("served"))
     ends, remarks = asked(door, RemoveModel("b"), *answers)
-    assert ends == [Done("served")]
+    assert ends == [OrderDone("served")]
     assert remarks
 
 
 def test_a_refusal_is_an_error_with_its_reason(door: AdminApi) -> None:
-    (error,), _ = asked(door, RemoveModel("b"), Refused("no model is served as b"))
+    (error,), _ = asked(door, RemoveModel("b"), OrderRefused("no model is served as b"))
     assert isinstance(error, ResourceError)
     assert str(error) == "no model is served as b"
 
@@ -153,7 +152,7 @@ def test_what_is_no_order_is_refused_and_not_echoed(door: AdminApi, line: bytes)
         connection.sendall(line)
         with connection.makefile("rb") as reading:
             answer = msgspec.json.decode(reading.readline(), type=Answer)
-    assert isinstance(answer, Refused)
+    assert isinstance(answer, OrderRefused)
     assert "xxx" not in answer.reason
     assert door.take() == []
 

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import yaml
 
-from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
-from alignedserve.cluster.hosts.scaling.autoscaler import Autoscaler, find_autoscaler, most_nodes, read_autoscaler
-from alignedserve.cluster.hosts.scaling.logic import ScaledNode
-from alignedserve.cluster.hosts.scaling.scaler import NodeScaler, make_scaler
 from alignedserve.cluster.launch import launch_cluster
+from alignedserve.cluster.nodes.ray_nodes import RayNode
 from alignedserve.config.model_settings import ModelSettings
 from alignedserve.config.sections import ScalingConfig
 from alignedserve.config.unset_sizes import from_mapping
 from alignedserve.core.errors import ConfigError, PeerLost
+from plugins.autoscaler.logic import ScaledNode
+from plugins.autoscaler.ray_autoscaler import Autoscaler, find_autoscaler, most_nodes, read_autoscaler
+from plugins.autoscaler.scaler import NodeScaler, scaling_of
 
 HEAD = RayNode("h", "10.0.0.1", "head", is_head=True, num_cpus=4.0)
 SMALL = RayNode("s", "10.0.0.2", "small", is_head=False, num_cpus=8.0)
@@ -108,14 +108,10 @@ def test_more_nodes_than_ray_may_add_are_refused(tmp_path: Path) -> None:
         most_nodes(ScalingConfig(max_nodes=4), autoscaler)
 
 
-def test_a_cluster_that_does_not_scale_asks_for_no_autoscaler() -> None:
-    assert make_scaler([from_mapping({})], "10.9.9.9:1") is None
-
-
 @pytest.mark.parametrize("section", ["prefill", "decode"])
 def test_workers_that_do_not_follow_the_nodes_are_refused(section: str) -> None:
     with pytest.raises(ConfigError, match=r"leave prefill\.count and decode\.count out"):
-        make_scaler([from_mapping({**SCALING, section: {"count": 2}})], "10.9.9.9:1")
+        scaling_of([from_mapping({**SCALING, section: {"count": 2}})], "10.9.9.9:1")
 
 
 def test_one_host_without_ray_elsewhere_does_not_scale() -> None:

@@ -2,25 +2,26 @@
 
 import pytest
 
-from alignedserve.cluster.deployments.events import (
-    Announce,
+from alignedserve.cluster.deployments.logic import (
+    PROVING_S,
+    AnnounceDeployments,
     Conclude,
+    DeploymentsLogic,
+    DeploymentStage,
     Discard,
-    End,
-    Ended,
+    EndProcesses,
     Failed,
     Ordered,
-    Phase,
     Prepare,
     Prepared,
+    ProcessesGone,
+    ProcessesUp,
     Say,
     SettleAdapters,
-    Start,
-    Started,
+    StartProcesses,
     View,
     Viewed,
 )
-from alignedserve.cluster.deployments.logic import PROVING_S, DeploymentsLogic
 from alignedserve.cluster.deployments.orders import AddModel, ModelOrder, RemoveModel, ReplaceModel
 from alignedserve.config.model_settings import MAX_MODELS
 
@@ -44,14 +45,14 @@ class Driver:
     def order(self, order: ModelOrder, order_id: str = "o") -> list[object]:
         return self.on(Ordered(order_id, order))
 
-    def phases(self) -> dict[str, Phase]:
+    def phases(self) -> dict[str, DeploymentStage]:
         return {one.deployment_id: one.phase for one in self.logic.standings}
 
     def proving(self, order: ModelOrder, name: str) -> None:
         """Bring a new deployment, the second, to the wait for its first token."""
         self.order(order)
         self.on(Prepared("2", name))
-        self.on(Started("2"))
+        self.on(ProcessesUp("2"))
 
 
 @pytest.fixture
@@ -61,44 +62,44 @@ def driver() -> Driver:
 
 def test_a_model_is_added(driver: Driver) -> None:
     assert driver.order(ADD) == [Prepare("2", ADD, None)]
-    assert driver.on(Prepared("2", "b")) == [Start("2")]
-    assert driver.on(Started("2")) == [Announce()]
+    assert driver.on(Prepared("2", "b")) == [StartProcesses("2")]
+    assert driver.on(ProcessesUp("2")) == [AnnounceDeployments()]
     assert driver.on(Viewed({"": READY, "2": UNREADY})) == []
-    assert driver.on(Viewed({"": READY, "2": READY})) == [Announce(), Conclude("o", "b is served")]
-    assert driver.phases() == {"": Phase.SERVING, "2": Phase.SERVING}
+    assert driver.on(Viewed({"": READY, "2": READY})) == [AnnounceDeployments(), Conclude("o", "b is served")]
+    assert driver.phases() == {"": DeploymentStage.SERVING, "2": DeploymentStage.SERVING}
 
 
 def test_a_model_is_replaced_and_the_old_one_ends_with_its_last_request(driver: Driver) -> None:
     driver.proving(REPLACE, "a")
-    assert driver.phases() == {"": Phase.SERVING, "2": Phase.PROVING}
+    assert driver.phases() == {"": DeploymentStage.SERVING, "2": DeploymentStage.PROVING}
     assert driver.on(Viewed({"": View(None, 3), "2": READY})) == [
         SettleAdapters("o", "", "2"),
-        Announce(),  # the switch, in one list
+        AnnounceDeployments(),  # the switch, in one list
     ]
-    assert driver.phases() == {"2": Phase.SERVING, "": Phase.DRAINING}  # in the old one's place
+    assert driver.phases() == {"2": DeploymentStage.SERVING, "": DeploymentStage.DRAINING}  # in the old one's place
     assert driver.on(Viewed({"": View(None, 1), "2": View(None, 2)})) == []
-    assert driver.on(Viewed({"": View(None, 0), "2": View(None, 2)})) == [Announce(), End("")]
-    assert driver.on(Ended("")) == [Conclude("o", "the old a has ended")]
-    assert driver.phases() == {"2": Phase.SERVING}
+    assert driver.on(Viewed({"": View(None, 0), "2": View(None, 2)})) == [AnnounceDeployments(), EndProcesses("")]
+    assert driver.on(ProcessesGone("")) == [Conclude("o", "the old a has ended")]
+    assert driver.phases() == {"2": DeploymentStage.SERVING}
 
 
 def test_a_view_from_before_the_switch_does_not_end_the_old_one(driver: Driver) -> None:
     driver.proving(REPLACE, "a")
-    assert driver.on(Viewed({"": READY, "2": READY})) == [SettleAdapters("o", "", "2"), Announce()]
-    assert driver.phases()[""] is Phase.DRAINING
+    assert driver.on(Viewed({"": READY, "2": READY})) == [SettleAdapters("o", "", "2"), AnnounceDeployments()]
+    assert driver.phases()[""] is DeploymentStage.DRAINING
 
 
 def test_a_replacement_that_does_not_come_up_leaves_the_old_one_untouched(driver: Driver) -> None:
     driver.order(REPLACE)
     refused = driver.on(Failed("2", "no such folder"))
     assert refused == [Conclude("o", "no such folder", is_refused=True), Discard("2")]
-    assert driver.phases() == {"": Phase.SERVING}
+    assert driver.phases() == {"": DeploymentStage.SERVING}
     driver.order(REPLACE)
     driver.on(Prepared("3", "a"))
     failed = driver.on(Failed("3", "out of memory"))
-    assert failed == [Conclude("o", "out of memory", is_refused=True), End("3")]
-    assert driver.on(Ended("3")) == []
-    assert driver.phases() == {"": Phase.SERVING}
+    assert failed == [Conclude("o", "out of memory", is_refused=True), EndProcesses("3")]
+    assert driver.on(ProcessesGone("3")) == []
+    assert driver.phases() == {"": DeploymentStage.SERVING}
 
 
 def test_a_replacement_without_a_token_is_given_up_in_time(driver: Driver) -> None:
@@ -107,26 +108,26 @@ def test_a_replacement_without_a_token_is_given_up_in_time(driver: Driver) -> No
     assert driver.on(Viewed({"": READY, "2": UNREADY})) == []
     driver.now = PROVING_S
     problem = f"no token has come through it for {PROVING_S:.0f} s: no token yet"
-    expected = [Conclude("o", problem, is_refused=True), Announce(), End("2")]
+    expected = [Conclude("o", problem, is_refused=True), AnnounceDeployments(), EndProcesses("2")]
     assert driver.on(Viewed({"": READY, "2": UNREADY})) == expected
-    assert driver.phases()[""] is Phase.SERVING
+    assert driver.phases()[""] is DeploymentStage.SERVING
 
 
 def test_a_model_that_cannot_answer_is_given_up_at_once(driver: Driver) -> None:
     driver.proving(REPLACE, "a")
     nan = View("the canary token failed: the model gave no usable logits", 0, is_hopeless=True)
     problem = f"no token can come through it: {nan.missing}"
-    expected = [Conclude("o", problem, is_refused=True), Announce(), End("2")]
+    expected = [Conclude("o", problem, is_refused=True), AnnounceDeployments(), EndProcesses("2")]
     assert driver.on(Viewed({"": READY, "2": nan})) == expected
-    assert driver.phases()[""] is Phase.SERVING
+    assert driver.phases()[""] is DeploymentStage.SERVING
 
 
 def test_a_model_is_removed_when_its_requests_have_ended() -> None:
     driver = Driver("a", "b")
-    assert driver.order(REMOVE) == [Announce()]
+    assert driver.order(REMOVE) == [AnnounceDeployments()]
     assert driver.on(Viewed({"": READY, "2": View(None, 1)})) == []
-    assert driver.on(Viewed({"": READY, "2": READY})) == [Announce(), End("2")]
-    assert driver.on(Ended("2")) == [Conclude("o", "b is removed")]
+    assert driver.on(Viewed({"": READY, "2": READY})) == [AnnounceDeployments(), EndProcesses("2")]
+    assert driver.on(ProcessesGone("2")) == [Conclude("o", "b is removed")]
 
 
 def test_requests_of_an_old_model_may_be_given_a_time() -> None:
@@ -135,16 +136,16 @@ def test_requests_of_an_old_model_may_be_given_a_time() -> None:
     driver.now = 4.0
     assert driver.on(Viewed({"2": View(None, 1)})) == []
     driver.now = 5.0
-    assert driver.on(Viewed({"2": View(None, 1)})) == [Announce(), End("2")]
+    assert driver.on(Viewed({"2": View(None, 1)})) == [AnnounceDeployments(), EndProcesses("2")]
 
 
 def test_orders_are_carried_out_one_after_the_other(driver: Driver) -> None:
     driver.order(ADD, "first")
     assert driver.order(REPLACE, "second") == []
     driver.on(Prepared("2", "b"))
-    driver.on(Started("2"))
+    driver.on(ProcessesUp("2"))
     served = driver.on(Viewed({"2": READY}))
-    assert served == [Announce(), Conclude("first", "b is served"), Prepare("3", REPLACE, "")]
+    assert served == [AnnounceDeployments(), Conclude("first", "b is served"), Prepare("3", REPLACE, "")]
 
 
 def test_a_draining_model_holds_up_no_order() -> None:
@@ -184,7 +185,7 @@ def test_a_name_that_follows_from_the_folder_may_be_taken_too(driver: Driver) ->
     assert isinstance(refusal, Conclude)
     assert refusal.is_refused
     assert discard == Discard("2")  # or its memory would be counted for ever
-    assert driver.phases() == {"": Phase.SERVING}
+    assert driver.phases() == {"": DeploymentStage.SERVING}
 
 
 def test_a_replacement_keeps_the_name(driver: Driver) -> None:
@@ -193,7 +194,7 @@ def test_a_replacement_keeps_the_name(driver: Driver) -> None:
     assert isinstance(refusal, Conclude)
     assert refusal.is_refused
     assert discard == Discard("2")
-    assert driver.phases() == {"": Phase.SERVING}
+    assert driver.phases() == {"": DeploymentStage.SERVING}
 
 
 def test_ids_are_never_used_again(driver: Driver) -> None:

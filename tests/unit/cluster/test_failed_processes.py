@@ -10,9 +10,9 @@ from ray.exceptions import ActorDiedError
 from typing_extensions import override
 
 from alignedserve.cluster import watchdog
-from alignedserve.cluster.failed_processes import FailedProcesses
 from alignedserve.cluster.hosts.record import ActorRecord, NodeRecord
 from alignedserve.cluster.restarts import FIRST_PAUSE_S, LONGEST_PAUSE_S, SETTLED_S, Health, ProcessState, Restarts
+from alignedserve.cluster.watchdog import FailedProcesses
 from alignedserve.core.errors import ResourceError
 from tests.support.marks import each
 
@@ -139,7 +139,7 @@ def test_over_random_histories_failing_processes_are_named_and_started_again_and
 
 def test_a_start_that_ray_refuses_is_tried_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
-    monkeypatch.setattr("alignedserve.cluster.failed_processes.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("alignedserve.cluster.watchdog.time.monotonic", lambda: clock[0])
     healths: dict[str, Health] = {"decode-1": DEAD, "decode-2": STARTING}
     tried: list[float] = []
 

@@ -9,8 +9,7 @@ import psutil
 import pytest
 
 from alignedserve.cluster.local_ray import node_watch
-from alignedserve.cluster.local_ray.node_processes import NodeProcesses, kill_all
-from alignedserve.cluster.local_ray.node_watch import NodeWatch
+from alignedserve.cluster.local_ray.node_watch import NodeProcesses, NodeWatch, kill_all
 from tests.support.child_processes import has_ended
 
 pytestmark = pytest.mark.slow

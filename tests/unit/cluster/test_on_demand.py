@@ -6,49 +6,49 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from alignedserve.cluster.deployments.events import LeftDeployment, Phase, Standing
-from alignedserve.cluster.deployments.logic import DeploymentsLogic
+from alignedserve.cluster.deployments.driver import DeploymentsDriver
+from alignedserve.cluster.deployments.logic import DeploymentsLogic, DeploymentStage, DeploymentStanding, LeftDeployment
 from alignedserve.cluster.deployments.on_demand import (
     DOCUMENTS_TURN_S,
     RETRY_S,
     TURN_S,
-    Demand,
-    Leave,
-    Load,
+    LoadModel,
+    ModelDemand,
+    ModelOnDemand,
+    ModelUse,
     OnDemandLogic,
-    Use,
+    OnDemandModels,
+    UnloadModel,
 )
 from alignedserve.cluster.deployments.orders import AddModel
-from alignedserve.cluster.hosts.models.driver import DeploymentsDriver
-from alignedserve.cluster.hosts.models.on_demand import ModelOnDemand, OnDemandModels
-from alignedserve.cluster.hosts.models.preparing import Asleep
+from alignedserve.cluster.deployments.preparing import Asleep
 from alignedserve.config.model_settings import load_models
 from alignedserve.config.sections import PrefixCacheConfig
 from alignedserve.core.request import LoraAdapter
 from alignedserve.runtime.model.served_model import DeploymentPhase, ServedDeployment
 from tests.unit.cluster.driven_cluster import POCKET, joined
 
-CHAT, DOCUMENTS = Demand(real_time_s=1.0), Demand(documents_s=1.0)
-IDLE, BUSY = Use(idle_s=5.0), Use(num_open=1)
-RUNS_DOCUMENTS = Use(num_open=2, num_documents=2)
+CHAT, DOCUMENTS = ModelDemand(real_time_s=1.0), ModelDemand(documents_s=1.0)
+IDLE, BUSY = ModelUse(idle_s=5.0), ModelUse(num_open=1)
+RUNS_DOCUMENTS = ModelUse(num_open=2, num_documents=2)
 
 
 class Memory:
     """Asks a logic about models that are awake, each with a keep_alive of a minute unless another is given."""
 
-    def __init__(self, **uses: Use) -> None:
+    def __init__(self, **uses: ModelUse) -> None:
         self.logic = OnDemandLogic()
         self.now = 0.0
         self.look(uses)
 
     def look(
         self,
-        uses: dict[str, Use],
-        demands: dict[str, Demand] | None = None,
+        uses: dict[str, ModelUse],
+        demands: dict[str, ModelDemand] | None = None,
         *,
         keep_s: float = 60.0,
         changing: bool = False,
-    ) -> list[Load | Leave]:
+    ) -> list[LoadModel | UnloadModel]:
         awake = {name: (use, keep_s) for name, use in uses.items()}
         return list(self.logic.look(awake, demands or {}, self.now, is_changing=changing))
 
@@ -57,40 +57,40 @@ class Memory:
 
 
 def test_a_model_is_loaded_for_who_waits_longest_and_chat_goes_first() -> None:
-    demands = {"a": Demand(documents_s=90.0), "b": Demand(real_time_s=1.0), "c": Demand(real_time_s=2.0)}
-    assert Memory().look({}, demands) == [Load("c")]
-    assert Memory().look({}, {"a": demands["a"], "b": demands["b"]}) == [Load("b")]
+    demands = {"a": ModelDemand(documents_s=90.0), "b": ModelDemand(real_time_s=1.0), "c": ModelDemand(real_time_s=2.0)}
+    assert Memory().look({}, demands) == [LoadModel("c")]
+    assert Memory().look({}, {"a": demands["a"], "b": demands["b"]}) == [LoadModel("b")]
     assert Memory().look({}, demands, changing=True) == []
 
 
 def test_it_leaves_after_its_keep_alive() -> None:
     memory = Memory(a=IDLE)
-    assert memory.look({"a": Use(idle_s=59.0)}) == []
-    assert memory.look({"a": Use(idle_s=60.0)}) == [Leave("a")]
-    assert memory.look({"a": Use(idle_s=1e9)}, keep_s=math.inf) == []
-    assert memory.look({"a": Use(idle_s=1.0, keep_alive_s=0.5)}) == [Leave("a")]  # its last request said so
-    for used in (Use(num_open=1, idle_s=99.0), Use(is_promised=True, idle_s=99.0)):
+    assert memory.look({"a": ModelUse(idle_s=59.0)}) == []
+    assert memory.look({"a": ModelUse(idle_s=60.0)}) == [UnloadModel("a")]
+    assert memory.look({"a": ModelUse(idle_s=1e9)}, keep_s=math.inf) == []
+    assert memory.look({"a": ModelUse(idle_s=1.0, keep_alive_s=0.5)}) == [UnloadModel("a")]  # its last request said so
+    for used in (ModelUse(num_open=1, idle_s=99.0), ModelUse(is_promised=True, idle_s=99.0)):
         assert memory.look({"a": used}) == []
 
 
 def test_the_one_used_least_recently_makes_room() -> None:
-    uses = {"a": Use(idle_s=5.0), "b": Use(idle_s=9.0), "c": BUSY}
+    uses = {"a": ModelUse(idle_s=5.0), "b": ModelUse(idle_s=9.0), "c": BUSY}
     memory = Memory(**uses)
-    assert memory.look(uses, {"d": CHAT}) == [Load("d")]
+    assert memory.look(uses, {"d": CHAT}) == [LoadModel("d")]
     memory.full("d")
-    assert memory.look(uses, {"d": CHAT}) == [Leave("b")]
-    assert memory.look({"a": uses["a"], "c": BUSY}, {"d": CHAT}) == [Load("d")]  # tried again once it has left
+    assert memory.look(uses, {"d": CHAT}) == [UnloadModel("b")]
+    assert memory.look({"a": uses["a"], "c": BUSY}, {"d": CHAT}) == [LoadModel("d")]  # tried again once it has left
 
 
 def test_chat_has_the_room_of_documents_at_once_and_of_chat_after_a_turn() -> None:
-    for use, first_s in ((RUNS_DOCUMENTS, 0.0), (Use(is_promised=True), 0.0), (BUSY, TURN_S)):
+    for use, first_s in ((RUNS_DOCUMENTS, 0.0), (ModelUse(is_promised=True), 0.0), (BUSY, TURN_S)):
         memory = Memory(a=use)
         memory.full("b")
         if first_s:
             memory.now = first_s - 1.0
-            assert memory.look({"a": use}, {"b": Demand(real_time_s=memory.now)}) == []
+            assert memory.look({"a": use}, {"b": ModelDemand(real_time_s=memory.now)}) == []
         memory.now = first_s
-        assert memory.look({"a": use}, {"b": Demand(real_time_s=memory.now)}) == [Leave("a")]
+        assert memory.look({"a": use}, {"b": ModelDemand(real_time_s=memory.now)}) == [UnloadModel("a")]
 
 
 def test_documents_wait_longer_for_the_room_of_chat() -> None:
@@ -98,9 +98,9 @@ def test_documents_wait_longer_for_the_room_of_chat() -> None:
         memory = Memory(a=use)
         memory.full("b")
         memory.now = turn_s - 1.0
-        assert memory.look({"a": use}, {"b": Demand(documents_s=memory.now)}) == []
+        assert memory.look({"a": use}, {"b": ModelDemand(documents_s=memory.now)}) == []
         memory.now = turn_s
-        assert memory.look({"a": use}, {"b": Demand(documents_s=memory.now)}) == [Leave("a")]
+        assert memory.look({"a": use}, {"b": ModelDemand(documents_s=memory.now)}) == [UnloadModel("a")]
 
 
 def test_a_turn_begins_when_a_model_is_awake() -> None:
@@ -108,13 +108,13 @@ def test_a_turn_begins_when_a_model_is_awake() -> None:
     memory.now = 100.0
     memory.look({"a": BUSY})
     memory.full("b")
-    assert memory.look({"a": BUSY}, {"b": Demand(real_time_s=99.0)}) == []
+    assert memory.look({"a": BUSY}, {"b": ModelDemand(real_time_s=99.0)}) == []
 
 
 def test_one_that_fits_is_loaded_beside_one_that_waits_for_room() -> None:
     memory = Memory(a=BUSY)
     memory.full("large")
-    assert memory.look({"a": BUSY}, {"large": CHAT, "small": DOCUMENTS}) == [Load("small")]
+    assert memory.look({"a": BUSY}, {"large": CHAT, "small": DOCUMENTS}) == [LoadModel("small")]
 
 
 def test_one_that_never_fits_says_why_and_is_tried_again() -> None:
@@ -124,7 +124,7 @@ def test_one_that_never_fits_says_why_and_is_tried_again() -> None:
     assert memory.look({}, {"a": CHAT}) == []
     memory.now = RETRY_S
     assert memory.logic.problem("a", memory.now) is None
-    assert memory.look({}, {"a": CHAT}) == [Load("a")]
+    assert memory.look({}, {"a": CHAT}) == [LoadModel("a")]
     memory.logic.on_refused("a", "its file is damaged", memory.now, is_full=False)
     assert memory.logic.problem("a", memory.now) == "its file is damaged"
 
@@ -139,7 +139,7 @@ def test_a_model_that_falls_asleep_keeps_the_adapters_that_were_loaded() -> None
     assert asleep.served.adapters == (loaded,)
     assert models.beside(order, ()) == Asleep(former="2")  # which it has them from
     assert models.beside(others, ()) == Asleep((asleep.served,))
-    assert models.beside(others, [Standing("3", "docs", Phase.SERVING, 0)]) == Asleep()
+    assert models.beside(others, [DeploymentStanding("3", "docs", DeploymentStage.SERVING, 0)]) == Asleep()
     models.forget("docs")
     assert models.beside(others, ()) == Asleep()
 
@@ -149,7 +149,9 @@ def test_a_model_that_falls_asleep_and_wakes_keeps_its_place_among_the_others() 
         return ServedDeployment(replace(POCKET, name=name), 16, PrefixCacheConfig(), phase=phase)
 
     def serving(**names: str) -> DeploymentsLogic:
-        return DeploymentsLogic([LeftDeployment(one, name, Phase.SERVING) for one, name in names.items()], len(names))
+        return DeploymentsLogic(
+            [LeftDeployment(one, name, DeploymentStage.SERVING) for one, name in names.items()], len(names)
+        )
 
     names = {"d1": "first", "d2": "second", "d3": "first", "d4": "third"}
     site: Any = SimpleNamespace(

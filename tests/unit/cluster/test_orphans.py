@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from alignedserve.cluster.local_ray.node_processes import kill_all, orphans_of
+from alignedserve.cluster.local_ray.node_watch import kill_all, orphans_of
 
 pytestmark = pytest.mark.slow
 

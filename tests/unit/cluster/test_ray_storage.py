@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from alignedserve.cluster.hosts.ray_storage import RayStorage, ray_storage
+from alignedserve.cluster.hosts.ray_directory import RayStorage, ray_storage
 from alignedserve.core.errors import ConfigError
 from tests.support.marks import each
 

@@ -5,7 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from alignedserve.cluster.deployments.orders import Answer, DeploymentReport, Done, Refused, Remark, RestartWorkers
+from alignedserve.cluster.deployments.orders import (
+    Answer,
+    DeploymentReport,
+    OrderDone,
+    OrderRefused,
+    Remark,
+    RestartWorkers,
+)
 from alignedserve.cluster.draining.drains import Drains
 from alignedserve.cluster.draining.rolling_restart import RETURN_S, RollingRestart, WorkerRestarts
 
@@ -140,7 +147,7 @@ def test_an_order_is_begun_once_and_another_one_is_refused_meanwhile() -> None:
         made.order("1", RestartWorkers(), DEPLOYMENTS)
         made.look([])
     made.order("2", RestartWorkers(), DEPLOYMENTS)
-    assert answers == [("1", Remark("decode-0 drains")), ("2", Refused("the workers are being restarted already"))]
+    assert answers == [("1", Remark("decode-0 drains")), ("2", OrderRefused("the workers are being restarted already"))]
     assert drains.workers == ("decode-0",)
     assert [made.takes(name) for name in ("decode-0", "decode-1", "decode-0.m2", "decode-7")] == [True] * 3 + [False]
 
@@ -159,6 +166,6 @@ def test_what_cannot_be_restarted_is_said() -> None:
     made = restarts(drains, answers)
     made.order("1", RestartWorkers("third"), DEPLOYMENTS)
     made.order("2", RestartWorkers(drains_within_s=-1.0), DEPLOYMENTS)
-    assert [isinstance(answer, Refused) for _, answer in answers] == [True, True]
+    assert [isinstance(answer, OrderRefused) for _, answer in answers] == [True, True]
     assert "third" in str(answers[0][1])
-    assert not isinstance(answers[0][1], Done)
+    assert not isinstance(answers[0][1], OrderDone)

@@ -8,7 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alignedserve.cluster.hosts.scaling.logic import (
+from alignedserve.config.sections import ScalingConfig
+from alignedserve.core.errors import ConfigError
+from alignedserve.messages.gateways import ClusterStatus, Demand
+from plugins.autoscaler.logic import (
     AskForNodes,
     GiveBack,
     Recommendation,
@@ -17,9 +20,6 @@ from alignedserve.cluster.hosts.scaling.logic import (
     ScalingLogic,
     TakeAgain,
 )
-from alignedserve.config.sections import ScalingConfig
-from alignedserve.core.errors import ConfigError
-from alignedserve.messages.gateways import ClusterStatus, Demand
 from tests.support.marks import each
 
 PLACES = 64
@@ -91,13 +91,7 @@ def test_a_model_that_has_not_reported_changes_nothing() -> None:
     commands = [
         one
         for now in range(5)
-        for one in made.decide(
-            {
-                "": status(0, 2),
-            },
-            (*TWO, ScaledNode("b", models=("2",))),
-            float(now),
-        )
+        for one in made.decide({"": status(0, 2)}, (*TWO, ScaledNode("b", models=("2",))), float(now))
     ]
     assert commands == [AskForNodes(3)]
 

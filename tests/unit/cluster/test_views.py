@@ -1,7 +1,7 @@
 """How the views of gateways and batch worker are combined."""
 
-from alignedserve.cluster.deployments.events import View
-from alignedserve.cluster.hosts.models.driver import combined
+from alignedserve.cluster.deployments.driver import combined
+from alignedserve.cluster.deployments.logic import View
 from alignedserve.runtime.model.served_model import DeploymentState
 
 NOT_UP = "a gateway or the batch worker is not up"

@@ -12,10 +12,7 @@ import pytest
 
 from alignedserve.cluster.local_ray import fork_worker
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there is no template"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there is no template")]
 
 CREATOR = """
 import sys

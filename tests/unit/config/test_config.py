@@ -1,6 +1,5 @@
 """The configuration: file, overrides, sizes; every refusal is a ConfigError that names what is wrong."""
 
-import json
 from pathlib import Path
 
 import msgspec
@@ -138,7 +137,6 @@ def test_what_is_not_a_size(text: str) -> None:
         ("batches: {assumed_tokens_per_s: .inf}", r"batches\.assumed_tokens_per_s"),
         ("router: {max_queued_requests: 0}", r"router\.max_queued_requests"),
         ("router: {max_learnt_bytes: 1000}", r"router\.max_learnt_bytes"),
-        ("router: {sentence_encoder: bert}", r"router\.sentence_encoder is gone: router\.length_predictor token_emb"),
         ("router: {max_retries: -1}", r"router\.max_retries"),
         ("router: {max_candidate_requests: 0}", r"router\.max_candidate_requests"),
         ("batching: {min_requests: 0}", r"batching\.min_requests"),
@@ -338,63 +336,3 @@ def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # the user of a container who is in no list
     with pytest.raises(ConfigError, match="set ALIGNEDSERVE_STATE_DIR, or HOME"):
         state_root()
-
-
-# --- renamed fields
-
-RENAMED = [
-    ("model", "served_name", "served_model_name", "mine"),
-    ("router", "max_requeues", "max_retries", 5),
-    ("router", "candidate_requests", "max_candidate_requests", 5),
-    ("scheduling", "settings", "policy_params", {"hybrid_cache": False}),
-    ("prefill", "memory_bytes", "kv_cache_bytes", "64MiB"),
-    ("prefill", "buffer_bytes", "candidate_buffer_bytes", "3MiB"),
-    ("prefill", "max_running", "max_running_requests", 5),
-    ("prefill", "max_tokens_per_iteration", "max_num_batched_tokens", 100),
-    ("decode", "memory_bytes", "kv_cache_bytes", "64MiB"),
-    ("decode", "max_running", "max_running_requests", 5),
-    ("decode", "max_tokens_per_iteration", "max_num_batched_tokens", 100),
-    ("decode", "max_waiting", "max_waiting_requests", 5),
-    ("decode", "swap_bytes", "swap_space_bytes", "1MiB"),
-    ("engine", "attention", "attention_backend", "torch"),
-    ("links", "silence_s", "hang_timeout_s", 5.0),
-    ("batches", "max_tries", "max_attempts", 5),
-]
-
-
-@pytest.mark.parametrize(("section", "old", "new", "value"), RENAMED)
-def test_old_names_are_accepted_with_a_warning(
-    section: str, old: str, new: str, value: object, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    expected = load_config(None, [f"{section}.{new}={json.dumps(value)}"])
-    assert caplog.text == ""
-    assert expected != ClusterConfig()
-    path = written(tmp_path, json.dumps({section: {old: value}}))
-    overrides = f"{section}.{old}={json.dumps(value)}", f"{section}={json.dumps({old: value})}"
-    for file, override in ((path, ()), (None, overrides[:1]), (None, overrides[1:])):
-        assert load_config(file, override) == expected
-        assert f"{section}.{old} is now called {section}.{new}" in caplog.text
-        caplog.clear()
-
-
-def test_an_old_name_may_go_deeper() -> None:
-    config = load_config(None, ["scheduling.settings.hybrid_cache=false"])
-    assert config.scheduling.policy_params == {"hybrid_cache": False}
-
-
-@pytest.mark.parametrize(
-    "text", ["{max_running: 1, max_running_requests: 1}", "{max_running_requests: 1, max_running: 1}"]
-)
-def test_one_field_under_both_names_is_refused(text: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"decode\.max_running_requests is given twice"):
-        load_config(written(tmp_path, f"decode: {text}"))
-
-
-@pytest.mark.parametrize(
-    ("below", "above"), [("max_running", "max_running_requests"), ("max_running_requests", "max_running")]
-)
-def test_an_override_by_either_name_replaces_what_the_file_says_by_the_other(
-    below: str, above: str, tmp_path: Path
-) -> None:
-    config = load_config(written(tmp_path, f"decode: {{{below}: 1}}"), [f"decode.{above}=2"])
-    assert config.decode.max_running_requests == 2

@@ -7,7 +7,7 @@ import pytest
 
 from alignedserve.config.loading import apply_override, load_config
 from alignedserve.config.model_settings import load_models, name_of
-from alignedserve.config.written_overrides import written_override
+from alignedserve.config.overrides import written_override
 from alignedserve.core.errors import ConfigError
 from tests.support.marks import each
 
@@ -58,7 +58,7 @@ def test_a_model_that_is_added_has_no_adapters_and_a_replacement_those_of_before
 def test_the_file_lists_models_with_sections_of_their_own(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(
-        "decode: {count: 2}\nmodels:\n- model: {path: /a}\n- model: {path: /b}\n  decode: {memory_bytes: 1GiB}\n"
+        "decode: {count: 2}\nmodels:\n- model: {path: /a}\n- model: {path: /b}\n  decode: {kv_cache_bytes: 1GiB}\n"
     )
     a, b = load_models(file, (), ()).configs
     assert (a.model.path, a.decode.count) == ("/a", 2)

@@ -9,8 +9,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from alignedserve.cli.keys.commands import add, revoke, rotate, show_list
-from alignedserve.cli.keys.serving import check_keys
+from alignedserve.cli.keys.commands import add, check_keys, revoke, rotate, show_list
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import ConfigError
 from alignedserve.keys.edit import added, change_keys, new_secret, revoked, rotated, secret_row

@@ -34,9 +34,9 @@ URL = "http://server:8000"
 def test_the_reason_is_told_in_words(error: Exception, words: str) -> None:
     wrapped = RuntimeError("of a library")
     wrapped.__cause__ = error
-    assert unreachable(URL, error) == words
+    assert str(unreachable(URL, error)) == words
     if not isinstance(error, aiohttp.ClientError) or isinstance(error, aiohttp.InvalidURL):
-        assert unreachable(URL, wrapped) == words
+        assert str(unreachable(URL, wrapped)) == words
 
 
 async def test_clients_tell_it() -> None:

@@ -10,10 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from alignedserve.process.logs import queued
-from alignedserve.process.logs.context import about_request
-from alignedserve.process.logs.files import LogFileHandler
-from alignedserve.process.logs.queued import QueuedLogHandler
+from alignedserve.process import logs
+from alignedserve.process.logs import LogFileHandler, QueuedLogHandler, about_request
 
 
 def test_what_a_full_disk_does_not_take_is_lost_without_a_word(
@@ -61,7 +59,7 @@ def pipe(tmp_path: Path) -> Iterator[Path]:
 def test_a_log_that_hangs_holds_up_nobody_and_says_what_it_has_lost(
     pipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(queued, "_FLUSH_S", 20.0)
+    monkeypatch.setattr(logs, "_FLUSH_S", 20.0)
     handler = QueuedLogHandler(pipe, max_lines=10)
     warn(handler, *(f"line {number}" for number in range(100)))
     read: list[str] = []
@@ -85,7 +83,7 @@ def test_a_log_that_hangs_holds_up_nobody_and_says_what_it_has_lost(
 
 
 def test_a_log_that_hangs_does_not_hold_up_the_end(pipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queued, "_FLUSH_S", 0.01)
+    monkeypatch.setattr(logs, "_FLUSH_S", 0.01)
     handler = QueuedLogHandler(pipe, max_lines=10)
     warn(handler, *["nobody reads this"] * 100)
     for _ in range(2):

@@ -6,42 +6,40 @@ from collections.abc import Mapping
 from rich.markup import escape
 from rich.table import Table
 
-from alignedserve.cli.commands.cluster.load_line import load_line
-from alignedserve.cli.commands.cluster.shown_log import TAIL_BYTES, show_log
+from alignedserve.cli.commands.cluster.one_host import TAIL_BYTES, load_line, show_log
 from alignedserve.cli.console import notes, print_json, printable, results
 from alignedserve.cluster.deployments.orders import (
     DeploymentReport,
-    Done,
     DrainNode,
     NodeOrder,
+    OrderDone,
     ScaleWorkers,
     UndoDrain,
 )
 from alignedserve.cluster.draining.drains import MOVING_S
-from alignedserve.cluster.hosts.client import (
+from alignedserve.cluster.hosts.orders import (
     call_actor,
     connected,
     end_supervisor_of_head,
+    give_order,
     lost_nodes,
     node_of,
     running_cluster,
 )
-from alignedserve.cluster.hosts.nodes.versions import own_versions
-from alignedserve.cluster.hosts.operations.drain_rules import node_called
-from alignedserve.cluster.hosts.operations.orders import give_order
-from alignedserve.cluster.hosts.operations.resizing import parse_counts
-from alignedserve.cluster.hosts.orphans import end_cluster, has_driver
-from alignedserve.cluster.hosts.ray_storage import RayStorage, ray_storage, waiting_for_head
+from alignedserve.cluster.hosts.ray_directory import RayStorage, ray_storage, waiting_for_head
 from alignedserve.cluster.hosts.record import (
     DRAINED,
     ClusterRecord,
     NodeRecord,
     ask_to_stop,
+    own_versions,
     read_record,
     recorded_drain_s,
     recorded_id,
 )
-from alignedserve.cluster.hosts.supervisor import Ending
+from alignedserve.cluster.hosts.resizing import node_called, parse_counts
+from alignedserve.cluster.hosts.supervisor import SupervisorEnd
+from alignedserve.cluster.nodes.agent import end_cluster, has_driver
 from alignedserve.config.environment import redis_authority_path, redis_url
 from alignedserve.core.errors import PeerLost, ProtocolError, ResourceError
 from alignedserve.messages.gateways import ClusterStatus
@@ -95,17 +93,15 @@ def logs(actor: str | None, *, follow: bool) -> None:
 
 
 def stop(*, at_once: bool) -> None:
-    """Stop the cluster, its driver and the driver's supervisor, also where these fail or hang.
-
-    What is open is answered first, for as long as the cluster's configuration gives it, unless `at_once`. Raises
-    ResourceError when there is nothing to stop, or a driver without a supervisor does not end.
-    """
+    """Stop the cluster, its driver and the driver's supervisor, also where these fail or hang. What is open is answered
+    first, for as long as the cluster's configuration gives it, unless `at_once`. Raises ResourceError when there is
+    nothing to stop, or a driver without a supervisor does not end."""
     with connected():
         has_record = recorded_id() is not None
         is_ended = _ask_driver_to_stop(at_once=at_once)
         leaves_s = _LEAVES_S if has_record and is_ended else 0.0
         ending = end_supervisor_of_head(leaves_s=leaves_s, patience_s=_PATIENCE_S)
-        if not has_record and ending is Ending.NOT_THERE:
+        if not has_record and ending is SupervisorEnd.NOT_THERE:
             running_cluster()  # says that there is none
         is_left = _end_what_is_left(ending)
     notes().print(_stopped(ending, has_record=has_record, is_left=is_left), soft_wrap=True)
@@ -134,23 +130,21 @@ def _is_looked_after() -> bool:
     return record is not None and has_driver(record)
 
 
-def _end_what_is_left(ending: Ending) -> bool:
-    """End a cluster that its driver has left; return whether there was one. Raises ResourceError, see `stop`.
-
-    `ending`: of the supervisor, and so of its driver, which agents may have heard of a moment ago.
-    """
+def _end_what_is_left(ending: SupervisorEnd) -> bool:
+    """End a cluster without a driver; return whether a cluster was left. Raises ResourceError, see `stop`. `ending`:
+    of the supervisor, and so of its driver, which agents may have heard of a moment ago."""
     if recorded_id() is None:
         return False
     record = running_cluster()
-    if ending is Ending.NOT_THERE and has_driver(record):
+    if ending is SupervisorEnd.NOT_THERE and has_driver(record):
         problem = f"the cluster does not end within {_STOP_S:.0f} s; its driver, which has no supervisor, is busy"
         raise ResourceError(f"{problem}: end its `alignedserve serve`")
     end_cluster(record)
     return True
 
 
-def _stopped(ending: Ending, *, has_record: bool, is_left: bool) -> str:
-    if ending is Ending.KILLED:
+def _stopped(ending: SupervisorEnd, *, has_record: bool, is_left: bool) -> str:
+    if ending is SupervisorEnd.KILLED:
         return "Stopped the cluster; its driver did not end by itself and was killed with its supervisor."
     if is_left:
         return "Stopped the cluster, without its driver."
@@ -177,10 +171,8 @@ def drain(node: str, within_s: float, *, is_forced: bool, waits: bool) -> None:
 
 
 def scale(counts: list[str], model: str | None) -> None:
-    """Change the numbers of a model's workers. Raises ConfigError, or ResourceError saying what would fit.
-
-    `model`: its name for clients; None: one is served.
-    """
+    """Change the numbers of a model's workers. Raises ConfigError, or ResourceError saying what would fit. `model`: its
+    name for clients; None: one is served."""
     order = ScaleWorkers(parse_counts(counts), model)
     with connected():
         _give(running_cluster().cluster_id, order)
@@ -194,15 +186,13 @@ def undo_drain(node: str) -> None:
 
 def _give(cluster_id: str, order: NodeOrder) -> None:
     answer = give_order(cluster_id, order)
-    if isinstance(answer, Done):
+    if isinstance(answer, OrderDone):
         results().print(answer.text)
 
 
 def print_ray_storage(name: str, *, is_worker: bool) -> None:
-    """Print how `ray start` keeps its state in the Redis that is named, or waits for a head that does.
-
-    Raises ConfigError for a URL that Ray cannot use.
-    """
+    """Print how `ray start` keeps its state in the Redis that is named, or waits for a head that does. Raises
+    ConfigError for a URL that Ray cannot use."""
     url = redis_url()
     storage = RayStorage(waiting_for_head(url), ()) if is_worker else ray_storage(url, name, redis_authority_path())
     print(storage.shell())

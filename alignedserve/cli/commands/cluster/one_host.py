@@ -1,18 +1,60 @@
 """`alignedserve status` and `logs` of a cluster that serves on this host alone."""
 
+import time
+from collections.abc import Callable
+
 import msgspec
 from rich.markup import escape
 from rich.table import Table
 
-from alignedserve.cli.commands.cluster.load_line import load_line
-from alignedserve.cli.commands.cluster.shown_log import show_log
-from alignedserve.cli.console import print_json, printable, results
-from alignedserve.cluster.deployments.client import find_cluster, show_status
+from alignedserve.cli.console import counted, print_json, printable, results
+from alignedserve.cluster.deployments.admin_api import find_cluster, show_status
 from alignedserve.cluster.deployments.orders import DeploymentReport, ProcessReport, StatusReport
-from alignedserve.config.sections import MIB
+from alignedserve.config.sections import MIB, Topology
 from alignedserve.core.errors import ResourceError
+from alignedserve.core.metrics import in_percent
 from alignedserve.messages.gateways import ClusterStatus
-from alignedserve.process.logs.files import log_names, read_log
+from alignedserve.process.logs import LogPart, log_names, read_log
+
+
+def load_line(load: ClusterStatus | None, topology: str) -> str:
+    if load is None:
+        return "Load: unknown, as no gateway has a router"
+    pooled, workers = "", counted(load.num_decode_workers, f"{topology} worker")
+    if topology == Topology.DISAGGREGATED.value:
+        pooled = f"{load.num_pooled} pooled, "
+        workers = f"{load.num_prefill_workers} prefill and {load.num_decode_workers} decode workers"
+    if load.num_standby_workers:
+        workers += f" ({load.num_standby_workers} standing by)"
+    leans = "".join(f"; {lean.worker} leans {in_percent(lean.lean, 0)} to prompts" for lean in load.leans)
+    prefixes = ""
+    if load.prefixes.num_query_tokens:
+        found = in_percent(load.prefixes.hit_rate, 0)
+        prefixes = f"; prefix cache: {load.prefixes.num_blocks} blocks, {found} of tokens found"
+    return (
+        f"Load: {load.num_queued} queued, {load.num_prefilling} in prefill, {pooled}{load.num_decoding} decoding; "
+        f"{workers}, {load.num_worker_blocks_used} of {load.num_worker_blocks} blocks used{prefixes}{leans}"
+    )
+
+
+TAIL_BYTES = 4096
+_FOLLOW_S = 0.5
+
+
+def show_log(name: str, read: Callable[[int], LogPart | None], *, follow: bool) -> None:
+    """Print the end of a log, with `follow` also what comes. `read`: returns the part that begins at a byte; counted
+    from the end, where it is negative. Raises ResourceError when there is no log of this name."""
+    offset = -TAIL_BYTES
+    while True:
+        part = read(offset)
+        if part is None:
+            raise ResourceError(f"{name} has not written a log yet")
+        print(part.text, end="", flush=True)
+        offset = part.offset
+        if not part.text:
+            if not follow:
+                return
+            time.sleep(_FOLLOW_S)
 
 
 def status(cluster: str | None, *, json_output: bool) -> bool:
@@ -32,10 +74,8 @@ def status(cluster: str | None, *, json_output: bool) -> bool:
 
 
 def logs(cluster: str | None, name: str | None, *, follow: bool) -> None:
-    """Print the end of a process's log, or the names of those that have one; with `follow` also what comes.
-
-    Raises ResourceError.
-    """
+    """Print the end of a process's log, or the names of those that have one; with `follow` also what comes. Raises
+    ResourceError."""
     folder = find_cluster(cluster).parent
     names = log_names(folder)
     if name is None:

@@ -30,15 +30,12 @@ class NodeLosses:
         self._began_s = time.monotonic()
 
     def pause(self) -> None:
-        """Wait before the next try, longer after each loss in a row. Signals end it as they do a start."""
         if self._num_before:
             time.sleep(_FIRST_PAUSE_S * 2 ** (self._num_before - 1))
 
     def go_on_after(self, error: NodeLost, *, is_wanted: bool) -> NoReturn:
-        """Start this command again, unless that is not wanted or has not helped before. Nothing else runs any more.
-
-        At once: what Ray has left of itself in this process may still break it.
-        """
+        """Start this command again, unless that is not wanted or has not helped before. Nothing else runs any more. At
+        once: what Ray has left of itself in this process may still break it."""
         has_served = time.monotonic() - self._began_s > _SETTLED_S
         num_losses = 1 if has_served else self._num_before + 1
         if not is_wanted or num_losses > _MAX_LOSSES:

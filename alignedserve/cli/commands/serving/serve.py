@@ -14,19 +14,18 @@ from rich.panel import Panel
 from rich.table import Table
 
 from alignedserve.api.objectives import default_slo, in_words, unholdable
-from alignedserve.cli.commands.options import ServeOptions
 from alignedserve.cli.commands.serving.node_losses import NodeLosses
 from alignedserve.cli.commands.serving.start_screen import StartScreen
 from alignedserve.cli.console import INTERRUPTED, chat_command, notes, results
 from alignedserve.cli.downloads import fetch_model
-from alignedserve.cli.keys.serving import check_keys, show_keys, warn_of_strangers
+from alignedserve.cli.keys.commands import check_keys, show_keys, warn_of_strangers
+from alignedserve.cli.options import ServeOptions
 from alignedserve.cli.wiring import start_cluster
+from alignedserve.cluster.deployments.on_demand import ModelOnDemand
 from alignedserve.cluster.draining.drain_watch import LastAnswers
 from alignedserve.cluster.hosts.cluster import ClusterOnHosts
-from alignedserve.cluster.hosts.models.on_demand import ModelOnDemand
-from alignedserve.cluster.hosts.serving_cluster import ServingCluster
 from alignedserve.cluster.local_ray.worker_template import WorkerTemplate
-from alignedserve.cluster.running_cluster import AskedToStop, RunningCluster
+from alignedserve.cluster.serving_cluster import AskedToStop, ServingCluster
 from alignedserve.cluster.signals import ignore_signals
 from alignedserve.config.environment import api_keys
 from alignedserve.config.model_settings import ModelSettings
@@ -45,9 +44,7 @@ _WATCH_S = 0.5  # between looks for an end whose interrupt was dropped
 
 def serve(options: ServeOptions, settings: ModelSettings, template: WorkerTemplate | None) -> None:
     """Serve until Ctrl-C or SIGTERM. Raises an error of the tree, with nothing left running, when it cannot start.
-
-    `settings`: those of the options. `template`: of the processes of a cluster on this host.
-    """
+    `settings`: those of the options. `template`: of the processes of a cluster on this host."""
     ending, losses = _StopSignals(), NodeLosses()
     try:
         _serve(options, settings, template, ending, losses)
@@ -100,7 +97,7 @@ def _serve(
         end()
 
 
-def _look_after(cluster: RunningCluster, ending: "_StopSignals") -> None:
+def _look_after(cluster: ServingCluster, ending: "_StopSignals") -> None:
     with contextlib.suppress(KeyboardInterrupt):
         while not ending.is_asked_for and cluster.check():
             if ending.takes_hangup():
@@ -109,7 +106,7 @@ def _look_after(cluster: RunningCluster, ending: "_StopSignals") -> None:
             time.sleep(_WATCH_S)
 
 
-def _drain(cluster: RunningCluster, ending: "_StopSignals") -> None:
+def _drain(cluster: ServingCluster, ending: "_StopSignals") -> None:
     drain_s, num_signals, is_said = cluster.config.gateway.drain_s, ending.num_signals, False
     ends_s, last_answers = time.monotonic() + drain_s, LastAnswers()
     with contextlib.suppress(KeyboardInterrupt):
@@ -129,11 +126,9 @@ def _draining(num_open: int, drain_s: float) -> str:
 
 
 class _StopSignals:
-    """Handler of Ctrl-C and SIGTERM alike, also where a shell started us in the background with SIGINT ignored.
-
-    SIGHUP is kept for whoever asks; at a terminal it ends the process, as when that is closed. The others raise where
-    the main thread is, and are remembered as well: Python drops what is raised inside a destructor.
-    """
+    """Handler of Ctrl-C and SIGTERM alike, also where a shell started us in the background with SIGINT ignored. SIGHUP
+    is kept for whoever asks; at a terminal it ends the process, as when that is closed. The others raise where the main
+    thread is, and are remembered as well: Python drops what is raised inside a destructor."""
 
     def __init__(self) -> None:
         self.num_signals, self._has_hangup = 0, False
@@ -175,7 +170,6 @@ def _start(
 
 
 def show_trial(url: str, served: ServedModel, config: GatewayConfig) -> None:
-    """Print a first request: in one line without a frame, so that it can be copied from any terminal."""
     key = ' -H "Authorization: Bearer $ALIGNEDSERVE_API_KEY"' if api_keys() or config.keys_file else ""
     path, body = _trial(served)
     command = f"curl {url}{path}{key} -H 'content-type: application/json' -d '{body}'"

@@ -47,7 +47,6 @@ class StartScreen:
         self._bar.stop()
 
     def stopping(self) -> None:
-        """Show that Ctrl-C was heard, as the end of what has started takes seconds."""
         self._bar.tasks[0].total = None
         self._bar.update(self._task, description="Stopping …", done="")
 
@@ -62,7 +61,7 @@ class StartScreen:
         for warning in choice.remarks(names_model=has_others):
             self._console.print(f"warning: {warning}", markup=False, soft_wrap=True)
 
-    def model_loading(self, progress: loading_progress.Progress) -> None:
+    def model_loading(self, progress: loading_progress.LoadedShare) -> None:
         if not progress.total_bytes:
             return
         if self._began_s is None:
@@ -77,13 +76,13 @@ class StartScreen:
         self._bar.update(self._task, description="Loading …", total=total, completed=completed, done=done)
 
 
-def _amount(progress: loading_progress.Progress) -> str:
+def _amount(progress: loading_progress.LoadedShare) -> str:
     unit, name, digits = (_GIB, "GiB", 1) if progress.total_bytes >= 10 * _GIB else (MIB, "MiB", 0)
     read, total = (f"{size / unit:.{digits}f}" for size in (progress.read_bytes, progress.total_bytes))
     return f"{read} of {total} {name}, {progress.num_layers} of {progress.total_layers} layers"
 
 
-def _left(progress: loading_progress.Progress, elapsed_s: float) -> str:
+def _left(progress: loading_progress.LoadedShare, elapsed_s: float) -> str:
     if not progress.read_bytes or elapsed_s < _FIRST_ESTIMATE_S:
         return ""
     left_s = elapsed_s * (progress.total_bytes - progress.read_bytes) / progress.read_bytes

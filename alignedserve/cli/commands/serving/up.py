@@ -9,10 +9,10 @@ import yaml
 from rich.markup import escape
 from rich.table import Table
 
-from alignedserve.cli.commands.options import ServeOptions
 from alignedserve.cli.console import notes, results
-from alignedserve.cli.keys.serving import check_keys, warn_of_strangers
-from alignedserve.cluster.hosts.client import connected
+from alignedserve.cli.keys.commands import check_keys, warn_of_strangers
+from alignedserve.cli.options import ServeOptions
+from alignedserve.cluster.hosts.orders import connected
 from alignedserve.cluster.hosts.record import ClusterRecord, read_record, recorded_drain_s, recorded_driver
 from alignedserve.cluster.hosts.supervisor import driver_log, end_supervisor, start_supervisor
 from alignedserve.config.environment import ray_address
@@ -29,10 +29,8 @@ _BOOTSTRAP_NAME = "ray_bootstrap_config.yaml"  # in the head's home
 
 
 def up(options: ServeOptions) -> None:
-    """Start the supervisor of a driver, in place of any former one, and wait until the cluster answers.
-
-    Raises an error of the tree, with the driver's last words, when it does not.
-    """
+    """Start the supervisor of a driver, in place of any former one, and wait until the cluster answers. Raises an error
+    of the tree, with the driver's last words, when it does not."""
     settings = load_models(options.config, options.all_overrides, options.named_models)
     for config in settings.configs:
         check_keys(config.gateway)
@@ -65,10 +63,8 @@ def _counted(num_nodes: int) -> str:
 
 
 def driver_command(options: ServeOptions, settings: ModelSettings) -> list[str]:
-    """Return the driver's command line: that of `serve`, with paths as seen from any folder.
-
-    `settings`: what the options amount to, seen from the folder of this shell.
-    """
+    """Return the driver's command line: that of `serve`, with paths as seen from any folder. `settings`: what the
+    options amount to, seen from the folder of this shell."""
     command = [sys.executable, "-m", "alignedserve", "serve"]
     command += [_absolute_argument(model) for model in options.named_models]
     if options.config is not None:
@@ -84,10 +80,8 @@ def _absolute_argument(model: str) -> str:
 
 
 def _absolute_paths(settings: ModelSettings, *, is_named: bool) -> list[str]:
-    """Return overrides for paths that mean something else in the driver's folder, which is not the shell's.
-
-    `is_named`: the models are arguments of the command line, and no settings.
-    """
+    """Return overrides for paths that mean something else in the driver's folder, which is not the shell's. `is_named`:
+    the models are arguments of the command line, and no settings."""
     config = settings.configs[0]
     paths: dict[str, str | None] = {
         "batches.folder": config.batches.folder if not config.batches.is_in_bucket else None,
@@ -116,7 +110,6 @@ def _absolute(path: str) -> str:
 
 
 def expected_nodes(bootstrap: Path) -> int:
-    """Return how many nodes `ray up` starts at least, by what it leaves on the head; 1 where it leaves nothing."""
     try:
         given = yaml.safe_load(bootstrap.read_text(encoding="utf-8"))
         types = given.get("available_node_types") or {}

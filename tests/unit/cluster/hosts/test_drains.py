@@ -1,5 +1,6 @@
 """Draining nodes: when one is moved and ended, which may be drained, and what orders are refused. Without Ray."""
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,22 +12,30 @@ from ray.exceptions import RayError
 
 from alignedserve.cluster.deployments.orders import (
     AdminRequest,
-    Done,
     DrainNode,
     NodeOrder,
-    Refused,
+    OrderDone,
+    OrderRefused,
     ScaleWorkers,
     UndoDrain,
 )
 from alignedserve.cluster.draining.drain_watch import DrainWatch
-from alignedserve.cluster.draining.drains import MOVING_S, Draining, Drains
-from alignedserve.cluster.hosts.operations.drain_rules import node_called, require_drainable
-from alignedserve.cluster.hosts.operations.orders import StoredOrders, give_order
+from alignedserve.cluster.draining.drains import MOVING_S, Drains, ProcessDrain
+from alignedserve.cluster.hosts.orders import StoredOrders, give_order
 from alignedserve.cluster.hosts.record import DRAINED, NodeRecord
-from alignedserve.cluster.placement import NodeShare
-from alignedserve.core.errors import PeerLost, ResourceError
+from alignedserve.cluster.hosts.resizing import (
+    Resize,
+    RunningNode,
+    node_called,
+    parse_counts,
+    plan_resize,
+    require_drainable,
+)
+from alignedserve.cluster.placement import NodeCapacity, NodeShare
+from alignedserve.core.errors import ConfigError, PeerLost, ResourceError
+from tests.support.marks import each
 
-NODE = Draining(("prefill-1", "decode-1", "pool-1"), ("gateway-1",), moves_s=60.0)
+NODE = ProcessDrain(("prefill-1", "decode-1", "pool-1"), ("gateway-1",), moves_s=60.0)
 NOTHING = dict.fromkeys(NODE.names, 0)
 
 
@@ -62,7 +71,7 @@ def test_what_is_left_in_the_end_is_moved_and_then_not_waited_for() -> None:
 
 def test_a_drain_can_be_given_another_time() -> None:
     going_on = drains()
-    going_on.begin("node-1", Draining(NODE.workers, NODE.gateways, moves_s=5.0))
+    going_on.begin("node-1", ProcessDrain(NODE.workers, NODE.gateways, moves_s=5.0))
     assert going_on.due_to_move(5.0) == NODE.workers
 
 
@@ -142,10 +151,10 @@ def test_an_order_is_taken_and_answered_once(
     def drive(_: float) -> None:
         for name, taken in channel.take():
             seen.append(taken)
-            channel.answer(name, Done("done"))
+            channel.answer(name, OrderDone("done"))
 
-    monkeypatch.setattr("alignedserve.cluster.hosts.operations.orders.time.sleep", drive)
-    assert give_order("c", order) == Done("done")
+    monkeypatch.setattr("alignedserve.cluster.hosts.orders.time.sleep", drive)
+    assert give_order("c", order) == OrderDone("done")
     assert seen == [order]
     assert store == {}
 
@@ -155,15 +164,15 @@ def test_a_refused_order_raises_its_reason(store: dict[str, bytes], monkeypatch:
 
     def drive(_: float) -> None:
         for name, _order in channel.take():
-            channel.answer(name, Refused("it is the head"))
+            channel.answer(name, OrderRefused("it is the head"))
 
-    monkeypatch.setattr("alignedserve.cluster.hosts.operations.orders.time.sleep", drive)
+    monkeypatch.setattr("alignedserve.cluster.hosts.orders.time.sleep", drive)
     with pytest.raises(ResourceError, match="it is the head"):
         give_order("c", UndoDrain("node-0"))
 
 
 def test_an_order_without_an_answer_is_withdrawn(store: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("alignedserve.cluster.hosts.operations.orders._ANSWER_S", -1.0)
+    monkeypatch.setattr("alignedserve.cluster.hosts.orders._ANSWER_S", -1.0)
     with pytest.raises(PeerLost, match="driver of the cluster has not answered"):
         give_order("c", UndoDrain("node-0"))
     assert store == {}
@@ -174,7 +183,7 @@ def test_an_order_that_cannot_be_read_is_refused_and_gone(store: dict[str, bytes
     store["c/order/x"] = hostile
     assert StoredOrders("c").take() == []
     assert list(store) == ["c/answer/x"]
-    assert "cannot be read" in msgspec.json.decode(store["c/answer/x"], type=Refused).reason
+    assert "cannot be read" in msgspec.json.decode(store["c/answer/x"], type=OrderRefused).reason
 
 
 class Calls:
@@ -214,7 +223,7 @@ def test_router_and_gateways_are_told_until_nothing_drains(watch: tuple[Drains, 
     actors = {"router": router, "gateway-0": Calls(lambda is_draining: 9), "gateway-1": gateway}
     assert watching.look(actors) == []
     assert router.calls == gateway.calls == []
-    going_on.begin("node-1", Draining(("decode-1",), ("gateway-1",), moves_s=float("inf")))
+    going_on.begin("node-1", ProcessDrain(("decode-1",), ("gateway-1",), moves_s=float("inf")))
     for _ in range(3):
         assert watching.look(actors) == []
     assert router.calls == [(("decode-1",), ())] * 3
@@ -238,9 +247,79 @@ def test_a_gateway_that_is_gone_is_not_told(watch: tuple[Drains, DrainWatch]) ->
     going_on, watching = watch
     router = Calls(lambda draining, moved: dict.fromkeys(draining, 0))
     gateway = Calls(lambda is_draining: 0)
-    going_on.begin("node-1", Draining(("decode-1",), ("gateway-1",), moves_s=float("inf")))
+    going_on.begin("node-1", ProcessDrain(("decode-1",), ("gateway-1",), moves_s=float("inf")))
     watching.look({"router": router, "gateway-1": gateway})
     assert watching.look({"router": router, "gateway-1": gateway}) == ["node-1"]
     going_on.end("node-1")
     assert watching.look({"router": router}) == []
     assert gateway.calls == [(True,), (True,)]
+
+
+def node(index: int, prefill: int = 1, decode: int = 1, cores: int = 4, gpus: int = 0) -> RunningNode:
+    prefillers = tuple(f"prefill-{index}{number}" for number in range(prefill))
+    decoders = tuple(f"decode-{index}{number}" for number in range(decode))
+    capacity = NodeCapacity(f"node-{index}", f"10.0.0.{index}", cores, tuple(f"cuda:{one}" for one in range(gpus)))
+    return RunningNode(NodeShare(f"node-{index}", f"pool-{index}", prefillers, decoders), capacity)
+
+
+def test_workers_are_added_where_each_has_the_most() -> None:
+    nodes = [node(0, cores=4), node(1, cores=12), node(2, 0, 0)]
+    planned = plan_resize(nodes, {"decode": 4, "prefill": 3}, is_separate=True)
+    assert planned == Resize((("decode", "node-1"), ("decode", "node-1"), ("prefill", "node-1")))
+
+
+def test_workers_leave_where_each_has_the_least_and_a_node_keeps_one() -> None:
+    nodes = [node(0, decode=3, cores=4), node(1, decode=3, cores=12)]
+    planned = plan_resize(nodes, {"decode": 3}, is_separate=True)
+    assert planned == Resize(removed=(("decode", "node-0"), ("decode", "node-0"), ("decode", "node-1")))
+    with pytest.raises(ResourceError, match=r"2 nodes keep one decode worker each \(node-0, node-1\), so decode=1"):
+        plan_resize(nodes, {"decode": 1}, is_separate=True)
+
+
+def test_what_is_there_already_needs_nothing() -> None:
+    assert plan_resize([node(0), node(1)], {"decode": 2, "prefill": 2}, is_separate=True) == Resize()
+
+
+def test_a_gpu_has_one_worker() -> None:
+    assert plan_resize([node(0, gpus=3)], {"decode": 2}, is_separate=True) == Resize((("decode", "node-0"),))
+    for wanted in ({"decode": 3}, {"prefill": 2}):
+        with pytest.raises(ResourceError, match="every GPU of the nodes"):
+            plan_resize([node(0, gpus=3)], wanted, is_separate=True)
+
+
+@pytest.mark.parametrize("wanted", [{"prefill": 1}, {"gateway": 2}, {"decode": -1}, {"decode": 10_001}])
+def test_what_a_colocated_cluster_has_not_is_refused(wanted: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="decode=N"):
+        plan_resize([node(0, prefill=0)], wanted, is_separate=False)
+
+
+@each("seed", range(50))
+def test_plans_give_what_was_asked_for(seed: int) -> None:
+    rng = random.Random(seed)
+    nodes = [node(index, rng.randrange(1, 4), rng.randrange(1, 4), rng.randrange(1, 64)) for index in range(4)]
+    wanted = {"prefill": rng.randrange(4, 20), "decode": rng.randrange(4, 20)}
+    planned = plan_resize(nodes, wanted, is_separate=True)
+    for kind, count in wanted.items():
+        counts = {one.share.node: len(getattr(one.share, kind)) for one in nodes}
+        for changed, step in ((planned.added, 1), (planned.removed, -1)):
+            for of_kind, name in changed:
+                counts[name] += step * (of_kind == kind)
+        assert sum(counts.values()) == count
+        assert min(counts.values()) >= 1
+
+
+def test_arguments_are_totals_by_kind() -> None:
+    assert parse_counts(["decode=4", "prefill=02"]) == {"decode": 4, "prefill": 2}
+
+
+@each(
+    "given",
+    [
+        *([], ["decode"], ["decode="], ["decode=-1"], ["decode=1.5"], ["decode=\u0664"], ["gateway=2"], ["=4"]),
+        *(["decode=1", "decode=2"], ["decode=" + "9" * 5000], ["x" * 100_000]),
+    ],
+)
+def test_other_arguments_are_refused(given: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_counts(given)
+    assert len(str(caught.value)) < 200

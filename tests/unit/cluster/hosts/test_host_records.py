@@ -13,25 +13,25 @@ import msgspec
 import pytest
 
 from alignedserve.batches.location import SharedState
-from alignedserve.cluster import running_cluster
+from alignedserve.cluster import serving_cluster
 from alignedserve.cluster.actor_factory import PreparedNode
 from alignedserve.cluster.deployments.orders import (
     AdminRequest,
     Answer,
-    Done,
     DrainNode,
     NodeOrder,
-    Refused,
+    OrderDone,
+    OrderRefused,
     ScaleWorkers,
     UndoDrain,
 )
 from alignedserve.cluster.hosts import cluster as running
-from alignedserve.cluster.hosts import joining
-from alignedserve.cluster.hosts.admission import Agent
 from alignedserve.cluster.hosts.cluster import ClusterOnHosts
-from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
-from alignedserve.cluster.hosts.operations.worker_scaling import WorkerActors
+from alignedserve.cluster.hosts.node_drains import WorkerActors
 from alignedserve.cluster.hosts.record import ClusterRecord
+from alignedserve.cluster.nodes import joining
+from alignedserve.cluster.nodes.admission import Agent
+from alignedserve.cluster.nodes.ray_nodes import RayNode
 from alignedserve.core.errors import NotEnoughMemory, PeerLost, ResourceError
 from tests.harnesses.hosts import cluster_demo, namespace_hosts
 from tests.unit.cluster.driven_cluster import NODES, started
@@ -79,8 +79,8 @@ def test_a_node_drains_stays_out_and_is_used_again(
 
     def after(order: NodeOrder) -> tuple[str, list[str]]:
         answer = answered(order)
-        assert isinstance(answer, Done | Refused)
-        said = answer.text if isinstance(answer, Done) else answer.reason
+        assert isinstance(answer, OrderDone | OrderRefused)
+        said = answer.text if isinstance(answer, OrderDone) else answer.reason
         return said, [node.drain for node in announced[-1].nodes]
 
     assert after(DrainNode("node-1", 60.0)) == (
@@ -88,7 +88,7 @@ def test_a_node_drains_stays_out_and_is_used_again(
         ["", "draining"],
     )
     assert after(UndoDrain("host-1")) == ("node-1 is used again.", ["", ""])
-    assert answered(UndoDrain("host-1")) == Refused("node-1 neither drains nor has drained")
+    assert answered(UndoDrain("host-1")) == OrderRefused("node-1 neither drains nor has drained")
     monkeypatch.setattr("alignedserve.cluster.draining.drains.MOVING_S", 0.0)
     assert after(DrainNode("10.0.0.1", 0.0))[1] == ["", "drained"]
     assert announced[-1].nodes[1].actors == ()
@@ -125,7 +125,7 @@ def test_orders_that_cannot_be_are_refused(
 ) -> None:
     monkeypatch.setattr(cluster, "actors", lambda: {"router": None})
     answer = answered(order)
-    assert isinstance(answer, Refused)
+    assert isinstance(answer, OrderRefused)
     assert problem in answer.reason
 
 
@@ -141,7 +141,7 @@ def test_more_workers_have_new_names_and_fewer_are_those_with_the_least_work(
         member.agent = Agent(free, member.agent.book)
     actors = WorkerActors(lambda node, name: created.append(name), lambda node, name: ended.append(name))
     monkeypatch.setattr(cluster._workers, "_workers", actors)
-    monkeypatch.setattr("alignedserve.cluster.ray_polls.ray.get", lambda reference, timeout: reference)
+    monkeypatch.setattr("alignedserve.cluster.ray_node.ray.get", lambda reference, timeout: reference)
     said = cluster._workers.scale(ScaleWorkers({"decode": 3}), routers)
     assert (said, created) == ("decode-2 starts on node-0.", ["decode-2"])
     assert [actor.name for actor in cluster.record().nodes[0].actors][-2:] == ["decode-0", "decode-2"]
@@ -190,7 +190,7 @@ def test_a_driver_that_fails_leaves_a_cluster_that_has_served(
 
 
 def test_a_cluster_that_stops_ends_its_own_processes_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running_cluster, "_RAY_EXIT_S", 0.1)
+    monkeypatch.setattr(serving_cluster, "_RAY_EXIT_S", 0.1)
     with subprocess.Popen(["sleep", "60"]) as stranger:
         cluster = started(tmp_path, {})
         with subprocess.Popen(["sleep", "60"]) as own:

@@ -14,19 +14,18 @@ import psutil
 import pytest
 
 from alignedserve.cluster.hosts import supervisor
-from alignedserve.cluster.hosts.admission import differences
-from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode, require_head, wait_for_nodes
-from alignedserve.cluster.hosts.nodes.report import NodeReport, model_digest
-from alignedserve.cluster.hosts.nodes.sweeper import sweep
-from alignedserve.cluster.hosts.nodes.versions import own_versions
-from alignedserve.cluster.hosts.plan import NODE_ADDRESS, NodeResources, plan_cluster, plan_joining
+from alignedserve.cluster.hosts.record import own_versions
 from alignedserve.cluster.memory_planner import Machine
+from alignedserve.cluster.nodes.admission import NodeReport, differences, model_digest
+from alignedserve.cluster.nodes.plan import NODE_ADDRESS, NodeResources, plan_cluster, plan_joining
+from alignedserve.cluster.nodes.ray_nodes import RayNode, require_head, wait_for_nodes
 from alignedserve.cluster.placement import NodeCapacity
 from alignedserve.cluster.run_folder import make_run_folder
+from alignedserve.cluster.sweeper import sweep
 from alignedserve.config.sections import MIB, ClusterConfig, ModelSectionConfig, Topology
 from alignedserve.config.unset_sizes import from_mapping
 from alignedserve.core.errors import ConfigError, NotEnoughMemory, ResourceError
-from alignedserve.process.loading_progress import LoadingProgress, Progress, read_progress
+from alignedserve.process.loading_progress import LoadedShare, LoadingProgress, read_progress
 from alignedserve.runtime.kv.arena_files import arena_path
 from alignedserve.runtime.model.served_model import resolve_model
 from alignedserve.scheduling.factory import resolve_policy
@@ -194,9 +193,9 @@ def test_a_sweep_spares_what_a_worker_that_loads_reports(tmp_path: Path) -> None
     progress = LoadingProgress(path, 100, 2)
     assert not sweep(tmp_path)
     progress.layer_packed()
-    assert read_progress(path) == Progress(0, 100, 0, 2)  # written at most ten times a second
+    assert read_progress(path) == LoadedShare(0, 100, 0, 2)  # written at most ten times a second
     progress.finish()
-    assert read_progress(path) == Progress(100, 100, 2, 2)
+    assert read_progress(path) == LoadedShare(100, 100, 2, 2)
     assert sweep(tmp_path)
     assert not path.exists()
 
@@ -228,7 +227,7 @@ def test_the_sweeper_outlives_the_process_that_started_it(tmp_path: Path) -> Non
     (folder / "decode-0.progress").touch()
     source = (
         "import os, sys, time; from pathlib import Path\n"
-        "from alignedserve.cluster.hosts.nodes.sweeper import start_sweeper\n"
+        "from alignedserve.cluster.sweeper import start_sweeper\n"
         "start_sweeper(Path(sys.argv[1]), os.getpid()); print('up', flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", source, str(folder)], stdout=subprocess.PIPE) as owner:
@@ -244,7 +243,7 @@ def test_the_sweeper_kills_what_outlives_its_raylet_and_nothing_else(tmp_path: P
     folder.mkdir()
     source = (
         "import os, subprocess, sys, time; from pathlib import Path\n"
-        "from alignedserve.cluster.hosts.nodes.sweeper import start_sweeper\n"
+        "from alignedserve.cluster.sweeper import start_sweeper\n"
         "agent = subprocess.Popen(['sleep', '60'])\n"
         "if os.fork() == 0: start_sweeper(Path(sys.argv[1]), os.getppid()); os._exit(0)\n"
         "os.wait(); print(agent.pid, flush=True); time.sleep(60)"

@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 
-from alignedserve.cluster.hosts.joining import Preparation, Steps
-from alignedserve.cluster.hosts.members import Member
 from alignedserve.cluster.hosts.membership import (
     Announce,
     CancelPreparation,
@@ -24,7 +22,9 @@ from alignedserve.cluster.hosts.membership import (
     NodesSeen,
     PrepareNode,
 )
-from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
+from alignedserve.cluster.nodes.joining import Preparation, Steps
+from alignedserve.cluster.nodes.members import Member
+from alignedserve.cluster.nodes.ray_nodes import RayNode
 from alignedserve.core.errors import PeerLost, ResourceError
 from tests.support.marks import each
 

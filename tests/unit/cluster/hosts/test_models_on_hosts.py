@@ -9,38 +9,43 @@ from typing import Any
 import msgspec
 import pytest
 
-from alignedserve.cluster import failed_processes
+from alignedserve.cluster import watchdog as failed_processes
+from alignedserve.cluster.deployments import preparing
 from alignedserve.cluster.deployments.division import holding_of
-from alignedserve.cluster.deployments.events import LeftDeployment, Ordered, Phase, View, Viewed
-from alignedserve.cluster.deployments.logic import DeploymentsLogic
+from alignedserve.cluster.deployments.logic import (
+    DeploymentsLogic,
+    DeploymentStage,
+    LeftDeployment,
+    Ordered,
+    View,
+    Viewed,
+)
 from alignedserve.cluster.deployments.orders import (
     AddModel,
     AdminRequest,
     Answer,
-    Done,
     Models,
-    Refused,
+    OrderDone,
+    OrderRefused,
     Remark,
     RemoveModel,
     ShowModels,
 )
-from alignedserve.cluster.hosts import ray_directory, succession
-from alignedserve.cluster.hosts.cluster import ClusterOnHosts
-from alignedserve.cluster.hosts.joining import Joining, needed_first
-from alignedserve.cluster.hosts.members import HostedModel, Member
-from alignedserve.cluster.hosts.models import preparing
-from alignedserve.cluster.hosts.models.planning import (
+from alignedserve.cluster.deployments.planning import (
     PlannedModel,
     models_for_node,
     plan_models,
     plan_one_more,
     planned_again,
 )
-from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
-from alignedserve.cluster.hosts.operations import orders
-from alignedserve.cluster.hosts.operations.orders import StoredOrders, give_order
-from alignedserve.cluster.hosts.plan import ClusterPlan, NodeResources
+from alignedserve.cluster.hosts import orders, ray_directory, succession
+from alignedserve.cluster.hosts.cluster import ClusterOnHosts
+from alignedserve.cluster.hosts.orders import StoredOrders, give_order
 from alignedserve.cluster.memory_planner import Machine
+from alignedserve.cluster.nodes.joining import Joining, needed_first
+from alignedserve.cluster.nodes.members import HostedModel, Member
+from alignedserve.cluster.nodes.plan import ClusterPlan, NodeResources
+from alignedserve.cluster.nodes.ray_nodes import RayNode
 from alignedserve.cluster.placement import NodeCapacity, NodeShare
 from alignedserve.cluster.restarts import FIRST_PAUSE_S, Health, ProcessState
 from alignedserve.config.sections import MIB
@@ -170,18 +175,18 @@ def test_an_order_is_answered_once_with_all_that_was_said(
         for text in ("one", "two"):
             channel.answer(name, Remark(text))
         assert channel.take() == []
-        channel.answer(name, Done("gone"))
+        channel.answer(name, OrderDone("gone"))
 
     monkeypatch.setattr(orders, "time", type("Time", (), {"sleep": answer, "monotonic": lambda: 0.0}))
-    assert give_order("c", RemoveModel("a"), said.append) == Done("gone")
+    assert give_order("c", RemoveModel("a"), said.append) == OrderDone("gone")
     assert said == ["one", "two"]
     assert store == {}
 
 
 def test_what_a_driver_answers_to_orders_about_models(answered: Callable[[AdminRequest], Answer | None]) -> None:
-    assert answered(RemoveModel("b")) == Refused("no model is served as b; there are pocket")
+    assert answered(RemoveModel("b")) == OrderRefused("no model is served as b; there are pocket")
     refused = answered(AddModel("/m", settings=("a=b",) * 65))
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, OrderRefused)
     assert "too many settings" in refused.reason
     shown = answered(ShowModels())
     assert isinstance(shown, Models)
@@ -223,7 +228,7 @@ def test_workers_that_do_not_start_are_told_to_users_and_gateways(
 def test_the_next_driver_goes_on_with_an_order_that_the_last_one_had_begun(
     store: dict[str, bytes], tmp_path: Path
 ) -> None:
-    left = [LeftDeployment("", "a", Phase.SERVING), LeftDeployment("2", "b", Phase.DRAINING, "x")]
+    left = [LeftDeployment("", "a", DeploymentStage.SERVING), LeftDeployment("2", "b", DeploymentStage.DRAINING, "x")]
     following = started(tmp_path, {}, DeploymentsLogic(left, 2))
     store["c/order/x"] = msgspec.json.encode(RemoveModel("b"))
     assert following.check()
@@ -242,7 +247,7 @@ def test_an_answer_that_ray_s_head_did_not_take_is_given_later(
     channel.take()
     with monkeypatch.context() as away:
         away.setattr(ray_directory, "put", fail)
-        channel.answer("x", Done("gone"))
+        channel.answer("x", OrderDone("gone"))
         with pytest.raises(PeerLost):
             channel.take()
     assert "c/answer/x" not in store
@@ -264,7 +269,7 @@ def test_a_node_that_joins_begins_nothing_for_a_model_that_is_about_to_end(
     member.set_part(replace(member.prepared, share=share))
     joining.logic.on_event(Ordered("x", RemoveModel("other")), 0.0)
     joining.logic.on_event(Viewed({"2": View(None, 0)}), 1.0)
-    assert [one.phase for one in joining.logic.standings] == [Phase.SERVING, Phase.ENDING]
+    assert [one.phase for one in joining.logic.standings] == [DeploymentStage.SERVING, DeploymentStage.ENDING]
     monkeypatch.setattr(cluster, "add_node", lambda node: cluster._actors.setdefault(node.share.node, {}))
     cluster._admit(member)
     assert list(member.models) == [""]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from alignedserve.cluster.hosts.nodes.agent import KeptState, NodeAgent
+from alignedserve.cluster.nodes.agent import KeptState, NodeAgent
 from tests.support.waiting import holds
 
 MODULE = NodeAgent.__module__

@@ -12,12 +12,17 @@ import pytest
 import ray
 from typing_extensions import override
 
+from alignedserve.cluster import recording_folder as recorded_parts
 from alignedserve.cluster.hosts import recordings
-from alignedserve.cluster.hosts.nodes import recorded_parts
-from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
-from alignedserve.cluster.hosts.nodes.recorded_parts import MAX_PART_BYTES, parts_folder
 from alignedserve.cluster.hosts.recordings import RecordedNode, Recordings, clock_ahead_s
-from alignedserve.cluster.recording_folder import recording_into, remove_unserved, write_run_file
+from alignedserve.cluster.nodes.ray_nodes import RayNode
+from alignedserve.cluster.recording_folder import (
+    MAX_PART_BYTES,
+    parts_folder,
+    recording_into,
+    remove_unserved,
+    write_run_file,
+)
 from alignedserve.config.sections import ClusterConfig, ModelSectionConfig
 from alignedserve.process.recording import PART_FILE, RecordedPart, RunMetadata
 from alignedserve.runtime.model.served_model import resolve_model

@@ -11,19 +11,17 @@ import pytest
 from cryptography import x509
 
 from alignedserve.cluster.actor_factory import ClusterSecrets
-from alignedserve.cluster.deployments.events import LeftDeployment, Phase
-from alignedserve.cluster.deployments.logic import DeploymentsLogic
-from alignedserve.cluster.draining.drains import Draining
+from alignedserve.cluster.deployments.logic import DeploymentsLogic, DeploymentStage, LeftDeployment
+from alignedserve.cluster.draining.drains import ProcessDrain
 from alignedserve.cluster.hosts import succession
-from alignedserve.cluster.hosts.admission import Agent
 from alignedserve.cluster.hosts.handover import ClusterState, decode, encode
-from alignedserve.cluster.hosts.members import DrainedNode, HostedModel
-from alignedserve.cluster.hosts.nodes.agent import KeptState
-from alignedserve.cluster.hosts.nodes.placement_group import WorkerShare
-from alignedserve.cluster.hosts.nodes.versions import own_versions
-from alignedserve.cluster.hosts.record import ClusterRecord
+from alignedserve.cluster.hosts.record import ClusterRecord, own_versions
 from alignedserve.cluster.hosts.succession import Succession, digest_of, left_by_former
 from alignedserve.cluster.memory_planner import Machine
+from alignedserve.cluster.nodes.admission import Agent
+from alignedserve.cluster.nodes.agent import KeptState
+from alignedserve.cluster.nodes.members import DrainedNode, HostedModel
+from alignedserve.cluster.nodes.ray_nodes import WorkerShare
 from alignedserve.cluster.placement import NodeCapacity
 from alignedserve.config.sections import ModelSectionConfig
 from alignedserve.config.unset_sizes import DefaultSize, from_mapping
@@ -75,11 +73,11 @@ def test_the_next_driver_gets_what_the_last_one_knew(driver: Driver) -> None:
     share = replace(other.prepared.share, deployment_id="2", decode=("decode-1.2",), gateways=())
     other.set_part(replace(other.prepared, share=share, num_far_decode=3, joins_others=True))
     other.placed = {"decode-1": WorkerShare(0, 2.0, 0.5)}
-    joining.logic = DeploymentsLogic([LeftDeployment("2", "b", Phase.DRAINING, "order", 5.0)], 2)
+    joining.logic = DeploymentsLogic([LeftDeployment("2", "b", DeploymentStage.DRAINING, "order", 5.0)], 2)
     joining.models["2"] = HostedModel(joining.models[""].plan, {"model": {"path": "/m"}}, "digest")
     joining.wholes["node-0"] = Machine(1, 2, 3, True)
     joining.vacant["host-7", "10.0.0.7"] = [(share,)]
-    joining.drains.begin("node-1", Draining(("decode-1",), (), 60.0))
+    joining.drains.begin("node-1", ProcessDrain(("decode-1",), (), 60.0))
     joining.drained["id-7"] = DrainedNode("node-7", NODES[2])
     driver.secrets = ClusterSecrets(b"secret", CertificateAuthority.new("c"))
     found = decode(encode(driver.state))
@@ -181,7 +179,7 @@ def test_every_change_is_handed_over(eager: Driver) -> None:
         lambda: known.plan.placement.join(NodeCapacity("node-2", "10.0.0.2", 4)),
         lambda: known.vacant.setdefault(("host-7", ""), []).append((share,)),
         lambda: known.vacant["host-7", ""].pop(),
-        lambda: known.drains.begin("node-1", Draining(("decode-1",), (), 60.0)),
+        lambda: known.drains.begin("node-1", ProcessDrain(("decode-1",), (), 60.0)),
         lambda: known.drains.finished(1.0, {}),
         lambda: known.drained.update({"id-7": DrainedNode("node-7", NODES[2])}),
         lambda: setattr(known, "num_nodes", 9),

@@ -10,10 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from alignedserve.cluster.hosts.admission import agreed_device, joining_device
-from alignedserve.cluster.hosts.nodes.ray_nodes import RayNode
-from alignedserve.cluster.hosts.nodes.report import NodeReport
 from alignedserve.cluster.memory_planner import Machine
+from alignedserve.cluster.nodes.admission import NodeReport, agreed_device, joining_device
+from alignedserve.cluster.nodes.ray_nodes import RayNode
 from alignedserve.core.errors import ConfigError
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import SampledToken, TokenLogprob

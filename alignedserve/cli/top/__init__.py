@@ -1,1 +1,0 @@
-"""`alignedserve top`: what a running cluster does, in the terminal."""
