@@ -244,7 +244,7 @@ def install_here(environment: Environment, tools: Job) -> None:
 def compile_kernels(environment: Environment, tools: Job) -> None:
     """Compile the native kernels in place. They are optional: without a compiler, plain PyTorch computes."""
     tools.wait()
-    build = [environment.python, "setup.py", "build_ext", "--inplace"]
+    build: list[str | Path] = [environment.python, "setup.py", "build_ext", "--inplace"]
     run(build, LOGS / "kernels.log", env=with_tools(ALIGNEDSERVE_HERE="1"))
 
 

@@ -101,7 +101,7 @@ def client_turns(
     weight_of: Callable[[str], float],
     start: Callable[[str], bool],
 ) -> Iterator[str]:
-    """Start lines one by one as `owner_turns` does, where one client may be several owners (owners.py): they share the
+    """Start lines one by one as `owner_turns` does, where one client may be several owners (records.py): they share the
     turns of one, each with as many lines as the others.
 
     `owners`: that may have lines to start. `num_in_flight`: of all owners.

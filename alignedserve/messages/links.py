@@ -6,7 +6,7 @@ request_notes.py (the course of single requests).
 KV never travels here (it is in the pool's arena), and tokens never pass through the router.
 
 Links are independent, so a message about a request can arrive after the request has moved on. Every message about a
-dispatched request carries its `attempt` (core/attempts.py): one with a smaller number than the known one is stale. It
+dispatched request carries its `attempt` (core/lifecycle.py): one with a smaller number than the known one is stale. It
 is ignored, or answered by telling the sender to release that attempt and earlier ones.
 """
 

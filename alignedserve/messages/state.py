@@ -155,7 +155,7 @@ class UseQuota(_Part, frozen=True):
 class StateOpen(_Part, frozen=True):
     """State how many requests of keys a gateway has open, and ask for one more. Answered by OpenStated.
 
-    Sent by every gateway several times a second, and for each request of a key with such a limit (core/open_counts.py).
+    Sent by every gateway several times a second, and for each request of a key with such a limit (keys/open_counts.py).
     """
 
     process_id: _Key  # differs after a restart

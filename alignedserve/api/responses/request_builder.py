@@ -197,7 +197,7 @@ def _tool_choice(choice: str | dict[str, Any]) -> ToolChoice:
             return ToolChoice("required", (name,))
         case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": [_, *_] as tools}:
             choices = [tool for tool in tools if isinstance(tool, dict) and "name" in _members_of_type(tool)]
-            names = [name for tool in choices if isinstance(name := tool.get("name"), str)]
+            names = [tool["name"] for tool in choices if isinstance(tool.get("name"), str)]
             if len(names) == len(tools) <= MAX_TOOLS:
                 return ToolChoice(mode, tuple(names))
     return refuse("tool_choice", _TOOL_CHOICE_FORMS)

@@ -10,8 +10,7 @@ from alignedserve.config.sections import ModelSectionConfig
 from alignedserve.core.errors import ConfigError
 from alignedserve.runtime.model.hub.file_choice import names_hub_model, parse_hub_name
 from alignedserve.runtime.model.hub.model_cache import list_models, remove_model
-from alignedserve.runtime.model.named_models import full_name, smollm2_file
-from tests.gateway.tool_support import SMOLLM2
+from alignedserve.runtime.model.named_models import SMOLLM2, full_name, smollm2_file
 
 _COMMIT_LEN = 10  # of forty characters; as much as tells revisions apart
 

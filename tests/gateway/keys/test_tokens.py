@@ -15,6 +15,7 @@ from jwt.algorithms import RSAAlgorithm
 from jwt.warnings import InsecureKeyLengthWarning
 
 from alignedserve.api.errors import Unauthorized, Unavailable
+from alignedserve.cli.keys import commands
 from alignedserve.cli.keys.commands import check_keys
 from alignedserve.config.loading import config_of
 from alignedserve.config.sections import GatewayConfig
@@ -23,7 +24,6 @@ from alignedserve.core.plugins import load_plugin
 from alignedserve.gateway import services
 from alignedserve.gateway.services import build_services
 from alignedserve.keys.file import KeyRow, ring_of
-from benchmarks.gpu.served_worker import serving
 from plugins.jwt import issuer_keys, verifier
 from plugins.jwt.issuer_keys import AGAIN_S, MAX_KEY_SET_BYTES, IssuerKeys, parse_key_set
 from plugins.jwt.verifier import MAX_TOKEN_LEN, TokenVerifier
@@ -379,7 +379,7 @@ def test_issuers_without_the_plugin_are_refused_at_the_start(tmp_path: Path, mon
     for name in [name for name in sys.modules if name.startswith("plugins.jwt")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "jwt", None)
-    monkeypatch.setattr(serving, "load_plugin", load_plugin.__wrapped__)
+    monkeypatch.setattr(commands, "load_plugin", load_plugin.__wrapped__)
     monkeypatch.setattr(services, "load_plugin", load_plugin.__wrapped__)
     starts: tuple[Callable[[GatewayConfig], object], ...] = (check_keys, build_services)
     for start in starts:

@@ -50,8 +50,9 @@ class RanksOnDevices(ThreadRanks):
         with contextlib.suppress(OSError):
             self.connections[rank - 1].shutdown(socket.SHUT_RDWR)
 
+    @override
     def kill(self) -> None:
-        """See RankGroup: nothing hangs here."""
+        """Nothing hangs here."""
 
     @override
     def close(self) -> None:
