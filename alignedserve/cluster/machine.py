@@ -1,7 +1,7 @@
 """Looks up what this machine has free for a cluster, and claims its GPUs, which two clusters of a user never share.
 
 A claim is a lock on a file of the user's folder, named after the GPU, and ends with the process that holds it however
-that ends. Clusters on a shared Ray claim GPUs there instead (`nodes/placement_group.py`).
+that ends. Clusters on a shared Ray claim GPUs there instead (`nodes/ray_nodes.py`).
 """
 
 import contextlib

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -126,13 +127,14 @@ def test_addends_come_before_the_nonlinearity_and_change_no_other_row(
     activation: str | None, is_gated: bool, num_rows: int
 ) -> None:
     in_width, columns = 64, 86
-    weight = torch.randn(columns, in_width) / 8
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(0))
+    weight = draw(columns, in_width) / 8
     out_width = columns // 2 if is_gated else columns
     shape = ProductShape(in_width, out_width, is_gated)
     of_row = [(row % 3) - 1 for row in range(1, num_rows + 1)]
-    deltas = [torch.randn(columns, 4) / 2 for _ in range(2)]
-    a = torch.randn(4, in_width) / 8
-    x = torch.randn(num_rows, in_width)
+    deltas = [draw(columns, 4) / 2 for _ in range(2)]
+    a = draw(4, in_width) / 8
+    x = draw(num_rows, in_width)
     for name, multiply in products(weight, activation, is_gated=is_gated).items():
         dtype = torch.bfloat16 if name == "bfloat16" else torch.float32
         own_x = x.to(dtype)
