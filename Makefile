@@ -68,7 +68,7 @@ records: install-dev  ## which experiments are of an older decision code; their 
 	@$(BIN)/python -m experiments.pages
 	@-$(BIN)/python -m experiments.validity
 
-check: install-dev  ## format, lint, types, import contracts, pins, hashes, known vulnerabilities
+check: install-dev  ## format, lint, types, import contracts, budgets of lines and words, pins, hashes, known vulnerabilities
 	@$(MAKE) --no-print-directory -j 2 --output-sync=target check-types check-style check-wheels check-audit
 
 check-types:
@@ -78,6 +78,8 @@ check-style:
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/lint-imports --config .importlinter.toml
+	@$(BIN)/python scripts/weight.py --check
+	@$(BIN)/python scripts/sentences.py --check
 
 check-wheels:
 	@$(BIN)/python scripts/check_wheels.py
