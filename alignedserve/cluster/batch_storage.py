@@ -47,7 +47,7 @@ def prepare_records(path: Path, *, is_served: bool = False) -> None:
 
 def has_contents(folder: Path) -> bool:
     contents = (*(folder / "files").glob("file-*"), *(folder / "results").glob("*.log"))
-    return any(not one.name.endswith(".partial") for one in contents)
+    return any(not content.name.endswith(".partial") for content in contents)
 
 
 class StateLock:

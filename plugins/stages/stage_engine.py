@@ -33,8 +33,10 @@ class StageEngine(Engine):
         """
         match command:
             case AddSequence():
-                own = command.adapter
-                self.add_sequence(command.sequence(None if own is None else adapters.acquire(command.request_id, own)))
+                adapter = command.adapter
+                self.add_sequence(
+                    command.sequence(None if adapter is None else adapters.acquire(command.request_id, adapter))
+                )
             case AppendBlocks(request_id, block_ids):
                 self.append_blocks(request_id, block_ids)
             case RemoveSequence(request_id):

@@ -125,8 +125,8 @@ class StageGroup(MirroredRanks):
         with self._heard:
             self._heard.wait_for(lambda: self._received.is_broken or len(self._started) == len(self._links))
             answers: Mapping[int, StartAnswer] = dict(self._started)
-        for place in sorted(answers):
-            answers[place].raise_error()
+        for answer in sorted(answers):
+            answers[answer].raise_error()
         if len(answers) < len(self._links):
             raise ExchangeBroken("a stage of this worker has ended while it was loading")
 

@@ -234,8 +234,8 @@ class StagedEngine(Engine):
             return False
         if not is_taken.all():
             part.results_at = np.flatnonzero(is_taken)
-            own = rows[part.results_at]
-            part.step = step._replace(rows=own, sampled_rows=own, counts=step.counts[part.results_at])
+            row = rows[part.results_at]
+            part.step = step._replace(rows=row, sampled_rows=row, counts=step.counts[part.results_at])
             part.num_tokens = known[part.results_at]
         asked[part.rows] = 0
         self._enqueue_table(part)

@@ -80,7 +80,7 @@ class Views:
         if announced is not self._announced:
             self._ask()
             return None
-        return combined([one.deployment_id for one in announced], [answer_or_none(one) for one in calls])
+        return combined([one.deployment_id for one in announced], [answer_or_none(call) for call in calls])
 
     def _ask(self) -> None:
         if self._round is None:

@@ -180,7 +180,9 @@ class HostedPreparing:
                 for node, report in reports.items()
                 if report.problem is None and report.machine is not None
             }
-            served = with_adapters(resolve_for([one.machine for one in resources.values()], config), config.lora)
+            served = with_adapters(
+                resolve_for([resource.machine for resource in resources.values()], config), config.lora
+            )
             self.settings.require_apart(served, config, replaced, around.asleep.others)
             config = with_block_size(config, served)
             model = PlannedModel(deployment_id, config, served, _with_copies(resources, reports, head))

@@ -163,7 +163,7 @@ def end_cluster(record: ClusterRecord) -> None:
 
 def has_driver(record: ClusterRecord) -> bool:
     copies = kept_by([node.agent for node in record.nodes if node.agent])
-    return any(one.age_s < SILENT_S for one in copies)
+    return any(copy.age_s < SILENT_S for copy in copies)
 
 
 def kept_by(agents: Sequence[str]) -> list[KeptState]:
@@ -175,7 +175,7 @@ def kept_by(agents: Sequence[str]) -> list[KeptState]:
             logger.info("%s is gone", name)
     answered, _ = ray.wait(asked, num_returns=len(asked), timeout=_ANSWER_S) if asked else ([], [])
     answers = (answer_or_none(reference) for reference in answered)
-    return [kept for kept in answers if kept is not None]  # some nodes may be gone
+    return [answer for answer in answers if answer is not None]  # some nodes may be gone
 
 
 def end_by_name(names: Sequence[str]) -> None:

@@ -291,19 +291,25 @@ class GpuPlanner:
 
     def _chunks(self, rows: IntArray, counts: IntArray) -> ChunkComputer:
         ends = ends_of(self._whole_runs, rows, self.table.num_computed[rows], counts)
-        own = PagedChunks(self, rows, counts, ends)
+        paged_chunks = PagedChunks(self, rows, counts, ends)
         if ends is not None:
-            return own
+            return paged_chunks
         if self._whole is not None and not self.table.num_computed[rows].any():
-            return LibraryPrompts(self._whole, counts, self.window, own, self.on_failure)
+            return LibraryPrompts(self._whole, counts, self.window, paged_chunks, self.on_failure)
         if self._paged is None or not self._may_read(rows):
-            return own
+            return paged_chunks
         chunks = ContextChunks(self.table, rows, counts)
         if self._paged.gathers and not is_worth_gathering(chunks, self._layer_token_bytes):
-            return own
+            return paged_chunks
         assert isinstance(self.storage, BlockStorage), "a library for some of the layers"
         return LibraryChunks(
-            self._paged, self.storage, chunks, self.window, own, self.on_failure, clears_tails=self._clears_tails
+            self._paged,
+            self.storage,
+            chunks,
+            self.window,
+            paged_chunks,
+            self.on_failure,
+            clears_tails=self._clears_tails,
         )
 
     def _may_read(self, rows: IntArray) -> bool:

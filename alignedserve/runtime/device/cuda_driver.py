@@ -186,10 +186,10 @@ class BatchedCopies:
 def batched_copies() -> BatchedCopies | None:
     """Return the driver's call; None: it has none (before CUDA 12.8), or has refused it."""
     try:
-        found = _of(libcuda())
+        driver = _of(libcuda())
     except OSError:
         return None
-    return None if found is None or found.is_refused else found
+    return None if driver is None or driver.is_refused else driver
 
 
 @functools.cache

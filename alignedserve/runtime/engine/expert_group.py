@@ -194,8 +194,8 @@ def answer_requests(connection: socket.socket, experts: LayerExperts, width: int
             return
         own = torch.frombuffer(rows, dtype=dtype).view(num_rows, width)
         numbers = np.frombuffer(counts, np.int64).tolist()
-        found = multiplied_by_expert(own, numbers, experts[layer], native[layer])
-        connection.sendall(found.contiguous().view(torch.uint8).numpy().data.cast("B"))
+        multiplied = multiplied_by_expert(own, numbers, experts[layer], native[layer])
+        connection.sendall(multiplied.contiguous().view(torch.uint8).numpy().data.cast("B"))
 
 
 def main(socket_descriptor: int, lifeline: int) -> int:

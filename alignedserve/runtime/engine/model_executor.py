@@ -295,8 +295,8 @@ class ModelExecutor:
             self._engine.add_sequence(_sequence_of(addition, adapter, pictures, has_axes=self._has_axes))
         for request_id, block_ids in command.extensions:
             self._engine.append_blocks(request_id, block_ids)
-        for kept in command.states:
-            self._engine.keep_states(*kept)
+        for state in command.states:
+            self._engine.keep_states(*state)
 
 
 def _sequence_of(

@@ -179,12 +179,12 @@ class BlockCopier:
         return opened
 
     def _opened(self, peer: str, offer: PartsOffer) -> KVTransfer:
-        own = open_transfer(
+        transfer = open_transfer(
             offer.offered, self._storage, identity=offer.identity, stamps=offer.stamps, transport=offer.transport
         )
         if self._ranks is None:
-            return own
-        opened = RankedTransfer(own, self._ranks, peer)
+            return transfer
+        opened = RankedTransfer(transfer, self._ranks, peer)
         try:
             self._ranks.open(peer, offer)
         except (PeerError, TransportUnavailable):

@@ -279,7 +279,7 @@ class AdapterCache:
         if is_real_time:
             keeps_one = bool(self._waiting[False]) and not self._holding(now, is_real_time=False)
             return count < max(self._max_adapters - keeps_one, not self._lacks_one_too_long(now))
-        num_bytes = sum(own.matrices.num_bytes for own in held) + num_loading * (self._largest_bytes or 0)
+        num_bytes = sum(adapter.matrices.num_bytes for adapter in held) + num_loading * (self._largest_bytes or 0)
         has_bytes = num_bytes < _MOST_OF_BEST_EFFORT * self._max_bytes or not count
         return has_bytes and count < max(int(_MOST_OF_BEST_EFFORT * self._max_adapters), 1)
 

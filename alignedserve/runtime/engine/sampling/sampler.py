@@ -219,8 +219,12 @@ class Sampler:
         return adjusted
 
     def _sample(self, rows: IntArray, num_tokens: IntArray, logits: Tensor) -> tuple[Tensor, Tensor]:
-        own = self._parameters(rows, num_tokens, logits.device)
-        return sample(logits / own.temperatures[:, None], Filters(own.top_k, own.top_p, own.min_p), own.draws)
+        parameters = self._parameters(rows, num_tokens, logits.device)
+        return sample(
+            logits / parameters.temperatures[:, None],
+            Filters(parameters.top_k, parameters.top_p, parameters.min_p),
+            parameters.draws,
+        )
 
     def _parameters(self, rows: IntArray, num_tokens: IntArray, device: torch.device) -> RowParameters:
         known = self._known

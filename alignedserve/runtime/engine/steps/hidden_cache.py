@@ -47,14 +47,14 @@ class HiddenPlan:
     unclean_blocks: IntArray  # of it, to be zeroed before the pass
 
     def after(self, plain: SlicePlan) -> SlicePlan:
-        own = self.slices
+        slices = self.slices
         return SlicePlan(
-            MixedAttention(plain.attention, own.attention, len(plain.slots)),
-            np.concatenate((plain.rows, own.rows)),
-            np.concatenate((plain.counts, own.counts)),
-            np.concatenate((plain.token_rows, own.token_rows)),
-            np.concatenate((plain.positions, own.positions)),
-            np.concatenate((plain.slots, own.slots)),
+            MixedAttention(plain.attention, slices.attention, len(plain.slots)),
+            np.concatenate((plain.rows, slices.rows)),
+            np.concatenate((plain.counts, slices.counts)),
+            np.concatenate((plain.token_rows, slices.token_rows)),
+            np.concatenate((plain.positions, slices.positions)),
+            np.concatenate((plain.slots, slices.slots)),
         )
 
     def to_rows(self, num_tokens: int, tensors: Sequence[Tensor]) -> HiddenRows:

@@ -96,13 +96,13 @@ class TransferSession:
         match message:
             case WriteBlocks(requests=requests):
                 self._check_sizes(requests)
-                self._current = [(one.generation, self._writable(one)) for one in requests]
+                self._current = [(request.generation, self._writable(request)) for request in requests]
                 if self._channel is not None:
                     self._receive(self._channel, requests)
                 self._answer_again()
             case ReadBlocks(requests=requests):
                 self._check_sizes(requests)
-                self._current = [(one.generation, self._readable(one)) for one in requests]
+                self._current = [(request.generation, self._readable(request)) for request in requests]
                 self._answer()
                 if self._channel is not None:
                     self._send(self._channel)
@@ -300,9 +300,11 @@ class BlockServer:
         with self._lock:
             if len(self._strangers) < _MAX_STRANGERS:
                 return
-            hosts = Counter([host, *(one.peer_host for one in self._strangers)])
+            hosts = Counter([host, *(stranger.peer_host for stranger in self._strangers)])
             worst = max(hosts, key=lambda name: hosts[name])
-            oldest = next((one for one in self._strangers if one.peer_host == worst), next(iter(self._strangers)))
+            oldest = next(
+                (stranger for stranger in self._strangers if stranger.peer_host == worst), next(iter(self._strangers))
+            )
             del self._strangers[oldest]
         self._say_refused(f"too many at a time: the oldest from {worst or 'here'} is dropped")
         oldest.disconnect()

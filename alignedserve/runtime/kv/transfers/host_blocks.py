@@ -38,13 +38,13 @@ class HostBlocks:
     def gather(self, block_ids: BlockIds, rows: Rows, *checksums: RunChecksums) -> None:
         pieces = self._blocks.pieces_to_read(block_ids)
         digests = copy_from_pieces(pieces, all_rows(np.asarray(rows)), is_streamed=False)
-        for one in checksums:
-            one.add(digests)
+        for checksum in checksums:
+            checksum.add(digests)
 
     def scatter(self, block_ids: BlockIds, rows: Rows, *checksums: RunChecksums) -> None:
         digests = copy_to_pieces(all_rows(np.asarray(rows)), self._blocks.pieces_to_write(block_ids))
-        for one in checksums:
-            one.add(digests)
+        for checksum in checksums:
+            checksum.add(digests)
 
     def lists_to_send(self, block_ids: BlockIds, checksums: RunChecksums) -> Iterator[BlockList]:
         for piece in self._blocks.pieces_to_read(block_ids):

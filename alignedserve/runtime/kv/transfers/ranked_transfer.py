@@ -90,7 +90,7 @@ class RankedTransfer:
             relay_unverified(source, copy, there, target_block_ids, generation, ArenaPart(rank, self._ranks.size))
             for rank in range(self._ranks.size)
         ]
-        held = [one for one in parts if one is not None]
+        held = [part for part in parts if part is not None]
         if len(held) < len(parts):
             return None
         joined = Relayed(joined_checksums([one.read for one in held]), joined_checksums([one.written for one in held]))

@@ -116,7 +116,7 @@ class ServedTransfer(abc.ABC):
         self, planned: Sequence[PlannedRequest], granted: Sequence[PlannedRequest], checksums: Sequence[int]
     ) -> list[list[int] | None]:
         in_order = iter(checksums)
-        by_index = {one.index: list(islice(in_order, len(one.named.runs))) for one in granted}
+        by_index = {request.index: list(islice(in_order, len(request.named.runs))) for request in granted}
         is_held = receive_answers(self._control, planned)
         return [by_index.get(one.index) if held else None for one, held in zip(planned, is_held, strict=True)]
 
@@ -170,12 +170,12 @@ def receive_answers(control: ControlSocket, planned: Sequence[PlannedRequest]) -
 
 def blocks_in_order(planned: Sequence[PlannedRequest]) -> list[BlockId]:
     """Return this end's blocks of all requests, in the order in which their bytes travel."""
-    return [block_id for one in planned for block_id in one.storage_block_ids]
+    return [block_id for request in planned for block_id in request.storage_block_ids]
 
 
 def runs_in_order(planned: Sequence[PlannedRequest]) -> PlacedRuns:
     """Return the runs of all requests, in the order in which their bytes travel."""
-    return join_placed(one.runs for one in planned)
+    return join_placed(request.runs for request in planned)
 
 
 @contextlib.contextmanager
@@ -236,7 +236,7 @@ class ChannelTransfer(ServedTransfer):
         def fill(first: int, rows: Tensor) -> None:
             self._memory.gather(sources[first : first + len(rows)], rows, checksums)
 
-        self._control.send(WriteBlocks(tuple(one.named for one in planned)))
+        self._control.send(WriteBlocks(tuple(request.named for request in planned)))
         if isinstance(self._channel, BlockStream):
             self._channel.send_lists(self._memory.lists_to_send(sources, checksums))
         else:
@@ -245,7 +245,7 @@ class ChannelTransfer(ServedTransfer):
 
     @override
     def _fetch(self, planned: Sequence[PlannedRequest]) -> list[list[int] | None]:
-        self._control.send(ReadBlocks(tuple(one.named for one in planned)))
+        self._control.send(ReadBlocks(tuple(request.named for request in planned)))
         granted = self._granted(planned)
         targets = blocks_in_order(granted)
         self._storage.pending_copies.synchronize(np.array(targets, np.int64))
@@ -288,7 +288,7 @@ class IpcTransfer(ServedTransfer):
 
     @override
     def _offload(self, planned: Sequence[PlannedRequest]) -> list[list[int] | None]:
-        self._control.send(WriteBlocks(tuple(one.named for one in planned)))
+        self._control.send(WriteBlocks(tuple(request.named for request in planned)))
         granted = self._granted(planned)
         with self._lanes.direct() as copies:
             digests = copies.copy_out(self._storage.bytes, self._own_blocks(granted), self._their_side(granted))
@@ -297,7 +297,7 @@ class IpcTransfer(ServedTransfer):
 
     @override
     def _fetch(self, planned: Sequence[PlannedRequest]) -> list[list[int] | None]:
-        self._control.send(ReadBlocks(tuple(one.named for one in planned)))
+        self._control.send(ReadBlocks(tuple(request.named for request in planned)))
         granted = self._granted(planned)
         with self._lanes.direct() as copies:
             digests = copies.copy_in(self._their_side(granted), self._storage.bytes, self._own_blocks(granted))
@@ -309,7 +309,7 @@ class IpcTransfer(ServedTransfer):
 
     def _their_side(self, planned: Sequence[PlannedRequest]) -> PeerSide:
         assert self._theirs is not None, "a transfer after it was closed"
-        parts = [expand_runs(one.named.runs, self._num_blocks) for one in planned]
+        parts = [expand_runs(request.named.runs, self._num_blocks) for request in planned]
         return PeerSide(self._theirs, np.concatenate([np.empty(0, np.int64), *parts]))
 
 
