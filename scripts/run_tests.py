@@ -195,7 +195,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection(session: pytest.Session) -> bool:
     """Find files, and import none yet."""
+    marker, session.config.option.markexpr = session.config.option.markexpr, ""  # would deselect the folder itself
     nodes = list(session.perform_collect(genitems=False))
+    session.config.option.markexpr = marker
     while nodes:
         node = nodes.pop()
         if isinstance(node, pytest.Module):

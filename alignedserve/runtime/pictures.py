@@ -20,7 +20,6 @@ from torch import Tensor
 from alignedserve.core.ids import RequestId
 from alignedserve.core.picture import Picture
 from alignedserve.core.request import Request
-from alignedserve.messages.wire import Message
 
 NUM_AXES = 3  # time, row, column
 IntArray = npt.NDArray[np.int64]
@@ -120,7 +119,7 @@ def places_of_rows(positions: IntArray, own: Sequence[tuple[int, int, RopePlaces
 class Pictures(Protocol):
     """The pictures of a worker's sequences. The plugin `vision` has them for a model that sees."""
 
-    def prepare(self, message: Message) -> "Sequence[Future[Any]]":
+    def prepare(self, message: Any) -> "Sequence[Future[Any]]":
         """Begin to encode the pictures that a message brings; return what its requests wait for."""
 
     def add(self, request: Request, num_cached: int) -> SequenceEmbeddings | None:
@@ -154,7 +153,7 @@ class FailedSequences:
 class NoPictures(FailedSequences):
     """Of a model that does not see. A request with pictures fails: the gateway has let none pass."""
 
-    def prepare(self, message: Message) -> "Sequence[Future[Any]]":
+    def prepare(self, message: Any) -> "Sequence[Future[Any]]":
         return ()
 
     def add(self, request: Request, num_cached: int) -> SequenceEmbeddings | None:

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,8 +24,10 @@ from alignedserve.costmodel.linear import Sample
 from alignedserve.runtime.device.cores import processor_name
 from alignedserve.runtime.device.verdicts import keep, read_kept, verdict_path
 from alignedserve.runtime.engine.engine import Engine, NewSequence
-from alignedserve.runtime.engine.swap_space import HostCaches
 from kernels.cpu.native import built_at
+
+if TYPE_CHECKING:  # loads msgspec, which a machine that measures an engine alone may lack
+    from alignedserve.runtime.engine.swap_space import HostCaches
 
 _NUM_STEPS = 3  # consecutive iterations of one measurement
 _LONG_MEASUREMENT_S = 0.3  # a measurement this long ends
@@ -155,7 +157,7 @@ _MOST_ROUNDS = 4  # over all points: a small model is through with them long bef
 
 def measure_iterations(
     engine: Engine,
-    swap_space: HostCaches | None = None,
+    swap_space: "HostCaches | None" = None,
     *,
     max_sequences: int,
     max_context_len: int,
@@ -208,7 +210,7 @@ def measure_iterations(
 
 
 def _swap_s(
-    swap_space: HostCaches,
+    swap_space: "HostCaches",
     num_tokens: int,
     block_size: int,
     blocks: np.typing.NDArray[np.int64],

@@ -3,10 +3,9 @@
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
-
-import msgspec
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_type_hints
 
 from alignedserve.runtime.model.decoder.decoder_parts import ExpertConfig, LatentConfig, LayerExtras
 from alignedserve.runtime.model.decoder.model_config import ModelConfig, inner_size
@@ -24,7 +23,18 @@ def read_names(path: Path, kind: type[Names]) -> dict[str, Names]:
     for name, row in json.loads(path.read_text()).items():
         rows[name] = {**rows.get(row.pop("like", ""), {}), **row}
         assert rows[name].keys() <= known, f"unknown fields of {name} in {path}"
-    return {name: msgspec.convert(row, kind) for name, row in rows.items()}
+    hints = get_type_hints(kind)
+    plain = {name: {key: value for key, value in row.items() if key != "about"} for name, row in rows.items()}
+    return {name: kind(**{key: _read(value, hints[key]) for key, value in row.items()}) for name, row in plain.items()}
+
+
+def _read(value: Any, hint: Any) -> Any:
+    """Return what a field holds: a list is a tuple, an object a record of names, a text perhaps an enum's value."""
+    if isinstance(value, dict):
+        return ExtraNames(**{key: _read(inner, None) for key, inner in value.items()})
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return hint(value)
+    return tuple(value) if isinstance(value, list) else value
 
 
 @dataclass(frozen=True, slots=True)
