@@ -108,6 +108,7 @@ async def _build(
         num_prompt_logprobs=spec.prompt_logprobs,
         names_tokens_by_id=spec.return_tokens_as_token_ids,
         named_slo=terms.slo,
+        grammar_param=spec.constraint.param if spec.constraint is not None else "tools",
     )
 
 

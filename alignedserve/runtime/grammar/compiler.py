@@ -33,6 +33,9 @@ def has_free_blanks(grammar: str) -> bool:
     return grammar.startswith(" ")
 
 
+CLIENT_RULES = "// rules of a client"  # begins grammars whose steps nothing but time bounds
+
+
 class BlankTokens:
     """The tokens of a vocabulary that are blanks alone."""
 
@@ -110,6 +113,7 @@ class GrammarCompiler:
         self._load_vocabulary = load_vocabulary
         self._vocabulary: LLTokenizer | GrammarError | None = None
         self.blank_tokens: BlankTokens | None = None  # None: nothing has been compiled yet
+        self.failed_matcher: LLMatcher | None = None  # likewise
         self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
         self._followed: OrderedDict[str, None] = OrderedDict()  # by answers that have ended, and not asked for since
         self._num_characters = 0
@@ -178,6 +182,7 @@ class GrammarCompiler:
             vocabulary = self._load_vocabulary()
         except ModelError as error:
             return unsupported_model(error)
+        self.failed_matcher = LLMatcher(vocabulary, "", log_level=0)
         self.blank_tokens = BlankTokens([vocabulary.decode_bytes([one]) for one in range(vocabulary.vocab_size)])
         return vocabulary
 

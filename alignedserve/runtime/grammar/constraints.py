@@ -11,6 +11,7 @@ from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
 from alignedserve.core.errors import InvalidRequest
+from alignedserve.runtime.grammar.compiler import CLIENT_RULES
 from alignedserve.runtime.grammar.json_schema import FLEXIBLE_WHITESPACE, normalize_schema
 
 # One of `json_schema` (an object) and `lark_grammar` (a text).
@@ -143,7 +144,7 @@ def _grammar_part(outputs: StructuredOutputs) -> GrammarPart:
     text = outputs.grammar or ""
     _require(0 < len(text) <= MAX_GRAMMAR_TEXT_LEN, f"the grammar must have 1 to {MAX_GRAMMAR_TEXT_LEN} characters")
     try:
-        return {"lark_grammar": any_to_lark(text)}
+        return {"lark_grammar": f"{CLIENT_RULES}\n{any_to_lark(text)}"}
     except Exception as error:  # the library raises nothing more precise
         raise InvalidRequest("the grammar is not GBNF that can be read", code="invalid_grammar") from error
 
