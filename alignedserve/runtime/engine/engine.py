@@ -298,7 +298,7 @@ class Engine:
         if masks is None or not masks.has_heavy:
             return slices, ()
         decodes = ((table.row(request_id), request_id) for request_id, count in slices if count == 1)
-        rows = {row: one for row, one in decodes if table.num_computed[row] + 1 == table.num_tokens[row]}
+        rows = {row: request_id for row, request_id in decodes if table.num_computed[row] + 1 == table.num_tokens[row]}
         unready = masks.unready(list(rows), len(slices))
         if not unready:
             return slices, ()

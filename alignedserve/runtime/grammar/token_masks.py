@@ -282,10 +282,10 @@ class TokenMasks:
             self._begin_heavy(added, heavy)
 
     def remove(self, row: int) -> None:
-        constrained = self._rows.pop(row, None)
-        if constrained is not None:
-            constrained.is_removed = True
-            self._compiler.release(constrained.grammar)
+        answer = self._rows.pop(row, None)
+        if answer is not None:
+            answer.is_removed = True
+            self._compiler.release(answer.grammar)
         if not self._rows:
             self._resorts.clear()
 
@@ -296,16 +296,16 @@ class TokenMasks:
         self._settle()
         continued = []
         for row, token_id in zip(rows.tolist(), chosen.tolist(), strict=True):
-            constrained = self._rows.get(row)
-            if constrained is not None and token_id >= 0:
-                constrained.append((token_id,))
-                if token_id not in constrained.ends:
-                    continued.append(constrained)
-        for one in continued:
-            if one.heavy is not None:
-                self._begin_heavy(one, one.heavy)
-        others = [one for one in continued if one.heavy is None]
-        jumping = [one for one in others if one.has_jumps and not one.matcher.forced]
+            answer = self._rows.get(row)
+            if answer is not None and token_id >= 0:
+                answer.append((token_id,))
+                if token_id not in answer.ends:
+                    continued.append(answer)
+        for answer in continued:
+            if answer.heavy is not None:
+                self._begin_heavy(answer, answer.heavy)
+        others = [answer for answer in continued if answer.heavy is None]
+        jumping = [answer for answer in others if answer.has_jumps and not answer.matcher.forced]
         if jumping:
             self._foreseen = self._thread.submit(_foresee, jumping)
         if others:
@@ -313,7 +313,7 @@ class TokenMasks:
 
     @property
     def has_heavy(self) -> bool:
-        return self._may_skip and any(one.heavy is not None for one in self._rows.values())
+        return self._may_skip and any(answer.heavy is not None for answer in self._rows.values())
 
     def unready(self, rows: Sequence[int], num_slices: int) -> set[int]:
         """Return the rows whose heavy masks are still being computed, after a short wait for each mask.
@@ -321,7 +321,7 @@ class TokenMasks:
         `num_slices`: of the step; where all of them are such rows, it waits longer.
         """
         known = (self._rows.get(row) for row in rows)
-        heavy = {one.row: one.heavy for one in known if one is not None and one.heavy is not None}
+        heavy = {answer.row: answer.heavy for answer in known if answer is not None and answer.heavy is not None}
         awaited = {row: mask.ready for row, mask in heavy.items() if mask.ready is not None and not mask.ready.done()}
         fresh = [ready for row, ready in awaited.items() if not heavy[row].was_awaited]
         for row in awaited:
@@ -342,21 +342,21 @@ class TokenMasks:
 
         Only some of them are known: those that follow the token chosen last. Waits until they are.
         """
-        constrained = self._rows.get(row)
-        if constrained is None or not constrained.has_jumps or at_most < 1:
+        answer = self._rows.get(row)
+        if answer is None or not answer.has_jumps or at_most < 1:
             return ()
         if self._foreseen is not None:
             self._foreseen.result()
-        token_ids = tuple(constrained.matcher.forced[:at_most])
-        constrained.append(token_ids)
+        token_ids = tuple(answer.matcher.forced[:at_most])
+        answer.append(token_ids)
         return token_ids
 
     def has_any(self, rows: IntArray) -> bool:
         return bool(self._rows) and any(row in self._rows for row in rows.tolist())
 
     def failure(self, row: int) -> str | None:
-        constrained = self._rows.get(row)
-        return None if constrained is None else constrained.failure
+        answer = self._rows.get(row)
+        return None if answer is None else answer.failure
 
     def start(self, rows: IntArray, is_early: npt.NDArray[np.bool_]) -> "Future[StepMasks]":
         """Begin to compute the masks of a step, as far as they are not yet. `is_early`: which of its rows lack tokens
@@ -384,27 +384,27 @@ class TokenMasks:
     def _heavy_mask(self) -> _HeavyMask:
         return _HeavyMask(np.zeros(self._bits.shape[1], np.int32))
 
-    def _begin_heavy(self, one: _Constrained, heavy: _HeavyMask) -> None:
-        compute = partial(self._fill_heavy, one, heavy)
-        heavy.ready = self._heavy_thread.submit(compute, is_real_time=one.is_real_time, client=one.client)
+    def _begin_heavy(self, answer: _Constrained, heavy: _HeavyMask) -> None:
+        compute = partial(self._fill_heavy, answer, heavy)
+        heavy.ready = self._heavy_thread.submit(compute, is_real_time=answer.is_real_time, client=answer.client)
         heavy.was_awaited = False
 
     # --- on the thread
 
     def _compute(self, own: list[tuple[int, _Constrained]], is_early: npt.NDArray[np.bool_]) -> StepMasks:
-        self._make_room([one for _, one in own])
-        self._fill([one for _, one in own if not one.matcher.forced and not one.is_awaited])
-        bits = self._bits[[one.row for _, one in own]]
+        self._make_room([answer for _, answer in own])
+        self._fill([answer for _, answer in own if not answer.matcher.forced and not answer.is_awaited])
+        bits = self._bits[[answer.row for _, answer in own]]
         unwanted: dict[LastResorts, list[int]] = {}
-        for place, (at, one) in enumerate(own):
-            if one.heavy is not None and one.heavy.ready is not None:
-                one.heavy.ready.result()
-                bits[place] = one.heavy.bits
-            if one.matcher.forced or one.failure is not None:
+        for place, (at, answer) in enumerate(own):
+            if answer.heavy is not None and answer.heavy.ready is not None:
+                answer.heavy.ready.result()
+                bits[place] = answer.heavy.bits
+            if answer.matcher.forced or answer.failure is not None:
                 bits[place] = 0
-            if one.matcher.forced:
-                _allow_only(one.matcher.forced[0], bits[place])
-            resorts = one.unwanted_early if is_early[at] else one.unwanted
+            if answer.matcher.forced:
+                _allow_only(answer.matcher.forced[0], bits[place])
+            resorts = answer.unwanted_early if is_early[at] else answer.unwanted
             if resorts is not None:
                 unwanted.setdefault(resorts, []).append(place)
         for resorts, places in unwanted.items():
@@ -419,82 +419,82 @@ class TokenMasks:
             return
         places = [
             place
-            for place, (_, one) in enumerate(own)
-            if one.blanks is not None and not one.matcher.forced and one.blanks.is_full(tokens)
+            for place, (_, answer) in enumerate(own)
+            if answer.blanks is not None and not answer.matcher.forced and answer.blanks.is_full(tokens)
         ]
         if places:
             resorts.remove_from(bits, np.array(places, np.int64))
 
     def _fill(self, own: list[_Constrained]) -> None:
         self._make_room(own)
-        lacking = [one for one in own if not one.has_mask and one.failure is None]
+        lacking = [answer for answer in own if not answer.has_mask and answer.failure is None]
         while lacking:
             lacking = self._write_bits(lacking)
-            for one in lacking:
-                self._restart(one)
+            for answer in lacking:
+                self._restart(answer)
 
-    def _restart(self, one: _Constrained) -> None:
-        one.is_alone |= is_outgrown(one.matcher.current())
-        compile_again = self._compiler.compile_alone if one.is_alone else self._compiler.compile_anew
-        one.matcher.restart(compile_again(one.grammar, one.matcher.compiled))
+    def _restart(self, answer: _Constrained) -> None:
+        answer.is_alone |= is_outgrown(answer.matcher.current())
+        compile_again = self._compiler.compile_alone if answer.is_alone else self._compiler.compile_anew
+        answer.matcher.restart(compile_again(answer.grammar, answer.matcher.compiled))
 
     def _write_bits(self, lacking: list[_Constrained]) -> list[_Constrained]:
         matchers: list[tuple[LLMatcher, int]] = []
         masked: list[_Constrained] = []
-        for one in lacking:
+        for answer in lacking:
             try:
-                matchers.append((one.matcher.current(), one.row))
-                masked.append(one)
+                matchers.append((answer.matcher.current(), answer.row))
+                masked.append(answer)
             except GrammarError as error:
-                one.failure = str(error)
+                answer.failure = str(error)
         if self._measures_each:
             self._compute_each(masked, matchers)
         elif matchers:
             bits, began = self._bits, time.monotonic()
             self._executor.unsafe_compute_mask_ptr(matchers, bits.ctypes.data, bits.strides[0], len(bits))
             self._measures_each = time.monotonic() - began > _HEAVY_S + _MASK_S * len(matchers)
-        return [one for one, (matcher, _) in zip(masked, matchers, strict=True) if _must_restart(one, matcher)]
+        return [answer for answer, (matcher, _) in zip(masked, matchers, strict=True) if _must_restart(answer, matcher)]
 
     def _compute_each(self, masked: list[_Constrained], matchers: list[tuple[LLMatcher, int]]) -> None:
         self._measures_each = False
-        for one, (matcher, row) in zip(masked, matchers, strict=True):
+        for answer, (matcher, row) in zip(masked, matchers, strict=True):
             began = time.thread_time()
             _write_mask(matcher, self._bits[row])
             if time.thread_time() - began > _HEAVY_S:
-                one.heavy, one.has_jumps = self._heavy_mask(), False
+                answer.heavy, answer.has_jumps = self._heavy_mask(), False
 
     def _make_room(self, own: list[_Constrained]) -> None:
-        num_rows = max((one.row + 1 for one in own), default=0)
+        num_rows = max((answer.row + 1 for answer in own), default=0)
         if num_rows > len(self._bits):
             more = np.zeros((max(num_rows, 2 * len(self._bits)) - len(self._bits), self._bits.shape[1]), np.int32)
             self._bits = np.concatenate([self._bits, more])
 
     # --- on the thread of heavy grammars
 
-    def _fill_heavy(self, one: _Constrained, heavy: _HeavyMask) -> None:
-        if one.is_removed or one.failure is not None:
+    def _fill_heavy(self, answer: _Constrained, heavy: _HeavyMask) -> None:
+        if answer.is_removed or answer.failure is not None:
             return
         if self._heavy_executor is None:
             with suppress(OSError, AttributeError):  # of this thread alone, on Linux
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
             self._heavy_executor = LLExecutor(1)
         try:
-            while self._write_heavy(one, heavy):
-                self._restart(one)
+            while self._write_heavy(answer, heavy):
+                self._restart(answer)
         except GrammarError as error:
-            one.failure = str(error)
+            answer.failure = str(error)
         if heavy.spent_s > ANSWER_S:
-            one.failure = f"the grammar takes more than {ANSWER_S:g} s of computing for one answer"
+            answer.failure = f"the grammar takes more than {ANSWER_S:g} s of computing for one answer"
 
-    def _write_heavy(self, one: _Constrained, heavy: _HeavyMask) -> bool:
-        matcher = one.matcher.current(self._consume)
+    def _write_heavy(self, answer: _Constrained, heavy: _HeavyMask) -> bool:
+        matcher = answer.matcher.current(self._consume)
         began = time.thread_time()
         _write_mask(matcher, heavy.bits)
         seconds = 2 * (time.thread_time() - began)  # to match a token takes no longer than the mask that allowed it
         heavy.spent_s += seconds
-        if one.is_real_time and not self._clients.add(one.client, seconds, time.monotonic()):
-            one.failure = f"the grammars of this key took more than {_CLIENT_S:g} s of computing: try again later"
-        return _must_restart(one, matcher)
+        if answer.is_real_time and not self._clients.add(answer.client, seconds, time.monotonic()):
+            answer.failure = f"the grammars of this key took more than {_CLIENT_S:g} s of computing: try again later"
+        return _must_restart(answer, matcher)
 
     def _consume(self, matcher: LLMatcher, token_id: int) -> None:
         """Match a token without the interpreter's lock, which is freed only where several matchers go together."""
@@ -502,13 +502,13 @@ class TokenMasks:
         self._heavy_executor.consume_token_par([(matcher, token_id), (self._compiler.failed_matcher, token_id)])
 
 
-def _must_restart(one: _Constrained, matcher: LLMatcher) -> bool:
-    """Note the mask that was computed; return whether others that share the matcher's patterns made it fail."""
-    if is_spoilt(matcher) or (is_outgrown(matcher) and not one.is_alone):
+def _must_restart(answer: _Constrained, matcher: LLMatcher) -> bool:
+    """Note the mask; return whether other answers, which share the matcher's patterns, made it fail."""
+    if is_spoilt(matcher) or (is_outgrown(matcher) and not answer.is_alone):
         return True
-    one.masked_at = one.matcher.place
+    answer.masked_at = answer.matcher.place
     if matcher.is_error():
-        one.failure = failure_of(matcher)
+        answer.failure = failure_of(matcher)
     return False
 
 
@@ -521,10 +521,10 @@ def _may_jump(sampling: SamplingParams) -> bool:
 
 
 def _foresee(jumping: list[_Constrained]) -> None:
-    for constrained in jumping:
-        if constrained.matcher.is_compiled:
+    for answer in jumping:
+        if answer.matcher.is_compiled:
             with suppress(GrammarError):  # told by the next mask
-                constrained.matcher.foresee(constrained.ends)
+                answer.matcher.foresee(answer.ends)
 
 
 def _allow_only(token_id: int, bits: Bits) -> None:
