@@ -6,7 +6,8 @@
 4. `oneOf` becomes `anyOf` where its options exclude each other; llguidance refuses the rest.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from itertools import combinations
 from math import lcm
@@ -126,29 +127,42 @@ _STEP = Decimal("1e-9")
 FLEXIBLE_WHITESPACE = r" |\n[ \t]{0,32}"
 
 
-def normalize_schema(schema: Any, *, whitespace_pattern: str | None = FLEXIBLE_WHITESPACE) -> dict[str, Any]:
+def normalize_schema(
+    schema: Any,
+    *,
+    whitespace_pattern: str | None = FLEXIBLE_WHITESPACE,
+    left_out: set[str] | None = None,
+    without: Collection[str] = (),
+) -> dict[str, Any]:
     """Return the schema for `%json` or `json_schema` of llguidance, with options that keep answers valid and finite.
 
     `whitespace_pattern`: a regular expression of what may stand between two tokens of JSON; None: nothing.
+    `left_out`: gets the names of keywords that cannot be followed, as the schema is a hint; None: they are refused.
+    `without`: keywords that count as such.
     Raises InvalidRequest naming the keyword, without a `param`.
     """
     _check_size(schema)
-    reader = _Reader()
+    reader = _Reader(left_out, without)
     read = reader.schema(schema, ())
     reader.check_conjunctions()
     targets = reader.targets(read)
     if not has_finite_instance(read, targets):
         raise InvalidRequest("no finite JSON value matches the schema, or a part of it", code="invalid_json_schema")
     for holder in reader.one_ofs:
-        if are_exclusive(holder["oneOf"], targets):
+        is_exclusive = are_exclusive(holder["oneOf"], targets)
+        if is_exclusive or left_out is not None:
             _with_any_of(holder)
+        if not is_exclusive and left_out is not None:
+            left_out.add("oneOf")
     return {**({} if read is True else read), "x-guidance": _options(whitespace_pattern)}
 
 
 class _Reader:
-    def __init__(self) -> None:
+    def __init__(self, left_out: set[str] | None, without: Collection[str]) -> None:
+        self._left_out, self._without = left_out, without
+        self._address = ""  # of the whole schema, by which references may call it
         self._paths: set[Path] = set()
-        self._references: set[str] = set()
+        self._references: dict[str, list[dict[str, Any]]] = {}  # by pointer: the schemas that have it
         self._num_properties = 0
         self._num_patterns = 0
         self._has_conjunction = False
@@ -163,20 +177,44 @@ class _Reader:
             raise InvalidRequest("a JSON schema must be an object or a boolean", code="invalid_json_schema")
         if len(path) > _MAX_PATH_LEN:
             raise InvalidRequest("the JSON schema is nested too deep", code="invalid_json_schema")
-        read = {}
-        for keyword, value in schema.items():
-            if not self._is_without_effect(keyword, value, path):
-                if keyword not in READERS:
-                    raise unsupported_keyword(keyword)
-                read[keyword] = READERS[keyword](self, keyword, value, path)
+        if not path and isinstance(schema.get("$id"), str):
+            self._address = schema["$id"].removesuffix("#")
+        read: dict[str, Any] = {}
+        for keyword, value in (schema if self._left_out is None else _with_null(schema)).items():
+            with self._leaving_out(keyword):
+                if not self._is_without_effect(keyword, value, path):
+                    if keyword not in READERS or keyword in self._without:
+                        raise unsupported_keyword(keyword)
+                    read[keyword] = READERS[keyword](self, keyword, value, path)
+        self._check_property_counts(read)
         self._note_conjunction(read)
         if "oneOf" in read:
             self.one_ofs.append(read)
+        if "$ref" in read:
+            self._references.setdefault(read["$ref"], []).append(read)
         return _rewritten(read)
 
-    def reference(self, pointer: str) -> str:
-        self._references.add(pointer)
-        return pointer
+    @contextmanager
+    def _leaving_out(self, keyword: str) -> Iterator[None]:
+        """Leave a keyword out that is refused in the block, where the schema is a hint."""
+        try:
+            yield
+        except InvalidRequest:
+            if self._left_out is None:
+                raise
+            self._left_out.add(keyword)
+
+    def _check_property_counts(self, read: dict[str, Any]) -> None:
+        for keyword, check in (("properties", _check_optional), ("minProperties", _check_least_properties)):
+            value = read.pop(keyword, None)
+            with self._leaving_out(keyword):
+                check(value, read)
+                if value is not None:
+                    read[keyword] = value
+
+    def local_pointer(self, pointer: str) -> str | None:
+        local = pointer.removeprefix(self._address) or "#"
+        return local if local == "#" or local.startswith("#/") else None
 
     def property_names(self, names: list[str]) -> None:
         self._num_properties += len(names)
@@ -184,10 +222,16 @@ class _Reader:
             raise unsupported_keyword("properties", f"names more than {MAX_PROPERTIES} properties in all")
 
     def targets(self, root: Any) -> dict[str, Any]:
-        try:
-            return {pointer: self._target(root, _steps(pointer)) for pointer in sorted(self._references)}
-        except LookupError as error:
-            raise unsupported_keyword("$ref", "points to something that is not a schema here") from error
+        targets = {}
+        for pointer in sorted(self._references):
+            with self._leaving_out("$ref"):
+                try:
+                    targets[pointer] = self._target(root, _steps(pointer))
+                except LookupError as error:
+                    for holder in self._references[pointer]:
+                        del holder["$ref"]
+                    raise unsupported_keyword("$ref", "points to something that is not a schema here") from error
+        return targets
 
     def _target(self, node: Any, path: Path) -> Any:
         if path not in self._paths:
@@ -223,8 +267,17 @@ class _Reader:
         return keyword in ANNOTATIONS or is_extension or is_neutral
 
 
+def _with_null(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema with `nullable`, a word of OpenAPI, as part of its type."""
+    types = schema.get("type")
+    if schema.get("nullable") is not True or not isinstance(types, str | list):
+        return schema
+    others = {name: value for name, value in schema.items() if name != "nullable"}
+    values = {"enum": [*schema["enum"], None]} if isinstance(schema.get("enum"), list) else {}
+    return others | {"type": [*([types] if isinstance(types, str) else types), "null"]} | values
+
+
 def _rewritten(schema: dict[str, Any]) -> dict[str, Any]:
-    _check_property_counts(schema)
     additional_items = schema.pop("additionalItems", None)
     if isinstance(schema.get("items"), list):
         schema["prefixItems"] = schema.pop("items")
@@ -269,13 +322,14 @@ def _narrow_bounds(schema: dict[str, Any]) -> None:
                 schema[keyword] = float(shortened(Decimal(str(schema[keyword]))))
 
 
-def _check_property_counts(schema: dict[str, Any]) -> None:
-    required = set(schema.get("required", ()))
-    num_optional = len(set(schema.get("properties", ())) - required)
-    if num_optional > MAX_OPTIONAL_PROPERTIES:
+def _check_optional(properties: dict[str, Any] | None, schema: dict[str, Any]) -> None:
+    if len(set(properties or ()).difference(schema.get("required", ()))) > MAX_OPTIONAL_PROPERTIES:
         raise unsupported_keyword("properties", f"has more than {MAX_OPTIONAL_PROPERTIES} that are not required")
+
+
+def _check_least_properties(least: int | None, schema: dict[str, Any]) -> None:
     # Names that are not listed may come twice, and then count once.
-    if schema.get("minProperties", 0) > max(1, len(required)):
+    if (least or 0) > max(1, len(set(schema.get("required", ())))):
         raise unsupported_keyword("minProperties", "must not exceed 1 or the number of required properties")
 
 

@@ -3,7 +3,7 @@
 A mask is a row of bits, one per token, the lowest of a word first.
 
 A heavy grammar takes long for a mask, or has rules of a client, which may take long at any token. Its masks have a
-thread of their own, at a low priority, and steps go on without its row (`unready`). Its seconds are counted: an
+thread of their own, at the lowest priority, and steps go on without its row (`unready`). Its seconds are counted: an
 answer has ANSWER_S, the real-time answers of a client ClientSeconds. Beyond them the answer fails.
 """
 
@@ -38,12 +38,12 @@ from alignedserve.runtime.grammar.compiler import (
 _MAX_FORCED = 32
 _HEAVY_S = 0.003  # of a core, for one mask; of schemas in use one in a hundred takes 0.6 ms
 _MASK_S = 0.0003  # that a mask may take among others before each is measured alone
-_NICENESS = 10  # of 19
+_NICENESS = 19  # the most
 ANSWER_S = 4.0  # of a core, for the masks of a heavy grammar
 _CLIENT_S = 30.0  # of a core, for all heavy grammars of a client
 _FORGIVEN = 0.25  # of them for each second that passes
-_UNREADY_S = 0.002  # a step waits so long for a heavy mask, once for each
-_IDLE_S = 0.02  # and so long where it has nothing else to compute
+_UNREADY_S = 0.001  # a step waits so long for a heavy mask, once for each
+_IDLE_S = 0.005  # and so long where it has nothing else to compute; a chat that comes waits for it
 Bits = npt.NDArray[np.int32]
 IntArray = npt.NDArray[np.int64]
 Consume = Callable[[LLMatcher, int], object]
