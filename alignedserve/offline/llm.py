@@ -18,6 +18,7 @@ from typing import Self, Unpack
 from msgspec import structs
 
 from alignedserve.api.embeddings.response_format import Vectors
+from alignedserve.api.errors import named
 from alignedserve.api.models.model_card import ModelCard
 from alignedserve.api.openai.output_parser import OutputFormat
 from alignedserve.api.openai.request_builder import PreparedChat, choice_seed
@@ -252,9 +253,17 @@ class LLM:
         *,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        grammar = serialize_alone(part_of(structured_outputs)) if structured_outputs is not None else ""
+        grammar = "" if structured_outputs is None else self._grammar_of(structured_outputs)
         chats = [PreparedChat(tuple(prompt), _CONTINUED, grammar) for prompt in prompts]
         return self._answer(chats, sampling, lora_request, use_tqdm=use_tqdm)
+
+    def _grammar_of(self, outputs: StructuredOutputs) -> str:
+        try:
+            grammar = serialize_alone(part_of(outputs))
+            self._executor.check_grammar(grammar)
+        except InvalidRequest as error:
+            raise named(f"structured_outputs.{outputs.kind}", error) from error
+        return grammar
 
     def _answer(
         self, prompts: Sequence[PreparedChat], sampling: Samplings, lora_request: LoRARequests, *, use_tqdm: bool
@@ -325,7 +334,10 @@ class LLM:
         )
         if layout.blocks_for(len(prompt) + wanted.max_tokens) > num_blocks:
             raise InvalidRequest("the request needs more KV cache than memory_bytes allows", param="max_tokens")
-        self._executor.check_grammar(wanted.grammar)
+        try:
+            self._executor.check_grammar(wanted.grammar)
+        except InvalidRequest as error:
+            raise named("grammar", error) from error
         request_id = RequestId(secrets.token_hex(8))
         root = self._root
         if adapter is not None and root:
