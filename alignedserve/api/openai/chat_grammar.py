@@ -246,7 +246,7 @@ def _object_schema(parameters: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_contradictions(parameters: dict[str, Any], left_out: set[str]) -> dict[str, Any]:
-    """Return a hint as one of an object, which requires no property that it lacks."""
+    """Return a hint that is of an object, and requires listed properties alone."""
     hint = dict(parameters)
     if hint.get("type", "object") != "object":
         left_out.add("type")

@@ -6,6 +6,7 @@
 4. `oneOf` becomes `anyOf` where its options exclude each other; llguidance refuses the rest.
 """
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
@@ -122,6 +123,9 @@ _MAX_INTEGER = (1 << 53) - 1
 _BOUNDS = (("minimum", "exclusiveMinimum", 1, ROUND_CEILING), ("maximum", "exclusiveMaximum", -1, ROUND_FLOOR))
 _MAX_BOUND_DIGITS = 14  # of one with a fraction
 _STEP = Decimal("1e-9")
+_MAX_NAMES_LEN = 2000  # of the properties of one object
+_NOTHING = ""
+_ESCAPED = r'"\\\x00-\x1f\x7f'  # characters that names have only behind a backslash, or never
 
 # Bounded: a model cannot go on with white space for ever. A space, or a new line with its indentation.
 FLEXIBLE_WHITESPACE = r" |\n[ \t]{0,32}"
@@ -137,8 +141,8 @@ def normalize_schema(
     """Return the schema for `%json` or `json_schema` of llguidance, with options that keep answers valid and finite.
 
     `whitespace_pattern`: a regular expression of what may stand between two tokens of JSON; None: nothing.
-    `left_out`: gets the names of keywords that cannot be followed, as the schema is a hint; None: they are refused.
-    `without`: keywords that count as such.
+    `left_out`: the schema is a hint, and keywords that cannot be followed are added here; None: it is refused then.
+    `without`: keywords to leave out of a hint.
     Raises InvalidRequest naming the keyword, without a `param`.
     """
     _check_size(schema)
@@ -154,6 +158,9 @@ def normalize_schema(
             _with_any_of(holder)
         if not is_exclusive and left_out is not None:
             left_out.add("oneOf")
+    if not reader.has_conjunction:  # else names are those of several schemas
+        for holder in reader.objects:
+            _limit_other_names(holder)
     return {**({} if read is True else read), "x-guidance": _options(whitespace_pattern)}
 
 
@@ -165,7 +172,8 @@ class _Reader:
         self._references: dict[str, list[dict[str, Any]]] = {}  # by pointer: the schemas that have it
         self._num_properties = 0
         self._num_patterns = 0
-        self._has_conjunction = False
+        self.has_conjunction = False
+        self.objects: list[dict[str, Any]] = []  # schemas with properties
         self._divisor = 1  # that all of `multipleOf` divide
         self.one_ofs: list[dict[str, Any]] = []
 
@@ -190,6 +198,8 @@ class _Reader:
         self._note_conjunction(read)
         if "oneOf" in read:
             self.one_ofs.append(read)
+        if "properties" in read:
+            self.objects.append(read)
         if "$ref" in read:
             self._references.setdefault(read["$ref"], []).append(read)
         return _rewritten(read)
@@ -241,7 +251,7 @@ class _Reader:
         return node
 
     def check_conjunctions(self) -> None:
-        if self._has_conjunction and self._num_patterns > MAX_PATTERNS_AT_ONCE:
+        if self.has_conjunction and self._num_patterns > MAX_PATTERNS_AT_ONCE:
             raise unsupported_keyword(
                 "pattern", f"stands more than {MAX_PATTERNS_AT_ONCE} times beside 'allOf' or '$ref'"
             )
@@ -251,7 +261,7 @@ class _Reader:
     def _note_conjunction(self, read: dict[str, Any]) -> None:
         self._num_patterns += ("pattern" in read) + ("format" in read)
         own = read.keys() - {"$defs", "definitions"}
-        self._has_conjunction |= "allOf" in own or (len(own) > 1 and bool(own & {"$ref", "anyOf", "oneOf"}))
+        self.has_conjunction |= "allOf" in own or (len(own) > 1 and bool(own & {"$ref", "anyOf", "oneOf"}))
         if "multipleOf" in read:
             self._divisor = lcm(self._divisor, Decimal(str(read["multipleOf"])).as_integer_ratio()[0])
 
@@ -265,6 +275,31 @@ class _Reader:
         is_extension = keyword.startswith("x-") and keyword != "x-guidance"
         is_neutral = any(value == one and type(value) is type(one) for one in NEUTRAL.get(keyword, ()))
         return keyword in ANNOTATIONS or is_extension or is_neutral
+
+
+def _limit_other_names(schema: dict[str, Any]) -> None:
+    """Let names that are not listed neither begin with a listed name nor hold an escape.
+
+    Else a model that writes a listed name out of its order would be left with `name\\"` and the like.
+    """
+    others = schema.get("additionalProperties", True)
+    if others is False or "patternProperties" in schema or "" in schema["properties"]:
+        return
+    names = dict.fromkeys((*schema["properties"], *schema.get("required", ())), others) | schema["properties"]
+    if sum(map(len, names)) <= _MAX_NAMES_LEN:
+        pattern = f"^{_other_names(frozenset(names))}$"
+        schema |= {"properties": names, "patternProperties": {pattern: others}, "additionalProperties": False}
+
+
+def _other_names(names: frozenset[str]) -> str:
+    """Return an expression for texts that begin with none of these."""
+    if "" in names:
+        return _NOTHING
+    firsts = sorted({name[0] for name in names})
+    rests = {first: frozenset(name[1:] for name in names if name[0] == first) for first in firsts}
+    longer = (f"{re.escape(first)}{rest}" for first in firsts if (rest := _other_names(rests[first])) != _NOTHING)
+    excluded = "".join(f"\\x{{{ord(first):x}}}" for first in firsts)
+    return f"(?:|[^{excluded}{_ESCAPED}][^{_ESCAPED}]*{''.join(f'|{one}' for one in longer)})"
 
 
 def _with_null(schema: dict[str, Any]) -> dict[str, Any]:
