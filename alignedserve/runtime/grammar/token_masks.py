@@ -23,6 +23,7 @@ from llguidance import LLExecutor, LLMatcher
 
 from alignedserve.core.request import SamplingParams
 from alignedserve.process.turn_threads import TurnThreads
+from alignedserve.runtime.grammar.client_seconds import CLIENT_S, ClientSeconds
 from alignedserve.runtime.grammar.compiler import (
     CLIENT_RULES,
     BlankRun,
@@ -40,30 +41,11 @@ _HEAVY_S = 0.003  # of a core, for one mask; of schemas in use one in a hundred 
 _MASK_S = 0.0003  # that a mask may take among others before each is measured alone
 _NICENESS = 19  # the most
 ANSWER_S = 4.0  # of a core, for the masks of a heavy grammar
-_CLIENT_S = 30.0  # of a core, for all heavy grammars of a client
-_FORGIVEN = 0.25  # of them for each second that passes
 _UNREADY_S = 0.001  # a step waits so long for a heavy mask, once for each
 _IDLE_S = 0.005  # and so long where it has nothing else to compute; a chat that comes waits for it
 Bits = npt.NDArray[np.int32]
 IntArray = npt.NDArray[np.int64]
 Consume = Callable[[LLMatcher, int], object]
-
-
-class ClientSeconds:
-    """Seconds of a core that heavy grammars of each client have taken; a share of them is forgiven with time."""
-
-    def __init__(self) -> None:
-        self._taken: dict[str, tuple[float, float]] = {}  # by client: seconds, and when they were that many
-
-    def add(self, client: str, seconds: float, now: float) -> bool:
-        """Count these, too; return whether the client has some left."""
-        taken, at = self._taken.pop(client, (0.0, now))
-        taken = max(taken - _FORGIVEN * (now - at), 0.0) + seconds
-        self._taken[client] = (taken, now)
-        oldest, (of_oldest, then) = next(iter(self._taken.items()))
-        if of_oldest <= _FORGIVEN * (now - then):
-            del self._taken[oldest]
-        return taken <= _CLIENT_S
 
 
 class AnswerMatcher:
@@ -493,7 +475,7 @@ class TokenMasks:
         seconds = 2 * (time.thread_time() - began)  # to match a token takes no longer than the mask that allowed it
         heavy.spent_s += seconds
         if answer.is_real_time and not self._clients.add(answer.client, seconds, time.monotonic()):
-            answer.failure = f"the grammars of this key took more than {_CLIENT_S:g} s of computing: try again later"
+            answer.failure = f"the grammars of this key took more than {CLIENT_S:g} s of computing: try again later"
         return _must_restart(answer, matcher)
 
     def _consume(self, matcher: LLMatcher, token_id: int) -> None:

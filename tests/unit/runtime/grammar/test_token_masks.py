@@ -9,9 +9,10 @@ from llguidance import LLMatcher, LLParserLimits
 
 from alignedserve.core.request import SamplingParams
 from alignedserve.runtime.grammar import compiler, token_masks
+from alignedserve.runtime.grammar.client_seconds import ClientSeconds
 from alignedserve.runtime.grammar.compiler import MAX_BLANKS, BlankRun, BlankTokens, with_free_blanks
 from alignedserve.runtime.grammar.constraints import StructuredOutputs, part_of, serialize_alone
-from alignedserve.runtime.grammar.token_masks import ClientSeconds, TokenMasks
+from alignedserve.runtime.grammar.token_masks import TokenMasks
 from tests.support.grammars import EOS, byte_masks, encode, regex_grammar, text_of
 
 
