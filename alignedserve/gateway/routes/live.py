@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 from importlib.resources import files
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -157,12 +158,45 @@ async def live(call: Call) -> Response:
     return JsonResponse(document, headers={"Cache-Control": "no-store"})
 
 
-_PAGE = HtmlPage.load("page.html")
+_PAGE = Path(str(files("alignedserve.gateway"))) / "page"
+_MEDIA_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+# Answers of models become elements on this page: by DOMPurify alone, and they load nothing.
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types dompurify"
+)
+
+
+def _page_file(path: Path) -> tuple[bytes, dict[str, str]]:
+    content = path.read_bytes()
+    return content, {
+        "Content-Type": f"{_MEDIA_TYPES[path.suffix]}; charset=utf-8",
+        "Content-Security-Policy": _POLICY,
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",
+        "ETag": f'"{hashlib.sha256(content).hexdigest()[:32]}"',
+    }
+
+
+_PAGE_FILES = {
+    str(path.relative_to(_PAGE)): _page_file(path) for path in _PAGE.rglob("*") if path.suffix in _MEDIA_TYPES
+}
 
 
 @ROUTES.add("GET", "/", is_counted=False)
-async def page(_: Call) -> Response:
-    return _PAGE.response()
+async def page(call: Call) -> Response:
+    return await page_file(call, "index.html")
+
+
+@ROUTES.add("GET", "/page/{name:path}", is_counted=False)
+async def page_file(call: Call, name: str) -> Response:
+    if name not in _PAGE_FILES:
+        raise NotFound("The page has no such file.", code="unknown_url")
+    content, headers = _PAGE_FILES[name]
+    if call.http.headers.get("if-none-match") == headers["ETag"]:
+        return Response(status_code=304, headers=headers)
+    return Response(content, headers=headers)
 
 
 @ROUTES.add("GET", "/v1/requests/{wanted}")
