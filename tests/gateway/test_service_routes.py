@@ -14,7 +14,6 @@ from alignedserve.api.errors import Unavailable
 from alignedserve.keys.quotas import Charge, OwnShare
 from tests.gateway.support import EOS, Gateway, error_of, gateway, probe_of, saying, tokens_of
 from tests.harnesses.scripted_backend import IDLE_STATUS, Script
-from tests.support.marks import each
 from tests.support.waiting import holds
 
 CLOSED = [
