@@ -3,6 +3,7 @@
 
 import { Marked } from "./vendor/marked.esm.js";
 
+const LONGEST = 50_000;  // characters; some take seconds to parse
 const CLEAN = {
   ALLOWED_TAGS: "a blockquote br code del em h1 h2 h3 h4 h5 h6 hr li ol p pre strong table tbody td th thead tr ul".split(" "),
   ALLOWED_ATTR: ["href", "title", "align", "start", "data-language"],
@@ -39,11 +40,9 @@ export class MarkdownView {
 
   show(text) {
     try {
-      this.#showBlocks(marked.lexer(text));
-    } catch (error) {  // such as thousands of quotations in each other
-      console.warn("Shown as plain text:", error.message);
-      this.#blocks = [];
-      this.#element.replaceChildren(element("p", { className: "plain-text", textContent: text }));
+      this.#showBlocks(text.length > LONGEST ? [plain(text)] : marked.lexer(text));
+    } catch {  // thousands of quotations in each other
+      this.#showBlocks([plain(text)]);
     }
   }
 
@@ -61,6 +60,11 @@ export class MarkdownView {
       this.#element.append(fragment);
     }
   }
+}
+
+// A block as it is written.
+function plain(text) {
+  return { type: "code", raw: text, text };
 }
 
 function element(tag, properties) {

@@ -332,11 +332,11 @@ async function addPictures(files) {
 }
 
 function showPictures() {
-  byId("shown").replaceChildren(...pictures.map((url) => {
+  byId("shown").replaceChildren(...pictures.map((url, place) => {
     const button = Object.assign(document.createElement("button"), { type: "button", title: "Remove the picture" });
     button.append(pictureOf(url));
     button.addEventListener("click", () => {
-      pictures = pictures.filter((other) => other !== url);
+      pictures.splice(place, 1);
       showPictures();
     });
     return button;

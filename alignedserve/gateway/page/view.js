@@ -33,7 +33,7 @@ export class TalkView {
 
   #add(turn, isForgotten) {
     const element = made("turn");
-    this.#views.set(turn, { element, markdown: new MarkdownView(element.querySelector(".markdown")), isDue: false });
+    this.#views.set(turn, { element, markdown: new MarkdownView(element.querySelector(".markdown")), isDue: false, drawnMs: 0 });
     element.querySelector(".bubble").textContent = turn.question.text;
     element.querySelector(".pictures").replaceChildren(...turn.question.pictures.map(pictureOf));
     element.classList.toggle("forgotten", isForgotten);
@@ -41,7 +41,7 @@ export class TalkView {
     this.update(turn, false);
   }
 
-  /** Show what the answer is by now, at the next frame if more is coming. A turn that is not on the page is left out. */
+  /** Show what the answer is by now, soon if more is coming. A turn that is not on the page is left out. */
   update(turn, isRunning) {
     const view = this.#views.get(turn);
     if (!view) {
@@ -52,11 +52,12 @@ export class TalkView {
       this.#draw(turn, view);
     } else if (!view.isDue) {
       view.isDue = true;
-      requestAnimationFrame(() => view.isDue && this.#draw(turn, view));
+      setTimeout(() => view.isDue && this.#draw(turn, view), 16 + 3 * view.drawnMs);  // never busy with it alone
     }
   }
 
   #draw({ answer }, view) {
+    const beganMs = performance.now();
     const follows = main.scrollHeight - main.scrollTop - main.clientHeight < 60;
     const { element, isRunning } = view;
     view.isDue = false;
@@ -75,6 +76,7 @@ export class TalkView {
     if (follows) {
       main.scrollTop = main.scrollHeight;
     }
+    view.drawnMs = performance.now() - beganMs;
   }
 
   #onClick(event) {
