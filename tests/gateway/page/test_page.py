@@ -467,6 +467,13 @@ async def test_a_model_that_sees_gets_small_pictures_and_others_none(chromium: s
         assert await shown.page.run("document.querySelector('.question img').naturalWidth") == 1280
 
 
+async def test_the_dashboard_is_a_link_away(chromium: str, tmp_path: Path) -> None:
+    async with _shown(chromium, tmp_path) as shown:
+        await shown.click("#dashboard")
+        await shown.page.until("document.querySelectorAll('.tile').length === 6")
+        assert shown.page.problems == []
+
+
 async def test_colours_follow_the_system(chromium: str, tmp_path: Path) -> None:
     async with _shown(chromium, tmp_path) as shown:
         colours = set()
