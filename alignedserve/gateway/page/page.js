@@ -133,8 +133,9 @@ async function answer(place, question) {
   view.update(turn, false);
   if (running.get(asked.id)?.controller === controller) {  // else it was asked again, or deleted
     running.delete(asked.id);
-    save(asked).then(showTitles);
+    await save(asked);
     showBusy();
+    showTitles();
   }
 }
 
