@@ -80,6 +80,21 @@ class Page:
         await self.call("Page.navigate", url=url)
         await self.until("document.readyState === 'complete' && location.href !== 'about:blank'")
 
+    async def click(self, selector: str) -> None:
+        await self.run(f"document.querySelector({json.dumps(selector)}).click()")
+
+    async def fill(self, selector: str, text: str) -> None:
+        field = f"Object.assign(document.querySelector({json.dumps(selector)}), {json.dumps({'value': text})})"
+        await self.run(f"{field}.dispatchEvent(new Event('change'))")
+
+    async def submit(self, selector: str) -> None:
+        await self.run(f"document.querySelector({json.dumps(selector)}).requestSubmit()")
+
+    async def texts(self, selector: str) -> list[str]:
+        elements = f"[...document.querySelectorAll({json.dumps(selector)})]"
+        texts: list[str] = await self.run(f"{elements}.map((element) => element.innerText.trim())")
+        return texts
+
     async def resize(self, width: int, height: int) -> None:
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
         await self.call("Emulation.setDeviceMetricsOverride", **size)
