@@ -12,8 +12,8 @@ from alignedserve.runtime.model.weights.decoder_weights import DecoderWeights
 from alignedserve.runtime.model.weights.packed_products import BLOCK_DTYPES, BlockRows
 from alignedserve.runtime.model.weights.weight_loader import assemble_weights
 from alignedserve.runtime.model.weights.weight_source import WeightSource
+from kernels.block_formats import BLOCK_FORMATS
 from kernels.cpu.block_quantized_linear import BlockQuantizedLinear, JoinedLinear, block_levels
-from kernels.weight_blocks.block_formats import BLOCK_FORMATS
 
 BLOCK_TYPES = tuple(name for name, layout in BLOCK_FORMATS.items() if layout.scale_bytes == 2)  # those of files
 

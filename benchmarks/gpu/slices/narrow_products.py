@@ -8,10 +8,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.kernels.cases import TORCH, TRITON, KernelCase, KernelSetup
+from kernels.float8_linear import Float8Linear, has_float8_products
 from kernels.gpu_dispatch import fused_kernels
-from kernels.narrow.float8_linear import Float8Linear, has_float8_products
-from kernels.narrow.grouped_linear import GroupedLinear, Numbers, SortedLinear
-from kernels.narrow.random_weight import random_weight
+from kernels.grouped_linear import GroupedLinear, Numbers, SortedLinear, random_weight
 from kernels.sorted_experts import ExpertWeights, StackedProduct, rows_by_expert
 
 _ROWS, _TOY_ROWS = (1, 16, 64, 256, 4096), (3,)

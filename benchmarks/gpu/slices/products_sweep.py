@@ -8,8 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.kernels.cases import TORCH, TRITON, KernelCase, KernelSetup
-from kernels.narrow.grouped_linear import DeviceWeight, GroupedLinear, Numbers
-from kernels.narrow.random_weight import random_weight
+from kernels.grouped_linear import DeviceWeight, GroupedLinear, Numbers, random_weight
 
 _ROWS, _TOY_ROWS = (1, 16, 32, 64, 128, 256), (3,)
 _CHOICES = tuple(product((16, 32, 64, 128), (64, 128), (4, 8), (3, 4)))

@@ -2,7 +2,7 @@
 
 Rows are grouped by adapter, so that every matrix is read once for all its rows (Punica's SGMV). The sums of a row are
 in one order, whatever rows are computed beside it. Three ways: native kernels on a CPU (`kernels.cpu.lora`), kernels on
-a GPU (`kernels.adapters.device_lora`), and plain PyTorch.
+a GPU (`kernels.device_lora`), and plain PyTorch.
 """
 
 import operator
@@ -14,12 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.adapters.adapter_tables import AdapterTable, IntArray
-from kernels.adapters.device_lora import DevicePlan, DeviceRows, device_kernels
 from kernels.addend_layout import LayerProduct, ProductShape, site_of
 from kernels.addends import Addends
 from kernels.cpu.decode_pass import PassAdapters
 from kernels.cpu.lora import LoraModule, NativeAdapter, NativeGroups, lora_levels
+from kernels.device_lora import AdapterTable, DevicePlan, DeviceRows, IntArray, device_kernels
 from kernels.linear import AdaptableProjection
 
 PLAIN = "torch"  # PyTorch's own products

@@ -1,18 +1,54 @@
 """Matrix products with weights of FP8 (e4m3), by `torch._scaled_mm`: on GPUs of compute capability 8.9 and later.
 
-Inputs are rounded on every call to FP8 with one scale per row (`kernels.narrow.float8_inputs`), so that what shares the
-batch never changes a row's result; weights have one scale per output.
+Inputs are rounded to FP8 with one scale per row, once for all products that read them, so that what shares the batch
+never changes a row's result; weights have one scale per output. A norm or a gate that computes the rows on a GPU rounds
+them in the same launch and attaches them to its result: to read an element from the GPU's memory again costs more.
 
 Worked example: an input row [0.5, -448 * 0.5] has scale 0.5 and becomes [1, -448]; a weight row [2, 1] of scale 0.25
 gives (1 * 2 - 448 * 1) * 0.5 * 0.25 = -55.75.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from kernels.addends import Addends
-from kernels.narrow.float8_inputs import float8_inputs
-from kernels.narrow.product_end import ProductEnd
+from kernels.gpu_dispatch import fused_kernels
+from kernels.grouped_linear import ProductEnd
+
+LARGEST = 448.0
+_SMALLEST_SCALE = 1e-12  # of a row of zeros
+_ATTACHED = "float8_inputs"  # of a tensor that nothing changes afterwards
+
+
+class Float8Inputs(NamedTuple):
+    """Rounded rows: `values` times their scale are about the rows."""
+
+    values: Tensor  # float8_e4m3fn [rows, in_width]
+    scales: Tensor  # float32 [rows, 1]
+
+
+def attach(x: Tensor, inputs: Float8Inputs) -> Tensor:
+    """Keep what rows x [rows, in_width], which nothing changes any more, are rounded to; return x."""
+    setattr(x, _ATTACHED, inputs)
+    return x
+
+
+def float8_inputs(x: Tensor) -> Float8Inputs:
+    """Return x [rows, in_width] rounded: as attached to it, or now."""
+    attached: Float8Inputs | None = getattr(x, _ATTACHED, None)
+    if attached is not None:
+        return attached
+    kernels = fused_kernels(_ATTACHED, x.device, x.dtype)
+    return rounded_inputs(x) if kernels is None else Float8Inputs(*kernels.round_rows(x))
+
+
+def rounded_inputs(x: Tensor) -> Float8Inputs:
+    """Compute the same with PyTorch's operations."""
+    scales = x.abs().amax(dim=1, keepdim=True).float().div_(LARGEST).clamp_(min=_SMALLEST_SCALE)
+    return Float8Inputs((x / scales).clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn), scales)
+
 
 _FIRST_CAPABILITY = (8, 9)
 

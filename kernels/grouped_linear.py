@@ -17,11 +17,54 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kernels.activation import ACTIVATIONS, Gated
 from kernels.addends import Addends
+from kernels.block_values import FLOATS_OF_4_BITS
 from kernels.gpu_dispatch import fused_kernels
-from kernels.narrow.product_end import ProductEnd
 from kernels.sorted_experts import ExpertBias, ExpertRows, by_every_expert
-from kernels.weight_blocks.block_values import FLOATS_OF_4_BITS
+
+
+class ProductEnd:
+    """product [rows, columns] -> activation(product + bias) [rows, out_width].
+
+    With gates: activation(gate) * up, of a product whose first half makes the gates.
+    """
+
+    __slots__ = ("_bias", "_is_gated", "_then", "out_width")
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        dtype: torch.dtype,
+        activation: str | None = None,
+        is_gated: bool = False,
+    ) -> None:
+        """`weight` [columns, ...]: for its rows and its device; `bias` [columns]; `dtype` of products. `activation`: a
+        name in ACTIVATIONS, needed with gates."""
+        self.out_width = len(weight) // 2 if is_gated else len(weight)
+        self._bias = None if bias is None else bias.to(dtype)
+        self._is_gated = is_gated
+        self._then: Callable[[Tensor], Tensor] | None = (
+            None if activation is None or is_gated else ACTIVATIONS[activation]
+        )
+        if is_gated:
+            assert activation is not None, "gates without a nonlinearity"
+            self._then = Gated(activation, dtype, weight.device)
+
+    def round_results(self, unread: Tensor | None = None) -> None:
+        """Round gated results for a product in FP8 as they are computed, where a kernel does so. `unread`: see Norm."""
+        if isinstance(self._then, Gated):
+            self._then.round_results(unread)
+
+    def __call__(self, product: Tensor, addends: Addends | None) -> Tensor:
+        if self._bias is not None:
+            product = product + self._bias
+        if addends is not None:
+            product = addends.added_to(product, is_gated=self._is_gated)
+        return product if self._then is None else self._then(product)
+
 
 GROUPS = (32, 64, 128)  # inputs of a group
 HALF_GROUP = 16  # the same of NVFP4, and of some numbers of 8 bits
@@ -251,3 +294,20 @@ class SortedLinear:
         else:
             product = kernels.multiply_sorted(x, self._weight, rows.ends)
         return product if self._bias is None else self._bias.add_to(product, rows)
+
+
+def random_weight(numbers: Numbers, device: torch.device, *shape: int) -> GroupedWeight:
+    """Draw a weight of `shape` [.., columns, in_width] in groups of 128 inputs, or fewer where they do not fit; floats
+    of 4 bits in groups of 32 (MXFP4) or 16 (NVFP4)."""
+    *columns, width = shape
+    words = torch.randint(0, 0x7F, (*columns, numbers.num_bytes(width)), dtype=torch.uint8, device=device)
+    if numbers is Numbers.MXFP4:
+        exponents = torch.randint(110, 118, (*columns, width // GROUPS[0]), dtype=torch.uint8, device=device)
+        return GroupedWeight(numbers, words, exponents, None)
+    if numbers is Numbers.NVFP4:
+        own = torch.randint(0x20, 0x48, (*columns, width // HALF_GROUP), dtype=torch.uint8, device=device)
+        return GroupedWeight(numbers, words, own, None, torch.rand(columns, device=device) / width)
+    group = next(size for size in reversed(GROUPS) if width % size == 0)
+    scales = torch.rand((*columns, width // group), device=device) / width
+    zeros = torch.randint(0, 16, scales.shape, dtype=torch.uint8, device=device) if numbers.are_whole else None
+    return GroupedWeight(numbers, words, scales, zeros)
