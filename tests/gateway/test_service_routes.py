@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from alignedserve.api.errors import Unavailable
-from alignedserve.keys.quotas import Charge, OwnShare
+from alignedserve.keys.quotas import Bucket, Charge
 from tests.gateway.support import EOS, Gateway, error_of, gateway, probe_of, saying, tokens_of
 from tests.harnesses.scripted_backend import IDLE_STATUS, Script
 from tests.support.marks import each
@@ -60,11 +60,11 @@ async def test_a_quota_is_429_with_the_time_to_come_back() -> None:
 
 
 def test_a_quota_refills() -> None:
-    share, one = OwnShare(1.0, "a process", 0.0), (Charge("a", 1.0 / 60.0),)
+    bucket, one = Bucket(1.0), (Charge("a", 1.0 / 60.0),)
     for _ in range(60):
-        assert not share.take(one, 0.0).wait_s
-    assert share.take(one, 0.0).wait_s == pytest.approx(1.0)
-    assert not share.take(one, 1.0).wait_s
+        assert not bucket.take(one, 0.0).wait_s
+    assert bucket.take(one, 0.0).wait_s == pytest.approx(1.0)
+    assert not bucket.take(one, 1.0).wait_s
 
 
 async def test_ready_only_after_a_token_came_through() -> None:
