@@ -46,24 +46,25 @@ async def test_an_answer_of_calls_alone_has_null_content() -> None:
     assert len({call["id"] for call in message["tool_calls"]}) == 2
 
 
-@each("tokens_per_step", [1, 3, 100])
+@each("tokens_per_step", [1, 2, 3, 7, 20, 100])
 async def test_a_stream_of_calls(tokens_per_step: int) -> None:
     model = model_with(HERMES)
     script = saying(model, "Wait. " + CALL + "\n" + CALL, tokens_per_step=tokens_per_step)
     async with gateway(script, model=model) as served:
-        chunks = chunks_of(await served.chat(tools=[function()], stream=True))
-    choices = [chunk["choices"][0] for chunk in chunks]
-    deltas = [delta for choice in choices for delta in choice["delta"].get("tool_calls", ())]
-    begun = [delta for delta in deltas if "id" in delta]
-    assert [(delta["index"], delta["type"], delta["function"]["name"]) for delta in begun] == [
-        (0, "function", "get_weather"),
-        (1, "function", "get_weather"),
-    ]
-    for index in (0, 1):
-        arguments = "".join(delta["function"]["arguments"] for delta in deltas if delta["index"] == index)
-        assert json.loads(arguments) == {"city": "Oslo"}
-    assert "".join(choice["delta"].get("content") or "" for choice in choices) == "Wait. "
-    assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["tool_calls"]
+        chunks = chunks_of(await served.chat(tools=[function()], stream=True, n=2))
+    for number in (0, 1):
+        choices = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == number]
+        deltas = [delta for choice in choices for delta in choice["delta"].get("tool_calls", ())]
+        begun = [delta for delta in deltas if "id" in delta]
+        assert [(delta["index"], delta["type"], delta["function"]["name"]) for delta in begun] == [
+            (0, "function", "get_weather"),
+            (1, "function", "get_weather"),
+        ]
+        for index in (0, 1):
+            arguments = "".join(delta["function"]["arguments"] for delta in deltas if delta["index"] == index)
+            assert json.loads(arguments) == {"city": "Oslo"}
+        assert "".join(choice["delta"].get("content") or "" for choice in choices) == "Wait. "
+        assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["tool_calls"]
 
 
 async def test_an_answer_without_a_call() -> None:
