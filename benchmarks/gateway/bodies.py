@@ -54,7 +54,7 @@ def bodies() -> dict[str, tuple[str, dict[str, Any]]]:
 
 def _request(path: str, fields: dict[str, Any]) -> bytes:
     body = json.dumps({"model": "bench", "max_tokens": 1, **fields}).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\nConnection: close\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\nConnection: close\r\n"
     return head.encode() + b"Content-Type: application/json\r\n\r\n" + body
 
 

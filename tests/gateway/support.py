@@ -145,7 +145,7 @@ async def gateway(
     services = services_for(backend, GatewayConfig(**config), api_keys, prefix_hasher, model)
     app = build_app(services)
     try:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
             yield Gateway(client, backend, services, app)
     finally:
         services.close()
