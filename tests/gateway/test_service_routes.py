@@ -21,6 +21,9 @@ CLOSED = [
     "/metrics",
     "/v1/nothing",
     "/tokenize",
+    "/v1/tokenize",
+    "/rerank",
+    "/models",
     "/v1/chat/completions",
     "/v1/alignedserve/live",
 ]
@@ -198,6 +201,30 @@ async def test_tokenize_and_detokenize(served: Gateway) -> None:
         ("/detokenize", {"tokens": "a"}),
     ):
         error_of(await served.client.post(path, json=body), 400)
+
+
+@each(
+    ("path", "body"),
+    [
+        ("/chat/completions", {"messages": [{"role": "user", "content": "hello"}]}),
+        ("/completions", {"prompt": "hello"}),
+        ("/responses", {"input": "hello", "store": False}),
+        ("/messages", {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 9}),
+        ("/embeddings", {"input": "hello"}),
+        ("/embeddings", {"input": "hello " * 2000, "truncate_prompt_tokens": 9}),  # read in another process
+        ("/score", {"text_1": "a", "text_2": "b"}),
+        ("/tokenize", {"prompt": "hello"}),
+        ("/detokenize", {"tokens": [7]}),
+        ("/models", None),
+        ("/models/tiny", None),
+    ],
+)
+async def test_routes_answer_with_v1_and_without(path: str, body: dict[str, Any] | None, served: Gateway) -> None:
+    for prefix in ("", "/v1"):
+        asked = None if body is None else {"model": "tiny", **body}
+        answer = await served.client.request("POST" if body else "GET", prefix + path, json=asked)
+        assert answer.status_code == 200, answer.text
+        assert ("request-id" in answer.headers) == (path == "/messages")  # as Anthropic's
 
 
 @each("path", ["/", "/dashboard"])

@@ -133,7 +133,9 @@ class GatewayConfig(Section, frozen=True):
     jwt: tuple[JwtIssuer, ...] = ()  # whose tokens stand for keys of that file
     strict: bool = False  # unknown fields are refused; otherwise ignored, and named by a header of the response
     cors_origins: tuple[str, ...] = ()  # pages of these origins may call it, such as https://chat.example; "*": all
-    host_names: tuple[str, ...] = ()  # of it, beside localhost and IP addresses: others get 403 without keys on loopback
+    host_names: tuple[
+        str, ...
+    ] = ()  # it answers to, beside localhost and addresses; others: 403 on loopback, without keys
     # Objectives of real-time requests that name none: seconds, "auto" (from the speed of the machine) or "none".
     default_ttft_s: float | str = "auto"  # to the first token
     default_tpot_s: float | str = "auto"  # between tokens, on average
