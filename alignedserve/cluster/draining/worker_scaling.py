@@ -73,11 +73,11 @@ class WorkerScaling:
         return _said(started, leaving)
 
     def drain(self, name: str, within_s: float) -> str:
-        """Begin to take one worker out; return what is said of it. Raises an error of the tree."""
+        """Begin to take one worker out; return a sentence about it. Raises an error of the tree."""
         shares = [share.without(self._drains.workers) for member in self._members.values() for share in member.shares]
-        share = next((one for one in shares if name in one.workers), None)
+        share = next((share for share in shares if name in share.workers), None)
         if share is None:
-            known = ", ".join(worker for one in shares for worker in one.workers)
+            known = ", ".join(worker for share in shares for worker in share.workers)
             raise ResourceError(f"there is no worker {name}, or it drains already; there are {known}")
         self._require_no_standby(share.deployment_id)
         if (name,) in (share.decode, share.prefill):
@@ -86,7 +86,7 @@ class WorkerScaling:
         return f"{name} gets nothing new; what it still has in {within_s:.0f} s goes elsewhere."
 
     def undo(self, name: str) -> str:
-        """Use a worker again that drains; return what is said of it. Raises ResourceError."""
+        """End the drain of a worker; return a sentence about it. Raises ResourceError."""
         if name not in self._drains:
             raise ResourceError(f"{name} does not drain; `alignedserve scale decode=N` starts more workers")
         self._drains.end(name)
