@@ -16,8 +16,6 @@ from tests.support.marks import each
 
 VARIABLES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 COMPOSE = yaml.safe_load((Path(__file__).parents[3] / "compose.yaml").read_text())
-    "healthcheck"
-]
 
 
 async def _start(url: str) -> None:
