@@ -22,8 +22,21 @@ def _is_here(cluster: str | None) -> bool:
     return cluster is not None or (ray_address() is None and has_cluster())
 
 
-def status(cluster: ClusterOption = None, json_output: JsonFlag = False) -> None:
+def status(
+    cluster: ClusterOption = None,
+    url: Annotated[
+        str | None,
+        typer.Option("--url", help="Address of a gateway, on any host: its models, workers and load, without memory."),
+    ] = None,
+    json_output: JsonFlag = False,
+) -> None:
     """Show the running cluster, on this host or of `up`: processes, load, memory (exit code 1 when it is not whole)."""
+    if url is not None:
+        if cluster is not None:
+            raise ConfigError("--url goes without --cluster")
+        from alignedserve.cli.commands.top import show_once
+
+        raise typer.Exit(0 if show_once(url, json_output=json_output) else FAILURE)
     if _is_here(cluster):
         from alignedserve.cli.commands.cluster.one_host import status as run_here
 

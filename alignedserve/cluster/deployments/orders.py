@@ -168,7 +168,7 @@ class ProcessReport(msgspec.Struct, frozen=True):
     name: str
     state: str  # up, starting, starting again, fails
     problem: str  # for which it does not serve; empty: none is known
-    memory_bytes: int | None  # resident, what it shares with others included; None: it has not answered
+    memory_bytes: int | None  # its part of shared pages included; None: it has not answered
 
 
 class StatusReport(msgspec.Struct, frozen=True, tag=True):

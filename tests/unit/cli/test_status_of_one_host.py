@@ -76,7 +76,7 @@ def test_models_load_and_memory(door: AdminApi, capsys: pytest.CaptureFixture[st
     said = capsys.readouterr().out
     assert "chat (/a), serving. Load: 3 queued, 0 in prefill, 5 decoding; 1 elastic worker," in said
     assert "500 MiB" in said
-    assert "Memory of the host: 3072 of 4096 MiB taken" in said
+    assert "Memory: 570 MiB for these processes; 3072 of the host's 4096 MiB are taken" in said
 
 
 @pytest.mark.parametrize(

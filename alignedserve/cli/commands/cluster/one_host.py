@@ -78,7 +78,11 @@ def status(cluster: str | None, *, json_output: bool) -> bool:
         results().print(_model_line(deployment, report), soft_wrap=True, markup=False)
     results().print(_process_table(report))
     taken = report.total_bytes - report.available_bytes
-    results().print(f"Memory of the host: {taken // MIB} of {report.total_bytes // MIB} MiB taken")
+    together = sum(process.memory_bytes or 0 for process in report.processes)
+    results().print(
+        f"Memory: {together // MIB} MiB for these processes; {taken // MIB} of the host's {report.total_bytes // MIB} "
+        "MiB are taken"
+    )
     return report.is_whole
 
 
