@@ -84,7 +84,7 @@ def test_folders_of_running_clusters_stay_and_the_logs_of_the_last_that_ended(
     assert not list(running.parent.glob("ended-*/*.sock"))
 
 
-@each("make", [make_run_root, lambda: _state_folder(ClusterConfig())])
+@pytest.mark.parametrize("make", [make_run_root, lambda: _state_folder(ClusterConfig())])
 def test_an_open_folder_names_the_command_that_closes_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, make: Callable[[], Path]
 ) -> None:
