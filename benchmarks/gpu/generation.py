@@ -1,10 +1,9 @@
 """The engine against transformers on a GPU: the same weights (random, of a 1B Llama) and the same requests.
 
-transformers generates in static batches, with its static cache, and by continuous batching where its version has that;
-each request has an output length of its own, and only those tokens count, whatever a static batch computes beyond them.
+transformers generates in static batches, with its static cache; each request has an output length of its own, and only
+those tokens count, whatever a static batch computes beyond them.
 """
 
-import contextlib
 import importlib
 import os
 import statistics
@@ -25,10 +24,9 @@ from lab.profiling.model_loading import load_decoder
 from lab.profiling.shapes import SHAPES
 
 TARGET = 3.0  # times the best of transformers
-OURS, STATIC, COMPILED, CONTINUOUS = "alignedserve", "static batches", "static batches, compiled", "continuous batching"
+OURS, STATIC = "alignedserve", "static batches"
 _MISSING = (AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError)
 _LONG_ROUND_S = 5.0
-_LONGEST_PAUSE_S = 30.0  # between two ends of requests in continuous batching
 
 
 class Setup(NamedTuple):
@@ -39,22 +37,19 @@ class Setup(NamedTuple):
     requests: tuple[RequestGroup, ...]  # one each
     batch_size: int  # of the static batches
     num_rounds: int
-    continuous: dict[str, Any]  # sizes of continuous batching
 
 
-REAL = Setup("llama-3-1b", "bfloat16", parse_workload("w4"), 64, 2, {"max_memory_percent": 0.5})
-TOY = Setup("toy", "float32", parse_workload("1x5:3,1x9:2"), 2, 1, {"num_blocks": 4, "max_batch_tokens": 32})
+REAL = Setup("llama-3-1b", "bfloat16", parse_workload("w4"), 64, 2)
+TOY = Setup("toy", "float32", parse_workload("1x5:3,1x9:2"), 2, 1)
 
 
 def compare_generation(
     device: torch.device,
     *,
     is_toy: bool,
-    is_compiled: bool = False,
     on_measured: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Return each one's output tokens per second, and what failed; `on_measured` sees them after each. `is_compiled`:
-    transformers compiled as well, which takes minutes."""
+    """Return output tokens per second of each, and what failed; `on_measured` sees them after each."""
     setup = TOY if is_toy else REAL
     seconds: dict[str, float] = {}
     failures: dict[str, str] = {}
@@ -62,15 +57,11 @@ def compare_generation(
         model = _reference(SHAPES[setup.shape], setup.dtype, device)
         model.save_pretrained(folder)
         contenders = _contenders(model, folder, setup, device)
-        if not is_compiled:
-            del contenders[COMPILED]
         for name, run in contenders.items():
             try:
                 seconds[name] = _median_seconds(run, setup.num_rounds, device)
             except _MISSING as error:
                 failures[name] = f"{type(error).__name__}: {str(error)[:300]}"
-            if isinstance(run, _Continuous):
-                run.close()
             print(name, seconds.get(name, failures.get(name)), flush=True)
             on_measured(_figures(setup, seconds, failures))
     return _figures(setup, seconds, failures)
@@ -119,7 +110,7 @@ def _median_seconds(run: Callable[[], None], num_rounds: int, device: torch.devi
 def _reference(config: ModelConfig, dtype: str, device: torch.device) -> Any:
     transformers = _transformers()
     assert config.rope is not None, "a Llama rotates"
-    own = transformers.LlamaConfig(
+    llama = transformers.LlamaConfig(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
@@ -137,7 +128,7 @@ def _reference(config: ModelConfig, dtype: str, device: torch.device) -> Any:
     )
     with torch.device(device):
         model: Any = transformers.AutoModelForCausalLM.from_config(
-            own, dtype=getattr(torch, dtype), attn_implementation="sdpa"
+            llama, dtype=getattr(torch, dtype), attn_implementation="sdpa"
         )
     return model.eval()
 
@@ -148,17 +139,12 @@ def _contenders(model: Any, folder: str, setup: Setup, device: torch.device) -> 
     prompts = [generator.integers(3, vocab_size, group.prompt_len).tolist() for group in setup.requests]
     outputs = [group.output_len for group in setup.requests]
 
-    def static(is_compiled: bool) -> None:
+    def static() -> None:
         for first in range(0, len(prompts), setup.batch_size):
             part = slice(first, first + setup.batch_size)
-            _generate(model, prompts[part], max(outputs[part]), device, is_compiled=is_compiled)
+            _generate(model, prompts[part], max(outputs[part]), device)
 
-    return {
-        OURS: _ours(folder, setup, device),
-        STATIC: lambda: static(is_compiled=False),
-        CONTINUOUS: _Continuous(model, prompts, outputs, setup),
-        COMPILED: lambda: static(is_compiled=True),
-    }
+    return {OURS: _ours(folder, setup, device), STATIC: static}
 
 
 def _ours(folder: str, setup: Setup, device: torch.device) -> Callable[[], None]:
@@ -170,9 +156,7 @@ def _ours(folder: str, setup: Setup, device: torch.device) -> Callable[[], None]
 
 
 @torch.inference_mode()
-def _generate(
-    model: Any, prompts: Sequence[list[int]], output_len: int, device: torch.device, *, is_compiled: bool
-) -> None:
+def _generate(model: Any, prompts: Sequence[list[int]], output_len: int, device: torch.device) -> None:
     width = max(map(len, prompts))
     tokens = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
@@ -184,54 +168,6 @@ def _generate(
         do_sample=False,
         eos_token_id=None,
         cache_implementation="static",
-        disable_compile=not is_compiled,
+        disable_compile=True,
     )
     assert generated.shape[1] == width + output_len, "transformers stopped early"
-
-
-class _Continuous:
-    """By the manager under `generate_batch`, which would give all requests one output length and be started anew for
-    every call. It is started by the first call."""
-
-    def __init__(self, model: Any, prompts: Sequence[list[int]], outputs: Sequence[int], setup: Setup) -> None:
-        self._model = model
-        self._requests = list(zip(prompts, outputs, strict=True))
-        self._setup = setup
-        self._open = contextlib.ExitStack()
-        self._manager: Any = None
-
-    def __call__(self) -> None:
-        if self._manager is None:
-            self._manager = self._open.enter_context(self._started())
-        for prompt, output_len in self._requests:
-            self._manager.add_request(prompt, max_new_tokens=output_len)
-        results = [self._result() for _ in self._requests]
-        num_tokens = sum(len(result.generated_tokens) for result in results)
-        assert num_tokens == sum(output_len for _, output_len in self._requests), "transformers stopped early"
-
-    def close(self) -> None:
-        self._open.close()
-
-    def _started(self) -> Any:
-        transformers = _transformers()
-        sizes = getattr(transformers, "ContinuousBatchingConfig", None)
-        options = {} if sizes is None else {"continuous_batching_config": sizes(**self._setup.continuous)}
-        longest = max(output_len for _, output_len in self._requests)
-        # -1: no token ends a request.
-        settings = transformers.GenerationConfig(max_new_tokens=longest, do_sample=False, eos_token_id=-1)
-        return self._model.continuous_batching_context_manager(
-            generation_config=settings, timeout=_LONGEST_PAUSE_S, **options
-        )
-
-    def _result(self) -> Any:
-        deadline_s = time.monotonic() + _LONGEST_PAUSE_S
-        while True:
-            result = self._manager.get_result(timeout=1)
-            if result is None and not self._manager.is_running():
-                raise RuntimeError("transformers' generation thread has ended")
-            if result is None and time.monotonic() > deadline_s:
-                raise RuntimeError(f"no request has ended within {_LONGEST_PAUSE_S:.0f} s")
-            if result is not None and result.is_finished():
-                if result.error is not None:
-                    raise RuntimeError(result.error)
-                return result

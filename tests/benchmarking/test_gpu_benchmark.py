@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu.kernel_tests import SeenTests, read_log
-from benchmarks.gpu.part_list import PART_LIST
+from benchmarks.gpu.part_list import PART_LIST, WITH_TARGETS, ListedPart
 from benchmarks.gpu.seen import PAGES, recorded, with_seen
 from benchmarks.gpu.targets import MET, MISSED, NOT_MEASURED, outcomes
 from benchmarks.measuring import device_choice
@@ -129,6 +129,10 @@ else:
 """
 
 
+def listed(name: str) -> ListedPart:
+    return ListedPart(name, 1.0, "", "part", "nowhere:none")
+
+
 @pytest.fixture
 def fake_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "PART_COMMAND", (sys.executable, "-c", PARTS))
@@ -137,7 +141,7 @@ def fake_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("fake_parts")
 def test_a_part_that_crashes_or_hangs_costs_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runner = gpu.Runner([], tmp_path / "out", 60.0)
-    runner.run([gpu.TimeShare(name, 1.0) for name in ("crashing", "failing", "good")])
+    runner.run([listed(name) for name in ("crashing", "failing", "good")])
     crashing, failing, good = runner.ended
     assert crashing.failures == ["ended by signal 6"]
     assert "the last words" in crashing.log
@@ -155,7 +159,7 @@ def test_a_part_that_crashes_or_hangs_costs_no_other(tmp_path: Path, capsys: pyt
 @pytest.mark.usefixtures("fake_parts")
 def test_a_part_that_hangs_is_ended() -> None:
     runner = gpu.Runner([], None, 1.0)
-    runner.run([gpu.TimeShare("hanging", 1.0)])
+    runner.run([listed("hanging")])
     assert runner.ended[0].failures == ["ended after 1 s"]
     assert runner.figures == {"hanging": {}}
 
@@ -198,7 +202,7 @@ def test_a_part_that_there_is_not_is_named(monkeypatch: pytest.MonkeyPatch, caps
 
 
 WITH_OWN_TESTS = ("tests", "promise")
-SLICES = [part.name for part in PART_LIST if not part.has_targets and part.name not in WITH_OWN_TESTS]
+SLICES = [part.name for part in PART_LIST if part.name not in (*WITH_TARGETS, *WITH_OWN_TESTS)]
 
 
 @pytest.mark.slow
