@@ -29,7 +29,6 @@ _ROWS: tuple[tuple[str, float, str, str, str], ...] = (
     ("kernels", 2.0, "every kernel of a pass against the GPU's rates", GROUPS, "kernels.benchmark:all_groups"),
     ("iterations", 1.5, "iterations of an 8B shape against what they read", PART, "gpu.parts:iterations"),
     ("transfers", 1.0, "lists of blocks between GPU and host", PART, "gpu.parts:transfers"),
-    ("generation", 1.5, "tokens per second against transformers", MEASURE, "gpu.generation:compare_generation"),
     ("fp8-cache", 1.0, "decode attention over caches of bfloat16 and of FP8", GROUPS, f"{_NARROW}:cache_cases"),
     ("products", 4.0, "products in 4 and 8 bits, FP8, and of experts", GROUPS, f"{_NARROW}:product_cases"),
     ("products-sweep", 8.0, "products in 4 and 8 bits: tile x warps x stages", SWEEP, f"{_NARROW}:tiling_cases"),
@@ -45,7 +44,7 @@ _ROWS: tuple[tuple[str, float, str, str, str], ...] = (
     ("mixed", 0.5, "8B iterations by tokens: chunks alone, beside 140 decodes", MEASURE, f"{_STEPS}:measure_mixed"),
     ("profile", 3.0, "ten 8B decode steps by kernel, at 64 and 256 sequences", MEASURE, f"{_STEPS}:profile_steps"),
 )
-WITH_TARGETS = ("sanitizer", "kernels", "iterations", "transfers", "generation")  # run where no part is named
+WITH_TARGETS = ("sanitizer", "kernels", "iterations", "transfers")  # run where no part is named
 PART_LIST = tuple(ListedPart(*row) for row in _ROWS)
 PARTS = {part.name: part for part in PART_LIST}
 

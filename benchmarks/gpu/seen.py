@@ -77,9 +77,7 @@ def _lists(figures: dict[str, Any]) -> str:
 
 
 def _spaced(figure: str) -> str:
-    why = figure.find("; left out: ")
-    shown = figure if why < 0 else figure[:why] + "; others left out)"
-    return shown.replace(".0%", "%").replace("%", " %")
+    return figure.replace(".0%", "%").replace("%", " %")
 
 
 if __name__ == "__main__":
