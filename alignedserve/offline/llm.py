@@ -52,7 +52,7 @@ from alignedserve.runtime.model.hub.local_models import with_local_model
 from alignedserve.runtime.model.served_model import load_tokenizer, resolve_model
 from decode_worker.colocated.logic import ColocatedCommand
 from decode_worker.factory import make_colocated_logic, memory_of
-from kernels.narrow.float8_linear import has_float8_products
+from kernels.float8_linear import has_float8_products
 
 logger = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ from benchmarks.engine.benchmark_spec import EngineBenchmarkSpec
 from benchmarks.engine.ceilings import Ceilings, ProductClock, measure_ceilings
 from benchmarks.engine.workloads import RequestGroup
 from benchmarks.measuring.results import EngineBenchmarkResult
-from kernels.narrow.float8_linear import has_float8_products
+from kernels.float8_linear import has_float8_products
 from lab.profiling.model_loading import config_of, weights_of
 from lab.profiling.shapes import SHAPES
 

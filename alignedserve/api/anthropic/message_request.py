@@ -36,6 +36,7 @@ from alignedserve.api.conversation import (
     ToolChoice,
     check_conversation,
 )
+from alignedserve.api.errors import refuse
 from alignedserve.api.models.model_card import PromptServices
 from alignedserve.api.models.model_services import ModelServices
 from alignedserve.api.openai.chat_prompt import answer_forms
@@ -78,6 +79,8 @@ class MessageTranslator:
     def _translated(self, message: InputMessage, path: str) -> Iterator[PastMessage]:
         if message.role == "assistant":
             yield self._assistant_message(message, path)
+        elif message.content == []:
+            refuse(f"{path}.content", "List should have at least 1 item")
         elif message.role == "system":
             yield PastMessage("system", path, self._texts(message.content, f"{path}.content"))
         else:

@@ -16,8 +16,7 @@ from alignedserve.runtime.model.weights.packed_products import Float8Rows, Group
 from alignedserve.runtime.model.weights.weight_loader import assemble_weights
 from alignedserve.runtime.model.weights.weight_source import RandomSource
 from benchmarks.measuring.timed_engine import TimedEngine
-from kernels.narrow.grouped_linear import Numbers
-from kernels.narrow.random_weight import random_weight
+from kernels.grouped_linear import Numbers, random_weight
 from lab.profiling.shapes import SHAPES
 
 TARGET = 0.65  # of the iteration in the model's dtype

@@ -15,10 +15,9 @@ from alignedserve.runtime.kv.block_storage import BlockStorage
 from benchmarks.kernels.attention import DECODE, Groups, name_of
 from benchmarks.kernels.attention_batches import attention_batch, num_blocks_of
 from benchmarks.kernels.cases import TORCH, TRITON, KernelCase, KernelSetup
+from kernels.float8_linear import Float8Linear, has_float8_products
 from kernels.gpu_dispatch import fused_kernels
-from kernels.narrow.float8_linear import Float8Linear, has_float8_products
-from kernels.narrow.grouped_linear import DeviceWeight, GroupedLinear, Numbers, SortedLinear
-from kernels.narrow.random_weight import random_weight
+from kernels.grouped_linear import DeviceWeight, GroupedLinear, Numbers, SortedLinear, random_weight
 from kernels.sorted_experts import ExpertWeights, StackedProduct, rows_by_expert
 
 _ROWS, _TOY_ROWS = (1, 16, 64, 256, 4096), (3,)

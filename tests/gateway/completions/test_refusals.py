@@ -388,7 +388,7 @@ async def test_a_client_that_does_not_read_is_let_go(monkeypatch: pytest.MonkeyP
             await asyncio.Event().wait()
 
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "http_version": "1.1"}
-    scope |= {"headers": [(b"content-type", b"application/json")]}
+    scope |= {"headers": [(b"content-type", b"application/json"), (b"host", b"localhost")]}
     async with gateway(saying("the quick brown fox", token_delay_s=0.05)) as served, asyncio.timeout(20):
         await served.app(scope, receive, send)
         assert served.services.limiter.num_open == 0

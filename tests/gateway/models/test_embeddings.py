@@ -55,7 +55,7 @@ async def test_openais_sdk_reads_them() -> None:
     import openai
 
     async with gateway() as served, httpx2.AsyncClient(transport=httpx2.ASGITransport(served.app)) as http:
-        client = openai.AsyncOpenAI(base_url="http://test/v1", api_key="none", http_client=http)
+        client = openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="none", http_client=http)
         answer = await client.embeddings.create(model="tiny", input=["hello", "the dog"])
     assert answer.data[1].embedding == pytest.approx(direction(tokens_of("the dog")), abs=1e-6)
 
