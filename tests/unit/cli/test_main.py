@@ -75,6 +75,7 @@ PATHS: tuple[list[str], ...] = (
     ["simulate"],
     ["plan"],
     ["batch"],
+    ["batch", "run"],
     ["batch", "submit"],
     ["batch", "status"],
     ["batch", "watch"],
