@@ -20,10 +20,18 @@ export class TalkView {
     byId("log").addEventListener("click", (event) => this.#onClick(event));
   }
 
+  /** Show a conversation. Turns that are shown already stay as they are. */
   show({ turns, start }, isRunning) {
-    this.#views.clear();
-    byId("log").replaceChildren();
-    turns.forEach((turn, place) => this.#add(turn, place < start));
+    for (const [turn, { element }] of this.#views) {
+      if (!turns.includes(turn)) {
+        element.remove();
+        this.#views.delete(turn);
+      }
+    }
+    turns.forEach((turn, place) => {
+      const { element } = this.#views.get(turn) || this.#add(turn);
+      element.classList.toggle("forgotten", place < start);
+    });
     if (turns.length) {
       this.update(turns.at(-1), isRunning);
     }
@@ -31,14 +39,15 @@ export class TalkView {
     main.scrollTop = main.scrollHeight;
   }
 
-  #add(turn, isForgotten) {
+  #add(turn) {
     const element = made("turn");
-    this.#views.set(turn, { element, markdown: new MarkdownView(element.querySelector(".markdown")), isDue: false, drawnMs: 0 });
+    const view = { element, markdown: new MarkdownView(element.querySelector(".markdown")), isDue: false, drawnMs: 0 };
     element.querySelector(".bubble").textContent = turn.question.text;
     element.querySelector(".pictures").replaceChildren(...turn.question.pictures.map(pictureOf));
-    element.classList.toggle("forgotten", isForgotten);
     byId("log").append(element);
+    this.#views.set(turn, view);
     this.update(turn, false);
+    return view;
   }
 
   /** Show what the answer is by now, soon if more is coming. A turn that is not on the page is left out. */
