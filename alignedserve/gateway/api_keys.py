@@ -48,6 +48,10 @@ class ApiKeys:
         self._tokens = tokens
         self._clock = clock
 
+    @property
+    def are_none(self) -> bool:
+        return self._keys.ring.is_open
+
     def known(self, presented_key: str | None) -> KeyEntry | None:
         """Return the entry of a key that takes a look-up by its digest alone: of a secret, or of a token that was
         verified before. None: it is neither."""

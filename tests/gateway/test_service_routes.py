@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from alignedserve.api.errors import Unavailable
-from alignedserve.keys.quotas import Charge, OwnShare
+from alignedserve.keys.quotas import Bucket, Charge
 from tests.gateway.support import EOS, Gateway, error_of, gateway, probe_of, saying, tokens_of
 from tests.harnesses.scripted_backend import IDLE_STATUS, Script
 from tests.support.marks import each
@@ -21,6 +21,9 @@ CLOSED = [
     "/metrics",
     "/v1/nothing",
     "/tokenize",
+    "/v1/tokenize",
+    "/rerank",
+    "/models",
     "/v1/chat/completions",
     "/v1/alignedserve/live",
 ]
@@ -58,11 +61,11 @@ async def test_a_quota_is_429_with_the_time_to_come_back() -> None:
 
 
 def test_a_quota_refills() -> None:
-    share, one = OwnShare(1.0, "a process", 0.0), (Charge("a", 1.0 / 60.0),)
+    bucket, one = Bucket(1.0), (Charge("a", 1.0 / 60.0),)
     for _ in range(60):
-        assert not share.take(one, 0.0).wait_s
-    assert share.take(one, 0.0).wait_s == pytest.approx(1.0)
-    assert not share.take(one, 1.0).wait_s
+        assert not bucket.take(one, 0.0).wait_s
+    assert bucket.take(one, 0.0).wait_s == pytest.approx(1.0)
+    assert not bucket.take(one, 1.0).wait_s
 
 
 async def test_ready_only_after_a_token_came_through() -> None:
@@ -198,6 +201,30 @@ async def test_tokenize_and_detokenize(served: Gateway) -> None:
         ("/detokenize", {"tokens": "a"}),
     ):
         error_of(await served.client.post(path, json=body), 400)
+
+
+@each(
+    ("path", "body"),
+    [
+        ("/chat/completions", {"messages": [{"role": "user", "content": "hello"}]}),
+        ("/completions", {"prompt": "hello"}),
+        ("/responses", {"input": "hello", "store": False}),
+        ("/messages", {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 9}),
+        ("/embeddings", {"input": "hello"}),
+        ("/embeddings", {"input": "hello " * 2000, "truncate_prompt_tokens": 9}),  # read in another process
+        ("/score", {"text_1": "a", "text_2": "b"}),
+        ("/tokenize", {"prompt": "hello"}),
+        ("/detokenize", {"tokens": [7]}),
+        ("/models", None),
+        ("/models/tiny", None),
+    ],
+)
+async def test_routes_answer_with_v1_and_without(path: str, body: dict[str, Any] | None, served: Gateway) -> None:
+    for prefix in ("", "/v1"):
+        asked = None if body is None else {"model": "tiny", **body}
+        answer = await served.client.request("POST" if body else "GET", prefix + path, json=asked)
+        assert answer.status_code == 200, answer.text
+        assert ("request-id" in answer.headers) == (path == "/messages")  # as Anthropic's
 
 
 @each("path", ["/", "/dashboard"])
