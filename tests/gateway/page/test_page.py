@@ -490,7 +490,7 @@ async def test_the_dashboard_is_a_link_away(chromium: str, tmp_path: Path) -> No
     async with _shown(chromium, tmp_path) as shown:
         await shown.page.click("#dashboard")
         await shown.page.until("document.querySelectorAll('.tile').length === 6")
-        assert [one for one in shown.page.problems if not one.startswith("Failed to load")] == []  # no usage here
+        assert [text for text in shown.page.problems if not text.startswith("Failed to load")] == []  # no usage here
 
 
 async def test_colours_follow_the_system(chromium: str, tmp_path: Path) -> None:
