@@ -21,7 +21,7 @@ _FLAGS = (
 )
 
 
-class Page:
+class Tab:
     """A page of a browser. Expressions are JavaScript and may be promises."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
@@ -120,10 +120,10 @@ def browser(folder: Path) -> Iterator[str]:
 
 
 @asynccontextmanager
-async def browser_page(address: str, downloads: Path) -> AsyncIterator[Page]:
+async def browser_page(address: str, downloads: Path) -> AsyncIterator[Tab]:
     """Open a page with storage of its own in a browser."""
     async with aiohttp.ClientSession() as session, session.ws_connect(address, max_msg_size=0) as socket:
-        page = Page(socket)
+        page = Tab(socket)
         reading = asyncio.create_task(page.read())
         context = await page.call("Target.createBrowserContext", disposeOnDetach=True)
         target = await page.call("Target.createTarget", url="about:blank", **context)

@@ -16,7 +16,7 @@ from alignedserve.core.request import Request
 from alignedserve.gateway.server import HttpServer, bind
 from tests.gateway.support import EOS, services_for, tokenizer, tokenizer_folder, tokens_of
 from tests.harnesses.scripted_backend import Script, ScriptedBackend
-from tests.support.browser import CHROMIUM, Page, browser, browser_page
+from tests.support.browser import CHROMIUM, Tab, browser, browser_page
 from tests.support.marks import each
 from tests.support.waiting import holds
 
@@ -44,10 +44,10 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @dataclass
-class Shown:
+class ShownPage:
     """The page of a running gateway."""
 
-    page: Page
+    page: Tab
     backend: ScriptedBackend
     url: str
 
@@ -96,7 +96,7 @@ def _echoing(request: Request) -> Script:
 @asynccontextmanager
 async def _shown(
     chromium: str, folder: Path, *, context_len: int = 4096, keys: tuple[str, ...] = ()
-) -> AsyncIterator[Shown]:
+) -> AsyncIterator[ShownPage]:
     backend = ScriptedBackend(_echoing)
     card = ModelCard("tiny", tokenizer_folder(), context_len, (EOS,), created=1_700_000_000)
     server = HttpServer(services_for(backend, GatewayConfig(), keys, model=card), bind("127.0.0.1", 0))
@@ -104,7 +104,7 @@ async def _shown(
     try:
         async with browser_page(chromium, folder) as page:
             await page.call("Page.addScriptToEvaluateOnNewDocument", source=STUB)
-            shown = Shown(page, backend, f"http://127.0.0.1:{server.port}/")
+            shown = ShownPage(page, backend, f"http://127.0.0.1:{server.port}/")
             await page.open(shown.url)
             if not keys:
                 await shown.ready()
