@@ -93,10 +93,11 @@ class RowQuestions:
     """What is asked about each row."""
 
     def __init__(self, options: RunOptions, table: RowTable) -> None:
-        self.prompt = RowPrompt("--prompt", options.prompt, table)
+        self._prompt = RowPrompt("--prompt", options.prompt, table)
         self._system = None if options.system is None else RowPrompt("--system", options.system, table)
-        if not self.prompt.columns:
+        if not self._prompt.columns:
             raise ConfigError(f"--prompt: names no column; the table has {shown_columns(table)}")
+        self.columns = self._prompt.columns + (self._system.columns if self._system else [])
         self.schema = None if options.schema is None else _schema(options.schema)
         self._fields = {
             "max_tokens": options.max_tokens,
@@ -113,11 +114,10 @@ class RowQuestions:
 
     def missing(self, row: Row) -> str | None:
         """Return why a row cannot be asked about."""
-        names = self.prompt.columns + (self._system.columns if self._system else [])
-        return next((f"column {name} is empty" for name in names if not text_of(row[name]).strip()), None)
+        return next((f"column {name} is empty" for name in self.columns if not text_of(row[name]).strip()), None)
 
     def line(self, number: int, row: Row, model: str) -> bytes:
-        messages = [{"role": "user", "content": self.prompt.fill(row)}]
+        messages = [{"role": "user", "content": self._prompt.fill(row)}]
         if self._system is not None:
             messages.insert(0, {"role": "system", "content": self._system.fill(row)})
         fields = {name: value for name, value in self._fields.items() if value is not None}
@@ -300,14 +300,14 @@ class TableRun:
         self._table = open_table(options.path, options.limit)
         self._questions = RowQuestions(options, self._table)
         self.run_path = None if options.output is None else options.output.with_name(f"{options.output.name}.run")
-        chosen = options.columns
-        self._columns = list(self._table.columns) if chosen is None else [name for name in chosen.split(",") if name]
+        chosen = self._table.columns if options.columns is None else options.columns.split(",")
+        self._columns = list(dict.fromkeys(chosen)) if options.columns != "" else []
         require_columns("--columns", self._columns, self._table)
         for name in self._columns:
             if name in self._questions.kinds:
                 raise ConfigError(f"the table has a column {name!r} already: name the columns to keep by --columns")
         self._digest = self._digest_now()
-        self._num_rows = sum(1 for _ in self._table.rows())
+        self._num_rows = sum(1 for _ in self._table.rows(self._questions.columns))
 
     def _digest_now(self) -> str:
         with self._options.path.open("rb") as file:
@@ -366,24 +366,25 @@ class TableRun:
             was_over = batch["status"] in OVER
             if not was_over:
                 batch = await watch_until_over(client, batch_id, console)
+            for kind in ("error_file_id", "output_file_id"):
+                if batch.get(kind):
+                    tail = ResultTail(self._records)
+                    await client.receive(str(batch[kind]), DownloadReceiver(tail.offset, tail.take, tail.begin))
         except RequestRefused as error:
             if error.status != _NOT_FOUND:
                 raise
             console.print(f"{client.url} does not know {batch_id}: its rows are sent again", soft_wrap=True)
             return True
         except asyncio.CancelledError:
-            console.print("the same command continues here", soft_wrap=True)
+            if self.run_path is not None:
+                console.print("the same command continues here", soft_wrap=True)
             raise
         print_problems(batch, console)
-        for kind in ("error_file_id", "output_file_id"):
-            if batch.get(kind):
-                tail = ResultTail(self._records)
-                await client.receive(str(batch[kind]), DownloadReceiver(tail.offset, tail.take, tail.begin))
         return was_over or batch["status"] == "completed"
 
     def _lines(self, model: str, limits: FileLimits) -> Iterator[bytes]:
         """Yield the lines of rows without an answer; note rows that cannot be sent."""
-        for number, row in enumerate(self._table.rows(), start=1):
+        for number, row in enumerate(self._table.rows(self._questions.columns), start=1):
             if self._records.is_final(number):
                 continue
             problem, line = self._questions.missing(row), b""
@@ -418,14 +419,15 @@ class TableRun:
         return FAILURE if counts["errors"] else 0
 
     def _publish(self, output: Path, counts: Counter[str]) -> None:
-        partial = output.with_suffix(f".part{output.suffix}")
+        partial = output.with_name(f".{output.name}.part{output.suffix}")
         try:
             write_table(partial, self._table, self._columns, self._results(counts), self._questions.kinds)
             with partial.open("rb") as file:
                 publish(file.fileno(), partial, output)
         except OSError as error:
-            partial.unlink(missing_ok=True)
             raise ConfigError(f"--output {output}: cannot be written: {error.strerror}") from error
+        finally:
+            partial.unlink(missing_ok=True)
 
     def _results(self, counts: Counter[str]) -> Iterator[Row]:
         for number in range(1, self._num_rows + 1):
