@@ -29,7 +29,7 @@ from alignedserve.text.token_texts import (
     pieces_for,
     without_marks,
 )
-from alignedserve.text.tokenizer_files import read_config, read_definition, special_tokens_of, templates_of
+from alignedserve.text.tokenizer_files import read_definition, read_tokenizer_config, special_tokens_of, templates_of
 
 _SHORT_LEN = 512
 _LONG_LEN = 65_536
@@ -84,8 +84,8 @@ class Tokenizer:
         if is_gguf(folder):
             parts = gguf_tokenizer(GgufFile(folder))
             return cls(parts.definition, parts.special_tokens, chat_template or parts.chat_template)
-        definition = read_definition(folder)
-        config = read_config(folder / "tokenizer_config.json")
+        config = read_tokenizer_config(folder)
+        definition = read_definition(folder, config)
         templates = templates_of(folder, config) if chat_template is None else (chat_template, None)
         tokenizer = cls(definition, special_tokens_of(config), *templates)
         if num_rows is None or tokenizer.vocab_size <= num_rows:
