@@ -158,7 +158,7 @@ def _kind(of: Any) -> str:
 
 def _schema(path: Path) -> dict[str, Any]:
     try:
-        schema = parsed(path.read_text(encoding="utf-8"))
+        schema = orjson.loads(path.read_bytes())
         normalize_schema(schema)
     except InvalidRequest as error:
         raise ConfigError(f"--schema {path}: {error}") from error
@@ -216,26 +216,25 @@ class RunFile:
     def __init__(self, file: BinaryIO, path: Path, settings: dict[str, Any]) -> None:
         self._file, self._path = file, path
         first, *lines = file.read().split(b"\n")
-        if not _HEAD.startswith(first[: len(_HEAD)]):
-            raise ConfigError(f"--output: {path} is not of a run; remove it")
-        if not lines:  # new, or killed before the first line was whole
-            self.run_id, self.batches = secrets.token_hex(16), list[str]()
-            file.truncate(file.seek(0))
-            self._append(orjson.dumps({"run_id": self.run_id, "settings": settings}))
-            return
         try:
-            known = orjson.loads(first)
+            known = orjson.loads(first) if lines else {"run_id": "", "settings": {}}
             self.run_id, earlier = str(known["run_id"]), dict(known["settings"])
             self.batches = [checked_id(line.decode()) for line in lines[:-1]]
+            if not lines and not _HEAD.startswith(first[: len(_HEAD)]):
+                raise ValueError("not the beginning of a line of ours")
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"--output: {path} is not of a run; remove it") from error
-        file.truncate(file.seek(-len(lines[-1]), os.SEEK_END))  # half a line
         others = [name for name, value in settings.items() if earlier.get(name) != value]
-        if others:
+        if others and self.batches:
             raise ConfigError(
                 f"{path} is of an unfinished run with another {', '.join(others)}: repeat its command, or remove it "
                 "to begin anew"
             )
+        file.truncate(0 if others else file.seek(-len(lines[-1]), os.SEEK_END))  # nothing was sent; half a line
+        file.seek(0, os.SEEK_END)
+        if others:
+            self.run_id = secrets.token_hex(16)
+            self._append(orjson.dumps({"run_id": self.run_id, "settings": settings}))
 
     def add(self, batch_id: str) -> None:
         self._append(batch_id.encode())
@@ -278,13 +277,7 @@ def write_parts(lines: Iterator[bytes], path: Path, limits: FileLimits) -> Itera
 
 def run_table(options: RunOptions) -> int:
     """Exit code 0 if every row has an answer, 1 if some rows have an error."""
-    run = TableRun(options)
-    if options.output is None:
-        return run_with_client(options.url, run.act, PATIENCE_S)
-    if options.output.exists() and not run.run_path.exists():
-        raise ConfigError(f"--output {options.output}: is there already; remove it, or name another file")
-    require_writable(options.output)
-    return run_with_client(options.url, run.act, PATIENCE_S)
+    return run_with_client(options.url, TableRun(options).act, PATIENCE_S)
 
 
 class TableRun:
@@ -294,12 +287,16 @@ class TableRun:
         self._options = options
         if options.output is None and options.limit is None:
             raise ConfigError("--output: name a file; only a try with --limit is printed")
+        self._run_path: Path | None = None
         if options.output is not None:
             checked_suffix("--output", options.output)
+            self._run_path = options.output.with_name(f"{options.output.name}.run")
+            if options.output.exists() and not self._run_path.exists():
+                raise ConfigError(f"--output {options.output}: is there already; remove it, or name another file")
+            require_writable(options.output)
         require_window(options.window)
         self._table = open_table(options.path, options.limit)
         self._questions = RowQuestions(options, self._table)
-        self.run_path = None if options.output is None else options.output.with_name(f"{options.output.name}.run")
         chosen = self._table.columns if options.columns is None else options.columns.split(",")
         self._columns = list(dict.fromkeys(chosen)) if options.columns != "" else []
         require_columns("--columns", self._columns, self._table)
@@ -330,13 +327,14 @@ class TableRun:
         }
         with TemporaryDirectory(prefix="alignedserve-") as name, closing(RowRecords()) as self._records:
             folder = Path(name)
-            with opened_run(self.run_path or folder / "run", settings) as run_file:
+            with opened_run(self._run_path or folder / "run", settings) as run_file:
                 await self._answer(client, console, run_file, model, folder)
                 return self._write(console, run_file)
 
     async def _answer(self, client: BatchClient, console: Console, run_file: RunFile, model: str, folder: Path) -> None:
-        for batch_id in run_file.batches:
-            await self._collect(client, console, batch_id)
+        for batch_id in list(run_file.batches):
+            if not await self._collect(client, console, batch_id):
+                return
         limits = await client.limits()
         path = folder / f"{self._options.path.stem}.jsonl"
         for _ in write_parts(self._lines(model, limits), path, limits):
@@ -376,7 +374,7 @@ class TableRun:
             console.print(f"{client.url} does not know {batch_id}: its rows are sent again", soft_wrap=True)
             return True
         except asyncio.CancelledError:
-            if self.run_path is not None:
+            if self._run_path is not None:
                 console.print("the same command continues here", soft_wrap=True)
             raise
         print_problems(batch, console)
@@ -425,7 +423,7 @@ class TableRun:
             with partial.open("rb") as file:
                 publish(file.fileno(), partial, output)
         except OSError as error:
-            raise ConfigError(f"--output {output}: cannot be written: {error.strerror}") from error
+            raise ConfigError(f"--output {output}: cannot be written: {error.strerror or error}") from error
         finally:
             partial.unlink(missing_ok=True)
 
