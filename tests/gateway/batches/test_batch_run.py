@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from alignedserve.core.request import Request
+from tests.gateway.batches.batch_support import eventually
 from tests.gateway.batches.command_line import CommandLine, command_line
 from tests.gateway.support import EOS, tokenizer
 from tests.harnesses.scripted_backend import Script
@@ -170,8 +171,11 @@ async def test_a_batch_that_is_cancelled_is_not_sent_again_by_itself(
     async with command_line(tmp_path, capsys, lambda _: never, max_lines=4) as cli:
         for num_batches in (1, 2):
             running = asyncio.create_task(cli.run(*command))
-            while len(await batches_of(cli)) < num_batches:
-                await asyncio.sleep(0.02)
+
+            async def is_sent(count: int = num_batches) -> bool:
+                return len(await batches_of(cli)) == count
+
+            await eventually(is_sent)
             batch_id = (await batches_of(cli))[-1]["id"]
             await cli.served.wait_for(batch_id, "in_progress")
             await asyncio.sleep(0.2)  # the command watches it
