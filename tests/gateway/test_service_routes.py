@@ -9,8 +9,11 @@ import pytest
 from msgspec.structs import replace
 
 from alignedserve.api.errors import Unavailable
+from alignedserve.api.models.model_card import ModelCard
 from alignedserve.keys.quotas import Bucket, Charge
-from tests.gateway.support import EOS, Gateway, error_of, gateway, probe_of, saying, tokens_of
+from alignedserve.pocket.phrases import EXAMPLE_QUESTIONS
+from alignedserve.runtime.model.named_models import pocket_folder
+from tests.gateway.support import EOS, Gateway, error_of, gateway, probe_of, saying, tokenizer_folder, tokens_of
 from tests.harnesses.scripted_backend import IDLE_STATUS, Script
 from tests.support.marks import each
 from tests.support.waiting import holds
@@ -225,6 +228,13 @@ async def test_routes_answer_with_v1_and_without(path: str, body: dict[str, Any]
         answer = await served.client.request("POST" if body else "GET", prefix + path, json=asked)
         assert answer.status_code == 200, answer.text
         assert ("request-id" in answer.headers) == (path == "/messages")  # as Anthropic's
+
+
+async def test_the_model_that_ships_names_example_questions() -> None:
+    for folder, questions in ((pocket_folder(), list(EXAMPLE_QUESTIONS)), (tokenizer_folder(), None)):
+        async with gateway(model=ModelCard("some", folder, 2048)) as served:
+            (listed,) = (await served.client.get("/v1/models")).json()["data"]
+        assert listed.get("example_questions") == questions
 
 
 @each("path", ["/", "/dashboard"])

@@ -273,7 +273,7 @@ async function showTitles() {
 
 // A conversation that is shown or being answered is newer than the stored one.
 async function loaded(id) {
-  return id === talk.id ? talk : running.get(id)?.talk || store.load(id);
+  return id === talk.id ? talk : running.get(id)?.talk || (await store.load(id)) || newTalk();
 }
 
 function forget(id) {
@@ -313,7 +313,7 @@ async function exportAll() {
 function download(name, text) {
   const url = URL.createObjectURL(new Blob([text], { type: "text/plain" }));
   Object.assign(document.createElement("a"), { href: url, download: name }).click();
-  URL.revokeObjectURL(url);
+  setTimeout(() => URL.revokeObjectURL(url), 10_000);
 }
 
 // --- the rest of the page

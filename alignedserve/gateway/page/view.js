@@ -29,24 +29,22 @@ export class TalkView {
       }
     }
     turns.forEach((turn, place) => {
-      const { element } = this.#views.get(turn) || this.#add(turn);
+      const { element } = this.#views.get(turn) || this.#add(turn, isRunning && turn === turns.at(-1));
       element.classList.toggle("forgotten", place < start);
     });
-    if (turns.length) {
-      this.update(turns.at(-1), isRunning);
-    }
     byId("welcome").hidden = turns.length > 0;
     main.scrollTop = main.scrollHeight;
   }
 
-  #add(turn) {
+  #add(turn, isRunning) {
     const element = made("turn");
-    const view = { element, markdown: new MarkdownView(element.querySelector(".markdown")), isDue: false, drawnMs: 0 };
+    const markdown = new MarkdownView(element.querySelector(".markdown"));
+    const view = { element, markdown, isRunning, isDue: false, drawnMs: 0 };
     element.querySelector(".bubble").textContent = turn.question.text;
     element.querySelector(".pictures").replaceChildren(...turn.question.pictures.map(pictureOf));
     byId("log").append(element);
     this.#views.set(turn, view);
-    this.update(turn, false);
+    this.#draw(turn, view);
     return view;
   }
 
