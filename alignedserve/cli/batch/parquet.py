@@ -1,7 +1,7 @@
 """Parquet files as tables: columns keep their types."""
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -31,11 +31,12 @@ class ParquetTable:
             raise ConfigError(f"{path} has the column {twice!r} twice")
         self.columns = dict.fromkeys(names, "json")
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self, names: Sequence[str]) -> Iterator[Row]:
         with _readable(self._path):
             for batch in self.batches():
-                columns = [_plain(column) for column in batch.columns]
-                yield from pa.RecordBatch.from_arrays(columns, names=batch.schema.names).to_pylist()
+                columns = {name: _plain(batch.column(name)).to_pylist() for name in names}
+                for number in range(batch.num_rows):
+                    yield {name: cells[number] for name, cells in columns.items()}
 
     def batches(self) -> Iterator[pa.RecordBatch]:
         num_left = sys.maxsize if self._limit is None else self._limit
@@ -55,7 +56,7 @@ def _readable(path: Path) -> Iterator[None]:
         raise ConfigError(f"{path} cannot be read as Parquet: {error}") from error
 
 
-def write_table(path: Path, table: RowTable, columns: Iterable[str], results: Iterator[Row], kinds: Kinds) -> None:
+def write_table(path: Path, table: RowTable, columns: Sequence[str], results: Iterator[Row], kinds: Kinds) -> None:
     """Write these columns of a table, and beside each row its result. Raises OSError."""
     batches = table.batches() if isinstance(table, ParquetTable) else _batches(table)
     if isinstance(table, ParquetTable):
@@ -72,7 +73,7 @@ def write_table(path: Path, table: RowTable, columns: Iterable[str], results: It
 
 
 def _batches(table: RowTable) -> Iterator[pa.RecordBatch]:
-    rows = table.rows()
+    rows = table.rows(list(table.columns))
     while chunk := list(islice(rows, _BATCH_ROWS)):
         yield _batch(chunk, table.columns)
 

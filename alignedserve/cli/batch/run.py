@@ -93,10 +93,11 @@ class RowQuestions:
     """What is asked about each row."""
 
     def __init__(self, options: RunOptions, table: RowTable) -> None:
-        self.prompt = RowPrompt("--prompt", options.prompt, table)
+        self._prompt = RowPrompt("--prompt", options.prompt, table)
         self._system = None if options.system is None else RowPrompt("--system", options.system, table)
-        if not self.prompt.columns:
+        if not self._prompt.columns:
             raise ConfigError(f"--prompt: names no column; the table has {shown_columns(table)}")
+        self.columns = self._prompt.columns + (self._system.columns if self._system else [])
         self.schema = None if options.schema is None else _schema(options.schema)
         self._fields = {
             "max_tokens": options.max_tokens,
@@ -113,11 +114,10 @@ class RowQuestions:
 
     def missing(self, row: Row) -> str | None:
         """Return why a row cannot be asked about."""
-        names = self.prompt.columns + (self._system.columns if self._system else [])
-        return next((f"column {name} is empty" for name in names if not text_of(row[name]).strip()), None)
+        return next((f"column {name} is empty" for name in self.columns if not text_of(row[name]).strip()), None)
 
     def line(self, number: int, row: Row, model: str) -> bytes:
-        messages = [{"role": "user", "content": self.prompt.fill(row)}]
+        messages = [{"role": "user", "content": self._prompt.fill(row)}]
         if self._system is not None:
             messages.insert(0, {"role": "system", "content": self._system.fill(row)})
         fields = {name: value for name, value in self._fields.items() if value is not None}
@@ -158,7 +158,7 @@ def _kind(of: Any) -> str:
 
 def _schema(path: Path) -> dict[str, Any]:
     try:
-        schema = parsed(path.read_text(encoding="utf-8"))
+        schema = orjson.loads(path.read_bytes())
         normalize_schema(schema)
     except InvalidRequest as error:
         raise ConfigError(f"--schema {path}: {error}") from error
@@ -216,26 +216,25 @@ class RunFile:
     def __init__(self, file: BinaryIO, path: Path, settings: dict[str, Any]) -> None:
         self._file, self._path = file, path
         first, *lines = file.read().split(b"\n")
-        if not _HEAD.startswith(first[: len(_HEAD)]):
-            raise ConfigError(f"--output: {path} is not of a run; remove it")
-        if not lines:  # new, or killed before the first line was whole
-            self.run_id, self.batches = secrets.token_hex(16), list[str]()
-            file.truncate(file.seek(0))
-            self._append(orjson.dumps({"run_id": self.run_id, "settings": settings}))
-            return
         try:
-            known = orjson.loads(first)
+            known = orjson.loads(first) if lines else {"run_id": "", "settings": {}}
             self.run_id, earlier = str(known["run_id"]), dict(known["settings"])
             self.batches = [checked_id(line.decode()) for line in lines[:-1]]
+            if not lines and not _HEAD.startswith(first[: len(_HEAD)]):
+                raise ValueError("not the beginning of a line of ours")
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"--output: {path} is not of a run; remove it") from error
-        file.truncate(file.seek(-len(lines[-1]), os.SEEK_END))  # half a line
         others = [name for name, value in settings.items() if earlier.get(name) != value]
-        if others:
+        if others and self.batches:
             raise ConfigError(
                 f"{path} is of an unfinished run with another {', '.join(others)}: repeat its command, or remove it "
                 "to begin anew"
             )
+        file.truncate(0 if others else file.seek(-len(lines[-1]), os.SEEK_END))  # nothing was sent; half a line
+        file.seek(0, os.SEEK_END)
+        if others:
+            self.run_id = secrets.token_hex(16)
+            self._append(orjson.dumps({"run_id": self.run_id, "settings": settings}))
 
     def add(self, batch_id: str) -> None:
         self._append(batch_id.encode())
@@ -278,13 +277,7 @@ def write_parts(lines: Iterator[bytes], path: Path, limits: FileLimits) -> Itera
 
 def run_table(options: RunOptions) -> int:
     """Exit code 0 if every row has an answer, 1 if some rows have an error."""
-    run = TableRun(options)
-    if options.output is None:
-        return run_with_client(options.url, run.act, PATIENCE_S)
-    if options.output.exists() and not run.run_path.exists():
-        raise ConfigError(f"--output {options.output}: is there already; remove it, or name another file")
-    require_writable(options.output)
-    return run_with_client(options.url, run.act, PATIENCE_S)
+    return run_with_client(options.url, TableRun(options).act, PATIENCE_S)
 
 
 class TableRun:
@@ -294,20 +287,24 @@ class TableRun:
         self._options = options
         if options.output is None and options.limit is None:
             raise ConfigError("--output: name a file; only a try with --limit is printed")
+        self._run_path: Path | None = None
         if options.output is not None:
             checked_suffix("--output", options.output)
+            self._run_path = options.output.with_name(f"{options.output.name}.run")
+            if options.output.exists() and not self._run_path.exists():
+                raise ConfigError(f"--output {options.output}: is there already; remove it, or name another file")
+            require_writable(options.output)
         require_window(options.window)
         self._table = open_table(options.path, options.limit)
         self._questions = RowQuestions(options, self._table)
-        self.run_path = None if options.output is None else options.output.with_name(f"{options.output.name}.run")
-        chosen = options.columns
-        self._columns = list(self._table.columns) if chosen is None else [name for name in chosen.split(",") if name]
+        chosen = self._table.columns if options.columns is None else options.columns.split(",")
+        self._columns = list(dict.fromkeys(chosen)) if options.columns != "" else []
         require_columns("--columns", self._columns, self._table)
         for name in self._columns:
             if name in self._questions.kinds:
                 raise ConfigError(f"the table has a column {name!r} already: name the columns to keep by --columns")
         self._digest = self._digest_now()
-        self._num_rows = sum(1 for _ in self._table.rows())
+        self._num_rows = sum(1 for _ in self._table.rows(self._questions.columns))
 
     def _digest_now(self) -> str:
         with self._options.path.open("rb") as file:
@@ -330,13 +327,14 @@ class TableRun:
         }
         with TemporaryDirectory(prefix="alignedserve-") as name, closing(RowRecords()) as self._records:
             folder = Path(name)
-            with opened_run(self.run_path or folder / "run", settings) as run_file:
+            with opened_run(self._run_path or folder / "run", settings) as run_file:
                 await self._answer(client, console, run_file, model, folder)
                 return self._write(console, run_file)
 
     async def _answer(self, client: BatchClient, console: Console, run_file: RunFile, model: str, folder: Path) -> None:
-        for batch_id in run_file.batches:
-            await self._collect(client, console, batch_id)
+        for batch_id in list(run_file.batches):
+            if not await self._collect(client, console, batch_id):
+                return
         limits = await client.limits()
         path = folder / f"{self._options.path.stem}.jsonl"
         for _ in write_parts(self._lines(model, limits), path, limits):
@@ -366,24 +364,25 @@ class TableRun:
             was_over = batch["status"] in OVER
             if not was_over:
                 batch = await watch_until_over(client, batch_id, console)
+            for kind in ("error_file_id", "output_file_id"):
+                if batch.get(kind):
+                    tail = ResultTail(self._records)
+                    await client.receive(str(batch[kind]), DownloadReceiver(tail.offset, tail.take, tail.begin))
         except RequestRefused as error:
             if error.status != _NOT_FOUND:
                 raise
             console.print(f"{client.url} does not know {batch_id}: its rows are sent again", soft_wrap=True)
             return True
         except asyncio.CancelledError:
-            console.print("the same command continues here", soft_wrap=True)
+            if self._run_path is not None:
+                console.print("the same command continues here", soft_wrap=True)
             raise
         print_problems(batch, console)
-        for kind in ("error_file_id", "output_file_id"):
-            if batch.get(kind):
-                tail = ResultTail(self._records)
-                await client.receive(str(batch[kind]), DownloadReceiver(tail.offset, tail.take, tail.begin))
         return was_over or batch["status"] == "completed"
 
     def _lines(self, model: str, limits: FileLimits) -> Iterator[bytes]:
         """Yield the lines of rows without an answer; note rows that cannot be sent."""
-        for number, row in enumerate(self._table.rows(), start=1):
+        for number, row in enumerate(self._table.rows(self._questions.columns), start=1):
             if self._records.is_final(number):
                 continue
             problem, line = self._questions.missing(row), b""
@@ -418,14 +417,15 @@ class TableRun:
         return FAILURE if counts["errors"] else 0
 
     def _publish(self, output: Path, counts: Counter[str]) -> None:
-        partial = output.with_suffix(f".part{output.suffix}")
+        partial = output.with_name(f".{output.name}.part{output.suffix}")
         try:
             write_table(partial, self._table, self._columns, self._results(counts), self._questions.kinds)
             with partial.open("rb") as file:
                 publish(file.fileno(), partial, output)
         except OSError as error:
+            raise ConfigError(f"--output {output}: cannot be written: {error.strerror or error}") from error
+        finally:
             partial.unlink(missing_ok=True)
-            raise ConfigError(f"--output {output}: cannot be written: {error.strerror}") from error
 
     def _results(self, counts: Counter[str]) -> Iterator[Row]:
         for number in range(1, self._num_rows + 1):

@@ -6,7 +6,7 @@ needs pyarrow.
 
 import csv
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,8 +29,8 @@ class RowTable(Protocol):
 
     columns: Kinds
 
-    def rows(self) -> Iterator[Row]:
-        """Yield all rows, from the first on."""
+    def rows(self, names: Sequence[str]) -> Iterator[Row]:
+        """Yield all rows, from the first on, with these columns at least."""
 
 
 def open_table(path: Path, limit: int | None = None) -> RowTable:
@@ -85,11 +85,11 @@ class CsvTable:
             twice = next(name for name in names if names.count(name) > 1)
             raise ConfigError(f"{path}: its header has the column {twice!r} twice")
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self, names: Sequence[str]) -> Iterator[Row]:
         rows = self._cells()
-        names = next(rows)
+        header = next(rows)
         for cells in islice(rows, self._limit):
-            yield dict(zip(names, cells, strict=True))
+            yield dict(zip(header, cells, strict=True))
 
     def _cells(self) -> Iterator[list[str]]:
         csv.field_size_limit(_MAX_CELL_LEN)
@@ -125,7 +125,7 @@ class JsonlTable:
             raise ConfigError(f"{path} has no rows")
         self.columns = {name: _common_kind(kinds - {"null"}) for name, kinds in types.items()}
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self, names: Sequence[str]) -> Iterator[Row]:
         for row in islice(self._objects(), self._limit):
             yield {name: row.get(name) for name in self.columns}
 
@@ -163,7 +163,7 @@ def text_of(value: Any) -> str:
     return str(value)
 
 
-def write_table(path: Path, table: RowTable, columns: Iterable[str], results: Iterator[Row], kinds: Kinds) -> None:
+def write_table(path: Path, table: RowTable, columns: Sequence[str], results: Iterator[Row], kinds: Kinds) -> None:
     """Write these columns of a table, and beside each row its result, whose columns are `kinds`. Raises OSError."""
     suffix = checked_suffix("--output", path)
     if suffix == ".parquet":
@@ -181,12 +181,12 @@ def write_table(path: Path, table: RowTable, columns: Iterable[str], results: It
                 writer.writerow(map(text_of, row.values()))
 
 
-def with_results(table: RowTable, columns: Iterable[str], results: Iterator[Row]) -> Iterator[dict[str, Any]]:
-    for row, result in zip(table.rows(), results, strict=True):
+def with_results(table: RowTable, columns: Sequence[str], results: Iterator[Row]) -> Iterator[dict[str, Any]]:
+    for row, result in zip(table.rows(columns), results, strict=True):
         yield {**{name: row[name] for name in columns}, **result}
 
 
-def json_lines(table: RowTable, columns: Iterable[str], results: Iterator[Row]) -> Iterator[str]:
+def json_lines(table: RowTable, columns: Sequence[str], results: Iterator[Row]) -> Iterator[str]:
     for row in with_results(table, columns, results):
         plain = {name: None if value != value else value for name, value in row.items()}
         yield json.dumps(plain, ensure_ascii=False, default=text_of) + "\n"

@@ -94,8 +94,9 @@ def _of_files(files: Path | GgufFile) -> SamplingDefaults | None:
     if not path.exists():
         return None
     given = read_json_object(path, MAX_CONFIG_BYTES)
-    # Where its makers turn sampling off, they say nothing of how to sample.
-    return None if given.get("do_sample") is False else _checked(given, path.name)
+    if given.get("do_sample") is False:
+        given = {"temperature": 0.0, "repetition_penalty": given.get("repetition_penalty")}
+    return _checked(given, path.name)
 
 
 def _checked(given: Mapping[str, Any], source: str) -> SamplingDefaults | None:

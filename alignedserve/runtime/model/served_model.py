@@ -1,6 +1,7 @@
 """The model that a cluster serves, resolved once at its start without loading weights (and without torch)."""
 
 import logging
+import os
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
@@ -266,7 +267,7 @@ def load_tokenizer(served: ServedModel) -> Tokenizer:
 def _default_name(name: str, path: Path) -> str:
     if name in BUILT_IN:
         return name
-    return gguf_stem(path.name) if is_gguf(path) else path.resolve().name
+    return gguf_stem(path.name) if is_gguf(path) else Path(os.path.abspath(path)).name  # a link's own
 
 
 def _default_dtype(device: str, *, has_bfloat16: bool) -> str:

@@ -1,5 +1,6 @@
 """`alignedserve batch run`: every row of a table exactly once, whatever ends meanwhile."""
 
+import asyncio
 import csv
 import json
 import os
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from alignedserve.core.request import Request
+from tests.gateway.batches.batch_support import eventually
 from tests.gateway.batches.command_line import CommandLine, command_line
 from tests.gateway.support import EOS, tokenizer
 from tests.harnesses.scripted_backend import Script
@@ -158,6 +160,56 @@ async def test_rows_of_batches_that_ended_badly_are_sent_again(
         assert await cli.run(*command, "--window", "1h") == 0
         assert [row["answer"] for row in rows_of(output)] == texts
         assert [batch["request_counts"]["total"] for batch in await batches_of(cli)] == [5, 2]
+
+
+async def test_a_batch_that_is_cancelled_is_not_sent_again_by_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = csv_file(tmp_path / "texts.csv", [["text"], *([f"text {number}"] for number in range(9))])
+    command = ("run", path, "--prompt", "{text}", "--output", str(tmp_path / "out.csv"))
+    never = Script((EOS,), first_token_delay_s=60.0)
+    async with command_line(tmp_path, capsys, lambda _: never, max_lines=4) as cli:
+        for num_batches in (1, 2):
+            running = asyncio.create_task(cli.run(*command))
+
+            async def is_sent(count: int = num_batches) -> bool:
+                return len(await batches_of(cli)) == count
+
+            await eventually(is_sent)
+            batch_id = (await batches_of(cli))[-1]["id"]
+            await cli.served.wait_for(batch_id, "in_progress")
+            await asyncio.sleep(0.2)  # the command watches it
+            await cli.served.client.post(f"/v1/batches/{batch_id}/cancel")
+            assert await running == 1
+            assert "9 rows without an answer" in cli.err
+            assert len(await batches_of(cli)) == num_batches
+
+
+async def test_a_run_of_which_nothing_was_sent_may_change(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, output = csv_file(tmp_path / "texts.csv", [["text"], ["hello"]]), tmp_path / "out.jsonl"
+    async with command_line(tmp_path, capsys, echo) as cli:
+        with monkeypatch.context() as patch:
+            patch.setattr("alignedserve.cli.batch.run.BatchClient.upload", fail)
+            with pytest.raises(RuntimeError, match="killed"):
+                await cli.run("run", path, "--prompt", "{text}", "--output", str(output))
+        assert (tmp_path / "out.jsonl.run").exists()
+        assert await cli.run("run", path, "--prompt", "say {text}", "--output", str(output)) == 0
+        assert [row["answer"] for row in rows_of(output)] == ["say hello"]
+
+
+@pytest.mark.parametrize(
+    "content", [b"precious", b"precious\n", b'{"run_id": 1}\n', b'{"run_id":"a","settings":{}}\n../x\n']
+)
+async def test_a_file_that_is_not_of_a_run_is_left_alone(
+    tmp_path: Path, content: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = csv_file(tmp_path / "texts.csv", [["text"], ["hello"]])
+    (tmp_path / "out.csv.run").write_bytes(content)
+    async with command_line(tmp_path, capsys, echo) as cli:
+        assert await cli.run("run", path, "--prompt", "{text}", "--output", str(tmp_path / "out.csv")) == 2
+    assert (tmp_path / "out.csv.run").read_bytes() == content
 
 
 async def test_a_server_that_lost_its_batches_is_asked_anew(

@@ -41,9 +41,9 @@ READ = {
 @each("file, rows", READ.items())
 def test_rows_as_they_stand_there(file: tuple[str, bytes], rows: list[dict[str, Any]], tmp_path: Path) -> None:
     table = table_of(tmp_path, *file)
-    assert list(table.rows()) == rows
-    assert list(table.rows()) == rows
-    assert list(open_table(tmp_path / file[0], limit=1).rows()) == rows[:1]
+    assert list(table.rows(list(table.columns))) == rows
+    assert list(table.rows(list(table.columns))) == rows
+    assert list(open_table(tmp_path / file[0], limit=1).rows([])) == rows[:1]
 
 
 REFUSED = {
@@ -68,7 +68,7 @@ REFUSED = {
 @each("file, message", REFUSED.items())
 def test_a_table_with_a_mistake_is_refused(file: tuple[str, bytes], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
-        list(table_of(tmp_path, *file).rows())
+        list(table_of(tmp_path, *file).rows([]))
 
 
 @each(
@@ -137,7 +137,7 @@ def test_results_beside_their_rows(name: str, content: str | None, tmp_path: Pat
     table = table_of(tmp_path, "a.csv", TABLE)
     write_table(tmp_path / name, table, ["id", "text"], iter(RESULTS), KINDS)
     assert content in (None, (tmp_path / name).read_bytes().decode())
-    assert len(list(open_table(tmp_path / name).rows())) == 3
+    assert len(list(open_table(tmp_path / name).rows([]))) == 3
 
 
 def test_parquet_has_the_types_of_what_is_written(tmp_path: Path) -> None:
@@ -161,10 +161,32 @@ def test_a_parquet_table_is_read_piece_by_piece(tmp_path: Path) -> None:
     times = pa.array([1_000_000_001] * 1_200, pa.timestamp("ns"))  # more than Python's times can hold
     pq.write_table(pa.table({"at": times, "n": range(1_200)}), tmp_path / "a.parquet")
     table = open_table(tmp_path / "a.parquet", limit=700)
-    assert [row["n"] for row in table.rows()] == list(range(700))
-    assert next(table.rows())["at"] == "1970-01-01 00:00:01.000000001"
+    assert [row["n"] for row in table.rows(["n"])] == list(range(700))
+    assert next(table.rows(["at"]))["at"] == "1970-01-01 00:00:01.000000001"
     write_table(tmp_path / "out.parquet", table, ["at"], iter([{"answer": "a"}] * 700), {"answer": "string"})
     assert pq.read_table(tmp_path / "out.parquet")["at"].equals(pa.chunked_array([times[:700]]))
+
+
+def test_parquet_of_every_type_as_text(tmp_path: Path) -> None:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    cells = {
+        "day": (pa.array([1], pa.date32()), "1970-01-02"),
+        "zoned": (pa.array([1_000_000], pa.timestamp("us", "UTC")), "1970-01-01 00:00:01.000000Z"),
+        "clock": (pa.array([1_000], pa.time32("ms")), "00:00:01.000"),
+        "lasts": (pa.array([5], pa.duration("ns")), "5"),
+        "price": (pa.array(["1.10"]).cast(pa.decimal128(5, 2)), "1.10"),
+        "kind": (pa.array(["a"]).dictionary_encode(), "a"),
+        "bytes": (pa.array([b"a\xff"]), "a\\xff"),
+        "parts": (pa.array([[{"n": 1, "at": None}]]), '[{"n": 1, "at": null}]'),
+        "none": (pa.array([None]), ""),
+    }
+    pq.write_table(pa.table({name: array for name, (array, _) in cells.items()}), tmp_path / "a.parquet")
+    table = open_table(tmp_path / "a.parquet")
+    write_table(tmp_path / "out.csv", table, list(cells), iter([{"answer": "ü"}]), {"answer": "string"})
+    (row,) = open_table(tmp_path / "out.csv").rows([])
+    assert row == {name: text for name, (_, text) in cells.items()} | {"answer": "ü"}
+    write_table(tmp_path / "out.jsonl", table, [], iter([{"answer": "ü"}]), {"answer": "string"})
+    assert list(open_table(tmp_path / "out.jsonl").rows([])) == [{"answer": "ü"}]
 
 
 @each("content", [b"", b"PAR1", b"id,text\n"])
