@@ -25,9 +25,9 @@ from alignedserve.cluster.deployments.orders import (
     ScaleWorkers,
     UndoDrain,
 )
+from alignedserve.cluster.draining.worker_scaling import WorkerActors
 from alignedserve.cluster.hosts import cluster as running
 from alignedserve.cluster.hosts.cluster import ClusterOnHosts
-from alignedserve.cluster.hosts.node_drains import WorkerActors
 from alignedserve.cluster.hosts.record import ClusterRecord
 from alignedserve.cluster.nodes import joining
 from alignedserve.cluster.nodes.admission import Agent
@@ -233,4 +233,4 @@ def test_limits_keep_the_shares_of_the_start(cluster: ClusterOnHosts, monkeypatc
     node = next(iter(cluster._members.values())).prepared
     cluster._state = SharedState(gateways=cluster._first_gateways or ())
     cluster.add_node(node)
-    assert states == [SharedState(gateways=("gateway-0", "gateway-1"), have_run=True)]
+    assert states == [SharedState(gateways=("gateway-0", "gateway-1"))]
