@@ -124,7 +124,7 @@ class BatchService:
             blobs=stores.blobs,
             logs=stores.logs,
             unsaved=stores.repository.unsaved,
-            limits=SharedLimits.beginning(self._state.gateways, time.monotonic()),
+            limits=SharedLimits.beginning(time.monotonic()),
             keys=self._shared_keys,
         )
         await self._state_server.start()

@@ -223,9 +223,7 @@ class ServingCluster:
         return self._factory.serving(served, self._models.announced)
 
     def add_node(self, node: PreparedNode) -> None:
-        # A node that comes back has its former name, and what its gateway let in still counts.
-        state = replace(self._state_of_others(), have_run=True)
-        self._create_on(node, state)
+        self._create_on(node, self._state_of_others())
         self._watch(node.share.node)
 
     def remove_node(self, name: str) -> None:
@@ -279,9 +277,7 @@ class ServingCluster:
         elif node.share.is_head:
             of_node[name] = self._factory_of(node).create_again(node, name, self._state, drives_batches=True)
         else:
-            of_node[name] = self._factory_of(node).create_again(
-                node, name, replace(self._state_of_others(), have_run=True)
-            )
+            of_node[name] = self._factory_of(node).create_again(node, name, self._state_of_others())
         self._watchdogs[node.share.node].watch(name, of_node[name])
 
     def actors(self) -> dict[str, Any]:

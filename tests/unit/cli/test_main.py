@@ -76,6 +76,7 @@ PATHS: tuple[list[str], ...] = (
     ["simulate"],
     ["plan"],
     ["batch"],
+    ["batch", "run"],
     ["batch", "submit"],
     ["batch", "status"],
     ["batch", "watch"],

@@ -233,4 +233,4 @@ def test_limits_keep_the_shares_of_the_start(cluster: ClusterOnHosts, monkeypatc
     node = next(iter(cluster._members.values())).prepared
     cluster._state = SharedState(gateways=cluster._first_gateways or ())
     cluster.add_node(node)
-    assert states == [SharedState(gateways=("gateway-0", "gateway-1"), have_run=True)]
+    assert states == [SharedState(gateways=("gateway-0", "gateway-1"))]
