@@ -28,7 +28,7 @@ def naming(index: int, *, of: int) -> Iterator[None]:
         raise
 
 
-_EMBEDDING = SamplingParams(max_tokens=0, wants_embedding=True)
+_EMBEDDING = SamplingParams(temperature=0.0, max_tokens=0, wants_embedding=True)  # nothing is drawn
 
 Prompt = TypeVar("Prompt")
 Compute = Callable[[Sequence[Request]], list[RequestOutput]]
