@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from kernels.adapters.lora import LayerAdapters
 from kernels.addend_layout import LayerProduct
 from kernels.cpu.expert_products import ExpertProducts, native_experts
 from kernels.gpu_dispatch import fused_kernels
 from kernels.linear import AdaptableProjection, Linear, Projection
+from kernels.lora import LayerAdapters
 from kernels.norm import Norm
 
 # On a CPU so many rows are computed at a time: intermediate results then stay in the cache, and in memory that was used

@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels.caches.float8_rows import quantise_float8_rows
-from kernels.caches.int8_rows import quantise_rows
+from kernels.cache_rows import quantise_float8_rows, quantise_rows
 from kernels.cpu.rows import HeadRows, NormRows, native_level
 from kernels.gpu_dispatch import fused_kernels
 from kernels.norm import rms_norm
@@ -140,7 +139,7 @@ class HeadPlacement:
         rotation   cos, sin [tokens, 1, rotary_dim / 2] in `angle_dtype`; None: nothing is rotated
         slots      [tokens] int64, all different: the rows of keys and values that are overwritten
         keys       [slots, kv_heads * head_dim] contiguous, or rows of FP8 (`caches.float8_rows`), or on a CPU of int8
-                   (`kernels.caches.int8_rows`); values alike
+                   (`kernels.cache_rows`); values alike
         """
         if self._fused is not None and (norms is None or norms.is_by_head):
             self._fused(fused, norms, rotation, slots, keys, values)

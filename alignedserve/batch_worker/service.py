@@ -123,6 +123,7 @@ class BatchService:
             records=stores.records,
             blobs=stores.blobs,
             logs=stores.logs,
+            unsaved=stores.repository.unsaved,
             limits=SharedLimits.beginning(time.monotonic()),
             keys=self._shared_keys,
         )

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from kernels.addends import NO_ADDENDS, Addends
+from kernels.block_formats import dequantize, format_named, has_finite_scales
 from kernels.cpu.native import load_native
 from kernels.linear import Linear
-from kernels.weight_blocks.block_formats import dequantize, format_named, has_finite_scales
 
 _native = load_native("BlockWeight")
 

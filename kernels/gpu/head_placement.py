@@ -5,8 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.caches.float8_rows import LARGEST
-from kernels.caches.int8_rows import SMALLEST
+from kernels.cache_rows import LARGEST, SMALLEST
 from kernels.gpu.blocks import float8_bytes
 from kernels.gpu.launching import parts_of, power_of_two
 from kernels.rotary import HeadNorms
@@ -39,7 +38,7 @@ class HeadRowsKernel:
         norm       None: heads stay as they are before the rotation
         rotation   cos, sin [tokens, 1, rotary_dim / 2] float32, contiguous; None: nothing is rotated
         slots      [tokens] int64, all different: rows of keys and values to be overwritten; not checked
-        keys       [slots, kv_heads * head_dim] contiguous, or rows of FP8 (`kernels.caches.float8_rows`); values alike
+        keys       [slots, kv_heads * head_dim] contiguous, or rows of FP8 (`kernels.cache_rows`); values alike
         """
         count, head_dim = fused.shape[0], self._head_dim
         all_heads = self._num_heads + 2 * self._kv_heads

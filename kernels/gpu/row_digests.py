@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.caches.block_digests import (
+from kernels.block_digests import (
     LANES,
     LAST_MIX,
     LEAST_WORDS,

@@ -5,9 +5,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.float8_linear import Float8Inputs, attach
 from kernels.gpu.float8_inputs import MOST_ELEMENTS, empty_rows, store_rounded
 from kernels.gpu.launching import power_of_two, row_warps
-from kernels.narrow.float8_inputs import Float8Inputs, attach
 
 
 class RowNorm:

@@ -98,7 +98,7 @@ def scan_delta(
 
 
 def gate_rows(x: Tensor, gates: Tensor, weight: Tensor | None, form: GatedForm) -> Tensor:
-    """Compute `kernels.states.gated_rows.GatedRows` of x [tokens, groups * width], contiguous."""
+    """Compute `kernels.states.steps.GatedRows` of x [tokens, groups * width], contiguous."""
     num_tokens, width = x.shape[0], x.shape[1] // form.num_groups
     out = torch.empty(x.shape, dtype=gates.dtype, device=x.device)
     columns = power_of_two(width)

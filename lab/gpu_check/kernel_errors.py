@@ -9,18 +9,17 @@ import torch
 from torch import Tensor
 
 from kernels.activation import Gated
-from kernels.adapters.device_lora import GRAPH_ROWS
-from kernels.adapters.lora import AdapterMatrices, AdapterRows
 from kernels.addend_layout import LayerProduct, ProductShape, site_of
-from kernels.caches.block_digests import row_digests
-from kernels.caches.block_lists import gather_blocks, scatter_blocks
-from kernels.caches.float8_rows import dequantise_float8_rows, quantise_float8_rows
+from kernels.block_digests import row_digests
+from kernels.cache_blocks import gather_blocks, scatter_blocks
+from kernels.cache_rows import dequantise_float8_rows, quantise_float8_rows
 from kernels.cpu.lora import LoraModule
+from kernels.device_lora import GRAPH_ROWS
+from kernels.float8_linear import float8_inputs, rounded_inputs
 from kernels.gpu_dispatch import launch_failures
+from kernels.grouped_linear import GroupedLinear, Numbers, SortedLinear, random_weight
 from kernels.linear import Linear
-from kernels.narrow.float8_inputs import float8_inputs, rounded_inputs
-from kernels.narrow.grouped_linear import GroupedLinear, Numbers, SortedLinear
-from kernels.narrow.random_weight import random_weight
+from kernels.lora import AdapterMatrices, AdapterRows
 from kernels.norm import RmsNorm
 from kernels.rotary import HeadPlacement
 from kernels.sampling import Filters, RowParameters, sample

@@ -65,6 +65,16 @@ async def test_results_are_read_while_they_grow(tmp_path: Path) -> None:
         assert await results() == b""
 
 
+async def test_values_that_the_driver_could_not_store_are_shown(tmp_path: Path) -> None:
+    async with state_hosts(tmp_path) as hosts:
+        records, unsaved = RemoteRecords(hosts.client()), hosts.stores.repository.unsaved
+        await records.commit([SetValue("a", b"1"), SetValue("b", b"2")], unchanged={})
+        unsaved["b"] = b"3"
+        assert await records.read(["a", "b"]) == [b"1", b"3"]
+        del unsaved["b"]
+        assert await records.read(["a", "b"]) == [b"1", b"2"]
+
+
 async def test_a_server_that_goes_away_and_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with state_hosts(tmp_path) as hosts:
         client = hosts.client()

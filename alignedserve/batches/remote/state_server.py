@@ -7,6 +7,7 @@ other process is refused. What it serves is what gateways of the head read and w
 import asyncio
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import singledispatchmethod
 from typing import Self
@@ -96,15 +97,18 @@ class StateServer:
         records: RecordStore,
         blobs: BlobStore,
         logs: ResultLogs,
+        unsaved: Mapping[str, bytes] | None = None,
         limits: SharedLimits | None = None,
         keys: SharedKeys | None = None,
     ) -> None:
-        """`limits`: None: nothing is counted here. `keys`: None: none are shared."""
+        """`unsaved`: values by key that the driver could not store, shown instead of the stored values. `limits`: None:
+        nothing is counted here. `keys`: None: none are shared."""
         self._identity = identity
         self._links = LinkManager(identity, Codec(StateServerInbound), self, book)
         self._records = records
         self._blobs = blobs
         self._logs = logs
+        self._unsaved = {} if unsaved is None else unsaved
         self._limits = limits
         self._keys = keys or SharedKeys()
         self._linked: dict[str, _Linked] = {}  # by gateway
@@ -165,7 +169,8 @@ class StateServer:
 
     @_perform.register
     async def _(self, call: ReadValues, linked: _Linked) -> Answer:
-        return Values(tuple(await self._records.read(call.keys)))
+        values = await self._records.read(call.keys)
+        return Values(tuple(self._unsaved.get(key, value) for key, value in zip(call.keys, values, strict=True)))
 
     @_perform.register
     async def _(self, call: CommitChanges, linked: _Linked) -> Answer:

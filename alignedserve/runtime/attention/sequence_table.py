@@ -12,7 +12,7 @@ from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.picture import PictureRun, settled_len
 from alignedserve.core.request import LoraAdapter, SamplingParams
 from alignedserve.runtime.pictures import RopePlaces, SequenceEmbeddings
-from kernels.adapters.lora import AdapterMatrices
+from kernels.lora import AdapterMatrices
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]

@@ -57,8 +57,8 @@ from alignedserve.runtime.model.model_files import unchanged_weights
 from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.runtime.pictures import NoPictures, Pictures, SequenceEmbeddings, Turn, rope_places
 from alignedserve.scheduling.picture_turns import TurnLengths
-from kernels.adapters.lora import AdapterMatrices
 from kernels.cpu.rank_exchange import ExchangeBroken
+from kernels.lora import AdapterMatrices
 
 logger = logging.getLogger(__name__)
 

@@ -143,7 +143,7 @@ async def test_the_sdk_parses_into_a_pydantic_model() -> None:
     import openai
 
     async with gateway(following) as served:
-        client = openai.AsyncOpenAI(base_url="http://test/v1", api_key="none", http_client=_client(served))
+        client = openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="none", http_client=_client(served))
         completion = await client.chat.completions.parse(
             model="tiny", messages=[{"role": "user", "content": "a trip"}], response_format=Trip, seed=4
         )
@@ -224,4 +224,4 @@ def _text(script: Script) -> list[str]:
 
 
 def _client(served: Gateway) -> Any:
-    return httpx.AsyncClient(transport=httpx.ASGITransport(served.app), base_url="http://test")
+    return httpx.AsyncClient(transport=httpx.ASGITransport(served.app), base_url="http://localhost")

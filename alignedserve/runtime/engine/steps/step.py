@@ -24,9 +24,9 @@ from alignedserve.runtime.engine.sampling.sampler import Draw
 from alignedserve.runtime.engine.steps.hidden_cache import HiddenPlan
 from alignedserve.runtime.grammar.token_masks import StepMasks
 from alignedserve.runtime.pictures import PictureRows
-from kernels.adapters.device_lora import DevicePlan
-from kernels.adapters.lora import AdapterRows
 from kernels.cpu.decode_pass import AllowedTokens
+from kernels.device_lora import DevicePlan
+from kernels.lora import AdapterRows
 from kernels.states.device_rows import DeviceStatePlan
 from kernels.states.state_rows import StateRows
 
