@@ -8,8 +8,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from alignedserve.api.errors import ClientDisconnected, rejection_code
 from alignedserve.api.work_lanes import note_client
 from alignedserve.gateway.call import Call
+from alignedserve.gateway.connections.host_names import check_names
 from alignedserve.gateway.connections.limits import ArrivingBodies, ConnectionLimits, CountedBody
-from alignedserve.gateway.host_names import check_names
 from alignedserve.gateway.json_response import anthropic_error_response, error_response
 from alignedserve.gateway.logs import FailureLog, log_access
 from alignedserve.gateway.services import Services

@@ -18,7 +18,7 @@ from alignedserve.api.openai.translation import chat_spec, conversation_of_chat
 from alignedserve.api.work_lanes import WorkLanes
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.request import Request
-from alignedserve.offline.text_reader import naming
+from alignedserve.offline.text_reader import PromptErrors
 from alignedserve.runtime.grammar.constraints import StructuredOutputs
 from alignedserve.runtime.grammar.trials import ALONE, TrialTurn
 from alignedserve.text.tokenizer import Tokenizer
@@ -54,7 +54,8 @@ class ConversationReader:
         conversations: Sequence[Conversation],
         structured_outputs: StructuredOutputs | None,
         options: ConversationOptions,
-    ) -> list[PreparedChat]:
+        errors: PromptErrors,
+    ) -> dict[int, PreparedChat]:
         """Return what to generate. Raises InvalidRequest naming the field, as the HTTP API does."""
         for name in options:
             if name not in ConversationOptions.__annotations__:
@@ -66,7 +67,7 @@ class ConversationReader:
         bodies = [fields | {"messages": _messages(conversation)} for conversation in conversations]
         # In a thread of its own: the caller may stand in an event loop, as notebooks do.
         with ThreadPoolExecutor(1) as thread:
-            return thread.submit(asyncio.run, self._prepare_all(bodies)).result()
+            return thread.submit(asyncio.run, self._prepare_all(bodies, errors)).result()
 
     def decoder(self, request: Request, output_format: OutputFormat, stops: Sequence[str]) -> ChoiceDecoder:
         model = self._model
@@ -75,12 +76,12 @@ class ConversationReader:
             model.tokenizer, request, stops=stops, eos_token_ids=eos_token_ids, output_format=output_format
         )
 
-    async def _prepare_all(self, bodies: Sequence[dict[str, Any]]) -> list[PreparedChat]:
+    async def _prepare_all(self, bodies: Sequence[dict[str, Any]], errors: PromptErrors) -> dict[int, PreparedChat]:
         now = datetime.now().astimezone()
-        prepared: list[PreparedChat] = []
-        for body in bodies:
-            with naming(len(prepared), of=len(bodies)):
-                prepared.append(await self._prepare(body, now))
+        prepared: dict[int, PreparedChat] = {}
+        for index, body in enumerate(bodies):
+            with errors.of(index):
+                prepared[index] = await self._prepare(body, now)
         return prepared
 
     async def _prepare(self, body: dict[str, Any], now: datetime) -> PreparedChat:

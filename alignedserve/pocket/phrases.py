@@ -1,6 +1,5 @@
 """Questions as people ask them: several phrasings for every skill, and the fixed answers of the pocket model."""
 
-# For whoever meets the model for the first time.
 EXAMPLE_QUESTIONS = ("spell otter", "What is 17 + 25?", "Sort these numbers: 42, 7, 19, 3", "Count from 1 to 100.")
 
 COUNT_UP = (

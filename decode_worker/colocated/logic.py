@@ -190,7 +190,8 @@ class ColocatedLogic:
             case Ticked():
                 if self._moves is not None:
                     self._measure_lean()
-                return [*self._hang_up_unused(now), *self._router.totals(self.iteration_log, now), *self._tell_blocks()]
+                totals = self._router.totals(self.iteration_log, now, self._scheduler.shown)
+                return [*self._hang_up_unused(now), *totals, *self._tell_blocks()]
             case _ if self._decodes is not None and self._decodes.takes(event):
                 return [*self._decodes.on_event(event, now), *self._on_pool_link(event, now)]
             case _ if self._pooled is not None and self._pooled.takes(event):

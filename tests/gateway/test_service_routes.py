@@ -9,8 +9,11 @@ import pytest
 from msgspec.structs import replace
 
 from alignedserve.api.errors import Unavailable
+from alignedserve.api.models.model_card import ModelCard
 from alignedserve.keys.quotas import Bucket, Charge
-from tests.gateway.support import EOS, Gateway, error_of, gateway, probe_of, saying, tokens_of
+from alignedserve.pocket.phrases import EXAMPLE_QUESTIONS
+from alignedserve.runtime.model.named_models import pocket_folder
+from tests.gateway.support import EOS, Gateway, error_of, gateway, probe_of, saying, tokenizer_folder, tokens_of
 from tests.harnesses.scripted_backend import IDLE_STATUS, Script
 from tests.support.marks import each
 from tests.support.waiting import holds
@@ -21,6 +24,9 @@ CLOSED = [
     "/metrics",
     "/v1/nothing",
     "/tokenize",
+    "/v1/tokenize",
+    "/rerank",
+    "/models",
     "/v1/chat/completions",
     "/v1/alignedserve/live",
 ]
@@ -198,6 +204,37 @@ async def test_tokenize_and_detokenize(served: Gateway) -> None:
         ("/detokenize", {"tokens": "a"}),
     ):
         error_of(await served.client.post(path, json=body), 400)
+
+
+@each(
+    ("path", "body"),
+    [
+        ("/chat/completions", {"messages": [{"role": "user", "content": "hello"}]}),
+        ("/completions", {"prompt": "hello"}),
+        ("/responses", {"input": "hello", "store": False}),
+        ("/messages", {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 9}),
+        ("/embeddings", {"input": "hello"}),
+        ("/embeddings", {"input": "hello " * 2000, "truncate_prompt_tokens": 9}),  # read in another process
+        ("/score", {"text_1": "a", "text_2": "b"}),
+        ("/tokenize", {"prompt": "hello"}),
+        ("/detokenize", {"tokens": [7]}),
+        ("/models", None),
+        ("/models/tiny", None),
+    ],
+)
+async def test_routes_answer_with_v1_and_without(path: str, body: dict[str, Any] | None, served: Gateway) -> None:
+    for prefix in ("", "/v1"):
+        asked = None if body is None else {"model": "tiny", **body}
+        answer = await served.client.request("POST" if body else "GET", prefix + path, json=asked)
+        assert answer.status_code == 200, answer.text
+        assert ("request-id" in answer.headers) == (path == "/messages")  # as Anthropic's
+
+
+async def test_the_model_that_ships_names_example_questions() -> None:
+    for folder, questions in ((pocket_folder(), list(EXAMPLE_QUESTIONS)), (tokenizer_folder(), None)):
+        async with gateway(model=ModelCard("some", folder, 2048)) as served:
+            (listed,) = (await served.client.get("/v1/models")).json()["data"]
+        assert listed.get("example_questions") == questions
 
 
 @each("path", ["/", "/dashboard"])

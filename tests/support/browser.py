@@ -21,7 +21,7 @@ _FLAGS = (
 )
 
 
-class Page:
+class Tab:
     """A page of a browser. Expressions are JavaScript and may be promises."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
@@ -80,6 +80,21 @@ class Page:
         await self.call("Page.navigate", url=url)
         await self.until("document.readyState === 'complete' && location.href !== 'about:blank'")
 
+    async def click(self, selector: str) -> None:
+        await self.run(f"document.querySelector({json.dumps(selector)}).click()")
+
+    async def fill(self, selector: str, text: str) -> None:
+        field = f"Object.assign(document.querySelector({json.dumps(selector)}), {json.dumps({'value': text})})"
+        await self.run(f"{field}.dispatchEvent(new Event('change'))")
+
+    async def submit(self, selector: str) -> None:
+        await self.run(f"document.querySelector({json.dumps(selector)}).requestSubmit()")
+
+    async def texts(self, selector: str) -> list[str]:
+        elements = f"[...document.querySelectorAll({json.dumps(selector)})]"
+        texts: list[str] = await self.run(f"{elements}.map((element) => element.innerText.trim())")
+        return texts
+
     async def resize(self, width: int, height: int) -> None:
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
         await self.call("Emulation.setDeviceMetricsOverride", **size)
@@ -105,10 +120,10 @@ def browser(folder: Path) -> Iterator[str]:
 
 
 @asynccontextmanager
-async def browser_page(address: str, downloads: Path) -> AsyncIterator[Page]:
+async def browser_page(address: str, downloads: Path) -> AsyncIterator[Tab]:
     """Open a page with storage of its own in a browser."""
     async with aiohttp.ClientSession() as session, session.ws_connect(address, max_msg_size=0) as socket:
-        page = Page(socket)
+        page = Tab(socket)
         reading = asyncio.create_task(page.read())
         context = await page.call("Target.createBrowserContext", disposeOnDetach=True)
         target = await page.call("Target.createTarget", url="about:blank", **context)

@@ -57,6 +57,7 @@ from alignedserve.messages.cluster_view import (
     RequestTimes,
     TierLoad,
     TimeSpread,
+    WorkerSpeed,
     WorkerStatus,
 )
 from alignedserve.messages.fields import FailureKind
@@ -333,7 +334,7 @@ EXAMPLES: tuple[Message, ...] = (
     ArenaOffered(
         "/dev/shm/alignedserve-a-pool-0.arena", 300, 8192, "ab" * 32, "unix:/a/b.sock", ("shm", "gloo"), "host/1/2"
     ),
-    IterationLogReport(TOTALS, 320, _SHAPE),
+    IterationLogReport(TOTALS, 320, _SHAPE, WorkerSpeed(0.25, 2.5, 0.125, 0.5)),
     PrefixBlocksChanged((bytes(8), b"12345678"), (b"abcdefgh",), is_complete=True),
     StorePrefixBlocks((PrefixPart(3, bytes(16), (PrefixBlock(bytes(range(16)), b"abcdefgh"),)),)),
     PrefixBlocksReserved((ReservedPart(2, LeaseId(77), blocks(4, 9)), ReservedPart(0, is_orphan=True))),

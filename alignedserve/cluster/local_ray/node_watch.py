@@ -66,7 +66,7 @@ def orphans_of(folder: Path) -> list[psutil.Process]:
     interrupted start of Ray ends its node process, and leaves the agents that this one has just started. On Linux."""
     this_process = psutil.Process()
     had = {this_process, *this_process.children(recursive=True)}
-    token = f"RAY_AUTH_TOKEN_PATH={folder}{os.sep}".encode()
+    token = os.fsencode(f"RAY_AUTH_TOKEN_PATH={folder}{os.sep}")
     orphans = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):  # of another user, or gone

@@ -40,15 +40,23 @@ export class MarkdownView {
 
   show(text) {
     try {
-      this.#showBlocks(text.length > LONGEST ? [plain(text)] : marked.lexer(text));
-    } catch {  // thousands of quotations in each other
-      this.#showBlocks([plain(text)]);
+      if (text.length <= LONGEST) {
+        this.#showBlocks(marked.lexer(text));
+        return;
+      }
+    } catch {
+      // Thousands of quotations in each other.
     }
+    this.#blocks = [];
+    this.#element.replaceChildren(element("p", { className: "plain-text", textContent: text }));
   }
 
   #showBlocks(tokens) {
     const blocks = this.#blocks;
     let num = 0;
+    if (!blocks.length) {
+      this.#element.replaceChildren();
+    }
     while (num < Math.min(tokens.length, blocks.length) && tokens[num].raw === blocks[num].raw) {
       num += 1;
     }
@@ -60,11 +68,6 @@ export class MarkdownView {
       this.#element.append(fragment);
     }
   }
-}
-
-// A block as it is written.
-function plain(text) {
-  return { type: "code", raw: text, text };
 }
 
 function element(tag, properties) {

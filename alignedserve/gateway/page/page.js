@@ -120,7 +120,7 @@ async function answer(place, question) {
       await findModels();
     }
     asked.model = model.id;
-    save(asked);
+    save(asked).then(showTitles);
     await receive(asked, turn, controller.signal);
     turn.answer.failure = "";
   } catch (error) {
@@ -133,8 +133,9 @@ async function answer(place, question) {
   view.update(turn, false);
   if (running.get(asked.id)?.controller === controller) {  // else it was asked again, or deleted
     running.delete(asked.id);
-    save(asked);
+    await save(asked);
     showBusy();
+    showTitles();
   }
 }
 
@@ -161,12 +162,11 @@ async function receive(asked, turn, signal) {
 
 // Asks, and asks again without the oldest turn while the conversation is too long for the model.
 async function* chunksOf(asked, signal) {
-  const most = Math.max(1, Math.min(LONGEST_ANSWER, Math.floor(model.max_model_len / 4)));
-  let limit = { max_tokens: most };
+  const fields = { model: model.id, ...samplingFields(), stream: true, stream_options: { include_usage: true } };
+  let limit = { max_tokens: Math.max(1, Math.min(LONGEST_ANSWER, Math.floor(model.max_model_len / 4))) };
   for (;;) {
-    const fields = { model: model.id, messages: messagesOf(asked), ...samplingFields(), ...limit };
     try {
-      yield* streamAnswer({ ...fields, stream: true, stream_options: { include_usage: true } }, signal);
+      yield* streamAnswer({ ...fields, messages: messagesOf(asked), ...limit }, signal);
       return;
     } catch (failure) {
       const canForget = asked.start < asked.turns.length - 1;
@@ -223,8 +223,7 @@ function newTalk() {
 
 async function save(saved) {
   saved.changed = Date.now();
-  await store.save(saved).then(() => say(""), () => say("This browser keeps no conversations, or has no room for more."));
-  await showTitles();
+  await store.save(saved).catch(() => say("This browser keeps no conversations, or has no room for more."));
 }
 
 function open(opened) {
@@ -240,7 +239,10 @@ function open(opened) {
   showTalk();
   showTitles();
   showDrawer(false);
-  byId("text").focus();
+  say("");
+  if (matchMedia("(hover: hover)").matches) {  // else a keyboard would cover the page
+    byId("text").focus();
+  }
 }
 
 function showTalk() {
@@ -271,7 +273,7 @@ async function showTitles() {
 
 // A conversation that is shown or being answered is newer than the stored one.
 async function loaded(id) {
-  return id === talk.id ? talk : running.get(id)?.talk || store.load(id);
+  return id === talk.id ? talk : running.get(id)?.talk || (await store.load(id)) || newTalk();
 }
 
 function forget(id) {
@@ -311,7 +313,7 @@ async function exportAll() {
 function download(name, text) {
   const url = URL.createObjectURL(new Blob([text], { type: "text/plain" }));
   Object.assign(document.createElement("a"), { href: url, download: name }).click();
-  URL.revokeObjectURL(url);
+  setTimeout(() => URL.revokeObjectURL(url), 10_000);
 }
 
 // --- the rest of the page
@@ -411,7 +413,7 @@ byId("key-form").addEventListener("submit", (event) => {
   useKey(byId("key").value.trim());
   findModels().then(() => say(""), (error) => say(error.message));
 });
-window.addEventListener("focus", showTitles);  // another tab may have changed them
+document.addEventListener("visibilitychange", showTitles);  // another tab may have changed them
 
 open((await store.load(sessionStorage.getItem("alignedserve-talk")).catch(() => null)) || talk);
 keepLooking();

@@ -20,25 +20,32 @@ export class TalkView {
     byId("log").addEventListener("click", (event) => this.#onClick(event));
   }
 
+  /** Show a conversation. Turns that are shown already stay as they are. */
   show({ turns, start }, isRunning) {
-    this.#views.clear();
-    byId("log").replaceChildren();
-    turns.forEach((turn, place) => this.#add(turn, place < start));
-    if (turns.length) {
-      this.update(turns.at(-1), isRunning);
+    for (const [turn, { element }] of this.#views) {
+      if (!turns.includes(turn)) {
+        element.remove();
+        this.#views.delete(turn);
+      }
     }
+    turns.forEach((turn, place) => {
+      const { element } = this.#views.get(turn) || this.#add(turn, isRunning && turn === turns.at(-1));
+      element.classList.toggle("forgotten", place < start);
+    });
     byId("welcome").hidden = turns.length > 0;
     main.scrollTop = main.scrollHeight;
   }
 
-  #add(turn, isForgotten) {
+  #add(turn, isRunning) {
     const element = made("turn");
-    this.#views.set(turn, { element, markdown: new MarkdownView(element.querySelector(".markdown")), isDue: false, drawnMs: 0 });
+    const markdown = new MarkdownView(element.querySelector(".markdown"));
+    const view = { element, markdown, isRunning, isDue: false, drawnMs: 0 };
     element.querySelector(".bubble").textContent = turn.question.text;
     element.querySelector(".pictures").replaceChildren(...turn.question.pictures.map(pictureOf));
-    element.classList.toggle("forgotten", isForgotten);
     byId("log").append(element);
-    this.update(turn, false);
+    this.#views.set(turn, view);
+    this.#draw(turn, view);
+    return view;
   }
 
   /** Show what the answer is by now, soon if more is coming. A turn that is not on the page is left out. */

@@ -3,6 +3,7 @@
 import enum
 import hashlib
 import time
+from functools import partial
 from importlib.resources import files
 from itertools import accumulate
 from pathlib import Path
@@ -122,7 +123,7 @@ async def live(call: Call) -> Response:
 
 _PAGES = Path(str(files("alignedserve.gateway"))) / "page"
 _MEDIA_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
-# Answers of models become elements on this page: by DOMPurify alone, and they load nothing.
+# Answers of models become elements by DOMPurify alone, and load nothing.
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
@@ -146,16 +147,6 @@ _PAGE_FILES = {
 }
 
 
-@ROUTES.add("GET", "/", is_counted=False)
-async def page(call: Call) -> Response:
-    return await page_file(call, "index.html")
-
-
-@ROUTES.add("GET", "/dashboard", is_counted=False)
-async def dashboard(call: Call) -> Response:
-    return await page_file(call, "dashboard.html")
-
-
 @ROUTES.add("GET", "/page/{name:path}", is_counted=False)
 async def page_file(call: Call, name: str) -> Response:
     if name not in _PAGE_FILES:
@@ -164,6 +155,10 @@ async def page_file(call: Call, name: str) -> Response:
     if call.http.headers.get("if-none-match") == headers["ETag"]:
         return Response(status_code=304, headers=headers)
     return Response(content, headers=headers)
+
+
+ROUTES.add("GET", "/", is_counted=False)(partial(page_file, name="index.html"))
+ROUTES.add("GET", "/dashboard", is_counted=False)(partial(page_file, name="dashboard.html"))
 
 
 @ROUTES.add("GET", "/v1/requests/{wanted}")

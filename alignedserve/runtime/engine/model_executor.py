@@ -129,6 +129,7 @@ class ModelExecutor:
             parts.decoder.stop_for(self._between_layers)
         self._sizes, self._max_context_len = sizes, served.max_context_len
         self._described = described(served, sizes)
+        self._computes_alone = device.type == "cpu" and served.num_processes == 1 and self._experts is None
         self._num_in_flight = 0  # iterations
 
     @property
@@ -150,6 +151,8 @@ class ModelExecutor:
             max_context_len=self._max_context_len,
             max_tokens=max_tokens,
             duration_s=duration_s,
+            # Not while other processes have the cores: at a start they make one iteration a hundred times as long.
+            computing_clock=time.thread_time if self._computes_alone else None,
             kept=KeptCalibration(cache_folder(), self._described),
             turn=self._turns.giving_way,
         )

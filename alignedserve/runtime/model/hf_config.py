@@ -28,6 +28,7 @@ from alignedserve.runtime.model.weight_names import find_head, find_prefix
 from alignedserve.text.tokenizer_files import end_token_id
 
 MAX_CONFIG_BYTES = 1 << 20
+GENERATION_CONFIG = "generation_config.json"
 
 
 def read_model_config(folder: Path) -> ModelConfig:
@@ -55,7 +56,7 @@ def _has_both_ends(config: ModelConfig, folder: Path) -> bool:
 
 
 def _end_tokens(config: ModelConfig, folder: Path) -> tuple[int, ...]:
-    found, path = config.eos_token_ids, folder / "generation_config.json"
+    found, path = config.eos_token_ids, folder / GENERATION_CONFIG
     if path.exists():
         generation = JsonFields(read_json_object(path, MAX_CONFIG_BYTES), str(path))
         found = generation.token_ids("eos_token_id", config.vocab_size) or found

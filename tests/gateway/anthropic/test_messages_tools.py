@@ -144,7 +144,6 @@ async def test_the_conversation_goes_on_behind_an_answer_that_max_tokens_cut() -
             {"tools": [WEATHER | {"defer_loading": True}, WEATHER | {"name": "b", "input_schema": {"type": "string"}}]},
             "tools[1].input_schema",
         ),
-        ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "thinking.budget_tokens"),
         (
             {"output_config": {"format": {"type": "json_schema", "schema": {"type": "no"}}}},
             "output_config.format.schema",
@@ -190,6 +189,19 @@ async def test_thinking_is_switched_and_bounded() -> None:
     assert prompt_of(model, without).rstrip().endswith("</think>")
     assert "max_tokens=2000" in with_thought.sampling.grammar
     assert [block["type"] for block in message["content"]] == ["thinking", "text"]
+
+
+async def test_a_model_that_does_not_think_says_so() -> None:
+    fields: dict[str, Any] = {"max_tokens": 32000, "thinking": {"type": "enabled", "budget_tokens": 31999}}
+    async with gateway() as served:
+        answer = await ask(served, **fields)
+        assert [block["type"] for block in message_of(answer)["content"]] == ["text"]
+        assert served.backend.submitted[0].sampling.grammar == ""
+        assert await count(served, thinking=fields["thinking"]) > 0
+        message_of(await ask(served, thinking={"type": "adaptive"}))
+    assert answer.headers["x-alignedserve-ignored-fields"] == "thinking"
+    async with gateway(strict=True) as served:
+        assert failure_of(await ask(served, **fields), 400)["message"] == "thinking: This model does not think."
 
 
 async def test_effort_goes_to_templates_that_know_it() -> None:

@@ -16,7 +16,7 @@ from alignedserve.core.request import Request
 from alignedserve.gateway.server import HttpServer, bind
 from tests.gateway.support import EOS, services_for, tokenizer, tokenizer_folder, tokens_of
 from tests.harnesses.scripted_backend import Script, ScriptedBackend
-from tests.support.browser import CHROMIUM, Page, browser, browser_page
+from tests.support.browser import CHROMIUM, Tab, browser, browser_page
 from tests.support.marks import each
 from tests.support.waiting import holds
 
@@ -44,37 +44,22 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @dataclass
-class Shown:
+class ShownPage:
     """The page of a running gateway."""
 
-    page: Page
+    page: Tab
     backend: ScriptedBackend
     url: str
 
     async def ask(self, text: str, *, waits: bool = True) -> None:
         """Ask as a person does, and wait until the answer has ended."""
-        await self.fill("#text", text)
-        await self.click("#send")
+        await self.page.fill("#text", text)
+        await self.page.click("#send")
         if waits:
             await self.answered()
 
     async def answered(self) -> None:
         await self.page.until("!document.querySelector('.turn.running') && document.getElementById('stop').hidden")
-
-    async def click(self, selector: str) -> None:
-        await self.page.run(f"document.querySelector({json.dumps(selector)}).click()")
-
-    async def fill(self, selector: str, text: str) -> None:
-        field = f"Object.assign(document.querySelector({json.dumps(selector)}), {json.dumps({'value': text})})"
-        await self.page.run(f"{field}.dispatchEvent(new Event('change'))")
-
-    async def submit(self, selector: str) -> None:
-        await self.page.run(f"document.querySelector({json.dumps(selector)}).requestSubmit()")
-
-    async def texts(self, selector: str) -> list[str]:
-        elements = f"[...document.querySelectorAll({json.dumps(selector)})]"
-        texts: list[str] = await self.page.run(f"{elements}.map((element) => element.innerText.trim())")
-        return texts
 
     async def lists(self, *titles: str) -> None:
         """Wait until these conversations are listed."""
@@ -111,7 +96,7 @@ def _echoing(request: Request) -> Script:
 @asynccontextmanager
 async def _shown(
     chromium: str, folder: Path, *, context_len: int = 4096, keys: tuple[str, ...] = ()
-) -> AsyncIterator[Shown]:
+) -> AsyncIterator[ShownPage]:
     backend = ScriptedBackend(_echoing)
     card = ModelCard("tiny", tokenizer_folder(), context_len, (EOS,), created=1_700_000_000)
     server = HttpServer(services_for(backend, GatewayConfig(), keys, model=card), bind("127.0.0.1", 0))
@@ -119,7 +104,7 @@ async def _shown(
     try:
         async with browser_page(chromium, folder) as page:
             await page.call("Page.addScriptToEvaluateOnNewDocument", source=STUB)
-            shown = Shown(page, backend, f"http://127.0.0.1:{server.port}/")
+            shown = ShownPage(page, backend, f"http://127.0.0.1:{server.port}/")
             await page.open(shown.url)
             if not keys:
                 await shown.ready()
@@ -132,18 +117,18 @@ async def _shown(
 async def test_an_answer_is_markdown_and_its_code_has_a_button_that_copies_it(chromium: str, tmp_path: Path) -> None:
     async with _shown(chromium, tmp_path) as shown:
         await shown.ask("Markdown?")
-        assert await shown.texts(".markdown strong") == ["bold"]
-        assert await shown.texts(".code figcaption span") == ["python"]
-        assert await shown.texts(".markdown td[align=right]") == ["2"]
+        assert await shown.page.texts(".markdown strong") == ["bold"]
+        assert await shown.page.texts(".code figcaption span") == ["python"]
+        assert await shown.page.texts(".markdown td[align=right]") == ["2"]
         link = await shown.page.run("document.querySelector('.markdown a').outerHTML")
         assert 'rel="noopener noreferrer nofollow"' in link
         assert 'target="_blank"' in link
-        await shown.click("[data-act=copy-code]")
+        await shown.page.click("[data-act=copy-code]")
         await shown.page.until("document.querySelector('.code use').getAttribute('href') === '#icon-done'")
         assert await shown.page.run("navigator.clipboard.readText()") == CODE
-        (note,) = await shown.texts(".note")
+        (note,) = await shown.page.texts(".note")
         assert "tokens, first after" in note
-        assert await shown.texts("header a") == ["Dashboard"]
+        assert await shown.page.texts("header a") == ["Dashboard"]
         assert shown.page.problems == []
 
 
@@ -207,12 +192,12 @@ async def test_nothing_of_hostile_markdown_runs_loads_or_looks_like_the_page(chr
         await shown.ask(HOSTILE[1])
         await shown.page.open(shown.url)
         await shown.page.until("document.querySelectorAll('.turn').length === 2")
-        assert await shown.texts(".markdown") == ["You said: hello", f"You said: {HOSTILE[1]}"]
+        assert await shown.page.texts(".markdown") == ["You said: hello", f"You said: {HOSTILE[1]}"]
         assert shown.page.problems == []
 
 
 async def test_markdown_that_no_parser_bears_is_shown_in_time(chromium: str, tmp_path: Path) -> None:
-    hard = [mark * 10_000 for mark in (">", "[", "- ", "*a", "`", "| a ", "<", "![](", "a\n")] + ["> " * 1_000_000]
+    hard = [mark * 10_000 for mark in (">", "[", "- ", "*a", "`", "| a ", "<", "![](", "a\n")] + ["> " * 100_000]
     timed = """
       const slow = [];
       for (const text of TEXTS) {
@@ -264,7 +249,7 @@ async def test_a_narrow_page_never_scrolls_sideways(chromium: str, tmp_path: Pat
             await shown.page.run(WITH_MARKDOWN.replace("BODY", f"show({json.dumps(text)})"))
             assert await shown.page.run(sideways) == [0, 0], name
         for button in ("#set", "#menu", "[data-act=edit]"):
-            await shown.click(button)
+            await shown.page.click(button)
             assert await shown.page.run(sideways) == [0, 0], button
         assert await shown.page.run("document.querySelector('#talks').getBoundingClientRect().right") <= 390
 
@@ -290,11 +275,11 @@ async def test_a_stream_that_breaks_says_so_and_leaves_what_came(
     async with _shown(chromium, tmp_path) as shown:
         await shown.page.run(f"window.stubs = {json.dumps({'v1/chat/completions': stream})}")
         await shown.ask("hello")
-        assert (await shown.texts(".markdown"), await shown.texts(".failure")) == ([text], [failure])
+        assert (await shown.page.texts(".markdown"), await shown.page.texts(".failure")) == ([text], [failure])
         await shown.page.run("delete window.stubs")
-        await shown.click("[data-act=again]")
+        await shown.page.click("[data-act=again]")
         await shown.answered()
-        assert (await shown.texts(".markdown"), await shown.texts(".failure")) == (["You said: hello"], [""])
+        assert (await shown.page.texts(".markdown"), await shown.page.texts(".failure")) == (["You said: hello"], [""])
 
 
 async def test_failures_of_the_server_and_no_server_are_said(chromium: str, tmp_path: Path) -> None:
@@ -303,18 +288,18 @@ async def test_failures_of_the_server_and_no_server_are_said(chromium: str, tmp_
         await shown.page.run("window.fetch = () => Promise.reject(new TypeError('Failed to fetch'))")
         await shown.ask("hello")
         failures = ["The server had an error while processing the request.", "The server cannot be reached."]
-        assert await shown.texts(".failure") == failures
+        assert await shown.page.texts(".failure") == failures
 
 
 async def test_an_answer_is_stopped_and_what_came_stays(chromium: str, tmp_path: Path) -> None:
     async with _shown(chromium, tmp_path) as shown:
         await shown.ask("slow", waits=False)
         await shown.begins_to_answer()
-        await shown.click("#stop")
+        await shown.page.click("#stop")
         await shown.answered()
-        (text,) = await shown.texts(".markdown")
+        (text,) = await shown.page.texts(".markdown")
         assert "You said: slow".startswith(text)
-        assert await shown.texts(".failure") == ["Stopped."]
+        assert await shown.page.texts(".failure") == ["Stopped."]
         await holds(lambda: len(shown.backend.aborted) == 1)
 
 
@@ -322,68 +307,68 @@ async def test_edit_and_regenerate_cut_the_conversation_there(chromium: str, tmp
     async with _shown(chromium, tmp_path) as shown:
         for text in ("first", "second", "third"):
             await shown.ask(text)
-        await shown.click(".turn:nth-child(2) [data-act=again]")
+        await shown.page.click(".turn:nth-child(2) [data-act=again]")
         await shown.answered()
-        assert await shown.texts(".bubble") == ["first", "second"]
+        assert await shown.page.texts(".bubble") == ["first", "second"]
         assert shown.prompts()[-1] == shown.prompts()[1]
-        await shown.click(".turn:nth-child(1) [data-act=edit]")
-        await shown.fill(".edit textarea", "changed")
-        await shown.submit(".edit")
+        await shown.page.click(".turn:nth-child(1) [data-act=edit]")
+        await shown.page.fill(".edit textarea", "changed")
+        await shown.page.submit(".edit")
         await shown.answered()
-        assert await shown.texts(".bubble") == ["changed"]
+        assert await shown.page.texts(".bubble") == ["changed"]
         assert shown.prompts()[-1] == "<|bos|><|user|>changed<|end|>\n<|assistant|>"
         await shown.lists("changed")
-        await shown.click("[data-act=edit]")
-        await shown.click("[data-act=keep]")
-        assert await shown.texts(".markdown") == ["You said: changed"]
+        await shown.page.click("[data-act=edit]")
+        await shown.page.click("[data-act=keep]")
+        assert await shown.page.texts(".markdown") == ["You said: changed"]
 
 
 async def test_conversations_outlast_the_page_and_are_exported_and_deleted(chromium: str, tmp_path: Path) -> None:
     async with _shown(chromium, tmp_path) as shown:
         await shown.ask("first\nline")
-        await shown.click("#fresh")
+        await shown.page.click("#fresh")
         await shown.ask("second")
         await shown.page.open(shown.url)
         await shown.shows("second")
         await shown.lists("second", "first line")
-        await shown.click("#talk-list li:nth-child(2) .title")
+        await shown.page.click("#talk-list li:nth-child(2) .title")
         await shown.shows("first\nline")
         await shown.ask("and more")
         assert "first\nline<|end|>" in shown.prompts()[-1]
         await shown.lists("first line", "second")  # the newest first
-        await shown.click("#talk-list li:nth-child(1) [data-act=export]")
-        await shown.click("#export-all")
+        await shown.page.click("#talk-list li:nth-child(1) [data-act=export]")
+        await shown.page.click("#export-all")
         page, lines = tmp_path / "first-line.md", tmp_path / "conversations.jsonl"
         await holds(lambda: page.exists() and lines.exists())
         assert "**You**\n\nfirst\nline\n\n**tiny**\n\nYou said: first" in page.read_text()
         talks = [json.loads(line)["messages"] for line in lines.read_text().splitlines()]
         assert [(talk[0]["content"], len(talk)) for talk in talks] == [("second", 2), ("first\nline", 4)]
         delete = "#talk-list li:nth-child(1) [data-act=delete]"
-        await shown.click(delete)
+        await shown.page.click(delete)
         await shown.lists("first line", "second")  # not by one click
-        await shown.click(delete)
+        await shown.page.click(delete)
         await shown.lists("second")
-        assert await shown.texts(".bubble") == []
+        assert await shown.page.texts(".bubble") == []
         for _ in range(2):
-            await shown.click("#delete-all")
+            await shown.page.click("#delete-all")
         await shown.lists()
         await shown.page.open(shown.url)
         await shown.ready()
         await shown.lists()
-        assert await shown.texts(".turn") == []
+        assert await shown.page.texts(".turn") == []
 
 
 async def test_an_answer_goes_on_beside_another_conversation(chromium: str, tmp_path: Path) -> None:
     async with _shown(chromium, tmp_path) as shown:
         await shown.ask("slow", waits=False)
         await shown.begins_to_answer()
-        await shown.click("#fresh")
+        await shown.page.click("#fresh")
         await shown.ask("quick")
         await shown.lists("quick", "slow")
-        await shown.click("#talk-list li:nth-child(2) .title")
+        await shown.page.click("#talk-list li:nth-child(2) .title")
         await shown.shows("slow")
         await shown.answered()
-        assert await shown.texts(".markdown") == ["You said: slow"]
+        assert await shown.page.texts(".markdown") == ["You said: slow"]
 
 
 async def test_a_reload_leaves_what_came(chromium: str, tmp_path: Path) -> None:
@@ -392,37 +377,71 @@ async def test_a_reload_leaves_what_came(chromium: str, tmp_path: Path) -> None:
         await shown.page.until("document.querySelector('.markdown').innerText.length > 10")
         await shown.page.open(shown.url)
         await shown.shows("slow")
-        assert await shown.texts(".failure") == ["The page was left before the answer ended."]
+        assert await shown.page.texts(".failure") == ["The page was left before the answer ended."]
 
 
 async def test_what_outgrows_the_context_is_forgotten_and_marked(chromium: str, tmp_path: Path) -> None:
     async with _shown(chromium, tmp_path, context_len=80) as shown:
         for text in ("hello world", "the quick brown fox", "jumps over the lazy dog", "how are you today"):
             await shown.ask(text)
-        assert await shown.texts(".failure") == [""] * 4
+        assert await shown.page.texts(".failure") == [""] * 4
         assert "hello world" not in shown.prompts()[-1]
         assert await shown.page.run("document.querySelectorAll('.turn.forgotten').length") >= 1
+
+
+async def test_a_browser_that_keeps_nothing_still_chats(chromium: str, tmp_path: Path) -> None:
+    closed = "indexedDB.open = () => { throw new DOMException('denied', 'SecurityError'); }"
+    async with _shown(chromium, tmp_path) as shown:
+        await shown.page.call("Page.addScriptToEvaluateOnNewDocument", source=closed)
+        await shown.page.open(shown.url)
+        await shown.ready()
+        for text in ("hello", "and again"):
+            await shown.ask(text)
+        assert await shown.page.texts(".markdown") == ["You said: hello", "You said: and again"]
+        assert await shown.page.texts("#notice") == ["This browser keeps no conversations, or has no room for more."]
+
+
+async def test_a_server_that_starts_is_looked_for_again(chromium: str, tmp_path: Path) -> None:
+    async with _shown(chromium, tmp_path) as shown:
+        none = "window.stubs ??= { 'v1/models': JSON.stringify({ data: [] }) }"
+        await shown.page.call("Page.addScriptToEvaluateOnNewDocument", source=none)
+        await shown.page.open(shown.url)
+        await shown.page.until("document.getElementById('hint').innerText.startsWith('The server serves no model')")
+        await shown.page.run("delete window.stubs['v1/models']")
+        await shown.ready()
+        assert await shown.page.texts("#greeting") == ["Ask tiny"]
+
+
+async def test_enter_sends_and_with_shift_does_not(chromium: str, tmp_path: Path) -> None:
+    press = "document.querySelector('#text').dispatchEvent(new KeyboardEvent('keydown', OPTIONS))"
+    async with _shown(chromium, tmp_path) as shown:
+        await shown.page.fill("#text", "hello")
+        for options in ({"shiftKey": True}, {"isComposing": True}, {}):
+            assert await shown.page.texts(".bubble") == []
+            await shown.page.run(press.replace("OPTIONS", json.dumps({"key": "Enter", "cancelable": True, **options})))
+        await shown.answered()
+        assert await shown.page.texts(".markdown") == ["You said: hello"]
 
 
 async def test_a_key_is_asked_for_and_sent(chromium: str, tmp_path: Path) -> None:
     async with _shown(chromium, tmp_path, keys=("right",)) as shown:
         await shown.page.until("!document.getElementById('key-form').hidden")
-        await shown.fill("#key", "wrong")
-        await shown.submit("#key-form")
+        await shown.page.fill("#key", "wrong")
+        await shown.page.submit("#key-form")
         await shown.page.until("document.getElementById('notice').innerText.startsWith('A valid API key is required')")
-        await shown.fill("#key", "right")
-        await shown.submit("#key-form")
+        await shown.page.fill("#key", "right")
+        await shown.page.submit("#key-form")
         await shown.ready()
         await shown.ask("hello")
-        assert await shown.texts(".markdown") == ["You said: hello"]
+        assert await shown.page.texts(".markdown") == ["You said: hello"]
         assert await shown.page.run("document.getElementById('key-form').hidden")
 
 
 async def test_instructions_and_sampling_are_sent(chromium: str, tmp_path: Path) -> None:
     async with _shown(chromium, tmp_path) as shown:
-        await shown.click("#set")
-        await shown.fill("#instructions", "Be short.")
-        await shown.fill("[name=temperature]", "0.5")
+        await shown.page.click("#set")
+        await shown.page.fill("#instructions", "Be short.")
+        await shown.page.fill("[name=temperature]", "0.5")
         await shown.ask("hello")
         assert shown.prompts() == ["<|bos|><|system|>Be short.<|end|>\n<|user|>hello<|end|>\n<|assistant|>"]
         sampling = shown.backend.submitted[0].sampling
@@ -450,21 +469,28 @@ async def test_a_model_that_sees_gets_small_pictures_and_others_none(chromium: s
         await shown.page.open(shown.url)
         await shown.ready()
         assert await shown.page.run("document.getElementById('show').hidden")
-        assert len(await shown.texts("#examples button")) == 4
-        await shown.fill("#models", "seeing")
+        assert len(await shown.page.texts("#examples button")) == 4
+        await shown.page.fill("#models", "seeing")
         assert not await shown.page.run("document.getElementById('show').hidden")
-        assert await shown.texts("#examples button") == ["What is this?"]
+        assert await shown.page.texts("#examples button") == ["What is this?"]
         for _ in range(2):
             await shown.page.run(ATTACH)
         await shown.page.until("document.querySelectorAll('#shown img').length === 2")
-        await shown.click("#shown button")
-        await shown.click("#examples button")
+        await shown.page.click("#shown button")
+        await shown.page.click("#examples button")
         await shown.answered()
         (body,) = await shown.page.run("window.bodies")
         picture, text = body["messages"][0]["content"]
         assert (text, body["model"]) == ({"type": "text", "text": "What is this?"}, "seeing")
         assert picture["image_url"]["url"].startswith("data:image/")
         assert await shown.page.run("document.querySelector('.question img').naturalWidth") == 1280
+
+
+async def test_the_dashboard_is_a_link_away(chromium: str, tmp_path: Path) -> None:
+    async with _shown(chromium, tmp_path) as shown:
+        await shown.page.click("#dashboard")
+        await shown.page.until("document.querySelectorAll('.tile').length === 6")
+        assert [text for text in shown.page.problems if not text.startswith("Failed to load")] == []  # no usage here
 
 
 async def test_colours_follow_the_system(chromium: str, tmp_path: Path) -> None:

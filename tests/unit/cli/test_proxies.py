@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-import subprocess
-import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -17,7 +15,7 @@ from alignedserve.cluster.starting import ask_ready
 from tests.support.marks import each
 
 VARIABLES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
-HEALTHCHECK = yaml.safe_load((Path(__file__).parents[3] / "compose.yaml").read_text())["services"]["alignedserve"]
+COMPOSE = yaml.safe_load((Path(__file__).parents[3] / "compose.yaml").read_text())
 
 
 async def _start(url: str) -> None:
@@ -39,9 +37,8 @@ async def _chat(url: str) -> None:
 
 
 async def _container(url: str) -> None:
-    _, _, option, program = HEALTHCHECK["healthcheck"]["test"]
-    command = [sys.executable, option, program.replace("http://127.0.0.1:8000", url)]
-    await asyncio.to_thread(subprocess.run, command, check=True)
+    program = COMPOSE["services"]["alignedserve"]["healthcheck"]["test"][-1].replace("http://127.0.0.1:8000", url)
+    await asyncio.to_thread(exec, program, {})
 
 
 @each("asks", [_start, _top, _batches, _chat, _container])

@@ -25,9 +25,9 @@ from alignedserve.cluster.deployments.orders import (
     ScaleWorkers,
     UndoDrain,
 )
+from alignedserve.cluster.draining.worker_scaling import WorkerActors
 from alignedserve.cluster.hosts import cluster as running
 from alignedserve.cluster.hosts.cluster import ClusterOnHosts
-from alignedserve.cluster.hosts.node_drains import WorkerActors
 from alignedserve.cluster.hosts.record import ClusterRecord
 from alignedserve.cluster.nodes import joining
 from alignedserve.cluster.nodes.admission import Agent

@@ -83,6 +83,13 @@ def test_a_processor_with_bfloat16_uses_it_for_all_but_the_pocket_model(folder: 
     assert resolve_model(ModelSectionConfig(), has_bfloat16=True).dtype == "float32"
 
 
+def test_a_linked_folder_has_the_links_name(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "linked").symlink_to(folder)
+    assert served(tmp_path / "linked").name == "linked"
+    monkeypatch.chdir(folder)
+    assert served(Path()).name == folder.name
+
+
 def test_the_context_may_be_shortened_but_not_lengthened(folder: Path) -> None:
     assert served(folder).max_context_len == 512
     assert served(folder, max_context_len=100).max_context_len == 100
