@@ -54,16 +54,18 @@ class PastCall(NamedTuple):
 
     call_id: str
     name: str
-    arguments: dict[str, Any] | None  # None: they are no JSON object, or too deep a one
+    arguments: dict[str, Any]
+    is_cut: bool = False  # by a limit of tokens, perhaps: it may have no result
 
     @classmethod
-    def of(cls, call_id: str, name: str, arguments: str | dict[str, Any]) -> "PastCall":
-        """Return a call, whose arguments may be JSON text."""
+    def of(cls, call_id: str, name: str, arguments: str | dict[str, Any], *, is_cut: bool = False) -> "PastCall":
+        """Return a call, whose arguments may be JSON text. Empty or deep arguments, and no object, count as cut."""
         try:
             value = orjson.loads(arguments or "{}") if isinstance(arguments, str) else arguments
         except orjson.JSONDecodeError:
             value = None
-        return cls(call_id, name, value if isinstance(value, dict) and _is_shallow(value) else None)
+        is_whole = isinstance(value, dict) and _is_shallow(value)
+        return cls(call_id, name, value if is_whole else {}, is_cut or not (arguments and is_whole))
 
 
 class PastMessage(NamedTuple):
@@ -100,6 +102,7 @@ class OfferedTool(NamedTuple):
     parameters: dict[str, Any] | None  # a JSON schema; None: no parameters
     path: str
     schema_path: str  # of the parameters
+    is_strict: bool = False  # calls are held to all of the parameters; else they are a hint
 
     def as_template_tool(self) -> dict[str, Any]:
         description = {} if self.description is None else {"description": self.description}
@@ -202,41 +205,42 @@ _SPEC_FIELDS = tuple(spec_field.name for spec_field in fields(AnswerSpec))
 def check_conversation(conversation: Conversation) -> Conversation:
     """Return the conversation. Raises InvalidRequest, naming the field, unless its parts fit each other.
 
-    The results of an assistant's calls follow the calls at once, one for each, in any order. Two tools never have the
-    same name, and the choice names tools that are there.
+    The results of an assistant's calls follow the calls at once, one for each, in any order; cut calls may have none.
+    Two tools never have the same name, and the choice names tools that are there.
     """
-    open_calls: set[str] = set()  # ids that still need a result
+    open_calls: dict[str, PastCall] = {}
     for message in conversation.messages:
         if message.role == "tool":
-            if message.call_id not in open_calls:
+            if open_calls.pop(message.call_id or "", None) is None:
                 refuse(message.at(".tool_call_id"), f"no call before it has the id {message.call_id!r}")
-            open_calls.discard(message.call_id)
-        elif open_calls:
-            problem = f"the call {min(open_calls)!r} before it has no result yet, which must follow it at once"
+        elif needed := _needed(open_calls):
+            problem = f"the call {needed!r} before it has no result yet, which must follow it at once"
             refuse(message.at(".role"), problem)
-        open_calls |= _call_ids(message)
-    if open_calls:
-        refuse(conversation.names.messages, f"the call {min(open_calls)!r} has no result, which must follow it")
+        else:
+            open_calls = _calls_by_id(message)
+    if needed := _needed(open_calls):
+        refuse(conversation.names.messages, f"the call {needed!r} has no result, which must follow it")
     _check_tools(conversation.tools, conversation.tool_choice, conversation.names.tool_choice)
     return conversation
 
 
-def _call_ids(message: PastMessage) -> set[str]:
+def _needed(calls: Mapping[str, PastCall]) -> str | None:
+    return min((call_id for call_id, call in calls.items() if not call.is_cut), default=None)
+
+
+def _calls_by_id(message: PastMessage) -> dict[str, PastCall]:
     _check_count(message.parts, MAX_PARTS, message.at(".content"))
     _check_count(message.calls, MAX_CALLS, message.at(".tool_calls"))
-    ids: set[str] = set()
+    calls: dict[str, PastCall] = {}
     for index, call in enumerate(message.calls):
         _check_name(call.name, message.at(f".tool_calls[{index}].function.name"))
         if not 1 <= len(call.call_id) <= MAX_CALL_ID_LEN:
             bound = "least 1 character" if not call.call_id else f"most {MAX_CALL_ID_LEN} characters"
             refuse(message.at(f".tool_calls[{index}].id"), f"String should have at {bound}")
-        if call.call_id in ids:
+        if call.call_id in calls:
             refuse(message.at(f".tool_calls[{index}].id"), "two calls of one message have it")
-        if call.arguments is None:
-            problem = f"those of the call {call.call_id!r} must be the text of a JSON object"
-            refuse(message.at(f".tool_calls[{index}].function.arguments"), problem)
-        ids.add(call.call_id)
-    return ids
+        calls[call.call_id] = call
+    return calls
 
 
 def _check_tools(tools: Sequence[OfferedTool], choice: ToolChoice, param: str) -> None:
@@ -272,13 +276,26 @@ def _is_shallow(value: Any, depth: int = _MAX_ARGUMENTS_DEPTH) -> bool:
 
 
 def template_messages(messages: Sequence[PastMessage]) -> list[dict[str, Any]]:
-    """Return the messages of a checked conversation for chat templates; results get the name of their function."""
+    """Return the messages of a checked conversation for chat templates; results get the name of their function.
+
+    Cut calls without a result are left out.
+    """
     names: dict[str, str] = {}
     shown = []
-    for message in messages:
+    for message in _without_open_calls(messages):
         names |= {call.call_id: call.name for call in message.calls}
         shown.append(_template_message(message, names))
     return shown
+
+
+def _without_open_calls(messages: Sequence[PastMessage]) -> list[PastMessage]:
+    results: set[str | None] = set()  # right behind the message
+    answered: list[PastMessage] = []
+    for message in reversed(messages):
+        calls = tuple([call for call in message.calls if not call.is_cut or call.call_id in results])
+        answered.append(message._replace(calls=calls))
+        results = results | {message.call_id} if message.role == "tool" else set()
+    return answered[::-1]
 
 
 def _template_message(message: PastMessage, names: Mapping[str, str]) -> dict[str, Any]:

@@ -182,10 +182,11 @@ class RouteTable(list[Route]):
     """The routes of a group of endpoints."""
 
     def add(self, method: str, path: str, *, is_counted: bool = True) -> Callable[[Serve], Serve]:
-        """Serve a path. `is_counted`: its requests count against the key's quota before they are served."""
+        """Serve a path, without its `/v1` too. `is_counted`: requests count against the key's quota before the work."""
 
         def add(serve: Serve) -> Serve:
-            self.append(Route(path, _Served(serve, is_counted), methods=[method]))
+            for spelling in dict.fromkeys((path, path.removeprefix("/v1"))):
+                self.append(Route(spelling, _Served(serve, is_counted), methods=[method]))
             return serve
 
         return add

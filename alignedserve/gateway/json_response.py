@@ -11,7 +11,7 @@ from typing_extensions import override
 from alignedserve.api.anthropic.message_format import anthropic_error_body, anthropic_status
 from alignedserve.api.errors import error_body, error_headers, http_error_of
 
-_ANTHROPIC_PATH = "/v1/messages"
+_ANTHROPIC_PATH = "/messages"
 _ANTHROPIC_HEADER = "anthropic-version"
 
 
@@ -36,6 +36,6 @@ def anthropic_error_response(error: Exception, request_id: str) -> Response:
 
 def is_anthropic(scope: Scope) -> bool:
     """Return whether this request speaks Anthropic's API: by its path, or by the header that its clients send."""
-    path = scope["path"]
+    path = scope["path"].removeprefix("/v1")
     is_its_path = path == _ANTHROPIC_PATH or path.startswith(f"{_ANTHROPIC_PATH}/")
     return is_its_path or _ANTHROPIC_HEADER in Headers(scope=scope)

@@ -8,6 +8,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from alignedserve.api.errors import ClientDisconnected, rejection_code
 from alignedserve.api.work_lanes import note_client
 from alignedserve.gateway.call import Call
+from alignedserve.gateway.connections.host_names import check_names
 from alignedserve.gateway.connections.limits import ArrivingBodies, ConnectionLimits, CountedBody
 from alignedserve.gateway.json_response import anthropic_error_response, error_response
 from alignedserve.gateway.logs import FailureLog, log_access
@@ -83,8 +84,10 @@ class GatewayMiddleware:
                 del scope["state"]["call"]
 
     async def _serve(self, call: Call, scope: Scope, receive: Receive, sender: "_ResponseSender") -> None:
+        keys = self._services.api_keys
         try:
-            key = await self._services.api_keys.authenticate(scope["path"], _presented_key(call))
+            check_names(scope, self._services.config, is_open=keys.are_none)
+            key = await keys.authenticate(scope["path"], _presented_key(call))
             call.known_key = key
             note_client(call.client_of(key))
             call.ticket = self._services.intake.admit(scope["method"])

@@ -10,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from alignedserve.api.backend.interface import GeneratedTokens
 from alignedserve.api.openai.choice_decoder import ChoiceDecoder
 from alignedserve.api.tools.call_parser import ToolCallDelta, whole_tool_calls
+from alignedserve.core.errors import AlignedServeError
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import FinishReason, Request, TokenLogprob
 from alignedserve.messages.gateways import PromptScored, TokenDelta, TokensEmitted
@@ -29,6 +30,7 @@ class RequestOutput:
     logprobs: list[TokenLogprob] = field(default_factory=list)  # of `token_ids`, where `num_logprobs` asks for them
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # of the prompt from its second token on, as well
     embedding: bytes = b""  # of the prompt, float32, where that was asked for instead of an answer
+    error: AlignedServeError | None = None  # why there is no answer, where errors are returned
     others: list["RequestOutput"] = field(default_factory=list)  # the further answers that `n` asks for
 
     @property

@@ -1,6 +1,7 @@
 """Conversations without a server: the gateway's own reading of messages, tools, thoughts and constraints."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -15,14 +16,16 @@ from alignedserve.api.openai.output_parser import OutputFormat
 from alignedserve.api.openai.parsing import check_shape
 from alignedserve.api.openai.request_builder import PreparedChat, prepare_chat
 from alignedserve.api.openai.translation import chat_spec, conversation_of_chat
+from alignedserve.api.schema import IgnoredFields
 from alignedserve.api.work_lanes import WorkLanes
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.request import Request
-from alignedserve.offline.text_reader import naming
+from alignedserve.offline.text_reader import PromptErrors
 from alignedserve.runtime.grammar.constraints import StructuredOutputs
 from alignedserve.runtime.grammar.trials import ALONE, TrialTurn
 from alignedserve.text.tokenizer import Tokenizer
 
+logger = logging.getLogger(__name__)
 _MAX_DEPTH = 64  # of messages, tools and schemas
 
 Message = Mapping[str, Any]  # in OpenAI's shape
@@ -54,7 +57,8 @@ class ConversationReader:
         conversations: Sequence[Conversation],
         structured_outputs: StructuredOutputs | None,
         options: ConversationOptions,
-    ) -> list[PreparedChat]:
+        errors: PromptErrors,
+    ) -> dict[int, PreparedChat]:
         """Return what to generate. Raises InvalidRequest naming the field, as the HTTP API does."""
         for name in options:
             if name not in ConversationOptions.__annotations__:
@@ -66,7 +70,7 @@ class ConversationReader:
         bodies = [fields | {"messages": _messages(conversation)} for conversation in conversations]
         # In a thread of its own: the caller may stand in an event loop, as notebooks do.
         with ThreadPoolExecutor(1) as thread:
-            return thread.submit(asyncio.run, self._prepare_all(bodies)).result()
+            return thread.submit(asyncio.run, self._prepare_all(bodies, errors)).result()
 
     def decoder(self, request: Request, output_format: OutputFormat, stops: Sequence[str]) -> ChoiceDecoder:
         model = self._model
@@ -75,12 +79,12 @@ class ConversationReader:
             model.tokenizer, request, stops=stops, eos_token_ids=eos_token_ids, output_format=output_format
         )
 
-    async def _prepare_all(self, bodies: Sequence[dict[str, Any]]) -> list[PreparedChat]:
+    async def _prepare_all(self, bodies: Sequence[dict[str, Any]], errors: PromptErrors) -> dict[int, PreparedChat]:
         now = datetime.now().astimezone()
-        prepared: list[PreparedChat] = []
-        for body in bodies:
-            with naming(len(prepared), of=len(bodies)):
-                prepared.append(await self._prepare(body, now))
+        prepared: dict[int, PreparedChat] = {}
+        for index, body in enumerate(bodies):
+            with errors.of(index):
+                prepared[index] = await self._prepare(body, now)
         return prepared
 
     async def _prepare(self, body: dict[str, Any], now: datetime) -> PreparedChat:
@@ -89,7 +93,12 @@ class ConversationReader:
         conversation = conversation_of_chat(chat)
         note_effort(conversation, self._model, None)
         prompt = self._model.tokenizer.encode_chat(chat_prompt(conversation, self._model), now=now)
-        return await prepare_chat(conversation, chat_spec(chat).constraint, tuple(prompt), self._model)
+        left_out = IgnoredFields()
+        constraint = chat_spec(chat).constraint
+        prepared = await prepare_chat(conversation, constraint, tuple(prompt), self._model, ignored=left_out)
+        if left_out.names:
+            logger.warning("calls are not held to %s", ", ".join(left_out.names))
+        return prepared
 
 
 def conversations_of(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:

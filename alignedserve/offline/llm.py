@@ -18,6 +18,7 @@ from typing import Self, Unpack
 from msgspec import structs
 
 from alignedserve.api.embeddings.response_format import Vectors
+from alignedserve.api.errors import named
 from alignedserve.api.models.model_card import ModelCard
 from alignedserve.api.openai.output_parser import OutputFormat
 from alignedserve.api.openai.request_builder import PreparedChat, choice_seed
@@ -40,7 +41,7 @@ from alignedserve.offline.answers import CollectedAnswer, ProgressLine, RequestO
 from alignedserve.offline.calling_process import HeldInterrupt, let_forks_compute, require_loops
 from alignedserve.offline.conversations import Conversation, ConversationOptions, ConversationReader, conversations_of
 from alignedserve.offline.sampling import ANY_FOLDER, LoRARequests, SamplingParams, Samplings, adapters_of, samplings_of
-from alignedserve.offline.text_reader import EmbedOptions, TextReader, encoded_prompts, listed, naming
+from alignedserve.offline.text_reader import EmbedOptions, OnError, PromptErrors, TextReader, encoded_prompts, listed
 from alignedserve.prefix_cache.block_hashes import prefix_root
 from alignedserve.runtime.device.cores import has_native_bfloat16
 from alignedserve.runtime.device.devices import check_ranks, worker_devices
@@ -52,7 +53,7 @@ from alignedserve.runtime.model.hub.local_models import with_local_model
 from alignedserve.runtime.model.served_model import load_tokenizer, resolve_model
 from decode_worker.colocated.logic import ColocatedCommand
 from decode_worker.factory import make_colocated_logic, memory_of
-from kernels.narrow.float8_linear import has_float8_products
+from kernels.float8_linear import has_float8_products
 
 logger = logging.getLogger(__name__)
 
@@ -166,7 +167,8 @@ class LLM:
         self._turn, self._pid = threading.Lock(), os.getpid()
         self._is_closed = False
         self._is_broken = False  # a call broke off: the logic may keep its requests, or know no end of its iteration
-        self._texts = TextReader(self._tokenizer, served.max_context_len, served.encoder, self._root)
+        width = served.encoder.vector_width if served.encoder is not None else served.decoder.hidden_size
+        self._texts = TextReader(self._tokenizer, served.max_context_len, served.encoder, width, self._root)
         self._perform([PeerConnected(Role.ROUTER, _ROUTER)], {})
 
     def __enter__(self) -> Self:
@@ -183,6 +185,7 @@ class LLM:
         structured_outputs: StructuredOutputs | None = None,
         lora_request: LoRARequests = None,
         use_tqdm: bool = True,
+        errors: OnError = "raise",
     ) -> list[RequestOutput]:
         """Continue every prompt, a text or its token ids, and return one output per prompt, in order.
 
@@ -191,10 +194,14 @@ class LLM:
         must match. `sampling` and `lora_request` are for all prompts, or a list with one for each. `use_tqdm`: show how
         far this is on a terminal. Raises AdapterError, ContextTooLong, InvalidRequest for a prompt that is none, one
         that needs more cache than there is or a constraint that is not supported, ModelError where the model cannot
-        answer one.
+        answer one. `errors="return"`: an error of a prompt is the `error` of its output instead.
         """
-        encoded = encoded_prompts(listed(prompts), self._tokenizer)
-        return self._run(encoded, sampling, structured_outputs, lora_request, use_tqdm=use_tqdm)
+        all_prompts = listed(prompts)
+        of_prompts = PromptErrors(len(all_prompts), errors)
+        grammar = self._grammar_of(structured_outputs) if structured_outputs is not None else ""
+        encoded = encoded_prompts(all_prompts, self._tokenizer, of_prompts)
+        chats = {index: PreparedChat(tuple(prompt), _CONTINUED, grammar) for index, prompt in encoded.items()}
+        return self._answer(chats, sampling, lora_request, of_prompts, use_tqdm=use_tqdm)
 
     def chat(
         self,
@@ -204,23 +211,40 @@ class LLM:
         structured_outputs: StructuredOutputs | None = None,
         lora_request: LoRARequests = None,
         use_tqdm: bool = True,
+        errors: OnError = "raise",
         **options: Unpack[ConversationOptions],
     ) -> list[RequestOutput]:
-        """CollectedAnswer one conversation or several, and return one output for each, in order.
+        """Answer one conversation or several, and return one output for each, in order.
 
         A conversation is a list of messages in OpenAI's shape, or a text: the first message of its user. The answers
         are those of the gateway: thoughts and calls of tools stand apart from the text, calls are decoded under their
-        schemas, and `output.message` is what to append before the next turn. Raises like `generate`.
+        schemas, and `output.message` is what to append before the next turn. Raises like `generate`, or returns.
         """
-        chats = self._conversations.prepare(conversations_of(messages), structured_outputs, options)
-        return self._answer(chats, sampling, lora_request, use_tqdm=use_tqdm)
+        conversations = conversations_of(messages)
+        of_prompts = PromptErrors(len(conversations), errors)
+        chats = self._conversations.prepare(conversations, structured_outputs, options, of_prompts)
+        return self._answer(chats, sampling, lora_request, of_prompts, use_tqdm=use_tqdm)
 
-    def embed(self, texts: str | Sequence[str], *, use_tqdm: bool = True, **options: Unpack[EmbedOptions]) -> Vectors:
+    def embed(
+        self,
+        texts: str | Sequence[str],
+        *,
+        use_tqdm: bool = True,
+        errors: OnError = "raise",
+        **options: Unpack[EmbedOptions],
+    ) -> Vectors:
         """Return a vector of length 1 for every text, or for the one, float32 [texts, width].
 
-        Raises ContextTooLong, InvalidRequest.
+        Raises ContextTooLong, InvalidRequest, GenerationFailed. `errors="return"`: the vector of a text with an error
+        is NaN, and a warning says why.
         """
-        return self._texts.embed(listed(texts), options, partial(self._generate, use_tqdm=use_tqdm))
+        listed_texts = listed(texts)
+        of_texts = PromptErrors(len(listed_texts), errors)
+        vectors = self._texts.embed(listed_texts, options, partial(self._generate, use_tqdm=use_tqdm), of_texts)
+        for index, error in sorted(of_texts.by_index.items())[:1]:
+            count = len(of_texts.by_index)
+            logger.warning("%d of %d texts have no vector; texts[%d]: %s", count, of_texts.count, index, error)
+        return vectors
 
     def score(
         self,
@@ -243,32 +267,36 @@ class LLM:
             self._is_closed = True
             self._executor.close()
 
-    def _run(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Samplings,
-        structured_outputs: StructuredOutputs | None = None,
-        lora_request: LoRARequests = None,
-        *,
-        use_tqdm: bool = False,
-    ) -> list[RequestOutput]:
-        grammar = serialize_alone(part_of(structured_outputs)) if structured_outputs is not None else ""
-        chats = [PreparedChat(tuple(prompt), _CONTINUED, grammar) for prompt in prompts]
-        return self._answer(chats, sampling, lora_request, use_tqdm=use_tqdm)
+    def _grammar_of(self, outputs: StructuredOutputs) -> str:
+        try:
+            grammar = serialize_alone(part_of(outputs))
+            self._executor.check_grammar(grammar)
+        except InvalidRequest as error:
+            raise named(f"structured_outputs.{outputs.kind}", error) from error
+        return grammar
 
     def _answer(
-        self, prompts: Sequence[PreparedChat], sampling: Samplings, lora_request: LoRARequests, *, use_tqdm: bool
+        self,
+        chats: Mapping[int, PreparedChat],
+        sampling: Samplings,
+        lora_request: LoRARequests,
+        errors: PromptErrors,
+        *,
+        use_tqdm: bool,
     ) -> list[RequestOutput]:
-        samplings = samplings_of(sampling, len(prompts))
-        adapters = adapters_of(lora_request, len(prompts), self._served)
-        of_prompts: list[list[CollectedAnswer]] = []
-        for parts in zip(prompts, samplings, adapters, strict=True):
-            with naming(len(of_prompts), of=len(prompts)):
-                of_prompts.append(self._answers(*parts))
-        self._compute(of_prompts, use_tqdm=use_tqdm)
-        for first, *others in of_prompts:
-            first.output.others = [other.output for other in others]
-        return [answers[0].output for answers in of_prompts]
+        samplings = samplings_of(sampling, errors.count)
+        adapters = adapters_of(lora_request, errors.count, self._served)
+        of_prompts: dict[int, list[CollectedAnswer]] = {}
+        for index, chat in chats.items():
+            with errors.of(index):
+                of_prompts[index] = self._answers(chat, samplings[index], adapters[index])
+        self._compute(of_prompts, errors, use_tqdm=use_tqdm)
+        outputs = [RequestOutput(error=errors.by_index.get(index)) for index in range(errors.count)]
+        for index, (first, *others) in of_prompts.items():
+            if index not in errors.by_index:
+                first.output.others = [other.output for other in others]
+                outputs[index] = first.output
+        return outputs
 
     def _answers(
         self, prompt: PreparedChat, sampling: SamplingParams | None, adapter: LoraAdapter | None
@@ -284,15 +312,19 @@ class LLM:
             answers.append(CollectedAnswer(request, make_decoder, has_stops=bool(stops)))
         return answers
 
-    def _generate(self, requests: Sequence[Request], *, use_tqdm: bool) -> list[RequestOutput]:
-        answers = [CollectedAnswer(request) for request in requests]
-        self._compute([[answer] for answer in answers], use_tqdm=use_tqdm)
-        return [answer.output for answer in answers]
+    def _generate(
+        self, requests: Mapping[int, Request], errors: PromptErrors, *, use_tqdm: bool
+    ) -> dict[int, RequestOutput]:
+        answers = {index: [CollectedAnswer(request)] for index, request in requests.items()}
+        self._compute(answers, errors, use_tqdm=use_tqdm)
+        return {index: answer.output for index, (answer,) in answers.items() if index not in errors.by_index}
 
-    def _compute(self, of_prompts: Sequence[Sequence[CollectedAnswer]], *, use_tqdm: bool) -> None:
+    def _compute(
+        self, of_prompts: Mapping[int, Sequence[CollectedAnswer]], errors: PromptErrors, *, use_tqdm: bool
+    ) -> None:
         if os.getpid() != self._pid:  # the engine's threads were not forked
             raise ModelError("this LLM is of the process that this one was forked from; spawn processes instead")
-        answers = [answer for prompt in of_prompts for answer in prompt]
+        answers = [answer for prompt in of_prompts.values() for answer in prompt]
         by_id = {answer.request.request_id: answer for answer in answers}
         received = [Received(_ROUTER, PrefillRequest(answer.request, number)) for number, answer in enumerate(answers)]
         with self._turn:
@@ -302,8 +334,8 @@ class LLM:
                 raise ModelError("an earlier call broke off; make another LLM")
             with ProgressLine(len(answers), is_shown=use_tqdm) as progress:
                 reasons = self._perform(received, by_id, progress)
-        if reasons:
-            raise ModelError(_failure(of_prompts, reasons))
+        ids = {answer.request.request_id: index for index, prompt in of_prompts.items() for answer in prompt}
+        errors.fail({ids[request_id]: reason for request_id, reason in reasons.items()})
 
     def _request(
         self, prompt: Sequence[int], sampling: SamplingParams | None, grammar: str, adapter: LoraAdapter | None
@@ -325,7 +357,10 @@ class LLM:
         )
         if layout.blocks_for(len(prompt) + wanted.max_tokens) > num_blocks:
             raise InvalidRequest("the request needs more KV cache than memory_bytes allows", param="max_tokens")
-        self._executor.check_grammar(wanted.grammar)
+        try:
+            self._executor.check_grammar(wanted.grammar)
+        except InvalidRequest as error:
+            raise named("grammar", error) from error
         request_id = RequestId(secrets.token_hex(8))
         root = self._root
         if adapter is not None and root:
@@ -365,11 +400,3 @@ class LLM:
     def _abort(self, request_ids: Sequence[RequestId]) -> list[ColocatedCommand]:
         events = [Received(_ROUTER, AbortRequest(request_id)) for request_id in request_ids]
         return [command for event in events for command in self._logic.on_event(event, 0.0)]
-
-
-def _failure(of_prompts: Sequence[Sequence[CollectedAnswer]], reasons: Mapping[RequestId, str]) -> str:
-    ids = [[answer.request.request_id for answer in answers] for answers in of_prompts]
-    failed = [index for index, of_prompt in enumerate(ids) if not reasons.keys().isdisjoint(of_prompt)]
-    reason = next(reasons[request_id] for request_id in ids[failed[0]] if request_id in reasons)
-    which = f" (prompts[{failed[0]}])" if len(of_prompts) > 1 else ""
-    return f"{len(failed)} of {len(of_prompts)} prompts failed: {reason}{which}"

@@ -1,37 +1,63 @@
 """Vectors and scores of texts from Python, by the prompts that the gateway makes."""
 
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, TypedDict, TypeVar
+from typing import Literal, NamedTuple, TypedDict, TypeVar
+
+import numpy as np
 
 from alignedserve.api.embeddings.request_builder import check_dimensions, limit_of, prompt_named
 from alignedserve.api.embeddings.response_format import Vectors, computed_scores, cosines, unit_vectors
 from alignedserve.api.errors import GenerationFailed
 from alignedserve.api.openai.prompt_encoding import param_at
-from alignedserve.core.errors import ContextTooLong, InvalidRequest
+from alignedserve.core.errors import AlignedServeError, ContextTooLong, InvalidRequest, ModelError
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request, SamplingParams
 from alignedserve.offline.answers import RequestOutput
 from alignedserve.runtime.model.encoder.encoder_config import EncoderConfig
 from alignedserve.text.tokenizer import EncodedPair, Tokenizer
 
-
-@contextmanager
-def naming(index: int, *, of: int) -> Iterator[None]:
-    """Let an InvalidRequest within name the prompt that it is about, as `prompts[3]`; a single one needs no name."""
-    try:
-        yield
-    except InvalidRequest as error:
-        if of > 1:
-            error.args = (f"{param_at('prompts', index, of=of)}: {error}",)
-        raise
+OnError = Literal["raise", "return"]
 
 
-_EMBEDDING = SamplingParams(max_tokens=0, wants_embedding=True)
+class PromptErrors:
+    """What is wrong with single prompts of a call: raised, or kept while the others are answered."""
+
+    def __init__(self, count: int, on_error: OnError = "raise") -> None:
+        """`count`: the call's prompts; a single prompt needs no name. Raises InvalidRequest."""
+        if on_error not in ("raise", "return"):
+            raise InvalidRequest("errors must be 'raise' or 'return'.", param="errors")
+        self.by_index: dict[int, AlignedServeError] = {}
+        self.count = count
+        self._is_raised = on_error == "raise"
+
+    @contextmanager
+    def of(self, index: int) -> Iterator[None]:
+        """Keep an error within, or let it name the prompt, as `prompts[3]`."""
+        try:
+            yield
+        except AlignedServeError as error:
+            if not self._is_raised:
+                self.by_index[index] = error
+                return
+            if self.count > 1 and isinstance(error, InvalidRequest):
+                error.args = (f"{param_at('prompts', index, of=self.count)}: {error}",)
+            raise
+
+    def fail(self, reasons: Mapping[int, str]) -> None:
+        """Keep why computing has failed, or raise ModelError; there may be no reasons."""
+        if reasons and self._is_raised:
+            first = min(reasons)
+            which = f" (prompts[{first}])" if self.count > 1 else ""
+            raise ModelError(f"{len(reasons)} of {self.count} prompts failed: {reasons[first]}{which}")
+        self.by_index |= {index: ModelError(reason) for index, reason in reasons.items()}
+
+
+_EMBEDDING = SamplingParams(temperature=0.0, max_tokens=0, wants_embedding=True)  # nothing is drawn
 
 Prompt = TypeVar("Prompt")
-Compute = Callable[[Sequence[Request]], list[RequestOutput]]
+Compute = Callable[[Mapping[int, Request], PromptErrors], dict[int, RequestOutput]]
 
 
 class EmbedOptions(TypedDict, total=False):
@@ -46,12 +72,14 @@ def listed(prompts: str | Sequence[Prompt]) -> Sequence[str | Prompt]:
     return [prompts] if isinstance(prompts, str) else prompts
 
 
-def encoded_prompts(prompts: Iterable[str | Sequence[int]], tokenizer: Tokenizer) -> list[list[int]]:
-    """Return the token ids of every prompt. Raises InvalidRequest naming the one that is none."""
-    encoded: list[list[int]] = []
-    for prompt in (listed_prompts := [*prompts]):
-        with naming(len(encoded), of=len(listed_prompts)):
-            encoded.append(prompt_token_ids(prompt, tokenizer))
+def encoded_prompts(
+    prompts: Sequence[str | Sequence[int]], tokenizer: Tokenizer, errors: PromptErrors
+) -> dict[int, list[int]]:
+    """Return the token ids of every prompt that is one."""
+    encoded: dict[int, list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        with errors.of(index):
+            encoded[index] = prompt_token_ids(prompt, tokenizer)
     return encoded
 
 
@@ -77,60 +105,83 @@ class TextReader(NamedTuple):
     tokenizer: Tokenizer
     max_context_len: int
     encoder: EncoderConfig | None  # None: the model is a decoder
+    vector_width: int
     root: bytes  # as Request.prefix_root
 
-    def embed(self, texts: Sequence[str], options: EmbedOptions, compute: Compute) -> Vectors:
+    def embed(self, texts: Sequence[str], options: EmbedOptions, compute: Compute, errors: PromptErrors) -> Vectors:
+        """Return the vectors; those of texts with errors are NaN."""
         if self._is_cross_encoder:
             raise InvalidRequest("This model scores pairs of texts and has no vectors; use score.", param="texts")
         dimensions = options.get("dimensions")
         check_dimensions(dimensions, self.encoder)
-        prompts = self._texts(texts, options.get("prompt_name"), options.get("truncate_prompt_tokens"))
-        return unit_vectors(self._computed(prompts, compute), dimensions)
+        prompts = self._texts(texts, options.get("prompt_name"), options.get("truncate_prompt_tokens"), errors)
+        vectors = np.full((len(texts), dimensions or self.vector_width), np.nan, np.float32)
+        for index, embedding in self._computed(prompts, compute, errors).items():
+            with errors.of(index):
+                vectors[index] = unit_vectors([embedding], dimensions)[0]
+        return vectors
 
     def score(
         self, first: Sequence[str], second: Sequence[str], truncate_to: int | None, compute: Compute
     ) -> list[float]:
         if len(first) not in (1, len(second)):
             raise InvalidRequest("text_1 must be one text, or as many as text_2 has.", param="text_1")
+        errors = PromptErrors(1)  # places in a list of both sides would say nothing
         if not self._is_cross_encoder:
-            return cosines(self._computed(self._texts([*first, *second], None, truncate_to), compute), len(second))
+            prompts = self._texts([*first, *second], None, truncate_to, errors)
+            return cosines([*self._computed(prompts, compute, errors).values()], len(second))
         firsts = first if len(first) > 1 else [*first] * len(second)
-        return computed_scores(self._computed(self._pairs(firsts, second, truncate_to), compute))
+        prompts = self._pairs(firsts, second, truncate_to)
+        return computed_scores([*self._computed(prompts, compute, errors).values()])
 
     @property
     def _is_cross_encoder(self) -> bool:
         return self.encoder is not None and self.encoder.score is not None
 
-    def _texts(self, texts: Sequence[str], prompt_name: str | None, truncate_to: int | None) -> list[EncodedPair]:
+    def _texts(
+        self, texts: Sequence[str], prompt_name: str | None, truncate_to: int | None, errors: PromptErrors
+    ) -> dict[int, EncodedPair]:
         prompt = prompt_named(self.encoder.embedding if self.encoder is not None else None, prompt_name)
         limit = self._limit(texts, truncate_to)
-        encoded = [self.tokenizer.encode(prompt + text) for text in texts]
-        for index, token_ids in enumerate(encoded):
-            if limit is not None and len(token_ids) > limit:
-                encoded[index] = self.tokenizer.encode_beginning(prompt + texts[index], limit)
-        return self._checked([EncodedPair(token_ids, 0) for token_ids in encoded])
-
-    def _pairs(self, first: Sequence[str], second: Sequence[str], truncate_to: int | None) -> list[EncodedPair]:
-        limit = self._limit([*first, *second], truncate_to)
-        pairs = zip(first, second, strict=True)
-        return self._checked([self.tokenizer.encode_pair(*pair, max_tokens=limit) for pair in pairs])
-
-    def _limit(self, texts: Sequence[str], truncate_to: int | None) -> int | None:
-        if not texts or "" in texts:
-            raise InvalidRequest("There must be a text, and none empty.", param="texts")
-        return None if truncate_to is None else limit_of(truncate_to, self.max_context_len)
-
-    def _checked(self, encoded: list[EncodedPair]) -> list[EncodedPair]:
-        longest = max(len(pair.token_ids) for pair in encoded)
-        if longest > self.max_context_len:
-            raise ContextTooLong(f"a text has {longest} tokens, the model's context {self.max_context_len}")
+        encoded: dict[int, EncodedPair] = {}
+        for index, text in enumerate(texts):
+            with errors.of(index):
+                _check_text(text)
+                token_ids = self.tokenizer.encode(prompt + text)
+                if limit is not None and len(token_ids) > limit:
+                    token_ids = self.tokenizer.encode_beginning(prompt + text, limit)
+                encoded[index] = self._checked(EncodedPair(token_ids, 0))
         return encoded
 
-    def _computed(self, prompts: Sequence[EncodedPair], compute: Compute) -> list[bytes]:
-        outputs = compute([self._request(prompt) for prompt in prompts])
-        if not all(output.embedding for output in outputs):
-            raise GenerationFailed("The model gave no usable numbers, or a text needs more than memory_bytes.")
-        return [output.embedding for output in outputs]
+    def _pairs(self, first: Sequence[str], second: Sequence[str], truncate_to: int | None) -> dict[int, EncodedPair]:
+        limit = self._limit(second, truncate_to)
+        encoded: dict[int, EncodedPair] = {}
+        for index, pair in enumerate(zip(first, second, strict=True)):
+            for text in pair:
+                _check_text(text)
+            encoded[index] = self._checked(self.tokenizer.encode_pair(*pair, max_tokens=limit))
+        return encoded
+
+    def _limit(self, texts: Sequence[str], truncate_to: int | None) -> int | None:
+        if not texts:
+            raise InvalidRequest("There must be a text.", param="texts")
+        return None if truncate_to is None else limit_of(truncate_to, self.max_context_len)
+
+    def _checked(self, encoded: EncodedPair) -> EncodedPair:
+        length = len(encoded.token_ids)
+        if length > self.max_context_len:
+            raise ContextTooLong(f"a text has {length} tokens, the model's context {self.max_context_len}")
+        return encoded
+
+    def _computed(self, prompts: Mapping[int, EncodedPair], compute: Compute, errors: PromptErrors) -> dict[int, bytes]:
+        computed: dict[int, bytes] = {}
+        requests = {index: self._request(prompt) for index, prompt in prompts.items()}
+        for index, output in compute(requests, errors).items():
+            with errors.of(index):
+                if not output.embedding:
+                    raise GenerationFailed("The model gave no usable numbers, or a text needs more than memory_bytes.")
+                computed[index] = output.embedding
+        return computed
 
     def _request(self, prompt: EncodedPair) -> Request:
         return Request(
@@ -142,3 +193,8 @@ class TextReader(NamedTuple):
             prefix_root=self.root,
             second_text_at=prompt.second_at,
         )
+
+
+def _check_text(text: object) -> None:
+    if not isinstance(text, str) or not text:
+        raise InvalidRequest("A text must be a string, not empty.", param="texts")

@@ -29,7 +29,7 @@ async def stream_once(port: int, max_tokens: int) -> tuple[bytes, float]:
     """Return (all that was answered, seconds to its first byte) of one streamed chat completion."""
     fields = {"model": "bench", "messages": [{"role": "user", "content": "hi"}], "stream": True}
     body = json.dumps({**fields, "max_tokens": max_tokens, "ignore_eos": True}).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
     started_s = time.perf_counter()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(head.encode() + b"Content-Type: application/json\r\nConnection: close\r\n\r\n" + body)

@@ -27,6 +27,15 @@ def python_environment() -> Path:
     return folder / "bin"
 
 
+def openai_package(version: str) -> Path:
+    """Return a folder of this version of OpenAI's SDK alone, whose dependencies the Python clients' environment has."""
+    folder, executables = FOLDER / f"openai-{version}", python_environment()
+    if not folder.exists():
+        install = (executables / "uv", "pip", "install", "--quiet", "--python", executables / "python")
+        _run(*install, "--no-deps", "--target", folder, f"openai=={version}")
+    return folder
+
+
 def open_webui_environment() -> Path:
     """Return the folder of Open WebUI's executable: 900 MB, without the torch that only its documents and audio use."""
     folder, listed = FOLDER / "open-webui", HERE / "open_webui.txt"

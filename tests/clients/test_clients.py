@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from alignedserve.runtime.model.named_models import pocket_folder
+from tests.clients.environments import HERE, openai_package
 from tests.clients.running import RunDriver, run_client
 from tests.cluster.serving import Serving
 
@@ -28,6 +29,18 @@ def test_litellm(run_python: RunDriver) -> None:
     assert told["usage"] > 0
     assert 0 < told["text_tokens"] <= 4
     assert told["refused"] == "BadRequestError"
+
+
+@pytest.mark.parametrize("version", ["1.109.1", "2.9.0", "2.54.0", "3.57.0"])
+def test_openai_of_any_age_reads_streamed_calls(
+    version: str, server: Serving, python_clients: Path, tmp_path: Path
+) -> None:
+    words = (python_clients / "python", HERE / "drivers/openai_tool_stream.py")
+    printed = run_client(*words, url=server.url, cwd=tmp_path, PYTHONPATH=str(openai_package(version)))
+    told = json.loads(printed)
+    assert told["version"] == version
+    assert len(told["whole"]) > 0
+    assert told["whole"] == told["streamed"] == told["ended"]
 
 
 @pytest.mark.parametrize("api", ["chat", "responses"])

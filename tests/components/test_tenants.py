@@ -60,7 +60,7 @@ async def client_of(folder: Path, **prefix_cache: Any) -> AsyncIterator[Client]:
         try:
             await holds(lambda: backend._router is not None)
             transport = httpx.ASGITransport(build_app(services))
-            async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
                 yield Client(http, cluster)
         finally:
             backend.stop()

@@ -145,17 +145,21 @@ async def gateway(
     services = services_for(backend, GatewayConfig(**config), api_keys, prefix_hasher, model)
     app = build_app(services)
     try:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
             yield Gateway(client, backend, services, app)
     finally:
         services.close()
 
 
 def chunks_of(response: httpx.Response) -> list[dict[str, Any]]:
-    """Return the JSON of every event; the stream must end with [DONE]."""
+    """Return the JSON of every event; the stream must end with [DONE], and no chunk have two pieces of one call."""
     events = response.text.split("\n\n")
     assert events[-2:] == ["data: [DONE]", ""]
-    return [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
+    for choice in [choice for chunk in chunks for choice in chunk.get("choices", ())]:
+        indices = [call["index"] for call in choice.get("delta", {}).get("tool_calls", ())]
+        assert len(indices) == len(set(indices)), choice
+    return chunks
 
 
 def error_of(response: httpx.Response, status: int) -> dict[str, Any]:

@@ -147,7 +147,7 @@ async def test_a_disconnect_aborts_at_once(is_streamed: bool, first_token_delay_
     async with serving(lambda _: script) as (url, backend, _):
         port = int(url.rpartition(":")[2])
         body = json.dumps({"model": "tiny", "messages": MESSAGES, "stream": is_streamed, "n": 2}).encode()
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
 

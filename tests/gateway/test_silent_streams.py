@@ -134,7 +134,8 @@ async def test_a_stream_that_waits_for_its_model_gets_comments(monkeypatch: pyte
 async def test_a_client_that_leaves_waits_for_no_model(monkeypatch: pytest.MonkeyPatch, asked: Asked) -> None:
     path, body = asked
     headers = [(b"content-type", b"application/json")]
-    scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b""}
+    scope = {"type": "http", "http_version": "1.0", "method": "POST", "path": path, "query_string": b""}
+    scope |= {"headers": headers}
     sent: list[Any] = []
 
     async with gateway() as served, asyncio.timeout(20):

@@ -62,7 +62,7 @@ class ToolUseBlock(Block):
     type: Literal["tool_use"]
     id: str = Field(min_length=1)
     name: str
-    input: dict[str, Any]
+    input: dict[str, Any] | str = Field(default_factory=dict)  # a text: as it came, perhaps cut off
 
 
 class ToolResultBlock(Block):
@@ -111,7 +111,7 @@ class InputMessage(Schema):
     """One message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | Annotated[BlockList, Field(min_length=1)]
+    content: str | BlockList  # empty where `max_tokens` cut an answer's first call
 
 
 class ClientTool(Schema):

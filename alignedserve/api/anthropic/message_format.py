@@ -134,9 +134,10 @@ def _with_input(block: dict[str, Any]) -> dict[str, Any]:
     if text is None:
         return block
     try:
-        return block | {"input": orjson.loads(text)}
+        value = orjson.loads(text)
     except orjson.JSONDecodeError:
         return block
+    return block | {"input": value} if isinstance(value, dict) else block
 
 
 def server_sent_event(kind: str, payload: bytes) -> bytes:

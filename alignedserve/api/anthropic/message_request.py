@@ -1,6 +1,7 @@
 """Translates bodies of the Messages API, and builds their requests."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import orjson
@@ -36,6 +37,7 @@ from alignedserve.api.conversation import (
     ToolChoice,
     check_conversation,
 )
+from alignedserve.api.errors import refuse
 from alignedserve.api.models.model_card import PromptServices
 from alignedserve.api.models.model_services import ModelServices
 from alignedserve.api.openai.chat_prompt import answer_forms
@@ -78,6 +80,8 @@ class MessageTranslator:
     def _translated(self, message: InputMessage, path: str) -> Iterator[PastMessage]:
         if message.role == "assistant":
             yield self._assistant_message(message, path)
+        elif message.content == []:
+            refuse(f"{path}.content", "List should have at least 1 item")
         elif message.role == "system":
             yield PastMessage("system", path, self._texts(message.content, f"{path}.content"))
         else:
@@ -146,7 +150,7 @@ def conversation_of_message(body: MessageFields, parser: BodyParser) -> Conversa
     translator = MessageTranslator(parser)
     translator.translate(body.system, body.messages)
     tools = (
-        OfferedTool(tool.name, tool.description, tool.input_schema, path, f"{path}.input_schema")
+        OfferedTool(tool.name, tool.description, tool.input_schema, path, f"{path}.input_schema", tool.strict is True)
         for path, tool in ((f"tools[{index}]", tool) for index, tool in enumerate(parser.tools(body.tools)))
         if not tool.defer_loading or tool.name in translator.referenced_tools
     )
@@ -211,26 +215,28 @@ async def build_message_request(
     """Return the request of a message. `prompts`: None: they are made here. Raises InvalidRequest."""
     conversation = await _translated(body, arrival.ignored, services)
     prompts = prompts or await _prompts(conversation, services)
-    _note_thinking(body, services, arrival.ignored)
+    if problem := _unheeded_thinking(body, services):
+        if arrival.ignored is None:
+            raise InvalidRequest(problem, param="thinking")
+        arrival.ignored.add("thinking")
+        conversation = replace(conversation, thinking_budget=None)
     try:
         return await build_chat_request(conversation, message_spec(body), arrival, services, prompts)
     except ContextTooLong as error:
         raise _prompt_too_long(len(prompts[0].token_ids), services) from error
 
 
-def _note_thinking(body: MessagesRequest, model: ModelServices, ignored: IgnoredFields | None) -> None:
-    """Name `thinking` among the ignored fields where it is off and the model always thinks.
-
-    `ignored`: None: such fields are refused, with InvalidRequest.
-    """
+def _unheeded_thinking(body: MessagesRequest, model: ModelServices) -> str | None:
+    """Return why the model cannot do what `thinking` asks for; None: it can."""
     template = model.tokenizer.chat_template
-    if body.thinking is None or body.thinking.type != "disabled" or template is None:
-        return
+    if body.thinking is None or template is None:
+        return None
     _, reasoning = answer_forms(model)
-    if reasoning is not None and not any(name in template.variables for name in _SWITCHES):
-        if ignored is None:
-            raise InvalidRequest("This model always thinks.", param="thinking")
-        ignored.add("thinking")
+    if body.thinking.type == "enabled" and reasoning is None:
+        return "This model does not think."
+    has_switch = any(name in template.variables for name in _SWITCHES)
+    always_thinks = reasoning is not None and not has_switch
+    return "This model always thinks." if body.thinking.type == "disabled" and always_thinks else None
 
 
 async def message_prompts(body: MessagesRequest, services: PromptServices, ignored: IgnoredFields | None) -> Prompts:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field, PlainValidator
+from pydantic import Field, PlainValidator, ValidationError
 
 from alignedserve.api.models.model_card import PromptServices
 from alignedserve.api.models.model_services import ModelServices
@@ -26,6 +26,12 @@ _TEXT_FORMS = "must be a string or a list of strings, not empty"
 _DOCUMENT_FORMS = f'{_TEXT_FORMS}; in the place of a string may stand {{"text": "..."}}'
 
 
+class Document(Schema):
+    """A text to rank."""
+
+    text: str
+
+
 def _checked_texts(value: Any) -> list[str]:
     texts = [value] if isinstance(value, str) else value
     if isinstance(texts, list) and texts and all(type(text) is str for text in texts):
@@ -33,20 +39,19 @@ def _checked_texts(value: Any) -> list[str]:
     raise ValueError(_TEXT_FORMS)
 
 
-def _checked_documents(value: Any) -> list[str]:
-    if isinstance(value, list):
-        value = [
-            document["text"] if isinstance(document, dict) and document.keys() == {"text"} else document
-            for document in value
-        ]
+def _checked_documents(value: Any) -> list[Document]:
+    values = value if isinstance(value, list) else [value]
     try:
-        return _checked_texts(value)
-    except ValueError:
-        raise ValueError(_DOCUMENT_FORMS) from None
+        documents = [Document.model_validate({"text": text} if isinstance(text, str) else text) for text in values]
+    except ValidationError:
+        documents = []
+    if not documents:
+        raise ValueError(_DOCUMENT_FORMS)
+    return documents
 
 
 _Texts = Annotated[list[str], PlainValidator(_checked_texts)]
-_Documents = Annotated[list[str], PlainValidator(_checked_documents)]
+_Documents = Annotated[list[Document], PlainValidator(_checked_documents)]
 
 
 class PromptFields(Schema):
@@ -81,7 +86,7 @@ class RerankRequest(PromptFields):
 
     query: str
     documents: _Documents
-    top_n: int | None = Field(None, ge=1)
+    top_n: int | None = Field(None, ge=0)  # 0: all of them
     return_documents: bool = True
 
 
@@ -205,7 +210,7 @@ def _checked(prompts: list[Prompt], services: PromptServices, param: str) -> lis
     return prompts
 
 
-_EMBEDDING = SamplingParams(max_tokens=0, wants_embedding=True)
+_EMBEDDING = SamplingParams(temperature=0.0, max_tokens=0, wants_embedding=True)  # nothing is drawn
 
 
 class PairSides(NamedTuple):
@@ -222,7 +227,8 @@ class PairSides(NamedTuple):
     def of(cls, body: ScoreRequest | RerankRequest) -> "PairSides":
         """Return the texts of a body. Raises InvalidRequest unless they make pairs."""
         if isinstance(body, RerankRequest):
-            return cls([body.query], body.documents, "query", "documents", QUERY_PROMPTS, DOCUMENT_PROMPTS)
+            texts = [document.text for document in body.documents]
+            return cls([body.query], texts, "query", "documents", QUERY_PROMPTS, DOCUMENT_PROMPTS)
         if len(body.text_1) not in (1, len(body.text_2)):
             raise InvalidRequest("text_1 must be one text, or as many as text_2 has.", param="text_1")
         return cls(body.text_1, body.text_2, "text_1", "text_2")

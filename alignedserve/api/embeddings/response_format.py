@@ -99,7 +99,7 @@ class RerankFormatter:
     def body(self, choices: Sequence[Sequence[ChoiceDelta]]) -> bytes:
         scores = self._read_scores(self._generation.embeddings)
         ranking = sorted(range(len(scores)), key=lambda index: (-scores[index], index))
-        results = [self._result(index, scores[index]) for index in ranking[: self._body.top_n]]
+        results = [self._result(index, scores[index]) for index in ranking[: self._body.top_n or None]]
         request = self._generation.request
         whole = {"id": request.response_id, "model": request.model, "results": results}
         return orjson.dumps(whole | {"usage": _usage(self._generation)} | extension_of(self._generation))
@@ -107,7 +107,7 @@ class RerankFormatter:
     def _result(self, index: int, score: float) -> dict[str, Any]:
         result: dict[str, Any] = {"index": index, "relevance_score": score}
         if self._body.return_documents:
-            result["document"] = {"text": self._body.documents[index]}
+            result["document"] = {"text": self._body.documents[index].text}
         return result
 
 

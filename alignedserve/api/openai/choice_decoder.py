@@ -2,6 +2,8 @@
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import groupby
+from operator import attrgetter
 from typing import NamedTuple
 
 from typing_extensions import override
@@ -234,8 +236,16 @@ def _delta_of(runs: Sequence[OutputRun], logprobs: tuple[OffsetLogprob, ...]) ->
         "".join([run.content for run in runs]),
         logprobs,
         reasoning="".join([run.reasoning for run in runs]),
-        tool_calls=tuple([call for run in runs for call in run.tool_calls]),
+        tool_calls=_by_call([call for run in runs for call in run.tool_calls]),
     )
+
+
+def _by_call(deltas: Sequence[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
+    """Return one delta of each call: many clients read no more than one from a chunk."""
+    if len(deltas) < 2:
+        return tuple(deltas)
+    calls = [list(group) for _, group in groupby(deltas, attrgetter("call_index"))]
+    return tuple([call[0]._replace(arguments="".join([delta.arguments for delta in call])) for call in calls])
 
 
 def _pieces(runs: Sequence[OutputRun], logprobs: Sequence[OffsetLogprob], start: int) -> tuple[ChoiceDelta, ...]:

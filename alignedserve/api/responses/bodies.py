@@ -30,12 +30,15 @@ Include = Literal[
 ]
 
 
+Summary = Literal["auto", "concise", "detailed"]
+
+
 class Reasoning(Schema):
     """How much the model thinks, and what is shown of it: always all, in the item's content."""
 
     effort: ReasoningEffort | None = None
-    summary: Literal["auto"] | None = None
-    generate_summary: Literal["auto"] | None = None
+    summary: Summary | None = None
+    generate_summary: Summary | None = None
 
 
 class TextFormat(Schema):

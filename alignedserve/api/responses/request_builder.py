@@ -133,6 +133,7 @@ def conversation_of_items(body: ResponseFields, items: Sequence[Item]) -> Conver
                     offered.tool.parameters,
                     offered.path,
                     f"{offered.path}.parameters",
+                    offered.tool.strict is True,
                 )
                 for offered in offered_functions(body.tools)
             ),
@@ -178,9 +179,8 @@ def _with_answer(message: PastMessage, item: Item) -> PastMessage:
         case "reasoning":
             thought = text_of(item["content"] or item["summary"])
             return message._replace(thought="\n".join(filter(None, [message.thought, thought])) or None)
-        case "function_call" if item["status"] == "incomplete":
-            return message  # the limit of tokens cut it short: it has no result, and its arguments may be none
-    call = PastCall.of(item["call_id"], chat_name(item["name"], item.get("namespace")), item["arguments"])
+    name, is_cut = chat_name(item["name"], item.get("namespace")), item["status"] == "incomplete"
+    call = PastCall.of(item["call_id"], name, item["arguments"], is_cut=is_cut)
     return message._replace(calls=(*message.calls, call))
 
 

@@ -148,12 +148,9 @@ def _range(text: str) -> list[int]:
     return [int(match[1]), int(match[2])]
 
 
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
-
-
 def warn_of_strangers(config: GatewayConfig) -> None:
     """Say so where others than this host reach the gateways, and need no key. Raises ConfigError."""
-    if not api_keys() and not config.keys_file and config.host not in _LOOPBACK:
+    if not api_keys() and not config.keys_file and not config.is_local:
         notes().print(f"warning: anyone who reaches the gateways may use them; set {API_KEYS_VARIABLE}", soft_wrap=True)
 
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -15,7 +16,6 @@ from alignedserve.core.request import Slo
 
 # With public keys alone: what verifies a token cannot make one.
 ALGORITHMS = (*("RS256", "RS384", "RS512", "PS256", "PS384", "PS512"), *("ES256", "ES384", "ES512", "EdDSA"))
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _MAX_ISSUERS = 16
 
 
@@ -72,11 +72,19 @@ def _is_safe(url: str) -> bool:
         return False
     if not host or parts.username is not None or parts.fragment:
         return False
-    return parts.scheme == "https" or (parts.scheme == "http" and host in _LOOPBACK)
+    return parts.scheme == "https" or (parts.scheme == "http" and _is_loopback(host))
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 AUTO, NONE = "auto", "none"  # of default objectives
 _ORIGIN = re.compile(r"\*|https?://[^/\s,]+", re.ASCII)
+_NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*", re.ASCII)
 _LABEL = "[a-z0-9]([a-z0-9-]*[a-z0-9])?"
 _HOST = re.compile(rf"(\*\.)?({_LABEL}\.)*[a-z]([a-z0-9-]*[a-z0-9])?(:[1-9][0-9]{{0,4}})?", re.ASCII)  # no address
 
@@ -125,6 +133,9 @@ class GatewayConfig(Section, frozen=True):
     jwt: tuple[JwtIssuer, ...] = ()  # whose tokens stand for keys of that file
     strict: bool = False  # unknown fields are refused; otherwise ignored, and named by a header of the response
     cors_origins: tuple[str, ...] = ()  # pages of these origins may call it, such as https://chat.example; "*": all
+    host_names: tuple[
+        str, ...
+    ] = ()  # it answers to, beside localhost and addresses; others: 403 on loopback, without keys
     # Objectives of real-time requests that name none: seconds, "auto" (from the speed of the machine) or "none".
     default_ttft_s: float | str = "auto"  # to the first token
     default_tpot_s: float | str = "auto"  # between tokens, on average
@@ -143,6 +154,11 @@ class GatewayConfig(Section, frozen=True):
     def num_ports(self) -> int:
         """Return how many ports the gateways need where they are on one host, from `port` on."""
         return 1 if self.shared_port else self.count
+
+    @property
+    def is_local(self) -> bool:
+        """Return whether it listens on loopback alone."""
+        return _is_loopback(self.host)
 
     @property
     def scheme(self) -> str:
@@ -200,6 +216,8 @@ class GatewayConfig(Section, frozen=True):
         self._require(0.0 <= self.drain_s <= 86400.0, "drain_s", "must be between 0 and 86400 seconds")
         are_origins = all(_ORIGIN.fullmatch(origin) for origin in self.cors_origins)
         self._require(are_origins, "cors_origins", "must be origins such as https://chat.example, or *")
+        are_names = all(_NAME.fullmatch(name) for name in self.host_names)
+        self._require(are_names, "host_names", "must be names in lower case such as chat.example, without a port")
         self._require(
             self.requests_per_minute is None or self.requests_per_minute > 0, "requests_per_minute", "must be above 0"
         )

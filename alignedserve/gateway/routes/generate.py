@@ -8,6 +8,7 @@ from starlette.responses import Response
 from alignedserve.api.endpoints import (
     ENDPOINTS,
     INPUT_TOKENS,
+    RERANK,
     RESPONSES,
     TOKEN_ENDPOINTS,
     GeneratingEndpoint,
@@ -56,4 +57,5 @@ for generating in ENDPOINTS.values():
         ROUTES.add("POST", generating.path)(partial(_generate, generating))
 for counting in TOKEN_ENDPOINTS.values():
     if counting is not INPUT_TOKENS:
-        ROUTES.add("POST", counting.path)(partial(_count, counting))
+        ROUTES.add("POST", f"/v1{counting.path.removeprefix('/v1')}")(partial(_count, counting))
+ROUTES.add("POST", "/v2/rerank")(partial(_generate, RERANK))  # Cohere's path

@@ -20,7 +20,7 @@ from alignedserve.runtime.model.weight_index import INDEX_NAME, SINGLE_NAME
 from alignedserve.runtime.model.weight_names import LinearModule, find_head, find_prefix, linear_modules
 from alignedserve.runtime.model.weights.safetensors_source import SafetensorsSource
 from alignedserve.text.tokenizer_files import MORE_TEMPLATES
-from kernels.weight_blocks.block_values import FLOATS_OF_4_BITS
+from kernels.block_values import FLOATS_OF_4_BITS
 
 _FLOATS = torch.from_numpy(FLOATS_OF_4_BITS)
 _SHARD_BYTES = 2 << 30

@@ -74,6 +74,7 @@ DRIVEN = (
     Driven("openai_sdk.mjs"),
     Driven("openai_responses.mjs"),
     Driven("anthropic_sdk.mjs"),
+    Driven("openai_tool_stream.py"),
     Driven("openai_agents.py", "chat"),
     Driven("openai_agents.py", "responses"),
     Driven("langchain_chat.py"),

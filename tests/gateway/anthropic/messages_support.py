@@ -83,4 +83,6 @@ def sdk_of(app: Starlette, api_key: str = "any") -> Any:
     import anthropic
 
     http_client = httpx2.AsyncClient(transport=httpx2.ASGITransport(app))
-    return anthropic.AsyncAnthropic(base_url="http://test", api_key=api_key, max_retries=0, http_client=http_client)
+    return anthropic.AsyncAnthropic(
+        base_url="http://localhost", api_key=api_key, max_retries=0, http_client=http_client
+    )

@@ -45,7 +45,7 @@ async def answered(app: Any, path: str) -> list[MutableMapping[str, Any]]:
     async def send(message: MutableMapping[str, Any]) -> None:
         sent.append(message)
 
-    scope = {"type": "http", "method": "GET", "path": path, "query_string": b"", "headers": []}
+    scope = {"type": "http", "http_version": "1.0", "method": "GET", "path": path, "query_string": b"", "headers": []}
     await app(scope, receive, send)
     return sent
 
@@ -263,12 +263,13 @@ async def test_results_are_made_beside_the_loop_and_sent_together(
 
 
 async def test_results_lie_behind_the_proxy_that_the_client_came_by(tmp_path: Path) -> None:
-    async with batch_gateway(tmp_path) as served, sdk_of(served.app) as client:
+    config = GatewayConfig(host_names=("llm.example",))
+    async with batch_gateway(tmp_path, gateway_config=config) as served, sdk_of(served.app) as client:
         batch = await ended(client, await client.messages.batches.create(requests=[asking("a")]))
         path, headers = f"/v1/messages/batches/{batch.id}", {"x-forwarded-proto": "https", "host": "llm.example"}
         shown = (await served.client.get(path, headers=headers)).json()
     assert (batch.results_url, shown["results_url"]) == (
-        f"http://test{path}/results",
+        f"http://localhost{path}/results",
         f"https://llm.example{path}/results",
     )
 

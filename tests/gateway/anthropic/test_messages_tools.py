@@ -106,6 +106,32 @@ async def test_results_reach_the_model_after_their_calls() -> None:
 
 
 @each(
+    "sent", [{}, {"input": None}, {"input": '{"city": "Os'}, {"input": {"city": "Oslo"}}, {"input": {"a": [[]] * 40}}]
+)
+async def test_calls_of_any_input_are_told_with_their_results(sent: dict[str, Any]) -> None:
+    use = {"type": "tool_use", "id": "toolu_1", "name": "get_weather", **sent}
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "cut off"}
+    turns = [*ASKED["messages"], {"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
+    model = model_with(HERMES)
+    async with gateway(saying(model, "well"), model=model) as served:
+        message_of(await ask(served, messages=turns))
+        assert prompt_of(model, served.backend.submitted[0]).endswith("<|tool|>cut off<|end|><|assistant|>")
+
+
+async def test_the_conversation_goes_on_behind_an_answer_that_max_tokens_cut() -> None:
+    model = model_with(HERMES)
+    async with gateway(scripted(model, CALL), model=model) as served:
+        for max_tokens in range(1, 50, 3):
+            first = message_of(await ask(served, tools=[WEATHER], max_tokens=max_tokens))
+            answer = {"role": "assistant", "content": first["content"]}
+            calls = [block["id"] for block in first["content"] if block["type"] == "tool_use"]
+            results = [{"type": "tool_result", "tool_use_id": call_id} for call_id in calls]
+            for behind in ([], results):
+                turn = {"role": "user", "content": [*behind, {"type": "text", "text": "go on"}]}
+                message_of(await ask(served, messages=[*ASKED["messages"], answer, turn], tools=[WEATHER]))
+
+
+@each(
     ("fields", "path"),
     [
         ({"tools": [WEATHER, WEATHER]}, "tools[1].name"),
@@ -118,7 +144,6 @@ async def test_results_reach_the_model_after_their_calls() -> None:
             {"tools": [WEATHER | {"defer_loading": True}, WEATHER | {"name": "b", "input_schema": {"type": "string"}}]},
             "tools[1].input_schema",
         ),
-        ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "thinking.budget_tokens"),
         (
             {"output_config": {"format": {"type": "json_schema", "schema": {"type": "no"}}}},
             "output_config.format.schema",
@@ -164,6 +189,19 @@ async def test_thinking_is_switched_and_bounded() -> None:
     assert prompt_of(model, without).rstrip().endswith("</think>")
     assert "max_tokens=2000" in with_thought.sampling.grammar
     assert [block["type"] for block in message["content"]] == ["thinking", "text"]
+
+
+async def test_a_model_that_does_not_think_says_so() -> None:
+    fields: dict[str, Any] = {"max_tokens": 32000, "thinking": {"type": "enabled", "budget_tokens": 31999}}
+    async with gateway() as served:
+        answer = await ask(served, **fields)
+        assert [block["type"] for block in message_of(answer)["content"]] == ["text"]
+        assert served.backend.submitted[0].sampling.grammar == ""
+        assert await count(served, thinking=fields["thinking"]) > 0
+        message_of(await ask(served, thinking={"type": "adaptive"}))
+    assert answer.headers["x-alignedserve-ignored-fields"] == "thinking"
+    async with gateway(strict=True) as served:
+        assert failure_of(await ask(served, **fields), 400)["message"] == "thinking: This model does not think."
 
 
 async def test_effort_goes_to_templates_that_know_it() -> None:

@@ -148,7 +148,7 @@ async def batch_gateway(
         files_api=FilesApi(stores, batches),
     )
     app = build_app(services)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
         runner = ClusterLineRunner(services, stores.responses.events)
         served = BatchGateway(app, client, backend, records, stores, batches, runner, services, max_in_flight)
         if is_driven:

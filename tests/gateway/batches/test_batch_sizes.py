@@ -131,7 +131,7 @@ async def test_200_megabytes_and_back(tmp_path: Path) -> None:
 async def test_a_client_that_hangs_up_in_the_middle_leaves_nothing(tmp_path: Path) -> None:
     async with batch_gateway(tmp_path, is_driven=False) as served, listening(served.app) as url:
         _, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
-        head = f"POST /v1/files HTTP/1.1\r\nhost: x\r\ncontent-length: {len(HEAD) + 10_000_000}\r\n"
+        head = f"POST /v1/files HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(HEAD) + 10_000_000}\r\n"
         writer.write(head.encode() + b"content-type: multipart/form-data; boundary=b\r\n\r\n" + HEAD + _CHUNK)
         await writer.drain()
 

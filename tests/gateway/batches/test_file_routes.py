@@ -147,6 +147,7 @@ async def test_an_upload_that_is_broken_off_leaves_nothing(tmp_path: Path) -> No
 
     scope = {
         "type": "http",
+        "http_version": "1.0",
         "method": "POST",
         "path": "/v1/files",
         "query_string": b"",

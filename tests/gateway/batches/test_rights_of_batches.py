@@ -116,7 +116,7 @@ async def test_a_key_has_no_more_batches_where_it_asks_two_gateways_at_once(tmp_
     async with batch_gateway(tmp_path, is_driven=False, max_active=2, records=SlowRecords()) as served:
         file_id = (await served.upload(chat_lines(1))).json()["id"]
         other = build_app(replace(served.services, files_api=FilesApi(served.stores, served.config)))
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(other), base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(other), base_url="http://localhost") as client:
             second = replace(served, client=client)
             answers = await asyncio.gather(*(one.create(file_id) for one in (served, second) * 4))
     assert sorted(answer.status_code for answer in answers) == [200] * 2 + [429] * 6

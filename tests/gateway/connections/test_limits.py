@@ -19,7 +19,7 @@ from tests.support.marks import each
 
 pytestmark = pytest.mark.slow
 
-GET = b"GET /health HTTP/1.1\r\nHost: x\r\n"
+GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
 PATIENCE_S = 60.0
 
 Connect = Any
@@ -62,7 +62,7 @@ async def status_of(reader: asyncio.StreamReader) -> int:
 
 def chat(*headers: bytes, **fields: Any) -> bytes:
     body = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "hello"}], **fields}).encode()
-    head = [b"POST /v1/chat/completions HTTP/1.1", b"Host: x", b"Content-Type: application/json", *headers]
+    head = [b"POST /v1/chat/completions HTTP/1.1", b"Host: localhost", b"Content-Type: application/json", *headers]
     return b"\r\n".join([*head, b"Content-Length: %d" % len(body), b"", body])
 
 

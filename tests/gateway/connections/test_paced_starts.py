@@ -88,5 +88,5 @@ async def test_a_client_with_a_token_does_not_wait_for_made_up_ones(tmp_path: Pa
 
 async def test_where_no_keys_are_set_addresses_have_turns_whatever_keys_they_bring(served: Gateway) -> None:
     address = httpx.ASGITransport(served.app, client=("192.0.2.1", 1))
-    async with httpx.AsyncClient(transport=address, base_url="http://test") as other:
+    async with httpx.AsyncClient(transport=address, base_url="http://localhost") as other:
         assert await ends_of(served.client, MADE_UP, "another", other) < 20

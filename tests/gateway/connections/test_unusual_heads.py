@@ -10,7 +10,7 @@ from tests.support.marks import each
 async def test_a_target_that_cannot_be_read_is_refused(target: bytes) -> None:
     async with serving() as connect:
         reader, writer = await connect()
-        writer.write(target + b" HTTP/1.1\r\nHost: x\r\n\r\n")
+        writer.write(target + b" HTTP/1.1\r\nHost: localhost\r\n\r\n")
         answer = await rest_of(reader)
         assert answer.startswith(b"HTTP/1.1 400 ")
         assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "invalid_http"

@@ -29,7 +29,10 @@ async def served(**limits: Any) -> AsyncIterator[tuple[Gateway, "AsyncOpenAI"]]:
     async with gateway() as running:
         running.services.keys.ring = ring_of((), [msgspec.convert(row, KeyRow)])
         http: Any = running.client
-        yield running, openai.AsyncOpenAI(api_key="team-a", base_url="http://test/v1", http_client=http, max_retries=0)
+        yield (
+            running,
+            openai.AsyncOpenAI(api_key="team-a", base_url="http://localhost/v1", http_client=http, max_retries=0),
+        )
 
 
 async def test_requests_per_minute() -> None:

@@ -157,7 +157,7 @@ async def test_openais_client_sees_what_is_refused() -> None:
 
     async with served() as running:
         client = openai.AsyncOpenAI(
-            api_key="documents", base_url="http://test/v1", http_client=cast(Any, running.client)
+            api_key="documents", base_url="http://localhost/v1", http_client=cast(Any, running.client)
         )
         with pytest.raises(openai.PermissionDeniedError) as refused:
             await client.chat.completions.create(**CHAT, service_tier="priority")  # type: ignore[call-overload]

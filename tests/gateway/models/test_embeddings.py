@@ -55,7 +55,7 @@ async def test_openais_sdk_reads_them() -> None:
     import openai
 
     async with gateway() as served, httpx2.AsyncClient(transport=httpx2.ASGITransport(served.app)) as http:
-        client = openai.AsyncOpenAI(base_url="http://test/v1", api_key="none", http_client=http)
+        client = openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="none", http_client=http)
         answer = await client.embeddings.create(model="tiny", input=["hello", "the dog"])
     assert answer.data[1].embedding == pytest.approx(direction(tokens_of("the dog")), abs=1e-6)
 
@@ -107,7 +107,10 @@ async def test_pairs_that_do_not_match_are_refused() -> None:
         ("/v1/score", {"text_1": "a", "text_2": ["a", ""]}, "text_2[1]"),
         ("/v1/rerank", {"query": "", "documents": ["a"]}, "query"),
         ("/v1/rerank", {"query": "a", "documents": [""]}, "documents"),
-        ("/v1/rerank", {"query": "a", "documents": [{"text": "b", "title": "c"}]}, "documents"),
+        ("/v1/rerank", {"query": "a", "documents": [{"title": "c"}]}, "documents"),
+        ("/v1/rerank", {"query": "a", "documents": ["b", {"text": 7}]}, "documents"),
+        ("/v1/rerank", {"query": "a", "documents": ["b", {"text": ""}]}, "documents[1]"),
+        ("/v1/rerank", {"query": "a", "documents": []}, "documents"),
         ("/v1/rerank", {"query": "fox " * 300, "documents": ["a"]}, "query"),
     ],
 )
@@ -136,6 +139,28 @@ async def test_objectives_are_reported_and_not_taken_at_best_effort(path: str, t
 def test_no_cosine_is_beyond_one() -> None:
     vector = struct.pack("<4f", 0.3, 0.05, 0.1, 0.05)  # its product with itself is 1 + 1.2e-7 in float32
     assert cosines([vector, vector], 1) == [1.0]
+
+
+@each("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
+@each(
+    ("documents", "ignored"),
+    [
+        ("the dog", None),
+        (["the dog", "hello"], None),
+        (["the dog", {"text": "hello", "title": "t", "url": {"a": 1}}], "documents[].title, documents[].url"),
+    ],
+)
+async def test_rankings_answer_at_every_path_and_ignore_further_fields_of_documents(
+    path: str, documents: Any, ignored: str | None
+) -> None:
+    async with gateway() as served:
+        answer = await post(served, path, query="hello", documents=documents, top_n=0, max_tokens_per_doc=4096)
+    assert answer.status_code == 200, answer.text
+    results = answer.json()["results"]
+    assert (len(results), results[0]["index"]) == ((1, 0) if isinstance(documents, str) else (2, 1))
+    assert results[0]["document"]["text"] == ("the dog" if isinstance(documents, str) else "hello")
+    named = filter(None, ["max_tokens_per_doc", ignored])
+    assert answer.headers["x-alignedserve-ignored-fields"] == ", ".join(named)
 
 
 async def test_a_ranking_begins_with_the_likest() -> None:

@@ -1,10 +1,11 @@
 """POST /v1/responses without state: fields, events, errors."""
 
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 
 from alignedserve.api.errors import Overloaded, TimedOut
+from alignedserve.api.responses.bodies import Summary
 from alignedserve.core.request import RequestClass
 from tests.gateway.responses.responses_support import events_of, response_of, text_of
 from tests.gateway.support import Gateway, error_of, gateway, saying, tokenizer, tokens_of
@@ -169,7 +170,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"truncation": "some"}, "truncation"),
     ({"truncation": "auto", "input": "fox " * 300}, "input"),
     ({"text": {"verbosity": "chatty"}}, "text.verbosity"),
-    ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
+    ({"reasoning": {"summary": "long"}}, "reasoning.summary"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
     ({"tools": [{"type": "function"}]}, "tools[0].name"),
     ({"tools": 7}, "tools"),
@@ -204,6 +205,7 @@ async def test_refused_fields_are_named(fields: dict[str, Any], param: str) -> N
         {"ignore_eos": False},
         {"length_penalty": 1},
         {"response_format": {"type": "text"}},
+        *({"reasoning": {name: value}} for name in ("summary", "generate_summary") for value in get_args(Summary)),
     ],
 )
 async def test_fields_of_chat_that_ask_for_nothing_are_accepted(fields: dict[str, Any]) -> None:

@@ -42,7 +42,6 @@ def saying(model: ModelCard, *texts: str) -> Callable[[Request], Script]:
     ("items", "problem"),
     [
         ([OUTPUT], "no call before it has the id 'call_1'"),
-        ([CALLED | {"arguments": "{"}], "those of the call 'call_1' must be the text of a JSON object"),
         ([CALLED], "the call 'call_1' has no result, which must follow it"),
         ([CALLED, ASKED], "the call 'call_1' before it has no result yet, which must follow it at once"),
     ],
@@ -51,6 +50,39 @@ async def test_a_long_history_is_told_which_of_its_calls_is_wrong(items: list[di
     async with gateway(model=model_with(HERMES)) as served:
         answer = await served.client.post("/v1/responses", json={"model": "tiny", "input": [ASKED, *items]})
     assert error_of(answer, 400)["message"] == f"Invalid value for input: {problem}."
+
+
+@each("arguments", ['{"city":', "[1]", "{}"])
+@each("status", ["incomplete", "completed"])
+async def test_a_cut_call_counts_with_its_output_and_is_left_out_without(status: str, arguments: str) -> None:
+    cut = CALLED | {"status": status, "arguments": arguments}
+    is_whole = (status, arguments) == ("completed", "{}")
+    model = model_with(HERMES)
+    async with gateway(saying(model, *["ok"] * 3), model=model) as served:
+        for behind in ([OUTPUT], [ASKED], []):
+            body = {"model": "tiny", "store": False, "input": [ASKED, cut, *behind]}
+            answer = await served.client.post("/v1/responses", json=body)
+            assert answer.status_code == (400 if is_whole and OUTPUT not in behind else 200), answer.text
+
+
+@each("continues", ["previous_response_id", "conversation"])
+@each("has_output", [True, False])
+async def test_a_stored_turn_that_was_cut_goes_on(continues: str, has_output: bool, tmp_path: Path) -> None:
+    model = model_with(HERMES)
+    async with batch_gateway(tmp_path, saying(model, CALL, "ok"), model=model, is_driven=False) as served:
+        body: dict[str, Any] = {"model": "tiny", "tools": [WEATHER]}
+        if continues == "conversation":
+            body["conversation"] = (await served.client.post("/v1/conversations", json={})).json()["id"]
+        first = response_of(
+            await served.client.post("/v1/responses", json=body | {"input": [ASKED], "max_output_tokens": 40})
+        )
+        [call] = first["output"]
+        assert (call["type"], call["status"]) == ("function_call", "incomplete")
+        output = {"type": "function_call_output", "call_id": call["call_id"], "output": "cut off"}
+        body |= {"input": [output] if has_output else [ASKED]}
+        body |= {"previous_response_id": first["id"]} if continues == "previous_response_id" else {}
+        response_of(await served.client.post("/v1/responses", json=body))
+        assert ("<|tool|>cut off" in prompts_of(served, model)[1]) == has_output
 
 
 def prompts_of(served: BatchGateway, model: ModelCard) -> Sequence[str]:

@@ -7,6 +7,7 @@ from alignedserve.api.tools.formats import FORMATS
 from tests.gateway.support import EOS, chunks_of, error_of, gateway
 from tests.gateway.tool_support import (
     CALL,
+    HARMONY,
     HERMES,
     MISTRAL,
     PLAIN,
@@ -19,6 +20,7 @@ from tests.gateway.tool_support import (
     choice_of,
     function,
     grammar_of,
+    harmony_model,
     model_with,
     prompt_of,
     result,
@@ -46,24 +48,25 @@ async def test_an_answer_of_calls_alone_has_null_content() -> None:
     assert len({call["id"] for call in message["tool_calls"]}) == 2
 
 
-@each("tokens_per_step", [1, 3, 100])
+@each("tokens_per_step", [1, 2, 3, 7, 20, 100])
 async def test_a_stream_of_calls(tokens_per_step: int) -> None:
     model = model_with(HERMES)
     script = saying(model, "Wait. " + CALL + "\n" + CALL, tokens_per_step=tokens_per_step)
     async with gateway(script, model=model) as served:
-        chunks = chunks_of(await served.chat(tools=[function()], stream=True))
-    choices = [chunk["choices"][0] for chunk in chunks]
-    deltas = [delta for choice in choices for delta in choice["delta"].get("tool_calls", ())]
-    begun = [delta for delta in deltas if "id" in delta]
-    assert [(delta["index"], delta["type"], delta["function"]["name"]) for delta in begun] == [
-        (0, "function", "get_weather"),
-        (1, "function", "get_weather"),
-    ]
-    for index in (0, 1):
-        arguments = "".join(delta["function"]["arguments"] for delta in deltas if delta["index"] == index)
-        assert json.loads(arguments) == {"city": "Oslo"}
-    assert "".join(choice["delta"].get("content") or "" for choice in choices) == "Wait. "
-    assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["tool_calls"]
+        chunks = chunks_of(await served.chat(tools=[function()], stream=True, n=2))
+    for number in (0, 1):
+        choices = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == number]
+        deltas = [delta for choice in choices for delta in choice["delta"].get("tool_calls", ())]
+        begun = [delta for delta in deltas if "id" in delta]
+        assert [(delta["index"], delta["type"], delta["function"]["name"]) for delta in begun] == [
+            (0, "function", "get_weather"),
+            (1, "function", "get_weather"),
+        ]
+        for index in (0, 1):
+            arguments = "".join(delta["function"]["arguments"] for delta in deltas if delta["index"] == index)
+            assert json.loads(arguments) == {"city": "Oslo"}
+        assert "".join(choice["delta"].get("content") or "" for choice in choices) == "Wait. "
+        assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["tool_calls"]
 
 
 async def test_an_answer_without_a_call() -> None:
@@ -285,9 +288,7 @@ async def test_parameters_between_tags(parameters: dict[str, str], is_allowed: b
         ([USER, called(), result(), result()], "messages[3].tool_call_id"),
         ([USER, called(), {"role": "tool", "content": "x"}], "messages[2].tool_call_id"),
         ([USER, called(), {"role": "tool", "tool_call_id": "call_1"}], "messages[2].content"),
-        ([USER, called(arguments="{")], "messages[1].tool_calls[0].function.arguments"),
-        ([USER, called(arguments="[1]")], "messages[1].tool_calls[0].function.arguments"),
-        ([USER, called(arguments='{"a":' * 40 + "1" + "}" * 40)], "messages[1].tool_calls[0].function.arguments"),
+        ([USER, called(arguments='{"city"'), result("call_2")], "messages[2].tool_call_id"),
         ([USER, called(name="a b")], "messages[1].tool_calls[0].function.name"),
         ([USER, {**called(), "tool_calls": called()["tool_calls"] * 2}], "messages[1].tool_calls[1].id"),
         ([{**USER, "tool_calls": called()["tool_calls"]}], "messages[0].tool_calls"),
@@ -302,6 +303,32 @@ async def test_mixed_up_conversations(messages: list[dict[str, Any]], param: str
         error = error_of(await served.chat(messages=messages, tools=[function()]), 400)
         assert served.backend.submitted == []
     assert error["param"] == param
+
+
+_CUT = ["", '{"city": "Os', "{", "[1]", "null", "NaN", "no JSON", '"\\ud800"', '{"a":' * 40 + "1" + "}" * 40]
+
+
+@each("arguments", _CUT)
+@each("template", [HERMES, TEXT_ARGUMENTS, SMOLLM2, HARMONY])
+async def test_a_cut_call_is_told_with_its_result_and_left_out_without(template: str, arguments: str) -> None:
+    model = harmony_model() if template is HARMONY else model_with(template)
+    call = called(arguments=arguments)
+    async with gateway(saying(model, "ok"), model=model) as served:
+        for behind, is_told in (([result()], True), ([USER], False), ([], False)):
+            response = await served.chat(messages=[USER, call, *behind], tools=[function("other")])
+            assert response.status_code == 200, response.text
+            assert ("get_weather" in prompt_of(model, served.backend.submitted[-1])) == is_told
+
+
+async def test_the_conversation_goes_on_behind_an_answer_that_max_tokens_cut() -> None:
+    model = model_with(HERMES)
+    async with gateway(saying(model, CALL), model=model) as served:
+        for max_tokens in range(1, 50, 3):
+            first = (await served.chat(tools=[function()], max_tokens=max_tokens)).json()["choices"][0]["message"]
+            results = [result(call["id"], "cut off") for call in first.get("tool_calls", ())]
+            for behind in ([USER], [*results, USER]):
+                response = await served.chat(messages=[USER, first, *behind], tools=[function()])
+                assert response.status_code == 200, response.text
 
 
 NAMED = {"type": "function", "function": {"name": "missing"}}
@@ -326,8 +353,7 @@ NAMED = {"type": "function", "function": {"name": "missing"}}
             },
             "tool_choice",
         ),
-        ({"tools": [function(x={"type": "string", "not": {}})]}, "tools[0].function.parameters"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]},
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}, "strict": True}}]},
          "tools[0].function.parameters"),
         ({"chat_template_kwargs": {"messages": "x"}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"bos_token": "x"}}, "chat_template_kwargs"),
@@ -385,6 +411,9 @@ async def test_tokenize_counts_the_tools() -> None:
 
 async def test_parameters_between_tags_are_those_of_an_object() -> None:
     model = model_with(HERMES, tool_format="qwen3_coder")
-    tool = function() | {"function": {"name": "f", "parameters": {"anyOf": [{"required": ["a"]}, {"required": ["b"]}]}}}
+    schema = {"properties": {"a": {"type": "string"}}, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]}
+    hint, strict = ({"function": {"name": "f", "parameters": schema, "strict": strict}} for strict in (False, True))
     async with gateway(saying(model, "hi"), model=model) as served:
-        assert error_of(await served.chat(tools=[tool]), 400)["param"] == "tools[0].function.parameters"
+        answer = await served.chat(tools=[function() | hint])
+        assert error_of(await served.chat(tools=[function() | strict]), 400)["param"] == "tools[0].function.parameters"
+    assert answer.headers["x-alignedserve-ignored-fields"] == "tools[].function.parameters.anyOf"

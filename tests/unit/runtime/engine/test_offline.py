@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -57,7 +58,7 @@ def test_the_same_prompt_again_computes_one_token(llm: LLM) -> None:
     sampling = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
     tokens = llm.generate(["a prompt of some length, which is given twice, and then"], sampling)[0].token_ids
     for num_tokens in range(15, 20):  # among them a multiple of the block's size, of which the last block is copied
-        first, again = (llm._run([(5, *tokens[:num_tokens])], sampling)[0] for _ in range(2))
+        first, again = (llm.generate([[5, *tokens[:num_tokens]]], sampling)[0] for _ in range(2))
         assert first.token_ids == again.token_ids
         assert again.num_cached_tokens == min(16 * ((num_tokens + 1) // 16), num_tokens)
 
@@ -117,6 +118,45 @@ def test_of_several_prompts_the_one_that_fails_is_named(llm: LLM) -> None:
             llm.chat(["spell otter", bad_chat], one)
     with pytest.raises(ModelError, match=r"1 of 3 prompts failed: .* \(prompts\[1\]\)"):
         llm.generate(["a", "b", "c"], [one, nothing, one])
+
+
+def test_errors_that_are_returned_cost_their_prompts_alone(llm: LLM) -> None:
+    one = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    nothing = replace(one, allowed_token_ids=(5,), bad_words=((5,),), n=2)
+    bad: list[Any] = ["a " * 3000, "\ud83d", "", [], [-1], 7]
+    (right,) = llm.generate(["spell otter"], one)
+    outputs = llm.generate([*bad, "spell otter", "a"], [one] * (len(bad) + 1) + [nothing], errors="return")
+    assert [type(output.error) for output in outputs] == [ContextTooLong, *[InvalidRequest] * 5, type(None), ModelError]
+    assert outputs[-2].token_ids == right.token_ids
+    assert all(output.token_ids == [] and output.finish_reason is None for output in outputs if output.error)
+
+
+def test_so_do_those_of_chats(llm: LLM) -> None:
+    one = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    chats: list[Any] = ["a " * 3000, "spell otter", None, [{"role": "user"}]]
+    outputs = llm.chat(chats, one, errors="return")
+    assert [output.error is None for output in outputs] == [False, True, False, False]
+    assert outputs[1].token_ids == llm.chat("spell otter", one)[0].token_ids
+
+
+def test_texts_with_errors_have_no_vector_and_the_others_theirs(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    right = llm.embed(["otter", "tree"])
+    texts: list[Any] = ["a " * 3000, "otter", "", 7, "tree"]
+    vectors = llm.embed(texts, errors="return")
+    assert np.isnan(vectors).all(axis=1).tolist() == [True, False, True, True, False]
+    assert (vectors[[1, 4]] == right).all()
+    assert "3 of 5 texts have no vector; texts[0]: a text has" in caplog.text
+    assert np.isnan(llm.embed([""], errors="return")).all()
+    for bad in texts[0], *texts[2:4]:
+        with pytest.raises(InvalidRequest, match=r"prompts\[1\]: "):
+            llm.embed(["otter", bad])
+
+
+def test_errors_are_raised_or_returned(llm: LLM) -> None:
+    calls: list[Any] = [llm.generate, llm.chat, llm.embed]
+    for call in calls:
+        with pytest.raises(InvalidRequest, match="'raise' or 'return'"):
+            call(["otter"], errors="ignore")
 
 
 @pytest.mark.parametrize(
@@ -246,6 +286,24 @@ def test_a_malformed_grammar_is_refused(llm: LLM) -> None:
         llm.chat(["spell otter"], SamplingParams(grammar="start: nothing of the kind"))
 
 
+@pytest.mark.parametrize(
+    ("outputs", "message"),
+    [
+        ({"regex": "("}, "regex: a pattern is not a regular expression, or too complex a one."),
+        (
+            {"regex": "((a{1000}){1000}){1000}"},
+            "regex: it has over 100000 characters with repetitions written out.",
+        ),
+        ({"json": {"not": {}}}, "json: the JSON Schema keyword 'not' is not supported."),
+    ],
+)
+def test_constraints_are_refused_in_the_words_of_the_http_api(llm: LLM, outputs: dict[str, Any], message: str) -> None:
+    for ask in (llm.chat, llm.generate):
+        with pytest.raises(InvalidRequest) as refusal:
+            ask(["x"], structured_outputs=StructuredOutputs(**outputs))  # type: ignore[operator]
+        assert str(refusal.value) == f"Invalid value for structured_outputs.{message}"
+
+
 def test_answers_match_what_they_are_held_to(llm: LLM) -> None:
     sampling = SamplingParams(max_tokens=40, temperature=1.0, seed=1)
     (text,) = llm.chat(["red or blue?"], sampling, structured_outputs=StructuredOutputs(choice=["red", "blue"]))
@@ -269,12 +327,6 @@ def test_the_first_word_of_sentencepiece_keeps_its_space(tmp_path: Path) -> None
     (output,) = words.generate(["the"], structured_outputs=StructuredOutputs(choice=[" quick dog"]))
     words.close()
     assert output.text == " quick dog"
-
-
-@pytest.mark.parametrize("given", [{"json": {"not": {}}}, {"regex": "("}])
-def test_a_constraint_that_is_not_supported(llm: LLM, given: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRequest):
-        llm.generate(["a"], structured_outputs=StructuredOutputs(**given))
 
 
 def test_one_text_is_one_prompt(llm: LLM) -> None:
