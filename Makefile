@@ -124,7 +124,7 @@ $(VENV)/.installed-dev: $(INSTALLED_FROM)
 	@touch $(VENV)/.installed $@
 
 bench: install-dev  ## benchmarks that take minutes each, one after the other; results under benchmarks/results
-	@for name in cluster.startup engine.iteration_gap scheduling.schedule scheduling.decisions 'transfer --name transfer/transfer' 'kernels --shape llama-0.5b --name kernels/kernels' gateway.streams 'engine --rounds 3 --name engine/w1' engine.vs_transformers; do \
+	@for name in cluster.startup scheduling.schedule scheduling.decisions 'transfer --name transfer/transfer' 'kernels --shape llama-0.5b --name kernels/kernels' gateway.streams 'engine --rounds 3 --name engine/w1'; do \
 		echo "== $$name"; $(BIN)/python -m benchmarks.$$name || exit 1; done
 
 clean:

@@ -34,13 +34,12 @@ from experiments.common import (
     cluster_case,
     line,
     over_seeds,
+    perform,
     pick,
+    print_parts,
     print_table,
     read_options,
-    run,
     source_or,
-    with_recorded,
-    write_record,
 )
 from experiments.steady import LEAST_S, LEAST_SEEDS
 from lab.costmodel.choice import WorkerSpec
@@ -349,9 +348,7 @@ def _ratios(by_system: Mapping[str, Row], system: str) -> Row:
 
 
 def show(rows: Sequence[Row], compared: Sequence[Row]) -> None:
-    for part in dict.fromkeys(row["part"] for row in rows):
-        means = over_seeds(pick(rows, part=part), (*_POINT, "system"))
-        print_table(means, {**COLUMNS, "num_runs": "runs"}, title=part)
+    print_parts(rows, (*_POINT, "system"), COLUMNS)
     print_table(compared, COMPARISON, title="ours by theirs: more than 1 is better")
 
 
@@ -369,24 +366,16 @@ def parts_of(*, is_quick: bool) -> list[list[LabelledCase]]:
     ]
 
 
-def simulated(cases: Sequence[LabelledCase], *, processes: int) -> list[Row]:
-    return run(cases, processes=processes, also=further_figures)
-
-
 def main() -> None:
     """Simulate, show, record; what is done is recorded after every part."""
     options = read_options(__doc__)
-    rows = with_recorded("alignedserve", [], options) if options.is_recorded else []
-    for cases in parts_of(is_quick=options.is_quick):
-        done = simulated(options.select(cases), processes=options.processes)
-        rows += chosen(done, _RECORDED)
-        show(done, comparisons(done))
-        if options.is_recorded:
-            write_record("alignedserve", {"comparisons": _rounded(rows), "runs": rows})
+    parts = parts_of(is_quick=options.is_quick)
+    rows = perform("alignedserve", options, parts, _RECORDED, figures, further_figures)
+    show(rows, comparisons(rows))
 
 
-def _rounded(rows: Sequence[Row]) -> list[Row]:
-    return chosen(comparisons(rows), COMPARISON)
+def figures(rows: Sequence[Row]) -> Row:
+    return {"comparisons": chosen(comparisons(rows), COMPARISON)}
 
 
 if __name__ == "__main__":

@@ -24,13 +24,12 @@ from experiments.common import (
     colocated_case,
     line,
     over_seeds,
+    perform,
     pick,
+    print_parts,
     print_table,
     read_options,
-    run,
     source_or,
-    with_recorded,
-    write_record,
 )
 from lab.costmodel.choice import WorkerSpec
 
@@ -251,9 +250,7 @@ def throughputs(rows: Sequence[Row]) -> list[Row]:
 
 
 def show(rows: Sequence[Row], reached: Sequence[Row]) -> None:
-    for part in dict.fromkeys(row["part"] for row in rows):
-        means = over_seeds(pick(rows, part=part), ("model", "lengths", "rate", "policy"))
-        print_table(means, {**COLUMNS, "num_runs": "runs"}, title=part)
+    print_parts(rows, ("model", "lengths", "rate", "policy"), COLUMNS)
     print_table(reached, HEADINGS, title=f"figure 6: requests/s at {TARGET_S:g} s/token")
 
 
@@ -267,13 +264,11 @@ def cases_of(*, is_quick: bool) -> list[LabelledCase]:
 def main() -> None:
     """Simulate; print and, unless quick, record."""
     options = read_options(__doc__)
-    rows = run(options.select(cases_of(is_quick=options.is_quick)), processes=options.processes)
-    if options.is_recorded:
-        rows = with_recorded("alise", chosen(rows, _RECORDED), options)
-    reached = throughputs(rows)
-    show(rows, reached)
-    if options.is_recorded:
-        write_record("alise", {"throughput": chosen(reached, HEADINGS), "runs": rows})
+    cases = cases_of(is_quick=options.is_quick)
+    rows = perform(
+        "alise", options, [cases], _RECORDED, lambda rows: {"throughput": chosen(throughputs(rows), HEADINGS)}
+    )
+    show(rows, throughputs(rows))
 
 
 if __name__ == "__main__":

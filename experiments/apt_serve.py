@@ -24,8 +24,8 @@ from experiments.common import (
     chosen,
     colocated_case,
     line,
-    over_seeds,
     pick,
+    print_parts,
     print_table,
     read_options,
     run,
@@ -301,9 +301,7 @@ def curves_of(*, is_quick: bool) -> list[AttainmentCurve]:
 def show(rows: Sequence[Row], throughputs: Sequence[Row], compared: Sequence[Row]) -> None:
     print_table(throughputs, {name: name for name in _THROUGHPUT}, title="figure 8")
     print_table(compared, {name: name for name in compared[0]}, title="figure 8: by how much higher")
-    for part in dict.fromkeys(row["part"] for row in rows if row["part"] != FIGURE_8):
-        means = over_seeds(pick(rows, part=part), ("dataset", "model", "rate", "cv", "costs", "policy"))
-        print_table(means, {**COLUMNS, "num_runs": "runs"}, title=part)
+    print_parts(rows, ("dataset", "model", "rate", "cv", "costs", "policy"), COLUMNS, but=(FIGURE_8,))
 
 
 def main() -> None:

@@ -15,16 +15,13 @@ from experiments.common import (
     ColocatedWorkerSpec,
     LabelledCase,
     Row,
-    chosen,
     colocated_case,
     line,
-    over_seeds,
+    perform,
     pick,
+    print_parts,
     print_table,
     read_options,
-    run,
-    with_recorded,
-    write_record,
 )
 from experiments.steady import LEAST_S, LEAST_SEEDS
 from lab.costmodel.choice import WorkerSpec
@@ -233,10 +230,12 @@ def _ratio(ours: float, theirs: float) -> float | None:
     return ours / theirs if theirs else None
 
 
+def figures(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    return {"comparisons": comparisons(pick(rows, part=FIGURES))}
+
+
 def show(rows: Sequence[Row], comparisons: Sequence[Row]) -> None:
-    for part in dict.fromkeys(row["part"] for row in rows):
-        means = over_seeds(pick(rows, part=part), ("lengths", "model", "rate", "wave", "costs", "policy"))
-        print_table(means, {**COLUMNS, "num_runs": "runs"}, title=part)
+    print_parts(rows, ("lengths", "model", "rate", "wave", "costs", "policy"), COLUMNS)
     headings = {"lengths": "lengths", "policy": "policy", "baseline": "against"}
     print_table(comparisons, {**headings, **COMPARISON}, title="averages over figures 10 and 11")
 
@@ -259,14 +258,8 @@ def cases_of(*, is_quick: bool) -> list[LabelledCase]:
 def main() -> None:
     """Simulate, show, record."""
     options = read_options(__doc__)
-    cases = options.select(cases_of(is_quick=options.is_quick))
-    rows = chosen(run(cases, processes=options.processes), _RECORDED)
-    if options.is_recorded:
-        rows = with_recorded("bros", rows, options)
-    compared = comparisons(pick(rows, part=FIGURES))
-    show(rows, compared)
-    if options.is_recorded:
-        write_record("bros", {"comparisons": compared, "runs": rows})
+    rows = perform("bros", options, [cases_of(is_quick=options.is_quick)], _RECORDED, figures)
+    show(rows, **figures(rows))
 
 
 if __name__ == "__main__":

@@ -219,6 +219,13 @@ def pick(rows: Iterable[Row], **labels: str | float) -> list[Row]:
     return [row for row in rows if all(row[name] == value for name, value in labels.items())]
 
 
+def print_parts(rows: Sequence[Row], by: Sequence[str], columns: Mapping[str, str], but: Iterable[str] = ()) -> None:
+    """Print the means of each part over its seeds."""
+    left_out = tuple(but)
+    for part in dict.fromkeys(row["part"] for row in rows if row["part"] not in left_out):
+        print_table(over_seeds(pick(rows, part=part), by), {**columns, "num_runs": "runs"}, title=part)
+
+
 def print_table(rows: Sequence[Row], columns: Mapping[str, str], *, title: str = "") -> None:
     table = Table(title=title or None, title_justify="left")
     for heading in columns.values():
@@ -264,6 +271,24 @@ def with_recorded(name: str, rows: Sequence[Row], options: "Options") -> list[Ro
         return list(rows)
     recorded: list[Row] = json.loads(path.read_text())["figures"]["runs"]
     return [*rows, *(row for row in recorded if not options.wants(row))]
+
+
+def perform(
+    name: str,
+    options: "Options",
+    parts: Iterable[Sequence[LabelledCase]],
+    recorded: Iterable[str],
+    figures: Callable[[Sequence[Row]], Row],
+    also: Callable[[SimulationResult], Row] = lambda _: {},
+) -> list[Row]:
+    """Simulate part after part and return all rows; after each, results/NAME.json has `figures` of what is done."""
+    names = tuple(recorded)
+    rows = with_recorded(name, [], options) if options.is_recorded else []
+    for cases in parts:
+        rows += chosen(run(options.select(cases), processes=options.processes, also=also), names)
+        if options.is_recorded:
+            write_record(name, {**figures(rows), "runs": rows})
+    return rows
 
 
 def write_record(name: str, figures: Any) -> Path:

@@ -25,12 +25,10 @@ from experiments.common import (
     colocated_case,
     line,
     over_seeds,
+    perform,
     pick,
     print_table,
     read_options,
-    run,
-    with_recorded,
-    write_record,
 )
 from lab.costmodel.choice import WorkerSpec
 from lab.sim.policies import ClusterHardware, with_policy
@@ -181,11 +179,8 @@ def show(rows: Sequence[Row], compared: Sequence[Row]) -> None:
 def main() -> None:
     """Simulate, show, record; what is done is recorded after every part of every seed."""
     options = read_options(__doc__)
-    rows = with_recorded("unseen", [], options) if options.is_recorded else []
-    for cases in parts_of(is_quick=options.is_quick):
-        rows += chosen(run(options.select(cases), processes=options.processes, also=further_figures), _RECORDED)
-        if options.is_recorded:
-            write_record("unseen", {"verdicts": verdicts(rows), "runs": rows})
+    parts = parts_of(is_quick=options.is_quick)
+    rows = perform("unseen", options, parts, _RECORDED, lambda rows: {"verdicts": verdicts(rows)}, further_figures)
     show(rows, verdicts(rows))
 
 

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.caches.float8_rows import dequantise_float8_rows
-from kernels.caches.int8_rows import dequantise_rows, int8_row_width
+from kernels.cache_rows import dequantise_float8_rows, dequantise_rows, int8_row_width
 
 # With fewer query rows per key head than this, 16-bit products run slower on a CPU than converting to float32 first:
 # 64 sequences x 64 tokens x 12 heads: 3.2 ms as bfloat16, 1.45 ms converted (two cores, Zen 4).

@@ -19,14 +19,15 @@ LATE_SHARE = 0.1  # of the speed: the floor of a worker, for overdue chats
 
 @dataclass(slots=True)
 class _Waiting:
-    since_s: float
+    oldest: TrackedRequest
     weight: float
     num_tokens: int = 0  # of their prompts, to compute
     num_late: int = 0  # of these, of chats that are late
 
 
 class WaitingChats:
-    """Chats that wait for their first token, by tenant: as of the last tick, with those accepted since.
+    """Chats that wait for their first token, by tenant: as of the last tick, or of the oldest chat's first token, with
+    those accepted since.
 
     A gateway gives up a chat that has no token after `longest_s` (gateway.first_token_timeout_s). Chats on time pass
     late ones, so in a lasting overload late chats wait until they are given up. While a chat of the same tenant has
@@ -59,15 +60,17 @@ class WaitingChats:
             return
         have_waited, num_new = bool(self._by_tenant), num_computed - self._num_computed
         self._num_computed = num_computed
-        self._by_tenant.clear()
-        for tracked in requests:
-            has_token = tracked.prefilled_s is not None or tracked.num_emitted
-            if tracked.is_real_time and not has_token and tracked.stage in (Stage.QUEUED, Stage.PREFILLING):
-                self.accepted(tracked, now)
+        self._count(requests, now)
         if not self._by_tenant:
             self._speed.idle()
         elif num_new or not have_waited:  # a prompt counts when it has ended, however long that took
             self._speed.observe(num_new if have_waited else 0, now)
+
+    def _count(self, requests: Iterable[TrackedRequest], now: float) -> None:
+        self._by_tenant.clear()
+        for tracked in requests:
+            if tracked.is_real_time and _waits(tracked):
+                self.accepted(tracked, now)
 
     def accepted(self, tracked: TrackedRequest, now: float) -> None:
         if self._longest_s is None:
@@ -75,15 +78,25 @@ class WaitingChats:
         request, num_tokens = tracked.request, tracked.num_prefill_tokens
         own = self._by_tenant.get(request.tenant)
         if own is None:
-            own = self._by_tenant[request.tenant] = _Waiting(request.arrival_s, request.weight)
-        own.since_s = min(own.since_s, request.arrival_s)
+            own = self._by_tenant[request.tenant] = _Waiting(tracked, request.weight)
+        if request.arrival_s < own.oldest.request.arrival_s:
+            own.oldest = tracked
         own.num_tokens += num_tokens
         own.num_late += num_tokens * (tracked.turn_due_s <= now)
 
-    def refused_for_s(self, request: Request, now: float) -> float | None:
-        """Return after what time a newcomer is worth another try; None: it is not refused."""
+    def refused_for_s(self, request: Request, requests: Iterable[TrackedRequest], now: float) -> float | None:
+        """Return after what time a newcomer is worth another try; None: it is not refused. `requests`: all others."""
+        retry_after_s = self._refused_for_s(request, now)
+        if retry_after_s is not None and not _waits(self._by_tenant[request.tenant].oldest):
+            self._count(requests, now)
+            return self._refused_for_s(request, now)
+        return retry_after_s
+
+    def _refused_for_s(self, request: Request, now: float) -> float | None:
         tenant, longest_s = self._by_tenant.get(request.tenant), self._longest_s
-        if longest_s is None or tenant is None or (waited_s := now - tenant.since_s) < LEAST_WAITED * longest_s:
+        if longest_s is None or tenant is None:
+            return None
+        if (waited_s := now - tenant.oldest.request.arrival_s) < LEAST_WAITED * longest_s:
             return None
         share = (tenant.num_tokens + request.prompt_len) / tenant.weight  # by weight
         others = self._by_tenant.values()
@@ -97,6 +110,11 @@ class WaitingChats:
         if waited_s + all_s <= longest_s and not (is_late and waited_s + late_s > longest_s):
             return None
         return self._speed.seconds_for(round(num_tokens))
+
+
+def _waits(tracked: TrackedRequest) -> bool:
+    has_token = tracked.prefilled_s is not None or tracked.num_emitted > 0
+    return not has_token and tracked.stage in (Stage.QUEUED, Stage.PREFILLING)
 
 
 class QueueAdmission:
@@ -124,7 +142,8 @@ class QueueAdmission:
         if held.num_requests >= most or held.num_tokens + request.prompt_len > config.max_queued_tokens:
             num_before = queue.num_tokens_until_real_time_is_done if is_real_time else queue.num_tokens
             return RequestRejected(request.request_id, "the queue is full", self.drain.seconds_for(num_before))
-        retry_after_s = self._chats.refused_for_s(request, now) if is_real_time else None
+        others = self._registry.requests.values()
+        retry_after_s = self._chats.refused_for_s(request, others, now) if is_real_time else None
         if retry_after_s is not None:
             return RequestRejected(request.request_id, "those that have come wait too long already", retry_after_s)
         return None

@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from alignedserve.core.lifecycle import Stage
 from alignedserve.core.request import RequestClass
 from alignedserve.messages.cluster_view import (
@@ -54,6 +56,8 @@ class RouterCounters:
         self.num_tokens += report.num_tokens
         if worker is not None:
             worker.done.add(report)
+            if report.speed != WorkerSpeed():
+                worker.registered = msgspec.structs.replace(worker.registered, speed=report.speed)
 
     def count_dispatch(self, tracked: TrackedRequest, now: float) -> None:
         if tracked.dispatched_s is None:

@@ -123,7 +123,8 @@ class BatchService:
             records=stores.records,
             blobs=stores.blobs,
             logs=stores.logs,
-            limits=SharedLimits.beginning(self._state.gateways, time.monotonic()),
+            unsaved=stores.repository.unsaved,
+            limits=SharedLimits.beginning(time.monotonic()),
             keys=self._shared_keys,
         )
         await self._state_server.start()

@@ -16,6 +16,7 @@ import os
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Container
+from functools import partial
 from typing import NamedTuple
 
 from alignedserve.batches.garbage_collection import collect_garbage, forget_input
@@ -28,7 +29,7 @@ from alignedserve.batches.run import BatchRun
 from alignedserve.batches.schedule import Turn, by_priority
 from alignedserve.batches.statistics import BatchStatistics
 from alignedserve.config.sections import BatchesConfig
-from alignedserve.core.errors import StorageError, StorageFull
+from alignedserve.core.errors import StorageError, StorageFull, StoreFull
 from alignedserve.disk.durable import lock_file
 
 logger = logging.getLogger(__name__)
@@ -157,9 +158,15 @@ class BatchDriver:
         self._num_places = {model: count for model, count in self._num_places.items() if count or model in states}
         self._statistics.note_states(states)
         self._statistics.estimate_etas(runs, self._slots(), time.time())
-        for run in runs:
-            await run.save()
-        await self._statistics.save(runs, time.time(), is_paused=bool(self._unwritten))
+        save_statistics = partial(self._statistics.save, runs, time.time(), is_paused=bool(self._unwritten))
+        problem: StoreFull | None = None
+        for save in (*(run.save for run in runs), save_statistics):
+            try:
+                await save()
+            except StoreFull as error:  # the gateways show what is unsaved
+                problem = error
+        if problem is not None:
+            raise problem
 
     async def _collect_garbage(self) -> None:
         now, lifetime_s = time.time(), self._context.config.file_lifetime_s

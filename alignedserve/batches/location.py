@@ -43,7 +43,6 @@ class SharedState:
 
     batches: BatchLocation | None = None  # None: no files and batches, and no state server
     gateways: tuple[str, ...] = ()  # that are there from the start
-    have_run: bool = False  # gateways of the same names may have run before
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,10 @@ Indexes: `files/<owner>`, `batches/<owner>`, `active` and `over` (batches, by cr
 by time).
 """
 
+import contextlib
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -96,6 +97,7 @@ class BatchRepository:
     def __init__(self, store: RecordStore) -> None:
         self._store = store
         self.usage = UsageStore(store)  # in the same store
+        self.unsaved: dict[str, bytes] = {}  # the driver's values by key, while the store takes none
         self._logged: set[str] = set()  # damage that was logged
 
     # --- files
@@ -231,7 +233,7 @@ class BatchRepository:
 
     async def _stored(self, batch_ids: Sequence[str]) -> list[tuple[str, bytes, bytes | None]]:
         keys = [f"{kind}/{batch_id}" for batch_id in batch_ids for kind in ("batch", "progress")]
-        found = await self._store.read(keys)
+        found = await self._read(keys)
         rows = zip(batch_ids, found[::2], found[1::2], strict=True)
         return [(batch_id, record, progress) for batch_id, record, progress in rows if record is not None]
 
@@ -288,6 +290,8 @@ class BatchRepository:
             if after.is_over:
                 changes += [RemoveFromIndex(ACTIVE, batch_id), AddToIndex(OVER, batch_id, after.over_s)]
             if await self._store.commit(changes, unchanged={key: raw}):
+                if after.is_over:
+                    self.unsaved.pop(f"progress/{batch_id}", None)
                 return after
         raise StoreUnavailable("Too many changes to one batch at once.")
 
@@ -297,12 +301,13 @@ class BatchRepository:
         An earlier call that was given up, and which the store does late, never takes the place of this one's.
         """
         key = f"progress/{batch_id}"
-        changes: list[Change] = [SetValue(key, encode(progress))]
-        changes += [change for record in files for change in _file_changes(record)]
+        value = SetValue(key, encode(progress))
+        changes = [value, *(change for record in files for change in _file_changes(record))]
         for _ in range(_MAX_CONFLICTS):
-            raw = (await self._store.read([key]))[0]
-            if await self._store.commit(changes, unchanged={key: raw}):
-                return
+            with self._kept_if_unsaved(value):
+                raw = (await self._store.read([key]))[0]
+                if await self._store.commit(changes, unchanged={key: raw}):
+                    return
         raise StoreUnavailable("Too many changes to the progress of one batch at once.")
 
     async def oldest_over(self, limit: int) -> list[BatchSnapshot]:
@@ -334,13 +339,27 @@ class BatchRepository:
         """Store both."""
         stored = StoredThroughputs(by_model=dict(throughputs.by_model))
         changes = [SetValue(_THROUGHPUTS, encode(stored)), SetValue(_TOTALS, encode(totals))]
-        await self._store.commit(changes, unchanged={})
+        with self._kept_if_unsaved(*changes):
+            await self._store.commit(changes, unchanged={})
 
     async def close(self) -> None:
         await self._store.close()
 
+    @contextlib.contextmanager
+    def _kept_if_unsaved(self, *values: SetValue) -> Iterator[None]:
+        try:
+            yield
+        except StoreUnavailable:
+            self.unsaved |= {value.key: value.value for value in values}
+            raise
+        for value in values:
+            self.unsaved.pop(value.key, None)
+
+    async def _read(self, keys: Sequence[str]) -> list[bytes | None]:
+        return [self.unsaved.get(key, raw) for key, raw in zip(keys, await self._store.read(keys), strict=True)]
+
     async def _read_one(self, key: str, kind: type[RecordT]) -> RecordT | None:
-        raw = (await self._store.read([key]))[0]
+        raw = (await self._read([key]))[0]
         return None if raw is None else decode(raw, kind)
 
     async def _read_statistics(self, key: str, kind: type[RecordT]) -> RecordT | None:

@@ -326,7 +326,8 @@ class BatchRun:
         while True:
             try:
                 return await change()
-            except StoreUnavailable:
+            except StoreUnavailable as error:
+                self.set_paused(str(error))
                 await asyncio.sleep(_STORE_RETRY_S)
 
     # --- progress

@@ -3,8 +3,7 @@
 As in main.py, the module of each is imported when it runs.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Annotated
 
@@ -23,23 +22,21 @@ def _is_here(cluster: str | None) -> bool:
     return cluster is not None or (ray_address() is None and has_cluster())
 
 
-@contextlib.contextmanager
-def _of_hosts(instead: str) -> Iterator[None]:
-    """Tell what to do instead where a command is for a cluster of `up`, and what runs here is a `serve`."""
-    try:
-        yield
-    except ResourceError as error:
-        from alignedserve.cluster.ray_node import NoRayHere
-
-        if isinstance(error, NoRayHere) and _is_here(None):
-            raise ResourceError(
-                f"this is for a cluster of `up`, and `alignedserve serve` runs here: {instead}"
-            ) from error
-        raise
-
-
-def status(cluster: ClusterOption = None, json_output: JsonFlag = False) -> None:
+def status(
+    cluster: ClusterOption = None,
+    url: Annotated[
+        str | None,
+        typer.Option("--url", help="Address of a gateway, on any host: its models, workers and load, without memory."),
+    ] = None,
+    json_output: JsonFlag = False,
+) -> None:
     """Show the running cluster, on this host or of `up`: processes, load, memory (exit code 1 when it is not whole)."""
+    if url is not None:
+        if cluster is not None:
+            raise ConfigError("--url goes without --cluster")
+        from alignedserve.cli.commands.top import show_once
+
+        raise typer.Exit(0 if show_once(url, json_output=json_output) else FAILURE)
     if _is_here(cluster):
         from alignedserve.cli.commands.cluster.one_host import status as run_here
 
@@ -88,16 +85,21 @@ def scale(
     model: Annotated[
         str | None, typer.Option("--model", metavar="NAME", help="Whose workers, where several models are served.")
     ] = None,
+    cluster: ClusterOption = None,
 ) -> None:
-    """Have more or fewer workers of the cluster that `up` started, while it serves."""
-    from alignedserve.cli.commands.cluster.hosts import scale as run
+    """Have more or fewer workers of the running cluster, while it serves."""
+    from alignedserve.cli.models.serving import scale as run
 
-    with _of_hosts("start it again with --set decode.count=N"):
-        run(counts, model)
+    run(counts, model, cluster)
 
 
 def drain(
-    node: Annotated[str, typer.Argument(help="Its name, host name or address (see `alignedserve status`).")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NODE", help="Its name, host name or address (see `status`); on one host the name of a worker."
+        ),
+    ],
     undo: Annotated[bool, typer.Option("--undo", help="Use it again.")] = False,
     within: Annotated[
         float | None,
@@ -107,17 +109,28 @@ def drain(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Also the last node with workers of a kind.")] = False,
     wait: Annotated[bool, typer.Option(help="Return when it has drained.")] = True,
+    cluster: ClusterOption = None,
 ) -> None:
-    """Let the work of a node finish or go elsewhere, then end its processes; it stays out until --undo."""
+    """Let the work of a node, or of a worker, finish or go elsewhere, then end its processes."""
+    if undo and (force or not wait or within is not None):
+        raise ConfigError("--undo goes with no other option")
+    within_s = 60.0 if within is None else within
+    if _is_here(cluster):
+        from alignedserve.cli.commands.cluster import one_host
+
+        if force:
+            raise ConfigError("--force is for nodes; on one host the last worker of a kind stays")
+        if undo:
+            one_host.undo_drain(cluster, name)
+        else:
+            one_host.drain(cluster, name, within_s, waits=wait)
+        return
     from alignedserve.cli.commands.cluster import hosts
 
-    with _of_hosts("Ctrl-C there ends it when its open answers have ended"):
-        if not undo:
-            hosts.drain(node, 60.0 if within is None else within, is_forced=force, waits=wait)
-        elif force or not wait or within is not None:
-            raise ConfigError("--undo goes with no other option")
-        else:
-            hosts.undo_drain(node)
+    if undo:
+        hosts.undo_drain(name)
+    else:
+        hosts.drain(name, within_s, is_forced=force, waits=wait)
 
 
 def restart(
@@ -125,7 +138,7 @@ def restart(
     within: Annotated[
         float, typer.Option(min=0.0, max=86400.0, help="Seconds in which requests of each may finish where they are.")
     ] = 60.0,
-    cluster: Annotated[str | None, typer.Option(metavar="ID", help="Which cluster, where several run.")] = None,
+    cluster: ClusterOption = None,
 ) -> None:
     """Start all workers of the running cluster anew, one after the other, without losing a request."""
     from alignedserve.cli.models.serving import restart as run
@@ -138,9 +151,15 @@ def stop(
 ) -> None:
     """Stop the cluster that `up` started, once what is open is answered. Ray itself goes on."""
     from alignedserve.cli.commands.cluster.hosts import stop as run
+    from alignedserve.cluster.ray_node import NoRayHere
 
-    with _of_hosts("Ctrl-C there, or a SIGTERM, ends it"):
+    try:
         run(at_once=now)
+    except NoRayHere as error:
+        if _is_here(None):
+            problem = "this is for a cluster of `up`, and `alignedserve serve` runs here"
+            raise ResourceError(f"{problem}: Ctrl-C there, or a SIGTERM, ends it") from error
+        raise
 
 
 def ray_storage(

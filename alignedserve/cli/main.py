@@ -6,9 +6,11 @@ PyTorch or an HTTP client.
 
 import gc
 import sys
+from collections.abc import Mapping
 from functools import cached_property
 from importlib.metadata import entry_points
 from importlib.metadata import version as installed_version
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import typer
@@ -40,7 +42,17 @@ from alignedserve.config.environment import limit_thread_spinning, log_format, s
 from alignedserve.core.errors import AlignedServeError, NothingListens
 from alignedserve.core.own_packages import require_own_kernels
 
-LAB_COMMANDS = ("bench", "certify", "demo", "eval", "gpu-check", "plan", "profile", "replay", "simulate")
+LAB_COMMANDS = ("certify", "demo", "eval", "bench", "simulate", "plan", "replay", "profile", "gpu-check")
+PANELS: Mapping[str, tuple[str, ...]] = MappingProxyType(  # of the help, by task
+    {
+        "Serve": ("serve", "up", "stop"),
+        "Ask": ("chat", "batch", "explain"),
+        "Look after a server": ("status", "top", "logs", "scale", "drain", "restart", "doctor", "ray-storage"),
+        "Models": ("pull", "models", "quantize"),
+        "Clients": ("keys", "usage"),
+        "Measure and predict": LAB_COMMANDS,
+    }
+)
 
 
 class CommandGroup(TyperGroup):
@@ -48,15 +60,18 @@ class CommandGroup(TyperGroup):
 
     @override
     def list_commands(self, ctx: Any) -> list[str]:
-        return [*super().list_commands(ctx), *self._lab]
+        names = {*super().list_commands(ctx), *self._lab}
+        return [name for panel in PANELS.values() for name in panel if name in names]
 
     @override
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        command = super().get_command(ctx, cmd_name)
+        command: Any = super().get_command(ctx, cmd_name)
         if command is None and cmd_name in LAB_COMMANDS:
             if cmd_name not in self._lab:
                 ctx.fail(f"{cmd_name} is a command of the laboratory: pip install 'alignedserve[lab]'")
             command = self._lab[cmd_name]
+        if command is not None:
+            command.rich_help_panel = next(panel for panel, names in PANELS.items() if cmd_name in names)
         return command
 
     @cached_property

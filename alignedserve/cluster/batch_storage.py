@@ -12,6 +12,7 @@ from alignedserve.batches.stores.namespace_claim import folder_id
 from alignedserve.batches.stores.object_location import ObjectStoreLocation
 from alignedserve.batches.stores.redis_location import RedisLocation
 from alignedserve.batches.stores.sqlite_file import begin_file, check_file
+from alignedserve.cluster.run_folder import require_closed
 from alignedserve.config.environment import (
     REDIS_URL_VARIABLE,
     STATE_DIR_VARIABLE,
@@ -155,8 +156,7 @@ def _state_folder(config: ClusterConfig) -> Path:
     folder = Path(named).expanduser().absolute() if named else state_root() / str(config.gateway.port)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if folder.stat().st_uid != os.getuid() or folder.stat().st_mode & 0o077:
-            raise ResourceError(f"{folder} must belong to you and be closed to others (mode 700); it holds files")
+        require_closed(folder, "files and batches")
     except OSError as error:
         problem = f"{folder} cannot hold files and batches: {error.strerror}"
         raise ResourceError(f"{problem}; set {STATE_DIR_VARIABLE} or batches.folder to another folder") from error

@@ -100,7 +100,7 @@ def described_gpu(properties: Any) -> Hardware | None:
 
 
 def _has_float8(gpu: str) -> bool:
-    from kernels.narrow.float8_linear import has_float8_products  # and with it PyTorch, which GPUs alone are asked by
+    from kernels.float8_linear import has_float8_products  # and with it PyTorch, which GPUs alone are asked by
 
     return has_float8_products(gpu)
 

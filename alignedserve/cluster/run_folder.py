@@ -3,6 +3,7 @@
 import fcntl
 import os
 import secrets
+import shlex
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -46,12 +47,22 @@ def make_run_root() -> Path:
     root = run_root()
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = root.stat()
+        require_closed(root, "sockets and logs")
     except OSError as error:
         raise _unusable(root, error) from error
-    if status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise ResourceError(f"{root} must belong to you and be closed to others (mode 700); it holds the sockets")
     return root
+
+
+def require_closed(folder: Path, content: str) -> None:
+    """Raise ResourceError, with the command that helps, for a folder that others can enter; OSError."""
+    status = folder.stat()
+    if status.st_uid != os.getuid():
+        raise ResourceError(f"{folder} belongs to another user, and is to hold {content}: name a folder of yours")
+    if status.st_mode & 0o077:
+        raise ResourceError(
+            f"{folder} is open to others (mode {status.st_mode & 0o777:o}), and is to hold {content}; close it: "
+            f"chmod 700 {shlex.quote(str(folder))}"
+        )
 
 
 def _unusable(root: Path, error: OSError) -> ResourceError:

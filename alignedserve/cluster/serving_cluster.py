@@ -24,21 +24,26 @@ from alignedserve.cluster.deployments.orders import (
     AdminRequest,
     Answer,
     DeploymentReport,
+    DrainNode,
     Models,
     NodeOrder,
     OrderChannel,
+    OrderDone,
     OrderRefused,
     ProcessReport,
     RestartWorkers,
+    ScaleWorkers,
     ShowModels,
     ShowStatus,
     StatusReport,
+    UndoDrain,
     problem_of,
 )
 from alignedserve.cluster.deployments.preparing import DeploymentSettings, Examine, HostedPreparing
 from alignedserve.cluster.deployments.site import HostedDeployments
 from alignedserve.cluster.draining.drain_watch import DrainWatch
 from alignedserve.cluster.draining.rolling_restart import WorkerRestarts
+from alignedserve.cluster.draining.worker_scaling import WorkerActors, WorkerScaling
 from alignedserve.cluster.local_ray.node_watch import NodeWatch, kill_all, orphans_of
 from alignedserve.cluster.local_ray.start import start_ray
 from alignedserve.cluster.local_ray.worker_template import WorkerTemplate
@@ -52,7 +57,7 @@ from alignedserve.cluster.starting import START_TIMEOUT_S, NotReady, Patience, S
 from alignedserve.cluster.sweeper import kill_survivors
 from alignedserve.cluster.watchdog import FailedProcesses, Watchdog
 from alignedserve.config.model_settings import ModelSettings
-from alignedserve.core.errors import ModelError, NodeLost, PeerLost
+from alignedserve.core.errors import AlignedServeError, ModelError, NodeLost, PeerLost
 from alignedserve.messages.gateways import ClusterStatus
 from alignedserve.process.addresses import is_gateway
 from alignedserve.process.loading_progress import LoadedShare, read_progress
@@ -155,6 +160,8 @@ class ServingCluster:
         site = HostedDeployments(self._members, joining, preparing, self, setup.observer)
         self._models = DeploymentsDriver(site, joining.logic, self._answer, OnDemandModels(setup.on_demand))
         self._restarts = WorkerRestarts(joining.drains, self.actors, self._answer)
+        workers = WorkerActors(self._create_worker, self.remove_worker)
+        self._workers = WorkerScaling(self._members, joining, workers)
         self._drain_watch = DrainWatch(joining.drains)
         self._failed = FailedProcesses(self._watched_healths, self._start_again)
         self._questions: dict[str, StatusQuestion] = {}  # of status, by order
@@ -216,9 +223,7 @@ class ServingCluster:
         return self._factory.serving(served, self._models.announced)
 
     def add_node(self, node: PreparedNode) -> None:
-        # A node that comes back has its former name, and what its gateway let in still counts.
-        state = replace(self._state_of_others(), have_run=True)
-        self._create_on(node, state)
+        self._create_on(node, self._state_of_others())
         self._watch(node.share.node)
 
     def remove_node(self, name: str) -> None:
@@ -272,9 +277,7 @@ class ServingCluster:
         elif node.share.is_head:
             of_node[name] = self._factory_of(node).create_again(node, name, self._state, drives_batches=True)
         else:
-            of_node[name] = self._factory_of(node).create_again(
-                node, name, replace(self._state_of_others(), have_run=True)
-            )
+            of_node[name] = self._factory_of(node).create_again(node, name, self._state_of_others())
         self._watchdogs[node.share.node].watch(name, of_node[name])
 
     def actors(self) -> dict[str, Any]:
@@ -298,9 +301,24 @@ class ServingCluster:
         """Carry orders out, as far as they have come; False: the cluster is to stop. Raises NodeLost, PeerLost."""
         self._require_node()
         self._take_orders()
-        self._look_at_models(self._drain_watch.look(self.actors()))
+        drained = self._drain_watch.look(self.actors())
+        self._end_drained(drained)
+        self._look_at_models(drained)
         self._failed.look()
         return True
+
+    def _end_drained(self, drained: Iterable[str]) -> bool:
+        """End workers whose work is gone, unless they start again; return whether there were any."""
+        leaving = [name for name in drained if not self._restarts.takes(name)]
+        for name in leaving:
+            self._workers.end(name)
+        return bool(leaving)
+
+    def _create_worker(self, node: PreparedNode, name: str) -> None:
+        try:
+            self.add_worker(node, name)
+        except (RayError, ValueError) as error:  # a driver that died before it had told anyone has used the name
+            raise PeerLost(f"{name} cannot be started, try again: {error}") from error
 
     def check_start(self) -> None:
         """Raise AskedToStop when the start is to end, which a cluster of one host is told by a signal, or NodeLost."""
@@ -474,7 +492,21 @@ class ServingCluster:
             self._models.order(order_id, order)
 
     def _obey_of_nodes(self, order: NodeOrder) -> Answer:
-        return OrderRefused("one host serves alone; nodes are drained and workers scaled in a cluster of several hosts")
+        if self._restarts.goes_on:  # whose drains are not the order's
+            return OrderRefused("workers are being restarted; give the order again when that is over")
+        try:
+            return OrderDone(self._done_with_workers(order))
+        except AlignedServeError as error:
+            return OrderRefused(str(error))
+
+    def _done_with_workers(self, order: NodeOrder) -> str:
+        match order:
+            case DrainNode(name, within_s):
+                return self._workers.drain(name, within_s)
+            case UndoDrain(name):
+                return self._workers.undo(name)
+            case ScaleWorkers():
+                return self._workers.scale(order, self.actors())
 
     def _look_at_models(self, drained: Collection[str]) -> bool:
         """Go on with the orders; return whether a deployment has entered another phase. `drained`: workers of which

@@ -33,14 +33,14 @@ def kill_survivors(processes: Iterable[psutil.Process], grace_s: float) -> None:
             process.kill()
 
 
-class RayletChildren:
-    """The processes of one raylet, identified by process id and start time."""
+class KnownChildren:
+    """The children of one process, identified by process id and start time; they stay known when their parent ends."""
 
-    def __init__(self, raylet_pid: int) -> None:
-        self._raylet: psutil.Process | None = None
+    def __init__(self, parent_pid: int) -> None:
+        self._parent: psutil.Process | None = None
         self._children: set[psutil.Process] = set()
         with contextlib.suppress(psutil.NoSuchProcess):
-            self._raylet = psutil.Process(raylet_pid)
+            self._parent = psutil.Process(parent_pid)
         self.note()
 
     @property
@@ -48,22 +48,22 @@ class RayletChildren:
         return self._children
 
     def note(self) -> bool:
-        """Note the processes that there are now; return whether the raylet still runs."""
-        if self._raylet is None:
+        """Note the children that there are now; return whether the parent still runs."""
+        if self._parent is None:
             return False
         try:
-            if self._raylet.status() == psutil.STATUS_ZOMBIE:
+            if self._parent.status() == psutil.STATUS_ZOMBIE:
                 return False
-            # Those known are kept: a raylet that ends right now has no children any more and is no zombie yet.
-            self._children = {child for child in self._children if child.is_running()} | set(self._raylet.children())
+            # Those known are kept: a parent that ends right now has no children any more and is no zombie yet.
+            self._children = {child for child in self._children if child.is_running()} | set(self._parent.children())
         except psutil.NoSuchProcess:
             return False
         return True
 
     def end_with_raylet(self, lock_folder: Path) -> None:
-        if self._raylet is None:
+        if self._parent is None:
             return
-        path = lock_folder / f"raylet-{self._raylet.pid}.lock"
+        path = lock_folder / f"raylet-{self._parent.pid}.lock"
         with path.open("w", encoding="ascii") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -116,7 +116,7 @@ def _is_served(path: Path) -> bool:
 
 
 def _wait_and_sweep(folder: Path, raylet_pid: int) -> None:
-    children = RayletChildren(raylet_pid)
+    children = KnownChildren(raylet_pid)
     while os.read(0, 1):
         pass
     ends_s = time.monotonic() + _PATIENCE_S

@@ -7,9 +7,9 @@ from typing import NamedTuple
 from alignedserve.core.errors import ConfigError
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-# A cache rounded to 8 bits: behind the heads of every slot lie their scales, float32 (kernels.caches.int8_rows).
+# A cache rounded to 8 bits: behind the heads of every slot lie their scales, float32 (kernels.cache_rows).
 INT8 = "int8"
-FP8 = "fp8"  # the same of e4m3 (kernels.caches.float8_rows)
+FP8 = "fp8"  # the same of e4m3 (kernels.cache_rows)
 _CACHE_DTYPE_BYTES = {**DTYPE_BYTES, INT8: 1, FP8: 1}
 _SCALE_BYTES = 4
 STATE_HEADER_BYTES = 64  # in front of states: how many tokens of the context they stand behind
@@ -128,7 +128,7 @@ class BlockLayout:
 
     @property
     def int8_block_bytes(self) -> int:
-        """Bytes of one block's int8 copy (kernels.caches): one per element, two numbers of 16 bits per channel."""
+        """Bytes of one block's int8 copy (kernels.cache_blocks): one per element, two 16-bit numbers per channel."""
         return self.block_elements + sum(4 * kind.runs_per_block * kind.kv_width for kind in self.kinds)
 
     @property

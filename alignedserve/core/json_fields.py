@@ -190,14 +190,15 @@ class JsonFields:
         return tuple(value)
 
     def token_ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
-        """Return a list of one or more token ids; empty when the field is absent."""
+        """Return a token id, or the ids of a list; those outside of the vocabulary, such as -1, stand for no token."""
         value = self._fields.get(name)
         if value is None:
             return ()
+        value = value.tolist() if hasattr(value, "tolist") else value  # an array of a GGUF file
         values: Sequence[Any] = value if isinstance(value, list) else [value]
-        if len(values) > 256 or not all(_is_token_id(item, vocab_size) for item in values):
-            raise self.error(name, "must be a token id of the vocabulary or a short list of them")
-        return tuple(values)
+        if len(values) > 256 or not all(isinstance(item, int) and not isinstance(item, bool) for item in values):
+            raise self.error(name, "must be a token id or a short list of them")
+        return tuple(item for item in values if 0 <= item < vocab_size)
 
     def error(self, name: str, problem: str) -> ModelError:
         """Return the error to raise for this field."""
@@ -209,7 +210,3 @@ class JsonFields:
         if value is None:
             raise self.error(name, "is missing")
         return value
-
-
-def _is_token_id(value: object, vocab_size: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < vocab_size

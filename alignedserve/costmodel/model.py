@@ -1,6 +1,7 @@
 """The interface of cost models, and the questions that policies ask of any of them."""
 
 import enum
+import math
 from typing import NamedTuple, Protocol
 
 from alignedserve.costmodel.work import IterationWork, pairs_of
@@ -119,6 +120,38 @@ def speed_of(costs: CostModel, *, max_tokens: int, max_context_len: int) -> Pred
         _token_s(costs, 1, context_len),
         _token_s(costs, _FEW, context_len),
     )
+
+
+_HALF_HOUR_S = 1800.0
+
+
+class ShownSpeed:
+    """The shortest iterations of the last hour. A model predicts, and may be far off; what was done can be done again.
+
+    A prompt of fewer tokens than usual counts in proportion, which is too long rather than too short.
+    """
+
+    def __init__(self) -> None:
+        self._least: dict[int, tuple[float, float]] = {}  # by half hour: of a usual prompt, of tokens together
+
+    def note(self, work: IterationWork, seconds: float, now: float) -> None:
+        prompt_s = token_s = math.inf
+        if not work.num_decodes and work.num_prompt_tokens:
+            prompt_s = seconds * _USUAL_PROMPT_LEN / min(work.num_prompt_tokens, _USUAL_PROMPT_LEN)
+        elif not work.num_prompt_tokens and work.num_decodes >= _FEW:
+            token_s = seconds
+        half_hour = int(now // _HALF_HOUR_S)
+        if half_hour not in self._least:
+            self._least = {last: least for last, least in self._least.items() if last == half_hour - 1}
+        least = self._least.get(half_hour, (math.inf, math.inf))
+        self._least[half_hour] = min(least[0], prompt_s), min(least[1], token_s)
+
+    def at(self, now: float) -> tuple[float, float]:
+        """Return the seconds of a usual prompt, and of a token of a few requests together; inf: unknown."""
+        half_hours = range(int(now // _HALF_HOUR_S) - 1, int(now // _HALF_HOUR_S) + 1)
+        recent = [self._least.get(half_hour, (math.inf, math.inf)) for half_hour in half_hours]
+        prompts_s, tokens_s = zip(*recent, strict=True)
+        return min(prompts_s), min(tokens_s)
 
 
 def _prompt_s(costs: CostModel, prompt_len: int, max_tokens: int) -> float:

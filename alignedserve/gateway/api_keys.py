@@ -14,6 +14,7 @@ from alignedserve.keys.ring import CurrentKeys
 from alignedserve.messages.state import KeysRead, ReadKeys
 
 PUBLIC_PATHS = frozenset({"/", "/dashboard", "/health", "/ready", "/version"})
+_PAGE_FILES = "/page/"
 _DOTS = 2  # of a token, which no secret has
 
 
@@ -61,11 +62,11 @@ class ApiKeys:
         return entry
 
     async def authenticate(self, path: str, presented_key: str | None) -> KeyEntry:
-        """Return the entry of the client's key. Raises Unauthorized; only PUBLIC_PATHS need no key.
+        """Return the entry of the client's key. Raises Unauthorized; PUBLIC_PATHS and the page's files need none.
 
         For a token, Unavailable while its issuer's keys are unknown.
         """
-        if path in PUBLIC_PATHS:
+        if path in PUBLIC_PATHS or path.startswith(_PAGE_FILES):
             return ANYONE
         entry = self.known(presented_key)
         if entry is not None:

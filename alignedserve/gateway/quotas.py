@@ -1,8 +1,8 @@
 """Limits of each key: requests and tokens per minute, open requests, and what is left in headers of OpenAI's clients.
 
 The state server counts for all gateways together; without one each counts alone. A request waits for one answer of the
-server for each kind of limit that its key has. A gateway that cannot reach the server goes by its share of the limits
-once its lease is over (LEASE_S at most); a gateway that joined later has no share, and refuses as unavailable.
+server for each kind of limit that its key has. A gateway without an answer for LEASE_S counts alone, by its share; a
+gateway that joined later has no share, and refuses as unavailable.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from alignedserve.batches.remote.state_client import StateClient
 from alignedserve.core.errors import StorageError
 from alignedserve.keys.entry import KeyEntry, Limit
 from alignedserve.keys.open_counts import OpenCounts, OpenStatement, Verdict, Wish
-from alignedserve.keys.quotas import LEASE_S, Charge, OwnShare, Taken, share_of_open, unused
+from alignedserve.keys.quotas import LEASE_S, Charge, OwnRequests, Taken, share_of_open, unused
 from alignedserve.messages.state import OpenStated, QuotaAnswer, StateOpen, UseQuota
 from alignedserve.process.background_tasks import start_background
 
@@ -164,28 +164,24 @@ class RequestQuotas:
         gateways: Sequence[str] = (),
         client: StateClient | None = None,
         has_others: bool = True,
-        is_first_process: bool = True,
     ) -> None:
         """`requests_per_minute`: of keys without a limit. `gateways`: of the start, with a share of every limit; none:
         this is the only one. `client`: None: there is no state server. `has_others`: else open requests are counted
-        here alone. `is_first_process`: of its name.
+        here alone.
         """
         self._per_minute = requests_per_minute
         self._gateway = gateway
         self._client = client
         share = 1.0 if not gateways else (gateway in gateways) / len(gateways)
         self._has_share = share > 0.0
-        now, process_id = time.monotonic(), secrets.token_hex(8)
-        self._share = OwnShare(share, process_id, now, is_alone=client is None)
-        if client is not None or not is_first_process:
-            self._share.begin_used_up(now, is_first_process=is_first_process)
+        self._own = OwnRequests(share, time.monotonic())
         if client is not None:
-            client.on_new_link = lambda: self._share.on_new_link(time.monotonic())
+            client.on_new_link = self._own.on_new_link
         self._signs: asyncio.Task[None] | None = None
-        self.open_requests = OpenRequests(gateway, gateways, process_id, client if has_others else None)
+        self.open_requests = OpenRequests(gateway, gateways, secrets.token_hex(8), client if has_others else None)
 
     def start(self) -> None:
-        """Give signs of life: others use the share of a gateway that gives none."""
+        """Look whether the state server answers, so that a request knows before it asks."""
         if self._client is not None:
             self._signs = start_background(self._give_signs(), "the count of requests")
         self.open_requests.start()
@@ -242,40 +238,44 @@ class RequestQuotas:
         cost = 0.0 if limit is None else unused(num_tokens / limit, time.monotonic() - counted_s)
         if cost <= 0.0:
             return
-        charges = (Charge(_tokens(key), -cost),)
-        if self._share.seconds_leased(time.monotonic()) > 0.0:  # once: what is lost on the way stays counted
-            start_background(self._give_back_shared(charges), "tokens that did not come")
-        elif self._has_share:
-            self._share.take(charges, time.monotonic())
+        self._own.note((Charge(_tokens(key), -cost),), time.monotonic())
+        if self._client is not None:
+            start_background(self._give_back_shared(_tokens(key), cost), "tokens that did not come")
 
-    async def _give_back_shared(self, charges: tuple[Charge, ...]) -> None:
-        await self._call(charges)
+    async def _give_back_shared(self, key: str, cost: float) -> None:
+        began_s = time.monotonic()
+        while (left := unused(cost, time.monotonic() - began_s)) > 0.0:
+            if self._own.seconds_leased(time.monotonic()) > 0.0:
+                answer = await self._call((Charge(key, -left),), timeout_s=left * 60.0)
+                if answer is None or answer.is_counted:  # where that is unknown, the tokens stay counted
+                    return
+            else:
+                await asyncio.sleep(LEASE_S)
 
     async def _take(self, charges: tuple[Charge, ...]) -> Taken:
-        if self._client is None and self._has_share:
-            return self._share.take(charges, time.monotonic())
-        while (leased_s := self._share.seconds_leased(time.monotonic())) > 0.0:
+        while self._client is not None and self._own.seconds_leased(time.monotonic()) > 0.0:
             answer = await self._call(charges)
-            if answer is None:
-                await asyncio.sleep(min(leased_s, _SIGN_OF_LIFE_S))
-            elif answer.is_member:
-                return Taken(answer.wait_s, answer.owed, answer.limit)
+            if answer is None:  # it may have counted, as this gateway does now: not twice
+                break
+            if answer.is_counted:
+                if not answer.wait_s:
+                    self._own.note(charges, time.monotonic())
+                return Taken(answer.wait_s, answer.owed)
         if not self._has_share:
             raise Unavailable("This gateway joined later, and cannot count requests without the head's state server.")
-        return self._share.take(charges, time.monotonic())
+        return self._own.take(charges, time.monotonic())
 
-    async def _call(self, charges: tuple[Charge, ...] = ()) -> QuotaAnswer | None:
+    async def _call(self, charges: tuple[Charge, ...] = (), *, timeout_s: float | None = None) -> QuotaAnswer | None:
+        """`timeout_s`: None: until this gateway counts alone."""
         assert self._client is not None, "a count elsewhere without a state server"
-        call = self._share.call(self._gateway, charges, time.monotonic())
-        least, by_key = (None, {}) if call.spent is None else (call.spent.least, dict(call.spent.by_key))
-        message = UseQuota(
-            call.process_id, call.seen_s, least, by_key, tuple((charge.key, charge.cost) for charge in call.charges)
-        )
+        now = time.monotonic()
+        told = tuple((charge.key, charge.cost, charge.owed) for charge in self._own.for_server(charges, now))
+        timeout_s = timeout_s or self._own.seconds_leased(now) or _ANSWER_S
         try:
-            answer = await self._client.call(message, QuotaAnswer, _ANSWER_S)
+            answer = await self._client.call(UseQuota(self._own.seen_s, told), QuotaAnswer, timeout_s)
         except StorageError:
             return None
-        self._share.on_answer(answer.clock_s, time.monotonic())
+        self._own.on_answer(answer.clock_s, time.monotonic())
         return answer
 
     async def _give_signs(self) -> None:

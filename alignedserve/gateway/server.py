@@ -204,7 +204,6 @@ class GatewayServer:
             gateways=self._state.gateways,
             client=self._client,
             has_others=has_others,
-            is_first_process=not (self._is_restarted or self._state.have_run),
         )
         self._quotas.start()
 

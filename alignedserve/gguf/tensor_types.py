@@ -5,7 +5,7 @@ from typing import NamedTuple
 FLOAT_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
-# Types whose products are computed in blocks on a CPU, and the blocks: some wider ones (kernels/weight_blocks).
+# Types whose products are computed in blocks on a CPU, and the blocks: some wider ones (kernels/block_values).
 _COMPUTED_AS = {
     "Q8_0": "Q8_0",
     **dict.fromkeys(("Q5_0", "IQ4_NL", "IQ4_XS", "IQ3_S", "IQ3_XXS", "IQ2_XXS", "IQ1_S"), "Q8_0"),

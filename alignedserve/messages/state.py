@@ -9,7 +9,7 @@ import msgspec
 
 from alignedserve.keys.entry import MAX_KEYS_BYTES
 from alignedserve.keys.open_counts import Verdict
-from alignedserve.keys.quotas import MAX_CHARGES, MAX_TOLD
+from alignedserve.keys.quotas import MAX_CHARGES
 from alignedserve.messages.fields import Count, Seconds, Text
 from alignedserve.messages.handshake import Ping
 from alignedserve.messages.wire import Message
@@ -18,9 +18,9 @@ MAX_CHUNK_BYTES = 1 << 20
 
 _Key = Annotated[str, msgspec.Meta(max_length=256)]
 _Value = Annotated[bytes, msgspec.Meta(max_length=8 << 20)]
-_Spent = Annotated[dict[_Key, Seconds], msgspec.Meta(max_length=MAX_TOLD)]
 _Cost = Annotated[float, msgspec.Meta(ge=-1.0, le=1.0)]
-_Charges = Annotated[tuple[tuple[_Key, _Cost], ...], msgspec.Meta(max_length=MAX_CHARGES)]
+_Owed = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
+_Charges = Annotated[tuple[tuple[_Key, _Cost, _Owed], ...], msgspec.Meta(max_length=MAX_CHARGES)]
 _OpenLimit = Annotated[int, msgspec.Meta(ge=1, le=10**12)]
 _Open = Annotated[dict[_Key, Count], msgspec.Meta(max_length=65_536)]
 _Chunk = Annotated[bytes, msgspec.Meta(max_length=MAX_CHUNK_BYTES)]
@@ -140,16 +140,13 @@ class RemoveResults(_Part, frozen=True):
 
 
 class UseQuota(_Part, frozen=True):
-    """Count charges of a key, where there are some; always a sign of life. Answered by QuotaAnswer.
+    """Count charges of a key; without any, only ask for a sign of life. Answered by QuotaAnswer.
 
     Sent by every gateway several times a second (keys/quotas.py).
     """
 
-    process_id: _Key  # differs after a restart
     seen_s: _Clock | None  # the time of the latest answer that has arrived
-    least: Seconds | None  # that its own share owes for every key; None: all that there may be
-    spent: _Spent = msgspec.field(default_factory=dict)  # of keys that owe more: parts of their limits
-    charges: _Charges = ()  # name of a limit and part of it; below zero: given back
+    charges: _Charges = ()  # a limit, part of it (below zero: given back), part that the gateway's requests owe already
 
 
 class StateOpen(_Part, frozen=True):
@@ -217,16 +214,12 @@ class ChunkRead(_Part, frozen=True):
 
 
 class QuotaAnswer(_Part, frozen=True):
-    """The state server's time, whether it counts for this gateway, and how long the key has to wait (0: counted).
-
-    Then what is owed by the charged limits, and how much may be.
-    """
+    """The state server's time, whether the call was recent, how long its key has to wait (0: counted), what it owes."""
 
     clock_s: _Clock
-    is_member: bool
-    wait_s: Seconds
-    owed: Annotated[tuple[Seconds, ...], msgspec.Meta(max_length=MAX_CHARGES)] = ()
-    limit: Seconds = 0.0
+    is_counted: bool  # false: the call may be old; ask again
+    wait_s: Seconds = 0.0
+    owed: Annotated[tuple[Seconds, ...], msgspec.Meta(max_length=MAX_CHARGES)] = ()  # by limit
 
 
 class OpenStated(_Part, frozen=True):

@@ -204,6 +204,7 @@ class IterationLogReport(Message, frozen=True):
     gained: IterationLogTotals
     num_tokens: Count = 0  # generated meanwhile
     batch: BatchShape = BatchShape()  # of the last iteration
+    speed: WorkerSpeed = WorkerSpeed()  # where it has shown to be faster than at its start
 
 
 def requests_of(message: Message) -> Sequence[Request]:

@@ -19,6 +19,7 @@ from typing import Self, Unpack
 from msgspec import structs
 
 from alignedserve.api.embeddings.response_format import Vectors
+from alignedserve.api.errors import named
 from alignedserve.api.models.model_card import ModelCard
 from alignedserve.api.openai.output_parser import OutputFormat
 from alignedserve.api.openai.request_builder import PreparedChat, choice_seed
@@ -53,7 +54,7 @@ from alignedserve.runtime.model.hub.local_models import with_local_model
 from alignedserve.runtime.model.served_model import load_tokenizer, resolve_model
 from decode_worker.colocated.logic import ColocatedCommand
 from decode_worker.factory import make_colocated_logic, memory_of
-from kernels.narrow.float8_linear import has_float8_products
+from kernels.float8_linear import has_float8_products
 
 logger = logging.getLogger(__name__)
 
@@ -199,7 +200,7 @@ class LLM:
         """
         all_prompts = listed(prompts)
         of_prompts = PromptErrors(len(all_prompts), errors)
-        grammar = serialize_alone(part_of(structured_outputs)) if structured_outputs is not None else ""
+        grammar = self._grammar_of(structured_outputs) if structured_outputs is not None else ""
         encoded = encoded_prompts(all_prompts, self._tokenizer, of_prompts)
         chats = {index: PreparedChat(tuple(prompt), _CONTINUED, grammar) for index, prompt in encoded.items()}
         return self._answer(chats, sampling, lora_request, of_prompts, use_tqdm=use_tqdm)
@@ -267,6 +268,14 @@ class LLM:
         with self._turn:
             self._is_closed = True
             self._end()
+
+    def _grammar_of(self, outputs: StructuredOutputs) -> str:
+        try:
+            grammar = serialize_alone(part_of(outputs))
+            self._executor.check_grammar(grammar)
+        except InvalidRequest as error:
+            raise named(f"structured_outputs.{outputs.kind}", error) from error
+        return grammar
 
     def _answer(
         self,
@@ -350,7 +359,10 @@ class LLM:
         )
         if layout.blocks_for(len(prompt) + wanted.max_tokens) > num_blocks:
             raise InvalidRequest("the request needs more KV cache than memory_bytes allows", param="max_tokens")
-        self._executor.check_grammar(wanted.grammar)
+        try:
+            self._executor.check_grammar(wanted.grammar)
+        except InvalidRequest as error:
+            raise named("grammar", error) from error
         request_id = RequestId(secrets.token_hex(8))
         root = self._root
         if adapter is not None and root:

@@ -1,5 +1,7 @@
 """Questions as people ask them: several phrasings for every skill, and the fixed answers of the pocket model."""
 
+EXAMPLE_QUESTIONS = ("spell otter", "What is 17 + 25?", "Sort these numbers: 42, 7, 19, 3", "Count from 1 to 100.")
+
 COUNT_UP = (
     "count from {a} to {b}", "Count from {a} to {b}.", "Count {a} to {b} please.", "Please count from {a} to {b}.",
     "Can you count from {a} to {b}?", "List the numbers from {a} to {b}.", "count up from {a} to {b}",

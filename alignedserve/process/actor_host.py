@@ -74,7 +74,9 @@ class ActorHost:
         return self._failure
 
     def memory_bytes(self) -> int:
-        return int(psutil.Process().memory_info().rss)
+        """Return the memory of this process. Shared pages are divided among their processes, where the system tells."""
+        memory = psutil.Process().memory_full_info()
+        return int(getattr(memory, "pss", memory.rss))
 
     def stop(self) -> None:
         """Close the service; the process may end afterwards. May be repeated."""

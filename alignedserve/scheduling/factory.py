@@ -1,5 +1,6 @@
 """Construction of schedulers from the configuration, for live workers and for simulated ones."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -18,7 +19,7 @@ from alignedserve.config.sections import (
 from alignedserve.config.unset_sizes import SIZES, DefaultSize
 from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.linear import Sample
-from alignedserve.costmodel.model import CostModel, PredictedSpeed, speed_of
+from alignedserve.costmodel.model import CostModel, PredictedSpeed, ShownSpeed, speed_of
 from alignedserve.costmodel.online import learned_from
 from alignedserve.scheduling.iteration_scheduler import (
     FcfsIterationScheduler,
@@ -154,7 +155,17 @@ def measured_speed(
     if costs is None and not any(not sample.work.is_empty for sample in measured):
         return None
     known = costs if costs is not None else learned_from(measured)
-    return speed_of(known, max_tokens=limits.max_tokens, max_context_len=max_context_len)
+    speed = speed_of(known, max_tokens=limits.max_tokens, max_context_len=max_context_len)
+    if costs is not None:
+        return speed
+    shown = ShownSpeed()
+    for work, seconds in measured:
+        shown.note(work, seconds, 0.0)
+    prompt_s, shared_token_s = shown.at(0.0)
+    return speed._replace(
+        prompt_s=speed.prompt_s if math.isinf(prompt_s) else prompt_s,
+        shared_token_s=speed.shared_token_s if math.isinf(shared_token_s) else shared_token_s,
+    )
 
 
 def calibration_s(engine: EngineConfig, scheduling: SchedulingConfig, batching: BatchingConfig | None = None) -> float:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from alignedserve.costmodel.model import CostModel, LearningCostModel
+from alignedserve.costmodel.model import CostModel, LearningCostModel, ShownSpeed
 from alignedserve.costmodel.work import IterationWork
 from alignedserve.scheduling.picture_turns import ExpectedTurns
 from alignedserve.scheduling.policy import IterationLimits, IterationPlan, IterationPolicy, WorkerView
@@ -33,6 +33,7 @@ class Scheduler:
     passes_stop: bool = False  # between two layers, for real-time prompts that come meanwhile
     computes_prompts: bool = True  # False: of a separate decode worker
     turns: ExpectedTurns = field(default_factory=ExpectedTurns)  # of an encoder of pictures, between iterations
+    shown: ShownSpeed = field(default_factory=ShownSpeed)  # by what was learned from
 
     @property
     def present_costs(self) -> CostModel:
@@ -84,7 +85,8 @@ class Scheduler:
         `grammar_s`: of it, waiting for grammars; None: not measured. `is_urgent`: it ran within another one.
         """
         state.completed(now=now, duration_s=duration_s, is_urgent=is_urgent)
-        if self.learner is not None and duration_s > 0.0:
+        if self.learner is not None and duration_s > 0.0 and (state.work.num_tokens or state.work.swapped_tokens):
             if (predicted_s := self.learner.iteration_s(state.work)) > 0.0:
                 state.history.note_error(predicted_s, duration_s, now, is_urgent=is_urgent)
             self.learner.observe(state.work, duration_s, grammar_s)
+            self.shown.note(state.work, duration_s, now)

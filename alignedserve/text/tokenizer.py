@@ -1,6 +1,7 @@
 """Text to token ids and back, from the files of a Hugging Face model folder; no code of the folder runs."""
 
 import json
+import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -29,7 +30,9 @@ from alignedserve.text.token_texts import (
     pieces_for,
     without_marks,
 )
-from alignedserve.text.tokenizer_files import read_config, read_definition, special_tokens_of, templates_of
+from alignedserve.text.tokenizer_files import read_definition, read_tokenizer_config, special_tokens_of, templates_of
+
+logger = logging.getLogger(__name__)
 
 _SHORT_LEN = 512
 _LONG_LEN = 65_536
@@ -65,8 +68,12 @@ class Tokenizer:
         self._whole_texts: dict[int, str] = {}  # see ByteStream
         self._special_tokens = dict(special_tokens)
         self.chat_template: ChatTemplate | None = None
-        if chat_template is not None:
-            self.chat_template = ChatTemplate(chat_template, special_tokens, tool_template)
+        try:
+            if chat_template is not None:
+                self.chat_template = ChatTemplate(chat_template, special_tokens, tool_template)
+        except UnsupportedModel as error:  # completions need none
+            logger.warning("Chats are refused: %s", error)
+            self.chat_template = ChatTemplate(f"{{{{ raise_exception({json.dumps(str(error))}) }}}}", {})
         contents = [self._tokenizer.id_to_token(token_id) or "" for token_id in self._special_ids]
         pattern = "|".join(re.escape(content) for content in sorted(filter(None, contents), key=len, reverse=True))
         self._control = SlicedPattern(pattern or "(?!)", max(map(len, contents), default=0))
@@ -79,13 +86,15 @@ class Tokenizer:
         """Read `tokenizer.json`, `tokenizer_config.json` and the chat template, or those of a GGUF file.
 
         `num_rows` of the embedding: added tokens beyond it are plain text. `chat_template` is used instead of the
-        model's own. Raises ModelError.
+        model's own. Raises ModelError; a template of the model that cannot be read refuses chats alone.
         """
+        if chat_template is not None:
+            ChatTemplate(chat_template, {})  # raises
         if is_gguf(folder):
             parts = gguf_tokenizer(GgufFile(folder))
             return cls(parts.definition, parts.special_tokens, chat_template or parts.chat_template)
-        definition = read_definition(folder)
-        config = read_config(folder / "tokenizer_config.json")
+        config = read_tokenizer_config(folder)
+        definition = read_definition(folder, config)
         templates = templates_of(folder, config) if chat_template is None else (chat_template, None)
         tokenizer = cls(definition, special_tokens_of(config), *templates)
         if num_rows is None or tokenizer.vocab_size <= num_rows:

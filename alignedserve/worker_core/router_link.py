@@ -7,7 +7,7 @@ import msgspec
 from alignedserve.config.sections import DecodeWorkerConfig
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.ids import RequestId
-from alignedserve.costmodel.model import PredictedSpeed
+from alignedserve.costmodel.model import PredictedSpeed, ShownSpeed
 from alignedserve.messages.cluster_view import WorkerSpeed
 from alignedserve.messages.events import Send
 from alignedserve.messages.fields import FailureKind
@@ -87,12 +87,22 @@ class RouterLink:
         self._reported = load
         return self.send(load)
 
-    def totals(self, iteration_log: IterationLog, now: float) -> list[Send]:
+    def totals(self, iteration_log: IterationLog, now: float, shown: ShownSpeed | None = None) -> list[Send]:
         """Report the sums that the log gained, about once a second; they are kept until there is a router."""
         gained = iteration_log.take_totals(now) if self._router is not None else None
         if gained is None:
             return []
-        return self.send(IterationLogReport(gained, iteration_log.take_tokens(), iteration_log.latest_batch))
+        speed = WorkerSpeed() if shown is None else self._faster(*shown.at(now))
+        return self.send(IterationLogReport(gained, iteration_log.take_tokens(), iteration_log.latest_batch, speed))
+
+    def _faster(self, prompt_s: float, shared_token_s: float) -> WorkerSpeed:
+        speed = self._registered.speed
+        faster = msgspec.structs.replace(
+            speed,
+            prompt_s=min(prompt_s, speed.prompt_s),
+            shared_token_s=min(shared_token_s, speed.shared_token_s),
+        )
+        return WorkerSpeed() if faster == speed else faster
 
 
 def registration_of(

@@ -2,7 +2,6 @@
 
     python -m benchmarks.chaos --seeds 0:2000                    # rooms: real processes and sockets, without Ray
     python -m benchmarks.chaos --covering 40                     # so many that cover every pair
-    python -m benchmarks.chaos --stage cluster --seeds 0:20      # `alignedserve serve`, whose restarts take long
     python -m benchmarks.chaos --seeds 17 --shrink               # the shortest part of it that fails
 
 Every schedule is bursts of streams and a batch, with one to three faults meanwhile. Records are appended to the output
@@ -24,11 +23,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.chaos.ray_cluster import RayCluster
 from benchmarks.chaos.rooms import Rooms, mount_small
 from benchmarks.chaos.run import Stage, run_all
 from benchmarks.chaos.schedules import ChaosSchedule, covering, make_schedule, shrink
-from benchmarks.chaos.site import Site
 from benchmarks.chaos.summary import summary_of
 from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.recording import RESULTS, write_result
@@ -46,8 +43,8 @@ def main() -> None:
     has_small_disks = os.environ.get(_IN_NAMESPACE) == "1" and mount_small(_SHARED_MEMORY, _SHARED_SIZE)
     schedules = covering(arguments.covering) if arguments.covering else tuple(map(make_schedule, arguments.seeds))
     schedules = schedules[arguments.part]
-    output: Path = arguments.output or RESULTS / f"faults/chaos_{arguments.stage}.jsonl"
-    make = RayCluster if arguments.stage == "cluster" else partial(Rooms, has_small_disks=has_small_disks)
+    output: Path = arguments.output or RESULTS / "faults/chaos_rooms.jsonl"
+    make = partial(Rooms, has_small_disks=has_small_disks)
     if arguments.shrink:
         for schedule in schedules:
             print(_shortest(make, schedule), flush=True)
@@ -69,7 +66,6 @@ def _arguments() -> argparse.Namespace:
     parser = parser_of(__doc__)
     parser.add_argument("--seeds", type=_seeds, default=range(40), help="A:B, or one")
     parser.add_argument("--covering", type=int, default=0, help="so many that cover every pair, in place of seeds")
-    parser.add_argument("--stage", choices=("rooms", "cluster"), default="rooms", help="cluster: with Ray, and slow")
     parser.add_argument("--shrink", action="store_true", help="cut failing schedules down to their shortest part")
     parser.add_argument("--part", type=_part, default=slice(None), help="I/N: every N-th schedule from the I-th on")
     parser.add_argument("--stop-after", type=float, default=0.0, help="seconds; begin no schedule later")
@@ -86,7 +82,7 @@ def _seeds(text: str) -> range:
 def _repeated(arguments: argparse.Namespace) -> str:
     seeds: range = arguments.seeds
     chosen = f"--covering {arguments.covering}" if arguments.covering else f"--seeds {seeds.start}:{seeds.stop}"
-    return f"python -m benchmarks.chaos --stage {arguments.stage} {chosen}"
+    return f"python -m benchmarks.chaos {chosen}"
 
 
 def _part(text: str) -> slice:
@@ -126,7 +122,7 @@ def _recorded(output: Path) -> dict[int, dict[str, Any]]:
     return {record["seed"]: record for record in records}
 
 
-def _shortest(make: Callable[[Path], Site], schedule: ChaosSchedule) -> ChaosSchedule | str:
+def _shortest(make: Callable[[Path], Rooms], schedule: ChaosSchedule) -> ChaosSchedule | str:
     stage = Stage(make)
 
     def fails(tried: ChaosSchedule) -> bool:

@@ -14,9 +14,8 @@ from threading import Event, Thread
 
 from alignedserve.runtime.kv.arena_files import arena_folder
 from benchmarks.chaos.room_process import when_true
-from benchmarks.chaos.rooms import fill
+from benchmarks.chaos.rooms import Rooms, fill
 from benchmarks.chaos.schedules import ChaosFault, Hit, Target
-from benchmarks.chaos.site import Site
 
 _HOUR_S = 3600.0
 _STARTS_S = 10.0  # a process that is missing is waited for
@@ -27,7 +26,7 @@ _PIDFD_GETFD = 438  # Linux's system call, the same number on every architecture
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-def inflict(site: Site, fault: ChaosFault) -> bool:
+def inflict(site: Rooms, fault: ChaosFault) -> bool:
     if not when_true(lambda: site.pid(fault.target) is not None, _STARTS_S):
         return False
     with contextlib.suppress(ProcessLookupError), _FAULTS[fault.hit](site, fault.target) as is_there:
@@ -36,13 +35,13 @@ def inflict(site: Site, fault: ChaosFault) -> bool:
     return True  # it ended meanwhile
 
 
-def kill_and_wait(site: Site, target: Target) -> None:
+def kill_and_wait(site: Rooms, target: Target) -> None:
     former = site.pid(target)
     with contextlib.suppress(ProcessLookupError), _killed(site, target):
         when_true(lambda: site.pid(target) not in (None, former), _STARTS_S, 0.005)
 
 
-def _signalled(site: Site, target: Target, number: signal.Signals) -> int:
+def _signalled(site: Rooms, target: Target, number: signal.Signals) -> int:
     pid = site.pid(target)
     if pid is None:
         raise ProcessLookupError
@@ -51,13 +50,13 @@ def _signalled(site: Site, target: Target, number: signal.Signals) -> int:
 
 
 @contextlib.contextmanager
-def _killed(site: Site, target: Target) -> Iterator[bool]:
+def _killed(site: Rooms, target: Target) -> Iterator[bool]:
     _signalled(site, target, signal.SIGKILL)
     yield True
 
 
 @contextlib.contextmanager
-def _stopped(site: Site, target: Target) -> Iterator[bool]:
+def _stopped(site: Rooms, target: Target) -> Iterator[bool]:
     pid = _signalled(site, target, signal.SIGSTOP)
     try:
         yield True
@@ -66,7 +65,7 @@ def _stopped(site: Site, target: Target) -> Iterator[bool]:
 
 
 @contextlib.contextmanager
-def _slow(site: Site, target: Target) -> Iterator[bool]:
+def _slow(site: Rooms, target: Target) -> Iterator[bool]:
     pid = site.pid(target)
 
     def turn() -> None:
@@ -80,7 +79,7 @@ def _slow(site: Site, target: Target) -> Iterator[bool]:
 
 
 @contextlib.contextmanager
-def _cut(site: Site, target: Target) -> Iterator[bool]:
+def _cut(site: Rooms, target: Target) -> Iterator[bool]:
     pid, path = site.pid(target), site.socket_path(target)
     hidden = path.with_suffix(".hidden")
     with contextlib.suppress(FileNotFoundError):
@@ -129,7 +128,7 @@ def _ends_of(link: socket.socket) -> tuple[object, object]:
 
 
 @contextlib.contextmanager
-def _no_files(site: Site, target: Target) -> Iterator[bool]:
+def _no_files(site: Rooms, target: Target) -> Iterator[bool]:
     pid = site.pid(target)
     if pid is None:
         raise ProcessLookupError
@@ -142,9 +141,9 @@ def _no_files(site: Site, target: Target) -> Iterator[bool]:
             resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def _full(folder_of: Callable[[Site], Path]) -> Callable[[Site, Target], AbstractContextManager[bool]]:
+def _full(folder_of: Callable[[Rooms], Path]) -> Callable[[Rooms, Target], AbstractContextManager[bool]]:
     @contextlib.contextmanager
-    def inflicted(site: Site, target: Target) -> Iterator[bool]:
+    def inflicted(site: Rooms, target: Target) -> Iterator[bool]:
         folder = folder_of(site)
         if not os.path.ismount(folder) or not site.has_small_disks:
             yield False
@@ -161,13 +160,10 @@ def _full(folder_of: Callable[[Site], Path]) -> Callable[[Site, Target], Abstrac
     return inflicted
 
 
-def _clock(shift_s: float) -> Callable[[Site, Target], AbstractContextManager[bool]]:
+def _clock(shift_s: float) -> Callable[[Rooms, Target], AbstractContextManager[bool]]:
     @contextlib.contextmanager
-    def inflicted(site: Site, target: Target) -> Iterator[bool]:
+    def inflicted(site: Rooms, target: Target) -> Iterator[bool]:
         path = site.clock_path(target)
-        if path is None:
-            yield False
-            return
         path.write_text(str(shift_s))
         try:
             yield True
@@ -196,7 +192,7 @@ def _repeated(turn: Callable[[], object], pause_s: float) -> Iterator[None]:
         thread.join()
 
 
-_FAULTS: dict[Hit, Callable[[Site, Target], AbstractContextManager[bool]]] = {
+_FAULTS: dict[Hit, Callable[[Rooms, Target], AbstractContextManager[bool]]] = {
     Hit.KILL: _killed,
     Hit.STOP: _stopped,
     Hit.LONG_STOP: _stopped,

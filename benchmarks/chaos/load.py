@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import httpx
 
 from benchmarks.chaos.judge import Ending, Outcome, ending_of
-from benchmarks.chaos.site import Site, ask
+from benchmarks.chaos.rooms import Rooms
+from benchmarks.chaos.seen import ask
 from benchmarks.measuring.batch_client import BatchHttpClient
 
 _ENDPOINT = "/v1/completions"
@@ -46,11 +47,11 @@ def questions(count: int = _NUM_QUESTIONS, seed: int = 0) -> tuple[Question, ...
     )
 
 
-def undisturbed(site: Site, asked: Sequence[Question]) -> dict[Question, str]:
+def undisturbed(site: Rooms, asked: Sequence[Question]) -> dict[Question, str]:
     """Return every answer as it is when nothing is hurt."""
     answers = {}
     for question in asked:
-        status, text = ask(site, _ENDPOINT, question.body(site.model), timeout_s=60.0)
+        status, text = ask(site.url, _ENDPOINT, question.body(site.model), timeout_s=60.0)
         assert status == 200, f"no undisturbed answer: {status} {text}"
         answers[question] = str(json.loads(text)["choices"][0]["text"])
     return answers
@@ -103,7 +104,7 @@ def _read(event: str, stream: Stream) -> None:
 class Load:
     """Streams of one schedule, on one event loop. Every answer is judged at the end."""
 
-    def __init__(self, site: Site, answers: dict[Question, str], label: str) -> None:
+    def __init__(self, site: Rooms, answers: dict[Question, str], label: str) -> None:
         self.streams: list[Stream] = []
         self._site = site
         self._answers = answers
@@ -148,9 +149,9 @@ class Load:
         return sorted(found)
 
 
-def course_of(site: Site, stream: Stream) -> list[tuple[str, float, float]]:
+def course_of(site: Rooms, stream: Stream) -> list[tuple[str, float, float]]:
     """Return the phases of a request with their monotonic times; empty where no gateway knows of it."""
-    status, text = ask(site, f"/v1/alignedserve/requests/{stream.client_id}")
+    status, text = ask(site.url, f"/v1/alignedserve/requests/{stream.client_id}")
     if status != 200:
         return []
     course = []
@@ -164,7 +165,7 @@ def course_of(site: Site, stream: Stream) -> list[tuple[str, float, float]]:
 class BatchLoad:
     """One batch, and its judgement."""
 
-    def __init__(self, site: Site, answers: dict[Question, str]) -> None:
+    def __init__(self, site: Rooms, answers: dict[Question, str]) -> None:
         self._client = BatchHttpClient(site.url, _BATCH_S)
         self._model = site.model
         self._lines = {f"line-{number}": question for number, question in enumerate(list(answers)[:_NUM_LINES])}

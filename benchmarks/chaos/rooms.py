@@ -34,10 +34,9 @@ from alignedserve.runtime.kv.arena_files import arena_folder
 from alignedserve.runtime.model.named_models import pocket_folder
 from alignedserve.runtime.model.served_model import resolve_model
 from alignedserve.scheduling.factory import resolve_policy
-from benchmarks.chaos.ray_cluster import tail_of
 from benchmarks.chaos.room_process import RoomPlan, RoomProcess, forking, when_true
 from benchmarks.chaos.schedules import Target
-from benchmarks.chaos.site import ask
+from benchmarks.chaos.seen import ask, tail_of
 from benchmarks.measuring.server import free_port
 
 MODEL = "model"
@@ -93,7 +92,7 @@ def rooms_config(model: Path, port: int) -> ClusterConfig:
 
 
 class Rooms:
-    """A Site: router, pool, workers, gateway and batch driver."""
+    """Router, pool, workers, gateway and batch driver."""
 
     model = MODEL
 
@@ -172,7 +171,8 @@ class Rooms:
         """Return where the process of this role listens, if it does."""
         return self.run_folder / f"{self.name(target)}.sock"
 
-    def clock_path(self, target: Target) -> Path | None:
+    def clock_path(self, target: Target) -> Path:
+        """Return the file that says how far the clock of this process is off."""
         return self.run_folder / f"{self.name(target)}.clock"
 
     def drain(self, target: Target, *, begins: bool) -> None:
@@ -185,7 +185,7 @@ class Rooms:
     # --- what is seen from outside
 
     def is_ready(self) -> bool:
-        return ask(self, "/ready")[0] == 200
+        return ask(self.url, "/ready")[0] == 200
 
     def arenas(self) -> list[Path]:
         return sorted(arena_folder().glob(f"alignedserve-{self.run_folder.name}-*"))

@@ -13,8 +13,9 @@ from benchmarks.chaos.faults import inflict, kill_and_wait
 from benchmarks.chaos.judge import RECOVERS_S, Outcome, problems
 from benchmarks.chaos.load import BatchLoad, Load, Question, course_of, questions, undisturbed
 from benchmarks.chaos.room_process import when_true
+from benchmarks.chaos.rooms import Rooms
 from benchmarks.chaos.schedules import ChaosFault, ChaosSchedule, Phase
-from benchmarks.chaos.site import Site, ask, held_by
+from benchmarks.chaos.seen import ask, held_by
 
 # Phases of a request as its course names them, for each that a schedule may wait for.
 _NAMES = {
@@ -40,7 +41,7 @@ class Calm:
     num_arenas: int
 
     @classmethod
-    def of(cls, site: Site) -> "Calm":
+    def of(cls, site: Rooms) -> "Calm":
         answers = undisturbed(site, questions())
         return cls(answers, asyncio.run(_undisturbed_windows(site, answers)), len(site.arenas()))
 
@@ -48,10 +49,10 @@ class Calm:
 class Stage:
     """A site that is up, and is made anew after a schedule that failed."""
 
-    def __init__(self, make: Callable[[Path], Site]) -> None:
+    def __init__(self, make: Callable[[Path], Rooms]) -> None:
         self._make = make
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._site: Site | None = None
+        self._site: Rooms | None = None
         self._calm: Calm | None = None
         self._num_run = 0
 
@@ -98,7 +99,7 @@ class Stage:
 class _Run:
     """One schedule on a site that is up."""
 
-    def __init__(self, site: Site, calm: Calm, schedule: ChaosSchedule, label: str) -> None:
+    def __init__(self, site: Rooms, calm: Calm, schedule: ChaosSchedule, label: str) -> None:
         """`label`: what the ids of its requests begin with."""
         self._site = site
         self._calm = calm
@@ -175,7 +176,7 @@ class _Run:
         question = next(iter(self._calm.answers))
         began_s = time.monotonic()
         while time.monotonic() - began_s < RECOVERS_S:
-            status, text = ask(self._site, "/v1/completions", question.body(self._site.model), timeout_s=RECOVERS_S)
+            status, text = ask(self._site.url, "/v1/completions", question.body(self._site.model), timeout_s=RECOVERS_S)
             if status == 200:
                 return round(time.monotonic() - began_s, 2) if self._calm.answers[question] in text else None
             time.sleep(0.02)
@@ -188,14 +189,14 @@ class _Run:
             return max(len(site.arenas()) - self._calm.num_arenas, 0)
 
         def is_clean() -> bool:
-            outcome.held, outcome.arenas_left = held_by(site), num_left()
+            outcome.held, outcome.arenas_left = held_by(site.url), num_left()
             return not outcome.held and not outcome.arenas_left
 
         # Once is enough: counts may be a second old, but what stays is there for the next schedule to see.
         when_true(is_clean, _SETTLES_S, 0.05)
 
 
-async def _undisturbed_windows(site: Site, answers: dict[Question, str]) -> Windows:
+async def _undisturbed_windows(site: Rooms, answers: dict[Question, str]) -> Windows:
     load = Load(site, answers, "undisturbed")
     burst = load.burst()
     await load.settle()
@@ -215,7 +216,7 @@ def _plain(fault: ChaosFault) -> dict[str, Any]:
 
 
 def run_all(
-    make: Callable[[Path], Site], schedules: Iterable[ChaosSchedule], recorded: Callable[[dict[str, Any]], None]
+    make: Callable[[Path], Rooms], schedules: Iterable[ChaosSchedule], recorded: Callable[[dict[str, Any]], None]
 ) -> None:
     """Run schedules one after the other; `recorded` is called with each record."""
     stage = Stage(make)

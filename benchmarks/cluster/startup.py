@@ -1,23 +1,19 @@
 """Time from the command to a cluster that is ready and to a whole answer, and what it takes while it is idle.
 
 python -m benchmarks.cluster.startup  # targets on two cores: ready in 6 s, SmolLM2 in 9 s; at most 0.8 GiB idle
-python -m benchmarks.cluster.startup --only pocket smollm2 --beside OLDER_CHECKOUT --name serving/startup_beside
 
 Of each start: seconds from the command to its phases, processor seconds of every process until /ready, and memory once
-idle. On a machine that others use, seconds tell little: `--beside` starts another checkout in turns with this one, and
-the ratio of the two is what counts. Processor seconds are those of a machine with nothing beside.
+idle. On a machine that others use, seconds tell little.
 """
 
 import contextlib
 import json
-import os
 import signal
 import statistics
 import subprocess
 import threading
 import time
 import urllib.request
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
@@ -118,12 +114,11 @@ def memory_bytes(root: psutil.Process) -> dict[str, int]:
     return sizes
 
 
-def measure(arguments: list[str], checkout: Path, num_times: int) -> Start:
+def measure(arguments: list[str], num_times: int) -> Start:
     port = free_port()
     command = [ALIGNEDSERVE, "serve", *arguments, "--port", str(port)]
     began_s = time.monotonic()
-    environment = os.environ | {"PYTHONPATH": str(checkout)}
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     observer = Observer(psutil.Process(process.pid), began_s)
     observer.start()
     try:
@@ -171,18 +166,11 @@ def main() -> None:
     """Measure several starts of each case; print and record."""
     parser = parser_of(__doc__, rounds=3, name="serving/startup")
     parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
-    parser.add_argument("--beside", type=Path, help="of another checkout, whose kernels are built")
     options = parser.parse_args()
-    checkouts = {"": Path(__file__).parents[2]} | ({" before": options.beside} if options.beside else {})
     figures: dict[str, Any] = {}
     for name in options.only:
-        starts: dict[str, list[Start]] = {which: [] for which in checkouts}
-        for _ in range(options.rounds):
-            for which, checkout in checkouts.items():
-                starts[which].append(measure(CASES[name], checkout, _NUM_TIMES[name]))
-        figures |= {name + which: figures_of(found) for which, found in starts.items()}
-        for which in checkouts:
-            print(name + which, figures[name + which])
+        figures[name] = figures_of([measure(CASES[name], _NUM_TIMES[name]) for _ in range(options.rounds)])
+        print(name, figures[name])
         write_result(options.name, figures)
 
 

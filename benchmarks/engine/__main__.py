@@ -2,7 +2,6 @@
 
     python -m benchmarks.engine                                      # CPU: opt-125m, w1; GPU: an 8B shape's iterations
     python -m benchmarks.engine --workload w3 --dtype bfloat16 --rounds 3 --name engine/w3    # the median is recorded
-    python -m benchmarks.engine --shape llama-0.5b --workload one --dtype bfloat16 --quantization Q4_1
 
 A workload is REQUESTSxPROMPT:OUTPUT, a comma between groups; w1, w2, w3, w4, one; or iterations: single ones against
 what the device can do. Loads nothing that only a server needs (Ray, msgspec, an HTTP client): it runs on a bare machine
@@ -45,7 +44,7 @@ def main() -> None:
     parser.add_argument("--shape", help="named shape with random weights, or a model: a folder, a GGUF file, pocket")
     parser.add_argument("--workload")
     parser.add_argument("--dtype", help="float32, bfloat16 or float16")
-    parser.add_argument("--quantization", help="of linear layers: int8; of a shape also blocks, as Q4_1")
+    parser.add_argument("--quantization", help="of linear layers: int8")
     parser.add_argument("--kv-cache-dtype", default="auto", help="keys and values: auto (dtype), int8, on GPUs fp8")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks, which share cores or have a GPU each")
     parser.add_argument("--attention-backend", default="auto", help="auto, triton, torch or a CPU's instruction set")

@@ -8,9 +8,7 @@ from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.block_layout import FP8, INT8
 from alignedserve.core.errors import ConfigError
 from alignedserve.runtime.attention.backend import AUTO
-from benchmarks.engine.random_blocks import BLOCK_TYPES
 from benchmarks.engine.workloads import RequestGroup
-from lab.profiling.shapes import SHAPES
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +18,7 @@ class EngineBenchmarkSpec:
     model: str  # a name in SHAPES (random weights) or a model folder
     groups: tuple[RequestGroup, ...]
     dtype: str = "float32"
-    quantization: str | None = None  # of the linear layers: int8, or for a shape one of BLOCK_TYPES
+    quantization: str | None = None  # of the linear layers: int8
     kv_cache_dtype: str = "auto"  # of keys and values: auto (`dtype`), int8 or fp8
     device: str = "cpu"
     attention: str = AUTO  # one of CHOICES of runtime.attention
@@ -31,24 +29,15 @@ class EngineBenchmarkSpec:
     tensor_parallel: int = 1  # ranks, which share the threads
 
     def __post_init__(self) -> None:
-        if self.tensor_parallel > 1 and self.has_random_blocks:
-            raise ConfigError(f"quantization {self.quantization!r} of a shape is for one rank; give a model instead.")
         if not self.groups:
             raise ConfigError("groups must name at least one group of requests.")
-        if self.quantization not in (None, INT8) and not self.has_random_blocks:
-            types = ", ".join(BLOCK_TYPES)
-            raise ConfigError(
-                f"quantization {self.quantization!r} must be int8 or, for a shape on a CPU, one of {types}."
-            )
+        if self.quantization not in (None, INT8):
+            raise ConfigError(f"quantization {self.quantization!r} must be int8.")
         if self.kv_cache_dtype not in ("auto", INT8, FP8):
             raise ConfigError(f"kv_cache_dtype {self.kv_cache_dtype!r} must be auto, int8 or fp8.")
         for name in ("max_sequences", "max_step_tokens", "block_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1.")
-
-    @property
-    def has_random_blocks(self) -> bool:
-        return self.quantization in BLOCK_TYPES and self.model in SHAPES and self.device == "cpu"
 
     @property
     def cache_dtype(self) -> str:

@@ -8,22 +8,15 @@ engine and results back. Left out are the hop between two threads and the link t
 Python's functions and of C's from there, are counted as well: on a busy machine they tell more.
 
     python -m benchmarks.engine.host_cycle  # target: at most 0.8 ms of 64 x 2 048 and 256 x 1 024
-    python -m benchmarks.engine.host_cycle --against ../before  # in turns with the tree of another commit
 """
 
-import argparse
-import json
-import os
 import statistics
-import subprocess
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
-from subprocess import PIPE
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -51,6 +44,7 @@ from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.hf_config import parse_model_config
 from alignedserve.scheduling.picture_turns import TurnLengths
+from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.recording import write_result
 from decode_worker.factory import colocated_registration, make_colocated_logic, memory_of
 from kernels.attention import PLAIN_SCORES
@@ -58,7 +52,7 @@ from kernels.attention import PLAIN_SCORES
 CASES = ((64, 2048), (256, 1024))
 BLOCK_SIZE = 16
 PROGRAMS = 264  # two on each of an H100's 132 multiprocessors
-WARM_UPS, COUNTED_STEPS, STEPS_OF_A_TURN = 8, 31, 20
+WARM_UPS, COUNTED_STEPS = 8, 31
 _SPARE_BLOCKS = 24  # of each request: for 384 steps
 # In the first two all contexts are of one length, and all begin a block in the same step, which medians leave out. In
 # the last a sixteenth of them does so in every step, as in service.
@@ -233,16 +227,14 @@ def made(num_rows: int, context_len: int, sampling: SamplingParams, *, is_spread
     return Setup(engine, executor, logic, requests)
 
 
-def measure(
-    num_rows: int, context_len: int, kind: str, num_steps: int, *, turn: Callable[[], None] = lambda: None
-) -> dict[str, Any]:
+def measure(num_rows: int, context_len: int, kind: str, num_steps: int) -> dict[str, Any]:
     """Return the medians of steps in which all requests decode, in milliseconds, and their calls.
 
-    Also the tenth of the steps that was disturbed least. `turn`: called before every few of them.
+    Also the tenth of the steps that was disturbed least.
     """
     counted = calls_of(num_rows, context_len, kind)
     parts = Parts()
-    totals = _run(num_rows, context_len, kind, num_steps, parts=parts, turn=turn)
+    totals = _run(num_rows, context_len, kind, num_steps, parts=parts)
     steps = parts.steps[-num_steps:]
     names = sorted({name for step in steps for name in step})
     medians = {name: _ms([step.get(name, 0.0) for step in steps]) for name in names}
@@ -270,7 +262,6 @@ def _run(
     *,
     parts: Parts | None = None,
     calls: Calls | None = None,
-    turn: Callable[[], None] = lambda: None,
 ) -> list[float]:
     filters = {"temperature": 0.7, "top_p": 0.9, "seed": 1} if kind == RANDOM else {"temperature": 0.0}
     sampling = SamplingParams(max_tokens=1000, ignore_eos=True, **filters)  # type: ignore[arg-type]
@@ -291,8 +282,6 @@ def _run(
             is_decode = len(command.slices) == num_rows and all(count == 1 for _, count in command.slices)
             if parts is not None:
                 parts.end_step()
-            if not len(totals) % STEPS_OF_A_TURN:
-                turn()
             started = time.thread_time()
             with nullcontext() if calls is None else calls.counted():
                 completed = perform(command)
@@ -330,53 +319,19 @@ def cases() -> list[tuple[int, int, str]]:
     return [(*case, kind) for case in CASES for kind in KINDS]
 
 
-def _wait_for_turn() -> None:
-    print(flush=True)
-    sys.stdin.readline()
-
-
-def _in_turns(trees: dict[str, Path], case: int, num_steps: int) -> dict[str, dict[str, Any]]:
-    """Measure a case in the code of each tree, by this file: some steps of the one, then of the other.
-
-    Whatever else runs here disturbs both alike.
-    """
-    command = [sys.executable, str(Path(__file__).resolve()), "--steps", str(num_steps), "--case", str(case)]
-    with ExitStack() as stack:
-        children: dict[str, Any] = {}
-        for name, tree in trees.items():
-            environment = {**os.environ, "PYTHONPATH": str(tree.resolve())}
-            child = subprocess.Popen(command, cwd=tree, env=environment, stdin=PIPE, stdout=PIPE, text=True)
-            children[name] = stack.enter_context(child)
-        said = {name: child.stdout.readline() for name, child in children.items()}
-        while waiting := [name for name, line in said.items() if not line.strip()]:
-            for name in waiting:
-                children[name].stdin.write("\n")
-                children[name].stdin.flush()
-                said[name] = children[name].stdout.readline()
-    return {name: json.loads(line) for name, line in said.items()}
-
-
 def main() -> None:
     """Measure, print and record under a --name."""
     torch.set_num_threads(1)  # copies to a GPU need no other
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--against", type=Path, help="the tree of another commit, measured in turns with this one")
-    parser.add_argument("--case", type=int, help="the number of one, measured in turns with whoever reads this")
     parser.add_argument("--name", help="of the record, as engine/host_cycle; none is made without")
     options = parser.parse_args()
-    if options.case is not None:
-        num_rows, context_len, kind = cases()[options.case]
-        print(json.dumps(measure(num_rows, context_len, kind, options.steps, turn=_wait_for_turn)))
-        return
-    trees = {"now": Path(__file__).parents[2]} | ({"before": options.against} if options.against else {})
-    figures: dict[str, list[dict[str, Any]]] = {tree: [] for tree in trees}
-    for case in range(len(cases())):
-        for tree, row in _in_turns(trees, case, options.steps).items():
-            figures[tree].append(row)
-            print(tree, row, flush=True)
+    rows = []
+    for case in cases():
+        rows.append(measure(*case, options.steps))
+        print(rows[-1], flush=True)
     if options.name:
-        write_result(options.name, figures)
+        write_result(options.name, {"now": rows})
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from alignedserve.core.errors import ConfigError
@@ -19,23 +18,18 @@ from alignedserve.runtime.attention.backend import AUTO
 from alignedserve.runtime.device.devices import CUDA
 from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.device.streams import streams_of
-from alignedserve.runtime.engine.engine import Engine
-from alignedserve.runtime.engine.engine_options import EngineOptions
 from alignedserve.runtime.engine.forward.decoder import Decoder
-from alignedserve.runtime.engine.measured_iterations import IterationTimer
-from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from benchmarks.engine.throughput import weight_bytes
 from benchmarks.measuring.device_ceilings import TOY_SIZES, measure_device_ceilings
 from benchmarks.measuring.device_timing import DeviceTimer
 from benchmarks.measuring.pinned_copies import OFFLOAD, PREFETCH, BackgroundCopies, PinnedLists, lists_at_the_end
 from benchmarks.measuring.results import DeviceCeilings, IterationReport, IterationRow
+from benchmarks.measuring.timed_engine import BLOCK_SIZE, SPARE, TimedEngine
 from lab.profiling.model_loading import load_decoder
 
 DECODE, PREFILL, BESIDE_COPIES = "decode", "prefill", "decode beside copies"
 BESIDE_LISTED = "decode beside listed copies"  # by the driver's call for lists, in place of gathering
-_BLOCK_SIZE = 16
-_SPARE = 8  # tokens that a sequence grows by while it is measured, at most
 # Targets.
 _DECODE_RATIO, _PREFILL_SHARE, _SLOWED_RATIO, _COPY_SHARE = 1.25, 0.65, 1.05, 0.9
 
@@ -108,35 +102,22 @@ class _IterationBenchmark:
 
     def __init__(self, spec: IterationSpec, decoder: Decoder, ceilings: DeviceCeilings) -> None:
         config = decoder.config
-        longest = config.max_position_embeddings - _SPARE
+        longest = config.max_position_embeddings - SPARE
         context_len, prompt_len = min(spec.context_len, longest), min(spec.prompt_len, longest)
         self._spec = spec
         self._config = config
         self._ceilings = ceilings
         self._decodes = Point("decode", contexts=(context_len,) * spec.num_decodes)
         self._prompt = Point("prefill", chunks=(Chunk(prompt_len, 0, True),))
-        layout = config.block_layout(_BLOCK_SIZE, spec.dtype)
-        num_used = max(point.num_blocks(_BLOCK_SIZE, _SPARE) for point in (self._decodes, self._prompt))
-        num_listed = max(1, spec.copied_bytes // layout.block_bytes)
-        storage = BlockStorage(layout, num_used + 2 * num_listed, spec.device)
-        with torch.inference_mode():
-            storage.blocks.normal_()  # a GPU takes less power, and runs faster, over zeros
-        engine = Engine(
-            model=decoder,
-            storage=storage,
-            options=EngineOptions(
-                max_sequences=spec.num_decodes,
-                max_context_len=max(context_len, prompt_len) + _SPARE,
-                attention=spec.attention,
-            ),
+        num_listed = max(1, spec.copied_bytes // config.block_layout(BLOCK_SIZE, spec.dtype).block_bytes)
+        self._engine = TimedEngine(
+            decoder, [self._decodes, self._prompt], attention=spec.attention, num_more_blocks=2 * num_listed
         )
-        engine.record_graphs()
-        block_ids = np.random.default_rng(0).permutation(num_used).tolist()
-        self._timer = IterationTimer(engine, block_ids=block_ids, clock=time.perf_counter)
+        self._timer, storage = self._engine.timer, self._engine.storage
         lists = lists_at_the_end(storage, num_listed)
         make = partial(PinnedLists, storage, streams_of(storage.device), *lists)
         self._lists, self._driver_lists = make(), make(is_listed=True)
-        self._block_kib = layout.block_bytes / 1024
+        self._block_kib = storage.layout.block_bytes / 1024
 
     def decode(self) -> IterationRow:
         """Return weights once, keys and values of every context."""
@@ -183,8 +164,7 @@ class _IterationBenchmark:
         return _at_least(name, sizes, speed.lists_s, _Bound("a plain copy", speed.plain_s), _COPY_SHARE)
 
     def _seconds(self, point: Point) -> float:
-        self._timer.measure(point)  # compiles and warms up
-        return statistics.median(self._timer.measure(point) for _ in range(self._spec.num_rounds))
+        return self._engine.seconds(point, self._spec.num_rounds)
 
 
 def _attention_operations(config: ModelConfig, num_pairs: int) -> int:

@@ -31,18 +31,15 @@ from alignedserve.runtime.model.sharding.tensor_shard import check_tensor_parall
 from alignedserve.runtime.model.weights.decoder_weights import DecoderWeights
 from benchmarks.engine.benchmark_spec import EngineBenchmarkSpec
 from benchmarks.engine.ceilings import Ceilings, ProductClock, measure_ceilings
-from benchmarks.engine.random_blocks import block_bytes, random_block_weights
 from benchmarks.engine.workloads import RequestGroup
 from benchmarks.measuring.results import EngineBenchmarkResult
-from kernels.narrow.float8_linear import has_float8_products
+from kernels.float8_linear import has_float8_products
 from lab.profiling.model_loading import config_of, weights_of
 from lab.profiling.shapes import SHAPES
 
 
 def _load(spec: EngineBenchmarkSpec) -> tuple[ModelConfig, DecoderWeights]:
     config = config_of(spec.model)
-    if spec.has_random_blocks and spec.quantization is not None:
-        return config, random_block_weights(config, spec.seed, torch_dtype(spec.dtype), spec.quantization)
     return config, weights_of(spec.model, config, spec.dtype, spec.device, spec.quantization, seed=spec.seed)
 
 
@@ -62,7 +59,7 @@ def run_engine_benchmark(spec: EngineBenchmarkSpec) -> EngineBenchmarkResult:
     started = time.perf_counter()
     run.run()
     wall_s = time.perf_counter() - started
-    held = _weight_bytes(config, spec, weights)
+    held = weight_bytes(config, spec.model, spec.dtype, spec.device, spec.quantization)
     if not is_cpu:
         peaks = (peak_rss_bytes(), int(torch.cuda.max_memory_allocated()))
         return _result(spec, engine, _TimedRun(run.times, None, wall_s, held, *peaks), None)
@@ -106,14 +103,6 @@ def weight_bytes(
         return WeightBytes(stored.num_bytes, stored.step_bytes)
     step_bytes = config.num_multiplied * (1 if quantization == "int8" else torch_dtype(dtype).itemsize)
     return WeightBytes(config.loaded_weight_bytes(dtype, quantization), step_bytes)
-
-
-def _weight_bytes(config: ModelConfig, spec: EngineBenchmarkSpec, weights: DecoderWeights) -> WeightBytes:
-    if not spec.has_random_blocks:
-        return weight_bytes(config, spec.model, spec.dtype, spec.device, spec.quantization)
-    plain, step_bytes = weight_bytes(config, spec.model, spec.dtype), block_bytes(weights)
-    assert step_bytes is not None, "random blocks are in blocks"
-    return WeightBytes(plain.num_bytes - plain.step_bytes + step_bytes, step_bytes)
 
 
 def _warm_up(engine: Engine, spec: EngineBenchmarkSpec) -> None:

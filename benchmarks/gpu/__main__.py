@@ -18,14 +18,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from alignedserve.core.errors import ConfigError
 from alignedserve.runtime.device.devices import CPU, cuda_obstacle
-from benchmarks.gpu.part_list import PART_LIST, print_parts
+from benchmarks.gpu.part_list import PARTS, WITH_TARGETS, ListedPart, print_parts
 from benchmarks.gpu.targets import TargetOutcome, outcomes
 from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.device_choice import chosen_device
@@ -36,18 +36,6 @@ TOTAL_S = 540.0
 PART_COMMAND = (sys.executable, "-m", "benchmarks.gpu.parts")
 _WIDTH = 160  # of the table where there is no terminal
 _SHOWN_LINES = 30  # of what a part printed that did not end well
-
-
-class TimeShare(NamedTuple):
-    """One part and its share of the time; what a part does not need, the next ones have."""
-
-    part: str
-    weight: float
-
-
-SHARES = {part.name: TimeShare(part.name, part.minutes) for part in PART_LIST}
-TESTS = SHARES["tests"]
-PARTS = tuple(SHARES[part.name] for part in PART_LIST if part.has_targets)
 
 
 @dataclass(slots=True)
@@ -72,11 +60,12 @@ class Runner:
         self._output = output
         self._deadline_s = time.monotonic() + total_s
 
-    def run(self, shares: Sequence[TimeShare]) -> None:
-        for index, share in enumerate(shares):
+    def run(self, parts: Sequence[ListedPart]) -> None:
+        """Run each in its share of the time; what a part does not need, the next ones have."""
+        for index, part in enumerate(parts):
             left_s = self._deadline_s - time.monotonic()
-            limit_s = max(1.0, left_s * share.weight / sum(one.weight for one in shares[index:]))
-            self._run_part(share.part, limit_s)
+            limit_s = max(1.0, left_s * part.minutes / sum(later.minutes for later in parts[index:]))
+            self._run_part(part.name, limit_s)
 
     def _run_part(self, part: str, limit_s: float) -> None:
         print(f"== {part} (at most {limit_s:.0f} s)", flush=True)
@@ -85,7 +74,7 @@ class Runner:
             folder = Path(name)
             command = [*PART_COMMAND, part, "--output", str(folder), *self._arguments, "--limit", f"{limit_s:.0f}"]
             problem, log = run_part(command, limit_s, folder / "log")
-            figures = self._take(part, folder)
+            figures = self._figures_of(part, folder)
         seconds = round(time.monotonic() - started, 1)
         ended = Ended(part, seconds, list(figures.get("failures", ())), list(figures.get("left_out", ())))
         if problem is not None:
@@ -97,15 +86,15 @@ class Runner:
             print("\n".join(ended.log))
         print(f"   {seconds:.0f} s, {'; '.join((*ended.failures, *ended.left_out)) or 'went through'}", flush=True)
 
-    def _take(self, part: str, folder: Path) -> dict[str, Any]:
-        found = folder / f"gpu_{part}.json"
+    def _figures_of(self, part: str, folder: Path) -> dict[str, Any]:
+        record = folder / f"gpu_{part}.json"
         try:
-            figures: dict[str, Any] = json.loads(found.read_text())["figures"]
+            figures: dict[str, Any] = json.loads(record.read_text())["figures"]
         except (OSError, ValueError):  # ended before it wrote, or while it did
             return {}
         if self._output is not None:
             self._output.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(found, self._output / found.name)
+            shutil.copyfile(record, self._output / record.name)
         return figures
 
 
@@ -135,35 +124,35 @@ def main() -> int:
     return _report(runner, output, is_toy=arguments.toy)
 
 
-def _chosen_parts(names: str | None, parser: argparse.ArgumentParser, *, is_toy: bool) -> Sequence[TimeShare]:
+def _chosen_parts(names: str | None, parser: argparse.ArgumentParser, *, is_toy: bool) -> Sequence[ListedPart]:
     if names is None:
-        return PARTS if is_toy else (TESTS, *PARTS)
-    asked = list(dict.fromkeys(names.split(",")))
-    unknown = [name for name in asked if name not in SHARES]
+        return [PARTS[name] for name in (WITH_TARGETS if is_toy else ("tests", *WITH_TARGETS))]
+    chosen = list(dict.fromkeys(names.split(",")))
+    unknown = [name for name in chosen if name not in PARTS]
     if unknown:
-        parser.error(f"--parts: no part {unknown[0]!r}; there are {', '.join(SHARES)}")
-    return [SHARES[name] for name in asked]
+        parser.error(f"--parts: no part {unknown[0]!r}; there are {', '.join(PARTS)}")
+    return [PARTS[name] for name in chosen]
 
 
 def _report(runner: Runner, output: Path | None, *, is_toy: bool) -> int:
-    found = outcomes(runner.figures, is_toy=is_toy)
+    targets = outcomes(runner.figures, is_toy=is_toy)
     if output is not None:
-        figures = {"parts": [asdict(one) for one in runner.ended], "targets": [asdict(one) for one in found]}
+        figures = {"parts": [asdict(part) for part in runner.ended], "targets": [asdict(target) for target in targets]}
         print(write_result("gpu_targets", figures, folder=output))
-    _print_targets(found)
-    failed = [f"{one.part}: {failure}" for one in runner.ended for failure in one.failures]
+    _print_targets(targets)
+    failed = [f"{part.part}: {failure}" for part in runner.ended for failure in part.failures]
     for line in failed:
         print(f"FAILED {line}")
     return 1 if failed else 0
 
 
-def _print_targets(found: Sequence[TargetOutcome]) -> None:
+def _print_targets(targets: Sequence[TargetOutcome]) -> None:
     console = Console(width=None if sys.stdout.isatty() else _WIDTH)
     table = Table(title="targets", title_justify="left", header_style="bold")
     for heading in ("what", "target", "seen", ""):
         table.add_column(heading)
-    for one in found:
-        table.add_row(one.what, one.target, one.seen, one.verdict)
+    for target in targets:
+        table.add_row(target.what, target.target, target.seen, target.verdict)
     console.print(table)
 
 

@@ -7,6 +7,10 @@ from rich.table import Table
 
 _WIDTH = 140
 DEFAULT_POLICIES = ("aligned_slo",)  # of the promise
+# How a part is run: by itself; as groups of kernels by turns; the same for the best of many; told its device.
+PART, GROUPS, SWEEP, MEASURE = "part", "groups", "sweep", "measure"
+_NARROW, _STEPS, _PASSES = "gpu.slices.narrow_kernels", "gpu.slices.steps", "gpu.slices.narrow_iterations"
+_ATTENTION = "kernels.attention"
 
 
 class ListedPart(NamedTuple):
@@ -15,32 +19,34 @@ class ListedPart(NamedTuple):
     name: str
     minutes: float  # that it takes on an H100, by estimate; its weight where several share the time
     what: str
-    has_targets: bool = False  # run where no part is named
+    how: str
+    where: str  # module below benchmarks, function
 
 
-PART_LIST = (
-    ListedPart("sanitizer", 1.0, "the self-check, alone and under compute-sanitizer's tools", has_targets=True),
-    ListedPart("tests", 4.0, "the kernels' tests on the GPU, and those marked gpu; first where no part is named"),
-    ListedPart("logits", 1.0, "log-probabilities of a small Llama against transformers and float64", has_targets=True),
-    ListedPart("kernels", 2.0, "every kernel of a pass against bandwidth and matrix rate", has_targets=True),
-    ListedPart("iterations", 1.5, "iterations of an 8B shape against what they read", has_targets=True),
-    ListedPart("transfers", 1.0, "lists of blocks between GPU and host", has_targets=True),
-    ListedPart("generation", 1.5, "tokens per second against transformers", has_targets=True),
-    ListedPart("attention-sweep", 8.0, "decode attention: tile x warps x stages x programs"),
-    ListedPart("fp8-cache", 1.0, "decode attention over caches of bfloat16 and of FP8"),
-    ListedPart("products", 4.0, "products in 4 and 8 bits, FP8 by row and in blocks, and of experts"),
-    ListedPart("products-sweep", 8.0, "products in 4 and 8 bits: tile x warps x stages, and unpacked first"),
-    ListedPart("narrow-iterations", 4.0, "8B iterations with FP8 and 4-bit weights against bfloat16 (at most 0.65)"),
-    ListedPart("prompts", 4.0, "prompts and chunks, blocks of 16 and 128: flash-attn-4, PyTorch's, ours"),
-    ListedPart("list-copies", 0.5, "lists of blocks to an arena and back, by size: gathered, or by one call"),
-    ListedPart("promise", 2.5, "chat beside a deep backlog of documents: one elastic worker of an 8B shape, live"),
-    ListedPart("mixed", 0.5, "iterations of an 8B shape by their tokens: chunks alone, and beside 140 decodes"),
-    ListedPart("kinds", 4.0, "models with every kind of layers, a few layers of each, against transformers"),
-    ListedPart("latents-sweep", 1.5, "latent attention: rows x tokens x warps x stages"),
-    ListedPart("states-sweep", 0.5, "the gated delta rule and Mamba-2: elements of a state in one program"),
-    ListedPart("scores", 0.5, "decode attention with sinks and caps against none"),
-    ListedPart("profile", 3.0, "ten 8B decode steps by kernel, at 64 and 256 sequences"),
+_ROWS: tuple[tuple[str, float, str, str, str], ...] = (
+    ("sanitizer", 1.0, "the self-check, alone and under compute-sanitizer's tools", PART, "gpu.parts:sanitize"),
+    ("tests", 4.0, "the kernels' tests, and those marked gpu; first where none is named", PART, "gpu.parts:test"),
+    ("kernels", 2.0, "every kernel of a pass against the GPU's rates", GROUPS, "kernels.benchmark:all_groups"),
+    ("iterations", 1.5, "iterations of an 8B shape against what they read", PART, "gpu.parts:iterations"),
+    ("transfers", 1.0, "lists of blocks between GPU and host", PART, "gpu.parts:transfers"),
+    ("fp8-cache", 1.0, "decode attention over caches of bfloat16 and of FP8", GROUPS, f"{_NARROW}:cache_cases"),
+    ("products", 4.0, "products in 4 and 8 bits, FP8, and of experts", GROUPS, f"{_NARROW}:product_cases"),
+    ("products-sweep", 8.0, "products in 4 and 8 bits: tile x warps x stages", SWEEP, f"{_NARROW}:tiling_cases"),
+    (
+        "narrow-iterations",
+        4.0,
+        "8B iterations with FP8 and 4-bit weights",
+        MEASURE,
+        f"{_PASSES}:compare_iterations",
+    ),
+    ("prompts", 4.0, "prompts and chunks by every library, blocks of 16 and 128", GROUPS, f"{_ATTENTION}:prompt_cases"),
+    ("promise", 2.5, "chat beside a deep backlog of documents, live: an 8B shape", PART, "gpu.parts:promise"),
+    ("mixed", 0.5, "8B iterations by tokens: chunks alone, beside 140 decodes", MEASURE, f"{_STEPS}:measure_mixed"),
+    ("profile", 3.0, "ten 8B decode steps by kernel, at 64 and 256 sequences", MEASURE, f"{_STEPS}:profile_steps"),
 )
+WITH_TARGETS = ("sanitizer", "kernels", "iterations", "transfers")  # run where no part is named
+PART_LIST = tuple(ListedPart(*row) for row in _ROWS)
+PARTS = {part.name: part for part in PART_LIST}
 
 
 def print_parts() -> None:

@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.part_list import PART_LIST
 from benchmarks.gpu.targets import outcomes
 from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.page_tables import put_table
@@ -25,12 +24,11 @@ def main() -> None:
 
 
 def recorded(folder: Path) -> dict[str, dict[str, Any]]:
-    files = {part.name: folder / f"gpu_{part.name}.json" for part in PART_LIST}
-    return {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
+    return {file.stem.removeprefix("gpu_"): json.loads(file.read_text()) for file in sorted(folder.glob("gpu_*.json"))}
 
 
 def with_seen(page: str, records: dict[str, dict[str, Any]]) -> str:
-    found = outcomes({name: record["figures"] for name, record in records.items()}, is_toy=False)
+    found = outcomes({name: record.get("figures", {}) for name, record in records.items()}, is_toy=False)
     targets = "| figure | target | seen | |\n|---|---|---|---|\n" + "".join(
         f"| {one.what} | {_spaced(one.target)} | {_spaced(one.seen)} | {one.verdict} |\n" for one in found
     )
@@ -79,9 +77,7 @@ def _lists(figures: dict[str, Any]) -> str:
 
 
 def _spaced(figure: str) -> str:
-    why = figure.find("; left out: ")
-    shown = figure if why < 0 else figure[:why] + "; others left out)"
-    return shown.replace(".0%", "%").replace("%", " %")
+    return figure.replace(".0%", "%").replace("%", " %")
 
 
 if __name__ == "__main__":

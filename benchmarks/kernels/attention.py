@@ -30,6 +30,9 @@ TOY_BATCHES: tuple[Groups, ...] = (((4, 64),), ((3, 16), (1, 112)), ((4, 40),), 
 # (sequences, new tokens of each, context that the new tokens end)
 CHUNKS = ((1, 4096, 4096), (1, 512, 4096), (32, 128, 1152))
 TOY_CHUNKS = ((1, 32, 32), (1, 8, 40), (2, 8, 24))
+_BLOCK_SIZES = (16, 128)
+_PROMPTS = ((1, 4096, 4096), (8, 512, 512), (1, 512, 4096), (1, 2048, 32768), (32, 128, 1152), (64, 16, 2064))
+_TOY_PROMPTS = ((1, 32, 32), (2, 8, 24))
 
 
 def name_of(groups: Groups) -> str:
@@ -131,6 +134,19 @@ def prefill_cases(
             4 * num_pairs * config.query_width,
             is_copy=False,
         )
+
+
+def prompt_cases(setup: KernelSetup) -> Iterator[list[KernelCase]]:
+    """Yield whole prompts, chunks behind cached tokens and many short ones, over blocks of each size."""
+    sizes, config = _TOY_PROMPTS if setup.is_toy else _PROMPTS, setup.config
+    for block_size in _BLOCK_SIZES:
+        layout = BlockLayout(block_size, _NUM_LAYERS, config.num_kv_heads, config.head_dim, dtype_name(setup.dtype))
+        num_blocks = max(num_blocks_of([context] * number, block_size) for number, _, context in sizes)
+        storage = BlockStorage(layout, num_blocks, setup.device, has_scratch=True)
+        storage.blocks.normal_()
+        for size in sizes:
+            cases = prefill_cases(setup, storage, *size)
+            yield [case._replace(case=f"{case.case}, blocks of {block_size}") for case in cases]
 
 
 def _computing(

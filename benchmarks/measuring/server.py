@@ -1,7 +1,6 @@
-"""A server of this checkout as measurements start it, and load on it by `alignedserve bench serve`."""
+"""A server of this checkout as measurements start it."""
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -13,14 +12,9 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 ALIGNEDSERVE = str(Path(sys.executable).with_name("alignedserve"))
 READY_TIMEOUT_S = 120.0
-TOPOLOGIES = ("elastic", "colocated", "disaggregated")
-# Chats that a server of the 125M OPT shape is measured with, at a rate to be filled in; and with their class's name.
-CHAT_FIELDS = "prompt=lognormal(100,300), output=lognormal(60,120), rate={rate}, ttft=0.4, tpot=0.2"
-CHAT = f"chat: {CHAT_FIELDS}"
 # A cache of that shape that is filled soon. A virtual machine gets most of its memory at the first write, which takes
 # 2.4 s for a GiB, and prompts that filled a cache for the first time took 1.3 times as long: what is measured first
 # would pay for what is measured last.
@@ -94,35 +88,3 @@ def served(model: str | Path | None, settings: Sequence[str] = (), *options: str
         finally:
             server.send_signal(signal.SIGINT)
             server.wait(60)
-
-
-def load_report(port: int, *options: str) -> dict[str, Any]:
-    """Return what `bench serve` saw of completions with these options. It may be that none completed."""
-    command = [ALIGNEDSERVE, "bench", "serve", "--url", f"http://127.0.0.1:{port}", "--endpoint", "completions"]
-    answer = subprocess.run(
-        [*command, "--ignore-eos", "--json", "-", *options], capture_output=True, text=True, check=False
-    )
-    if not answer.stdout:
-        raise RuntimeError(f"bench serve: {answer.stderr}")
-    report: dict[str, Any] = json.loads(answer.stdout)["report"]
-    return report
-
-
-def traffic_report(
-    port: int,
-    folder: Path,
-    traffic: Sequence[str],
-    duration_s: float,
-    warm_up_s: float = 0.0,
-    *,
-    seed: int = 0,
-    model: str | None = None,
-) -> dict[str, Any]:
-    """Return what `bench serve` saw of this made-up traffic in `duration_s`, after `warm_up_s` of it.
-
-    `folder`: the model's, for prompts of exact length. Documents in the air at the end are cut off. Arrivals and
-    lengths follow from the seed. `model`: its name, where several are served.
-    """
-    times = ("--duration", str(warm_up_s + duration_s), "--warm-up", str(warm_up_s), "--seed", str(seed))
-    named = ("--model", model) if model is not None else ()
-    return load_report(port, "--cut-off", *times, *named, "--tokenizer", str(folder), "--synthetic", "; ".join(traffic))

@@ -2,6 +2,7 @@
 
     python -m benchmarks.simulation.simulated_vs_live [--topology colocated|elastic|disaggregated]
         [--model pocket|opt-125m|smollm2] [--rounds N] [--duration S] [--folder DIR]
+    python -m benchmarks.simulation.simulated_vs_live --page    # only the table of docs/replay.md, from the records
 
 Serves and puts three loads on in turn, N times: `fit`, and two of another rate and of other lengths, which are judged.
 The same load is the same requests every time. In turn, because the machine is not the same from one minute to the next:
@@ -19,8 +20,8 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,8 @@ from alignedserve.core.metrics import describe
 from alignedserve.runtime.model.named_models import pocket_folder, smollm2_file
 from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.models import make_opt_125m
-from benchmarks.measuring.recorded_loads import FITTED, JUDGED, LOADS, THROUGHPUT, TIMES
-from benchmarks.measuring.recording import write_result
+from benchmarks.measuring.page_tables import put_table
+from benchmarks.measuring.recording import read_figures, write_result
 from lab.commands.bench.options import LoadOptions
 from lab.commands.bench.serve import bench_serve
 from lab.commands.simulation.replay import ComponentCheck, replay_folder
@@ -51,10 +52,41 @@ from lab.replay.simulated import (
     think_times_s,
 )
 
+RT = "rt: rate={rate}, prompt={prompt}, output=exponential({output}), max_output=200, ttft=0.4, tpot=0.2"
+BE = "be: outstanding={outstanding}, prompt=uniform({shortest},{longest}), output=uniform(32,128), tier=flex"
+FITTED = "fit"
+THROUGHPUT, TIMES = 0.05, 0.10  # what the ratios of throughput and of times may be off
+JUDGED = ("requests/s", "ttft p50, s", "ttft p90, s", "tbt p50, s", "tbt p90, s")
+PAGE = Path(__file__).parents[2] / "docs" / "replay.md"
+SHAPES = [(model, topology) for model in ("pocket", "opt-125m", "smollm2") for topology in ("elastic", "colocated")]
+_HEAD = "| shape | load | requests | throughput | TTFT p50, p90 | TBT p50, p90 | the live system by itself |"
 BE_CLASS = "be"
 RUN, WINDOWS = "run", "windows.json"
 SLICE_S = 5.0
 Window = tuple[float, float, float, float]  # begin, end, and the load averages of the machine then
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedLoad:
+    """One load: real-time requests at a rate, best-effort ones in a closed loop."""
+
+    rate: float
+    prompt: str
+    output: int
+    outstanding: int
+    shortest: int
+    longest: int
+
+    @property
+    def line(self) -> str:
+        return "; ".join(part.format(**asdict(self)) for part in (RT, BE))
+
+
+LOADS = {
+    FITTED: RecordedLoad(1.5, "lognormal(100,300)", 60, 4, 200, 500),
+    "rate": RecordedLoad(2.25, "lognormal(100,300)", 60, 2, 200, 500),
+    "lengths": RecordedLoad(1.0, "lognormal(200,500)", 30, 3, 400, 700),
+}
 
 
 def record_run(folder: Path, overrides: list[str], tokenizer: Path, num_rounds: int, duration_s: float) -> None:
@@ -239,6 +271,48 @@ def _decisions(check: ComponentCheck) -> dict[str, Any]:
     }
 
 
+def table() -> str:
+    """Return the table: a row for each judged load of each shape that was recorded in rounds."""
+    rows = [f"| {', '.join(shape)} | {load} | {_cells(run)} |" for shape, load, run in _judged_runs()]
+    return "\n".join([_HEAD, "|---" * (_HEAD.count("|") - 1) + "|", *rows]) + "\n"
+
+
+def range_of(*measures: str) -> tuple[float, float]:
+    ratios = [
+        row["ratio"]
+        for _, _, run in _judged_runs()
+        for row in run["measures"]
+        if row["class_name"] == "all" and row["measure"] in measures
+    ]
+    return round(min(ratios), 2), round(max(ratios), 2)
+
+
+def _judged_runs() -> Iterator[tuple[tuple[str, str], str, Mapping[str, Any]]]:
+    for shape in SHAPES:
+        figures = read_figures(f"simulation/simulated_vs_live_{'_'.join(shape)}")
+        if figures is not None and "rounds" in figures:
+            yield from ((shape, load, figures["runs"][load]) for load in LOADS if load != FITTED)
+
+
+def with_table(page: str) -> str:
+    return put_table(page, "simulated against live", table())
+
+
+def _cells(run: Mapping[str, Any]) -> str:
+    ratios = {row["measure"]: row["ratio"] for row in run["measures"] if row["class_name"] == "all"}
+    shown = {name: _shown(ratios.get(name), run["within_bounds"].get(name, True)) for name in JUDGED}
+    itself = run["odd_by_even_rounds"]
+    by_itself = ", ".join(f"{itself[name]:.2f}" for name in JUDGED if name in itself) or "one round"
+    ttft, tbt = (", ".join(shown[f"{kind} p{percent}, s"] for percent in (50, 90)) for kind in ("ttft", "tbt"))
+    return f"{run['num_requests']} | {shown[JUDGED[0]]} | {ttft} | {tbt} | {by_itself}"
+
+
+def _shown(ratio: float | None, is_within: bool) -> str:
+    if ratio is None:
+        return "-"
+    return f"{ratio:.2f}" if is_within else f"**{ratio:.2f}**"
+
+
 def main() -> None:
     """Print and record."""
     parser = parser_of(__doc__, rounds=4)
@@ -250,7 +324,11 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where recordings stay")
     parser.add_argument("--suffix", default="", help="of the result's name: the state of the machine")
     parser.add_argument("--only-record", action="store_true", help="compare later, with the same --folder")
+    parser.add_argument("--page", action="store_true", help="measure nothing, write the table of the page")
     arguments = parser.parse_args()
+    if arguments.page:
+        PAGE.write_text(with_table(PAGE.read_text()))
+        return
     with tempfile.TemporaryDirectory() as name:
         folder = arguments.folder or Path(name)
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,10 +1,10 @@
 """KV blocks moved by every transport of this machine, against a plain copy of the same bytes.
 
-    python -m benchmarks.transfer --name transfer/transfer    # targets: shm and tcp 80 % of a plain copy, gloo 70 %
+    python -m benchmarks.transfer --name transfer/transfer    # target: shm 80 % of a plain copy
 
-Between processes: by shared memory, gloo, TCP with TLS and without. On a GPU also lists of blocks to page-locked memory
-and back, and between processes by CUDA IPC. Loads nothing that only a server needs (Ray, an HTTP client): it
-runs on a bare machine with a GPU; without msgspec it leaves out what moves between processes.
+In shared memory, and between processes by gloo. On a GPU also lists of blocks to page-locked memory and back, and
+between processes by CUDA IPC. Loads nothing that only a server needs (Ray, an HTTP client): it runs on a bare machine
+with a GPU; without msgspec it leaves out what moves between processes.
 """
 
 from dataclasses import asdict, replace

@@ -1,8 +1,7 @@
 """Speed of block transfers by every way of this machine, against moving the same bytes without looking at them.
 
-Between processes on the host (`host_transfers`), over TCP (`stream_transfers`), between a device and page-locked memory
-(`device_transfers`), between processes on devices (`peer_transfers`). What moves between processes needs msgspec, as a
-server does.
+In shared memory (`memory_copies`), between a device and page-locked memory (`device_transfers`), between processes
+(`peer_transfers`). What moves between processes needs msgspec, as a server does.
 """
 
 import importlib
@@ -12,7 +11,7 @@ from types import ModuleType
 import torch
 
 from alignedserve.core.errors import AlignedServeError
-from alignedserve.runtime.device.devices import CUDA, cuda_obstacle
+from alignedserve.runtime.device.devices import CPU, CUDA, cuda_obstacle
 from benchmarks.measuring.results import TransferReport, TransferResult
 from benchmarks.transfer.device_transfers import pinned_rows, registered_rows
 from benchmarks.transfer.spec import TransferBenchmarkSpec
@@ -25,8 +24,8 @@ def measure_host_transfers(
     spec: TransferBenchmarkSpec, report: TransferReport, on_measured: Seen = lambda _: None
 ) -> None:
     """Add to the report what goes between processes on the host; `on_measured` sees it after each."""
-    _between_processes("shm and gloo", report, on_measured, lambda: _module("host_transfers").host_rows(spec))
-    _between_processes("tcp", report, on_measured, lambda: _module("stream_transfers").stream_rows(spec))
+    _between_processes("shm", report, on_measured, lambda: _module("memory_copies").memory_rows(spec))
+    _between_processes("gloo", report, on_measured, lambda: _peer_rows(spec, "gloo", CPU, CPU))
 
 
 def measure_device_transfers(
@@ -39,18 +38,17 @@ def measure_device_transfers(
         return
     _add(pinned_rows(spec, device), report, on_measured)
     _between_processes("registered arenas", report, on_measured, lambda: registered_rows(spec, device))
-    _between_processes("cuda_ipc", report, on_measured, lambda: _peer_rows(spec, "cuda_ipc", 0, 0))
+    _between_processes("cuda_ipc", report, on_measured, lambda: _peer_rows(spec, "cuda_ipc", "cuda:0", "cuda:0"))
     if torch.cuda.device_count() < 2:
         report.left_out.append("cuda_ipc between two GPUs: there is one GPU")
         return
-    _between_processes("cuda_ipc between two GPUs", report, on_measured, lambda: _peer_rows(spec, "cuda_ipc", 0, 1))
+    ends = ("cuda:0", "cuda:1")
+    _between_processes("cuda_ipc between two GPUs", report, on_measured, lambda: _peer_rows(spec, "cuda_ipc", *ends))
 
 
-def _peer_rows(spec: TransferBenchmarkSpec, transport: str, here: int, there: int) -> Iterable[TransferResult]:
+def _peer_rows(spec: TransferBenchmarkSpec, transport: str, here: str, there: str) -> Iterable[TransferResult]:
     peers = _module("peer_transfers")
-    rows: Iterable[TransferResult] = peers.peer_rows(
-        spec, peers.PeerWay(transport, f"{CUDA}:{here}", f"{CUDA}:{there}")
-    )
+    rows: Iterable[TransferResult] = peers.peer_rows(spec, peers.PeerWay(transport, here, there))
     return rows
 
 

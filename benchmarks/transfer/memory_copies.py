@@ -3,12 +3,14 @@
 The blocks are in random order on both sides; the plain copy is numpy's, of one run of bytes for each thread.
 """
 
+import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from alignedserve.core.errors import HandoffRejected
 from alignedserve.messages.caches import BlockCopy
@@ -19,8 +21,23 @@ from alignedserve.runtime.kv.transfers.local_transfer import relay
 from alignedserve.runtime.kv.transfers.shm_transfer import ShmTransfer
 from benchmarks.measuring.results import TransferResult
 from benchmarks.transfer.block_moves import GENERATION, BlockMoves
+from benchmarks.transfer.spec import TransferBenchmarkSpec
 
 _MOST_THREADS = 2
+_MEMORY = Path("/dev/shm")
+
+
+def memory_rows(spec: TransferBenchmarkSpec) -> Iterator[TransferResult]:
+    """Measure every size, one after the other."""
+    torch.set_num_threads(1)
+    for shape, num_blocks in spec.sizes():
+        moves = BlockMoves(spec, shape, num_blocks)
+        storage = BlockStorage(moves.layout, num_blocks)
+        storage.bytes.random_()
+        with tempfile.TemporaryDirectory(dir=_MEMORY if _MEMORY.is_dir() else None) as folder:
+            copies = MemoryCopies(moves, storage, Path(folder))
+            yield from copies.rows()
+            copies.close()
 
 
 class MemoryCopies:

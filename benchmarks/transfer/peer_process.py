@@ -1,4 +1,4 @@
-"""Another process that serves blocks while a benchmark moves them, and the proof that both show each other."""
+"""Another process that serves blocks while a benchmark moves them."""
 
 import multiprocessing
 from collections.abc import Callable, Iterator
@@ -10,7 +10,6 @@ from typing import Any
 from alignedserve.core.errors import PeerLost
 from alignedserve.messages.handshake import Role
 from alignedserve.process.links import Identity
-from alignedserve.process.tls import CertificateAuthority
 
 END = "end"
 _SECRET = bytes(32)  # of two processes that live for this measurement
@@ -47,14 +46,9 @@ def _await_ready(here: Connection) -> None:
         raise PeerLost("the other process ended as it began; what it printed says why") from error
 
 
-def identity(role: Role, authority: CertificateAuthority | None = None) -> Identity:
-    """Return the identity of one of the two processes, with a certificate of the authority if there is one."""
-    credentials = authority.issue(role.value) if authority is not None else None
-    return Identity(role, role.value, _SECRET, 30.0, credentials)
-
-
-def memory_folder() -> str | None:
-    return "/dev/shm" if Path("/dev/shm").is_dir() else None
+def identity(role: Role) -> Identity:
+    """Return the identity of one of the two processes."""
+    return Identity(role, role.value, _SECRET, 30.0)
 
 
 def address(folder: Path) -> str:

@@ -7,7 +7,6 @@ from experiments.pages.record import Record, change, digits, figures, runs, seco
 from experiments.pages.steady import steady
 
 _POLICIES = ("fcfs", "round_robin", "bros", "aligned_slo")
-_FIGURES = "figures 10, 11"
 _LENGTHS = {"sharegpt": "ShareGPT", "lmsys": "LMSYS"}
 _PAPER = {  # BROS against vLLM and round robin
     "sharegpt": {"latency": "-74.2 %, -54.3 %", "be": "-11.3 %, -8.8 %", "ttft": "36.4, 11.8", "tpot": "1.73, 1.47"},

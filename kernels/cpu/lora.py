@@ -1,4 +1,4 @@
-"""Low-rank products of adapters by the native kernels (kernels/csrc/lora); their plain form: kernels.adapters.lora."""
+"""Low-rank products of adapters by the native kernels (kernels/csrc/lora); their plain form: kernels.lora."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple

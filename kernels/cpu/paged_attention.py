@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention import PLAIN_SCORES, ScoreForm
-from kernels.caches.int8_rows import SCALE_BYTES, int8_row_width
+from kernels.cache_rows import SCALE_BYTES, int8_row_width
 from kernels.cpu.native import load_native
 
 Int64Array = npt.NDArray[np.int64]

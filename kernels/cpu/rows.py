@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.caches.int8_rows import int8_row_width
+from kernels.cache_rows import int8_row_width
 from kernels.cpu.native import load_native, vector_levels
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -127,7 +127,7 @@ class HeadRows:
         rotation   cos, sin [tokens, 1, rotary_dim / 2] float32; None: nothing is rotated
         slots      [tokens] int64, all different: rows of keys and values to be overwritten; one outside raises
                    ValueError before anything is written
-        keys       [slots, kv_heads * head_dim] contiguous, or int8 rows (`kernels.caches.int8_rows`); values alike
+        keys       [slots, kv_heads * head_dim] contiguous, or int8 rows (`kernels.cache_rows`); values alike
         """
         count = fused.shape[0]
         assert _is_rows(fused, self._width, self._dtype), f"not rows of queries, keys and values: {fused.shape}"

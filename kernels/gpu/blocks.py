@@ -11,7 +11,7 @@ from torch import Tensor
 
 class BlockView(NamedTuple):
     """Keys and values of one layer within blocks [num_blocks, num_layers, parts, block_size, kv_heads, head_dim], or,
-    of FP8 (`kernels.caches.float8_rows`), uint8 [.., block_size, slot_width]. Values of one part are the keys."""
+    of FP8 (`kernels.cache_rows`), uint8 [.., block_size, slot_width]. Values of one part are the keys."""
 
     blocks: Tensor
     layer: int

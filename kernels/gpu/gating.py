@@ -6,9 +6,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.activation import CLAMP_LIMIT, CLAMP_STEEPNESS
+from kernels.float8_linear import Float8Inputs, attach
 from kernels.gpu.float8_inputs import MOST_ELEMENTS, empty_rows, store_rounded
 from kernels.gpu.launching import parts_of, power_of_two, row_warps
-from kernels.narrow.float8_inputs import Float8Inputs, attach
 
 _COLUMNS = 1024  # of one program
 

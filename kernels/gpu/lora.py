@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.adapters.adapter_tables import HEAD_TILES, MODULE_WORDS, MODULES_AT, MOST_MODULES, SITE_WORDS, TILE_WORDS
+from kernels.device_lora import HEAD_TILES, MODULE_WORDS, MODULES_AT, MOST_MODULES, SITE_WORDS, TILE_WORDS
 from kernels.gpu.launching import multiprocessors, parts_of
 
 RANKS = 16  # of a product with A
@@ -36,7 +36,7 @@ _TILE_WORDS = tl.constexpr(TILE_WORDS)
 
 
 class RowTiles(NamedTuple):
-    """The rows of a pass that have an adapter, on the device; see kernels.adapters.adapter_tables."""
+    """The rows of a pass that have an adapter, on the device; see kernels.device_lora."""
 
     places: Tensor  # int64 [rows]: rows of the pass, those of an adapter side by side
     tiles: Tensor  # int64 [HEAD_TILES + tiles, TILE_WORDS]; its queue is written, and left as it was
@@ -243,8 +243,8 @@ def _expand(
                 shrunk = tl.zeros((ROWS, RANKS), tl.float32)
                 for run in range(num_runs):
                     # Past the cache of a multiprocessor: others have written them meanwhile.
-                    own = sums + run * run_stride + where
-                    shrunk += tl.load(own, mask=is_row[:, None] & is_rank[None, :], other=0.0, cache_modifier=".cg")
+                    cells = sums + run * run_stride + where
+                    shrunk += tl.load(cells, mask=is_row[:, None] & is_rank[None, :], other=0.0, cache_modifier=".cg")
                 where = (columns - begin)[:, None].to(tl.int64) * own_ranks + ranks[None, :]
                 weights = tl.load(matrix + where, mask=is_column[:, None] & is_rank[None, :], other=0.0)
                 result += tl.dot(shrunk, tl.trans(weights), input_precision="ieee")

@@ -1,5 +1,6 @@
 """Causal convolutions of a few tokens, each channel by itself, before a recurrence or in place of one."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -61,12 +62,28 @@ def _convolved(x: Tensor, weight: Tensor, bias: Tensor | None, rows: StateRows, 
     extended[places.kept] = tails.index_select(0, places.sources).flatten(0, 1).to(x.dtype)
     # Tap by tap, in one order: what a row is does not depend on the others.
     out = extended.new_zeros(x.shape, dtype=torch.float32) if bias is None else bias.expand(x.shape).clone()
-    for tap, own in enumerate(weight):
+    for tap, factors in enumerate(weight):
         if places.is_one:
             read = extended[tap : tap + len(x)]
         else:
             read = extended.index_select(0, places.own - (places.num_before - tap))
-        out += read.float() * own
+        out += read.float() * factors
     left = extended.index_select(0, places.left).view(-1, *tails.shape[1:])
     tails.index_copy_(0, places.targets, left.to(tails.dtype))
     return out
+
+
+class ShortConvolution:
+    """Projected rows (gate, gate behind, inputs) [tokens, 3 * width] -> [tokens, width]. See StateMixer."""
+
+    __slots__ = ("_bias", "_weight")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        """`weight` [kernel_size, width], `bias` [width]: float32."""
+        self._weight, self._bias = weight, bias
+
+    def __call__(self, projected: Tensor, rows: StateRows | DeviceStateRows, state: Sequence[Tensor]) -> Tensor:
+        """The state has the rows before: [blocks, kernel_size - 1, width]."""
+        gate, gate_behind, x = projected.chunk(3, dim=1)
+        (tails,) = state
+        return causal_convolution(x, self._weight, self._bias, rows, tails, ConvolutionGates(gate, gate_behind))

@@ -16,8 +16,8 @@ from alignedserve.gguf.file import GgufFile, is_gguf
 from alignedserve.runtime.model.families.table import FAMILIES
 from alignedserve.runtime.model.gguf.config import EMBEDDING
 from alignedserve.runtime.model.weight_index import TensorLocation, WeightIndex
+from kernels.block_values import unpack_rows
 from kernels.cpu.length_prediction import hash_ngrams, is_native
-from kernels.weight_blocks.block_values import unpack_rows
 
 Vector = npt.NDArray[np.float32]
 Hashes = npt.NDArray[np.uint64]

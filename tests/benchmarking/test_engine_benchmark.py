@@ -49,6 +49,8 @@ def test_bad_specs() -> None:
         EngineBenchmarkSpec(model="opt-125m", groups=groups, block_size=0)
     with pytest.raises(ConfigError, match="groups"):
         EngineBenchmarkSpec(model="opt-125m", groups=())
+    with pytest.raises(ConfigError, match="quantization 'Q9_9' must be int8"):
+        EngineBenchmarkSpec("toy", groups, quantization="Q9_9")
 
 
 def test_a_workload_beyond_the_context_is_refused(tmp_path: Path) -> None:
@@ -78,22 +80,6 @@ def test_the_time_split_is_the_whole_and_the_ceilings_are_of_the_same_products(t
     assert result.share_of_gemm_floor == pytest.approx(result.gemm_floor_s / result.wall_s)
     assert 0.001 < result.read_gb_per_s < 10_000.0
     assert result.kv_bytes == 3 * result.kv_token_bytes * 16  # 13 tokens each, in blocks of 16
-
-
-def test_random_weights_in_blocks() -> None:
-    groups = parse_workload("2x9:4")
-    in_blocks = run_engine_benchmark(EngineBenchmarkSpec("toy", groups, "bfloat16", quantization="Q4_0"))
-    plain = run_engine_benchmark(EngineBenchmarkSpec("toy", groups, "bfloat16"))
-    assert in_blocks.num_output_tokens == 8
-    assert in_blocks.weight_bytes < plain.weight_bytes
-    with pytest.raises(ConfigError, match="Q4_0"):
-        EngineBenchmarkSpec("toy", groups, quantization="Q9_9")
-    with pytest.raises(ConfigError, match="quantization"):
-        EngineBenchmarkSpec("a/folder", groups, quantization="Q4_0")
-    with pytest.raises(ConfigError, match="rows of 64 values are not whole blocks of 256"):
-        run_engine_benchmark(EngineBenchmarkSpec("toy", groups, "bfloat16", quantization="Q4_K"))
-    with pytest.raises(ConfigError, match="in float32 or bfloat16"):
-        run_engine_benchmark(EngineBenchmarkSpec("toy", groups, "float16", quantization="Q4_0"))
 
 
 def test_few_of_many_row_numbers_are_timed() -> None:

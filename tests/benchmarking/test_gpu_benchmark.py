@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu.kernel_tests import SeenTests, read_log
-from benchmarks.gpu.part_list import PART_LIST
+from benchmarks.gpu.part_list import PART_LIST, WITH_TARGETS, ListedPart
 from benchmarks.gpu.seen import PAGES, recorded, with_seen
 from benchmarks.gpu.targets import MET, MISSED, NOT_MEASURED, outcomes
 from benchmarks.measuring import device_choice
@@ -46,16 +46,12 @@ FIGURES: dict[str, dict[str, Any]] = {
         "rows": [iteration("decode", 1.25), iteration("prefill", 0.6), iteration("decode beside copies", 1.01)]
     },
     "transfers": {"rows": [pinned("offload", 0.5), pinned("offload", 0.95), pinned("prefetch", 0.89)]},
-    "generation": {
-        "ratio_to_best_transformers": 3.5,
-        "output_tokens_per_s": {"alignedserve": 3500.0, "static": 1000.0},
-    },
 }
 
 
 def test_every_target_is_met_or_missed() -> None:
     found = outcomes(FIGURES, is_toy=False)
-    assert [one.verdict for one in found] == [MET, MISSED, MET, MISSED, MET, MET, MISSED, MET]
+    assert [one.verdict for one in found] == [MET, MISSED, MET, MISSED, MET, MET, MISSED]
     assert found[0].seen == "87.5% (3,500 of 4,000 GB/s)"
     assert found[1].seen == "1.2 times (naive kernel 9 times)"
     assert found[5].seen == "95.0% (45.0 of 50.0 GB/s)"
@@ -71,20 +67,9 @@ def test_what_a_part_did_not_come_to_is_not_measured() -> None:
     parts = {
         "kernels": kernels(decode(EVEN, "torch", 1.0)),
         "iterations": {"rows": []},
-        "generation": {"ratio_to_best_transformers": None},
     }
     assert {(one.seen, one.verdict) for one in outcomes(parts, is_toy=False)} == {("", NOT_MEASURED)}
     assert {one.verdict for one in outcomes({"kernels": {}, "transfers": {}}, is_toy=False)} == {NOT_MEASURED}
-
-
-def test_contenders_that_are_missing_leave_no_verdict() -> None:
-    figures = {**FIGURES["generation"], "is_complete": False}
-    assert outcomes({"generation": figures}, is_toy=False)[-1].verdict == NOT_MEASURED
-    assert outcomes({"generation": {**figures, "ratio_to_best_transformers": 2}}, is_toy=False)[-1].verdict == MISSED
-    figures = {**FIGURES["generation"], "left_out": ["continuous batching: RuntimeError: no"]}
-    outcome = outcomes({"generation": figures}, is_toy=False)[-1]
-    assert outcome.verdict == MET
-    assert outcome.seen.endswith("static 1,000; left out: continuous batching: RuntimeError: no)")
 
 
 def test_tests_are_counted_in_a_log_that_ends_anywhere() -> None:
@@ -129,6 +114,10 @@ else:
 """
 
 
+def listed(name: str) -> ListedPart:
+    return ListedPart(name, 1.0, "", "part", "nowhere:none")
+
+
 @pytest.fixture
 def fake_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "PART_COMMAND", (sys.executable, "-c", PARTS))
@@ -137,7 +126,7 @@ def fake_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("fake_parts")
 def test_a_part_that_crashes_or_hangs_costs_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runner = gpu.Runner([], tmp_path / "out", 60.0)
-    runner.run([gpu.TimeShare(name, 1.0) for name in ("crashing", "failing", "good")])
+    runner.run([listed(name) for name in ("crashing", "failing", "good")])
     crashing, failing, good = runner.ended
     assert crashing.failures == ["ended by signal 6"]
     assert "the last words" in crashing.log
@@ -155,7 +144,7 @@ def test_a_part_that_crashes_or_hangs_costs_no_other(tmp_path: Path, capsys: pyt
 @pytest.mark.usefixtures("fake_parts")
 def test_a_part_that_hangs_is_ended() -> None:
     runner = gpu.Runner([], None, 1.0)
-    runner.run([gpu.TimeShare("hanging", 1.0)])
+    runner.run([listed("hanging")])
     assert runner.ended[0].failures == ["ended after 1 s"]
     assert runner.figures == {"hanging": {}}
 
@@ -198,7 +187,7 @@ def test_a_part_that_there_is_not_is_named(monkeypatch: pytest.MonkeyPatch, caps
 
 
 WITH_OWN_TESTS = ("tests", "promise")
-SLICES = [part.name for part in PART_LIST if not part.has_targets and part.name not in WITH_OWN_TESTS]
+SLICES = [part.name for part in PART_LIST if part.name not in (*WITH_TARGETS, *WITH_OWN_TESTS)]
 
 
 @pytest.mark.slow

@@ -15,7 +15,6 @@ ABSENT = (
     *("ray", "msgspec", "orjson", "redis", "starlette", "uvicorn", "aiohttp", "httpx"),
     *("jinja2", "tokenizers", "prometheus_client", "yaml"),
 )
-OF_TRANSFORMERS = ("httpx", "jinja2", "tokenizers", "yaml")  # it may load these itself
 BLOCKED = """
 import sys
 
@@ -25,13 +24,6 @@ class Absent:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 
 sys.meta_path.insert(0, Absent())
-"""
-BESIDE_TRANSFORMERS = ("logits", "generation")  # parts of the benchmark of a GPU
-FEWER_ABSENT = tuple(name for name in ABSENT if name not in OF_TRANSFORMERS)
-BLOCKED_PER_PART = f"""
-import sys
-absent = {FEWER_ABSENT!r} if {set(BESIDE_TRANSFORMERS)!r} & set(sys.orig_argv) else {ABSENT!r}
-{BLOCKED.format(absent="absent")}
 """
 COMMANDS = (
     "benchmarks.transfer --device cpu --rounds 1 --sizes 1",
@@ -61,15 +53,15 @@ def test_the_command_runs(command: str) -> None:
 @pytest.mark.timeout(300)
 def test_the_gpu_benchmark_runs_at_toy_size(tmp_path: Path) -> None:
     """In every one of its processes: Python runs `sitecustomize` before anything else."""
-    (tmp_path / "sitecustomize.py").write_text(BLOCKED_PER_PART)
+    (tmp_path / "sitecustomize.py").write_text(BLOCKED.format(absent=repr(ABSENT)))
     results = tmp_path / "results"
     command = [sys.executable, "-m", "benchmarks.gpu", "--toy", "--device", "cpu", "--output", str(results)]
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    names = {"sanitizer", "logits", "kernels", "iterations", "transfers", "generation", "targets"}
+    names = {"sanitizer", "kernels", "iterations", "transfers", "targets"}
     assert {path.name for path in results.iterdir()} == {f"gpu_{name}.json" for name in names}
     record = json.loads((results / "gpu_targets.json").read_text())
-    assert [part["failures"] for part in record["figures"]["parts"]] == [[]] * 6
+    assert [part["failures"] for part in record["figures"]["parts"]] == [[]] * 4
     assert {target["verdict"] for target in record["figures"]["targets"]} == {NOT_MEASURED}
     assert record["machine"]["torch"]

@@ -108,3 +108,20 @@ async def test_records_of_a_newer_version_are_refused_by_name_and_left_as_they_a
     assert await two.read(["version"]) == [b"1"]
     await records.close()
     await two.close()
+
+
+def test_clusters_that_start_at_once_in_one_folder_make_the_same_claim(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others: list[str] = []
+    write = namespace_claim.write_durably
+
+    def write_late(path: Path, content: bytes) -> None:
+        if not others:
+            others.append("")
+            others.append(folder_id(tmp_path))
+        write(path, content)
+
+    monkeypatch.setattr(namespace_claim, "write_durably", write_late)
+    assert folder_id(tmp_path) == others[1]
+    assert [path.name for path in tmp_path.iterdir()] == ["folder.id"]

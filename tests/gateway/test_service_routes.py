@@ -1,8 +1,6 @@
 """Keys, quotas, readiness, metrics, models, tokens, the page."""
 
 import asyncio
-import base64
-import hashlib
 import re
 from typing import Any
 
@@ -11,8 +9,11 @@ import pytest
 from msgspec.structs import replace
 
 from alignedserve.api.errors import Unavailable
-from alignedserve.keys.quotas import Charge, OwnShare
-from tests.gateway.support import EOS, Gateway, error_of, gateway, probe_of, saying, tokens_of
+from alignedserve.api.models.model_card import ModelCard
+from alignedserve.keys.quotas import Bucket, Charge
+from alignedserve.pocket.phrases import EXAMPLE_QUESTIONS
+from alignedserve.runtime.model.named_models import pocket_folder
+from tests.gateway.support import EOS, Gateway, error_of, gateway, probe_of, saying, tokenizer_folder, tokens_of
 from tests.harnesses.scripted_backend import IDLE_STATUS, Script
 from tests.support.marks import each
 from tests.support.waiting import holds
@@ -63,11 +64,11 @@ async def test_a_quota_is_429_with_the_time_to_come_back() -> None:
 
 
 def test_a_quota_refills() -> None:
-    share, one = OwnShare(1.0, "a process", 0.0), (Charge("a", 1.0 / 60.0),)
+    bucket, one = Bucket(1.0), (Charge("a", 1.0 / 60.0),)
     for _ in range(60):
-        assert not share.take(one, 0.0).wait_s
-    assert share.take(one, 0.0).wait_s == pytest.approx(1.0)
-    assert not share.take(one, 1.0).wait_s
+        assert not bucket.take(one, 0.0).wait_s
+    assert bucket.take(one, 0.0).wait_s == pytest.approx(1.0)
+    assert not bucket.take(one, 1.0).wait_s
 
 
 async def test_ready_only_after_a_token_came_through() -> None:
@@ -229,17 +230,29 @@ async def test_routes_answer_with_v1_and_without(path: str, body: dict[str, Any]
         assert ("request-id" in answer.headers) == (path == "/messages")  # as Anthropic's
 
 
+async def test_the_model_that_ships_names_example_questions() -> None:
+    for folder, questions in ((pocket_folder(), list(EXAMPLE_QUESTIONS)), (tokenizer_folder(), None)):
+        async with gateway(model=ModelCard("some", folder, 2048)) as served:
+            (listed,) = (await served.client.get("/v1/models")).json()["data"]
+        assert listed.get("example_questions") == questions
+
+
 @each("path", ["/", "/dashboard"])
-async def test_a_page_needs_nothing_from_elsewhere(path: str) -> None:
-    async with gateway() as served:
-        response = await served.client.get(path)
-    page, policy = response.text, response.headers["content-security-policy"]
-    assert "default-src 'none'" in policy
-    assert "unsafe" not in policy
-    assert not re.search(
-        r"(src|href)\s*=|https?://|@import|\son\w+=|\sstyle=",
-        re.sub(r'http://www.w3.org|href="\./(dashboard)?"', "", page),
-    )
-    for tag in ("script", "style"):
-        (block,) = re.findall(rf"<{tag}>(.*?)</{tag}>", page, flags=re.DOTALL)
-        assert base64.b64encode(hashlib.sha256(block.encode()).digest()).decode() in policy
+async def test_a_page_has_every_file_it_names_and_nothing_inline(path: str) -> None:
+    async with gateway(api_keys=("right",)) as served:
+        page = (await served.client.get(path)).text
+        named = re.findall(r'(?:src|href)="\./(page/[^"]+)"', page)
+        for script in [name for name in named if name.endswith("page.js")]:
+            source = (await served.client.get(f"/{script}")).text
+            named += [f"page/{name}" for name in re.findall(r'from "\./(.+)"', source)]
+        for response in [await served.client.get(name) for name in (path, *(f"/{name}" for name in named))]:
+            policy = response.headers["content-security-policy"]
+            assert (response.status_code, response.headers["x-content-type-options"]) == (200, "nosniff")
+            assert policy.startswith("default-src 'none'; script-src 'self';")
+            assert "unsafe" not in policy
+            again = await served.client.get(response.url, headers={"if-none-match": response.headers["etag"]})
+            assert (again.status_code, again.content) == (304, b"")
+        for name in ("nothing.js", "%2e%2e/routes/live.py", "vendor/README.md", "vendor"):
+            error_of(await served.client.get(f"/page/{name}"), 404)
+    assert len(named) >= 3
+    assert not re.search(r"<script>|<style|https?://|\son\w+=|\sstyle=|javascript:", page)

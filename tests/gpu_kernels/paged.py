@@ -6,8 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.caches.float8_rows import dequantise_float8_rows, quantise_float8_rows
-from kernels.caches.int8_rows import int8_row_width
+from kernels.cache_rows import dequantise_float8_rows, int8_row_width, quantise_float8_rows
 from kernels.gpu.blocks import BlockTables, BlockView
 
 NUM_LAYERS, LAYER = 2, 1

@@ -42,13 +42,12 @@ from alignedserve.runtime.model.weights import feed_forward_weights
 from alignedserve.runtime.model.weights import product_reader as file_products
 from kernels import gpu_dispatch, linear
 from kernels.activation import Gated
-from kernels.caches.block_digests import listed_digests, row_digests
-from kernels.caches.block_lists import copy_listed, gather_blocks, scatter_blocks
+from kernels.block_digests import listed_digests, row_digests
+from kernels.cache_blocks import copy_listed, gather_blocks, scatter_blocks
+from kernels.float8_linear import float8_inputs
 from kernels.gpu import expert_rows, grouped_weights, launching
 from kernels.gpu.allowed_tokens import mask_tokens_
-from kernels.narrow.float8_inputs import float8_inputs
-from kernels.narrow.grouped_linear import UNPACKING_ROWS, GroupedLinear, Numbers
-from kernels.narrow.random_weight import random_weight
+from kernels.grouped_linear import UNPACKING_ROWS, GroupedLinear, Numbers, random_weight
 from tests.support.devices.quick_interpreter import patch_once_per_kernel
 from tests.support.models.lora_folders import write_adapter
 from tests.support.models.quantized_checkpoints import (

@@ -5,8 +5,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from kernels.caches import block_digests
-from kernels.caches.block_digests import listed_digests, row_digests
+from kernels import block_digests
+from kernels.block_digests import listed_digests, row_digests
 from kernels.cpu.block_copies import all_rows, digest_blocks
 from kernels.gpu import block_copies
 from kernels.gpu import row_digests as gpu_row_digests

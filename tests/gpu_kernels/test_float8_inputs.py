@@ -12,8 +12,7 @@ from alignedserve.runtime.model.quantized.product_form import Computing
 from alignedserve.runtime.model.weight_files import load_weights
 from alignedserve.runtime.model.weights.decoder_weights import leave_rounded_rows_unwritten
 from kernels import gpu_dispatch
-from kernels.narrow.float8_inputs import float8_inputs, rounded_inputs
-from kernels.narrow.float8_linear import Float8Linear
+from kernels.float8_linear import Float8Linear, float8_inputs, rounded_inputs
 from tests.support.marks import slow
 from tests.support.models.quantized_checkpoints import FORMATS, quantize_folder
 from tests.support.models.tiny_engines import LogitsProbe, random_tokens

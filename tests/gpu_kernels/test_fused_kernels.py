@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.activation import ACTIVATIONS, gated
-from kernels.caches.float8_rows import quantise_float8_rows
+from kernels.cache_rows import quantise_float8_rows
 from kernels.rotary import HeadNorms, rotary_angles, rotate_
 from kernels.sampling import mask_tokens_
 from tests.support.marks import slow

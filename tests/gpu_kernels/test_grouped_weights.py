@@ -8,10 +8,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels import gpu_dispatch
-from kernels.narrow.grouped_linear import UNPACKING_ROWS, GroupedLinear, GroupedWeight, Numbers, SortedLinear
+from kernels.block_formats import dequantize, grouped_blocks
+from kernels.grouped_linear import UNPACKING_ROWS, GroupedLinear, GroupedWeight, Numbers, SortedLinear
 from kernels.sorted_experts import rows_by_expert
-from kernels.weight_blocks.block_formats import dequantize
-from kernels.weight_blocks.block_groups import grouped_blocks
 from tests.support.block_weights import random_blocks
 from tests.support.marks import slow
 

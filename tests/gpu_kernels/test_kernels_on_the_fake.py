@@ -10,8 +10,8 @@ from typing_extensions import override
 pytest.importorskip("triton")
 
 from kernels import gpu_dispatch
-from kernels.caches.block_digests import listed_digests
-from kernels.caches.block_lists import copy_listed, gather_blocks
+from kernels.block_digests import listed_digests
+from kernels.cache_blocks import copy_listed, gather_blocks
 from kernels.gpu.blocks import BlockView
 from kernels.rotary import HeadPlacement
 from lab.gpu_check import kernel_errors

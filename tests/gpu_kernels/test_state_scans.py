@@ -9,8 +9,8 @@ from alignedserve.runtime.device.arrays import to_device
 from kernels.cpu.state_scans import GatedForm
 from kernels.states import delta_rule, state_space
 from kernels.states.convolution import ConvolutionGates, causal_convolution
-from kernels.states.gated_rows import GatedRows
 from kernels.states.state_rows import NO_BLOCK, StateParts, StateRows
+from kernels.states.steps import GatedRows
 
 pytest.importorskip("triton")
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels.weight_blocks.block_formats import BLOCK_FORMATS
+from kernels.block_formats import BLOCK_FORMATS
 
 
 def random_blocks(type_name: str, rows: int, width: int, seed: int = 0) -> Tensor:

@@ -57,6 +57,7 @@ from alignedserve.messages.cluster_view import (
     RequestTimes,
     TierLoad,
     TimeSpread,
+    WorkerSpeed,
     WorkerStatus,
 )
 from alignedserve.messages.fields import FailureKind
@@ -333,7 +334,7 @@ EXAMPLES: tuple[Message, ...] = (
     ArenaOffered(
         "/dev/shm/alignedserve-a-pool-0.arena", 300, 8192, "ab" * 32, "unix:/a/b.sock", ("shm", "gloo"), "host/1/2"
     ),
-    IterationLogReport(TOTALS, 320, _SHAPE),
+    IterationLogReport(TOTALS, 320, _SHAPE, WorkerSpeed(0.25, 2.5, 0.125, 0.5)),
     PrefixBlocksChanged((bytes(8), b"12345678"), (b"abcdefgh",), is_complete=True),
     StorePrefixBlocks((PrefixPart(3, bytes(16), (PrefixBlock(bytes(range(16)), b"abcdefgh"),)),)),
     PrefixBlocksReserved((ReservedPart(2, LeaseId(77), blocks(4, 9)), ReservedPart(0, is_orphan=True))),
@@ -379,8 +380,8 @@ EXAMPLES: tuple[Message, ...] = (
     ReadBlocks((NamedBlocks(17, ((3, 2), (9, 1))),)),
     BlocksCopied(),
     BlocksAnswered((True, False)),
-    StateCall(7, UseQuota("a1", 1.5, 0.25, {"requests/a": 0.5}, (("requests/a", 0.125),))),
-    StateAnswer(7, QuotaAnswer(2.5, True, 0.25, (0.5,), 1.0)),
+    StateCall(7, UseQuota(1.5, (("requests/a", 0.125, 0.5),))),
+    StateAnswer(7, QuotaAnswer(2.5, True, 0.25, (0.5,))),
     RequestsNoted((RequestNote(R1, Step.WAITING, 7.5, 3, Cause.BLOCKS_SHORT, DECODE, 4, 5, 6, 6.5),)),
     AskTimeline(7, "gateway-1", "chatcmpl-1", "ab" * 16),
     TimelineTold(7, "gateway-1", b"{}", 2),

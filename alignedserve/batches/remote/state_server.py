@@ -7,7 +7,7 @@ other process is refused. What it serves is what gateways of the head read and w
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import singledispatchmethod
 from typing import Self
@@ -16,7 +16,7 @@ from alignedserve.batches.interfaces import BlobStore, BlobWriter, RecordStore, 
 from alignedserve.batches.records import BatchKey, FileId, ResultKind, parsed_batch_key, parsed_file_id
 from alignedserve.core.errors import ProtocolError, StorageError, StoreUnavailable
 from alignedserve.keys.open_counts import OpenPool, OpenStatement, Wish
-from alignedserve.keys.quotas import Charge, Owed, QuotaCall, QuotaPool
+from alignedserve.keys.quotas import Charge, QuotaPool
 from alignedserve.keys.watch import SharedKeys
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.state import (
@@ -68,9 +68,9 @@ class SharedLimits:
     open_requests: OpenPool
 
     @classmethod
-    def beginning(cls, gateways: Sequence[str], now: float) -> Self:
-        """Return the counts of a state server that has just begun. `gateways`: that have shares of every limit."""
-        return cls(QuotaPool(gateways, now), OpenPool(now))
+    def beginning(cls, now: float) -> Self:
+        """Return the counts of a state server that has just begun."""
+        return cls(QuotaPool(), OpenPool(now))
 
 
 @dataclass(slots=True)
@@ -97,15 +97,18 @@ class StateServer:
         records: RecordStore,
         blobs: BlobStore,
         logs: ResultLogs,
+        unsaved: Mapping[str, bytes] | None = None,
         limits: SharedLimits | None = None,
         keys: SharedKeys | None = None,
     ) -> None:
-        """`limits`: None: nothing is counted here. `keys`: None: none are shared."""
+        """`unsaved`: values by key that the driver could not store, shown instead of the stored values. `limits`: None:
+        nothing is counted here. `keys`: None: none are shared."""
         self._identity = identity
         self._links = LinkManager(identity, Codec(StateServerInbound), self, book)
         self._records = records
         self._blobs = blobs
         self._logs = logs
+        self._unsaved = {} if unsaved is None else unsaved
         self._limits = limits
         self._keys = keys or SharedKeys()
         self._linked: dict[str, _Linked] = {}  # by gateway
@@ -166,7 +169,8 @@ class StateServer:
 
     @_perform.register
     async def _(self, call: ReadValues, linked: _Linked) -> Answer:
-        return Values(tuple(await self._records.read(call.keys)))
+        values = await self._records.read(call.keys)
+        return Values(tuple(self._unsaved.get(key, value) for key, value in zip(call.keys, values, strict=True)))
 
     @_perform.register
     async def _(self, call: CommitChanges, linked: _Linked) -> Answer:
@@ -241,17 +245,15 @@ class StateServer:
             return CallFailed(ProtocolError.__name__, "a count of requests that is not kept here")
         now = time.monotonic()
         if isinstance(call, UseQuota):
-            return _charged(self._limits.quotas, gateway, call, now)
+            return _charged(self._limits.quotas, call, now)
         wish = None if call.wish is None else Wish(*call.wish)
         statement = OpenStatement(gateway, call.process_id, call.number, call.num_open, call.is_whole, wish)
         return OpenStated(self._limits.open_requests.on_statement(statement, now))
 
 
-def _charged(quotas: QuotaPool, gateway: str, call: UseQuota, now: float) -> QuotaAnswer:
-    spent = None if call.least is None else Owed(call.least, call.spent)
-    charges = tuple(Charge(*charge) for charge in call.charges)
-    taken = quotas.on_call(QuotaCall(gateway, call.process_id, call.seen_s, spent, charges), now)
-    return QuotaAnswer(now, quotas.is_member(gateway), taken.wait_s, taken.owed, taken.limit)
+def _charged(quotas: QuotaPool, call: UseQuota, now: float) -> QuotaAnswer:
+    taken = quotas.on_call(call.seen_s, tuple(Charge(*charge) for charge in call.charges), now)
+    return QuotaAnswer(now, False) if taken is None else QuotaAnswer(now, True, taken.wait_s, taken.owed)
 
 
 async def _forget(linked: _Linked) -> None:

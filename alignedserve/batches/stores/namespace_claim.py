@@ -6,7 +6,9 @@ too, and their drivers' successors, make the same claim.
 """
 
 import asyncio
+import contextlib
 import logging
+import os
 import secrets
 from pathlib import Path
 
@@ -29,7 +31,11 @@ def folder_id(folder: Path) -> str:
     """Return what names a state folder, from its first use on."""
     path = folder / _NAME
     if not path.exists():
-        write_durably(path, secrets.token_hex(16).encode())
+        drawn = folder / f"{_NAME}.{secrets.token_hex(8)}"
+        write_durably(drawn, secrets.token_hex(16).encode())
+        with contextlib.suppress(FileExistsError):  # clusters that share the folder may start at the same time
+            os.link(drawn, path)
+        drawn.unlink()
     return path.read_text()
 
 

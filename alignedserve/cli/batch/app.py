@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from alignedserve.cli.console import DEFAULT_URL
-from alignedserve.cli.options import JsonFlag, UrlOption, takes_options
+from alignedserve.cli.options import JsonFlag, ModelOption, UrlOption, takes_options
 
 BatchIdArgument = Annotated[str, typer.Argument(metavar="ID", help="The batch's id.", show_default=False)]
 
@@ -52,9 +52,61 @@ class SubmitOptions:
     json_output: JsonFlag = False
 
 
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """Options of `alignedserve batch run`."""
+
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE", help="Table: CSV, JSONL or Parquet.", exists=True, dir_okay=False, readable=True
+        ),
+    ]
+    prompt: Annotated[
+        str, typer.Option(metavar="TEXT", help='The question about each row, columns in braces: "Summarise: {text}".')
+    ]
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", metavar="FILE", help="The same rows with answers: CSV, JSONL or Parquet."),
+    ] = None
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message; columns as in --prompt.")] = None
+    schema: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="JSON schema of answers; its properties become columns.", exists=True, dir_okay=False
+        ),
+    ] = None
+    limit: Annotated[int | None, typer.Option(min=1, help="The first rows only, printed without --output.")] = None
+    columns: Annotated[
+        str | None, typer.Option(metavar="A,B", help="Columns of the table to keep.", show_default="all")
+    ] = None
+    model: ModelOption = None
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Longest answer.", show_default="what the context leaves")
+    ] = None
+    temperature: Annotated[
+        float | None, typer.Option(min=0.0, max=2.0, help="0: the likeliest.", show_default="as the model's makers say")
+    ] = None
+    window: Annotated[str, typer.Option(help="How long it may take: 90s, 45m, 2h, 7d.")] = "24h"
+    url: UrlOption = DEFAULT_URL
+
+
 batch_app = typer.Typer(
-    help="Files of best-effort requests: submit, watch, results. Works with any gateway.", no_args_is_help=True
+    help="Tables and files of best-effort requests: run, submit, watch, results. Works with any gateway.",
+    no_args_is_help=True,
 )
+
+
+@batch_app.command("run")
+@takes_options
+def run_table(options: RunOptions) -> None:
+    """Ask about every row of a table, and write the rows with their answers. Killed, the same command continues.
+
+    Exit code 1 when a row has an error: its text is in the column `error`.
+    """
+    from alignedserve.cli.batch.run import run_table as run
+
+    raise typer.Exit(run(options))
 
 
 @batch_app.command("submit")

@@ -54,7 +54,7 @@ def submit(options: SubmitOptions) -> int:
         batch = await client.create(
             body | {"input_file_id": file["id"]}, options.idempotency_key or f"cli-{uuid.uuid4().hex}"
         )
-        await _delete_second_copy(client, batch, str(file["id"]), console)
+        await delete_second_copy(client, batch, str(file["id"]), console)
         if not options.is_watched:
             return _print_created(batch, console, options.json_output)
         console.print(f"{batch['id']}", markup=False)
@@ -141,6 +141,14 @@ def _body(options: SubmitOptions) -> dict[str, Any]:
     return body
 
 
+def require_window(text: str) -> None:
+    """Raises ConfigError."""
+    try:
+        window_s(text)
+    except InvalidRequest as error:
+        raise ConfigError(_of_option(error)) from error
+
+
 def _of_option(error: InvalidRequest) -> str:
     field = error.param or ""
     option = "--window" if field == "completion_window" else f"--{field.replace('_', '-')}"
@@ -184,7 +192,7 @@ def _checked(path: Path, endpoint: Endpoint, models: tuple[str, ...], limits: Fi
         return check_file(path, endpoint, models, update, limits=limits)
 
 
-async def _delete_second_copy(client: BatchClient, batch: dict[str, Any], file_id: str, console: Console) -> None:
+async def delete_second_copy(client: BatchClient, batch: dict[str, Any], file_id: str, console: Console) -> None:
     if batch["input_file_id"] != file_id:
         console.print(f"{batch['id']} was created with this idempotency key before", markup=False)
         await client.delete_file(file_id)
@@ -216,6 +224,10 @@ def _print_batch(batch: dict[str, Any], json_output: bool) -> None:
         return
     console = results()
     console.print(summary(batch, time.time()), markup=False)
+    print_problems(batch, console)
+
+
+def print_problems(batch: dict[str, Any], console: Console) -> None:
     problems = (batch.get("errors") or {}).get("data") or []
     for problem in problems[:_MAX_SHOWN_PROBLEMS]:
         console.print(problem_text(problem), markup=False, soft_wrap=True)

@@ -232,13 +232,18 @@ class _LinePrinter:
         return 0
 
 
+def error_text(result: dict[str, Any]) -> str:
+    """Return why a line failed, from its record. Raises KeyError, TypeError, AttributeError."""
+    response = result.get("response")
+    error = response["body"]["error"] if response else result["error"]
+    status = f"{response['status_code']} " if response else ""
+    return f"{status}{error.get('code') or ''}: {error.get('message')}"
+
+
 def _error_text(line: bytes) -> str:
     try:
         result = msgspec.json.decode(line)
-        response = result.get("response")
-        error = response["body"]["error"] if response else result["error"]
-        place = f"{response['status_code']} " if response else ""
-        return printable(f"{result['custom_id']}: {place}{error.get('code') or ''}: {error.get('message')}")
+        return printable(f"{result['custom_id']}: {error_text(result)}")
     except (msgspec.DecodeError, KeyError, TypeError, AttributeError):
         return printable(line.decode("utf-8", "replace"))
 

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Column
 
 from alignedserve.cli.batch.client import BatchClient
 from alignedserve.cli.batch.formatting import OVER, Rate, num_ended, num_lines, progress_text
@@ -81,11 +82,13 @@ async def _watched(client: BatchClient, batch_id: str, console: Console) -> dict
 def _bar(console: Console) -> Iterator[Callable[[dict[str, Any], str], None]]:
     columns = (
         TextColumn("[bold]{task.description}[/]"),
-        BarColumn(bar_width=30),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[text]}", markup=False),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(table_column=Column(no_wrap=True)),
+        TextColumn(  # a narrow terminal cuts this one
+            "{task.fields[text]}", markup=False, table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")
+        ),
     )
-    bar = Progress(*columns, console=console, transient=True, refresh_per_second=4)
+    bar = Progress(*columns, console=console, transient=True, refresh_per_second=4, expand=True)
     task = bar.add_task("", total=None, text="")
 
     def show(batch: dict[str, Any], text: str) -> None:

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 from typing_extensions import override
 
-from alignedserve.cli.console import DEFAULT_URL, WIDEST, print_table, printable, results
+from alignedserve.cli.console import DEFAULT_URL, WIDEST, print_json, print_table, printable, results
 from alignedserve.client.unreachable import trust_for, unreachable
 from alignedserve.cluster.deployments.admin_api import find_cluster, has_cluster, show_status
 from alignedserve.config.environment import client_api_key
@@ -339,6 +339,16 @@ def top(url: str | None, *, is_once: bool, every_s: float) -> None:
         _go_on(url, first, console, every_s)
 
 
+def show_once(url: str, *, json_output: bool) -> bool:
+    """Print one document of a gateway, without rates; return whether every model is ready. Raises as `top`."""
+    document = _look(_address(url))
+    if json_output:
+        print_json(msgspec.to_builtins(document))
+    else:
+        print_table(drawn(LiveReading(document, None)))
+    return document.not_ready is None
+
+
 def _go_on(url: str, first: LiveDocument, console: Console, every_s: float) -> None:
     documents = deque([first])
     with contextlib.ExitStack() as stack:
@@ -377,7 +387,7 @@ def _address(url: str | None) -> str:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"--url {url}: must be the address of a server, such as {DEFAULT_URL}")
-    return url.rstrip("/")
+    return url.rstrip("/").removesuffix("/v1")
 
 
 def _look(url: str) -> LiveDocument:

@@ -1,4 +1,4 @@
-"""`alignedserve models status`, `add`, `replace` and `remove`: the models of a cluster that runs here."""
+"""The models of a cluster that runs here, and their workers: `models status`, `add` … `remove`, `restart`, `scale`."""
 
 from pathlib import Path
 
@@ -16,9 +16,11 @@ from alignedserve.cluster.deployments.orders import (
     RemoveModel,
     ReplaceModel,
     RestartWorkers,
+    ScaleWorkers,
     problem_of,
 )
 from alignedserve.cluster.hosts.orders import found_cluster
+from alignedserve.cluster.hosts.resizing import parse_counts
 from alignedserve.config.model_settings import named_model
 from alignedserve.core.errors import ConfigError
 
@@ -73,7 +75,13 @@ def restart(model: str | None, within_s: float, cluster: str | None) -> None:
     _give(RestartWorkers(model, within_s), cluster)
 
 
-def _give(order: ModelOrder | RestartWorkers, cluster: str | None) -> None:
+def scale(counts: list[str], model: str | None, cluster: str | None) -> None:
+    """Change the numbers of a model's workers. Raises ConfigError, or ResourceError saying what would fit. `model`: its
+    name for clients; None: one is served."""
+    _give(ScaleWorkers(parse_counts(counts), model), cluster)
+
+
+def _give(order: ModelOrder | RestartWorkers | ScaleWorkers, cluster: str | None) -> None:
     problem = problem_of(order)
     if problem is not None:
         raise ConfigError(problem)

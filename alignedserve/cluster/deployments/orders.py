@@ -74,13 +74,13 @@ class RestartWorkers(msgspec.Struct, frozen=True, tag=True):
 class DrainNode(msgspec.Struct, frozen=True, tag=True):
     """Order: let the work of a node finish or go elsewhere, then end its processes and use it no more."""
 
-    node: str  # its name, host name or address
+    node: str  # its name, host name or address; on one host the name of a worker
     within_s: float  # in which requests may finish where they are
     is_forced: bool = False  # also the last one of its kind
 
 
 class UndoDrain(msgspec.Struct, frozen=True, tag=True):
-    """Order: use a node again that drains or has drained."""
+    """Order: use a node again that drains or has drained, or a worker of one host that drains."""
 
     node: str
 
@@ -90,6 +90,10 @@ class ScaleWorkers(msgspec.Struct, frozen=True, tag=True):
 
     counts: Mapping[str, int]
     model: str | None = None  # by its name for clients; None: there is one
+
+    @property
+    def subject(self) -> str:
+        return self.model or "scale"
 
 
 ModelOrder = AddModel | ReplaceModel | RemoveModel
@@ -164,7 +168,7 @@ class ProcessReport(msgspec.Struct, frozen=True):
     name: str
     state: str  # up, starting, starting again, fails
     problem: str  # for which it does not serve; empty: none is known
-    memory_bytes: int | None  # resident, what it shares with others included; None: it has not answered
+    memory_bytes: int | None  # its part of shared pages included; None: it has not answered
 
 
 class StatusReport(msgspec.Struct, frozen=True, tag=True):

@@ -14,7 +14,7 @@ import ray
 from ray.exceptions import RayError
 from typing_extensions import override
 
-from alignedserve.cluster.actor_factory import ActorFactory, PreparedNode
+from alignedserve.cluster.actor_factory import ActorFactory
 from alignedserve.cluster.deployments.orders import (
     Answer,
     DrainNode,
@@ -39,7 +39,7 @@ from alignedserve.cluster.hosts.membership import (
     NodesSeen,
     PrepareNode,
 )
-from alignedserve.cluster.hosts.node_drains import NodeDrains, WorkerActors, WorkerScaling
+from alignedserve.cluster.hosts.node_drains import NodeDrains
 from alignedserve.cluster.hosts.orders import StoredOrders
 from alignedserve.cluster.hosts.record import (
     ClusterRecord,
@@ -171,8 +171,6 @@ class ClusterOnHosts(ServingCluster):
         super().__init__(joining, members, factory, setup.driver)
         self._membership = Membership({node_id: one.ray_node.host for node_id, one in self._members.items()})
         self._drains = NodeDrains(self._members, self._membership, joining, self._decide)
-        workers = WorkerActors(self._create_worker, self.remove_worker)
-        self._workers = WorkerScaling(self._members, joining, workers)
         self._adapters = AdapterExchange()
         self._seen = {member.ray_node.node_id: member.ray_node for member in members}
         self._preparations: dict[str, Preparation] = {}
@@ -313,9 +311,7 @@ class ClusterOnHosts(ServingCluster):
         self._take_orders()
         self._adapters.look(self._members.values(), self._joining.models)
         drained = self._drains.look(self.actors())
-        for name in [one for one in drained if not self._restarts.takes(one)]:
-            self._workers.end(name)
-            self._has_news = True
+        self._has_news |= self._end_drained(drained)
         self._has_news |= self._look_at_models(drained)
         if self._scaling is not None:
             self._scaling.look(self._actors, self._seen.__getitem__)
@@ -335,11 +331,9 @@ class ClusterOnHosts(ServingCluster):
                     return OrderDone(self._drains.drain(order, self.record().nodes))
                 case UndoDrain(name):
                     return OrderDone(self._drains.undo(name, self.record().nodes))
-                case ScaleWorkers() if self._restarts.goes_on:  # their drains are not its own
-                    return OrderRefused("workers are being restarted; scale when that is over")
                 case ScaleWorkers():
                     self._has_news = True
-                    return OrderDone(self._workers.scale(order, self.actors()))
+                    return super()._obey_of_nodes(order)
         except AlignedServeError as error:
             return OrderRefused(str(error))
 
@@ -399,12 +393,6 @@ class ClusterOnHosts(ServingCluster):
         self._recordings.follow(member)
         actors = ", ".join(self._actors[member.name])
         logger.info("%s has joined as %s with %s", member.ray_node, member.name, actors)
-
-    def _create_worker(self, node: PreparedNode, name: str) -> None:
-        try:
-            self.add_worker(node, name)
-        except (RayError, ValueError) as error:  # a driver that died before it had told anyone has used the name
-            raise PeerLost(f"{name} cannot be started, try again: {error}") from error
 
     def _end_member(self, member: Member) -> None:
         self.remove_node(member.name)

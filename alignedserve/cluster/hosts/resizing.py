@@ -67,6 +67,8 @@ def _plan_kind(kind: str, nodes: Sequence[RunningNode], wanted: int, *, is_separ
         raise ResourceError(
             f"{least} nodes keep one {kind} worker each ({', '.join(counts)}), so {kind}={wanted} is not possible; "
             "`alignedserve drain NODE` takes a whole node out"
+            if least > 1
+            else f"one {kind} worker stays, so {kind}={wanted} is not possible"
         )
     weights = {node.share.node: node.capacity.weight for node in able}
     added: list[tuple[str, str]] = []

@@ -9,7 +9,7 @@ import logging
 import os
 import subprocess
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import psutil
 import ray
 from ray._private import ray_constants
 
-from alignedserve.cluster.sweeper import RayletChildren
+from alignedserve.cluster.sweeper import KnownChildren
 
 _ANSWER_S = 2.0
 _KILLED_S = 5.0  # for what was killed to be gone
@@ -35,9 +35,10 @@ class NodeProcesses:
 
     by_name: Mapping[str, subprocess.Popen[bytes]]  # as messages call them, the node process last
     ask: Callable[[], bool | None]  # whether the head takes the node for alive; None: it does not answer. May wait
+    parent_pids: Sequence[int]  # processes that start workers: the node process, and the template if there is one
 
     @classmethod
-    def of(cls, node: Any) -> "NodeProcesses":
+    def of(cls, node: Any, template_pid: int | None) -> "NodeProcesses":
         client, node_id = node.get_gcs_client(), ray.NodeID.from_hex(node.node_id)
 
         def ask() -> bool | None:
@@ -47,11 +48,9 @@ class NodeProcesses:
                 return None
             return bool(is_alive)
 
-        return cls({name: node.all_processes[kind][0].process for kind, name in _NAMES.items()}, ask)
-
-    @property
-    def raylet_pid(self) -> int:
-        return [*self.by_name.values()][-1].pid
+        by_name = {name: node.all_processes[kind][0].process for kind, name in _NAMES.items()}
+        raylet_pid = [*by_name.values()][-1].pid
+        return cls(by_name, ask, [raylet_pid] if template_pid is None else [raylet_pid, template_pid])
 
     def ended(self) -> str | None:
         """Return which of them has ended and how, in words; None: neither has."""
@@ -67,7 +66,7 @@ def orphans_of(folder: Path) -> list[psutil.Process]:
     interrupted start of Ray ends its node process, and leaves the agents that this one has just started. On Linux."""
     this_process = psutil.Process()
     had = {this_process, *this_process.children(recursive=True)}
-    token = f"RAY_AUTH_TOKEN_PATH={folder}{os.sep}".encode()
+    token = os.fsencode(f"RAY_AUTH_TOKEN_PATH={folder}{os.sep}")
     orphans = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):  # of another user, or gone
@@ -103,7 +102,7 @@ class NodeWatch:
         """`on_unheeded`: called with the problem, on that thread, where nobody stops the watch after a loss."""
         self._processes = processes
         self._on_unheeded = on_unheeded
-        self._children = RayletChildren(processes.raylet_pid)
+        self._families = [KnownChildren(pid) for pid in processes.parent_pids]
         self._num_silent = 0
         self._problem: str | None = None
         self._is_stopping = threading.Event()
@@ -116,7 +115,7 @@ class NodeWatch:
 
     @property
     def children(self) -> set[psutil.Process]:
-        return self._children.known
+        return {child for family in self._families for child in family.known}
 
     def start(self) -> None:
         self._thread.start()
@@ -127,7 +126,8 @@ class NodeWatch:
             self._thread.join()
 
     def look(self) -> str | None:
-        self._children.note()
+        for family in self._families:
+            family.note()
         self._problem = self._processes.ended() or self._silence()
         return self._problem
 

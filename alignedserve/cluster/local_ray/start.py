@@ -105,7 +105,7 @@ def start_ray(folder: Path, namespace: str, template: WorkerTemplate | None = No
     except Exception as error:
         raise ResourceError(f"Ray did not start: {error}{_question(error)}") from error
     keep_messages(folder / "logs" / "ray.log")
-    return NodeProcesses.of(worker._global_node)
+    return NodeProcesses.of(worker._global_node, template.pid if template is not None else None)
 
 
 def _question(error: Exception) -> str:

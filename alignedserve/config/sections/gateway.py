@@ -135,7 +135,7 @@ class GatewayConfig(Section, frozen=True):
     cors_origins: tuple[str, ...] = ()  # pages of these origins may call it, such as https://chat.example; "*": all
     host_names: tuple[
         str, ...
-    ] = ()  # of it: by further names than localhost and addresses, 403 on loopback without keys
+    ] = ()  # it answers to, beside localhost and addresses; others: 403 on loopback, without keys
     # Objectives of real-time requests that name none: seconds, "auto" (from the speed of the machine) or "none".
     default_ttft_s: float | str = "auto"  # to the first token
     default_tpot_s: float | str = "auto"  # between tokens, on average

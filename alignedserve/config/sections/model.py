@@ -8,6 +8,7 @@ from alignedserve.core.keep_alive import parse_keep_alive
 
 _MAX_NAME_LEN = 200
 _MAX_ALIASES = 16
+_NAME = f"of 1 to {_MAX_NAME_LEN} printable characters, with neither an empty part nor . or .. between slashes"
 # Names of alignedserve.api.tools.formats and alignedserve.api.reasoning, which stand on a higher floor.
 TOOL_FORMATS = (
     "smollm2",
@@ -30,6 +31,12 @@ SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty
 REASONING_FORMATS = ("think", "magistral", "seed_oss", "command_a", "gpt_oss")
 
 
+def _is_name(name: str) -> bool:
+    """Return whether clients can write the name into a path: `ORG/NAME` is one, `../NAME` is not."""
+    is_path = not {"", ".", ".."}.isdisjoint(name.split("/"))
+    return len(name) <= _MAX_NAME_LEN and name.isprintable() and not is_path
+
+
 class LoraConfig(Section, frozen=True):
     """Adapters that requests may name instead of the model: PEFT folders, the same paths on every host."""
 
@@ -43,8 +50,7 @@ class LoraConfig(Section, frozen=True):
         self._require_positive("max_adapters", "memory_bytes", "max_rank")
         self._require(self.max_rank <= 1024, "max_rank", "must be at most 1024")
         for name, path in self.adapters.items():
-            is_good = 0 < len(name) <= _MAX_NAME_LEN and name.isprintable() and bool(path)
-            self._require(is_good, "adapters", f"must map names of at most {_MAX_NAME_LEN} characters to folders")
+            self._require(_is_name(name) and bool(path), "adapters", f"must map names {_NAME} to folders")
 
     @property
     def is_enabled(self) -> bool:
@@ -133,11 +139,13 @@ class ModelSectionConfig(Section, frozen=True):
             _ = self.keep_alive_s
         except ValueError as error:
             self._require(False, "keep_alive", str(error))
-        are_names = all(0 < len(name) <= _MAX_NAME_LEN and name.isprintable() for name in self.aliases)
         self._require(
-            are_names and len(self.aliases) <= _MAX_ALIASES,
+            self.served_model_name is None or _is_name(self.served_model_name), "served_model_name", f"must be {_NAME}"
+        )
+        self._require(
+            all(map(_is_name, self.aliases)) and len(self.aliases) <= _MAX_ALIASES,
             "aliases",
-            f"must be at most {_MAX_ALIASES} names of at most {_MAX_NAME_LEN} printable characters",
+            f"must be at most {_MAX_ALIASES} names {_NAME}",
         )
         if isinstance(self.sampling, str):
             self._require(self.sampling in ("auto", "none"), "sampling", "must be auto, none or values by name")

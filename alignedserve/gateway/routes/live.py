@@ -1,13 +1,12 @@
 """The chat page, the live page and its document, counters and counts without a request, and the course of a request."""
 
-import base64
 import enum
 import hashlib
-import re
 import time
-from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -113,41 +112,6 @@ def _load(status: ClusterStatus) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class HtmlPage:
-    """A page. Its policy allows only its own script and style, and connections to this server."""
-
-    text: str
-    headers: dict[str, str]
-
-    @classmethod
-    def load(cls, path: str) -> "HtmlPage":
-        text = files("alignedserve.gateway").joinpath(path).read_text(encoding="utf-8")
-        policy = (
-            f"default-src 'none'; script-src {_hashes(text, 'script')}; style-src {_hashes(text, 'style')}; "
-            "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-        )
-        headers = {"Content-Security-Policy": policy, "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache"}
-        return cls(text, headers)
-
-    def response(self) -> Response:
-        return Response(self.text, media_type="text/html; charset=utf-8", headers=self.headers)
-
-
-def _hashes(text: str, tag: str) -> str:
-    blocks = re.findall(rf"<{tag}>(.*?)</{tag}>", text, flags=re.DOTALL)
-    digests = [base64.b64encode(hashlib.sha256(block.encode()).digest()).decode() for block in blocks]
-    return " ".join(f"'sha256-{digest}'" for digest in digests)
-
-
-_DASHBOARD = HtmlPage.load("dashboard.html")
-
-
-@ROUTES.add("GET", "/dashboard", is_counted=False)
-async def dashboard(_: Call) -> Response:
-    return _DASHBOARD.response()
-
-
 @ROUTES.add("GET", "/v1/alignedserve/live", is_counted=False)
 async def live(call: Call) -> Response:
     call.check_sees_all()
@@ -157,12 +121,44 @@ async def live(call: Call) -> Response:
     return JsonResponse(document, headers={"Cache-Control": "no-store"})
 
 
-_PAGE = HtmlPage.load("page.html")
+_PAGES = Path(str(files("alignedserve.gateway"))) / "page"
+_MEDIA_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+# Answers of models become elements by DOMPurify alone, and load nothing.
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types dompurify"
+)
 
 
-@ROUTES.add("GET", "/", is_counted=False)
-async def page(_: Call) -> Response:
-    return _PAGE.response()
+def _page_file(path: Path) -> tuple[bytes, dict[str, str]]:
+    content = path.read_bytes()
+    return content, {
+        "Content-Type": f"{_MEDIA_TYPES[path.suffix]}; charset=utf-8",
+        "Content-Security-Policy": _POLICY,
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",
+        "ETag": f'"{hashlib.sha256(content).hexdigest()[:32]}"',
+    }
+
+
+_PAGE_FILES = {
+    str(path.relative_to(_PAGES)): _page_file(path) for path in _PAGES.rglob("*") if path.suffix in _MEDIA_TYPES
+}
+
+
+@ROUTES.add("GET", "/page/{name:path}", is_counted=False)
+async def page_file(call: Call, name: str) -> Response:
+    if name not in _PAGE_FILES:
+        raise NotFound("The page has no such file.", code="unknown_url")
+    content, headers = _PAGE_FILES[name]
+    if call.http.headers.get("if-none-match") == headers["ETag"]:
+        return Response(status_code=304, headers=headers)
+    return Response(content, headers=headers)
+
+
+ROUTES.add("GET", "/", is_counted=False)(partial(page_file, name="index.html"))
+ROUTES.add("GET", "/dashboard", is_counted=False)(partial(page_file, name="dashboard.html"))
 
 
 @ROUTES.add("GET", "/v1/requests/{wanted}")

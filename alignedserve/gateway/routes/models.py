@@ -19,6 +19,8 @@ from alignedserve.gateway.call import Call, RouteTable
 from alignedserve.gateway.json_response import JsonResponse
 from alignedserve.gateway.message_batches import timestamp
 from alignedserve.gateway.routes.request_bodies import read_body
+from alignedserve.pocket.phrases import EXAMPLE_QUESTIONS
+from alignedserve.runtime.model.named_models import pocket_folder
 
 ROUTES = RouteTable()
 
@@ -99,6 +101,7 @@ def _model_view(model: ModelCard) -> dict[str, Any]:
         **({"input_modalities": ("text", "image")} if model.picture_form is not None else {}),
         # Defaults of a request and their source; null: OpenAI's defaults hold.
         **({} if model.encoder else {"default_sampling": {**sampling.values, "source": sampling.source or None}}),
+        **({"example_questions": EXAMPLE_QUESTIONS} if model.folder == pocket_folder() else {}),
         **({"alias_of": model.alias_of} if model.alias_of is not None else {}),
         **({"parent": model.parent} if model.parent is not None else {}),
     }

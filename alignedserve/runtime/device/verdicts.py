@@ -22,7 +22,7 @@ OK, FAILURE = "ok", "failure"  # fields of what a self-check prints
 _LONGEST_REASON = 300
 _MAX_KEPT_BYTES = 8192
 # Of our code, what computes on a GPU.
-_KERNELS = ("kernels", "kernels/gpu", "kernels/gpu/attention", "kernels/narrow", "kernels/states")
+_KERNELS = ("kernels", "kernels/gpu", "kernels/gpu/attention", "kernels/states")
 _ROOMS = ("attention", "device", "device_check", "engine", "kv")  # of the runtime
 
 _suspects: dict[Path, Any] = {}  # files, and what is kept there if the device fails

@@ -47,7 +47,7 @@ from alignedserve.runtime.model.weights.packed_products import GroupedRows, Rows
 from alignedserve.runtime.model.weights.weight_loader import assemble_weights
 from alignedserve.runtime.model.weights.weight_source import RandomSource, WeightSource
 from kernels.gpu_dispatch import launch_failures
-from kernels.narrow.grouped_linear import GroupedWeight, Numbers
+from kernels.grouped_linear import GroupedWeight, Numbers
 
 _FLOAT_SIZE, _HALF_SIZE, _BYTE_SIZE = 2.9, 4.6, 18.5  # deviations of numbers that are drawn
 _BLOCK_GROUP, _SMALL_GROUP = 32, 16

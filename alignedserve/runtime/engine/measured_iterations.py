@@ -152,6 +152,7 @@ def _checked(found: Any, num_points: int) -> list[list[float]]:
 
 _MAX_BLOCKS = 4096  # that are used; zeroed first, as attention reads them
 _LEAST_S = 1e-3  # enough for one point
+_MOST_SLOWED = 5.0  # times as long as it computes: a start beside busy processes
 _MOST_ROUNDS = 4  # over all points: a small model is through with them long before its time is over
 
 
@@ -164,12 +165,14 @@ def measure_iterations(
     max_tokens: int,
     duration_s: float,
     clock: Callable[[], float] = time.perf_counter,
+    computing_clock: Callable[[], float] | None = None,
     kept: KeptCalibration | None = None,
     turn: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> tuple[Sample, ...]:
     """Measure iterations of an empty engine, of at most `max_tokens`, and copies to its swap space.
 
-    `turn`: entered for each, on a device that others use. `kept`: from an earlier start, and for the next one.
+    `computing_clock`: of iterations, and of `duration_s` unless that takes much longer; None: `clock`. `turn`: entered
+    for each, on a device that others use. `kept`: from an earlier start, and for the next one.
 
     For about `duration_s`, or four rounds over all points; 0: none. At least two are run, the first of which is slow
     and not counted. The content of the blocks is lost.
@@ -178,7 +181,8 @@ def measure_iterations(
         return ()
     blocks = np.arange(min(engine.storage.num_blocks, _MAX_BLOCKS))
     engine.storage.zero_blocks(blocks)
-    timer = IterationTimer(engine, block_ids=blocks.tolist(), clock=clock)
+    computing_clock = computing_clock or clock
+    timer = IterationTimer(engine, block_ids=blocks.tolist(), clock=computing_clock)
     has_hidden_cache = engine.hidden_block_tokens is not None
     known = calibration_points(max_requests=max_sequences, max_tokens=max_tokens, has_hidden_cache=has_hidden_cache)
     points = [point for point in timer.feasible(known, max_context_len) if swap_space or not point.num_swapped]
@@ -194,15 +198,19 @@ def measure_iterations(
         with turn():
             return measure(point)
 
-    started_s = clock()
+    started_s, computing_s = clock(), computing_clock()
+
+    def spent_s() -> float:
+        return max(computing_clock() - computing_s, (clock() - started_s) / _MOST_SLOWED)
+
     measure_in_turn(points[0])
     known_before = kept.believed(points, measure_in_turn) if kept is not None else ()
     if known_before:
         engine.storage.give_back()
         return known_before
-    left_s = max(duration_s - (clock() - started_s), _LEAST_S)
+    left_s = max(duration_s - spent_s(), _LEAST_S)
     most = _MOST_ROUNDS * len(points)
-    samples = calibrate(points, measure_in_turn, clock=clock, duration_s=left_s, max_samples=most)
+    samples = calibrate(points, measure_in_turn, clock=spent_s, duration_s=left_s, max_samples=most)
     engine.storage.give_back()
     if kept is not None:
         kept.keep(points, samples)

@@ -57,8 +57,8 @@ from alignedserve.runtime.model.model_files import unchanged_weights
 from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.runtime.pictures import NoPictures, Pictures, SequenceEmbeddings, Turn, rope_places
 from alignedserve.scheduling.picture_turns import TurnLengths
-from kernels.adapters.lora import AdapterMatrices
 from kernels.cpu.rank_exchange import ExchangeBroken
+from kernels.lora import AdapterMatrices
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +97,7 @@ class ModelExecutor:
             eos_token_ids=served.config.eos_token_ids,
             num_threads=sizes.num_threads or num_cores(),
             jumps_ahead=sizes.jumps_ahead and served.pipeline_parallel == 1,
+            may_skip=sizes.is_decoding,
         )
         shard = share_of_first(served)
         self._adapters = SequenceAdapters(served.lora, served.decoder, torch_dtype(served.dtype), device, shard)
@@ -129,6 +130,7 @@ class ModelExecutor:
             parts.decoder.stop_for(self._between_layers)
         self._sizes, self._max_context_len = sizes, served.max_context_len
         self._described = described(served, sizes)
+        self._computes_alone = device.type == "cpu" and served.num_processes == 1 and self._experts is None
         self._num_in_flight = 0  # iterations
 
     @property
@@ -150,6 +152,8 @@ class ModelExecutor:
             max_context_len=self._max_context_len,
             max_tokens=max_tokens,
             duration_s=duration_s,
+            # Not while other processes have the cores: at a start they make one iteration a hundred times as long.
+            computing_clock=time.thread_time if self._computes_alone else None,
             kept=KeptCalibration(cache_folder(), self._described),
             turn=self._turns.giving_way,
         )
@@ -271,7 +275,7 @@ class ModelExecutor:
         turn_s = 0.0 if command.is_urgent else self._turn_lengths.before_iteration()
         times = _times_of(output.times, started, changed, yielded_s, turn_s)
         self._turn_lengths.ran(times.computed_s)
-        return IterationCompleted(sampled, scores, failed, reasons, forced, times, command.is_urgent)
+        return IterationCompleted(sampled, scores, failed, reasons, forced, times, command.is_urgent, output.skipped)
 
     def _change_sequences(self, command: RunIteration) -> None:
         copied = self._engine.read_blocks([copy.source for copy in command.copies]) if command.copies else None
@@ -310,6 +314,8 @@ def _sequence_of(
         num_cached=addition.num_cached,
         block_ids=addition.block_ids,
         sampling=request.sampling,
+        tenant=request.tenant,
+        is_real_time=request.is_real_time,
         is_hidden=addition.is_hidden,
         is_reversed=addition.is_reversed,
         adapter=adapter,

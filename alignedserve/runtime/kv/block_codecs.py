@@ -19,8 +19,7 @@ from alignedserve.runtime.device.registered_memory import CHUNK_BYTES, Registere
 from alignedserve.runtime.device.streams import Stream
 from alignedserve.runtime.kv.block_runs import BlockRuns
 from alignedserve.runtime.kv.direct_copies import IntArray, PendingCopies
-from kernels.caches.block_lists import gather_blocks, scatter_blocks
-from kernels.caches.int8_blocks import dequantise_blocks, quantise_blocks
+from kernels.cache_blocks import dequantise_blocks, gather_blocks, quantise_blocks, scatter_blocks
 
 
 class BlockCodec(NamedTuple):

@@ -21,8 +21,8 @@ from alignedserve.runtime.device.accelerator import Accelerator
 from alignedserve.runtime.device.arrays import to_device
 from alignedserve.runtime.device.cuda_driver import Ints, RowRuns
 from alignedserve.runtime.device.streams import Event, Stream
-from kernels.caches.block_digests import listed_digests, row_digests
-from kernels.caches.block_lists import copy_listed, gather_blocks, scatter_blocks
+from kernels.block_digests import listed_digests, row_digests
+from kernels.cache_blocks import copy_listed, gather_blocks, scatter_blocks
 from kernels.cpu.block_copies import BlockList, Digests
 from kernels.cpu.row_digest import WORD_BYTES
 

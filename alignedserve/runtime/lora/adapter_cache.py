@@ -33,7 +33,7 @@ from alignedserve.core.errors import AdapterError
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import LoraAdapter
 from alignedserve.process.turn_threads import TurnThreads
-from kernels.adapters.lora import AdapterMatrices
+from kernels.lora import AdapterMatrices
 
 
 @dataclass(frozen=True, slots=True, eq=False)

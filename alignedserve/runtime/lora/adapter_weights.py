@@ -16,9 +16,9 @@ from alignedserve.runtime.model.sharding.layer_stages import LayerStage
 from alignedserve.runtime.model.sharding.regions import Region, chosen_rows, shard_regions
 from alignedserve.runtime.model.sharding.tensor_shard import TensorShard
 from alignedserve.runtime.model.weights.product_reader import pairs_apart
-from kernels.adapters.lora import AdapterMatrices
 from kernels.addend_layout import LayerProduct, ProductShape, site_of, up_column
 from kernels.cpu.lora import LoraModule
+from kernels.lora import AdapterMatrices
 
 
 class _Matrices(NamedTuple):

@@ -19,7 +19,7 @@ from alignedserve.runtime.lora.adapter_weights import load_adapter
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.sharding.layer_stages import LayerStage
 from alignedserve.runtime.model.sharding.tensor_shard import TensorShard
-from kernels.adapters.lora import AdapterMatrices
+from kernels.lora import AdapterMatrices
 
 
 class SequenceAdapters:

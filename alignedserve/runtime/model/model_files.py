@@ -7,14 +7,21 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from alignedserve.core.errors import ModelError, ModelNotFound
+from alignedserve.core.json_fields import read_json_object
 from alignedserve.gguf.file import SUFFIX, GgufFile, is_gguf, part_names
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.encoder.encoder_config import EncoderConfig
 from alignedserve.runtime.model.gguf.config import gguf_config
-from alignedserve.runtime.model.hf_config import read_any_config, read_model_config
+from alignedserve.runtime.model.hf_config import (
+    GENERATION_CONFIG,
+    MAX_CONFIG_BYTES,
+    read_any_config,
+    read_model_config,
+)
 from alignedserve.runtime.model.quantized.product_form import Computing
 from alignedserve.runtime.model.stored_weights import StoredWeights, quantized_weights, stored_weights
-from alignedserve.runtime.model.weight_index import WeightIndex, listed_shards
+from alignedserve.runtime.model.weight_index import INDEX_NAME, SINGLE_NAME, WeightIndex, listed_shards
+from alignedserve.text.tokenizer_files import unused_texts
 
 
 def read_config(path: Path) -> ModelConfig:
@@ -64,6 +71,39 @@ def check_weight_files(path: Path) -> None:
         GgufFile(path)
     else:
         WeightIndex(path)
+
+
+# Of generation_config.json; transformers follows them.
+_ANSWER_FIELDS = (
+    "bad_words_ids",
+    "begin_suppress_tokens",
+    "exponential_decay_length_penalty",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "guidance_scale",
+    "max_new_tokens",
+    "min_length",
+    "min_new_tokens",
+    "no_repeat_ngram_size",
+    "num_beams",
+    "sequence_bias",
+    "stop_strings",
+    "suppress_tokens",
+    "typical_p",
+)
+_NEUTRAL = (None, 0, 1, [], {})
+
+
+def unused_parts(folder: Path) -> list[str]:
+    """Return what lies in a model's folder, and looks as if it counted, and does not. Raises ModelError."""
+    parts = [f"{INDEX_NAME}, beside {SINGLE_NAME}"] if (folder / INDEX_NAME).exists() else []
+    parts = parts if (folder / SINGLE_NAME).exists() else []
+    if (folder / "adapter_config.json").exists():
+        parts.append("adapter_config.json; adapters are served by lora.adapters")
+    if (folder / GENERATION_CONFIG).exists():
+        content = read_json_object(folder / GENERATION_CONFIG, MAX_CONFIG_BYTES)
+        parts += [f"{name} of {GENERATION_CONFIG}" for name in _ANSWER_FIELDS if content.get(name) not in _NEUTRAL]
+    return [*parts, *unused_texts(folder)]
 
 
 _NUM_SAMPLES = 256  # of all files together, evenly spaced: a layer of a hundred has some; each is a read over a network

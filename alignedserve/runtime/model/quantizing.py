@@ -19,7 +19,8 @@ from alignedserve.runtime.model.quantized.layout import BLOCK, block_type, membe
 from alignedserve.runtime.model.weight_index import INDEX_NAME, SINGLE_NAME
 from alignedserve.runtime.model.weight_names import LinearModule, find_head, find_prefix, linear_modules
 from alignedserve.runtime.model.weights.safetensors_source import SafetensorsSource
-from kernels.weight_blocks.block_values import FLOATS_OF_4_BITS
+from alignedserve.text.tokenizer_files import MORE_TEMPLATES
+from kernels.block_values import FLOATS_OF_4_BITS
 
 _FLOATS = torch.from_numpy(FLOATS_OF_4_BITS)
 _SHARD_BYTES = 2 << 30
@@ -199,6 +200,8 @@ def quantize_folder(folder: Path, output: Path, form_name: str, note: Note) -> Q
     for path in sorted(folder.iterdir()):
         if path.suffix in _COPIED and path.name not in ("config.json", INDEX_NAME):
             shutil.copyfile(path, output / path.name)
+        elif path.name == MORE_TEMPLATES and path.is_dir():
+            shutil.copytree(path, output / path.name)
     locations = [source.index.location(name) for name in source.index.file_of]
     bytes_before = sum(location.num_bytes for location in locations if location is not None)
     return QuantizedFolder(len(rounded), len(modules) - len(rounded), bytes_before, bytes_after)

@@ -16,8 +16,8 @@ from alignedserve.core.errors import ConfigError, InvalidRequest
 from alignedserve.core.json_fields import read_json_object
 from alignedserve.core.request import SamplingParams
 from alignedserve.gguf.file import GgufFile
-from alignedserve.runtime.model.hf_config import MAX_CONFIG_BYTES
-from alignedserve.text.tokenizer_files import read_config, templates_of
+from alignedserve.runtime.model.hf_config import GENERATION_CONFIG, MAX_CONFIG_BYTES
+from alignedserve.text.tokenizer_files import read_tokenizer_config, templates_of
 
 logger = logging.getLogger(__name__)
 
@@ -90,12 +90,13 @@ def _of_files(files: Path | GgufFile) -> SamplingDefaults | None:
     if isinstance(files, GgufFile):
         given = {name: files.metadata.get(key) for name, key in _GGUF_KEYS.items()}
         return _checked(given, f"{files.path.name}")
-    path = files / "generation_config.json"
+    path = files / GENERATION_CONFIG
     if not path.exists():
         return None
     given = read_json_object(path, MAX_CONFIG_BYTES)
-    # Where its makers turn sampling off, they say nothing of how to sample.
-    return None if given.get("do_sample") is False else _checked(given, path.name)
+    if given.get("do_sample") is False:
+        given = {"temperature": 0.0, "repetition_penalty": given.get("repetition_penalty")}
+    return _checked(given, path.name)
 
 
 def _checked(given: Mapping[str, Any], source: str) -> SamplingDefaults | None:
@@ -123,7 +124,7 @@ def _template_of(files: Path | GgufFile) -> str | None:
     if isinstance(files, GgufFile):
         template = files.metadata.get("tokenizer.chat_template")
         return template if isinstance(template, str) else None
-    return templates_of(files, read_config(files / "tokenizer_config.json"))[0]
+    return templates_of(files, read_tokenizer_config(files))[0]
 
 
 def _plain(values: Mapping[str, float]) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """The model that a cluster serves, resolved once at its start without loading weights (and without torch)."""
 
+import logging
+import os
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
@@ -16,8 +18,13 @@ from alignedserve.process.addresses import ROUTER
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.encoder.encoder_config import EncoderConfig
 from alignedserve.runtime.model.gguf.config import gguf_config
-from alignedserve.runtime.model.model_files import fingerprint_of, read_served_config, weights_in_files
-from alignedserve.runtime.model.named_models import BUILT_IN, POCKET, model_path
+from alignedserve.runtime.model.model_files import (
+    fingerprint_of,
+    read_served_config,
+    unused_parts,
+    weights_in_files,
+)
+from alignedserve.runtime.model.named_models import BUILT_IN, POCKET, model_path, own_template
 from alignedserve.runtime.model.quantized.product_form import Computing
 from alignedserve.runtime.model.sampling_defaults import SamplingDefaults, sampling_defaults
 from alignedserve.runtime.model.sharding.layer_stages import check_pipeline_parallel, staged_layout
@@ -25,6 +32,8 @@ from alignedserve.runtime.model.sharding.tensor_shard import TensorShard, check_
 from alignedserve.runtime.model.stored_weights import StoredWeights
 from alignedserve.text.tokenizer import Tokenizer
 from alignedserve.text.tokenizer_files import read_template
+
+logger = logging.getLogger(__name__)
 
 AUTO, WHOLE, RING = "auto", "whole", "ring"
 _CPU = "cpu"
@@ -159,7 +168,11 @@ def resolve_model(
         stored = weights_in_files(file or folder, config, Computing(device, dtype, has_float8), section.quantization)
     cache_dtype = None if engine.kv_cache_dtype == "auto" else engine.kv_cache_dtype
     max_context_len = section.max_context_len or longest
-    template = None if section.chat_template is None else read_template(Path(section.chat_template))
+    template = own_template(section.path, None if file is None else file.metadata.get("tokenizer.chat_template"))
+    template = template if section.chat_template is None else read_template(Path(section.chat_template))
+    unused = unused_parts(folder) if file is None else []
+    if unused:
+        logger.warning("Not used of %s: %s.", folder, "; ".join(unused))
     return ServedModel(
         name=section.served_model_name or _default_name(section.path, folder),
         folder=folder,
@@ -255,7 +268,7 @@ def load_tokenizer(served: ServedModel) -> Tokenizer:
 def _default_name(name: str, path: Path) -> str:
     if name in BUILT_IN:
         return name
-    return gguf_stem(path.name) if is_gguf(path) else path.resolve().name
+    return gguf_stem(path.name) if is_gguf(path) else Path(os.path.abspath(path)).name  # a link's own
 
 
 def _default_dtype(device: str, *, has_bfloat16: bool) -> str:

@@ -46,11 +46,13 @@ class WeightIndex:
         self.files: dict[Path, Any] = {path: _open(path, framework) for path in listed_shards(folder)}
         self.file_of: dict[str, Path] = {}
         self._headers: dict[Path, dict[str, Any]] = {}
-        for path, file in self.files.items():
-            self.file_of.update(dict.fromkeys(file.keys(), path))
+        names_in = {path: dict.fromkeys(file.keys(), path) for path, file in self.files.items()}
+        for names in names_in.values():
+            self.file_of.update(names)
         for name, path in _weight_map(folder).items():
-            if self.file_of.get(name) != path:
+            if name not in names_in[path]:
                 raise ModelError(f"{path} does not hold tensor {name}, which {INDEX_NAME} places there.")
+            self.file_of[name] = path  # whatever another file holds under this name
 
     def location(self, name: str) -> TensorLocation | None:
         """Return where a tensor lies; None: no file holds one of this name. Raises ModelError."""
@@ -82,10 +84,10 @@ def _read_header(path: Path) -> dict[str, Any]:
 
 def listed_shards(folder: Path) -> list[Path]:
     """Return the files of weights, whether they are there or not. Raises like WeightIndex."""
-    if (folder / INDEX_NAME).exists():
-        return sorted(set(_weight_map(folder).values()))
     if (folder / SINGLE_NAME).exists():
         return [folder / SINGLE_NAME]
+    if (folder / INDEX_NAME).exists():
+        return sorted(set(_weight_map(folder).values()))
     unsafe = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLE_SUFFIXES)
     if unsafe:
         raise UnsafeWeights(
@@ -97,7 +99,7 @@ def listed_shards(folder: Path) -> list[Path]:
 
 def _weight_map(folder: Path) -> dict[str, Path]:
     path = folder / INDEX_NAME
-    if not path.exists():
+    if not path.exists() or (folder / SINGLE_NAME).exists():  # beside the whole, an index is left over
         return {}
     weight_map = read_json_object(path, MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:

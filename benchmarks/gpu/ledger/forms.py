@@ -13,7 +13,7 @@ from alignedserve.runtime.model.decoder.decoder_parts import ExpertConfig, HeadN
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.weights.packed_products import Float8Rows, GroupedRows, Rows
 from alignedserve.runtime.model.weights.weight_source import WeightSource
-from kernels.narrow.grouped_linear import GROUPS, GroupedWeight, Numbers
+from kernels.grouped_linear import GROUPS, GroupedWeight, Numbers
 from lab.profiling.shapes import LLAMA_3_8B, TOY
 
 GPU = torch.device("cuda:0")

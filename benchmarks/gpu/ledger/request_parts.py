@@ -12,9 +12,9 @@ from alignedserve.runtime.grammar.token_masks import StepMasks, TokenMasks
 from alignedserve.runtime.lora.adapter_check import product_shapes
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from benchmarks.gpu.ledger.forms import GPU
-from kernels.adapters.lora import AdapterMatrices
 from kernels.addend_layout import LayerProduct, ProductShape, site_of, up_column
 from kernels.cpu.lora import LoraModule
+from kernels.lora import AdapterMatrices
 
 _RANK = 16
 

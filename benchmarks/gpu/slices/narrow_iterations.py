@@ -1,12 +1,9 @@
 """Iterations of a model whose weights are narrow, against the same in its own dtype: random weights, made there."""
 
 import gc
-import statistics
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from typing_extensions import override
 
@@ -14,23 +11,18 @@ from alignedserve.core.block_layout import FP8
 from alignedserve.core.errors import AlignedServeError
 from alignedserve.costmodel.iteration_points import Chunk, Point
 from alignedserve.runtime.device.dtypes import torch_dtype
-from alignedserve.runtime.engine.engine import Engine
-from alignedserve.runtime.engine.engine_options import EngineOptions
 from alignedserve.runtime.engine.forward.decoder import Decoder
-from alignedserve.runtime.engine.measured_iterations import IterationTimer
-from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.weights.packed_products import Float8Rows, GroupedRows, Rows
 from alignedserve.runtime.model.weights.weight_loader import assemble_weights
 from alignedserve.runtime.model.weights.weight_source import RandomSource
-from kernels.narrow.grouped_linear import Numbers
-from kernels.narrow.random_weight import random_weight
+from benchmarks.measuring.timed_engine import TimedEngine
+from kernels.grouped_linear import Numbers, random_weight
 from lab.profiling.shapes import SHAPES
 
 TARGET = 0.65  # of the iteration in the model's dtype
 FLOAT8, BLOCKS, INT4 = "FP8 by row", "FP8 in blocks", "4 bits in groups"
 BOTH = "FP8 by row, and an FP8 cache"  # with 64 x 2048 tokens the cache is half of what a step reads
-_OWN = "model's dtype"
-_BLOCK_SIZE, _SPARE = 16, 8
+_PLAIN = "model's dtype"
 _HEAD = "lm_head"
 
 
@@ -54,7 +46,7 @@ def compare_iterations(
     """Return milliseconds by form and iteration, and ratios to those of the model's dtype; told after each form."""
     sizes = TOY if is_toy else REAL
     figures: dict[str, Any] = {"shape": sizes.shape, "dtype": sizes.dtype, "target": TARGET, "rows": [], "left_out": []}
-    for form in (_OWN, FLOAT8, BOTH, BLOCKS, INT4):
+    for form in (_PLAIN, FLOAT8, BOTH, BLOCKS, INT4):
         try:
             figures["rows"] += _measure(form, sizes, device)
         except (RuntimeError, AlignedServeError) as error:  # no FP8 on this GPU, say
@@ -67,9 +59,9 @@ def compare_iterations(
 
 
 def _compared(figures: dict[str, Any]) -> dict[str, Any]:
-    own = {row["what"]: row["milliseconds"] for row in figures["rows"] if row["form"] == _OWN}
+    plain = {row["what"]: row["milliseconds"] for row in figures["rows"] if row["form"] == _PLAIN}
     for row in figures["rows"]:
-        row["ratio"] = row["milliseconds"] / own[row["what"]] if row["what"] in own else None
+        row["ratio"] = row["milliseconds"] / plain[row["what"]] if row["what"] in plain else None
     return figures
 
 
@@ -79,34 +71,12 @@ def _measure(form: str, sizes: Sizes, device: torch.device) -> list[dict[str, An
     points = {f"decode, {count} x {length}": Point("d", contexts=(length,) * count) for count, length in sizes.decodes}
     points[f"prefill, {sizes.prompt_len} tokens"] = Point("p", chunks=(Chunk(sizes.prompt_len, 0, True),))
     decoder = Decoder(config, assemble_weights(config, source))
-    timer = _timer(decoder, points, sizes, FP8 if form == BOTH else sizes.dtype)
+    engine = TimedEngine(decoder, list(points.values()), cache=FP8 if form == BOTH else sizes.dtype)
     rows = []
     for what, point in points.items():
-        timer.measure(point)  # compiles and warms up
-        seconds = statistics.median(timer.measure(point) for _ in range(sizes.num_rounds))
-        rows.append({"form": form, "what": what, "milliseconds": seconds * 1e3})
+        rows.append({"form": form, "what": what, "milliseconds": engine.seconds(point, sizes.num_rounds) * 1e3})
         print(rows[-1], flush=True)
     return rows
-
-
-def _timer(decoder: Decoder, points: dict[str, Point], sizes: Sizes, cache: str) -> IterationTimer:
-    num_blocks = max(point.num_blocks(_BLOCK_SIZE, _SPARE) for point in points.values())
-    storage = BlockStorage(decoder.config.block_layout(_BLOCK_SIZE, cache), num_blocks, decoder.device)
-    if cache == FP8:
-        storage.bytes.fill_(0x31)  # small numbers and scales
-    else:
-        storage.blocks.normal_()
-    engine = Engine(
-        model=decoder,
-        storage=storage,
-        options=EngineOptions(
-            max_sequences=max(count for count, _ in sizes.decodes),
-            max_context_len=max(sizes.prompt_len, *(length for _, length in sizes.decodes)) + _SPARE,
-        ),
-    )
-    engine.record_graphs()
-    block_ids = np.random.default_rng(0).permutation(num_blocks).tolist()
-    return IterationTimer(engine, block_ids=block_ids, clock=time.perf_counter)
 
 
 class _NarrowSource(RandomSource):
@@ -118,7 +88,7 @@ class _NarrowSource(RandomSource):
 
     @override
     def packed(self, name: str, shape: tuple[int, ...]) -> Rows | None:
-        if self._form == _OWN or _HEAD in name or "embed" in name:
+        if self._form == _PLAIN or _HEAD in name or "embed" in name:
             return None
         numbers = Numbers.INT4 if self._form == INT4 else Numbers.FLOAT8
         weight = random_weight(numbers, self.device, *shape)

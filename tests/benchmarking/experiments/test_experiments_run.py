@@ -20,7 +20,7 @@ def test_bros_holds_first_tokens_where_first_come_first_served_does_not() -> Non
 def test_alignment_pays_where_the_longest_is_a_straggler_and_not_where_it_is_not() -> None:
     loads = [replace(alignedserve.HEADLINE, kernel=kernel, num_requests=300) for kernel in alignedserve.KERNELS]
     cases = [load.case("little", system, 1) for load in loads for system in ("aligned", "aligned_slo", "distserve")]
-    rows = alignedserve.simulated(cases, processes=1)
+    rows = run(cases, processes=1, also=alignedserve.further_figures)
     straggler, balanced = (
         {row["system"]: row["all.tokens_per_s"] for row in pick(rows, kernel=kernel.value)}
         for kernel in alignedserve.KERNELS

@@ -57,6 +57,10 @@ def test_a_batch_on_a_full_disk_pauses_and_goes_on(small_disk: Path, tmp_path: P
         assert "no space left on the disk" in refused.json()["error"]["message"]
         assert httpx.get(f"{cluster.url}/v1/responses/{kept}").status_code == 200
         time.sleep(6.0)
+        waiting = client.batch(batch_id)
+        assert waiting["status"] == "in_progress"
+        assert "no space left" in waiting["alignedserve"]["paused"]
+        assert "alignedserve_batches_paused 1" in httpx.get(f"{cluster.url}/metrics").text
         ballast.unlink()
         assert stored_response(cluster.url).status_code == 200
         batch = client.wait(batch_id)

@@ -5,11 +5,7 @@ import gzip
 import io
 import json
 import random
-import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -18,62 +14,15 @@ from alignedserve.batches.records import Endpoint
 from alignedserve.cli.batch.client import BatchClient
 from alignedserve.cli.batch.input_check import check_file
 from alignedserve.cli.batch.session import watch_until_over
-from alignedserve.cli.main import main
 from alignedserve.core.request import Request
 from tests.gateway.batches.batch_server import CuttingProxy, listening
-from tests.gateway.batches.batch_support import BatchGateway, batch_gateway
+from tests.gateway.batches.batch_support import batch_gateway
+from tests.gateway.batches.command_line import command_line
 from tests.gateway.support import EOS, tokens_of
 from tests.harnesses.scripted_backend import Script
 from tests.support.batch_samples import chat_line, chat_lines
 
-pytestmark = pytest.mark.slow
-
-
-class CommandLine:
-    """Runs commands while the gateway goes on in this event loop."""
-
-    def __init__(self, served: BatchGateway, url: str, capsys: pytest.CaptureFixture[str]) -> None:
-        self.served = served
-        self.url = url
-        self.out = self.err = ""
-        self._capsys = capsys
-
-    async def run(self, *arguments: str, url: str | None = None) -> int:
-        """Run a command and return its exit code; `out` and `err` are of it."""
-        sys.argv = ["alignedserve", "batch", *arguments, "--url", url or self.url]
-        code = await asyncio.to_thread(_exit_code)
-        self.out, self.err = self._capsys.readouterr()
-        assert "Traceback" not in self.err
-        return code
-
-    async def json(self, *arguments: str) -> Any:
-        assert await self.run(*arguments, "--json") == 0, self.err
-        return json.loads(self.out)
-
-
-def _exit_code() -> int:
-    try:
-        main()
-    except SystemExit as ended:
-        return int(ended.code or 0)
-    raise AssertionError("a command ends with a code")
-
-
-@asynccontextmanager
-async def command_line(
-    folder: Path, capsys: pytest.CaptureFixture[str], *args: Any, **fields: Any
-) -> AsyncIterator[CommandLine]:
-    async with batch_gateway(folder / "state", *args, **fields) as served, listening(served.app) as url:
-        yield CommandLine(served, url, capsys)
-
-
-@pytest.fixture(autouse=True)
-def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("alignedserve.cli.batch.client._FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr("alignedserve.cli.batch.client._LONGEST_PAUSE_S", 0.02)
-    for module in ("batch.watch", "batch.results"):
-        monkeypatch.setattr(f"alignedserve.cli.{module}.POLL_S", 0.05)
-    monkeypatch.setattr(sys, "argv", sys.argv)
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("_impatient")]
 
 
 def written(folder: Path, content: bytes, name: str = "in.jsonl") -> str:

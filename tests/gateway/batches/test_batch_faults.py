@@ -17,7 +17,7 @@ from alignedserve.batches.log.log_format import ResultRecord
 from alignedserve.batches.records import BatchRecord, BatchStatus, FileId, decode
 from alignedserve.batches.repository import BatchSnapshot
 from alignedserve.config.sections import BatchesConfig
-from alignedserve.core.errors import StorageError, StoreUnavailable
+from alignedserve.core.errors import StorageError, StorageFull, StoreFull, StoreUnavailable
 from alignedserve.core.request import Request
 from alignedserve.messages.state import Change, SetValue
 from tests.gateway.batches.batch_support import BatchGateway, batch_gateway, eventually, slowly
@@ -302,6 +302,52 @@ async def test_a_batch_whose_results_cannot_be_written_stops_no_other(
         monkeypatch.setattr(DiskLog, "append", append)
         done = await served.wait_for(first["id"])
     assert done["request_counts"] == {"total": 20, "completed": 20, "failed": 0}
+
+
+class SmallDisk(MemoryRecords):
+    """A store on a disk that is full for a while."""
+
+    is_full = False
+
+    @override
+    async def commit(self, changes: Sequence[Change], *, unchanged: Mapping[str, bytes | None]) -> bool:
+        """See RecordStore."""
+        if self.is_full:
+            raise StoreFull("no space left on the disk for records")
+        return await super().commit(changes, unchanged=unchanged)
+
+
+@each("is_validated", [True, False])
+async def test_a_full_disk_keeps_no_reason_from_being_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_validated: bool
+) -> None:
+    def full(log: DiskLog, records: Sequence[ResultRecord]) -> None:
+        raise StorageFull("no space left on the disk for results")
+
+    monkeypatch.setattr(driver, "_FULL_S", 0.05)
+    disk = SmallDisk()
+    async with batch_gateway(tmp_path, slowly, max_in_flight=2, records=disk, is_driven=is_validated) as served:
+        made = await served.submit(chat_lines(12))
+        if is_validated:
+            await served.wait_for_lines(made["id"], 1)
+        with monkeypatch.context() as filled:
+            filled.setattr(DiskLog, "append", full)
+            disk.is_full = True
+            if not is_validated:
+                served.start_driver()
+
+            async def is_told() -> bool:
+                shown = (await served.batch(made["id"]))["alignedserve"]["paused"] or ""
+                page = (await served.client.get("/metrics")).text
+                return shown.startswith("no space left") and (
+                    not is_validated or "alignedserve_batches_paused 1" in page
+                )
+
+            await eventually(is_told)
+            disk.is_full = False
+        done = await served.wait_for(made["id"])
+    assert (done["request_counts"]["completed"], done["alignedserve"]["paused"]) == (12, None)
+    assert served.stores.repository.unsaved == {}
 
 
 async def test_a_lower_limit_of_lines_holds_for_new_batches_alone(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.model_files import read_config
 from alignedserve.runtime.model.weight_files import load_weights
 from alignedserve.runtime.pictures import RopePlaces, SequenceEmbeddings
-from kernels.adapters.lora import AdapterMatrices
+from kernels.lora import AdapterMatrices
 
 # Tiny products gain nothing from a second thread, and wait for it where tests run side by side.
 torch.set_num_threads(1)

@@ -61,6 +61,7 @@ class StateHosts:
             records=stores.records,
             blobs=stores.blobs,
             logs=stores.logs,
+            unsaved=stores.repository.unsaved,
             limits=None if quotas is None else SharedLimits(quotas, self.open_requests),
             keys=self.keys,
         )

@@ -11,17 +11,18 @@ from alignedserve.core.request import Slo
 from alignedserve.messages.cluster_view import WorkerSpeed
 from tests.support.marks import each
 
-SLOW = WorkerSpeed(short_prompt_s=0.2, prompt_s=2.5, token_s=0.1, shared_token_s=0.12)
+SLOW = WorkerSpeed(short_prompt_s=0.2, prompt_s=1.5, token_s=0.1, shared_token_s=0.12)
 FAST = WorkerSpeed(short_prompt_s=0.002, prompt_s=0.02, token_s=0.004, shared_token_s=0.005)
-PREFILL_ONLY = WorkerSpeed(short_prompt_s=0.2, prompt_s=2.5)
+PREFILL_ONLY = WorkerSpeed(short_prompt_s=0.2, prompt_s=1.5)
 
 
 @each(
     ("speed", "expected"),
     [
         (FAST, Slo(ttft_s=1.0, tpot_s=0.15)),  # as people like it, not as fast as the machine can
-        (SLOW, Slo(ttft_s=7.5, tpot_s=0.24)),  # with a margin to what it can
-        (PREFILL_ONLY, Slo(ttft_s=7.5)),
+        (SLOW, Slo(ttft_s=4.5, tpot_s=0.24)),  # with a margin to what it can
+        (PREFILL_ONLY, Slo(ttft_s=4.5)),
+        (WorkerSpeed(1.0, 80.4, 2.0, 5.7), Slo(ttft_s=5.0, tpot_s=1.0)),  # nobody waits longer
         (WorkerSpeed(), Slo()),  # nothing was measured
         (None, Slo()),
     ],
@@ -55,6 +56,9 @@ def test_objectives_that_nobody_can_hold_are_named_with_what_the_machine_can() -
         "gateway.default_ttft_s=0.1 cannot be held: even a prompt of 64 tokens alone takes 0.20 s here",
         "gateway.default_tpot_s=0.05 cannot be held: a token of a single request takes 0.100 s here",
     ]
+    cut = WorkerSpeed(short_prompt_s=0.2, prompt_s=2.5, token_s=0.1, shared_token_s=0.12)
+    (warning,) = unholdable(default_slo(GatewayConfig(), cut), cut)
+    assert "is 5 at most, though a prompt of 1 024 tokens alone takes 2.5 s here" in warning
     for speed in (SLOW, FAST):
         assert list(unholdable(default_slo(GatewayConfig(), speed), speed)) == []
     assert list(unholdable(Slo(ttft_s=0.1, tpot_s=0.05), WorkerSpeed())) == []

@@ -369,7 +369,7 @@ def test_an_undo_ignores_no_option(
 def test_a_folder_of_others_holds_no_supervisor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ALIGNEDSERVE_RUN_DIR", str(tmp_path))
     tmp_path.chmod(0o777)
-    with pytest.raises(ResourceError, match="closed to others"):
+    with pytest.raises(ResourceError, match="open to others"):
         start_supervisor(["true"], "auto")
     assert list(tmp_path.iterdir()) == []
 

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 import typer
+from typer.core import TyperGroup
 from typer.testing import CliRunner
 
 from alignedserve.cli.console import chat_command, open_closed_streams, print_json, results, written_output
-from alignedserve.cli.main import app, main
+from alignedserve.cli.main import LAB_COMMANDS, PANELS, app, main
 from alignedserve.cli.options import ServeOptions
 from alignedserve.config.loading import load_config
 from alignedserve.core.errors import ConfigError, ModelNotFound, NodeLost
@@ -75,6 +76,7 @@ PATHS: tuple[list[str], ...] = (
     ["simulate"],
     ["plan"],
     ["batch"],
+    ["batch", "run"],
     ["batch", "submit"],
     ["batch", "status"],
     ["batch", "watch"],
@@ -236,6 +238,21 @@ def test_interrupted_command_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr("lab.commands.bench.serve.bench_serve", interrupt)
     assert run_command(monkeypatch, "bench", "serve", "--synthetic", "rate=1,prompt=1,output=1") == 130
+
+
+@each("has_lab", [True, False])
+def test_the_help_groups_every_command_by_task(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], has_lab: bool
+) -> None:
+    if not has_lab:
+        monkeypatch.setattr("alignedserve.cli.main.entry_points", lambda group: ())
+    assert run_command(monkeypatch, "--help") == 0
+    lines = re.findall(r"^(?:╭─ (\w[\w ]*) ─|│ ([a-z][a-z-]*)  )", capsys.readouterr().out, re.MULTILINE)
+    panels = {name: panel for name, panel in PANELS.items() if has_lab or panel != LAB_COMMANDS}
+    expected = [word for name, names in panels.items() for word in ((name, ""), *(("", one) for one in names))]
+    assert lines[lines.index((next(iter(panels)), "")) :] == expected
+    own = TyperGroup.list_commands(typer.main.get_group(app), None)  # type: ignore[arg-type]
+    assert set(own) == {name for names in PANELS.values() for name in names} - set(LAB_COMMANDS)
 
 
 def test_the_start_screen_says_how_to_chat_with_this_server() -> None:

@@ -14,9 +14,20 @@ from alignedserve.cli.commands.cluster import one_host
 from alignedserve.cli.main import main
 from alignedserve.cli.models import serving
 from alignedserve.cluster.deployments.admin_api import AdminApi, has_cluster
-from alignedserve.cluster.deployments.orders import DeploymentReport, ProcessReport, ShowStatus, StatusReport
+from alignedserve.cluster.deployments.orders import (
+    DeploymentReport,
+    DrainNode,
+    NodeOrder,
+    OrderDone,
+    ProcessReport,
+    ScaleWorkers,
+    ShowStatus,
+    StatusReport,
+    UndoDrain,
+)
 from alignedserve.core.errors import ResourceError
 from alignedserve.messages.gateways import ClusterStatus
+from tests.support.marks import each
 
 MIB = 1024 * 1024
 REPORT = StatusReport(
@@ -65,7 +76,7 @@ def test_models_load_and_memory(door: AdminApi, capsys: pytest.CaptureFixture[st
     said = capsys.readouterr().out
     assert "chat (/a), serving. Load: 3 queued, 0 in prefill, 5 decoding; 1 elastic worker," in said
     assert "500 MiB" in said
-    assert "Memory of the host: 3072 of 4096 MiB taken" in said
+    assert "Memory: 570 MiB for these processes; 3072 of the host's 4096 MiB are taken" in said
 
 
 @pytest.mark.parametrize(
@@ -138,22 +149,49 @@ def test_the_log_of_a_process_here_is_shown_without_ray(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("door")
-@pytest.mark.parametrize(
-    ("arguments", "instead"),
-    [
-        (("scale", "decode=2"), "start it again with --set decode.count=N"),
-        (("drain", "node-0"), "Ctrl-C there ends it when its open answers have ended"),
-        (("stop",), "Ctrl-C there, or a SIGTERM, ends it"),
-    ],
-)
-def test_commands_for_hosts_say_what_to_do_beside_a_serve(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], instead: str
+def test_the_end_of_a_cluster_of_hosts_says_what_to_do_beside_a_serve(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr("ray._private.services.find_gcs_addresses", frozenset)
-    monkeypatch.setattr("sys.argv", ["alignedserve", *arguments])
+    monkeypatch.setattr("sys.argv", ["alignedserve", "stop"])
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 1
     told = "error: this is for a cluster of `up`, and `alignedserve serve` runs here: "
-    assert capsys.readouterr().err == f"{told}{instead}\n"
+    assert capsys.readouterr().err == f"{told}Ctrl-C there, or a SIGTERM, ends it\n"
+
+
+@pytest.mark.slow
+@each(
+    ("arguments", "order"),
+    [
+        (("scale", "decode=2"), ScaleWorkers({"decode": 2})),
+        (("drain", "worker-1", "--within", "3", "--no-wait"), DrainNode("worker-1", 3.0)),
+        (("drain", "worker-1", "--undo"), UndoDrain("worker-1")),
+    ],
+)
+def test_one_host_is_given_the_orders_of_several(
+    door: AdminApi,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    order: NodeOrder,
+) -> None:
+    given: list[NodeOrder] = []
+
+    def answer() -> None:
+        while not (taken := door.take()):
+            time.sleep(0.001)
+        ((request_id, request),) = taken
+        given.append(request)
+        door.answer(request_id, OrderDone("It is done."))
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("sys.argv", ["alignedserve", *arguments])
+    driver = threading.Thread(target=answer)
+    driver.start()
+    with pytest.raises(SystemExit) as ended:
+        main()
+    driver.join()
+    assert (ended.value.code, given, capsys.readouterr().out) == (0, [order], "It is done.\n")

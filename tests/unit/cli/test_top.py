@@ -15,6 +15,7 @@ from alignedserve.batches.records import BatchTotals
 from alignedserve.cli.commands import top as command
 from alignedserve.cli.commands.top import LiveDocument, LiveReading, drawn
 from alignedserve.cli.console import results
+from alignedserve.cli.main import main
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import ConfigError, PeerError, PeerLost, ProtocolError
 from alignedserve.gateway.routes.live import live_view
@@ -136,9 +137,28 @@ def test_once_looks_twice_and_prints(
     url, handler = server
     handler.answers += [(200, orjson.dumps(document())), (200, orjson.dumps(later(num_tokens=1100)))]
     monkeypatch.setenv("ALIGNEDSERVE_API_KEY", "a-key")
-    command.top(f"{url}/", is_once=True, every_s=1.0)
+    command.top(f"{url}/v1/", is_once=True, every_s=1.0)
     assert "100 tokens/s" in capsys.readouterr().out
     assert handler.asked == [("/v1/alignedserve/live", "Bearer a-key")] * 2
+
+
+@each(("problem", "code"), [(None, 0), ("no worker that decodes is registered", 1)])
+@each("options", [(), ("--json",)])
+def test_the_status_of_any_gateway_is_one_look(
+    server: tuple[str, type[_Handler]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    problem: str | None,
+    code: int,
+    options: tuple[str, ...],
+) -> None:
+    url, handler = server
+    handler.answers[:] = [(200, orjson.dumps(document() | {"not_ready": problem}))]
+    monkeypatch.setattr("sys.argv", ["alignedserve", "status", "--url", url, *options])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == code
+    assert "real-time" in capsys.readouterr().out or options
 
 
 def test_without_a_terminal_it_goes_on_line_by_line_and_outlasts_a_failure(

@@ -41,7 +41,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
-    monkeypatch.setattr("kernels.narrow.float8_linear.has_float8_products", lambda device: True)
+    monkeypatch.setattr("kernels.float8_linear.has_float8_products", lambda device: True)
     return ("cuda:0", "cuda:1")
 
 

@@ -19,19 +19,25 @@ PATIENCE_S = 60.0
 
 
 class Ray:
-    """A head, a node process with a child, and what the head answers."""
+    """A head, a node process and a template of workers with a child each, and what the head answers."""
 
     def __init__(self) -> None:
         self.head = subprocess.Popen(["sleep", "600"])
-        self.raylet = subprocess.Popen([sys.executable, "-c", PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        assert self.raylet.stdout is not None
-        self.raylet.stdout.readline()  # its child is there
+        self.raylet, self.template = self._parent(), self._parent()
         self.answer: bool | None = True
-        self.processes = NodeProcesses({"the head": self.head, "the node": self.raylet}, lambda: self.answer)
+        by_name = {"the head": self.head, "the node": self.raylet}
+        self.processes = NodeProcesses(by_name, lambda: self.answer, [self.raylet.pid, self.template.pid])
+
+    @staticmethod
+    def _parent() -> subprocess.Popen[bytes]:
+        parent = subprocess.Popen([sys.executable, "-c", PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert parent.stdout is not None
+        parent.stdout.readline()  # its child is there
+        return parent
 
     def end(self) -> None:
         """Kill what is left. Not by `kill_all`: a child is gone only once some far parent has waited for it."""
-        for one in (self.head, self.raylet):
+        for one in (self.head, self.raylet, self.template):
             if one.poll() is None:
                 parent = psutil.Process(one.pid)
                 for process in (*parent.children(recursive=True), parent):
@@ -58,16 +64,16 @@ def test_the_end_of_either_process_is_a_loss_that_says_how(ray: Ray) -> None:
     assert watch.look() == watch.problem == "the head has ended by signal 9"
 
 
-def test_what_the_node_process_has_started_is_known_after_its_end(ray: Ray) -> None:
+def test_what_the_node_process_and_the_template_have_started_is_known_after_their_ends(ray: Ray) -> None:
     watch = NodeWatch(ray.processes, never)
-    watch.look()
-    ray.raylet.kill()
-    ray.raylet.wait()
-    assert watch.look() == "the node has ended by signal 9"
-    (child,) = watch.children
-    assert child.is_running()
+    for parent, problem in ((ray.template, None), (ray.raylet, "the node has ended by signal 9")):
+        parent.kill()
+        parent.wait()
+        assert watch.look() == problem
+    assert len(watch.children) == 2
+    assert all(child.is_running() for child in watch.children)
     kill_all(watch.children)
-    assert has_ended(child)
+    assert all(has_ended(child) for child in watch.children)
 
 
 def test_processes_end_with_all_that_they_have_started_also_stopped_ones(ray: Ray) -> None:

@@ -26,6 +26,7 @@ def test_orphans_of_one_cluster_are_ended_and_nothing_else(tmp_path: Path) -> No
         started = subprocess.run([sys.executable, "-c", _STARTS], env=environment, capture_output=True, check=True)
         return psutil.Process(int(started.stdout))
 
+    assert orphans_of(Path(os.fsdecode(b"/no\xff"))) == []  # no text at all
     ours, theirs = orphan("ours"), orphan("theirs")
     with subprocess.Popen(
         ["sleep", "60"], env={**os.environ, "RAY_AUTH_TOKEN_PATH": str(tmp_path / "ours" / "ray_token")}

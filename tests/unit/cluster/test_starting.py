@@ -4,7 +4,7 @@ import io
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -18,8 +18,8 @@ from alignedserve.batches.stores import sqlite_file
 from alignedserve.batches.stores.sqlite_records import SqliteRecords
 from alignedserve.cli.commands.serving.start_screen import StartScreen
 from alignedserve.cluster import machine, run_folder
-from alignedserve.cluster.batch_storage import open_batch_storage
-from alignedserve.cluster.run_folder import make_run_folder
+from alignedserve.cluster.batch_storage import _state_folder, open_batch_storage
+from alignedserve.cluster.run_folder import make_run_folder, make_run_root
 from alignedserve.cluster.sizing import SizeChoice
 from alignedserve.cluster.starting import LoggingObserver, Patience
 from alignedserve.config.environment import RUN_DIR_VARIABLE
@@ -82,6 +82,24 @@ def test_folders_of_running_clusters_stay_and_the_logs_of_the_last_that_ended(
     kept = {path.name for path in running.parent.iterdir()}
     assert kept == {"running", "new", *(f"ended-{number}" for number in range(5, 12))}
     assert not list(running.parent.glob("ended-*/*.sock"))
+
+
+@pytest.mark.parametrize("make", [make_run_root, lambda: _state_folder(ClusterConfig())])
+def test_an_open_folder_names_the_command_that_closes_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, make: Callable[[], Path]
+) -> None:
+    folder = tmp_path / "a folder"
+    folder.mkdir(exist_ok=True)
+    (folder / "8000").mkdir(exist_ok=True)
+    for path in (folder, folder / "8000"):
+        path.chmod(0o755)
+    monkeypatch.setenv(RUN_DIR_VARIABLE, str(folder))
+    monkeypatch.setenv("ALIGNEDSERVE_STATE_DIR", str(folder))
+    with pytest.raises(ResourceError, match=r"is open to others \(mode 755\).*: chmod 700 '.*/a folder(/8000)?'$"):
+        make()
+    monkeypatch.setattr(os, "getuid", lambda: -1)
+    with pytest.raises(ResourceError, match="belongs to another user"):
+        make()
 
 
 def test_folders_that_another_cluster_removes_at_the_same_time_are_passed_over(

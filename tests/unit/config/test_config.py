@@ -102,6 +102,9 @@ def test_what_is_not_a_size(text: str) -> None:
         parse_size(text)
 
 
+NO_NAMES = ("", "/", "/model", "org//model", "org/", "..", "../model", "org/./model", "m" * 201)
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
     [
@@ -123,6 +126,8 @@ def test_what_is_not_a_size(text: str) -> None:
         ("model: {path: ''}", r"model\.path"),
         ("model: {dtype: int4}", r"model\.dtype"),
         ("model: {max_context_len: 1}", r"model\.max_context_len"),
+        *((f"model: {{served_model_name: {name!r}}}", "served_model_name must be of 1 to 200") for name in NO_NAMES),
+        *((f"model: {{aliases: [{name!r}]}}", "aliases must be at most 16 names of 1 to 200") for name in NO_NAMES),
         ("model: {served_model_name: 7}", r"model\.served_model_name"),
         ("gateway: {host: ''}", r"gateway\.host"),
         ("gateway: {port: 0}", r"gateway\.port"),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import random
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from alignedserve.costmodel.linear import (
     fit_error,
     fit_linear,
 )
-from alignedserve.costmodel.model import AttentionKernel, speed_of
+from alignedserve.costmodel.model import AttentionKernel, ShownSpeed, speed_of
 from alignedserve.costmodel.model_shapes import model_shape
 from alignedserve.costmodel.roofline import RooflineModel
 from alignedserve.costmodel.work import IterationWork
@@ -302,6 +303,24 @@ def test_files_that_are_no_profiles(tmp_path: Path, content: bytes) -> None:
 def test_prompts_and_tokens_alone() -> None:
     speed = speed_of(EasyCosts(), max_tokens=4096, max_context_len=8192)
     assert speed == pytest.approx((0.010 + 0.064, 0.010 + 1.024, 0.010 + 0.001 + 0.00512, 0.010 + 0.004 + 4 * 0.00512))
+
+
+def test_the_shortest_iterations_of_the_last_hour_are_what_a_machine_can_do() -> None:
+    """Beside a busy process an iteration may take a hundred times as long; it never takes less than it needs."""
+    shown, half_hour_s = ShownSpeed(), 1800.0
+    assert shown.at(0.0) == (math.inf, math.inf)
+    for seconds in (40.0, 0.5, 3.0):
+        shown.note(prefill(512), seconds, 0.0)
+        shown.note(decodes(8, 64), seconds / 10.0, 0.0)
+        shown.note(decodes(3, 64), 1e-6, 0.0)  # too few
+        together = decodes(8, 64)
+        together.add_chunk(64, 0, is_last=True)
+        shown.note(together, 1e-6, 0.0)
+    assert shown.at(half_hour_s) == (1.0, 0.05)
+    shown.note(prefill(4096), 2.0, half_hour_s)  # no longer than all of it
+    assert shown.at(half_hour_s) == (1.0, 0.05)
+    assert shown.at(2 * half_hour_s) == (2.0, math.inf)
+    assert shown.at(3 * half_hour_s) == (math.inf, math.inf)
 
 
 def test_a_prompt_takes_as_many_iterations_as_its_chunks() -> None:

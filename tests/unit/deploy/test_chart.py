@@ -3,8 +3,9 @@
 Helm itself does it: the package `helm-python-sdk` is Helm's own library in a wheel, for Linux on x86. Nothing is
 installed into a cluster. `kubernetes_schemas.json.gz` has the schemas by which each kind is checked, unknown fields
 refused, without descriptions and `status`: those of Kubernetes 1.33 from the package kubernetes-validate 1.37.0,
-`InferencePool` v1 (github.com/kubernetes-sigs/gateway-api-inference-extension, commit 84436a96b9e6) and
-`ServiceMonitor` v1 (github.com/prometheus-operator/prometheus-operator, commit 6adcebc5076c); all Apache License 2.0.
+`InferencePool` v1 (github.com/kubernetes-sigs/gateway-api-inference-extension, commit 84436a96b9e6), `HTTPRoute` v1
+(github.com/kubernetes-sigs/gateway-api, commit 4564255ac2c3) and `ServiceMonitor` v1
+(github.com/prometheus-operator/prometheus-operator, commit 6adcebc5076c); all Apache License 2.0.
 """
 
 import gzip
@@ -16,12 +17,14 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
 
+from alignedserve.api.metrics.deployment_metrics import _GAUGES, _tiers
 from alignedserve.cluster.ray_node import RAY_ENVIRONMENT
 from alignedserve.config.environment import api_keys
 from alignedserve.config.loading import load_config
 from alignedserve.config.model_settings import load_models
 from alignedserve.config.sections.gateway import GatewayConfig
 from alignedserve.core.errors import ConfigError
+from tests.gateway.monitoring.live_samples import BUSY_STATUS
 from tests.unit.deploy.test_kuberay import CLUSTER, HEAD, closed
 
 helm = pytest.importorskip("helm_python", reason="helm-python-sdk has wheels for Linux on x86 alone")
@@ -57,11 +60,22 @@ POOL: dict[str, Any] = EVERYTHING | {
     "auth": {"allowAnonymous": True},
     "inferencePool": {"enabled": True, "endpointPicker": {"name": "picker"}},
 }
+SHARED: dict[str, Any] = {
+    **SECRETS,
+    "autoscaling": {"enabled": True, "minReplicas": 2, "maxReplicas": 6},
+    "redis": {"secret": "redis"},
+    "persistence": {"shared": True, "storageClass": "files"},
+    "config": {"batches": {"folder": "s3://bucket/prefix"}},
+    "ingress": {"enabled": True, "className": "nginx", "host": "chat.example", "tlsSecret": "outside"},
+    "httpRoute": {"enabled": True, "parentRefs": [{"name": "way-in", "namespace": "edge"}], "hostnames": ["a.example"]},
+}
 CASES = {
     "defaults": SECRETS,
     "everything": EVERYTHING,
     "no disk": SECRETS | {"persistence": {"enabled": False}, "networkPolicy": {"enabled": False}},
-    "pool": POOL,
+    "pool": POOL | {"httpRoute": SHARED["httpRoute"]},
+    "shared": SHARED,
+    "any host": SECRETS | {"ingress": {"enabled": True}, "httpRoute": SHARED["httpRoute"] | {"hostnames": []}},
     "ray": RAY,
     "ray with everything": EVERYTHING | RAY | {"auth": EVERYTHING["auth"], "replicas": 1},
 }
@@ -141,7 +155,20 @@ def test_the_schemas_refuse_mistakes(
         ({}, "name a secret with keys"),
         ({"auth": {"keysFile": {"secret": "a"}, "apiKeys": {"secret": "b"}}}, "name one of the two"),
         (SECRETS | {"mode": "ray"}, "ray.tokenSecret.name"),
-        (SECRETS | {"replicas": 2}, "config.batches.enabled=false"),
+        (
+            SECRETS | {"replicas": 2},
+            r"share it \(redis.secret and persistence.shared\), set config.batches.enabled=false",
+        ),
+        (SECRETS | {"autoscaling": {"enabled": True}}, "persistence.shared"),
+        (SECRETS | {"persistence": {"shared": True}}, "persistence.shared needs redis.secret"),
+        (SHARED | {"persistence": {"shared": True, "enabled": False}}, "needs redis.secret and persistence.enabled"),
+        (SHARED | {"persistence": {"existingClaim": "a"}}, "persistence.shared"),
+        (SHARED | {"autoscaling": {"enabled": True, "minReplicas": 5}}, "minReplicas is above"),
+        (SHARED | {"autoscaling": {"enabled": True, "waiting": 0, "running": 0, "late": 0}}, "must be above 0"),
+        (RAY | {"autoscaling": {"enabled": True}}, "in mode ray it is ray.workers"),
+        (RAY | {"persistence": {"shared": True}, "redis": {"secret": "a"}}, "persistence.shared is for mode pods"),
+        (SECRETS | {"httpRoute": {"enabled": True}}, "httpRoute.parentRefs: name the Gateway"),
+        (POOL | {"ingress": {"enabled": True}}, "would pass the endpoint picker by"),
         (SECRETS | {"config": {"gateway": {"port": 80}}}, "config.gateway.port is set by the chart: use port"),
         (SECRETS | {"config": {"gateway": {"count": 2}}}, "config.gateway.count: the service knows one port of a pod"),
         (RAY | {"config": {"gateway": {"count": 4}}}, "config.gateway.count: the service knows one port of a pod"),
@@ -226,6 +253,9 @@ def test_every_volume_that_is_mounted_is_there(chart: Any) -> None:
         manifests = rendered(chart, values)
         claimed = [one["metadata"]["name"] for one in manifests.get("StatefulSet", {}).get("spec", {}).get(
             "volumeClaimTemplates", [])]  # fmt: skip
+        if claim := manifests.get("PersistentVolumeClaim"):
+            volumes = pods_of(manifests)[0]["spec"]["volumes"]
+            assert {"claimName": claim["metadata"]["name"]} in [one.get("persistentVolumeClaim") for one in volumes]
         for pod in pods_of(manifests):
             there = {volume["name"] for volume in pod["spec"]["volumes"]} | set(claimed)
             assert {mount["name"] for mount in pod["spec"]["containers"][0]["volumeMounts"]} == there
@@ -307,6 +337,67 @@ def test_the_alerts_that_ship_are_rules_of_the_operator_where_they_are_wanted(ch
     for group in rule["spec"]["groups"]:
         assert group.keys() == {"name", "rules"}
         assert all({"alert", "expr"} <= one.keys() <= RULE_FIELDS for one in group["rules"])
+
+
+def test_several_pods_share_batches_by_a_redis_and_one_volume(chart: Any) -> None:
+    manifests = rendered(chart, SHARED)
+    (container,) = containers_of(manifests)
+    reference = {"secretKeyRef": {"name": "redis", "key": "redis-url"}}
+    assert {"name": "ALIGNEDSERVE_REDIS_URL", "valueFrom": reference} in container["env"]
+    assert manifests["PersistentVolumeClaim"]["spec"]["accessModes"] == ["ReadWriteMany"]
+    assert "volumeClaimTemplates" not in manifests["StatefulSet"]["spec"]
+    assert rendered(chart, RAY)["PersistentVolumeClaim"]["spec"]["accessModes"] == ["ReadWriteOnce"]
+
+
+def test_pods_are_as_many_as_chat_needs_by_metrics_that_there_are(chart: Any) -> None:
+    manifests = rendered(chart, SHARED)
+    assert "replicas" not in manifests["StatefulSet"]["spec"]
+    spec = manifests["HorizontalPodAutoscaler"]["spec"]
+    assert (spec["minReplicas"], spec["maxReplicas"]) == (2, 6)
+    assert spec["scaleTargetRef"]["name"] == manifests["StatefulSet"]["metadata"]["name"]
+    assert spec["behavior"]["scaleDown"]["policies"][0]["periodSeconds"] > 60
+    reported = {metric.name: metric.samples for metric in _tiers(BUSY_STATUS)} | {name: () for name, *_ in _GAUGES}
+    for metric in (one["pods"]["metric"] for one in spec["metrics"]):
+        labels = metric.get("selector", {}).get("matchLabels", {})
+        assert not labels or labels in [sample.labels for sample in reported[metric["name"]]]
+        assert metric["name"] in reported
+    one_metric = SHARED | {"autoscaling": {"enabled": True, "waiting": 0, "running": 0, "late": 2}}
+    (late,) = rendered(chart, one_metric)["HorizontalPodAutoscaler"]["spec"]["metrics"]
+    assert late["pods"]["target"] == {"type": "AverageValue", "averageValue": "2"}
+
+
+def test_ways_in_lead_to_the_service_or_to_the_pool(chart: Any) -> None:
+    manifests = rendered(chart, SHARED)
+    service = manifests["Service"]["metadata"]["name"]
+    (rule,) = manifests["Ingress"]["spec"]["rules"]
+    assert rule["host"] == "chat.example"
+    assert rule["http"]["paths"][0]["backend"] == {"service": {"name": service, "port": {"name": "http"}}}
+    assert manifests["HTTPRoute"]["spec"]["rules"][0]["backendRefs"] == [{"name": service, "port": 8000}]
+    (pool,) = rendered(chart, CASES["pool"])["HTTPRoute"]["spec"]["rules"][0]["backendRefs"]
+    assert (pool["kind"], pool["name"]) == ("InferencePool", service)
+
+
+@pytest.mark.parametrize(
+    ("values", "said", "unsaid"),
+    [
+        (SECRETS, ["pods of the namespace prod alone"], ["ingress controller", "networkPolicy.egress"]),
+        (SHARED, ["Name the ingress controller, the Gateway's pods there too"], ["Prometheus"]),
+        (EVERYTHING, ["Prometheus", "addresses outside the cluster", "networkPolicy.egress"], ["the Redis"]),
+        (SECRETS | {"networkPolicy": {"enabled": False}}, [], ["network policy"]),
+        (
+            SECRETS | {"networkPolicy": {"clients": [{"ipBlock": {"cidr": "10.0.0.0/8"}}]}},
+            ["cidr: 10.0.0.0/8"],
+            ["of the namespace prod alone"],
+        ),
+    ],
+)
+def test_the_notes_say_whom_the_network_policy_shuts_out(
+    chart: Any, values: Manifest, said: list[str], unsaid: list[str]
+) -> None:
+    texts = chart.render(values, name="demo", namespace="prod")
+    (notes,) = [text for name, text in texts.items() if name.endswith("NOTES.txt")]
+    assert [words for words in said if words not in notes] == []
+    assert [words for words in unsaid if words in notes] == []
 
 
 def test_gpus_are_asked_for_and_used(chart: Any) -> None:

@@ -1,12 +1,12 @@
 """The table of simulated against live runs is that of the records."""
 
-from benchmarks.simulation.live_table import PAGE, SHAPES, range_of, table, with_table
+from benchmarks.simulation.simulated_vs_live import PAGE, SHAPES, range_of, table, with_table
 from lab.planning.confidence import THROUGHPUT_RATIOS, TPOT_RATIOS, TTFT_RATIOS
 
 
 def test_the_table_is_that_of_the_records() -> None:
     text = PAGE.read_text()
-    assert with_table(text) == text, "python -m benchmarks.simulation.live_table writes it"
+    assert with_table(text) == text, "python -m benchmarks.simulation.simulated_vs_live --page writes it"
     assert table() in text
 
 

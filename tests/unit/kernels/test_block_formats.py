@@ -6,8 +6,7 @@ import torch
 from gguf import GGMLQuantizationType, quants
 
 from alignedserve.gguf.tensor_types import grouped_row_bytes
-from kernels.weight_blocks.block_formats import BLOCK_FORMATS, dequantize, has_finite_scales
-from kernels.weight_blocks.block_groups import grouped_blocks
+from kernels.block_formats import BLOCK_FORMATS, dequantize, grouped_blocks, has_finite_scales
 from tests.support.block_weights import random_blocks
 
 types = pytest.mark.parametrize("type_name", list(BLOCK_FORMATS))

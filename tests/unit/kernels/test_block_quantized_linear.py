@@ -8,8 +8,8 @@ from torch import Tensor
 
 from alignedserve.gguf.tensor_types import packed_row_bytes
 from kernels.activation import ACTIVATIONS
+from kernels.block_formats import BLOCK_FORMATS, dequantize
 from kernels.cpu.block_quantized_linear import BlockQuantizedLinear, JoinedLinear, block_levels, block_obstacle
-from kernels.weight_blocks.block_formats import BLOCK_FORMATS, dequantize
 from tests.support.block_weights import random_blocks
 
 pytestmark = pytest.mark.slow

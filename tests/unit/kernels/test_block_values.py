@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from alignedserve.gguf.tensor_types import OTHER_TYPES, TENSOR_TYPES, computed_as
-from kernels.weight_blocks import block_values, wider_blocks
+from kernels import block_values
+from kernels import block_values as wider_blocks
 
 NAMES = [known.name for known in TENSOR_TYPES.values()]
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from kernels.activation import ACTIVATIONS
-from kernels.narrow.float8_linear import Float8Linear, has_float8_products
+from kernels.float8_linear import Float8Linear, has_float8_products
 
 
 def made(columns: int, width: int) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from alignedserve.core.block_layout import FP8, BlockLayout
-from kernels.caches.float8_rows import dequantise_float8_rows, quantise_float8_rows
+from kernels.cache_rows import dequantise_float8_rows, quantise_float8_rows
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

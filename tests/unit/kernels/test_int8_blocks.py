@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels.caches.int8_blocks import RANGE_BYTES, dequantise_blocks, parts_of, quantise_blocks
+from kernels.cache_blocks import RANGE_BYTES, dequantise_blocks, parts_of, quantise_blocks
 from tests.support.marks import each
 
 

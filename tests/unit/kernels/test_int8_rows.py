@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.caches.int8_rows import dequantise_rows, int8_row_width, quantise_rows
+from kernels.cache_rows import dequantise_rows, int8_row_width, quantise_rows
 from kernels.cpu.native import vector_levels
 from kernels.cpu.rows import HeadRows
 from kernels.rotary import HeadPlacement

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.state_scans import GatedForm
-from kernels.states import convolution, delta_rule, gated_rows, state_space
+from kernels.states import convolution, delta_rule, state_space
+from kernels.states import steps as gated_rows
 from kernels.states.convolution import ConvolutionGates, causal_convolution
-from kernels.states.gated_rows import GatedRows
 from kernels.states.state_rows import NO_BLOCK, StateParts, StateRows
+from kernels.states.steps import GatedRows
 
 COUNTS = (5, 1, 9)
 NUM_TOKENS, NUM_BLOCKS = sum(COUNTS), 8

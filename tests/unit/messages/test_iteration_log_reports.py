@@ -1,16 +1,19 @@
 """The way of an iteration log's sums: from the decode worker to the router, added up there, to every gateway."""
 
 from alignedserve.core.request import SampledToken
+from alignedserve.costmodel.model import ShownSpeed
 from alignedserve.messages.caches import BatchGranted, Handoff
-from alignedserve.messages.cluster_view import BatchShape, IterationLogTotals
+from alignedserve.messages.cluster_view import BatchShape, IterationLogTotals, WorkerSpeed
 from alignedserve.messages.events import PeerConnected, Received, Send, Ticked
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import BlocksLoaded, IterationCompleted, IterationTimes
 from alignedserve.messages.workers import IterationLogReport
+from alignedserve.worker_core.router_link import RouterLink
 from decode_worker.batching.batch_order import DecodeLimits
 from decode_worker.logic import DecodeCommand, DecodeLogic
 from tests.harnesses import router
 from tests.harnesses.decode import BATCH, EOS, H1, loads, to_router
+from tests.support.costs import decodes, prefill
 from tests.support.marks import each
 from tests.support.samples import DECODE, POOL, R1, ROUTER, TOTALS, handoff, request, worker
 
@@ -69,6 +72,18 @@ def test_a_busy_worker_reports_once_a_second_what_is_new() -> None:
     logic.on_event(completed(5.0), 5.875)
     assert reports(logic.on_event(Ticked(), 5.9375)) == []
     assert [one.gained.wall_s for one in reports(logic.on_event(Ticked(), 6.0))] == [0.875]
+
+
+def test_a_worker_tells_what_it_has_shown_to_be_faster_at() -> None:
+    logic, shown = linked(), ShownSpeed()
+    take(logic, handoff(request(arrival_s=1.0), 11), 4.0)
+    link = RouterLink(worker(speed=WorkerSpeed(0.1, 80.4, 0.2, 0.0)))
+    link.connected(ROUTER)
+    for now, prompt_s, expected in ((5.0, 90.0, WorkerSpeed()), (7.0, 0.25, WorkerSpeed(0.1, 0.25, 0.2, 0.0))):
+        logic.on_event(completed(now - 1.0), now)
+        shown.note(prefill(1024), prompt_s, now)
+        shown.note(decodes(4, 64), 0.01, now)  # of which nothing was measured at the start
+        assert [sent.message.speed for sent in link.totals(logic.iteration_log, now, shown)] == [expected]
 
 
 def test_what_was_gained_without_a_router_is_kept_for_it() -> None:

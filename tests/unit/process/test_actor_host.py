@@ -5,8 +5,12 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import cast
 
+import psutil
 import pytest
+
+from alignedserve.process.actor_host import ActorHost
 
 pytestmark = pytest.mark.slow
 
@@ -206,3 +210,9 @@ def test_what_a_gateway_has_logged_is_written_when_it_ends(tmp_path: Path) -> No
     assert over.returncode == 0, over.stderr
     lines = (tmp_path / "logs" / "gateway-0.log").read_text().splitlines()
     assert [line.rpartition(" ")[2] for line in lines] == [str(number) for number in range(5000)]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system does not tell")
+def test_memory_that_processes_share_is_counted_once() -> None:
+    """The C library, at least, is another process's too."""
+    assert 0 < ActorHost.memory_bytes(cast(ActorHost, None)) < psutil.Process().memory_info().rss

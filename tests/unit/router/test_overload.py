@@ -48,7 +48,7 @@ class _Chats:
 
     def retry_after_s(self, now: float, **changes: Any) -> float | None:
         newcomer = request("new", prompt_len=100, arrival_s=now, **{"slo": LOOSE, **changes})
-        return self.waiting.refused_for_s(newcomer, now)
+        return self.waiting.refused_for_s(newcomer, self.tracked, now)
 
 
 @each(("num_chats", "retry_after_s"), [(39, None), (41, 35.0)])
@@ -92,6 +92,23 @@ def test_what_has_been_accepted_since_the_last_look_counts() -> None:
         one = request(f"more{number}", prompt_len=100, arrival_s=6.0, slo=LOOSE)
         chats.waiting.accepted(TrackedRequest(one, GATEWAY, 1.0), 6.0)
     assert chats.retry_after_s(6.0) is not None
+
+
+@each("ends", [True, False], ids=["gone", "with its first token"])
+def test_an_idle_server_refuses_nobody_however_long_the_last_chat_has_waited(ends: bool) -> None:
+    chats = _Chats()
+    chats.come(2)
+    chats.tracked[0].prefilled_s = 0.0
+    for now, num_computed in ((0.0, 0), (1.0, 100), (39.0, 100)):
+        chats.waiting.note(chats.tracked, num_computed, now)
+    assert chats.retry_after_s(39.1) is not None
+    late = chats.tracked[1]
+    if ends:
+        late.move(Stage.ABORTED)
+    else:
+        late.move(Stage.PREFILLING, PREFILL)
+        late.prefilled_s = 39.1
+    assert chats.retry_after_s(39.2) is None  # before the next look at all of them
 
 
 def test_a_tenant_that_floods_has_only_its_own_chats_refused() -> None:

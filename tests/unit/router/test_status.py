@@ -2,12 +2,12 @@
 
 from msgspec.structs import replace
 
-from alignedserve.messages.cluster_view import WorkerSpeed
+from alignedserve.messages.cluster_view import IterationLogTotals, WorkerSpeed
 from alignedserve.messages.gateways import ClusterStatus, Demand, PrefixTotals
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.pools import PoolLoad, PoolRegistered
 from alignedserve.messages.wire import Message
-from alignedserve.messages.workers import WorkerLoad
+from alignedserve.messages.workers import IterationLogReport, WorkerLoad
 from tests.harnesses.router import colocated_router, connected_router, decoding
 from tests.support.samples import DECODE, GATEWAY, POOL, PREFILL, epoch, request, worker
 
@@ -84,3 +84,6 @@ def test_the_speed_is_that_of_the_slowest_for_prompts_and_of_the_slowest_that_de
     made.hear(DECODE, worker(speed=WorkerSpeed(9.0, 9.0, 0.02, 0.05)))
     made.hear("decode-1", worker(speed=WorkerSpeed(9.0, 9.0, 0.03, 0.04)))
     assert made.status().speed == WorkerSpeed(0.1, 0.8, 0.03, 0.05)
+    made.hear(PREFILL, IterationLogReport(IterationLogTotals(), speed=WorkerSpeed(0.1, 0.4)))
+    made.hear(DECODE, IterationLogReport(IterationLogTotals()))
+    assert made.status().speed == WorkerSpeed(0.1, 0.4, 0.03, 0.05)

@@ -18,6 +18,7 @@ from alignedserve.config.sections import (
 )
 from alignedserve.config.unset_sizes import from_mapping, with_fixed_sizes
 from alignedserve.core.errors import ConfigError
+from alignedserve.costmodel.linear import Sample
 from alignedserve.costmodel.online import OnlineIterationModel
 from alignedserve.scheduling import policies
 from alignedserve.scheduling.factory import (
@@ -26,6 +27,7 @@ from alignedserve.scheduling.factory import (
     make_iteration_scheduler,
     make_scheduler,
     make_yielding,
+    measured_speed,
     require_effect,
     resolve_policy,
     topology_of,
@@ -38,6 +40,7 @@ from alignedserve.scheduling.scheduler import Scheduler
 from lab import policies as baselines
 from lab.policies.round_robin import RoundRobin
 from tests.harnesses.scheduling import EasyCosts
+from tests.support.costs import decodes, prefill
 from tests.support.marks import each
 
 STOPPING = SchedulingConfig(yield_between_layers=True)
@@ -77,6 +80,18 @@ def test_what_does_not_exist_is_named(scheduling: SchedulingConfig, message: str
         make_scheduler(scheduling, LIMITS)
     with pytest.raises(ConfigError, match=message):
         resolve_policy(ClusterConfig(scheduling=scheduling))
+
+
+def test_the_speed_is_that_of_the_shortest_iterations_and_no_extrapolation() -> None:
+    """As six starts beside a busy process measured a prompt of 16 tokens, and some longer ones."""
+    for slow_s in (0.08, 0.39, 1.24, 5.1):
+        measured = [Sample(prefill(16), slow_s), Sample(decodes(1, 64), 0.2), Sample(decodes(8, 64), 0.1)]
+        measured += [Sample(prefill(512), seconds) for seconds in (0.8, 0.15, 2.8)]
+        measured += [Sample(prefill(16), 0.009), Sample(decodes(8, 64), 0.01)]
+        speed = measured_speed(LIMITS, None, measured, max_context_len=8192)
+        assert speed is not None
+        assert (speed.prompt_s, speed.shared_token_s) == pytest.approx((0.3, 0.01))
+    assert measured_speed(LIMITS, None, [], max_context_len=8192) is None
 
 
 def test_a_policy_that_paces_decides_on_both_kinds_of_workers() -> None:

@@ -116,17 +116,25 @@ def _no_config(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text("[1]")
 
 
-def _bad_template(folder: Path) -> None:
-    (folder / "chat_template.jinja").write_text("{% for %}")
-
-
-@pytest.mark.parametrize("spoil", [_no_file, _no_json, _no_text, _no_config, _bad_template])
+@pytest.mark.parametrize("spoil", [_no_file, _no_json, _no_text, _no_config])
 def test_folders_that_cannot_be_served(tmp_path: Path, spoil: Callable[[Path], None]) -> None:
     write_tokenizer(tmp_path)
     spoil(tmp_path)
     with pytest.raises(ModelError) as caught:
         Tokenizer.load(tmp_path)
     assert isinstance(caught.value, ModelNotFound if spoil is _no_file else UnsupportedModel)
+
+
+@each("template", ["{% for %}", "{{ 'x", "{% include 'a' %}" * 2 + "{% if %}", "{{ " + "(" * 500 + " }}"])
+def test_a_template_that_does_not_parse_refuses_chats_alone(template: str, tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    loaded = Tokenizer.load(tmp_path)
+    assert loaded.encode("hello")
+    with pytest.raises(InvalidRequest, match="refused the messages: the chat template is not valid"):
+        loaded.encode_chat(ChatPrompt(MESSAGES), now=NOW)
+    with pytest.raises(UnsupportedModel, match="is not valid"):  # which whoever serves the model chose
+        Tokenizer.load(tmp_path, chat_template=template)
 
 
 def test_files_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

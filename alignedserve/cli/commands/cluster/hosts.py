@@ -13,7 +13,6 @@ from alignedserve.cluster.deployments.orders import (
     DrainNode,
     NodeOrder,
     OrderDone,
-    ScaleWorkers,
     UndoDrain,
 )
 from alignedserve.cluster.draining.drains import MOVING_S
@@ -37,7 +36,7 @@ from alignedserve.cluster.hosts.record import (
     recorded_drain_s,
     recorded_id,
 )
-from alignedserve.cluster.hosts.resizing import node_called, parse_counts
+from alignedserve.cluster.hosts.resizing import node_called
 from alignedserve.cluster.hosts.supervisor import SupervisorEnd
 from alignedserve.cluster.nodes.agent import end_cluster, has_driver
 from alignedserve.config.environment import redis_authority_path, redis_url
@@ -168,14 +167,6 @@ def drain(node: str, within_s: float, *, is_forced: bool, waits: bool) -> None:
             if time.monotonic() > ends_s:
                 raise ResourceError(f"{name} has not drained in time; see `alignedserve logs driver`")
             time.sleep(_FOLLOW_S)
-
-
-def scale(counts: list[str], model: str | None) -> None:
-    """Change the numbers of a model's workers. Raises ConfigError, or ResourceError saying what would fit. `model`: its
-    name for clients; None: one is served."""
-    order = ScaleWorkers(parse_counts(counts), model)
-    with connected():
-        _give(running_cluster().cluster_id, order)
 
 
 def undo_drain(node: str) -> None:

@@ -1,15 +1,24 @@
-"""`alignedserve status` and `logs` of a cluster that serves on this host alone."""
+"""`alignedserve status`, `logs` and `drain` of a cluster that serves on this host alone."""
 
 import time
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 import msgspec
 from rich.markup import escape
 from rich.table import Table
 
 from alignedserve.cli.console import counted, print_json, printable, results
-from alignedserve.cluster.deployments.admin_api import find_cluster, show_status
-from alignedserve.cluster.deployments.orders import DeploymentReport, ProcessReport, StatusReport
+from alignedserve.cluster.deployments.admin_api import ask, find_cluster, show, show_status
+from alignedserve.cluster.deployments.orders import (
+    DeploymentReport,
+    DrainNode,
+    OrderDone,
+    ProcessReport,
+    StatusReport,
+    UndoDrain,
+)
 from alignedserve.config.sections import MIB, Topology
 from alignedserve.core.errors import ResourceError
 from alignedserve.core.metrics import in_percent
@@ -69,7 +78,11 @@ def status(cluster: str | None, *, json_output: bool) -> bool:
         results().print(_model_line(deployment, report), soft_wrap=True, markup=False)
     results().print(_process_table(report))
     taken = report.total_bytes - report.available_bytes
-    results().print(f"Memory of the host: {taken // MIB} of {report.total_bytes // MIB} MiB taken")
+    together = sum(process.memory_bytes or 0 for process in report.processes)
+    results().print(
+        f"Memory: {together // MIB} MiB for these processes; {taken // MIB} of the host's {report.total_bytes // MIB} "
+        "MiB are taken"
+    )
     return report.is_whole
 
 
@@ -84,6 +97,28 @@ def logs(cluster: str | None, name: str | None, *, follow: bool) -> None:
     if name not in names:
         raise ResourceError(f"there is no log of {name}; there are {', '.join(names)}")
     show_log(name, lambda offset: read_log(folder, name, offset), follow=follow)
+
+
+def drain(cluster: str | None, worker: str, within_s: float, *, waits: bool) -> None:
+    """Drain a worker; with `waits` return when it has ended. Raises ResourceError when it may not be."""
+    door = find_cluster(cluster)
+    _give(door, DrainNode(worker, within_s))
+    while waits:
+        if not any(worker in model.workers for model in show(partial(ask, door)).deployments):
+            results().print(f"{worker} has drained and ended.")
+            return
+        time.sleep(_FOLLOW_S)
+
+
+def undo_drain(cluster: str | None, worker: str) -> None:
+    """Use a worker again that drains. Raises ResourceError."""
+    _give(find_cluster(cluster), UndoDrain(worker))
+
+
+def _give(door: Path, order: DrainNode | UndoDrain) -> None:
+    answer = ask(door, order, lambda text: None)
+    if isinstance(answer, OrderDone):
+        results().print(answer.text)
 
 
 def _counts(load: ClusterStatus) -> dict[str, object]:

@@ -23,11 +23,11 @@ from alignedserve.runtime.engine.forward.rope_frequencies import inverse_frequen
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.decoder.model_config import ModelConfig, read_places
 from alignedserve.runtime.model.weights.decoder_weights import DecoderWeights, LayerWeights
-from kernels.adapters.lora import LayerAdapters
 from kernels.addend_layout import LayerProduct
 from kernels.attention import ScoreForm
 from kernels.cpu.decode_pass import AllowedTokens, HighestLogits, PassTimes
 from kernels.feed_forward import FeedForwardPart
+from kernels.lora import LayerAdapters
 from kernels.norm import Norm
 from kernels.rotary import HeadPlacement, rotary_angles
 from kernels.streams import StreamMix

@@ -16,8 +16,8 @@ from alignedserve.runtime.attention.sequence_table import IntArray, SequenceTabl
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.weights.decoder_weights import LayerWeights
 from alignedserve.runtime.pictures import PictureRows
-from kernels.adapters.device_lora import DeviceRows
-from kernels.adapters.lora import AdapterRows
+from kernels.device_lora import DeviceRows
+from kernels.lora import AdapterRows
 from kernels.rotary import HeadPlacement
 from kernels.states.device_rows import DeviceStateRows
 from kernels.states.state_rows import StateRows

@@ -15,7 +15,6 @@ from alignedserve.runtime.engine.forward.forward_batch import ForwardBatch, Rota
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.decoder.model_config import ModelConfig, read_places
 from alignedserve.runtime.model.weights.decoder_weights import DecoderWeights, LayerWeights
-from kernels.adapters.lora import AdapterRows
 from kernels.cpu.decode_pass import (
     AllowedTokens,
     CachePart,
@@ -33,6 +32,7 @@ from kernels.cpu.decode_pass import (
 from kernels.cpu.rows import HeadRows, NormRows
 from kernels.feed_forward import FeedForwardPart
 from kernels.linear import Projection
+from kernels.lora import AdapterRows
 from kernels.norm import LayerNorm, Norm, RmsNorm
 from kernels.rotary import HeadPlacement
 

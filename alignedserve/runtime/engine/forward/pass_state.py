@@ -15,10 +15,10 @@ from alignedserve.runtime.kv.state_headers import UNFINISHED, states_of, tokens_
 from alignedserve.runtime.model.decoder.decoder_parts import TemperatureConfig
 from alignedserve.runtime.model.decoder.model_config import ModelConfig, cache_source, cached_places
 from alignedserve.runtime.model.decoder.state_config import HEADER_BYTES, StateConfig, layers_in_block, state_bytes
-from kernels.adapters.device_lora import DeviceRows
-from kernels.adapters.lora import AdapterRows, LayerAdapters
 from kernels.addend_layout import LayerProduct
+from kernels.device_lora import DeviceRows
 from kernels.linear import AdaptableProjection
+from kernels.lora import AdapterRows, LayerAdapters
 from kernels.rotary import HeadNorms, HeadPlacement, rotate_
 from kernels.states.device_rows import DeviceStateRows
 from kernels.states.state_rows import StateRows

@@ -12,7 +12,7 @@ from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import LoraAdapter, SamplingParams
 from alignedserve.messages.iterations import Swaps
 from alignedserve.runtime.attention.sequence_table import NewSequence
-from kernels.adapters.lora import AdapterMatrices
+from kernels.lora import AdapterMatrices
 
 
 class RankCommand(msgspec.Struct, frozen=True, array_like=True, tag=True):

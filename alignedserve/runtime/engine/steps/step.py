@@ -24,9 +24,9 @@ from alignedserve.runtime.engine.sampling.sampler import Draw
 from alignedserve.runtime.engine.steps.hidden_cache import HiddenPlan
 from alignedserve.runtime.grammar.token_masks import StepMasks
 from alignedserve.runtime.pictures import PictureRows
-from kernels.adapters.device_lora import DevicePlan
-from kernels.adapters.lora import AdapterRows
 from kernels.cpu.decode_pass import AllowedTokens
+from kernels.device_lora import DevicePlan
+from kernels.lora import AdapterRows
 from kernels.states.device_rows import DeviceStatePlan
 from kernels.states.state_rows import StateRows
 
@@ -157,6 +157,7 @@ class StepOutput:
     prompt_logprobs: list[PromptLogprobs]
     times: StepTimes
     forced: tuple[tuple[RequestId, int], ...] = ()  # how many tokens of a sequence in `sampled` its grammar forced
+    skipped: tuple[RequestId, ...] = ()  # sequences whose slices were not computed: their grammars' masks lack
 
 
 # On a CPU, masks and forward pass have the same cores: masks beside the pass delay one of its threads, and so all of

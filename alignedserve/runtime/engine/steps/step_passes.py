@@ -22,8 +22,8 @@ from alignedserve.runtime.engine.sampling.sampler import Sampler, logprob_entrie
 from alignedserve.runtime.engine.steps.batch_builder import BatchBuilder
 from alignedserve.runtime.engine.steps.step import PromptLogprobs, StepBatch, StepLaunch
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from kernels.adapters.device_lora import DevicePlan, device_kernels
 from kernels.cpu.decode_pass import HighestLogits
+from kernels.device_lora import DevicePlan, device_kernels
 from kernels.states.device_rows import DeviceStatePlan, DeviceStateRows
 
 _CUDA: Any = torch.cuda

@@ -234,7 +234,13 @@ class _Parser:
         return name in self._file.tensors
 
     def _whole(self, name: str, low: int, high: int, default: int | None = None) -> int:
-        return self._entries.integer(self._prefix + name, low, high, default)
+        name, entries = self._prefix + name, self._entries
+        of_layers = self._file.metadata.get(name)
+        if isinstance(of_layers, np.ndarray):
+            if len(set(of_layers.tolist())) != 1:
+                raise UnsupportedModel(f"{self._file.path}: {name} differs by layer, which is not supported.")
+            entries = JsonFields({name: of_layers[0].item()}, entries.where)
+        return entries.integer(name, low, high, default)
 
     def _error(self, name: str, problem: str) -> ModelError:
         return self._entries.error(self._prefix + name, problem)

@@ -13,7 +13,7 @@ from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.families.names import NAMES
 from alignedserve.runtime.model.hf_fields import MAX_CONTEXT, yarn_angle_factor
 from alignedserve.runtime.model.weight_names import ParameterNames
-from kernels.weight_blocks.block_values import unpack_rows
+from kernels.block_values import unpack_rows
 
 FREQUENCY_FACTORS = "rope_freqs.weight"
 SHORT_DIVISORS, LONG_DIVISORS = "rope_factors_short.weight", "rope_factors_long.weight"

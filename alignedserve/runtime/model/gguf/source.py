@@ -13,11 +13,10 @@ from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.gguf.names import find_tensor, tensor_names
 from alignedserve.runtime.model.weights.packed_products import BLOCK_DTYPES, BlockRows, GroupedRows
 from alignedserve.runtime.model.weights.weight_source import BlockLookup, WeightSource
+from kernels.block_formats import grouped_blocks
+from kernels.block_values import unpack_rows, wider_blocks
 from kernels.cpu.block_quantized_linear import block_obstacle
 from kernels.cpu.packed_linear import FileRows
-from kernels.weight_blocks.block_groups import grouped_blocks
-from kernels.weight_blocks.block_values import unpack_rows
-from kernels.weight_blocks.wider_blocks import wider_blocks
 
 # llama.cpp rotates neighbouring elements of these families' heads and puts their rows side by side for that.
 _INTERLEAVED = ("llama", "mixtral", "granite")

@@ -165,7 +165,7 @@ class _NoBar(tqdm):
 
 
 def _sizes_of_shards(folder: Path, name: HubName, sizes: dict[str, int]) -> dict[str, int]:
-    files = [path.name for path in listed_shards(folder)] if INDEX_NAME in sizes else [SINGLE_NAME]
+    files = [path.name for path in listed_shards(folder)] if SINGLE_NAME not in sizes else [SINGLE_NAME]
     missing = [file for file in files if file not in sizes]
     if missing:
         raise ModelNotFound(f"{name} has no {missing[0]}, which its {INDEX_NAME} names.")

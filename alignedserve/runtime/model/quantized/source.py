@@ -23,13 +23,12 @@ from alignedserve.runtime.model.quantized.product_form import Computing, Product
 from alignedserve.runtime.model.weights.packed_products import BlockRows, Float8Rows, GroupedRows, Int8Rows, Rows
 from alignedserve.runtime.model.weights.safetensors_source import SafetensorsSource
 from alignedserve.runtime.model.weights.weight_source import WeightSource
+from kernels.block_formats import dequantize, grouped_blocks, has_finite_scales
+from kernels.block_values import FLOATS_OF_4_BITS
 from kernels.cpu.int8_linear import has_int8_products
 from kernels.cpu.packed_linear import FileRows
-from kernels.narrow.float8_linear import has_float8_products
-from kernels.narrow.grouped_linear import GroupedWeight, Numbers
-from kernels.weight_blocks.block_formats import dequantize, has_finite_scales
-from kernels.weight_blocks.block_groups import grouped_blocks
-from kernels.weight_blocks.block_values import FLOATS_OF_4_BITS
+from kernels.float8_linear import has_float8_products
+from kernels.grouped_linear import GroupedWeight, Numbers
 
 _MXFP4 = "MXFP4"
 

@@ -30,8 +30,8 @@ from kernels.feed_forward import (
     ScaledRouter,
     WithSharedExpert,
 )
+from kernels.grouped_linear import GROUPS, GroupedWeight, Numbers, SortedLinear, joined_weights
 from kernels.linear import Linear, Projection
-from kernels.narrow.grouped_linear import GROUPS, GroupedWeight, Numbers, SortedLinear, joined_weights
 from kernels.norm import RmsNorm
 from kernels.sorted_experts import ExpertWeights, SortedExperts, stacked_experts
 

@@ -10,9 +10,9 @@ from kernels.activation import Gated
 from kernels.addends import Addends
 from kernels.cpu.block_quantized_linear import BlockQuantizedLinear, JoinedLinear
 from kernels.cpu.int8_linear import Int8Linear
+from kernels.float8_linear import Float8Linear
+from kernels.grouped_linear import GroupedLinear, GroupedWeight, Numbers, joined_weights
 from kernels.linear import AdaptableProjection, Linear
-from kernels.narrow.float8_linear import Float8Linear
-from kernels.narrow.grouped_linear import GroupedLinear, GroupedWeight, Numbers, joined_weights
 
 BLOCK_DTYPES = (torch.float32, torch.bfloat16)  # of inputs and results
 

@@ -17,8 +17,8 @@ from alignedserve.runtime.model.weights.packed_products import (
     Rows,
 )
 from alignedserve.runtime.model.weights.weight_source import WeightSource
+from kernels.block_formats import format_named
 from kernels.cpu.packed_linear import FileRows
-from kernels.weight_blocks.block_formats import format_named
 
 
 class ShardedSource(WeightSource):

@@ -16,8 +16,8 @@ from alignedserve.runtime.model.weights.product_reader import (
     scaled_product,
 )
 from kernels.linear import AdaptableProjection
+from kernels.states.convolution import ShortConvolution
 from kernels.states.delta_rule import DeltaRule, DeltaSizes, DeltaWeights
-from kernels.states.short_convolution import ShortConvolution
 from kernels.states.state_rows import StateMixer
 from kernels.states.state_space import SpaceSizes, SpaceWeights, StateSpace
 

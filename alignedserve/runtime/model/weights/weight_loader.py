@@ -137,6 +137,9 @@ class _WeightAssembler:
         self._states = StateReader(config, names, read)
         self._extras = None if config.extras is None else ExtraReader(config, config.extras, names, read)
         self._prefix = find_prefix(names, read.source.has)
+        self._embedding = self._prefix + names.embedding
+        if config.ties_embeddings and not read.source.has(f"{self._embedding}.weight"):
+            self._embedding = find_head(names, read.source.has)  # the name by which some savers keep what is tied
 
     def weights_of(self, reading: StageReading) -> DecoderWeights:
         stage = reading.stage
@@ -167,9 +170,7 @@ class _WeightAssembler:
 
     def _weights(self, read: Iterable[int], kept: range) -> DecoderWeights:
         config, names = self._config, self._names
-        embedding = self._read.lookup(
-            f"{self._prefix}{names.embedding}.weight", config.vocab_size, config.embedding_size
-        )
+        embedding = self._read.lookup(f"{self._embedding}.weight", config.vocab_size, config.embedding_size)
         self._read.dtype, self._read.device = embedding.dtype, embedding.device
         positions = None
         if config.rope is None:
@@ -295,7 +296,7 @@ class _WeightAssembler:
     def _head(self, embedding: RowLookup) -> Projection:
         config = self._config
         head = find_head(self._names, self._read.source.has)
-        stored = self._prefix + self._names.embedding if config.ties_embeddings else head
+        stored = self._embedding if config.ties_embeddings else head
         packed = self._read.packed_rows(f"{stored}.weight", config.vocab_size, config.embedding_size)
         if packed is not None:
             return self._read.product([stored], [packed], None, has_few_rows=True)

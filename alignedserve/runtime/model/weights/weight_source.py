@@ -10,8 +10,8 @@ from typing_extensions import override
 from alignedserve.runtime.model.sharding.regions import Region, tensor_region
 from alignedserve.runtime.model.weight_names import ParameterNames
 from alignedserve.runtime.model.weights.packed_products import Rows
+from kernels.block_values import unpack_rows
 from kernels.cpu.packed_linear import FileRows
-from kernels.weight_blocks.block_values import unpack_rows
 
 
 class RowLookup(Protocol):

@@ -27,6 +27,11 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end -}}
 {{- end -}}
 
+{{/* Of the head's volume, or of the volume of all pods. */}}
+{{- define "alignedserve.claim" -}}
+{{- .Values.persistence.existingClaim | default (printf "%s-state" (include "alignedserve.name" .)) -}}
+{{- end -}}
+
 {{/* What would be installed and not do what was asked is refused. */}}
 {{- define "alignedserve.checked" -}}
 {{- $gateway := .Values.config.gateway | default dict -}}
@@ -48,11 +53,19 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- if eq .Values.mode "ray" -}}
 {{- if not .Values.ray.tokenSecret.name -}}{{- fail "mode ray needs ray.tokenSecret.name: whoever reaches Ray's ports could run code otherwise" -}}{{- end -}}
 {{- if .Values.inferencePool.enabled -}}{{- fail "inferencePool is for mode pods: the gateways of a cluster share its work, so there is nothing to pick" -}}{{- end -}}
-{{- if ne (int .Values.replicas) 1 -}}{{- fail "replicas is for mode pods; in mode ray it is ray.workers" -}}{{- end -}}
-{{- else if gt (int .Values.replicas) 1 -}}
-{{- if dig "batches" "enabled" true .Values.config -}}{{- fail "with several replicas a file that one pod has is unknown to the others: set config.batches.enabled=false, or use mode ray" -}}{{- end -}}
-{{- if .Values.persistence.existingClaim -}}{{- fail "persistence.existingClaim is for one pod, and replicas is above 1" -}}{{- end -}}
+{{- if or (ne (int .Values.replicas) 1) .Values.autoscaling.enabled -}}{{- fail "replicas and autoscaling are for mode pods; in mode ray it is ray.workers" -}}{{- end -}}
+{{- if .Values.persistence.shared -}}{{- fail "persistence.shared is for mode pods; the head of a cluster serves files and batches to its workers" -}}{{- end -}}
+{{- else if or (gt (int .Values.replicas) 1) .Values.autoscaling.enabled -}}
+{{- if and (dig "batches" "enabled" true .Values.config) (not .Values.persistence.shared) -}}{{- fail "with several replicas a file that one pod has is unknown to the others: share it (redis.secret and persistence.shared), set config.batches.enabled=false, or use mode ray" -}}{{- end -}}
+{{- if and .Values.persistence.existingClaim (not .Values.persistence.shared) -}}{{- fail "persistence.existingClaim is for one pod: with several replicas set persistence.shared=true, and redis.secret" -}}{{- end -}}
 {{- end -}}
+{{- if and .Values.persistence.shared (not (and .Values.redis.secret .Values.persistence.enabled)) -}}{{- fail "persistence.shared needs redis.secret and persistence.enabled: one pod alone can open the file of records" -}}{{- end -}}
+{{- with .Values.autoscaling -}}
+{{- if and .enabled (gt (int .minReplicas) (int .maxReplicas)) -}}{{- fail "autoscaling.minReplicas is above autoscaling.maxReplicas" -}}{{- end -}}
+{{- if and .enabled (not (or .waiting .running .late)) -}}{{- fail "autoscaling: one of waiting, running and late must be above 0" -}}{{- end -}}
+{{- end -}}
+{{- if and .Values.httpRoute.enabled (not .Values.httpRoute.parentRefs) -}}{{- fail "httpRoute.parentRefs: name the Gateway" -}}{{- end -}}
+{{- if and .Values.ingress.enabled .Values.inferencePool.enabled -}}{{- fail "ingress: its requests would pass the endpoint picker by; use httpRoute" -}}{{- end -}}
 {{- $hasKeys := or .Values.auth.keysFile.secret .Values.auth.apiKeys.secret -}}
 {{- if and $hasKeys .Values.inferencePool.enabled -}}{{- fail "inferencePool: the endpoint picker sends no key to /metrics; set auth.allowAnonymous=true without keys, and let networkPolicy.clients name the gateway and the picker" -}}{{- end -}}
 {{- if and $hasKeys .Values.serviceMonitor.enabled (not .Values.serviceMonitor.apiKey.secret) -}}{{- fail "serviceMonitor.apiKey.secret: Prometheus needs a key for /metrics" -}}{{- end -}}
@@ -140,6 +153,15 @@ resources: {{- toYaml $resources | nindent 4 }}
 # The comma: a secret that is empty is a mistake then, and would let anyone in without it.
 - name: ALIGNEDSERVE_API_KEYS
   value: ",$(SECRET_API_KEYS)"
+{{- end }}
+{{- end }}
+{{- with .Values.redis }}
+{{- if .secret }}
+- name: ALIGNEDSERVE_REDIS_URL
+  valueFrom:
+      secretKeyRef:
+          name: {{ .secret }}
+          key: {{ .key }}
 {{- end }}
 {{- end }}
 {{- with .Values.extraEnv }}

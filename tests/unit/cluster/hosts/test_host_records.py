@@ -25,9 +25,9 @@ from alignedserve.cluster.deployments.orders import (
     ScaleWorkers,
     UndoDrain,
 )
+from alignedserve.cluster.draining.worker_scaling import WorkerActors
 from alignedserve.cluster.hosts import cluster as running
 from alignedserve.cluster.hosts.cluster import ClusterOnHosts
-from alignedserve.cluster.hosts.node_drains import WorkerActors
 from alignedserve.cluster.hosts.record import ClusterRecord
 from alignedserve.cluster.nodes import joining
 from alignedserve.cluster.nodes.admission import Agent
@@ -151,7 +151,7 @@ def test_more_workers_have_new_names_and_fewer_are_those_with_the_least_work(
     assert ended == ["decode-0"]
     assert "decode-0" not in [actor.name for actor in cluster.record().nodes[0].actors]
     free.available_bytes.remote = lambda: 1 << 20
-    with pytest.raises(NotEnoughMemory, match=r"node-0 has no room for 2 workers more: .* enough for 0"):
+    with pytest.raises(NotEnoughMemory, match=r"node-0 has no room for 2 more workers: .* enough for 0"):
         cluster._workers.scale(ScaleWorkers({"decode": 6, "prefill": 2}), routers)
 
 
@@ -233,4 +233,4 @@ def test_limits_keep_the_shares_of_the_start(cluster: ClusterOnHosts, monkeypatc
     node = next(iter(cluster._members.values())).prepared
     cluster._state = SharedState(gateways=cluster._first_gateways or ())
     cluster.add_node(node)
-    assert states == [SharedState(gateways=("gateway-0", "gateway-1"), have_run=True)]
+    assert states == [SharedState(gateways=("gateway-0", "gateway-1"))]

@@ -16,7 +16,7 @@ from alignedserve.runtime.attention.registry import attention_planner
 from alignedserve.runtime.attention.sequence_table import NewSequence, SequenceTable
 from alignedserve.runtime.attention.torch_backend import GatheredPlanner
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from kernels.caches.int8_rows import dequantise_rows, quantise_rows
+from kernels.cache_rows import dequantise_rows, quantise_rows
 from kernels.cpu.native import supported_levels
 from kernels.cpu.paged_attention import Int8Heads, Int64Array, PagedAttention
 from lab.profiling.shapes import TOY

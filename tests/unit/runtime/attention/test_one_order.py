@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.caches.int8_rows import quantise_rows
+from kernels.cache_rows import quantise_rows
 from kernels.cpu.native import supported_levels
 from kernels.cpu.paged_attention import Int8Heads, PagedAttention
 from tests.support.marks import slow

@@ -36,6 +36,7 @@ def measured(
     swaps: str | None = None,
     kept: KeptCalibration | None = None,
     reading_s: float = 1.0,
+    computing_s: float | None = None,
 ) -> tuple[Sample, ...]:
     """Measure a tiny engine by a clock that goes on by a second each time it is read."""
     of_own = {"num_key_value_heads": TINY_LLAMA["num_attention_heads"]} if has_hidden_cache else {}
@@ -43,6 +44,7 @@ def measured(
     decoder = Decoder(config, load_weights(None, config, torch.float32))
     tiny = TinyEngine(decoder, has_hidden_cache=has_hidden_cache)
     seconds: Iterator[int] = count()
+    computing: Iterator[int] = count()
     swap_space = SwapSpace(tiny.storage, HostStreams(), is_int8=swaps == "int8") if swaps else None
     samples = measure_iterations(
         tiny.engine,
@@ -52,6 +54,7 @@ def measured(
         max_tokens=512,
         duration_s=duration_s,
         clock=lambda: reading_s * next(seconds),
+        computing_clock=None if computing_s is None else lambda: computing_s * next(computing),
         kept=kept,
     )
     assert len(tiny.engine._table) == 0
@@ -76,14 +79,23 @@ def test_what_was_kept_is_measured_anew_where_it_takes_longer_now_or_cannot_be_r
 
 
 def test_points_go_round_until_the_time_is_up() -> None:
-    """Three readings of the clock for each, after three that do not count."""
+    """Four readings of the clock for each, after those that do not count."""
     samples = measured(duration_s=60.0)
     assert {seconds for _, seconds in samples} == {1.0}
-    assert len(samples) == 19  # the last seconds are too short for a longer prompt
+    assert len(samples) == 15  # the last seconds are too short for a longer prompt
     works = [work for work, _ in samples]
     assert works[:2] == [prefill(16), decodes(1, 64)]
     assert works.count(prefill(16)) > 1
     assert max(work.max_decode_context_len for work in works) <= MAX_CONTEXT_LEN
+
+
+@pytest.mark.parametrize("slowed", [1.0, 12.0, 60.0])
+def test_beside_busy_processes_iterations_are_as_long_as_they_compute(slowed: float) -> None:
+    """And the start takes up to five times as long: of three readings of the one clock the other has one."""
+    computed = measured(60.0)
+    beside = measured(60.0, reading_s=slowed, computing_s=1.0)
+    assert {sample.seconds for sample in beside} == {1.0}
+    assert len(beside) >= len(computed) if slowed < 15.0 else len(beside) < len(computed)
 
 
 def test_hidden_caches_are_measured_where_there_are_some() -> None:

@@ -10,6 +10,7 @@ import pytest
 from alignedserve import LLM, SamplingParams
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.request import FinishReason
+from alignedserve.pocket.phrases import EXAMPLE_QUESTIONS
 
 PARAMETERS = {
     "type": "object",
@@ -31,6 +32,12 @@ def test_a_text_is_a_conversation_and_a_list_of_messages_is_one(llm: LLM) -> Non
     several = llm.chat(["spell otter", [{"role": "user", "content": "spell otter"}]])
     assert [output.text for output in (messages, *several)] == [text.text] * 3
     assert text.message == {"role": "assistant", "content": text.text}
+
+
+def test_the_example_questions_have_right_answers(llm: LLM) -> None:
+    outputs = llm.chat(list(EXAMPLE_QUESTIONS), SamplingParams(max_tokens=400, temperature=0.0))
+    counted = " ".join(map(str, range(1, 101)))
+    assert [output.text for output in outputs] == ["o t t e r", "17 + 25 = 42", "3 7 19 42", counted]
 
 
 def test_calls_stand_apart_and_match_their_schema(llm: LLM) -> None:

@@ -11,7 +11,7 @@ from alignedserve.core.errors import HandoffRejected
 from alignedserve.core.ids import BlockId
 from alignedserve.runtime.kv.block_checksums import Digests, RunChecksums, run_checksums
 from alignedserve.runtime.kv.block_runs import BlockRuns, join_placed, place_runs
-from kernels.caches.block_digests import row_digests
+from kernels.block_digests import row_digests
 from kernels.cpu.block_copies import all_rows, digest_blocks
 from kernels.cpu.row_digest import PART_BYTES
 from tests.support.marks import each

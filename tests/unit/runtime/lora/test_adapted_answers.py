@@ -14,8 +14,8 @@ from alignedserve.runtime.engine.forward.forward_batch import ForwardBatch
 from alignedserve.runtime.engine.forward.native_pass import NativePass
 from alignedserve.runtime.lora.adapter_config import read_adapter_files
 from alignedserve.runtime.lora.adapter_weights import load_adapter
-from kernels.adapters.lora import AdapterMatrices
 from kernels.cpu.decode_pass import decode_pass_available
+from kernels.lora import AdapterMatrices
 from tests.support.devices.checked_streams import CheckedStreams
 from tests.support.models.lora_folders import LLAMA_TARGETS, merge, write_adapter
 from tests.support.models.tiny_engines import LogitsProbe, TinyEngine, random_tokens, tiny_decoder

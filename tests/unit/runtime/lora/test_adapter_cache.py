@@ -16,8 +16,8 @@ from alignedserve.messages.workers import PrefillRequest
 from alignedserve.runtime.device_check.self_check import MODEL
 from alignedserve.runtime.lora.adapter_cache import AdapterCache
 from alignedserve.runtime.lora.sequence_adapters import SequenceAdapters
-from kernels.adapters.lora import AdapterMatrices
 from kernels.addend_layout import ProductShape
+from kernels.lora import AdapterMatrices
 from tests.support.samples import request
 
 BYTES = 64  # of each adapter

@@ -168,9 +168,9 @@ def test_end_tokens_of_the_generation_config_win(tmp_path: Path) -> None:
     assert read_model_config(tmp_path).eos_token_ids == (5,)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
     assert read_model_config(tmp_path).eos_token_ids == (7, 9)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 100}))
-    with pytest.raises(ModelError, match="eos_token_id"):
-        read_model_config(tmp_path)
+    for none in (-1, 100, [-1], []):  # ids outside of the vocabulary end nothing
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": none}))
+        assert read_model_config(tmp_path).eos_token_ids == (5,)
 
 
 def test_the_tokenizers_own_end_token_ends_answers_too(tmp_path: Path) -> None:

@@ -39,7 +39,8 @@ def _gguf(**metadata: Any) -> GgufFile:
             {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20},
             {"temperature": 0.6, "top_p": 0.95, "top_k": 20},
         ),
-        ({"do_sample": False, "temperature": 0.6}, {}),
+        ({"do_sample": False, "temperature": 0.6}, {"temperature": 0.0}),
+        ({"do_sample": False, "repetition_penalty": 1.1}, {"temperature": 0.0, "repetition_penalty": 1.1}),
         ({"temperature": None, "top_k": -1, "repetition_penalty": 1.05}, {"repetition_penalty": 1.05}),
         ({"temperature": 7, "top_p": 0.8}, {"top_p": 0.8}),  # out of range, left out
         ({"temperature": True, "top_p": "0.8", "min_p": [1]}, {}),
@@ -85,5 +86,5 @@ def test_the_configuration_wins(tmp_path: Path) -> None:
             ModelSectionConfig(sampling=wrong)
 
 
-def test_the_pocket_model_keeps_the_defaults_of_the_api() -> None:
-    assert sampling_defaults("auto", pocket_folder()) == SamplingDefaults()
+def test_the_pocket_model_answers_alike_every_time() -> None:
+    assert sampling_defaults("auto", pocket_folder()) == SamplingDefaults(0.0, source="generation_config.json")

@@ -83,6 +83,13 @@ def test_a_processor_with_bfloat16_uses_it_for_all_but_the_pocket_model(folder: 
     assert resolve_model(ModelSectionConfig(), has_bfloat16=True).dtype == "float32"
 
 
+def test_a_linked_folder_has_the_links_name(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "linked").symlink_to(folder)
+    assert served(tmp_path / "linked").name == "linked"
+    monkeypatch.chdir(folder)
+    assert served(Path()).name == folder.name
+
+
 def test_the_context_may_be_shortened_but_not_lengthened(folder: Path) -> None:
     assert served(folder).max_context_len == 512
     assert served(folder, max_context_len=100).max_context_len == 100
@@ -114,8 +121,15 @@ def test_found_in_a_package_that_is_not_run(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.syspath_prepend(str(tmp_path))
     assert built_in.smollm2_file() == path
     served = resolve_model(ModelSectionConfig(path="smollm2"))
-    assert (served.name, served.folder) == ("smollm2", path)
+    assert (served.name, served.folder, served.chat_template) == ("smollm2", path, None)
     assert package.name not in sys.modules
+
+
+def test_smollm2_is_asked_for_english_where_no_system_message_says_otherwise() -> None:
+    stored = "{{ 'You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>' }}"
+    assert "in English" in (built_in.own_template("smollm2", stored) or "")
+    for name, template in (("smollm2", "{{ 'another' }}"), ("smollm2", None), ("other", stored)):
+        assert built_in.own_template(name, template) is None
 
 
 @pytest.mark.parametrize("has_package", [False, True])

@@ -22,8 +22,8 @@ from alignedserve.runtime.model.weight_files import load_weights
 from alignedserve.runtime.model.weights.safetensors_source import SafetensorsSource
 from alignedserve.runtime.model.weights.weight_loader import assemble_weights
 from alignedserve.runtime.model.weights.weight_source import BlockLookup, WeightSource
+from kernels.block_values import unpack_rows
 from kernels.sorted_experts import SortedExperts
-from kernels.weight_blocks.block_values import unpack_rows
 from lab.profiling.shapes import SHAPES
 from tests.support.marks import each
 from tests.support.models.tiny_engines import TinyEngine, logits_of, random_tokens, reference_generation, tiny_decoder
@@ -196,12 +196,13 @@ def test_numbers_that_8_bits_cannot_hold_are_named(folder: Path) -> None:
         ({NORM: "pytorch_model.bin"}, "not the name"),
         ({NORM: 3}, "not the name"),
         ({NORM: "absent.safetensors"}, "is missing"),
-        ({"model.nowhere": "model.safetensors"}, "does not hold tensor model.nowhere"),
+        ({"model.nowhere": "first.safetensors"}, "does not hold tensor model.nowhere"),
         ({}, "weight_map"),
         ([], "weight_map"),
     ],
 )
 def test_bad_indexes(folder: Path, weight_map: Any, problem: str) -> None:
+    (folder / "model.safetensors").rename(folder / "first.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(ModelError, match=problem):
         load(folder)

@@ -13,8 +13,8 @@ from alignedserve.runtime.model.model_files import read_config
 from alignedserve.runtime.model.quantized.product_form import Computing
 from alignedserve.runtime.model.stored_weights import quantized_weights
 from alignedserve.runtime.model.weights import feed_forward_weights
+from kernels.float8_linear import Float8Linear
 from kernels.linear import Linear
-from kernels.narrow.float8_linear import Float8Linear
 from tests.support.marks import slow
 from tests.support.models.gpu_weights import weights_as_on_a_gpu
 from tests.support.models.quantized_checkpoints import FORMATS, quantize_folder, unpacked_decoder

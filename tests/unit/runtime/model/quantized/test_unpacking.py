@@ -19,7 +19,7 @@ from alignedserve.runtime.model.quantized.source import (
 )
 from alignedserve.runtime.model.weight_index import TensorHeader
 from alignedserve.runtime.model.weights.packed_products import BlockRows, Int8Rows
-from kernels.weight_blocks.block_formats import dequantize
+from kernels.block_formats import dequantize
 from tests.support.marks import each
 from tests.support.models.quantized_checkpoints import (
     FORMATS,

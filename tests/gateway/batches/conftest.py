@@ -1,0 +1,14 @@
+"""What tests of the commands share."""
+
+import sys
+
+import pytest
+
+
+@pytest.fixture
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("alignedserve.cli.batch.client._FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("alignedserve.cli.batch.client._LONGEST_PAUSE_S", 0.02)
+    for module in ("batch.session", "batch.results"):
+        monkeypatch.setattr(f"alignedserve.cli.{module}.POLL_S", 0.05)
+    monkeypatch.setattr(sys, "argv", sys.argv)
