@@ -18,6 +18,7 @@ from typing import Self, Unpack
 from msgspec import structs
 
 from alignedserve.api.embeddings.response_format import Vectors
+from alignedserve.api.errors import named
 from alignedserve.api.models.model_card import ModelCard
 from alignedserve.api.openai.output_parser import OutputFormat
 from alignedserve.api.openai.request_builder import PreparedChat, choice_seed
@@ -197,7 +198,7 @@ class LLM:
         """
         all_prompts = listed(prompts)
         of_prompts = PromptErrors(len(all_prompts), errors)
-        grammar = serialize_alone(part_of(structured_outputs)) if structured_outputs is not None else ""
+        grammar = self._grammar_of(structured_outputs) if structured_outputs is not None else ""
         encoded = encoded_prompts(all_prompts, self._tokenizer, of_prompts)
         chats = {index: PreparedChat(tuple(prompt), _CONTINUED, grammar) for index, prompt in encoded.items()}
         return self._answer(chats, sampling, lora_request, of_prompts, use_tqdm=use_tqdm)
@@ -265,6 +266,14 @@ class LLM:
         with self._turn:
             self._is_closed = True
             self._executor.close()
+
+    def _grammar_of(self, outputs: StructuredOutputs) -> str:
+        try:
+            grammar = serialize_alone(part_of(outputs))
+            self._executor.check_grammar(grammar)
+        except InvalidRequest as error:
+            raise named(f"structured_outputs.{outputs.kind}", error) from error
+        return grammar
 
     def _answer(
         self,
@@ -348,7 +357,10 @@ class LLM:
         )
         if layout.blocks_for(len(prompt) + wanted.max_tokens) > num_blocks:
             raise InvalidRequest("the request needs more KV cache than memory_bytes allows", param="max_tokens")
-        self._executor.check_grammar(wanted.grammar)
+        try:
+            self._executor.check_grammar(wanted.grammar)
+        except InvalidRequest as error:
+            raise named("grammar", error) from error
         request_id = RequestId(secrets.token_hex(8))
         root = self._root
         if adapter is not None and root:

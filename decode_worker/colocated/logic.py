@@ -353,6 +353,8 @@ class ColocatedLogic:
         self._performer.completed()
         for request_id, num_tokens in event.forced:
             self._state.note_forced(request_id, num_tokens)
+        for request_id in event.skipped:
+            self._state.note_skipped(request_id)
         duration_s = self._iterations.end(event, now)
         self._scheduler.turns.note(event.turn_s)
         self._scheduler.completed(
