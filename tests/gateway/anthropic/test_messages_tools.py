@@ -139,9 +139,14 @@ async def test_the_conversation_goes_on_behind_an_answer_that_max_tokens_cut() -
         ({"tools": [WEATHER] * 500}, "tools"),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
-        ({"tools": [WEATHER | {"input_schema": {"type": "string"}}]}, "tools[0].input_schema"),
+        ({"tools": [WEATHER | {"input_schema": {"type": "string"}, "strict": True}]}, "tools[0].input_schema"),
         (
-            {"tools": [WEATHER | {"defer_loading": True}, WEATHER | {"name": "b", "input_schema": {"type": "string"}}]},
+            {
+                "tools": [
+                    WEATHER | {"defer_loading": True},
+                    WEATHER | {"name": "b", "input_schema": {"type": "string"}, "strict": True},
+                ]
+            },
             "tools[1].input_schema",
         ),
         (
