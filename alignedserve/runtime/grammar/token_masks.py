@@ -480,8 +480,10 @@ class TokenMasks:
 
     def _consume(self, matcher: LLMatcher, token_id: int) -> None:
         """Match a token without the interpreter's lock, which is freed only where several matchers go together."""
-        assert self._heavy_executor is not None, "on another thread"
-        self._heavy_executor.consume_token_par([(matcher, token_id), (self._compiler.failed_matcher, token_id)])
+        executor, failed = self._heavy_executor, self._compiler.failed_matcher
+        assert executor is not None, "on another thread"
+        assert failed is not None, "a matcher without a vocabulary"
+        executor.consume_token_par([(matcher, token_id), (failed, token_id)])
 
 
 def _must_restart(answer: _Constrained, matcher: LLMatcher) -> bool:
