@@ -87,7 +87,7 @@ def require_writable(path: Path, *, option: str = "--output") -> None:
     try:
         path.open("ab").close()
         if not is_there:
-            path.unlink()
+            path.resolve().unlink()  # of a link, what it names
     except OSError as error:
         raise ConfigError(f"{option} {path}: cannot be written: {error.strerror}") from error
 

@@ -75,7 +75,7 @@ class UrgentPrompts:
         self._plans.pass_began(now)
 
     def begin(self, now: float) -> RunIteration | None:
-        if not self.cycle.may_begin:
+        if not self.cycle.may_begin or not self._plans.may_begin:
             return None
         came = [held for held in map(self._held.get, self.cycle.ask()) if held is not None]
         waiting = [held for held in came if not (held.is_prefilled or held.is_aborted or held.is_finished)]

@@ -63,7 +63,7 @@ class RunOptions:
         ),
     ]
     prompt: Annotated[
-        str, typer.Option(metavar="TEXT", help='Of each row, with columns in braces: "Summarise: {text}".')
+        str, typer.Option(metavar="TEXT", help='The question about each row, columns in braces: "Summarise: {text}".')
     ]
     output: Annotated[
         Path | None,
@@ -72,7 +72,9 @@ class RunOptions:
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message; columns as in --prompt.")] = None
     schema: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="JSON schema of the answers; its properties become columns.", dir_okay=False),
+        typer.Option(
+            metavar="FILE", help="JSON schema of answers; its properties become columns.", exists=True, dir_okay=False
+        ),
     ] = None
     limit: Annotated[int | None, typer.Option(min=1, help="The first rows only, printed without --output.")] = None
     columns: Annotated[
@@ -90,7 +92,8 @@ class RunOptions:
 
 
 batch_app = typer.Typer(
-    help="Files of best-effort requests: run, submit, watch, results. Works with any gateway.", no_args_is_help=True
+    help="Tables and files of best-effort requests: run, submit, watch, results. Works with any gateway.",
+    no_args_is_help=True,
 )
 
 

@@ -52,7 +52,7 @@ class ParquetTable:
 def _readable(path: Path) -> Iterator[None]:
     try:
         yield
-    except (pa.ArrowException, ValueError, OSError) as error:
+    except (pa.ArrowException, ValueError, OverflowError, OSError) as error:
         raise ConfigError(f"{path} cannot be read as Parquet: {error}") from error
 
 

@@ -16,6 +16,7 @@ import re
 import secrets
 import sqlite3
 import sys
+from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
@@ -56,6 +57,7 @@ _TYPES = ("string", "integer", "number", "boolean")
 _NOT_FOUND = 404
 _HEAD = b'{"run_id":"'
 _MAX_SHOWN_COLUMNS = 20
+_CUT = "cut by --max-tokens or the end of the context"
 _NO_ANSWER = b'{"error":{"code":"not_sent","message":"no batch has answered this row"}}'
 
 
@@ -145,7 +147,7 @@ class RowQuestions:
             value = parsed(columns["answer"])
         except (ValueError, TypeError, RecursionError):
             is_cut = columns["finish_reason"] == "length"
-            return {"error": "the answer was cut: raise --max-tokens" if is_cut else "the answer is not JSON"}
+            return {"error": f"the answer was {_CUT}" if is_cut else "the answer is not JSON"}
         names = self.schema.get("properties", {}) if isinstance(value, dict) else {}
         return {name: value.get(name) for name in names}
 
@@ -158,7 +160,7 @@ def _kind(of: Any) -> str:
 
 def _schema(path: Path) -> dict[str, Any]:
     try:
-        schema = orjson.loads(path.read_bytes())
+        schema = orjson.loads(path.read_bytes().removeprefix(BOM_UTF8))
         normalize_schema(schema)
     except InvalidRequest as error:
         raise ConfigError(f"--schema {path}: {error}") from error
@@ -407,7 +409,7 @@ class TableRun:
                 raise ConfigError(f"{self._options.path} has changed meanwhile: put it back, and repeat the command")
             self._publish(output, counts)
         shown = [counted(self._num_rows, "row"), f"{counts['errors']} with an error" if counts["errors"] else ""]
-        shown += [f"{counts['cut']} cut by max_tokens" if counts["cut"] else ""]
+        shown += [f"{counts['cut']} {_CUT}" if counts["cut"] else ""]
         console.print(", ".join(filter(None, shown)), markup=False)
         if counts["unanswered"]:
             waiting = counted(counts["unanswered"], "row")

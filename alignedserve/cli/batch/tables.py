@@ -72,11 +72,12 @@ class CsvTable:
         self._path, self._limit = path, limit
         try:
             with path.open(encoding="utf-8", newline="") as file:
-                header = file.readline(_MAX_CELL_LEN)
+                header = next(filter(str.strip, file), "")
         except UnicodeDecodeError as error:
             raise _not_utf8(path) from error
         self.has_bom = header.startswith(_BOM)
-        self.delimiter = delimiter_of(path, max(_DELIMITERS, key=header.count))
+        outside_quotes = "".join(header.split('"')[::2])
+        self.delimiter = delimiter_of(path, max(_DELIMITERS, key=outside_quotes.count))
         names = next(self._cells(), [])
         if not names:
             raise ConfigError(f"{path} has no header")
@@ -158,9 +159,19 @@ def text_of(value: Any) -> str:
         return value
     if isinstance(value, bytes):
         return value.decode(errors="backslashreplace")
-    if isinstance(value, bool | int | float | list | dict):
-        return json.dumps(value, ensure_ascii=False, default=text_of)
+    if isinstance(value, bool | int | float):
+        return json.dumps(value)
+    if isinstance(value, list | dict):
+        return _json(value)
     return str(value)
+
+
+def _json(value: Any) -> str:
+    """Return JSON, which has no infinity and no NaN: they are null."""
+    text = json.dumps(value, ensure_ascii=False, default=text_of)
+    if "NaN" not in text and "Infinity" not in text:
+        return text
+    return json.dumps(json.loads(text, parse_constant=lambda _: None), ensure_ascii=False)
 
 
 def write_table(path: Path, table: RowTable, columns: Sequence[str], results: Iterator[Row], kinds: Kinds) -> None:
@@ -188,8 +199,7 @@ def with_results(table: RowTable, columns: Sequence[str], results: Iterator[Row]
 
 def json_lines(table: RowTable, columns: Sequence[str], results: Iterator[Row]) -> Iterator[str]:
     for row in with_results(table, columns, results):
-        plain = {name: None if value != value else value for name, value in row.items()}
-        yield json.dumps(plain, ensure_ascii=False, default=text_of) + "\n"
+        yield _json(row) + "\n"
 
 
 def _kind_of(value: Any) -> str:

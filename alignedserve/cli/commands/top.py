@@ -387,7 +387,7 @@ def _address(url: str | None) -> str:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"--url {url}: must be the address of a server, such as {DEFAULT_URL}")
-    return url.rstrip("/")
+    return url.rstrip("/").removesuffix("/v1")
 
 
 def _look(url: str) -> LiveDocument:

@@ -135,7 +135,7 @@ class WorkerScaling:
             if num_bytes > available:
                 count = sum(name == node for _, name in change.added)
                 raise NotEnoughMemory(
-                    f"{node} has no room for {count} workers more: {num_bytes // MIB} MiB are needed, "
+                    f"{node} has no room for {count} more workers: {num_bytes // MIB} MiB are needed, "
                     f"{available // MIB} MiB are available, which is enough for {count * available // num_bytes}"
                 )
 

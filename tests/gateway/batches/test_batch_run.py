@@ -237,7 +237,7 @@ async def test_a_first_try_is_printed(tmp_path: Path, capsys: pytest.CaptureFixt
             ("0", "hello", "length"),
             ("1", "hello", "length"),
         ]
-        assert "2 rows, 2 cut by max_tokens" in cli.err
+        assert "2 rows, 2 cut by --max-tokens or the end of the context" in cli.err
         assert await cli.run("run", path, "--prompt", "{text}") == 2
         assert "--output: name a file" in cli.err
 
@@ -247,7 +247,7 @@ async def test_properties_of_a_schema_are_columns(tmp_path: Path, capsys: pytest
         "type": "object",
         "properties": {"city": {"type": "string"}, "days": {"type": ["integer", "null"]}, "more": {}},
     }
-    (tmp_path / "s.json").write_text(json.dumps(schema))
+    (tmp_path / "s.json").write_text(json.dumps(schema), encoding="utf-8-sig")
     texts = ['{"city": "Rom, \\ud83d", "days": 3, "more": ["a"]}', '{"city": "Ulm"}', '{"city": "U', "[1]"]
     path = csv_file(tmp_path / "texts.csv", [["text"], *([text] for text in texts)])
     command = ("run", path, "--prompt", "{text}", "--schema", str(tmp_path / "s.json"), "--columns", "", "--output")
@@ -288,6 +288,7 @@ async def test_what_is_refused_before_anything_is_sent(tmp_path: Path, capsys: p
         ("--prompt", "{text}", "--schema", str(tmp_path / "error.json"), *out): "property 'error'",
         ("--prompt", "{text}", "--schema", str(tmp_path / "bad.json"), *out): "--schema",
         ("--prompt", "{text}", "--schema", path, *out): "is not a file of JSON",
+        ("--prompt", "{text}", "--schema", str(tmp_path / "none.json"), *out): "does not exist",
         ("--prompt", "{text}", "--window", "2y", *out): "--window must be a duration",
         ("--prompt", "{text}", "--model", "otter", *out): "--model otter: not served",
         ("--prompt", "{text}", "--output", path): "is there already",

@@ -37,9 +37,12 @@ def test_a_folder_that_takes_no_files_is_named_before_anything_runs(
 def test_whether_a_file_can_be_written_is_known_before_and_leaves_none(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     kept.write_text("kept")
-    for path in (kept, tmp_path / "new"):
+    link = tmp_path / "link"
+    link.symlink_to("target")
+    for path in (kept, tmp_path / "new", link):
         require_writable(path)
-    assert [(one.name, one.read_text()) for one in tmp_path.iterdir()] == [("kept", "kept")]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["kept", "link"]
+    assert kept.read_text() == "kept"
     with pytest.raises(ConfigError, match=r"^--output \S+/kept/more: cannot be written: Not a directory$"):
         require_writable(kept / "more")
 

@@ -30,6 +30,8 @@ READ = {
     ("a.csv", b"id,text\n1,x\n\n2,\n"): [{"id": "1", "text": "x"}, {"id": "2", "text": ""}],
     ("a.csv", b'\xef\xbb\xbfid;text\r\n1;"a;b\r\nc"\r\n'): [{"id": "1", "text": "a;b\r\nc"}],
     ("a.csv", b"text\nsole\n"): [{"text": "sole"}],
+    ("a.csv", b"\nid;text\n1;x\n"): [{"id": "1", "text": "x"}],
+    ("a.csv", b'"a;b;c",text\n1,x\n'): [{"a;b;c": "1", "text": "x"}],
     ("a.csv", b"text\n"): [],
     ("a.tsv", b"id\ta,b\n1\t\xc3\xbc"): [{"id": "1", "a,b": "ü"}],
     ("a.CSV", b'text\n"' + b"x" * 200_000 + b'"\n'): [{"text": "x" * 200_000}],
@@ -79,7 +81,8 @@ def test_a_table_with_a_mistake_is_refused(file: tuple[str, bytes], message: str
         ("1.10", "1.10"),
         (True, "true"),
         (2.5, "2.5"),
-        (["ü", None], '["ü", null]'),
+        (float("inf"), "Infinity"),
+        (["ü", None, float("nan"), "NaN"], '["ü", null, null, "NaN"]'),
         (b"ab", "ab"),
     ],
 )
@@ -140,6 +143,12 @@ def test_results_beside_their_rows(name: str, content: str | None, tmp_path: Pat
     assert len(list(open_table(tmp_path / name).rows([]))) == 3
 
 
+def test_json_has_no_infinity(tmp_path: Path) -> None:
+    table = table_of(tmp_path, "a.jsonl", b'{"a": Infinity, "b": [NaN, "NaN"], "c": 1e400}')
+    write_table(tmp_path / "out.jsonl", table, list(table.columns), iter([{"answer": "ü"}]), {"answer": "string"})
+    assert (tmp_path / "out.jsonl").read_text() == '{"a": null, "b": [null, "NaN"], "c": null, "answer": "ü"}\n'
+
+
 def test_parquet_has_the_types_of_what_is_written(tmp_path: Path) -> None:
     pq = pytest.importorskip("pyarrow.parquet")
     rows = [{"id": 1, "x": 1, "mixed": "a", "text": "ü"}, {"id": None, "x": 2.5, "mixed": 1}, {"id": 3, "x": None}]
@@ -187,6 +196,13 @@ def test_parquet_of_every_type_as_text(tmp_path: Path) -> None:
     assert row == {name: text for name, (_, text) in cells.items()} | {"answer": "ü"}
     write_table(tmp_path / "out.jsonl", table, [], iter([{"answer": "ü"}]), {"answer": "string"})
     assert list(open_table(tmp_path / "out.jsonl").rows([])) == [{"answer": "ü"}]
+
+
+def test_parquet_with_a_time_beyond_all_years(tmp_path: Path) -> None:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    pq.write_table(pa.table({"at": pa.array([[2**53]], pa.list_(pa.timestamp("ms")))}), tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match="cannot be read as Parquet: date value out of range"):
+        list(open_table(tmp_path / "a.parquet").rows(["at"]))
 
 
 @each("content", [b"", b"PAR1", b"id,text\n"])

@@ -137,7 +137,7 @@ def test_once_looks_twice_and_prints(
     url, handler = server
     handler.answers += [(200, orjson.dumps(document())), (200, orjson.dumps(later(num_tokens=1100)))]
     monkeypatch.setenv("ALIGNEDSERVE_API_KEY", "a-key")
-    command.top(f"{url}/", is_once=True, every_s=1.0)
+    command.top(f"{url}/v1/", is_once=True, every_s=1.0)
     assert "100 tokens/s" in capsys.readouterr().out
     assert handler.asked == [("/v1/alignedserve/live", "Bearer a-key")] * 2
 

@@ -68,7 +68,7 @@ def test_workers_come_and_go(host: Host) -> None:
     ("order", "problem"),
     [
         (ScaleWorkers({"decode": 0}), "one decode worker stays, so decode=0 is not possible"),
-        (ScaleWorkers({"decode": 9_000}), "node-0 has no room for 8999 workers more"),
+        (ScaleWorkers({"decode": 9_000}), "node-0 has no room for 8999 more workers"),
         (ScaleWorkers({"prefill": 2}), "are scaled by decode=N alone"),
         (DrainNode("worker-0", 1.0), "worker-0 is the last worker of its kind"),
         (DrainNode("node-0", 1.0), "there is no worker node-0, or it drains already; there are worker-0"),

@@ -151,7 +151,7 @@ def test_more_workers_have_new_names_and_fewer_are_those_with_the_least_work(
     assert ended == ["decode-0"]
     assert "decode-0" not in [actor.name for actor in cluster.record().nodes[0].actors]
     free.available_bytes.remote = lambda: 1 << 20
-    with pytest.raises(NotEnoughMemory, match=r"node-0 has no room for 2 workers more: .* enough for 0"):
+    with pytest.raises(NotEnoughMemory, match=r"node-0 has no room for 2 more workers: .* enough for 0"):
         cluster._workers.scale(ScaleWorkers({"decode": 6, "prefill": 2}), routers)
 
 
