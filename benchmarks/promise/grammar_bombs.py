@@ -95,10 +95,8 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=20.0)
-    given = parser.parse_args()
-    print(
-        __import__("json").dumps(measure(given.turns, given.seconds), indent=1)
-    ) if given.turns == 1 else write_result("serving/grammar_bombs.json", measure(given.turns, given.seconds))
+    options = parser.parse_args()
+    write_result("serving/grammar_bombs", measure(options.turns, options.seconds))
 
 
 if __name__ == "__main__":

@@ -357,12 +357,12 @@ def _narrow_bounds(schema: dict[str, Any]) -> None:
                 schema[keyword] = float(shortened(Decimal(str(schema[keyword]))))
 
 
-def _check_optional(properties: dict[str, Any] | None, schema: dict[str, Any]) -> None:
+def _check_optional(properties: Any, schema: dict[str, Any]) -> None:
     if len(set(properties or ()).difference(schema.get("required", ()))) > MAX_OPTIONAL_PROPERTIES:
         raise unsupported_keyword("properties", f"has more than {MAX_OPTIONAL_PROPERTIES} that are not required")
 
 
-def _check_least_properties(least: int | None, schema: dict[str, Any]) -> None:
+def _check_least_properties(least: Any, schema: dict[str, Any]) -> None:
     # Names that are not listed may come twice, and then count once.
     if (least or 0) > max(1, len(set(schema.get("required", ())))):
         raise unsupported_keyword("minProperties", "must not exceed 1 or the number of required properties")

@@ -3,12 +3,11 @@
 A mask is a row of bits, one per token, the lowest of a word first.
 
 A heavy grammar takes long for a mask, or has rules of a client, which may take long at any token. Its masks have a
-thread of their own, at the lowest priority, and steps go on without its row (`unready`). Its seconds are counted: an
-answer has ANSWER_S, the real-time answers of a client ClientSeconds. Beyond them the answer fails.
+thread of their own, and steps go on without its row (`unready`). The thread has the usual priority: a thread that is
+preempted with the interpreter's lock holds up everybody. Seconds are counted: an answer has ANSWER_S, the real-time
+answers of a client ClientSeconds. Beyond them the answer fails.
 """
 
-import os
-import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -39,8 +38,7 @@ from alignedserve.runtime.grammar.compiler import (
 _MAX_FORCED = 32
 _HEAVY_S = 0.003  # of a core, for one mask; of schemas in use one in a hundred takes 0.6 ms
 _MASK_S = 0.0003  # that a mask may take among others before each is measured alone
-_NICENESS = 19  # the most
-ANSWER_S = 4.0  # of a core, for the masks of a heavy grammar
+ANSWER_S = 2.0  # of a core, for the masks of a heavy grammar
 _UNREADY_S = 0.001  # a step waits so long for a heavy mask, once for each
 _IDLE_S = 0.005  # and so long where it has nothing else to compute; a chat that comes waits for it
 Bits = npt.NDArray[np.int32]
@@ -457,8 +455,6 @@ class TokenMasks:
         if answer.is_removed or answer.failure is not None:
             return
         if self._heavy_executor is None:
-            with suppress(OSError, AttributeError):  # of this thread alone, on Linux
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
             self._heavy_executor = LLExecutor(1)
         try:
             while self._write_heavy(answer, heavy):
@@ -480,8 +476,10 @@ class TokenMasks:
 
     def _consume(self, matcher: LLMatcher, token_id: int) -> None:
         """Match a token without the interpreter's lock, which is freed only where several matchers go together."""
-        assert self._heavy_executor is not None, "on another thread"
-        self._heavy_executor.consume_token_par([(matcher, token_id), (self._compiler.failed_matcher, token_id)])
+        executor, failed = self._heavy_executor, self._compiler.failed_matcher
+        assert executor is not None, "on another thread"
+        assert failed is not None, "a matcher without a vocabulary"
+        executor.consume_token_par([(matcher, token_id), (failed, token_id)])
 
 
 def _must_restart(answer: _Constrained, matcher: LLMatcher) -> bool:

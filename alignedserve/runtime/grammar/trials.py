@@ -96,7 +96,8 @@ class TrialLane:
     def _try(self, trial: GrammarTrial) -> None:
         if trial.result.done() or not trial.result.set_running_or_notify_cancel():
             return
-        began, failure = time.monotonic(), None
+        began = time.monotonic()
+        failure: Exception | None = None
         try:
             self._attempt(trial.grammar, self.process)
         except Exception as error:  # noqa: BLE001 - whoever waits for the trial raises it
