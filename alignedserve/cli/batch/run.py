@@ -65,6 +65,8 @@ class RowPrompt:
     """A text with columns in braces; two braces stand for one."""
 
     def __init__(self, option: str, text: str, table: RowTable) -> None:
+        if text != text.encode(errors="replace").decode():
+            raise ConfigError(f"{option}: is not text in UTF-8")
         self._text = text
         self.columns = []
         for piece in _PIECE.finditer(text):

@@ -1,6 +1,7 @@
 """Tables that are read and written, and prompts with columns."""
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,12 @@ def test_a_table_with_a_mistake_is_refused(file: tuple[str, bytes], message: str
         list(table_of(tmp_path, *file).rows([]))
 
 
+def test_a_table_is_a_regular_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.csv")
+    with pytest.raises(ConfigError, match="must be a regular file"):
+        open_table(tmp_path / "a.csv")
+
+
 @each(
     "value, text",
     [
@@ -108,8 +115,10 @@ def test_columns_in_a_prompt(prompt: str, filled: str, tmp_path: Path) -> None:
     assert RowPrompt("--prompt", prompt, table).fill(ROW) == filled
 
 
-@each("prompt", ["{", "}", "{text", "text}", "{{text}", "{text.__class__}", "{text!r}", "{0}", '{"a": 1}'])
-def test_braces_that_name_no_column_are_refused(prompt: str, tmp_path: Path) -> None:
+@each(
+    "prompt", ["{", "}", "{text", "text}", "{{text}", "{text.__class__}", "{text!r}", "{0}", '{"a": 1}', "{text}\udcff"]
+)
+def test_prompts_that_cannot_be_filled_are_refused(prompt: str, tmp_path: Path) -> None:
     table = table_of(tmp_path, "a.jsonl", json.dumps(ROW).encode())
     with pytest.raises(ConfigError, match="--prompt: "):
         RowPrompt("--prompt", prompt, table)
