@@ -317,6 +317,8 @@ class TableRun:
     async def act(self, client: BatchClient, console: Console) -> int:
         options, models = self._options, await client.models()
         model = options.model or next(iter(models), "")
+        if not models:
+            raise ConfigError(f"{client.url} lists no model for this key")
         if model not in models:
             raise ConfigError(f"--model {model}: not served at {client.url}, which has {', '.join(models)}")
         settings = {
