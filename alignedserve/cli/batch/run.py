@@ -65,6 +65,8 @@ class RowPrompt:
     """A text with columns in braces; two braces stand for one."""
 
     def __init__(self, option: str, text: str, table: RowTable) -> None:
+        if text != text.encode(errors="replace").decode():
+            raise ConfigError(f"{option}: is not text in UTF-8")
         self._text = text
         self.columns = []
         for piece in _PIECE.finditer(text):
@@ -315,6 +317,8 @@ class TableRun:
     async def act(self, client: BatchClient, console: Console) -> int:
         options, models = self._options, await client.models()
         model = options.model or next(iter(models), "")
+        if not models:
+            raise ConfigError(f"{client.url} lists no model for this key")
         if model not in models:
             raise ConfigError(f"--model {model}: not served at {client.url}, which has {', '.join(models)}")
         settings = {
