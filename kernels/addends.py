@@ -48,9 +48,9 @@ class Addends(NamedTuple):
             self.device_adder(product)
             return product
         width = product.shape[1]
-        own = self.values[:, :width]
+        values = self.values[:, :width]
         if is_gated:
             half = width // 2
-            own = torch.cat((own[:, :half], self.values[:, up_column(half) : up_column(half) + half]), dim=1)
-        sums = product.index_select(0, self.places).float().add_(own)
+            values = torch.cat((values[:, :half], self.values[:, up_column(half) : up_column(half) + half]), dim=1)
+        sums = product.index_select(0, self.places).float().add_(values)
         return product.index_copy_(0, self.places, sums.to(product.dtype))

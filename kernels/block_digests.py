@@ -71,7 +71,7 @@ def signed(constant: int) -> int:
 def constants(device: torch.device) -> Tensor:
     """Return what the sums begin with, the keys of the last stripe and those of merging: int64 [3, 8]."""
     words = [
-        [signed(one) for one in _FIRST],
+        [signed(constant) for constant in _FIRST],
         *(struct.unpack_from(f"<{LANES}q", SECRET, at) for at in (_LAST_KEY, _MERGE_KEY)),
     ]
     return torch.tensor(words, dtype=torch.int64, device=device)

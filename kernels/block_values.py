@@ -63,18 +63,18 @@ def block_parts(raw_rows: Bytes, type_name: str) -> BlockParts | None:
 
     Of all blocks of all rows, one after another.
     """
-    found = _PARTS.get(type_name)
-    if found is None:
+    parts = _PARTS.get(type_name)
+    if parts is None:
         return None
-    parts_of, block_bytes = found
+    parts_of, block_bytes = parts
     return parts_of(np.ascontiguousarray(raw_rows).reshape(-1, block_bytes))
 
 
 def _unpacking(type_name: str) -> tuple[Callable[[Bytes], Floats], int]:
-    found = _PARTS.get(type_name)
-    if found is None:
+    parts = _PARTS.get(type_name)
+    if parts is None:
         return _UNPACKING.get(type_name) or _of_library(type_name)
-    parts_of, block_bytes = found
+    parts_of, block_bytes = parts
     return lambda blocks: parts_of(blocks).values(), block_bytes
 
 
@@ -107,7 +107,7 @@ def _q4_1(blocks: Bytes) -> BlockParts:
 
 
 def _g4(blocks: Bytes) -> BlockParts:
-    scales, minima = (np.ascontiguousarray(blocks[:, place : place + 4]).view("<f4") for place in (0, 4))
+    scales, minima = (np.ascontiguousarray(blocks[:, first : first + 4]).view("<f4") for first in (0, 4))
     quants = _nibbles(blocks[:, 8:].reshape(len(blocks), -1, 16)).reshape(len(blocks), 1, -1)
     return BlockParts(quants, scales, minima)
 
@@ -163,8 +163,8 @@ def _float32(numbers: npt.NDArray[Any]) -> Floats:
     return converted
 
 
-def half_at(blocks: Bytes, place: int) -> Floats:
-    return _float32(np.ascontiguousarray(blocks[:, place : place + 2]).view("<f2"))
+def half_at(blocks: Bytes, offset: int) -> Floats:
+    return _float32(np.ascontiguousarray(blocks[:, offset : offset + 2]).view("<f2"))
 
 
 def _nibbles(raw: Bytes) -> Bytes:

@@ -35,8 +35,8 @@ class ClippedProducts:
         """Multiply; nothing is ever added."""
         assert addends is None, "an encoder of pictures has no adapters"
         results = [
-            product(x.clamp(own.least_in, own.most_in)).clamp_(own.least_out, own.most_out)
-            for product, own in self._products
+            product(x.clamp(bounds.least_in, bounds.most_in)).clamp_(bounds.least_out, bounds.most_out)
+            for product, bounds in self._products
         ]
         joined = torch.cat(results, 1) if len(results) > 1 else results[0]
         return joined if self._gated is None else self._gated(joined)

@@ -51,13 +51,13 @@ class AdapterTable:
 
     def set(self, site: int, shape: ProductShape, modules: Sequence[LoraModule]) -> None:
         assert self._table is None, "the table is in use"
-        own = [(module, module.matrices) for module in modules if module.matrices is not None]
-        assert len(own) <= MOST_MODULES, f"{len(own)} modules of one product"
-        if not own:
+        present = [(module, module.matrices) for module in modules if module.matrices is not None]
+        assert len(present) <= MOST_MODULES, f"{len(present)} modules of one product"
+        if not present:
             return
-        stacked = self._moved(torch.cat([a.float() for _, (a, _) in own]))
+        stacked = self._moved(torch.cat([a.float() for _, (a, _) in present]))
         words, rank = [len(stacked), stacked.data_ptr()], 0
-        for module, (a, b) in own:
+        for module, (a, b) in present:
             words += [_column(module, shape), module.num_columns, len(a), rank, self._moved(b.float()).data_ptr()]
             rank += len(a)
         self._words[site, : len(words)] = words

@@ -53,8 +53,8 @@ class FeedForwardPart:
             return self._adapted(x, adapters)
         results, first = [], 0
         for tile in x.chunk(num_tiles):
-            own = adapters.part(first, first + len(tile))
-            results.append(self(tile) if own is None else self._adapted(tile, own))
+            part = adapters.part(first, first + len(tile))
+            results.append(self(tile) if part is None else self._adapted(tile, part))
             first += len(tile)
         return torch.cat(results)
 
@@ -284,8 +284,8 @@ class DividedExperts(Experts):
                 part.begin(rows[ends[first] : ends[last]], counts[first:last])
                 begun.append(part)
             first = last
-        own = [multiplied_by_expert(rows[:num_own], own_counts, self._experts, self._native)] if num_own else []
-        return _in_order(torch.cat([*own, *(part.results() for part in begun)]), order, experts)
+        outputs = [multiplied_by_expert(rows[:num_own], own_counts, self._experts, self._native)] if num_own else []
+        return _in_order(torch.cat([*outputs, *(part.results() for part in begun)]), order, experts)
 
 
 class WithSharedExpert:

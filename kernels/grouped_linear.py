@@ -148,12 +148,12 @@ class GroupedWeight(NamedTuple):
 
     def inputs(self, start: int, stop: int) -> "GroupedWeight":
         """Return the weight of these inputs, all of what lies together, in memory of its own."""
-        first, last = (self.numbers.num_bytes(place) for place in (start, stop))
+        first, last = (self.numbers.num_bytes(index) for index in (start, stop))
         words = self.words[..., first:last]
         groups = slice(start // self.group, stop // self.group)
         zeros, minima = (None if part is None else _copied(part[..., groups]) for part in (self.zeros, self.minima))
-        own = (_copied(words), _copied(self.scales[..., groups]), zeros)
-        return GroupedWeight(self.numbers, *own, self.factors, minima)
+        copied = (_copied(words), _copied(self.scales[..., groups]), zeros)
+        return GroupedWeight(self.numbers, *copied, self.factors, minima)
 
     def unpacked(self, dtype: torch.dtype) -> Tensor:
         """Return the values [columns, in_width], computed in float32."""
@@ -223,8 +223,8 @@ class DeviceWeight:
         chosen = ... if part is None else part
         zeros, minima = (None if each is None else each[chosen].mT for each in (self.zeros, self.minima))
         factors = None if self.factors is None else self.factors[chosen]
-        own = (self.words[chosen], self.scales[chosen].mT, zeros, factors, minima)
-        return GroupedWeight(self._numbers, *own).unpacked(dtype)
+        parts = (self.words[chosen], self.scales[chosen].mT, zeros, factors, minima)
+        return GroupedWeight(self._numbers, *parts).unpacked(dtype)
 
 
 class GroupedLinear:

@@ -56,9 +56,9 @@ class AdapterMatrices:
             self.native.set(site, self.shapes[site % len(self.shapes)].in_width, modules)
             self.num_bytes = self.native.num_bytes
             return
-        own = [module._replace(matrices=self._moved(module.matrices)) for module in modules]
-        self._sites[site] = tuple(own)
-        self.num_bytes += sum(matrix.nbytes for module in own for matrix in module.matrices or ())
+        moved = [module._replace(matrices=self._moved(module.matrices)) for module in modules]
+        self._sites[site] = tuple(moved)
+        self.num_bytes += sum(matrix.nbytes for module in moved for matrix in module.matrices or ())
 
     def add_products(self, site: int, x: Tensor, out: Tensor) -> None:
         """Add to out [rows, width] float32 the addends of x [rows, in_width]; not where they are native."""
@@ -142,8 +142,8 @@ class AdapterRows:
                     [torch.from_numpy(host_array).to(x.device) for host_array in self.host_arrays]
                 )
             return self._on_device.product(site, multiply, x)
-        own = self._at(site)
-        return multiply(x) if own is None else multiply(x, own.addends(site, x))
+        entry = self._at(site)
+        return multiply(x) if entry is None else multiply(x, entry.addends(site, x))
 
     def addends(self, site: int, x: Tensor) -> Addends:
         """Compute what is added to a product of x [rows, in_width], rows as in `of_row`; every adapter adds to it."""
@@ -174,16 +174,16 @@ class AdapterRows:
         groups: list[NativeGroups] = []
         of_rows, at_site = [], []
         for site in range(len(first.has_site)):
-            own = self._at(site)
-            if own is None:
+            entry = self._at(site)
+            if entry is None:
                 at_site.append(-1)
                 continue
-            assert own._native is not None, "see is_native"
-            if id(own) not in by_identity:
-                by_identity[id(own)] = len(groups)
-                groups.append(own._native)
-                of_rows.append(own._of_row)
-            at_site.append(by_identity[id(own)])
+            assert entry._native is not None, "see is_native"
+            if id(entry) not in by_identity:
+                by_identity[id(entry)] = len(groups)
+                groups.append(entry._native)
+                of_rows.append(entry._of_row)
+            at_site.append(by_identity[id(entry)])
         return PassAdapters(tuple(groups), tuple(of_rows), at_site, [shape.addend_width for shape in first.shapes])
 
     def _device_plan(self, places: IntArray) -> DevicePlan | None:
@@ -197,7 +197,7 @@ class AdapterRows:
             return self
         if has_site not in self._with:
             self._with[has_site] = self._without(
-                [one for one, has in zip(self._used, has_site, strict=True) if not has]
+                [slot for slot, has in zip(self._used, has_site, strict=True) if not has]
             )
         return self._with[has_site]
 

@@ -80,15 +80,15 @@ class HeadNorms:
     def normalise_(self, queries: Tensor, *others: Tensor) -> None:
         """Normalise queries, keys and values [tokens, heads, head_dim], the first of these, in place, also strided."""
         weights = (self.queries, self.keys, self.values)
-        for index, own in enumerate((queries, *others)):
+        for index, heads in enumerate((queries, *others)):
             weight = weights[index]
             assert weight is not None, "values without a norm"
-            rows = own.flatten(1) if self.is_whole else own
+            rows = heads.flatten(1) if self.is_whole else heads
             if self._rows is None:
                 normalised = rms_norm(rows, weight, self.eps)
             else:
                 normalised = self._rows[index](rows.reshape(-1, rows.shape[-1]))
-            own.copy_(normalised.view(own.shape))
+            heads.copy_(normalised.view(heads.shape))
 
 
 class HeadPlacement:
@@ -161,5 +161,5 @@ class HeadPlacement:
         if rotation is not None:
             rotate_(heads[:, :first_value], *rotation)
         placed = ((keys, heads[:, self._num_heads : first_value]), (values, heads[:, first_value:]))
-        for cached, own in placed[: 2 if self._has_values else 1]:
-            cached.index_copy_(0, slots, _ROUNDED[cached.dtype](own) if cached.dtype in _ROUNDED else own.flatten(1))
+        for cached, rows in placed[: 2 if self._has_values else 1]:
+            cached.index_copy_(0, slots, _ROUNDED[cached.dtype](rows) if cached.dtype in _ROUNDED else rows.flatten(1))

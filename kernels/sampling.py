@@ -126,11 +126,11 @@ def _sample_filtered(logits: Tensor, filters: Filters, draws: Tensor, num_candid
     limits = torch.where(filters.top_k > 0, filters.top_k, vocabulary)
     is_kept = (ranks < limits[:, None]) & (weights >= filters.min_p[:, None])
     is_all = ~is_kept[:, -1] | (limits <= num_candidates)  # that min_p and top_k let through
-    kept = weights * is_kept
+    remaining = weights * is_kept
     everything = (logits - top[:, :1]).exp()
     everything = everything * (everything >= filters.min_p[:, None])
-    total = torch.where(is_all, kept.sum(-1), everything.sum(-1))
-    before = kept.cumsum(-1) - kept
+    total = torch.where(is_all, remaining.sum(-1), everything.sum(-1))
+    before = remaining.cumsum(-1) - remaining
     is_kept &= (before < (filters.top_p * total)[:, None]) | (ranks == 0)
     # Where top_k ends behind the candidates, the total that top_p is of is not known.
     is_decided = is_all | (~is_kept[:, -1] & (limits >= vocabulary)) | (num_candidates == vocabulary)

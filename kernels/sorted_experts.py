@@ -198,5 +198,5 @@ def stacked_experts(
     [experts, hidden_size, width], both kept. `activation`: see Gated. `is_gated`: False: there are no gates.
     `scales_inputs`: see Experts."""
     gated = (Gated if is_gated else Activated)(activation, gate_up.weight.dtype, gate_up.weight.device)
-    own = ([StackedProduct(gate_up)], StackedProduct(down), gated)
-    return SortedExperts(router, *own, scales_inputs=scales_inputs)
+    products = ([StackedProduct(gate_up)], StackedProduct(down), gated)
+    return SortedExperts(router, *products, scales_inputs=scales_inputs)

@@ -57,11 +57,11 @@ class StreamMix:
         factors = _weighted(self._shares(streams[:, 0].contiguous()), self._predictions).view(-1, count, count, 1)
 
         def predict(part: slice) -> Tensor:
-            given, own = streams[part].float(), factors[part]
-            total = given[:, None, 0] * own[:, :, 0]
+            stream, stream = streams[part].float(), factors[part]
+            total = stream[:, None, 0] * stream[:, :, 0]
             for other in range(1, count):
-                total.add_(given[:, None, other] * own[:, :, other])
-            return total.add_(given)
+                total.add_(stream[:, None, other] * stream[:, :, other])
+            return total.add_(stream)
 
         return _by_tiles(predict, streams)
 
@@ -70,9 +70,9 @@ class StreamMix:
         factors = _weighted(self._shares(computed), self._corrections).add_(1.0)
 
         def correct(part: slice) -> Tensor:
-            given = predicted[part].float()
-            missed = computed[part].float() - given[:, 0]
-            return (missed[:, None] * factors[part, :, None]).add_(given)
+            stream = predicted[part].float()
+            missed = computed[part].float() - stream[:, 0]
+            return (missed[:, None] * factors[part, :, None]).add_(stream)
 
         return _by_tiles(correct, predicted)
 
@@ -138,5 +138,5 @@ def _size(x: Tensor) -> Tensor:
 
 
 def _resized(x: Tensor, size: Tensor) -> Tensor:
-    own = _mean_square(x).clamp_(min=_LEAST).sqrt_().to(x.dtype)
-    return x.mul_(size).div_(own)
+    scale = _mean_square(x).clamp_(min=_LEAST).sqrt_().to(x.dtype)
+    return x.mul_(size).div_(scale)

@@ -54,6 +54,12 @@ class RouterNotes:
 
     # --- what the router hears
 
+    def _resumed(self, peer: str, message: ResumeRequest, now: float) -> None:
+        """Note only what has come back to the queue: a silent request is asked for again, and most are well."""
+        tracked = self._records.registry.requests.get(message.request.request_id)
+        if tracked is not None and tracked.stage is Stage.QUEUED:
+            self._submitted(peer, message, now)
+
     def _submitted(self, peer: str, message: SubmitRequest | ResumeRequest, now: float) -> None:
         request, queue = message.request, self._records.registry.queue
         tracked = self._records.registry.requests.get(request.request_id)
@@ -150,7 +156,7 @@ def pool_cause(placement: Placement) -> Cause:
 
 _HEARD: dict[type, Callable[[RouterNotes, str, Any, float], None]] = {
     SubmitRequest: RouterNotes._submitted,
-    ResumeRequest: RouterNotes._submitted,
+    ResumeRequest: RouterNotes._resumed,
     RequestPooled: RouterNotes._pooled,
     BatchFormed: RouterNotes._formed,
     RequestMoved: RouterNotes._moved,

@@ -102,6 +102,7 @@ class OfferedTool(NamedTuple):
     parameters: dict[str, Any] | None  # a JSON schema; None: no parameters
     path: str
     schema_path: str  # of the parameters
+    is_strict: bool = False  # calls are held to all of the parameters; else they are a hint
 
     def as_template_tool(self) -> dict[str, Any]:
         description = {} if self.description is None else {"description": self.description}

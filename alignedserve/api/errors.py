@@ -140,6 +140,14 @@ class ServerDraining(GenerationError):
 class Unservable(GenerationError):
     """Can never fit this cluster."""
 
+    param: str | None = None
+
+    def named(self, path: str) -> "Unservable":
+        """Return the error as one of this field's value."""
+        error = Unservable(f"Invalid value for {path}: {self}.")
+        error.param = path
+        return error
+
 
 class TimedOut(GenerationError):
     """Silent past its deadline."""

@@ -133,6 +133,7 @@ class IterationCompleted:
     # None from a stand-in that has no engine. Two iterations with the same outcome are equal, however long they took.
     times: IterationTimes | None = field(default=None, compare=False)
     is_urgent: bool = False  # as its command
+    skipped: tuple[RequestId, ...] = ()  # requests without a token: the masks of heavy grammars were not there
 
     @property
     def grammar_s(self) -> float | None:

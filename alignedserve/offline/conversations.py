@@ -1,6 +1,7 @@
 """Conversations without a server: the gateway's own reading of messages, tools, thoughts and constraints."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -15,6 +16,7 @@ from alignedserve.api.openai.output_parser import OutputFormat
 from alignedserve.api.openai.parsing import check_shape
 from alignedserve.api.openai.request_builder import PreparedChat, prepare_chat
 from alignedserve.api.openai.translation import chat_spec, conversation_of_chat
+from alignedserve.api.schema import IgnoredFields
 from alignedserve.api.work_lanes import WorkLanes
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.request import Request
@@ -23,6 +25,7 @@ from alignedserve.runtime.grammar.constraints import StructuredOutputs
 from alignedserve.runtime.grammar.trials import ALONE, TrialTurn
 from alignedserve.text.tokenizer import Tokenizer
 
+logger = logging.getLogger(__name__)
 _MAX_DEPTH = 64  # of messages, tools and schemas
 
 Message = Mapping[str, Any]  # in OpenAI's shape
@@ -90,7 +93,12 @@ class ConversationReader:
         conversation = conversation_of_chat(chat)
         note_effort(conversation, self._model, None)
         prompt = self._model.tokenizer.encode_chat(chat_prompt(conversation, self._model), now=now)
-        return await prepare_chat(conversation, chat_spec(chat).constraint, tuple(prompt), self._model)
+        left_out = IgnoredFields()
+        constraint = chat_spec(chat).constraint
+        prepared = await prepare_chat(conversation, constraint, tuple(prompt), self._model, ignored=left_out)
+        if left_out.names:
+            logger.warning("calls are not held to %s", ", ".join(left_out.names))
+        return prepared
 
 
 def conversations_of(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:

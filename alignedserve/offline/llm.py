@@ -10,6 +10,7 @@ import logging
 import os
 import secrets
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,6 +19,7 @@ from typing import Self, Unpack
 from msgspec import structs
 
 from alignedserve.api.embeddings.response_format import Vectors
+from alignedserve.api.errors import named
 from alignedserve.api.models.model_card import ModelCard
 from alignedserve.api.openai.output_parser import OutputFormat
 from alignedserve.api.openai.request_builder import PreparedChat, choice_seed
@@ -46,7 +48,7 @@ from alignedserve.runtime.device.cores import has_native_bfloat16
 from alignedserve.runtime.device.devices import check_ranks, worker_devices
 from alignedserve.runtime.device_check.choice import choose_device
 from alignedserve.runtime.engine.engine_sizes import EngineSizes, jumps_ahead
-from alignedserve.runtime.executor import make_executor
+from alignedserve.runtime.executor import Executor, make_executor
 from alignedserve.runtime.grammar.constraints import StructuredOutputs, part_of, serialize_alone
 from alignedserve.runtime.model.hub.local_models import with_local_model
 from alignedserve.runtime.model.served_model import load_tokenizer, resolve_model
@@ -140,6 +142,7 @@ class LLM:
             memory_bytes, max_running, served.default_block_size, device=worker_device, jumps_ahead=jumps
         )
         self._executor = make_executor(served, sizes)
+        self._end = weakref.finalize(self, _end, self._executor, os.getpid())  # of a process that calls no `close`
         self._conversations = ConversationReader(ModelCard.of(served), self._tokenizer, self._executor.check_grammar)
         registered = WorkerRegistered(
             num_blocks=self._executor.num_blocks,
@@ -197,7 +200,7 @@ class LLM:
         """
         all_prompts = listed(prompts)
         of_prompts = PromptErrors(len(all_prompts), errors)
-        grammar = serialize_alone(part_of(structured_outputs)) if structured_outputs is not None else ""
+        grammar = self._grammar_of(structured_outputs) if structured_outputs is not None else ""
         encoded = encoded_prompts(all_prompts, self._tokenizer, of_prompts)
         chats = {index: PreparedChat(tuple(prompt), _CONTINUED, grammar) for index, prompt in encoded.items()}
         return self._answer(chats, sampling, lora_request, of_prompts, use_tqdm=use_tqdm)
@@ -264,7 +267,15 @@ class LLM:
         """End the engine's threads and processes; `with LLM(...) as llm` does it at its end. No call may follow."""
         with self._turn:
             self._is_closed = True
-            self._executor.close()
+            self._end()
+
+    def _grammar_of(self, outputs: StructuredOutputs) -> str:
+        try:
+            grammar = serialize_alone(part_of(outputs))
+            self._executor.check_grammar(grammar)
+        except InvalidRequest as error:
+            raise named(f"structured_outputs.{outputs.kind}", error) from error
+        return grammar
 
     def _answer(
         self,
@@ -348,7 +359,10 @@ class LLM:
         )
         if layout.blocks_for(len(prompt) + wanted.max_tokens) > num_blocks:
             raise InvalidRequest("the request needs more KV cache than memory_bytes allows", param="max_tokens")
-        self._executor.check_grammar(wanted.grammar)
+        try:
+            self._executor.check_grammar(wanted.grammar)
+        except InvalidRequest as error:
+            raise named("grammar", error) from error
         request_id = RequestId(secrets.token_hex(8))
         root = self._root
         if adapter is not None and root:
@@ -388,3 +402,8 @@ class LLM:
     def _abort(self, request_ids: Sequence[RequestId]) -> list[ColocatedCommand]:
         events = [Received(_ROUTER, AbortRequest(request_id)) for request_id in request_ids]
         return [command for event in events for command in self._logic.on_event(event, 0.0)]
+
+
+def _end(executor: Executor, pid: int) -> None:
+    if os.getpid() == pid:  # a fork has the executor of its parent
+        executor.close()

@@ -54,7 +54,7 @@ class PromptErrors:
         self.by_index |= {index: ModelError(reason) for index, reason in reasons.items()}
 
 
-_EMBEDDING = SamplingParams(max_tokens=0, wants_embedding=True)
+_EMBEDDING = SamplingParams(temperature=0.0, max_tokens=0, wants_embedding=True)  # nothing is drawn
 
 Prompt = TypeVar("Prompt")
 Compute = Callable[[Mapping[int, Request], PromptErrors], dict[int, RequestOutput]]

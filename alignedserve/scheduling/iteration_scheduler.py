@@ -126,7 +126,7 @@ class PolicyIterationScheduler:
 
     def choose_urgent(self, request_ids: Sequence[RequestId], now: float) -> Slices:
         """Choose how many tokens each of these computes within the iteration in flight; none: they wait for its end."""
-        if self._urgent is None or not request_ids:
+        if self._urgent is None or not request_ids or not self._urgent.may_begin:
             return ()
         plan = self._urgent.begin(self._view(now), [self._state.table.row(request_id) for request_id in request_ids])
         return () if plan is None else self._slices_of(plan)

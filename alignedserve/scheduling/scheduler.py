@@ -85,7 +85,7 @@ class Scheduler:
         `grammar_s`: of it, waiting for grammars; None: not measured. `is_urgent`: it ran within another one.
         """
         state.completed(now=now, duration_s=duration_s, is_urgent=is_urgent)
-        if self.learner is not None and duration_s > 0.0:
+        if self.learner is not None and duration_s > 0.0 and (state.work.num_tokens or state.work.swapped_tokens):
             if (predicted_s := self.learner.iteration_s(state.work)) > 0.0:
                 state.history.note_error(predicted_s, duration_s, now, is_urgent=is_urgent)
             self.learner.observe(state.work, duration_s, grammar_s)

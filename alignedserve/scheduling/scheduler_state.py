@@ -307,6 +307,14 @@ class SchedulerState:
         self._num_tokens[self._rows == row] += num_tokens
         self._scheduled = None
 
+    def note_skipped(self, request_id: RequestId) -> None:
+        """Note that a request of the iteration did not compute its one token. `completed` follows."""
+        table, row = self.table, self.table.row(request_id)
+        skipped, is_computed = IterationWork(), self._rows != row
+        note_decodes(skipped, table, self._rows[~is_computed])
+        self.work.subtract(skipped)
+        self._rows, self._num_tokens, self._scheduled = self._rows[is_computed], self._num_tokens[is_computed], None
+
     def completed(self, *, now: float, duration_s: float, is_urgent: bool = False) -> Bools:
         """Note the end of the iteration; return which of its requests computed all their tokens, and so sampled.
 

@@ -61,6 +61,7 @@ class StoppablePass:
 
     started_s: float
     predicted_s: float
+    share: float = 0.0  # of best-effort tokens
     num_stops: int = 0
     stopped_s: float = 0.0  # so far
 
@@ -76,10 +77,14 @@ class Yielding:
         self._runtime = RefreshedEstimate(fit_request_runtime)
         self._credit_s = config.credit_s
 
-    def pass_began(self, table: RequestTable, flight: Flight, predicted_s: float) -> None:
+    def pass_began(self, begun: StoppablePass) -> None:
         """Earn credit for a pass that has begun."""
-        earned_s = self._config.most_cost * _best_effort_share(table, flight) * predicted_s
+        earned_s = self._config.most_cost * begun.share * begun.predicted_s
         self._credit_s = min(self._credit_s + earned_s, self._config.credit_s)
+
+    def may_stop(self, stopped: StoppablePass) -> bool:
+        """Return whether the pass may stop once more, whatever comes: without a look at every request that has come."""
+        return stopped.num_stops < self._config.most_stops and stopped.share >= self._config.least_share
 
     def plan(
         self, view: WorkerView, stopped: StoppablePass, flight: Flight, prompts: Sequence[int]
@@ -88,8 +93,8 @@ class Yielding:
 
         It takes free blocks alone. `stopped` has the stop then, and is to be told how long it was.
         """
-        config, share = self._config, _best_effort_share(view.table, flight)
-        if stopped.num_stops >= config.most_stops or share < config.least_share:
+        config, share = self._config, stopped.share
+        if not self.may_stop(stopped):
             return None
         pass_s, left_s = view.costs.iteration_s(flight.work), stopped.left_s(view.now)
         num_left, _ = remaining_output_len(view.table)
@@ -144,7 +149,7 @@ class Yielding:
         return self._config.later_share * bound * np.maximum(num_later, 0.0)
 
 
-def _best_effort_share(table: RequestTable, flight: Flight) -> float:
+def best_effort_share(table: RequestTable, flight: Flight) -> float:
     return float(flight.num_tokens @ ~table.is_real_time[flight.rows]) / max(int(flight.num_tokens.sum()), 1)
 
 
@@ -167,8 +172,13 @@ class UrgentPlans:
     def pass_began(self, now: float) -> None:
         """Note the iteration that has begun, which the state knows."""
         predicted_s = self._scheduler.costs.iteration_s(self._state.work)
-        self._pass = StoppablePass(now, predicted_s)
-        self._yielding.pass_began(self._state.table, self._state.set_aside(), predicted_s)
+        share = best_effort_share(self._state.table, self._state.set_aside())
+        self._pass = StoppablePass(now, predicted_s, share)
+        self._yielding.pass_began(self._pass)
+
+    @property
+    def may_begin(self) -> bool:
+        return self._yielding.may_stop(self._pass)
 
     def begin(self, view: WorkerView, rows: Sequence[int]) -> IterationPlan | None:
         """Begin an iteration of these prompts within the one in flight; None: they wait for the end of that."""

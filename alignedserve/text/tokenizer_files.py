@@ -30,7 +30,7 @@ def read_definition(folder: Path, config: Mapping[str, Any]) -> str:
     """Return `tokenizer.json` with the tokens that the files beside it add. `config`: of `read_tokenizer_config`.
     Raises ModelError.
 
-    As in transformers, tokens that the config names are special, and those that the vocabulary lacks follow its end.
+    As in transformers, tokens with a name (`eos_token`) are special, and new ones follow the end of the vocabulary.
     """
     definition = _read_text(folder / "tokenizer.json", MAX_TOKENIZER_BYTES)
     if definition is None:
@@ -117,22 +117,22 @@ def _added_beside(folder: Path, config: Mapping[str, Any], before: Mapping[str, 
         file = _read_object(folder / "added_tokens.json")
         contents = sorted(file.keys() - before.keys(), key=lambda content: int(file[content]))
         flags = {content: {**_PLAIN_TOKEN, "normalized": content not in special} for content in contents}
-        found = {content: {**flags[content], "special": False} for content in contents if file[content] not in taken}
+        beside = {content: flags[content] for content in contents if file[content] not in taken}
     else:
         tokens = [token for _, token in sorted(listed.items(), key=lambda entry: int(entry[0]))]
-        found = {token["content"]: {**before.get(token["content"], _PLAIN_TOKEN), **token} for token in tokens}
+        beside = {token["content"]: {**before.get(token["content"], _PLAIN_TOKEN), **token} for token in tokens}
     for content in special:
-        known = found.get(content) or before.get(content) or _PLAIN_TOKEN
-        found[content] = {**known, "content": content, "special": True}
-    return {content: {"special": False, **token, "content": content} for content, token in found.items()}
+        known = beside.get(content) or before.get(content) or _PLAIN_TOKEN
+        beside[content] = {**known, "special": True}
+    return {content: {"special": False, **token, "content": content} for content, token in beside.items()}
 
 
 def templates_of(folder: Path, config: Mapping[str, Any]) -> tuple[str | None, str | None]:
     """Return the template of all conversations, and the one of those with tools where that is another."""
-    found = config.get("chat_template")
-    named = found if isinstance(found, list) else []
+    stated = config.get("chat_template")
+    named = stated if isinstance(stated, list) else []
     templates = {str(entry.get("name")): entry.get("template") for entry in named if isinstance(entry, dict)}
-    templates |= found if isinstance(found, dict) else {} if named else {_DEFAULT: found}
+    templates |= stated if isinstance(stated, dict) else {} if named else {_DEFAULT: stated}
     if any((folder / name).exists() for name in _PROCESSORS) or not isinstance(templates.get(_DEFAULT), str):
         of_processor = _read_object(folder / "chat_template.json").get("chat_template")
         templates |= {} if of_processor is None else {_DEFAULT: of_processor}
@@ -147,25 +147,23 @@ def templates_of(folder: Path, config: Mapping[str, Any]) -> tuple[str | None, s
 def unused_texts(folder: Path) -> list[str]:
     """Return the parts of a folder's tokenizer and templates that another part replaces, or nobody reads."""
     config, used = read_tokenizer_config(folder), templates_of(folder, read_tokenizer_config(folder))
-    found = [f"{file.parent.name}/{file.name}" for file in sorted((folder / MORE_TEMPLATES).glob("*.jinja"))]
-    found = [file for file in found if not file.endswith(f"/{_TOOL_USE}.jinja")]
+    more = sorted(file.name for file in (folder / MORE_TEMPLATES).glob("*.jinja"))
+    unused = [f"{MORE_TEMPLATES}/{name}" for name in more if name != f"{_TOOL_USE}.jinja"]
     if isinstance(config.get("chat_template"), str) and config["chat_template"] not in used:
-        found.append("chat_template of tokenizer_config.json")
-    of_processor = _read_object(folder / "chat_template.json").get("chat_template")
-    if of_processor is not None and of_processor not in used:
-        found.append("chat_template.json")
-    replaced = (
-        special_tokens_of(_read_object(folder / "special_tokens_map.json")).items() - special_tokens_of(config).items()
-    )
-    found += [f"{name} of special_tokens_map.json" for name, _ in sorted(replaced)]
-    return found + ([f"{_SPLIT} of tokenizer_config.json"] if config.get(_SPLIT) is True else [])
+        unused.append("chat_template of tokenizer_config.json")
+    if _read_object(folder / "chat_template.json").get("chat_template") not in (None, *used):
+        unused.append("chat_template.json")
+    mapped = special_tokens_of(_read_object(folder / "special_tokens_map.json")).items()
+    replaced = sorted(mapped - special_tokens_of(config).items())
+    unused += [f"{name} of special_tokens_map.json" for name, _ in replaced]
+    return unused + ([f"{_SPLIT} of tokenizer_config.json"] if config.get(_SPLIT) is True else [])
 
 
 _SPLIT = "split_special_tokens"  # with it, a template could end no turn
 
 
 def special_tokens_of(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return by name the tokens that chat templates know, such as `eos_token`."""
+    """Return the tokens by the names under which chat templates know them."""
     more = config.get("extra_special_tokens")
     tokens = {name: token for name, token in config.items() if name.endswith("_token")}
     contents = {name: _content(token) for name, token in (tokens | (more if isinstance(more, dict) else {})).items()}

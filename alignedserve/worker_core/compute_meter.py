@@ -68,6 +68,7 @@ class ComputeMeter:
         if self._ended is None:
             return
         (slices, event), self._ended = self._ended, None
+        slices = [part for part in slices if part[0] not in event.skipped] if event.skipped else slices
         num_tokens = sum([computed for _, computed in slices]) + sum([more for _, more in event.forced])
         if not num_tokens or event.times is None:
             return

@@ -294,6 +294,8 @@ class ScheduledBatch:
         self._performer.completed()
         for request_id, num_tokens in event.forced:
             self._state.note_forced(request_id, num_tokens)
+        for request_id in event.skipped:
+            self._state.note_skipped(request_id)
         self._scheduler.completed(self._state, now=now, duration_s=duration_s, grammar_s=event.grammar_s)
 
     def take_dropped(self) -> list[HeldRequest]:

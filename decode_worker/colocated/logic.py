@@ -75,7 +75,7 @@ class UrgentPrompts:
         self._plans.pass_began(now)
 
     def begin(self, now: float) -> RunIteration | None:
-        if not self.cycle.may_begin:
+        if not self.cycle.may_begin or not self._plans.may_begin:
             return None
         came = [held for held in map(self._held.get, self.cycle.ask()) if held is not None]
         waiting = [held for held in came if not (held.is_prefilled or held.is_aborted or held.is_finished)]
@@ -353,6 +353,8 @@ class ColocatedLogic:
         self._performer.completed()
         for request_id, num_tokens in event.forced:
             self._state.note_forced(request_id, num_tokens)
+        for request_id in event.skipped:
+            self._state.note_skipped(request_id)
         duration_s = self._iterations.end(event, now)
         self._scheduler.turns.note(event.turn_s)
         self._scheduler.completed(

@@ -123,11 +123,11 @@ def _copy_plainly(source: BlockList, target: BlockList, digests: Digests) -> Non
     _check(target)
     tensor = np.empty(source.block_bytes, np.uint8)  # that no other thread writes to
     pairs = zip(source.block_ids.tolist(), target.block_ids.tolist(), strict=True)
-    for place, (read, written) in enumerate(pairs):
+    for index, (read, written) in enumerate(pairs):
         np.copyto(tensor, source.blocks[read])
         np.copyto(target.blocks[written], tensor)
         if len(digests):
-            digests[place] = row_digest(tensor)
+            digests[index] = row_digest(tensor)
 
 
 def _check(listed: BlockList) -> None:

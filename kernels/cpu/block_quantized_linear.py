@@ -115,8 +115,8 @@ class BlockQuantizedLinear:
         if x.stride(1) != 1:
             x = x.contiguous()
         rows = (x.data_ptr(), x.stride(0), out.data_ptr(), out.stride(0), x.shape[0])
-        own = NO_ADDENDS if addends is None else addends.native_numbers(self.out_width)
-        self._weight.run(*rows, x.dtype == torch.bfloat16, own, torch.get_num_threads())
+        numbers = NO_ADDENDS if addends is None else addends.native_numbers(self.out_width)
+        self._weight.run(*rows, x.dtype == torch.bfloat16, numbers, torch.get_num_threads())
 
 
 class PartLinear(Protocol):
@@ -160,7 +160,7 @@ class JoinedLinear:
     def native_parts(self) -> tuple[Any, ...]:
         """Return the native products, see `kernels.cpu.decode_pass`; none where a weight is unpacked."""
         native = [part.native_parts for part in self._parts]
-        return tuple(product for own in native for product in own) if all(native) else ()
+        return tuple(product for product_parts in native for product in product_parts) if all(native) else ()
 
     def __call__(self, x: Tensor, addends: Addends | None = None) -> Tensor:
         """Multiply x [rows, in_width] -> [rows, out_width]."""

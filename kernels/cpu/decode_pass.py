@@ -191,11 +191,14 @@ class DecodePass:
             assert logits.shape == (count, num_columns), f"not rows of {num_columns}: {logits.shape}"
             assert logits.dtype == self._dtype, f"rows are {self._dtype}, not {logits.dtype}"
             assert logits.is_contiguous(), "logits are one run of memory"
-        found = (0, 0)
+        pair = (0, 0)
         if highest is not None:
             assert self._head is not None, "a pass without a head"
             assert logits is None, "all logits, or the highest of them"
-            found = (_numbers(highest.token_ids, count, torch.int64), _numbers(highest.values, count, torch.float32))
+            pair = (
+                _numbers(highest.token_ids, count, torch.int64),
+                _numbers(highest.values, count, torch.float32),
+            )
         bits = (0, 0, 0) if allowed is None else self._bits(allowed, count)
         pending = torch.empty_like(residual)
         rest = (
@@ -208,7 +211,7 @@ class DecodePass:
             _adapter_numbers(adapters, count),
             torch.get_num_threads(),
         )
-        head = (0 if logits is None else logits.data_ptr(), found, bits)
+        head = (0 if logits is None else logits.data_ptr(), pair, bits)
         times = PassTimes(*self._kernel.run(residual.data_ptr(), pending.data_ptr(), *head, *rest, pause))
         if self._exchange is not None:
             self._exchange.check()

@@ -55,6 +55,6 @@ def _parts(expert: object) -> tuple[Any, Any] | None:
     if not isinstance(expert, TwoProducts):
         return None
     native = [product.native_parts if isinstance(product, NativeProduct) else () for product in expert.products]
-    if [len(own) for own in native] != [1, 1]:
+    if [len(parts) for parts in native] != [1, 1]:
         return None
     return native[0][0], native[1][0]

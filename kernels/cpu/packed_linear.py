@@ -85,8 +85,10 @@ class PackedLinear:
             columns, self.in_width = sum(rows.num_rows for rows in weight), weight[0].in_width
             assert all(rows.in_width == self.in_width for rows in weight), "rows of one width"
             self._dtype = dtype
-        for own in (bias, scales):
-            assert own is None or own.shape == (columns,), f"not one number for each of {columns} columns: {own.shape}"
+        for part in (bias, scales):
+            assert part is None or part.shape == (columns,), (
+                f"not one number for each of {columns} columns: {part.shape}"
+            )
         self.out_width = columns // 2 if is_gated else columns
         bias = None if bias is None else bias.float().contiguous()
         scales = None if scales is None else scales.float().contiguous()
@@ -117,8 +119,8 @@ class PackedLinear:
         out = torch.empty((num_rows, self.out_width), dtype=x.dtype)
         is_bfloat16 = x.dtype == torch.bfloat16
         rows = (x.data_ptr(), x.stride(0), out.data_ptr(), num_rows, is_bfloat16)
-        own = NO_ADDENDS if addends is None else addends.native_numbers(self.out_width)
-        self._weight.run(*rows, own, torch.get_num_threads())
+        numbers = NO_ADDENDS if addends is None else addends.native_numbers(self.out_width)
+        self._weight.run(*rows, numbers, torch.get_num_threads())
         return out
 
 

@@ -31,7 +31,7 @@ def row_digest(block: npt.NDArray[np.uint8]) -> int:
     if len(parts[-1]) < LEAST_BYTES:
         parts[-1] = memoryview(bytes(parts[-1]).ljust(LEAST_BYTES, b"\0"))
     places = _places(len(parts))
-    return sum(_mix(xxhash.xxh3_64_intdigest(part) ^ place) for part, place in zip(parts, places, strict=True)) & _ALL
+    return sum(_mix(xxhash.xxh3_64_intdigest(part) ^ index) for part, index in zip(parts, places, strict=True)) & _ALL
 
 
 @functools.lru_cache(16)

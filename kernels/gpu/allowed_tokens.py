@@ -29,10 +29,10 @@ def trial_launch(device: torch.device, dtype: torch.dtype) -> None:
 
 @triton.jit
 def _mask(logits, rows, bits, stride, vocabulary, words, TILE: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64)
+    program = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
     is_there = columns < vocabulary
-    word = tl.load(bits + place * words + columns // 32, mask=is_there, other=0)
+    word = tl.load(bits + program * words + columns // 32, mask=is_there, other=0)
     is_allowed = ((word >> (columns % 32)) & 1) == 1
-    own = logits + tl.load(rows + place) * stride + columns
-    tl.store(own, tl.full((TILE,), -float("inf"), tl.float32).to(logits.dtype.element_ty), mask=is_there & ~is_allowed)
+    at = logits + tl.load(rows + program) * stride + columns
+    tl.store(at, tl.full((TILE,), -float("inf"), tl.float32).to(logits.dtype.element_ty), mask=is_there & ~is_allowed)

@@ -125,8 +125,8 @@ def _choose(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, EXPERTS)
     is_there = columns < num_experts
-    own = tl.load(logits + row * num_experts + columns, mask=is_there, other=-float("inf"))
-    weights = tl.exp(own - tl.max(own, axis=0))
+    scores = tl.load(logits + row * num_experts + columns, mask=is_there, other=-float("inf"))
+    weights = tl.exp(scores - tl.max(scores, axis=0))
     probabilities = weights / tl.sum(weights, axis=0)
     # Behind all probabilities, in this order: what is no number, what was chosen before, columns that are not there.
     ranks = tl.where(is_there, tl.where(probabilities >= 0.0, probabilities, -1.0), -3.0)
@@ -158,13 +158,13 @@ def _sort(experts, rows, places, ends, num_choices, num_chosen, CHOICES: tl.cons
     before = tl.zeros((CHOICES,), tl.int32)
     for first in range(0, num_choices, CHOICES):
         choices = first + tl.arange(0, CHOICES)
-        own = tl.load(experts + choices, mask=choices < num_choices, other=0x7FFFFFFF)
-        before += (own < expert).to(tl.int32)
+        chosen_experts = tl.load(experts + choices, mask=choices < num_choices, other=0x7FFFFFFF)
+        before += (chosen_experts < expert).to(tl.int32)
     start = tl.sum(before, axis=0)
     for first in range(0, num_choices, CHOICES):
         choices = first + tl.arange(0, CHOICES)
-        own = tl.load(experts + choices, mask=choices < num_choices, other=0x7FFFFFFF)
-        is_own = own == expert
+        chosen_experts = tl.load(experts + choices, mask=choices < num_choices, other=0x7FFFFFFF)
+        is_own = chosen_experts == expert
         at = start + tl.cumsum(is_own.to(tl.int32), axis=0) - 1
         tl.store(rows + at, choices // num_chosen, mask=is_own)
         tl.store(places + choices, at, mask=is_own)
@@ -179,9 +179,9 @@ def _add_up(results, places, shares, out, stride, width, num_chosen, COLUMNS: tl
     is_there = columns < width
     total = tl.zeros((COLUMNS,), tl.float32)
     for choice in range(num_chosen):
-        place = tl.load(places + row * num_chosen + choice).to(tl.int64)
+        row_place = tl.load(places + row * num_chosen + choice).to(tl.int64)
         share = tl.load(shares + row * num_chosen + choice)
-        total += share * tl.load(results + place * stride + columns, mask=is_there, other=0.0).to(tl.float32)
+        total += share * tl.load(results + row_place * stride + columns, mask=is_there, other=0.0).to(tl.float32)
     tl.store(out + row * width + columns, total.to(out.dtype.element_ty), mask=is_there)
 
 
@@ -191,10 +191,10 @@ def _add_biases(results, biases, ends, width, num_experts, EXPERTS: tl.constexpr
     experts, columns = tl.arange(0, EXPERTS), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     is_before = (experts < num_experts) & (tl.load(ends + experts, mask=experts < num_experts, other=0) <= row)
     expert = tl.sum(is_before.to(tl.int32), axis=0).to(tl.int64)
-    own, is_there = results + row * width + columns, columns < width
+    outputs, is_there = results + row * width + columns, columns < width
     bias = tl.load(biases + expert * width + columns, mask=is_there, other=0.0).to(tl.float32)
-    result = tl.load(own, mask=is_there, other=0.0).to(tl.float32) + bias
-    tl.store(own, result.to(results.dtype.element_ty), mask=is_there)
+    result = tl.load(outputs, mask=is_there, other=0.0).to(tl.float32) + bias
+    tl.store(outputs, result.to(results.dtype.element_ty), mask=is_there)
 
 
 @triton.jit

@@ -66,19 +66,19 @@ def _round_rows(x, values, scales, x_stride, width, IS_WHOLE: tl.constexpr, TILE
     columns = tl.arange(0, TILE)
     own_row = x + row * x_stride
     if IS_WHOLE:
-        own = tl.load(own_row + columns, mask=columns < width, other=0.0).to(tl.float32)
-        store_rounded(own, columns < width, values, scales, row, width, columns)
+        loaded = tl.load(own_row + columns, mask=columns < width, other=0.0).to(tl.float32)
+        store_rounded(loaded, columns < width, values, scales, row, width, columns)
     else:
         largest = tl.zeros((TILE,), tl.float32)
         is_wrong = tl.zeros((TILE,), tl.int32)
         for first in range(0, width, TILE):
-            own = tl.load(own_row + first + columns, mask=first + columns < width, other=0.0).to(tl.float32)
-            largest = tl.maximum(largest, tl.where(own == own, tl.abs(own), 0.0))
-            is_wrong = is_wrong | (own != own).to(tl.int32)
+            loaded = tl.load(own_row + first + columns, mask=first + columns < width, other=0.0).to(tl.float32)
+            largest = tl.maximum(largest, tl.where(loaded == loaded, tl.abs(loaded), 0.0))
+            is_wrong = is_wrong | (loaded != loaded).to(tl.int32)
         scale = row_scale(tl.max(largest, axis=0), tl.max(is_wrong, axis=0) == 0)
         tl.store(scales + row, scale)
         for first in range(0, width, TILE):
             is_there = first + columns < width
-            own = tl.load(own_row + first + columns, mask=is_there, other=0.0).to(tl.float32)
-            stored = float8_bytes(tl.div_rn(own, scale))
+            loaded = tl.load(own_row + first + columns, mask=is_there, other=0.0).to(tl.float32)
+            stored = float8_bytes(tl.div_rn(loaded, scale))
             tl.store(values + row * width + first + columns, stored, mask=is_there)

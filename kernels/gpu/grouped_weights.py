@@ -295,7 +295,7 @@ def _unpack(
     if IN_PAIRS:
         factor = tl.load(factors + outputs, mask=is_output, other=0.0)
         scale, other_scale = scale * factor, other_scale * factor
-    own = out + (outputs[:, None] * num_groups + group) * GROUP + places[None, :]
+    pointers = out + (outputs[:, None] * num_groups + group) * GROUP + places[None, :]
     zero, minimum = 0, 0.0
     if not IS_FLOAT and not HAS_MINIMA:
         zero = tl.load(zeros + group * columns + outputs, mask=is_output, other=0).to(tl.int32)[:, None]
@@ -303,10 +303,10 @@ def _unpack(
         minimum = tl.load(zeros + group * columns + outputs, mask=is_output, other=0.0)[:, None]
     if IN_HALVES:
         upper = small_numbers(stored >> 4, zero, scale, IN_HALVES, IS_FLOAT) * other_scale[:, None] + minimum
-        tl.store(own + loaded, upper.to(out.dtype.element_ty), mask=is_output[:, None])
+        tl.store(pointers + loaded, upper.to(out.dtype.element_ty), mask=is_output[:, None])
         stored = stored & 15
     values = small_numbers(stored, zero, scale, IN_HALVES, IS_FLOAT) * scale[:, None] + minimum
-    tl.store(own, values.to(out.dtype.element_ty), mask=is_output[:, None])
+    tl.store(pointers, values.to(out.dtype.element_ty), mask=is_output[:, None])
 
 
 @triton.jit

@@ -141,10 +141,10 @@ def _place(
     is_key = (heads >= NUM_HEADS) & (heads < NUM_HEADS + KV_HEADS)
     is_lower = is_head[:, None] & (columns < FIRST)[None, :]
     is_upper = is_head[:, None] & (columns < HEAD_DIM - FIRST)[None, :]
-    own = fused + token * fused_stride + heads[:, None] * HEAD_DIM + columns[None, :]
+    pointers = fused + token * fused_stride + heads[:, None] * HEAD_DIM + columns[None, :]
     element = fused.dtype.element_ty
-    lower = tl.load(own, mask=is_lower, other=0.0).to(tl.float32)
-    upper = tl.load(own + FIRST, mask=is_upper, other=0.0).to(tl.float32)
+    lower = tl.load(pointers, mask=is_lower, other=0.0).to(tl.float32)
+    upper = tl.load(pointers + FIRST, mask=is_upper, other=0.0).to(tl.float32)
     if HAS_NORM:
         squares = tl.sum(lower * lower, axis=1) + tl.sum(upper * upper, axis=1)
         root = tl.sqrt(squares / HEAD_DIM + eps)[:, None]
@@ -164,8 +164,8 @@ def _place(
         upper = tl.where(is_value[:, None], upper, turned_upper)
     placed_lower, placed_upper = lower.to(element), upper.to(element)
     if HAS_NORM or HALF > 0:
-        tl.store(own, placed_lower, mask=is_lower & ~is_value[:, None])
-        tl.store(own + FIRST, placed_upper, mask=is_upper & ~is_value[:, None])
+        tl.store(pointers, placed_lower, mask=is_lower & ~is_value[:, None])
+        tl.store(pointers + FIRST, placed_upper, mask=is_upper & ~is_value[:, None])
     slot_width: tl.constexpr = KV_HEADS * (HEAD_DIM + 4) if IS_FLOAT8 else KV_HEADS * HEAD_DIM
     slot = tl.load(slots + token) * slot_width
     if IS_FLOAT8:

@@ -243,8 +243,8 @@ def _expand(
                 shrunk = tl.zeros((ROWS, RANKS), tl.float32)
                 for run in range(num_runs):
                     # Past the cache of a multiprocessor: others have written them meanwhile.
-                    own = sums + run * run_stride + where
-                    shrunk += tl.load(own, mask=is_row[:, None] & is_rank[None, :], other=0.0, cache_modifier=".cg")
+                    cells = sums + run * run_stride + where
+                    shrunk += tl.load(cells, mask=is_row[:, None] & is_rank[None, :], other=0.0, cache_modifier=".cg")
                 where = (columns - begin)[:, None].to(tl.int64) * own_ranks + ranks[None, :]
                 weights = tl.load(matrix + where, mask=is_column[:, None] & is_rank[None, :], other=0.0)
                 result += tl.dot(shrunk, tl.trans(weights), input_precision="ieee")

@@ -68,9 +68,9 @@ def _sum_parts(words, row_ids, secret, constants, terms, width, IS_LISTED: tl.co
     rounds = tl.arange(0, _ROUNDS)
     stripes = tl.arange(0, _STRIPES)[None, :, None]
     begins = rounds[:, None, None] * _ROUND_WORDS + stripes * _LANES
-    own = _loaded(content, begins + lanes[None, None, :], num_there)
+    loaded = _loaded(content, begins + lanes[None, None, :], num_there)
     neighbour = _loaded(content, begins + (lanes ^ 1)[None, None, :], num_there)
-    added = _stripe_terms(own, neighbour, tl.load(secret + stripes + lanes[None, None, :]))
+    added = _stripe_terms(loaded, neighbour, tl.load(secret + stripes + lanes[None, None, :]))
     is_before_last = begins + _LANES < num_words
     totals = tl.sum(tl.where(is_before_last, added, 0), axis=1)
     sums = tl.load(constants + lanes).to(tl.uint64, bitcast=True)
@@ -82,9 +82,9 @@ def _sum_parts(words, row_ids, secret, constants, terms, width, IS_LISTED: tl.co
         sums = tl.where(num_words > (number + 1) * _ROUND_WORDS, mixed, sums)
 
     last = num_words - _LANES
-    own = _loaded(content, last + lanes, num_there)
+    loaded = _loaded(content, last + lanes, num_there)
     neighbour = _loaded(content, last + (lanes ^ 1), num_there)
-    sums += _stripe_terms(own, neighbour, tl.load(constants + _LANES + lanes)).to(tl.uint64, bitcast=True)
+    sums += _stripe_terms(loaded, neighbour, tl.load(constants + _LANES + lanes)).to(tl.uint64, bitcast=True)
     sums ^= tl.load(constants + 2 * _LANES + lanes).to(tl.uint64, bitcast=True)
 
     result = num_words.to(tl.uint64) * 8 * _PRIME64
@@ -113,8 +113,8 @@ def _loaded(content, at, num_there):
 
 
 @triton.jit
-def _stripe_terms(own, neighbour, key):
-    mixed = (own ^ key).to(tl.uint64, bitcast=True)
+def _stripe_terms(terms, neighbour, key):
+    mixed = (terms ^ key).to(tl.uint64, bitcast=True)
     return ((mixed & 0xFFFFFFFF) * (mixed >> 32)).to(tl.int64, bitcast=True) + neighbour
 
 

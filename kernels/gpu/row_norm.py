@@ -93,22 +93,22 @@ def _normalise(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, PADDED_WIDTH)
     is_there = columns < width
-    own = tl.load(x + row * x_stride + columns, mask=is_there, other=0.0)
+    read = tl.load(x + row * x_stride + columns, mask=is_there, other=0.0)
     if HAS_RESIDUAL:
         there = residual + row * residual_stride + columns
         # Rounded as the residual is stored, so that the norm is of the values that later layers read.
-        own = (own.to(tl.float32) + tl.load(there, mask=is_there, other=0.0).to(tl.float32)).to(out.dtype.element_ty)
-        tl.store(there, own, mask=is_there)
-    own = own.to(tl.float32)
+        read = (read.to(tl.float32) + tl.load(there, mask=is_there, other=0.0).to(tl.float32)).to(out.dtype.element_ty)
+        tl.store(there, read, mask=is_there)
+    read = read.to(tl.float32)
     if not IS_RMS:
-        own = tl.where(is_there, own - tl.sum(own, axis=0) / width, 0.0)
-    own = own / tl.sqrt(tl.sum(own * own, axis=0) / width + eps)
+        read = tl.where(is_there, read - tl.sum(read, axis=0) / width, 0.0)
+    read = read / tl.sqrt(tl.sum(read * read, axis=0) / width + eps)
     if IS_RMS:
-        own = own.to(out.dtype.element_ty).to(tl.float32)
-    own = own * tl.load(weight + columns, mask=is_there, other=0.0).to(tl.float32)
+        read = read.to(out.dtype.element_ty).to(tl.float32)
+    read = read * tl.load(weight + columns, mask=is_there, other=0.0).to(tl.float32)
     if HAS_BIAS:
-        own += tl.load(bias + columns, mask=is_there, other=0.0).to(tl.float32)
-    result = own.to(out.dtype.element_ty)
+        read += tl.load(bias + columns, mask=is_there, other=0.0).to(tl.float32)
+    result = read.to(out.dtype.element_ty)
     if IS_READ:
         tl.store(out + row * width + columns, result, mask=is_there)
     if ROUNDS:

@@ -102,14 +102,14 @@ def _convolve(
     for tap in tl.static_range(TAPS):
         at = tokens - (TAPS - 1) + tap
         is_own = (is_token & (at >= first))[:, None] & is_channel[None, :]
-        own = tl.load(x + at[:, None] * x_stride + columns[None, :], mask=is_own, other=0.0)
+        inputs = tl.load(x + at[:, None] * x_stride + columns[None, :], mask=is_own, other=0.0)
         if HAS_GATES:
             gate = tl.load(before + at[:, None] * before_stride + columns[None, :], mask=is_own, other=0.0)
-            own = (own.to(tl.float32) * gate.to(tl.float32)).to(own.dtype)
+            inputs = (inputs.to(tl.float32) * gate.to(tl.float32)).to(inputs.dtype)
         is_kept = (is_token & (at < first) & (source >= 0))[:, None] & is_channel[None, :]
         kept_at = source * tail_stride + (at - first + TAPS - 1) * channels
-        kept = tl.load(tails + kept_at[:, None] + columns[None, :], mask=is_kept, other=0.0)
-        read = tl.where(is_kept, kept.to(tl.float32), own.to(tl.float32))
+        tail = tl.load(tails + kept_at[:, None] + columns[None, :], mask=is_kept, other=0.0)
+        read = tl.where(is_kept, tail.to(tl.float32), inputs.to(tl.float32))
         result += read * tl.load(weight + tap * channels + columns, mask=is_channel, other=0.0)[None, :]
     where = is_token[:, None] & is_channel[None, :]
     if HAS_GATES:
@@ -152,11 +152,11 @@ def _leave_tails(
         for number in tl.static_range(TAPS - 1):
             at = end - (TAPS - 2) + number
             is_own = is_channel & (at >= first)
-            own = tl.load(x + at * x_stride + columns, mask=is_own, other=0.0)
+            inputs = tl.load(x + at * x_stride + columns, mask=is_own, other=0.0)
             if HAS_GATES:
                 gate = tl.load(before + at * before_stride + columns, mask=is_own, other=0.0)
-                own = (own.to(tl.float32) * gate.to(tl.float32)).to(own.dtype)
-            kept = tl.sum(tl.where((numbers == at - first + TAPS - 1)[:, None], old, 0.0), axis=0)
-            left = tl.where(at >= first, own.to(tl.float32), kept)
+                inputs = (inputs.to(tl.float32) * gate.to(tl.float32)).to(inputs.dtype)
+            tail = tl.sum(tl.where((numbers == at - first + TAPS - 1)[:, None], old, 0.0), axis=0)
+            left = tl.where(at >= first, inputs.to(tl.float32), tail)
             to = tails + target * tail_stride + number * channels + columns
             tl.store(to, left.to(tails.dtype.element_ty), mask=is_channel)

@@ -184,12 +184,12 @@ def _scan_space(
     for part in range(first_part, tl.load(first_parts + sequence + 1)):
         end = tl.load(ends + part)
         for at in range(_begin_of(part, first_part, begin, ends), end + 1):
-            own = tl.load(x + at * x_stride + head * HEAD_DIM + columns, mask=is_column, other=0.0)
+            inputs = tl.load(x + at * x_stride + head * HEAD_DIM + columns, mask=is_column, other=0.0)
             written = tl.load(b + at * b_stride + group * STATE_SIZE + keys, mask=is_key, other=0.0)
             read = tl.load(c + at * c_stride + group * STATE_SIZE + keys, mask=is_key, other=0.0)
             dt, decay = tl.load(dts + at * NUM_HEADS + head), tl.load(decays + at * NUM_HEADS + head)
-            state = state * decay + written[:, None] * (own * dt)[None, :]
-            result = tl.sum(state * read[:, None], axis=0) + own * own_skip
+            state = state * decay + written[:, None] * (inputs * dt)[None, :]
+            result = tl.sum(state * read[:, None], axis=0) + inputs * own_skip
             tl.store(out + (at * NUM_HEADS + head) * HEAD_DIM + columns, result, mask=is_column)
         tl.store(states + tl.load(targets + part) * state_stride + within, state, mask=is_element)
 
@@ -263,13 +263,13 @@ def _gate_rows(
     row, group, columns = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, COLUMNS)
     is_there, at = columns < WIDTH, group * WIDTH + columns
     width = tl.num_programs(1) * WIDTH
-    own = tl.load(x + row * width + at, mask=is_there, other=0.0)
+    inputs = tl.load(x + row * width + at, mask=is_there, other=0.0)
     factors = silu(tl.load(gates + row * gate_stride + at, mask=is_there, other=0.0).to(tl.float32))
     if GATES_FIRST or not HAS_NORM:
-        own *= factors
+        inputs *= factors
     if HAS_NORM:
-        own = own / tl.sqrt(tl.sum(own * own, axis=0) / WIDTH + eps)
-        own *= tl.load(weight + at, mask=is_there, other=0.0)
+        inputs = inputs / tl.sqrt(tl.sum(inputs * inputs, axis=0) / WIDTH + eps)
+        inputs *= tl.load(weight + at, mask=is_there, other=0.0)
         if not GATES_FIRST:
-            own *= factors
-    tl.store(out + row * width + at, own.to(out.dtype.element_ty), mask=is_there)
+            inputs *= factors
+    tl.store(out + row * width + at, inputs.to(out.dtype.element_ty), mask=is_there)

@@ -93,8 +93,8 @@ def _logits(row, first, vocabulary, TILE: tl.constexpr):
 
 @triton.jit
 def _distances(row, first, vocabulary, most, scale, TILE: tl.constexpr):
-    columns, own = _logits(row, first, vocabulary, TILE)
-    distance = (most - own) * scale
+    columns, row_logits = _logits(row, first, vocabulary, TILE)
+    distance = (most - row_logits) * scale
     return columns, distance, distance.to(tl.int32, bitcast=True)
 
 
@@ -205,11 +205,11 @@ def _likeliest(row, vocabulary, TILE: tl.constexpr):
     at = tl.zeros((TILE,), tl.int32)
     is_wrong = tl.zeros((TILE,), tl.int32)
     for first in range(0, vocabulary, TILE):
-        columns, own = _logits(row, first, vocabulary, TILE)
-        is_wrong = is_wrong | ((own != own) | (own == float("inf"))).to(tl.int32)
-        is_higher = own > best
+        columns, row_logits = _logits(row, first, vocabulary, TILE)
+        is_wrong = is_wrong | ((row_logits != row_logits) | (row_logits == float("inf"))).to(tl.int32)
+        is_higher = row_logits > best
         at = tl.where(is_higher, columns, at)
-        best = tl.where(is_higher, own, best)
+        best = tl.where(is_higher, row_logits, best)
     most = tl.max(best, axis=0)
     column = tl.min(tl.where(best == most, at, vocabulary), axis=0)
     return column, most, tl.max(is_wrong, axis=0) == 0
@@ -247,11 +247,11 @@ def _sums(row, vocabulary, most, scale, last_key, TILE: tl.constexpr):
 def _put_aside(row, vocabulary, most, scale, last_key, logits, ids, TILE: tl.constexpr):
     written = tl.full((), 0, tl.int32)
     for first in range(0, vocabulary, TILE):
-        columns, own = _logits(row, first, vocabulary, TILE)
-        key = ((most - own) * scale).to(tl.int32, bitcast=True)
+        columns, row_logits = _logits(row, first, vocabulary, TILE)
+        key = ((most - row_logits) * scale).to(tl.int32, bitcast=True)
         is_near = (key <= last_key) & (columns < vocabulary)
         at = written + tl.cumsum(is_near.to(tl.int32), axis=0) - 1
-        tl.store(logits + at, own.to(logits.dtype.element_ty), mask=is_near)
+        tl.store(logits + at, row_logits.to(logits.dtype.element_ty), mask=is_near)
         tl.store(ids + at, columns, mask=is_near)
         written += tl.sum(is_near.to(tl.int32), axis=0)
     return written
@@ -266,11 +266,11 @@ def _by_draw(row, vocabulary, most, scale, draw, TILE: tl.constexpr):
     start = tl.full((), 0, tl.int32)
     for first in range(0, vocabulary, TILE):
         _, _, amount = _kept(row, first, vocabulary, most, scale, last_key, vocabulary, TILE, False)
-        own = tl.sum(amount, axis=0)
-        is_here = (passed <= target) & (target < passed + own)
+        tile_sum = tl.sum(amount, axis=0)
+        is_here = (passed <= target) & (target < passed + tile_sum)
         start = tl.where(is_here, first, start)
         before = tl.where(is_here, passed, before)
-        passed += own
+        passed += tile_sum
     columns, _, amount = _kept(row, start, vocabulary, most, scale, last_key, vocabulary, TILE, False)
     is_beyond = before + tl.cumsum(amount, axis=0) > target
     return tl.min(tl.where(is_beyond, columns, vocabulary - 1), axis=0)

@@ -62,12 +62,12 @@ def _convolved(x: Tensor, weight: Tensor, bias: Tensor | None, rows: StateRows, 
     extended[places.kept] = tails.index_select(0, places.sources).flatten(0, 1).to(x.dtype)
     # Tap by tap, in one order: what a row is does not depend on the others.
     out = extended.new_zeros(x.shape, dtype=torch.float32) if bias is None else bias.expand(x.shape).clone()
-    for tap, own in enumerate(weight):
+    for tap, factors in enumerate(weight):
         if places.is_one:
             read = extended[tap : tap + len(x)]
         else:
             read = extended.index_select(0, places.own - (places.num_before - tap))
-        out += read.float() * own
+        out += read.float() * factors
     left = extended.index_select(0, places.left).view(-1, *tails.shape[1:])
     tails.index_copy_(0, places.targets, left.to(tails.dtype))
     return out

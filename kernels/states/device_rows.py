@@ -40,8 +40,8 @@ class DeviceStatePlan:
             rows.ends,
             rows.num_tokens,
             np.repeat(np.arange(len(rows.firsts)), rows.counts),
-            np.concatenate([own.sources for own in columns]),
-            np.concatenate([own.targets for own in columns]),
+            np.concatenate([column.sources for column in columns]),
+            np.concatenate([column.targets for column in columns]),
         )
 
     def bound(self, tensors: Sequence[Tensor]) -> "DeviceStateRows":
@@ -81,5 +81,5 @@ class DeviceStateRows(NamedTuple):
 
 def one_token(device: torch.device) -> DeviceStateRows:
     """Return the rows of one token, for trial launches: it goes on from block 0, and leaves its state there."""
-    place, bounds = torch.zeros(1, dtype=torch.int64, device=device), torch.arange(2, device=device)
-    return DeviceStateRows(StateKernels(None, None), place, bounds, place, place + 1, place, place[None], place[None])
+    start, bounds = torch.zeros(1, dtype=torch.int64, device=device), torch.arange(2, device=device)
+    return DeviceStateRows(StateKernels(None, None), start, bounds, start, start + 1, start, start[None], start[None])

@@ -46,14 +46,14 @@ class StateRows:
         """Return the same rows with the blocks of a column."""
         if not column:
             return self
-        found = self._further[column - 1]
-        if isinstance(found, StateColumn):
+        further = self._further[column - 1]
+        if isinstance(further, StateColumn):
             rows = copy(self)
-            rows.sources, rows.targets, rows._further = *found, []
+            rows.sources, rows.targets, rows._further = *further, []
             if self._convolved is not None:
-                rows._convolved = self._convolved.at(found)
-            self._further[column - 1] = found = rows
-        return found
+                rows._convolved = self._convolved.at(further)
+            self._further[column - 1] = further = rows
+        return further
 
     @property
     def num_columns(self) -> int:
@@ -81,8 +81,8 @@ class StateRows:
             return self
         columns = [self.at(column) for column in range(self.num_columns)]
         firsts = self.num_tokens_in_pass + np.arange(count)
-        sources = [np.append(own.sources, np.full(count, NO_BLOCK)) for own in columns]
-        targets = [np.append(own.targets, np.full(count, block)) for own in columns]
+        sources = [np.append(column.sources, np.full(count, NO_BLOCK)) for column in columns]
+        targets = [np.append(column.targets, np.full(count, block)) for column in columns]
         sequences = np.repeat(np.arange(len(self.firsts)), np.diff(self.first_parts))
         parts = StateParts(
             np.append(self.ends, firsts),
@@ -90,7 +90,7 @@ class StateRows:
             np.append(self.num_tokens, np.ones(count, np.int64)),
             np.append(sequences, len(self.firsts) + np.arange(count)),
         )
-        further = [StateColumn(*own) for own in zip(sources[1:], targets[1:], strict=True)]
+        further = [StateColumn(*pair) for pair in zip(sources[1:], targets[1:], strict=True)]
         return StateRows(np.append(self.firsts, firsts), sources[0], parts, further)
 
     def convolved(self, num_before: int) -> "ConvolvedRows":
@@ -125,14 +125,14 @@ class ConvolvedRows:
         self.num_rows = num_tokens + num_sequences * num_before
         starts = rows.firsts + np.arange(num_sequences) * num_before
         before = np.arange(num_before)
-        own = np.arange(num_tokens) + num_before * np.repeat(np.arange(1, num_sequences + 1), rows.counts)
+        order = np.arange(num_tokens) + num_before * np.repeat(np.arange(1, num_sequences + 1), rows.counts)
         has_state = rows.sources != NO_BLOCK
         self.is_one = num_sequences == 1
-        self.own = torch.from_numpy(own)  # [tokens]: their places
+        self.own = torch.from_numpy(order)  # [tokens]: their places
         self.kept = torch.from_numpy((starts[has_state, None] + before).reshape(-1))  # places of rows from states
         self.fresh = torch.from_numpy((starts[~has_state, None] + before).reshape(-1))  # of those that are zeros
         self.sources = torch.from_numpy(rows.sources[has_state])
-        self.left = torch.from_numpy((own[rows.ends][:, None] - before[::-1]).reshape(-1))  # places of rows to states
+        self.left = torch.from_numpy((order[rows.ends][:, None] - before[::-1]).reshape(-1))  # places of rows to states
         self.targets = torch.from_numpy(rows.targets)
 
     def at(self, column: StateColumn) -> "ConvolvedRows":

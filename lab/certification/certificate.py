@@ -38,12 +38,12 @@ class Certificate:
         """Convert to plain values, for JSON."""
         figures = self.figures
         compared = {
-            one.measure: {
-                percentile: {"off": _at(one.off, percentile), "on": _at(one.on, percentile),
-                             "ratio": one.ratio(percentile)}
+            phase.measure: {
+                percentile: {"off": _at(phase.off, percentile), "on": _at(phase.on, percentile),
+                             "ratio": phase.ratio(percentile)}
                 for percentile in ("p50", "p90", "p99", "max")
             }
-            for one in figures.compared()
+            for phase in figures.compared()
         }  # fmt: skip
         left_over = figures.left_over
         plain: dict[str, Any] = msgspec.to_builtins(

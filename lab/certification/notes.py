@@ -17,7 +17,7 @@ _MUCH_MORE = 1.15  # than is left over: the machine was not the same in both pha
 def held_words(certificate: Certificate) -> str:
     """Return what a certificate whose bounds hold says of chat and of lines, by figures alone: bounds may be wide."""
     figures = certificate.figures
-    alone, beside = (None if one is None else one.attainment for one in (figures.alone, figures.beside))
+    alone, beside = (None if phase is None else phase.attainment for phase in (figures.alone, figures.beside))
     num_lost = sum(line.num_lost for line in figures.lines.values())
     lines = "no line of a batch was" if not num_lost else f"{num_lost} lines of batches were"
     return f"{percent(beside)} of chats were in time beside documents, {percent(alone)} alone, and {lines} lost"

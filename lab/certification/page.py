@@ -72,8 +72,8 @@ def _tiles(certificate: Certificate) -> str:
     figures, lines = certificate.figures, certificate.figures.lines.get(Phase.BESIDE.value)
     share = None if figures.left_over is None else figures.left_over.share
     beside, alone = figures.beside, figures.alone
-    attained, alone_attained = (None if one is None else one.attainment for one in (beside, alone))
-    p99, alone_p99 = (None if one is None or one.ttft_s is None else one.ttft_s.p99 for one in (beside, alone))
+    attained, alone_attained = (None if phase is None else phase.attainment for phase in (beside, alone))
+    p99, alone_p99 = (None if phase is None or phase.ttft_s is None else phase.ttft_s.p99 for phase in (beside, alone))
     answered = "-" if lines is None else f"{lines.num_answered:,} of {lines.num_lines:,}"
     windows = "-" if lines is None else f"{lines.num_windows_held} of {lines.num_windows}"
     tiles = (
@@ -108,8 +108,8 @@ def _checks(checks: Sequence[Check]) -> str:
 
 
 def _plain_table(headings: Sequence[str], rows: Sequence[str]) -> str:
-    head = element("tr", *(element("th", escape(words), scope="col", class_="word" if not place else "number")
-                           for place, words in enumerate(headings)))  # fmt: skip
+    head = element("tr", *(element("th", escape(words), scope="col", class_="word" if not column else "number")
+                           for column, words in enumerate(headings)))  # fmt: skip
     inner = element("table", element("thead", head), element("tbody", *rows), class_="plain")
     return element("div", inner, class_="scroll")
 
@@ -174,14 +174,14 @@ def _distributions(certificate: Certificate, phases: Sequence[PhaseRecord]) -> t
 
 def _compared(compared: Sequence[Compared]) -> str:
     rows = []
-    for one in compared:
-        for words, of_one in (("off", one.off), ("on", one.on)):
+    for phase in compared:
+        for words, of_one in (("off", phase.off), ("on", phase.on)):
             cells = [element("td", escape(seconds(_at(of_one, field)))) for _, field in _PERCENTILES]
-            name = f"{one.measure}, documents {words}"
+            name = f"{phase.measure}, documents {words}"
             rows.append(element("tr", element("td", escape(name), class_="word"), *cells))
-        ratios = [one.ratio(field) for _, field in _PERCENTILES]
+        ratios = [phase.ratio(field) for _, field in _PERCENTILES]
         cells = [element("td", "-" if ratio is None else f"{shown(ratio)} x") for ratio in ratios]
-        name = element("td", f"{one.measure}, on to off", class_="word")
+        name = element("td", f"{phase.measure}, on to off", class_="word")
         rows.append(element("tr", name, *cells, class_="ratio"))
     return _plain_table(("chat", *(words for words, _ in _PERCENTILES)), rows)
 
@@ -245,10 +245,10 @@ def _documents(certificate: Certificate) -> str:
 
 
 def _document_plots(certificate: Certificate) -> list[str]:
-    left, found = certificate.figures.left_over, [figure(plots.progress(certificate), "lines that had ended")]
+    left, sections = certificate.figures.left_over, [figure(plots.progress(certificate), "lines that had ended")]
     if left is not None:
-        found.append(figure(plots.capacity(left), "tokens of documents per second"))
-    return found
+        sections.append(figure(plots.capacity(left), "tokens of documents per second"))
+    return sections
 
 
 def _left_over(left: LeftOver) -> str:
@@ -301,9 +301,9 @@ def _lines(certificate: Certificate) -> str:
 
 def _compared_documents(compared: Sequence[Compared]) -> str:
     rows = tuple(
-        (f"{one.measure} of documents, {words}", *(seconds(_at(of_one, field)) for _, field in _PERCENTILES))
-        for one in compared
-        for words, of_one in (("alone", one.off), ("beside chat", one.on))
+        (f"{phase.measure} of documents, {words}", *(seconds(_at(of_one, field)) for _, field in _PERCENTILES))
+        for phase in compared
+        for words, of_one in (("alone", phase.off), ("beside chat", phase.on))
     )
     return table(
         Table(("documents", *(words for words, _ in _PERCENTILES)), rows, 1), "First tokens and gaps of documents"

@@ -76,7 +76,7 @@ def distribution(series: Sequence[tuple[Phase, Sequence[float]]], x_label: str, 
         ascending = sorted(values)
         if ascending:
             curves.append((phase, [percentile(ascending, percent) for percent in _PERCENTS]))
-    ends = [curve[place] for _, curve in curves for place in (1, -1)]
+    ends = [curve[end] for _, curve in curves for end in (1, -1)]
     frame = PlotFrame(logarithmic(ends), Scale(0.0, 1.0), x_label, "share at or below")
     lines = []
     for phase, curve in curves:
@@ -99,8 +99,8 @@ def capacity(left: LeftOver) -> str:
     width, start, height = 560, 130, 46
     scale = from_zero([value for _, value, _ in rows])
     parts = []
-    for place, (name, value, kind) in enumerate(rows):
-        top, length = place * height + 14, (width - start - 90) * scale.place(value)
+    for row, (name, value, kind) in enumerate(rows):
+        top, length = row * height + 14, (width - start - 90) * scale.place(value)
         parts += [
             text(name, x=start - 8, y=top + 18, text_anchor="end", class_="name"),
             element("rect", x=start, y=top, width=length, height=height - 18, class_=kind),

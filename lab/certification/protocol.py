@@ -144,18 +144,18 @@ class Protocol:
         """Return the batches of a phase: the same lengths in each, with texts of its own but for the probes."""
         rng = _rng(f"{self.seed}/documents")
         return tuple(
-            PlannedBatch(name := chr(ord("a") + place), window_s, tuple(self._lines(f"{phase.value}/{name}", rng)))
-            for place, window_s in enumerate(self.windows_s)
+            PlannedBatch(name := chr(ord("a") + index), window_s, tuple(self._lines(f"{phase.value}/{name}", rng)))
+            for index, window_s in enumerate(self.windows_s)
         )
 
     def _lines(self, name: str, rng: random.Random) -> Iterator[PlannedLine]:
         probes = self.probes()
         places = {rng.randrange(self.num_lines): number for number in range(len(probes))}
         for line in range(self.num_lines):
-            own = _planned(f"{name}/line {line}", self.documents, rng, line)
+            planned = _planned(f"{name}/line {line}", self.documents, rng, line)
             number = places.get(line)
             custom_id = f"{name.replace(' ', '-')}/{line}"
-            yield PlannedLine(custom_id, own if number is None else probes[number], number)
+            yield PlannedLine(custom_id, planned if number is None else probes[number], number)
 
     def probes(self) -> tuple[PlannedRequest, ...]:
         """Return the documents that are answered alone before, and then in every batch."""

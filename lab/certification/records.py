@@ -119,4 +119,4 @@ class Evidence:
 
     def phase(self, phase: Phase) -> PhaseRecord | None:
         """Return what was seen of a phase, if it was begun."""
-        return next((one for one in self.phases if one.phase is phase), None)
+        return next((record for record in self.phases if record.phase is phase), None)

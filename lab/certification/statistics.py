@@ -122,7 +122,7 @@ def figures_of(evidence: Evidence, slo: Slo) -> Figures:
         documents_alone=_documents_of(documents),
         documents_beside=_documents_of(beside),
         left_over=_left_over(evidence.chats_per_s, beside, documents),
-        lines={one.phase.value: _lines_of(one) for one in (beside, documents) if one is not None},
+        lines={record.phase.value: _lines_of(record) for record in (beside, documents) if record is not None},
         share_of_chats_beside=_share_beside(beside),
         pictured=pictured,
         plain=plain if pictured else {},
@@ -135,12 +135,12 @@ def _chat_of(phase: PhaseRecord, slo: Slo) -> StreamFigures:
 
 
 def _by_picture(evidence: Evidence, slo: Slo, *, has_picture: bool) -> dict[str, StreamFigures]:
-    found = {}
+    texts = {}
     for phase in evidence.phases:
         chats = [chat for chat in phase.chats_beside if chat.has_picture is has_picture]
         if chats:
-            found[phase.phase.value] = replace(_streams(chats, (), slo), latest_of_objective=_latest(chats, slo))
-    return found
+            texts[phase.phase.value] = replace(_streams(chats, (), slo), latest_of_objective=_latest(chats, slo))
+    return texts
 
 
 def _documents_of(phase: PhaseRecord | None) -> StreamFigures | None:

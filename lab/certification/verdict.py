@@ -77,11 +77,11 @@ def _of_documents(evidence: Evidence, figures: Figures, bounds: Bounds) -> Itera
     )  # fmt: skip
     lines = tuple(figures.lines.values())
     counted = (
-        ("lines lost", lambda one: one.num_lost, bounds.max_lost),
-        ("lines doubled", lambda one: one.num_doubled, bounds.max_doubled),
-        ("lines wrong", lambda one: one.num_wrong, bounds.max_wrong),
-        ("lines failed", lambda one: one.num_failed, bounds.max_failed),
-        ("windows missed", lambda one: one.num_windows - one.num_windows_held, bounds.max_missed_windows),
+        ("lines lost", lambda lines: lines.num_lost, bounds.max_lost),
+        ("lines doubled", lambda lines: lines.num_doubled, bounds.max_doubled),
+        ("lines wrong", lambda lines: lines.num_wrong, bounds.max_wrong),
+        ("lines failed", lambda lines: lines.num_failed, bounds.max_failed),
+        ("windows missed", lambda lines: lines.num_windows - lines.num_windows_held, bounds.max_missed_windows),
     )
     for name, count, limit in counted:
         yield Check(name, float(sum(map(count, lines))) if lines else None, limit)

@@ -65,13 +65,13 @@ def _document(result: ProfileResult, clock: str) -> dict[str, Any]:
         "num_rounds": result.num_rounds,
         "straggler_share": result.profile.coefficients.straggler_share,
         "errors": {kind: error._asdict() for kind, error in result.errors.items()},
-        "samples": [_sample(found) for found in (*result.fitted, *result.held_out)],
+        "samples": [_sample(point) for point in (*result.fitted, *result.held_out)],
     }
 
 
-def _sample(found: PointResult) -> dict[str, Any]:
-    work = {name: value for name, value in asdict(found.point.work).items() if value}
-    return {"kind": found.point.kind, "work": work, "seconds": found.sample.seconds, "num_visits": len(found.seconds)}
+def _sample(point: PointResult) -> dict[str, Any]:
+    work = {name: value for name, value in asdict(point.point.work).items() if value}
+    return {"kind": point.point.kind, "work": work, "seconds": point.sample.seconds, "num_visits": len(point.seconds)}
 
 
 def _print(console: Console, result: ProfileResult) -> None:

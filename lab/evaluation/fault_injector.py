@@ -58,13 +58,13 @@ class FaultInjector:
 
 
 def processes_of(kind: str) -> list[psutil.Process]:
-    found = []
+    victims = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
             title = process.cmdline()[:1]
             if title and title[0].startswith("ray::") and f"{kind}Actor" in title[0]:
-                found.append((process.create_time(), process))
-    return [process for _, process in sorted(found, key=lambda entry: entry[0])]
+                victims.append((process.create_time(), process))
+    return [process for _, process in sorted(victims, key=lambda entry: entry[0])]
 
 
 async def _inflict(fault: Fault, victim: psutil.Process) -> None:

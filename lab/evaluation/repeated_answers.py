@@ -23,7 +23,7 @@ class RepeatedAnswers:
 def most_disturbed(sent: Sequence[SentRequest]) -> list[SentRequest]:
     """Return the completed requests with the longest pauses within their answers, as faults interrupted them."""
     completed = [request for request in sent if request.outcome.failure is None]
-    return sorted(completed, key=lambda one: longest_pause_s(one.outcome), reverse=True)[:MAX_REPEATED]
+    return sorted(completed, key=lambda answer: longest_pause_s(answer.outcome), reverse=True)[:MAX_REPEATED]
 
 
 def longest_pause_s(outcome: CompletionOutcome) -> float:

@@ -56,14 +56,14 @@ def run_check(spec: CheckSpec, show: Show, parts: tuple[CheckPart, ...] = PARTS)
         show(f"and write {spec.output.name}, one file to send back.")
         return NO_GPU
     ended = _run_all(spec, show, parts)
-    failures = [f"{one.part}: {failure}" for one in ended for failure in one.failures]
+    failures = [f"{part.part}: {failure}" for part in ended for failure in part.failures]
     document = {
         "what": "alignedserve gpu-check",
         "is_toy": spec.is_toy,
         "checked_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": machine_gpus(),
         "failures": failures,
-        "parts": {one.part: _as_plain(one) for one in ended},
+        "parts": {part.part: _as_plain(part) for part in ended},
     }
     spec.output.write_text(json.dumps(document, indent=2) + "\n")
     show(f"{len(failures)} failures. Written to {spec.output}; please send this file back.")
@@ -76,15 +76,15 @@ def _as_plain(ended: Ended) -> dict[str, Any]:
 
 
 def _run_all(spec: CheckSpec, show: Show, parts: tuple[CheckPart, ...]) -> list[Ended]:
-    deadline_s, found = time.monotonic() + spec.seconds, []
+    deadline_s, ended = time.monotonic() + spec.seconds, []
     for index, part in enumerate(parts):
         left_s = deadline_s - time.monotonic()
-        limit_s = max(1.0, left_s * part.weight / sum(one.weight for one in parts[index:]))
+        limit_s = max(1.0, left_s * part.weight / sum(later.weight for later in parts[index:]))
         show(f"{part.name}: {part.what} (at most {limit_s:.0f} s)")
-        found.append(_run(part, spec, limit_s))
-        outcome = "; ".join((*found[-1].failures, *found[-1].left_out)) or "right"
-        show(f"  {found[-1].seconds:.0f} s: {outcome}")
-    return found
+        ended.append(_run(part, spec, limit_s))
+        outcome = "; ".join((*ended[-1].failures, *ended[-1].left_out)) or "right"
+        show(f"  {ended[-1].seconds:.0f} s: {outcome}")
+    return ended
 
 
 def _run(part: CheckPart, spec: CheckSpec, limit_s: float) -> Ended:
@@ -98,8 +98,8 @@ def _run(part: CheckPart, spec: CheckSpec, limit_s: float) -> Ended:
     if problem is not None:
         lines = [line for line in log.splitlines() if line.strip()]
         failures.append(f"{problem}: {lines[-1].strip()[:300]}" if lines else problem)
-    kept = log.splitlines()[-_KEPT_LINES:] if failures else []
-    return Ended(part.name, round(time.monotonic() - started_s, 1), figures, failures, left_out, kept)
+    last_lines = log.splitlines()[-_KEPT_LINES:] if failures else []
+    return Ended(part.name, round(time.monotonic() - started_s, 1), figures, failures, left_out, last_lines)
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -62,15 +62,15 @@ def replaced_kernels() -> list[str]:
     return [f"{name}: {reason}" for name, reason in launch_failures().items()]
 
 
-def _off(found: Tensor, expected: Tensor) -> float:
-    return float((found.double().cpu() - expected).abs().max() / expected.abs().max())
+def _off(result: Tensor, expected: Tensor) -> float:
+    return float((result.double().cpu() - expected).abs().max() / expected.abs().max())
 
 
 def _norm(device: torch.device, dtype: torch.dtype) -> float:
     x, weight = torch.randn(7, 1000).to(dtype), torch.randn(1000).to(dtype)
-    found = RmsNorm(weight.to(device), 1e-5)(x.to(device))
+    result = RmsNorm(weight.to(device), 1e-5)(x.to(device))
     wide = x.double()
-    return _off(found, wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double())
+    return _off(result, wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double())
 
 
 def _gate(device: torch.device, dtype: torch.dtype) -> float:
@@ -89,11 +89,11 @@ def _placement(device: torch.device, dtype: torch.dtype) -> float:
     slots, there = torch.randperm(20)[:count], fused.clone().to(device)
     head_placement(there, None, (rotation[0], rotation[1]), slots.to(device), cached[0], cached[1])
     halves = fused.double().view(count, heads, 2, _HEAD_DIM // 2)
-    one, other = halves[:, :, 0], halves[:, :, 1]
+    first, other = halves[:, :, 0], halves[:, :, 1]
     cos, sin = angles.double().cos(), angles.double().sin()
-    rotated = torch.stack((one * cos - other * sin, other * cos + one * sin), dim=2)
+    rotated = torch.stack((first * cos - other * sin, other * cos + first * sin), dim=2)
     expected = torch.cat((rotated[:, :-_KV_HEADS], halves[:, -_KV_HEADS:]), dim=1).flatten(1)
-    keys, values = (own[slots.to(device)] for own in cached)
+    keys, values = (cache[slots.to(device)] for cache in cached)
     width = _KV_HEADS * _HEAD_DIM
     return max(_off(there, expected), _off(torch.cat((keys, values), 1), expected[:, -2 * width :]))
 
@@ -114,10 +114,10 @@ class _Contexts:
             tokens, pair = np.arange(length), []
             places = torch.from_numpy(order[start + tokens // _BLOCK_SIZE].astype(np.int64))
             for index in range(2):
-                own = torch.randn(length, *heads).to(dtype)
-                stored = quantise_float8_rows(own) if is_float8 else own
+                rows = torch.randn(length, *heads).to(dtype)
+                stored = quantise_float8_rows(rows) if is_float8 else rows
                 blocks[places, 0, index, torch.from_numpy(tokens % _BLOCK_SIZE)] = stored
-                pair.append(_as_cached(stored) if is_float8 else own)
+                pair.append(_as_cached(stored) if is_float8 else rows)
             self.cached.append((pair[0].double(), pair[1].double()))
         arrays = (order, starts.astype(np.int32), np.zeros(len(_LENGTHS), np.int8))
         self.view = BlockView(blocks.to(device), 0)
@@ -142,12 +142,12 @@ def _decode(device: torch.device, dtype: torch.dtype, *, is_float8: bool = False
 
     there = _Contexts(device, dtype, is_float8=is_float8)
     queries = torch.randn(len(_LENGTHS), _KV_HEADS, _GROUP, _HEAD_DIM).to(dtype)
-    own, lengths = queries.to(device), np.array(_LENGTHS)
+    placed_queries, lengths = queries.to(device), np.array(_LENGTHS)
     parts = partition(lengths, tile=TILE, num_programs=7, window=None)
     arrays = [torch.from_numpy(array).to(device) for array in (lengths.astype(np.int32), *parts)]
-    out = torch.full_like(own, math.nan)
+    out = torch.full_like(placed_queries, math.nan)
     batch = decode_batch(there.tables, arrays[0], arrays[1:], (_KV_HEADS, _GROUP, _HEAD_DIM))
-    paged_decode(own, out, there.view, batch)
+    paged_decode(placed_queries, out, there.view, batch)
     return _off(out, torch.cat([_attended(queries[row][None], *pair) for row, pair in enumerate(there.cached)]))
 
 
@@ -159,10 +159,10 @@ def _prefill(device: torch.device, dtype: torch.dtype, *, is_float8: bool = Fals
     queries = torch.randn(sum(_CHUNKS), _KV_HEADS, _GROUP, _HEAD_DIM).to(dtype)
     sizes = tiling(_HEAD_DIM, there.view.blocks.dtype, program_shared_bytes(device))
     tiles = chunk_tiles(np.array(_LENGTHS), np.array(_CHUNKS), group=_GROUP, query_rows=sizes.query_rows)
-    own = queries.to(device)
-    out = torch.full_like(own, math.nan)
+    placed_queries = queries.to(device)
+    out = torch.full_like(placed_queries, math.nan)
     batch = ChunkBatch(there.tables, [torch.from_numpy(array).to(device) for array in tiles])
-    paged_prefill(own, out, there.view, batch)
+    paged_prefill(placed_queries, out, there.view, batch)
     chunks = zip(torch.split(queries, list(_CHUNKS)), there.cached, strict=True)
     return _off(out, torch.cat([_attended(chunk, *pair) for chunk, pair in chunks]))
 
@@ -178,8 +178,8 @@ def _prefill_float8(device: torch.device, dtype: torch.dtype) -> float:
 def _grouped(numbers: Numbers) -> Callable[[torch.device, torch.dtype], float]:
     def compute(device: torch.device, dtype: torch.dtype) -> float:
         weight, x = random_weight(numbers, _CPU, 80, 192), torch.randn(37, 192).to(dtype)
-        found = GroupedLinear(weight.changed(lambda part: part.to(device)), dtype=dtype)(x.to(device))
-        return _off(found, x.double() @ weight.unpacked(torch.float64).mT)
+        result = GroupedLinear(weight.changed(lambda part: part.to(device)), dtype=dtype)(x.to(device))
+        return _off(result, x.double() @ weight.unpacked(torch.float64).mT)
 
     return compute
 
@@ -192,15 +192,15 @@ def _expert_rows(device: torch.device) -> tuple[ExpertRows, Tensor]:
 def _sorted(device: torch.device, dtype: torch.dtype) -> float:
     weight, x = random_weight(Numbers.INT4, _CPU, 5, 80, 192), torch.randn(40, 192).to(dtype)
     rows, experts = _expert_rows(device)
-    found = SortedLinear(weight.changed(lambda part: part.to(device)), dtype=dtype)(x.to(device), rows)
-    return _off(found, torch.einsum("ri,roi->ro", x.double(), weight.unpacked(torch.float64)[experts]))
+    result = SortedLinear(weight.changed(lambda part: part.to(device)), dtype=dtype)(x.to(device), rows)
+    return _off(result, torch.einsum("ri,roi->ro", x.double(), weight.unpacked(torch.float64)[experts]))
 
 
 def _stacked(device: torch.device, dtype: torch.dtype) -> float:
     weight, x = torch.randn(5, 96, 128).to(dtype), torch.randn(40, 128).to(dtype)
     rows, experts = _expert_rows(device)
-    found = StackedProduct(ExpertWeights(weight.to(device)))(x.to(device), rows)
-    return _off(found, torch.einsum("ri,roi->ro", x.double(), weight.double()[experts]))
+    result = StackedProduct(ExpertWeights(weight.to(device)))(x.to(device), rows)
+    return _off(result, torch.einsum("ri,roi->ro", x.double(), weight.double()[experts]))
 
 
 _PARTS = (96, 32, 48)  # of queries, keys and values
@@ -217,10 +217,10 @@ def _adapted(num_rows: int) -> Callable[[torch.device, torch.dtype], float]:
             weight = torch.randn(sum(parts), x.shape[1]).to(dtype)
             results = x.double() @ weight.double().mT
             for index, adapter in enumerate(adapters):
-                modules, own = _modules(parts, x.shape[1], rank=3 + 15 * index), torch.from_numpy(of_row == index)
+                modules, is_of = _modules(parts, x.shape[1], rank=3 + 15 * index), torch.from_numpy(of_row == index)
                 adapter.set(site_of(0, product), modules)
                 pairs = [module.matrices for module in modules if module.matrices is not None]
-                results[own] += x[own].double() @ torch.cat([b.double() @ a.double() for a, b in pairs]).mT
+                results[is_of] += x[is_of].double() @ torch.cat([b.double() @ a.double() for a, b in pairs]).mT
             expected.append((product, x, weight, results))
         rows, worst = AdapterRows(adapters, of_row, device), 0.0
         for product, x, weight, results in expected:
@@ -258,9 +258,9 @@ def _routes_differ(device: torch.device) -> int:
     logits = torch.randn(150, 20)
     experts, _ = choose(logits.to(device), 8, normalises=False)
     expected = rows_by_expert(logits.topk(8).indices, 20)
-    found = sort(experts, 20)
+    order = sort(experts, 20)
     num_others = int((experts.cpu() != logits.topk(8).indices).sum())
-    return num_others + sum(int((a.cpu() != b).sum()) for a, b in zip(found, expected, strict=True))
+    return num_others + sum(int((a.cpu() != b).sum()) for a, b in zip(order, expected, strict=True))
 
 
 def _samples_differ(device: torch.device) -> int:
@@ -293,8 +293,8 @@ def _digests_differ(device: torch.device) -> int:
     rows = torch.randint(0, 256, (3, 4096), dtype=torch.uint8)
     changed = rows.clone()
     changed[1, 77] ^= 1
-    found, other = row_digests(rows.to(device)).cpu(), row_digests(changed.to(device)).cpu()
-    return int((found != row_digests(rows)).sum()) + int(((found != other) != torch.tensor([False, True, False])).sum())
+    sums, other = row_digests(rows.to(device)).cpu(), row_digests(changed.to(device)).cpu()
+    return int((sums != row_digests(rows)).sum()) + int(((sums != other) != torch.tensor([False, True, False])).sum())
 
 
 def _inputs_differ(device: torch.device) -> int:

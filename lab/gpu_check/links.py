@@ -62,12 +62,12 @@ def _row(way: str, num_bytes: int, copy: Callable[[], object], devices: tuple[to
 
 def _plain(device: torch.device, layout: BlockLayout, num_blocks: int) -> Iterator[Row]:
     size = num_blocks * layout.block_bytes
-    one = torch.randint(0, 256, (size,), dtype=torch.uint8, device=device)
-    other = torch.empty_like(one)
-    yield _row("within the device", size, partial(other.copy_, one), (device,))
+    source = torch.randint(0, 256, (size,), dtype=torch.uint8, device=device)
+    other = torch.empty_like(source)
+    yield _row("within the device", size, partial(other.copy_, source), (device,))
     host = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == CUDA)
-    yield _row("to page-locked memory", size, partial(host.copy_, one, non_blocking=True), (device,))
-    _require(torch.equal(host, one.cpu()), "to page-locked memory")
+    yield _row("to page-locked memory", size, partial(host.copy_, source, non_blocking=True), (device,))
+    _require(torch.equal(host, source.cpu()), "to page-locked memory")
     yield _row("from page-locked memory", size, partial(other.copy_, host, non_blocking=True), (device,))
     _require(torch.equal(other.cpu(), host), "from page-locked memory")
 
@@ -75,7 +75,7 @@ def _plain(device: torch.device, layout: BlockLayout, num_blocks: int) -> Iterat
 def _arena(device: torch.device, layout: BlockLayout, num_blocks: int) -> Iterator[Row]:
     storage = BlockStorage(layout, num_blocks, device)
     storage.bytes.random_()
-    kept, rng = storage.bytes.clone(), np.random.default_rng(0)
+    before, rng = storage.bytes.clone(), np.random.default_rng(0)
     with tempfile.TemporaryDirectory(dir=arena_folder()) as folder:
         arena = Arena.create(Path(folder) / "check.arena", layout, num_blocks)
         accelerator = storage.accelerator or HostAccelerator()
@@ -88,7 +88,7 @@ def _arena(device: torch.device, layout: BlockLayout, num_blocks: int) -> Iterat
             yield _row(f"to {name}", size, partial(copies.copy_out, storage.bytes, mine, theirs), (device,))
             storage.bytes.zero_()
             yield _row(f"from {name}", size, partial(copies.copy_in, theirs, storage.bytes, mine), (device,))
-            _require(torch.equal(storage.bytes, kept), "an arena")
+            _require(torch.equal(storage.bytes, before), "an arena")
         finally:
             arena.close(unlink=True)
 
@@ -98,11 +98,11 @@ def _peer(device: torch.device, layout: BlockLayout, num_blocks: int) -> Iterato
         return
     other = torch.device(CUDA, 1 if (device.index or 0) == 0 else 0)
     size = num_blocks * layout.block_bytes
-    one: Tensor = torch.randint(0, 256, (size,), dtype=torch.uint8, device=device)
+    source: Tensor = torch.randint(0, 256, (size,), dtype=torch.uint8, device=device)
     two = torch.empty(size, dtype=torch.uint8, device=other)
     access = "" if torch.cuda.can_device_access_peer(device, other) else ", by way of the host"
-    yield _row(f"{device} to {other}{access}", size, partial(two.copy_, one), (device, other))
-    _require(torch.equal(two.cpu(), one.cpu()), "between GPUs")
+    yield _row(f"{device} to {other}{access}", size, partial(two.copy_, source), (device, other))
+    _require(torch.equal(two.cpu(), source.cpu()), "between GPUs")
 
 
 def _require(is_equal: bool, way: str) -> None:

@@ -17,8 +17,8 @@ def picture_url(edge: int, rng: random.Random) -> str:
 def _png(edge: int, rng: random.Random) -> bytes:
     places = [pixel * _CELLS // edge for pixel in range(edge)]
     colours = [[rng.randbytes(3) for _ in range(_CELLS)] for _ in range(_CELLS)]
-    rows = [b"\0" + b"".join([line[place] for place in places]) for line in colours]  # 0: no filter
-    pixels = zlib.compress(b"".join([rows[place] for place in places]), 1)
+    rows = [b"\0" + b"".join([line[index] for index in places]) for line in colours]  # 0: no filter
+    pixels = zlib.compress(b"".join([rows[index] for index in places]), 1)
     header = struct.pack(">IIBBBBB", edge, edge, 8, 2, 0, 0, 0)  # 8 bits of red, green and blue
     chunks = (_chunk(b"IHDR", header), _chunk(b"IDAT", pixels), _chunk(b"IEND", b""))
     return _SIGNATURE + b"".join(chunks)

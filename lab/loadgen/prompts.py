@@ -83,7 +83,7 @@ class WordLengths:
         self._first = {word: count_tokens(word) for word in WORDS}
         before = count_tokens(WORDS[0])
         self._later = {word: count_tokens(f"{WORDS[0]} {word}") - before for word in WORDS}
-        self._filler = next((one for one in _FILLERS if count_tokens(WORDS[0] + one * 3) == before + 3), "")
+        self._filler = next((word for word in _FILLERS if count_tokens(WORDS[0] + word * 3) == before + 3), "")
 
     def prompt(self, num_tokens: int, rng: random.Random) -> str:
         chosen: list[str] = []

@@ -70,49 +70,49 @@ def print_latencies(console: Console, numbers: ClassReport) -> None:
 
 def remarks(report: LoadReport) -> list[str]:
     """Return remarks that a reader needs to judge the numbers."""
-    found = [_generator_remark(report.generator)]
+    remarks = [_generator_remark(report.generator)]
     if report.num_interrupted is not None:
-        found.append(
+        remarks.append(
             f"interrupted: what had ended by then counts, not the requests in the air ({report.num_interrupted})"
         )
     if report.prompt_ratio is not None and not 1.0 / _FAR_OFF < report.prompt_ratio < _FAR_OFF:
-        found.append(
+        remarks.append(
             f"by the server's count prompts had {report.prompt_ratio:.2g} times the tokens that were planned: "
             "with --tokenizer FOLDER their texts are exact"
         )
-    found += [f"failed, {count} like this: {reason}" for reason, count in report.total.failure_reasons.items()]
+    remarks += [f"failed, {count} like this: {reason}" for reason, count in report.total.failure_reasons.items()]
     num_completed = report.total.num_completed
     if report.num_server_counts < num_completed:
-        found.append(
+        remarks.append(
             f"{num_completed - report.num_server_counts} of {num_completed} answers came without usage counts: "
             "their prompts count as planned and every chunk with text as one token"
         )
     if report.num_clamped_prompts or report.num_clamped_outputs:
-        found.append(
+        remarks.append(
             f"clamped to the limits: {report.num_clamped_prompts} prompts and {report.num_clamped_outputs} outputs"
         )
-    return found
+    return remarks
 
 
 def _generator_remark(generator: GeneratorReport) -> str:
     lateness, lag = (
         "-"
-        if found is None
-        else f"p50 {found.p50 * 1000:.1f}, p99 {found.p99 * 1000:.1f}, max {found.max * 1000:.1f} ms"
-        for found in (generator.lateness_s, generator.loop_lag_s)
+        if delays is None
+        else f"p50 {delays.p50 * 1000:.1f}, p99 {delays.p99 * 1000:.1f}, max {delays.max * 1000:.1f} ms"
+        for delays in (generator.lateness_s, generator.loop_lag_s)
     )
     verdict = "not the limit"
     if generator.was_limit:
         verdict = "the generator, or the machine it shares, was a limit: these latencies hold its delays as well"
-    own = f"{in_percent(generator.cpu_share, 0)} of a core"
-    return f"load generator: sent late by {lateness}; own loop late by {lag}; took {own}: {verdict}"
+    share = f"{in_percent(generator.cpu_share, 0)} of a core"
+    return f"load generator: sent late by {lateness}; own loop late by {lag}; took {share}: {verdict}"
 
 
-def _milliseconds(found: Distribution | None) -> list[str]:
-    if found is None:
+def _milliseconds(delays: Distribution | None) -> list[str]:
+    if delays is None:
         return ["-"] * 7
-    values = (found.mean, found.p50, found.p90, found.p95, found.p99, found.max)
-    return [f"{value * 1000:.1f}" for value in values] + [str(found.count)]
+    values = (delays.mean, delays.p50, delays.p90, delays.p95, delays.p99, delays.max)
+    return [f"{value * 1000:.1f}" for value in values] + [str(delays.count)]
 
 
 def _cached(numbers: ClassReport) -> str:

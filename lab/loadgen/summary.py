@@ -95,7 +95,7 @@ def _class_report(name: str | None, run: LoadRun, slos: dict[str, Slo], duration
     members = [sent for sent in run.counted if name is None or sent.request.class_name == name]
     completed = [sent for sent in members if sent.outcome.failure is None]
     failed = [sent.outcome.failure for sent in members if sent.outcome.failure is not None]
-    failures = Counter(one.label for one in failed)
+    failures = Counter(failure.label for failure in failed)
     input_tokens = sum(_prompt_tokens(sent) for sent in completed)
     output_tokens = run.num_tokens_of(name)
     has_slo = any(slos[sent.request.class_name] != Slo() for sent in members)
@@ -194,7 +194,7 @@ def _deadlines(sent: SentRequest, slo: Slo) -> Deadlines:
 def _generator_report(run: LoadRun, ttft: Distribution | None) -> GeneratorReport:
     lateness = metrics.describe([sent.lateness_s for sent in run.counted])
     lag = metrics.describe(run.loop_lags_s)
-    worst = max((found.p99 for found in (lateness, lag) if found is not None), default=0.0)
+    worst = max((delays.p99 for delays in (lateness, lag) if delays is not None), default=0.0)
     tolerated = max(GENERATOR_LIMIT_S, GENERATOR_LIMIT_OF_TTFT * (ttft.p50 if ttft is not None else 0.0))
     return GeneratorReport(
         lateness_s=lateness,

@@ -32,8 +32,8 @@ class PolicyChoice:
         return Mechanism.KNOWN_LENGTHS not in policy_entry(self.name).needs_with(policy_config(self.name, self.params))
 
     def topologies(self) -> tuple[Topology, ...]:
-        own = policy_entry(self.name).topologies
-        return tuple(one for one in Topology if one in own)
+        topologies = policy_entry(self.name).topologies
+        return tuple(topology for topology in Topology if topology in topologies)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +109,9 @@ def families_of(choices: Choices) -> list[Family]:
     """Return all families. Raises ConfigError where nothing is left."""
     for policy in choices.policies:
         if not set(policy.topologies()) & set(choices.topologies):
-            able = " or ".join(one.value for one in policy.topologies())
-            asked = " or ".join(one.value for one in choices.topologies)
-            raise ConfigError(f"policy {policy.name!r} is for {able} workers, not for {asked} ones")
+            able = " or ".join(topology.value for topology in policy.topologies())
+            wanted = " or ".join(topology.value for topology in choices.topologies)
+            raise ConfigError(f"policy {policy.name!r} is for {able} workers, not for {wanted} ones")
     rows = [
         row
         for offer in choices.offers

@@ -67,10 +67,10 @@ def _model_and_engine(candidate: Candidate, machines: Machines) -> dict[str, Any
     if profile is None:
         assert machines.model is not None, "named accelerators have no model of their own"
         return {"model": {"path": _model_path(machines.model)}, "engine": {"device": "cuda"}}
-    found: dict[str, Any] = {"model": {"path": _model_path(profile.shape.name), "dtype": profile.shape.dtype}}
+    section: dict[str, Any] = {"model": {"path": _model_path(profile.shape.name), "dtype": profile.shape.dtype}}
     if profile.num_threads is not None:
-        found["engine"] = {"threads_per_worker": profile.num_threads * candidate.expert_parallel}
-    return found
+        section["engine"] = {"threads_per_worker": profile.num_threads * candidate.expert_parallel}
+    return section
 
 
 def _model_path(name: str) -> str:
@@ -79,19 +79,19 @@ def _model_path(name: str) -> str:
 
 def _changed_sections(config: ClusterConfig, *, keeps_memory: bool) -> dict[str, dict[str, Any]]:
     defaults = ClusterConfig()
-    found: dict[str, dict[str, Any]] = {}
+    sections: dict[str, dict[str, Any]] = {}
     for name in ClusterConfig.__struct_fields__:
         section = getattr(config, name)
         if not isinstance(section, Section):
             continue
         plain, default = msgspec.to_builtins(section), getattr(defaults, name)
         left_out = set() if keeps_memory else _MEMORY
-        kept = {
+        settings = {
             field: value
             for field, value in plain.items()
             if field not in left_out
             and (field in _SIZES.get(name, ()) or getattr(section, field) != getattr(default, field))
         }
-        if kept:
-            found[name] = kept
-    return found
+        if settings:
+            sections[name] = settings
+    return sections

@@ -25,17 +25,17 @@ def expert_degrees(asked: Sequence[int] | None, profile: MachineProfile | None, 
     if asked is None:
         return (1,) if shape is None else [size for size in _SIZES if size <= max(shape.num_experts, 1)]
     if max(asked) > 1:
-        given = f"--expert-parallel {','.join(map(str, asked))}"
+        option = f"--expert-parallel {','.join(map(str, asked))}"
         if shape is None:
             raise ConfigError(
-                f"{given}: experts are shared by processes on CPUs alone, not on {name}; measure a host by "
+                f"{option}: experts are shared by processes on CPUs alone, not on {name}; measure a host by "
                 "`alignedserve profile MODEL --output FILE` and write fitted:FILE, or divide every layer "
                 "by --tensor-parallel"
             )
         try:
             ExpertSharing(shape, max(asked)).check()
         except ConfigError as error:
-            raise ConfigError(f"{given}: {error}") from error
+            raise ConfigError(f"{option}: {error}") from error
     return asked
 
 

@@ -74,5 +74,5 @@ def first_member(family: Family, load: Load, duration_s: float) -> int:
     if is_separate and load.prompts_s > first.num_prefill * duration_s:
         return len(family.members) - 1
     needed = ceil((load.answers_s if is_separate else load.total_s) / max(duration_s, 1e-9))
-    enough = (place for place, member in enumerate(family.members) if member.num_decode >= needed)
+    enough = (index for index, member in enumerate(family.members) if member.num_decode >= needed)
     return next(enough, len(family.members) - 1)

@@ -111,21 +111,21 @@ def make_plan(request: PlanRequest, pool: CasePool, note: Note = lambda _words, 
     search = planner.search()
     best, best_of_all = search.best(can_be_served=True), search.best()
     nearest = best or best_of_all or search.nearest()
-    found, goals = planner.tried[nearest.label], planner.goals
-    variations = planner.variations(found)
+    tried, goals = planner.tried[nearest.label], planner.goals
+    variations = planner.variations(tried)
     on_windows = planner.on_windows.get(nearest.label)
     is_cheaper = best_of_all is not None and (best is None or best_of_all.cost < best.cost)
     return Plan(
         goals=goals,
         chosen=planner.tried[best.label] if best is not None else None,
-        nearest=found,
+        nearest=tried,
         simulated_only=planner.tried[best_of_all.label] if best_of_all is not None and is_cheaper else None,
         tried=list(planner.tried.values()),
         skipped=planner.skipped,
-        interval=attained_interval(_worst_parts(goals, found.outcome), request.seed),
+        interval=attained_interval(_worst_parts(goals, tried.outcome), request.seed),
         variations=variations,
         cautions=[
-            *compared(planner.groups, goals.span_s, on_windows, found.outcome),
+            *compared(planner.groups, goals.span_s, on_windows, tried.outcome),
             *cautions(
                 sum(goals.num_requests.values()),
                 request.share,
@@ -141,7 +141,7 @@ def make_plan(request: PlanRequest, pool: CasePool, note: Note = lambda _words, 
 def _worst_parts(goals: Goals, outcome: Outcome) -> Sequence[PartResult]:
     classes = {} if outcome.result is None else outcome.result.classes
     bounded = [classes[name] for name in sorted(goals.bounded) if name in classes]
-    worst = min(bounded, key=lambda one: one.attainment or 0.0, default=None)
+    worst = min(bounded, key=lambda trial: trial.attainment or 0.0, default=None)
     return worst.parts if worst is not None else ()
 
 
@@ -223,15 +223,15 @@ class _Planner:
             WindowedTrial(self.groups, self.goals, speed=variant.speed, is_thorough=variant.is_thorough)
             for variant in variants
         ]
-        while asked := [(number, group) for number, trial in enumerate(trials) for group in trial.next_windows()]:
+        while waiting := [(number, group) for number, trial in enumerate(trials) for group in trial.next_windows()]:
             runs = [
                 (
                     variants[number].candidate,
                     Run(group.window, trials[number].limits(group), variants[number].speed, variants[number].slowdown),
                 )
-                for number, group in asked
+                for number, group in waiting
             ]
-            for (number, group), (result, error) in zip(asked, self._simulate(words, runs), strict=True):
+            for (number, group), (result, error) in zip(waiting, self._simulate(words, runs), strict=True):
                 trials[number].take(group, result, error)
         return [trial.outcome() for trial in trials]
 
@@ -261,15 +261,15 @@ class _Planner:
         holds, candidate = nearest.outcome.holds, nearest.candidate
         slower = SLOWDOWNS if holds else ()
         named = [
-            (f"every iteration {one - 1:.0%} slower than simulated", _Variant(candidate, slowdown=one))
-            for one in slower
+            (f"every iteration {group - 1:.0%} slower than simulated", _Variant(candidate, slowdown=group))
+            for group in slower
         ]
         speeds = _FASTER if holds else _SLOWER
         named += [(f"{speed:g} times the requests per second", _Variant(candidate, speed=speed)) for speed in speeds]
         others = self._neighbours(candidate) if holds else self._larger(candidate)
         named += [
-            (f"{one.num_accelerators} x {one.offer.label}, {one.shape}", _Variant(one, is_thorough=holds))
-            for one in others
+            (f"{tried.num_accelerators} x {tried.offer.label}, {tried.shape}", _Variant(tried, is_thorough=holds))
+            for tried in others
         ]
         outcomes = self._play("the plan under other circumstances", [variant for _, variant in named])
         varied = []

@@ -58,14 +58,14 @@ def percent(share: float) -> str:
     return f"{100.0 * share:.6g} %"
 
 
-def attained_words(plan: Plan, one: Tried) -> str:
-    if one.outcome.error is not None:
+def attained_words(plan: Plan, row: Tried) -> str:
+    if row.outcome.error is not None:
         return "failed"
-    if one.outcome.is_abandoned:
-        is_exact = plan.groups and one.outcome.is_whole
+    if row.outcome.is_abandoned:
+        is_exact = plan.groups and row.outcome.is_whole
         return f"below {percent(plan.goals.share if is_exact else min(plan.goals.share, HOPELESS))}"
-    behind = "" if one.outcome.keeps_up else ", falls behind"
-    return f"{in_percent(one.outcome.attained)}{behind}"
+    behind = "" if row.outcome.keeps_up else ", falls behind"
+    return f"{in_percent(row.outcome.attained)}{behind}"
 
 
 def played_words(outcome: Outcome) -> str:
@@ -285,7 +285,7 @@ def plan_values(report: PlanReport) -> dict[str, Any]:
             }
             for group in plan.groups
         ],
-        "candidates": [{**_values(plan, one), "is_on_frontier": one.candidate.label in frontier} for one in plan.tried],
+        "candidates": [{**_values(plan, row), "is_on_frontier": row.candidate.label in frontier} for row in plan.tried],
         "skipped": [{"plan": label, "reason": reason} for label, reason in plan.skipped],
         "num_simulations": plan.num_simulations,
         "summary": summary(plan),
@@ -293,17 +293,17 @@ def plan_values(report: PlanReport) -> dict[str, Any]:
     }
 
 
-def _variation_values(one: Variation) -> dict[str, Any]:
+def _variation_values(variation: Variation) -> dict[str, Any]:
     return {
-        "words": one.words,
-        "attained": None if one.outcome.is_abandoned else one.outcome.attained,
-        "of": played_words(one.outcome),
-        "holds": one.holds,
+        "words": variation.words,
+        "attained": None if variation.outcome.is_abandoned else variation.outcome.attained,
+        "of": played_words(variation.outcome),
+        "holds": variation.holds,
     }
 
 
-def _values(plan: Plan, one: Tried) -> dict[str, Any]:
-    candidate, outcome = one.candidate, one.outcome
+def _values(plan: Plan, row: Tried) -> dict[str, Any]:
+    candidate, outcome = row.candidate, row.outcome
     classes = outcome.result.classes if outcome.result is not None and not outcome.is_abandoned else {}
     return {
         "name": candidate.label,
@@ -329,12 +329,12 @@ def _values(plan: Plan, one: Tried) -> dict[str, Any]:
         "straggler_share": None if outcome.result is None else outcome.result.iteration_log.straggler_share,
         "classes": {
             name: {
-                "attained": found.attainment,
-                "ttft_p99_s": None if found.ttft_s is None else found.ttft_s.distribution.p99,
-                "tpot_p99_s": None if found.tpot_s is None else found.tpot_s.distribution.p99,
-                "requests_per_s": found.requests_per_s,
-                "tokens_per_s": found.tokens_per_s,
+                "attained": class_values.attainment,
+                "ttft_p99_s": None if class_values.ttft_s is None else class_values.ttft_s.distribution.p99,
+                "tpot_p99_s": None if class_values.tpot_s is None else class_values.tpot_s.distribution.p99,
+                "requests_per_s": class_values.requests_per_s,
+                "tokens_per_s": class_values.tokens_per_s,
             }
-            for name, found in classes.items()
+            for name, class_values in classes.items()
         },
     }

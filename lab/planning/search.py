@@ -103,7 +103,7 @@ class PlanSearch:
         self._rows = [_Row(family, number, first) for number, (family, first) in enumerate(rows)]
         self._has_windows = has_windows
         self._places = {
-            member.label: (row, place) for row in self._rows for place, member in enumerate(row.family.members)
+            member.label: (row, index) for row in self._rows for index, member in enumerate(row.family.members)
         }
 
     def next_trials(self) -> list[Trial]:
@@ -119,26 +119,26 @@ class PlanSearch:
 
     def take(self, outcomes: Sequence[tuple[Trial, Verdict]]) -> None:
         for trial, verdict in outcomes:
-            row, place = self._places[trial.candidate.label]
+            row, index = self._places[trial.candidate.label]
             if trial.is_whole:
-                row.played[place] = verdict
+                row.played[index] = verdict
             if trial.is_whole != self._has_windows:
-                row.tried[place] = verdict
+                row.tried[index] = verdict
 
     def best(self, *, can_be_served: bool | None = None) -> Candidate | None:
         holding = [
-            (row.cost(place), -verdict.attained, row.number, row.family.members[place])
+            (row.cost(index), -verdict.attained, row.number, row.family.members[index])
             for row in self._rows
-            for place, verdict in row.played.items()
+            for index, verdict in row.played.items()
             if verdict.holds and can_be_served in (None, row.family.can_be_served)
         ]
         return min(holding)[-1] if holding else None
 
     def nearest(self) -> Candidate:
         ended = [
-            (not row.family.can_be_served, -verdict.attained, row.cost(place), row.number, row.family.members[place])
+            (not row.family.can_be_served, -verdict.attained, row.cost(index), row.number, row.family.members[index])
             for row in self._rows
-            for place, verdict in row.played.items()
+            for index, verdict in row.played.items()
             if not verdict.is_abandoned
         ]
         return min(ended)[-1]
@@ -150,9 +150,9 @@ class PlanSearch:
             row.num_useful = sum(member.cost <= slack * min(costs, default=inf) for member in row.family.members)
         tried = [(row, next_tried) for row in rows if (next_tried := row.next_tried) is not None]
         if not costs:
-            least = min((row.cost(place) for row, place in tried), default=inf)
-            tried = [(row, place) for row, place in tried if row.cost(place) <= least]
-        return [Trial(row.family.members[place], is_whole=not self._has_windows) for row, place in tried]
+            least = min((row.cost(index) for row, index in tried), default=inf)
+            tried = [(row, index) for row, index in tried if row.cost(index) <= least]
+        return [Trial(row.family.members[index], is_whole=not self._has_windows) for row, index in tried]
 
     def _to_the_end(self, rows: Sequence[_Row]) -> list[Trial]:
         ended = (verdict for row in rows for verdict in row.played.values() if not verdict.is_abandoned)
@@ -163,7 +163,7 @@ class PlanSearch:
 
 
 def _cheapest(rows: Sequence[_Row]) -> float:
-    held = (row.cost(place) for row in rows for place, verdict in row.played.items() if verdict.holds)
+    held = (row.cost(index) for row in rows for index, verdict in row.played.items() if verdict.holds)
     return min(held, default=inf)
 
 
@@ -181,7 +181,7 @@ def _played_next(rows: Sequence[_Row], below: float) -> list[Trial]:
         places.append(member)
     if smaller is not None and cheapest.cost(member) < below:
         places.append(smaller)
-    return [Trial(cheapest.family.members[place], is_whole=True) for place in places]
+    return [Trial(cheapest.family.members[index], is_whole=True) for index in places]
 
 
 def _order(row: _Row) -> tuple[float, bool, float, int]:

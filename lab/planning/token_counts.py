@@ -11,17 +11,17 @@ _FAMILIES = ("llama-2", "llama-3", "opt", "bloom")  # models whose names begin a
 
 def warnings_of(line: str, model: str, data_dir: Path | None) -> list[str]:
     """Return a warning for each source of lengths that names another model, or none. Raises ConfigError."""
-    library, found = Library(data_dir), []
+    library, counts = Library(data_dir), []
     for name in dict.fromkeys(spec.source for spec in parse_classes(line)):
         if name is None:
             continue
         source = library.source(name)
         named = TOKENS_OF.get(name) or _named_in(source)
         if named is None:
-            found.append(f"{name} does not say whose tokens its lengths are; for {model} they may be others.")
+            counts.append(f"{name} does not say whose tokens its lengths are; for {model} they may be others.")
         else:
-            found += other_tokens(name, named, model)
-    return found
+            counts += other_tokens(name, named, model)
+    return counts
 
 
 def other_tokens(source: str, named: str, model: str) -> list[str]:

@@ -212,32 +212,32 @@ class Outcome:
 def judged(result: SimulationResult | None, error: str | None, goals: Goals, speed: float = 1.0) -> Outcome:
     if result is None:
         return Outcome(0.0, holds=False, keeps_up=False, result=None, error=error)
-    classes = [(name, found) for name, found in result.classes.items() if name != ALL]
-    shares = [attained_of(found, goals.num_requests.get(name)) for name, found in classes if name in goals.bounded]
+    classes = [(name, figures) for name, figures in result.classes.items() if name != ALL]
+    shares = [attained_of(figures, goals.num_requests.get(name)) for name, figures in classes if name in goals.bounded]
     attained = min(shares, default=0.0)
     span_s = goals.span_s / speed
-    keeps_up = all(backlog_of(found, span_s) <= 0.0 for name, found in classes if name in goals.queued)
+    keeps_up = all(backlog_of(figures, span_s) <= 0.0 for name, figures in classes if name in goals.queued)
     holds = not result.is_abandoned and keeps_up and attained >= goals.share - 1e-9
     return Outcome(attained, holds, keeps_up, result, is_abandoned=result.is_abandoned)
 
 
-def attained_of(found: ClassResult, num_requests: int | None) -> float:
+def attained_of(of_class: ClassResult, num_requests: int | None) -> float:
     """Return the share of a class that met its objectives; after an abandoned run, later requests count as met."""
-    num_met = sum(part.num_met for part in found.parts)
-    num_to_come = max((num_requests or 0) - found.num_sent, 0)
-    return (num_met + num_to_come) / max(found.num_sent + num_to_come, 1)
+    num_met = sum(part.num_met for part in of_class.parts)
+    num_to_come = max((num_requests or 0) - of_class.num_sent, 0)
+    return (num_met + num_to_come) / max(of_class.num_sent + num_to_come, 1)
 
 
-def backlog_of(found: ClassResult, span_s: float) -> float:
+def backlog_of(of_class: ClassResult, span_s: float) -> float:
     """Return how many more requests are left when the last has come than just take their time; above 0: it grows."""
-    if found.num_sent < 2 or span_s <= 0.0:
+    if of_class.num_sent < 2 or span_s <= 0.0:
         return 0.0
-    if found.end_to_end_s is None:
-        return float(found.num_sent)
-    waited_s = 0.0 if found.ttft_s is None else found.ttft_s.distribution.p50
-    generating_s = found.end_to_end_s.distribution.p50 - waited_s  # without the wait, or a queue would excuse itself
-    num_left = found.num_sent - found.loaded_requests_per_s * span_s
-    return num_left - _FEW - (_MAX_BACKLOG + generating_s / span_s) * found.num_sent
+    if of_class.end_to_end_s is None:
+        return float(of_class.num_sent)
+    waited_s = 0.0 if of_class.ttft_s is None else of_class.ttft_s.distribution.p50
+    generating_s = of_class.end_to_end_s.distribution.p50 - waited_s  # without the wait, or a queue would excuse itself
+    num_left = of_class.num_sent - of_class.loaded_requests_per_s * span_s
+    return num_left - _FEW - (_MAX_BACKLOG + generating_s / span_s) * of_class.num_sent
 
 
 def obstacle(candidate: Candidate, machines: Machines, workload: Workload) -> str | None:

@@ -46,7 +46,7 @@ class WindowedTrial:
         """Return the windows to play next, side by side; none: enough is known."""
         if self._is_settled():
             return []
-        played = {one.group.window for one in self._played}
+        played = {played.group.window for played in self._played}
         left = [group for group in self._groups if group.window not in played]
         if self._is_thorough and self._played:
             return left
@@ -64,25 +64,25 @@ class WindowedTrial:
             return
         span_s = (group.window.end_s - group.window.begins_s) / self._speed
         missing, backlog = {}, 0.0
-        for name, found in result.classes.items():
+        for name, class_result in result.classes.items():
             if name in self._goals.bounded:
-                missing[name] = 1.0 - attained_of(found, group.num_requests.get(name))
+                missing[name] = 1.0 - attained_of(class_result, group.num_requests.get(name))
             elif name in self._goals.queued:
-                backlog += backlog_of(found, span_s)
+                backlog += backlog_of(class_result, span_s)
         self._played.append(_Played(group, result, missing, group.num_windows * backlog))
 
     def outcome(self) -> Outcome:
         played = WindowsPlayed(len(self._played), len(self._groups))
         if self._error is not None:
             return Outcome(0.0, holds=False, keeps_up=False, result=None, error=self._error, windows=played)
-        keeps_up = sum(one.backlog for one in self._played) <= 0.0
+        keeps_up = sum(run.backlog for run in self._played) <= 0.0
         return Outcome(
             attained=min((self._attained(name) for name in self._goals.bounded), default=0.0),
             holds=keeps_up and not self._is_failing(),
             keeps_up=keeps_up,
             result=self._played[0].result,
             windows=played,
-            is_abandoned=any(one.result.is_abandoned for one in self._played),
+            is_abandoned=any(run.result.is_abandoned for run in self._played),
             is_refuted=self._is_refuted(),
         )
 
@@ -92,7 +92,7 @@ class WindowedTrial:
         if self._error is not None or len(self._played) == len(self._groups):
             return True
         if self._is_thorough:
-            return any(one.result.is_abandoned for one in self._played)
+            return any(run.result.is_abandoned for run in self._played)
         return self._is_failing() or (len(self._played) >= _LEAST_PLAYED and self._is_well())
 
     def _is_failing(self) -> bool:
@@ -108,12 +108,12 @@ class WindowedTrial:
 
     def _is_well(self) -> bool:
         allowed = 1.0 - self._goals.share + 1e-9
-        return all(max(one.missing.values(), default=0.0) <= allowed and one.backlog <= 0.0 for one in self._played)
+        return all(max(run.missing.values(), default=0.0) <= allowed and run.backlog <= 0.0 for run in self._played)
 
     def _is_refuted(self) -> bool:
         limits = self._goals.limits()
         return any(
-            sum(one.missing.get(name, 0.0) * one.group.num_requests.get(name, 0) for one in self._played) > limit + 1e-6
+            sum(run.missing.get(name, 0.0) * run.group.num_requests.get(name, 0) for run in self._played) > limit + 1e-6
             for name, limit in limits.items()
         )
 
@@ -121,15 +121,15 @@ class WindowedTrial:
         return (played for played in self._played if name in played.missing)
 
     def _missed(self, name: str) -> float:
-        return sum(one.missing[name] * one.total(name) for one in self._of(name))
+        return sum(run.missing[name] * run.total(name) for run in self._of(name))
 
     def _allowed(self, name: str) -> float:
         number = self._goals.num_requests.get(name)
-        known = sum(one.total(name) for one in self._of(name)) if number is None else number
+        known = sum(run.total(name) for run in self._of(name)) if number is None else number
         return known * (1.0 - self._goals.share + self._margins[name])
 
     def _attained(self, name: str) -> float:
-        total = sum(one.total(name) for one in self._of(name))
+        total = sum(run.total(name) for run in self._of(name))
         return 1.0 - self._missed(name) / total if total else 1.0
 
     def _margin(self, name: str) -> float:

@@ -210,5 +210,5 @@ def _cache_bytes(device: torch.device) -> int:
 
 
 def _copy(source: ByteArray, target: ByteArray, blocks: Sequence[int]) -> None:
-    for place, block in enumerate(blocks):
-        target[place] = source[block]
+    for index, block in enumerate(blocks):
+        target[index] = source[block]

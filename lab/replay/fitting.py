@@ -58,24 +58,24 @@ class JitteryCosts:
     def iteration_s(self, work: IterationWork) -> float:
         if not self._num_left:
             self._place, self._num_left = self._random.randrange(len(self._ratios)), _RUN_LENGTH
-        found = self._next[work.num_chunks > 0][self._place]
-        self._place = (found + 1) % len(self._ratios)
+        ratio = self._next[work.num_chunks > 0][self._place]
+        self._place = (ratio + 1) % len(self._ratios)
         self._num_left -= 1
-        return self._ratios[found].value * self._costs.iteration_s(work)
+        return self._ratios[ratio].value * self._costs.iteration_s(work)
 
     def swap_s(self, num_tokens: float) -> float:
         return self._costs.swap_s(num_tokens)
 
 
 def _next_of(ratios: Sequence[Ratio], *, has_prompt: bool) -> list[int]:
-    places = [place for place, ratio in enumerate(ratios) if ratio.has_prompt is has_prompt]
+    places = [index for index, ratio in enumerate(ratios) if ratio.has_prompt is has_prompt]
     if not places:
         return list(range(len(ratios)))
     following, coming = places[0], [0] * len(ratios)
-    for place in reversed(range(len(ratios))):
-        if ratios[place].has_prompt is has_prompt:
-            following = place
-        coming[place] = following
+    for index in reversed(range(len(ratios))):
+        if ratios[index].has_prompt is has_prompt:
+            following = index
+        coming[index] = following
     return coming
 
 
@@ -172,8 +172,8 @@ class _WorkerIterations:
         table = np.array(slowdowns).reshape(2, 2)[has_prompt]
         factors = 1.0 - self.shares.sum(axis=1) + (self.shares / (1.0 + table * self.num_others)).sum(axis=1)
         return [
-            Sample(one.work, factor * one.seconds)
-            for one, factor in zip(self.iterations, factors.tolist(), strict=True)
+            Sample(iteration.work, factor * iteration.seconds)
+            for iteration, factor in zip(self.iterations, factors.tolist(), strict=True)
         ]
 
     def thinned(self) -> "_WorkerIterations":
@@ -203,9 +203,9 @@ def _iterations_of(iterations: Sequence[ObservedIteration], prefixes: tuple[str,
 
 def _edges_of(iterations: Sequence[ObservedIteration]) -> npt.NDArray[np.float64]:
     edges: list[tuple[float, float]] = []
-    for one in sorted(iterations, key=lambda iteration: iteration.started_s):
-        if not edges or one.ended_s > edges[-1][1]:
-            edges.append((one.started_s, one.ended_s))
+    for observed in sorted(iterations, key=lambda iteration: iteration.started_s):
+        if not edges or observed.ended_s > edges[-1][1]:
+            edges.append((observed.started_s, observed.ended_s))
     return np.array(edges)
 
 
@@ -245,7 +245,7 @@ def _fit_worker(worker: _WorkerIterations, slowdowns: Slowdowns) -> WorkerFit:
     ratios: dict[str, list[Ratio]] = {}
     for iteration, ratio in zip(worker.iterations, _ratios(costs, samples), strict=True):
         ratios.setdefault(iteration.worker, []).append(ratio)
-    return WorkerFit(costs, fit_error(costs, samples), {name: tuple(found) for name, found in ratios.items()})
+    return WorkerFit(costs, fit_error(costs, samples), {name: tuple(of_name) for name, of_name in ratios.items()})
 
 
 def _ratios(costs: LinearIterationModel, samples: Sequence[Sample]) -> list[Ratio]:

@@ -33,10 +33,10 @@ def at_rate(line: str, rate: float) -> str:
     if len(rates) == 1:
         shares = dict.fromkeys(rates, 1.0)
     else:
-        known = {number: own for number, own in rates.items() if own is not None}
+        known = {number: rate for number, rate in rates.items() if rate is not None}
         if len(known) < len(rates):
             raise ConfigError(f"several classes share a rate: arrivals={RECORDED} needs a rate= of its own in each")
-        shares = {number: own / sum(known.values()) for number, own in known.items()}
+        shares = {number: rate / sum(known.values()) for number, rate in known.items()}
     for number, share in shares.items():
         parts[number] = _with_rate(parts[number], f"{share * rate:.10g}")
     return "; ".join(parts)
@@ -48,8 +48,8 @@ def with_objectives(line: str, *, ttft_s: float | None, tpot_s: float | None) ->
     for number, spec in enumerate(parse_classes(line)):
         if spec.request_class is RequestClass.BEST_EFFORT:
             continue
-        for key, own, wanted in (("ttft", spec.ttft_s, ttft_s), ("tpot", spec.tpot_s, tpot_s)):
-            if own is None and wanted is not None:
+        for key, objective, wanted in (("ttft", spec.ttft_s, ttft_s), ("tpot", spec.tpot_s, tpot_s)):
+            if objective is None and wanted is not None:
                 parts[number] += f", {key}={wanted:.10g}"
     return "; ".join(parts)
 

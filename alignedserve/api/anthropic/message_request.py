@@ -150,7 +150,7 @@ def conversation_of_message(body: MessageFields, parser: BodyParser) -> Conversa
     translator = MessageTranslator(parser)
     translator.translate(body.system, body.messages)
     tools = (
-        OfferedTool(tool.name, tool.description, tool.input_schema, path, f"{path}.input_schema")
+        OfferedTool(tool.name, tool.description, tool.input_schema, path, f"{path}.input_schema", tool.strict is True)
         for path, tool in ((f"tools[{index}]", tool) for index, tool in enumerate(parser.tools(body.tools)))
         if not tool.defer_loading or tool.name in translator.referenced_tools
     )

@@ -210,7 +210,7 @@ def _checked(prompts: list[Prompt], services: PromptServices, param: str) -> lis
     return prompts
 
 
-_EMBEDDING = SamplingParams(max_tokens=0, wants_embedding=True)
+_EMBEDDING = SamplingParams(temperature=0.0, max_tokens=0, wants_embedding=True)  # nothing is drawn
 
 
 class PairSides(NamedTuple):

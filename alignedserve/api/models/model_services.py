@@ -23,7 +23,7 @@ from alignedserve.core.errors import InvalidRequest, ModelError
 from alignedserve.core.request import LoraAdapter, Request, RequestClass, Slo
 from alignedserve.process.background_tasks import outlived
 from alignedserve.runtime.grammar.compiler import GrammarError
-from alignedserve.runtime.grammar.trials import ALONE, GrammarTrials, TrialTurn
+from alignedserve.runtime.grammar.trials import ALONE, ClientExhausted, GrammarTrials, TrialTurn
 from alignedserve.runtime.grammar.vocabulary import token_table
 from alignedserve.text.tokenizer import Tokenizer, TokenizerOnUse
 from alignedserve.usage.ledger import UsageLedger
@@ -58,6 +58,8 @@ class NextTurn:
 
 
 _CLOSED = "The model is served no more."
+_EXHAUSTED = "Grammars of this key (tools, response_format and the like) take too long to compile; try again later."
+_EXHAUSTED_RETRY_S = 10.0
 
 
 class GrammarChecker:
@@ -72,9 +74,13 @@ class GrammarChecker:
     async def check(self, grammar: str, turn: TrialTurn = ALONE) -> None:
         """Return once a grammar has been compiled in its turn, in another process.
 
-        Raises InvalidRequest if it cannot be, or not within seconds; Unavailable after `close`.
+        Raises InvalidRequest if it cannot be, or not within seconds; ResourceUnavailable where grammars of this client
+        have taken too long; Unavailable after `close`.
         """
-        trial = self._started().start(grammar, turn)
+        try:
+            trial = self._started().start(grammar, turn)
+        except ClientExhausted as error:
+            raise ResourceUnavailable(_EXHAUSTED, retry_after_s=_EXHAUSTED_RETRY_S) from error
         try:
             await outlived(asyncio.wrap_future(trial))
         except GrammarError as error:

@@ -116,7 +116,7 @@ TOOL_CHOICE_FORMS = (
 
 
 class FunctionDefinition(Schema):
-    """A function of the client. Calls are always held to `parameters`, whether `strict` or not."""
+    """A function of the client. Calls are held to `parameters`: as far as they can be, or `strict` to all of them."""
 
     name: FunctionName
     description: str | None = None

@@ -1,7 +1,9 @@
 """The grammar of a chat's answer: a thought, and then content that matches a constraint, free text, or tool calls."""
 
+import re
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from alignedserve.api.conversation import Constraint, Conversation, OfferedTool
 from alignedserve.api.errors import named
@@ -9,13 +11,16 @@ from alignedserve.api.harmony import CALL, HarmonyGrammar
 from alignedserve.api.models.model_card import ChatModel
 from alignedserve.api.openai.output_parser import OutputFormat
 from alignedserve.api.reasoning import thought_rules, thought_symbols
+from alignedserve.api.schema import IgnoredFields
 from alignedserve.api.tools.formats import (
+    OF_FUNCTIONS,
     CallableTool,
     Literal,
     ParameterCall,
     ToolFormat,
     call_rules,
     check_parameters,
+    is_parameter,
     lead_rules,
     text_parameters,
 )
@@ -29,6 +34,13 @@ from alignedserve.runtime.grammar.trials import ALONE, TrialTurn
 _GAP = "GAP: /\\n{1,2}/"  # what models write between a thought and the rest
 _TEXT = "TEXT: /(?s:.*)/"
 
+# Keywords of hints that are left out together where all of a schema cannot be followed; and then all of it is.
+_HARD = frozenset(
+    {"allOf", "format", "maxProperties", "minProperties", "multipleOf", "oneOf", "pattern", "patternProperties"}
+)
+_LEAST_HELD = 2
+_MAX_NAMES = 300  # of parameters
+_KEYWORD = re.compile(r"[$\w]{1,64}", re.ASCII)
 # A schema with one of these keywords decides by itself on further properties.
 _OPEN = ("additionalProperties", "patternProperties", "unevaluatedProperties", "$ref", "allOf", "anyOf", "oneOf")
 
@@ -39,8 +51,12 @@ async def chat_grammar(
     form: OutputFormat,
     model: ChatModel,
     turn: TrialTurn = ALONE,
+    ignored: IgnoredFields | None = None,
 ) -> str:
-    """Return the grammar that the answer is decoded under; empty: anything goes. Raises InvalidRequest."""
+    """Return the grammar that the answer is decoded under; empty: anything goes. Raises InvalidRequest.
+
+    `ignored`: gets what tools' schemas say that calls are not held to; None: it is refused.
+    """
     part, budget_param = await _answer_part(constraint, model, turn), conversation.names.thinking_budget
     if conversation.thinking_budget is not None and form.reasoning is None:
         raise InvalidRequest("This is not a reasoning model.", param=budget_param)
@@ -49,29 +65,98 @@ async def chat_grammar(
         return ""
     if part is not None and form.tools is None and form.reasoning is None:
         return serialize_alone(part)
-    grammar = await model.lanes.run(
-        rough_length(conversation.tools), partial(_written, conversation, form, model, part)
-    )
-    if len(grammar) > MAX_GRAMMAR_LEN:
-        raise InvalidRequest("The tools are too large.", param="tools")
-    try:
+    names = conversation.tool_choice.names
+    offered = [tool for tool in conversation.tools if names is None or tool.name in names]
+    held = dict.fromkeys((tool.name for tool in offered), 0)
+
+    async def written() -> str:
+        writing = partial(_written, conversation, form, model, part, _ToolSchemas(offered, held, ignored))
+        grammar = await model.lanes.run(rough_length(conversation.tools), writing)
+        if len(grammar) > MAX_GRAMMAR_LEN:
+            raise InvalidRequest("The tools are too large.", param="tools")
         await model.grammars.check(grammar, turn)
+        return grammar
+
+    try:
+        return await written()
     except InvalidRequest as error:
-        param = "tools" if form.tools is not None else budget_param
-        raise named(param, error) from error
-    return grammar
+        if form.tools is None:
+            raise named(budget_param, error) from error
+        if error.param is not None:
+            raise
+        await _hold_less(form.tools, _ToolSchemas(offered, held, ignored), model, turn)
+    try:
+        return await written()
+    except InvalidRequest as error:
+        raise named("tools", error) from error
 
 
-def _written(conversation: Conversation, form: OutputFormat, model: ChatModel, part: GrammarPart | None) -> str:
+class _ToolSchemas(NamedTuple):
+    """The tools that the answer may call, and how far it is held to the schema of each."""
+
+    offered: Sequence[OfferedTool]
+    held: dict[str, int]  # by name: 0: to all that can be followed, 1: but for _HARD, 2: to names of parameters
+    ignored: IgnoredFields | None
+
+    def is_hint(self, tool: OfferedTool) -> bool:
+        return self.ignored is not None and not tool.is_strict
+
+    def arguments(self, tool: OfferedTool, form: ToolFormat) -> dict[str, Any]:
+        """Return the schema for llguidance, and name what it leaves out. Raises InvalidRequest."""
+        left_out: set[str] = set()
+        try:
+            schema = _arguments_schema(tool, form, self.held[tool.name], left_out if self.is_hint(tool) else None)
+        except InvalidRequest as error:
+            if not self.is_hint(tool) or self.held[tool.name] == _LEAST_HELD:
+                raise named(tool.schema_path, error) from error
+            self.held[tool.name] += 1
+            return self.arguments(tool, form)
+        for keyword in sorted(left_out):
+            assert self.ignored is not None, "a hint where everything is followed"
+            self.ignored.add(f"{tool.schema_path}.{keyword}" if _KEYWORD.fullmatch(keyword) else tool.schema_path)
+        return schema
+
+
+async def _hold_less(form: ToolFormat, schemas: _ToolSchemas, model: ChatModel, turn: TrialTurn) -> None:
+    """Find the tools whose schemas cannot be followed, and hold the answer to less of them. Raises InvalidRequest."""
+    for tool in schemas.offered:
+        while schemas.held[tool.name] < _LEAST_HELD:
+            try:
+                arguments = schemas.arguments(tool, form)
+                await model.grammars.check(serialize_alone({"json_schema": arguments}), turn)
+                break
+            except InvalidRequest as error:
+                if not schemas.is_hint(tool):
+                    raise named(tool.schema_path, error) from error
+                schemas.held[tool.name] += 1
+
+
+def _written(
+    conversation: Conversation,
+    form: OutputFormat,
+    model: ChatModel,
+    part: GrammarPart | None,
+    schemas: _ToolSchemas,
+) -> str:
     as_literal = partial(_literal, model)
+    tools: list[CallableTool] = []
+    if form.tools is not None:
+        arguments = ((tool.name, schemas.arguments(tool, form.tools)) for tool in schemas.offered)
+        tools = [CallableTool(name, schema, text_parameters(schema)) for name, schema in arguments]
     if form.is_harmony:
-        skeleton = _harmony_rules(conversation, form, as_literal, model, has_part=part is not None)
+        skeleton = _harmony_rules(conversation, form, as_literal, model, tools, has_part=part is not None)
     else:
-        skeleton = _skeleton(conversation, form, part, as_literal)
+        skeleton = _skeleton(conversation, form, part, as_literal, tools)
     return serialize(skeleton, {"content": part} if part is not None else {})
 
 
-def _skeleton(conversation: Conversation, form: OutputFormat, part: GrammarPart | None, as_literal: Literal) -> str:
+def _skeleton(
+    conversation: Conversation,
+    form: OutputFormat,
+    part: GrammarPart | None,
+    as_literal: Literal,
+    tools: Sequence[CallableTool],
+) -> str:
     budget = conversation.thinking_budget
     answer, is_text = _answer(conversation, form.tools, part, as_literal)
     rules = [_TEXT, _GAP]
@@ -81,12 +166,19 @@ def _skeleton(conversation: Conversation, form: OutputFormat, part: GrammarPart 
         thought = thought_symbols(form.thought_start, gap, is_bounded=budget is not None)
         rules.append(thought_rules(form.reasoning, as_literal, budget))
     if form.tools is not None:
-        rules.append(_tool_rules(conversation, form.tools, as_literal))
+        calls = call_rules(form.tools, tools, as_literal, is_parallel=conversation.has_parallel_calls)
+        rules += [calls, lead_rules(form.tools, as_literal)] if conversation.tool_choice.mode == "auto" else [calls]
     return "\n".join([f"start: {thought} answer", f"answer: {answer}", *rules])
 
 
 def _harmony_rules(
-    conversation: Conversation, form: OutputFormat, as_literal: Literal, model: ChatModel, *, has_part: bool
+    conversation: Conversation,
+    form: OutputFormat,
+    as_literal: Literal,
+    model: ChatModel,
+    tools: Sequence[CallableTool],
+    *,
+    has_part: bool,
 ) -> str:
     if form.is_continued and conversation.tool_choice.mode == "required":
         raise InvalidRequest(
@@ -95,7 +187,7 @@ def _harmony_rules(
         )
     ends_answer = model.tokenizer.control_token_ids(CALL) <= set(model.model.eos_token_ids)
     grammar = HarmonyGrammar(
-        tools=_callable_tools(conversation, form.tools) if form.tools is not None else (),
+        tools=tools,
         must_call=conversation.tool_choice.mode == "required",
         has_content_part=has_part,
         budget=conversation.thinking_budget,
@@ -124,29 +216,25 @@ def _answer(
     return f"@content | {calls}", False
 
 
-def _callable_tools(conversation: Conversation, form: ToolFormat) -> list[CallableTool]:
-    names = conversation.tool_choice.names
-    return [
-        CallableTool(tool.name, _arguments_schema(tool, form), text_parameters(tool.parameters or {}))
-        for tool in conversation.tools
-        if names is None or tool.name in names
-    ]
-
-
-def _tool_rules(conversation: Conversation, form: ToolFormat, as_literal: Literal) -> str:
-    rules = [
-        call_rules(form, _callable_tools(conversation, form), as_literal, is_parallel=conversation.has_parallel_calls)
-    ]
-    return "\n".join([*rules, lead_rules(form, as_literal)] if conversation.tool_choice.mode == "auto" else rules)
-
-
-def _arguments_schema(tool: OfferedTool, form: ToolFormat) -> dict[str, Any]:
-    try:
-        schema = normalize_schema(_object_schema(tool.parameters or {}))
-        if isinstance(form.call, ParameterCall):
-            check_parameters(schema)
-    except InvalidRequest as error:
-        raise named(tool.schema_path, error) from error
+def _arguments_schema(tool: OfferedTool, form: ToolFormat, held: int, left_out: set[str] | None) -> dict[str, Any]:
+    """`left_out`: gets keywords that are not followed; None: the schema is no hint, and they are refused."""
+    parameters = tool.parameters or {}
+    if left_out is None:
+        schema = normalize_schema(_object_schema(parameters))
+    elif held == _LEAST_HELD:
+        properties = parameters.get("properties")
+        names = [name for name in properties if is_parameter(name)] if isinstance(properties, dict) else []
+        left_out.add("properties")
+        schema = normalize_schema({"type": "object", "properties": dict.fromkeys(names[:_MAX_NAMES], True)})
+    else:
+        without = _HARD if held else frozenset[str]()
+        hint = _object_schema(_without_contradictions(parameters, left_out))
+        schema = normalize_schema(hint, left_out=left_out, without=without)
+    if isinstance(form.call, ParameterCall):
+        if left_out is not None:
+            left_out.update(name for name in schema if name not in OF_FUNCTIONS)
+            schema = {name: value for name, value in schema.items() if name in OF_FUNCTIONS}
+        check_parameters(schema)
     return schema
 
 
@@ -155,6 +243,18 @@ def _object_schema(parameters: dict[str, Any]) -> dict[str, Any]:
         raise InvalidRequest("the type must be 'object'", code="invalid_json_schema")
     has_others = any(name in parameters for name in _OPEN)
     return {"type": "object", "properties": {}, **({} if has_others else {"additionalProperties": False}), **parameters}
+
+
+def _without_contradictions(parameters: dict[str, Any], left_out: set[str]) -> dict[str, Any]:
+    """Return a hint that is of an object, and requires listed properties alone."""
+    hint = dict(parameters)
+    if hint.get("type", "object") != "object":
+        left_out.add("type")
+        hint["type"] = "object"
+    properties, required = hint.get("properties", {}), hint.get("required", [])
+    if isinstance(properties, dict) and isinstance(required, list) and not hint.keys() & set(_OPEN):
+        hint["required"] = [name for name in required if name in properties]
+    return hint
 
 
 def _literal(model: ChatModel, text: str) -> str:

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from alignedserve.api.backend.interface import GeneratedTokens, RequestStream
-from alignedserve.api.errors import ClientDisconnected, Overloaded
+from alignedserve.api.errors import ClientDisconnected, Overloaded, Unservable
 from alignedserve.api.models.model_services import ModelServices
 from alignedserve.api.openai.choice_decoder import ChoiceDecoder, ChoiceDelta
 from alignedserve.api.openai.generation_request import GenerationRequest
@@ -126,7 +126,10 @@ class Generation:
     def read_new(self) -> Iterator[tuple[int, ChoiceDelta]]:
         """Yield (choice, its new text) of what has come since the last call. Raises GenerationError."""
         for choice in tuple(self._open):
-            new = choice.stream.read_new()
+            try:
+                new = choice.stream.read_new()
+            except Unservable as error:
+                raise (error.named(self.request.grammar_param) if "grammar" in str(error) else error) from error
             if new is not None:
                 yield choice.index, self._decode(choice, new)
 

@@ -156,6 +156,7 @@ class GenerationRequest:
     num_prompt_logprobs: int | None = None  # shown for each prompt token beside its own; None: none are
     names_tokens_by_id: bool = False  # in log-probabilities
     named_slo: Slo = field(default_factory=Slo)  # by the client
+    grammar_param: str = ""  # the field that makes the answers' grammar, if they have one
 
     @property
     def slo(self) -> Slo:

@@ -17,6 +17,7 @@ from alignedserve.api.openai.chat_prompt import chat_output_format, note_effort
 from alignedserve.api.openai.generation_request import Arrival, CallTerms, GenerationRequest, trial_turn
 from alignedserve.api.openai.output_parser import OutputFormat, TextOptions
 from alignedserve.api.openai.prompt_encoding import Prompt, Prompts, check_token_ids, encode_chat, param_at
+from alignedserve.api.schema import IgnoredFields
 from alignedserve.api.work_lanes import rough_length
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import ContextTooLong, InvalidRequest
@@ -44,10 +45,14 @@ async def prepare_chat(
     prompt: tuple[int, ...],
     model: ChatModel,
     turn: TrialTurn = ALONE,
+    ignored: IgnoredFields | None = None,
 ) -> PreparedChat:
-    """Return an encoded conversation with the form and the grammar of its answer. Raises InvalidRequest."""
-    output_format = chat_output_format(conversation, prompt, model)
-    return PreparedChat(prompt, output_format, await chat_grammar(conversation, constraint, output_format, model, turn))
+    """Return an encoded conversation with the form and the grammar of its answer. Raises InvalidRequest.
+
+    `ignored`: gets what tools' schemas say that calls are not held to; None: it is refused.
+    """
+    form = chat_output_format(conversation, prompt, model)
+    return PreparedChat(prompt, form, await chat_grammar(conversation, constraint, form, model, turn, ignored))
 
 
 async def build_chat_request(
@@ -63,7 +68,8 @@ async def build_chat_request(
         prompts = (await encode_chat(conversation, services, is_bounded=is_bounded),)
     note_effort(conversation, services, arrival.ignored)
     turn = trial_turn(spec, arrival)
-    prepared = await prepare_chat(conversation, spec.constraint, prompts[0].token_ids, services, turn)
+    token_ids, ignored = prompts[0].token_ids, arrival.ignored
+    prepared = await prepare_chat(conversation, spec.constraint, token_ids, services, turn, ignored)
     return await _build(spec, prompts, arrival, services, prepared.grammar, prepared.output_format)
 
 
@@ -108,6 +114,7 @@ async def _build(
         num_prompt_logprobs=spec.prompt_logprobs,
         names_tokens_by_id=spec.return_tokens_as_token_ids,
         named_slo=terms.slo,
+        grammar_param=spec.constraint.param if spec.constraint is not None else "tools",
     )
 
 

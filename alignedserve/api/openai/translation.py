@@ -96,7 +96,8 @@ def _tools(body: ConversationFields) -> Iterator[OfferedTool]:
     functions = [(f"tools[{index}].function", tool.function) for index, tool in enumerate(body.tools)]
     functions += [(f"functions[{index}]", function) for index, function in enumerate(body.functions)]
     for path, function in functions:
-        yield OfferedTool(function.name, function.description, function.parameters, path, f"{path}.parameters")
+        words = function.name, function.description, function.parameters
+        yield OfferedTool(*words, path, f"{path}.parameters", function.strict is True)
 
 
 def _check_functions(body: ConversationFields) -> None:

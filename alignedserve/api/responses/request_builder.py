@@ -133,6 +133,7 @@ def conversation_of_items(body: ResponseFields, items: Sequence[Item]) -> Conver
                     offered.tool.parameters,
                     offered.path,
                     f"{offered.path}.parameters",
+                    offered.tool.strict is True,
                 )
                 for offered in offered_functions(body.tools)
             ),

@@ -38,7 +38,6 @@ WAITS = frozenset(
 _BEGINS = {
     Step.RECEIVED: PhaseName.TOKENISE,
     Step.SUBMITTED: PhaseName.TO_ROUTER,
-    Step.RESUMED: PhaseName.RESUME,
     Step.QUEUED: PhaseName.ROUTER_QUEUE,
     Step.PREEMPTED: PhaseName.ROUTER_QUEUE,
     Step.DISPATCHED: PhaseName.TO_WORKER,

@@ -43,7 +43,7 @@ GLM45 = ParameterTags("<tool_call>", "\n", "<arg_key>", "</arg_key>\n<arg_value>
 _VALUE_ENDS = (QWEN3_CODER.value_end.strip(), GLM45.value_end.strip())
 
 _OF_TEXT = frozenset({"type", "enum", "const", "description", "title", "default", "examples", "deprecated"})
-_OF_FUNCTIONS = _OF_TEXT | {"properties", "required", "additionalProperties", "$defs", "definitions", "x-guidance"}
+OF_FUNCTIONS = _OF_TEXT | {"properties", "required", "additionalProperties", "$defs", "definitions", "x-guidance"}
 _NAME = re.compile(r"[^<>\n]+")
 
 TextParameters = Mapping[str, tuple[str, ...] | None]  # by name: the texts that there are; None: any text
@@ -65,11 +65,15 @@ def text_parameters(schema: Mapping[str, Any]) -> dict[str, tuple[str, ...] | No
     return parameters_by_name
 
 
+def is_parameter(name: str) -> bool:
+    return _NAME.fullmatch(name) is not None
+
+
 def check_parameters(schema: Mapping[str, Any]) -> None:
     properties = schema.get("properties", {})
-    unknown = [name for name in schema if name not in _OF_FUNCTIONS]
+    unknown = [name for name in schema if name not in OF_FUNCTIONS]
     unknown += [name for name in schema.get("required", ()) if name not in properties]
-    if unknown or not all(_NAME.fullmatch(name) for name in properties):
+    if unknown or not all(map(is_parameter, properties)):
         raise InvalidRequest(
             "in the way this model writes calls, parameters must be an object of named properties",
             code="invalid_json_schema",

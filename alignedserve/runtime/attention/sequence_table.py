@@ -36,6 +36,8 @@ class NewSequence:
     pictures: SequenceEmbeddings | None = None  # in place of tokens; None: of no token that is to be computed
     whole_runs: tuple[PictureRun, ...] = ()  # of tokens that read one another both ways, see whole_slices
     is_trial: bool = False  # its cached tokens are not computed, and its answer is of no use: to time steps
+    tenant: str = ""
+    is_real_time: bool = True
 
 
 class StateEdge(NamedTuple):

@@ -154,6 +154,7 @@ class Engine:
             counts_on_device=can.launches_ahead or device.type != "cpu",
         )
         self._jumps = JumpAhead(self._table, masks, self._sampler)
+        self._masks = masks
         self._prompts = PromptResults(model, self._table)
         self._compute = (streams or streams_of(device)).stream(COMPUTE)
         if can.launches_ahead and isinstance(planner, TableKeeper):
@@ -253,6 +254,7 @@ class Engine:
         Called between two layers of a step (Decoder.stop_for), of other sequences, it runs before the rest of that.
         """
         started = time.perf_counter()
+        slices, skipped = (slices, ()) if self._enqueuing is not None else self._without_unready(slices)
         slices = self._table.whole_slices(slices if self._late is None else self._late.caught_up(slices))
         if self._rings is not None:
             slices = self._rings.with_room(slices, self._compute_before)
@@ -260,7 +262,7 @@ class Engine:
         outer = self._enqueuing
         ahead, rest = self._next.take_launched(slices) if outer is None else (None, slices)
         if ahead is None and not rest:
-            return StepOutput([], [], {}, [], NO_TIMES)
+            return StepOutput([], [], {}, [], NO_TIMES, skipped=skipped)
         step = self._build(rest, forced) if rest else None
         prepared = time.perf_counter()
         launches, before = [] if ahead is None else [ahead], ahead if outer is None else outer
@@ -275,7 +277,7 @@ class Engine:
         times = launches[-1].times(self.model, started, prepared, is_ahead=ahead is not None)
         sampled, counts = with_forced(forced, sampled), forced_counts(forced, failed)
         prompt_logprobs = [part for one in launches for part in one.prompt_logprobs]
-        return StepOutput(sampled, failed, self._reasons(failed), prompt_logprobs, times, counts)
+        return StepOutput(sampled, failed, self._reasons(failed), prompt_logprobs, times, counts, skipped)
 
     @property
     def may_stop(self) -> bool:
@@ -289,6 +291,19 @@ class Engine:
         wait_for_step(self._compute.record(), self._ranks)
 
     # --- the parts of a step
+
+    def _without_unready(self, slices: Slices) -> tuple[Slices, tuple[RequestId, ...]]:
+        """Return the slices to compute, and the sequences that wait for the mask of a heavy grammar."""
+        table, masks = self._table, self._masks
+        if masks is None or not masks.has_heavy:
+            return slices, ()
+        decodes = ((table.row(request_id), request_id) for request_id, count in slices if count == 1)
+        rows = {row: request_id for row, request_id in decodes if table.num_computed[row] + 1 == table.num_tokens[row]}
+        unready = masks.unready(list(rows), len(slices))
+        if not unready:
+            return slices, ()
+        skipped = tuple(rows[row] for row in sorted(unready))
+        return [part for part in slices if part[0] not in skipped], skipped
 
     def _compute_before(self, request_id: RequestId, count: int) -> None:
         self._launch(self._builder.build([request_id], [count]), [(request_id, count)], {}, first_place=0)

@@ -97,6 +97,7 @@ class ModelExecutor:
             eos_token_ids=served.config.eos_token_ids,
             num_threads=sizes.num_threads or num_cores(),
             jumps_ahead=sizes.jumps_ahead and served.pipeline_parallel == 1,
+            may_skip=sizes.is_decoding,
         )
         shard = share_of_first(served)
         self._adapters = SequenceAdapters(served.lora, served.decoder, torch_dtype(served.dtype), device, shard)
@@ -274,7 +275,7 @@ class ModelExecutor:
         turn_s = 0.0 if command.is_urgent else self._turn_lengths.before_iteration()
         times = _times_of(output.times, started, changed, yielded_s, turn_s)
         self._turn_lengths.ran(times.computed_s)
-        return IterationCompleted(sampled, scores, failed, reasons, forced, times, command.is_urgent)
+        return IterationCompleted(sampled, scores, failed, reasons, forced, times, command.is_urgent, output.skipped)
 
     def _change_sequences(self, command: RunIteration) -> None:
         copied = self._engine.read_blocks([copy.source for copy in command.copies]) if command.copies else None
@@ -313,6 +314,8 @@ def _sequence_of(
         num_cached=addition.num_cached,
         block_ids=addition.block_ids,
         sampling=request.sampling,
+        tenant=request.tenant,
+        is_real_time=request.is_real_time,
         is_hidden=addition.is_hidden,
         is_reversed=addition.is_reversed,
         adapter=adapter,

@@ -11,7 +11,9 @@ from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
 from alignedserve.core.errors import InvalidRequest
+from alignedserve.runtime.grammar.compiler import CLIENT_RULES
 from alignedserve.runtime.grammar.json_schema import FLEXIBLE_WHITESPACE, normalize_schema
+from alignedserve.runtime.grammar.schema_keywords import MAX_EXPANDED_LEN, is_short_expanded
 
 # One of `json_schema` (an object) and `lark_grammar` (a text).
 GrammarPart = Mapping[str, Any]
@@ -88,7 +90,8 @@ class StructuredOutputs:
             raise InvalidRequest("whitespace can be chosen for JSON only", param="whitespace_pattern")
         if self.disable_any_whitespace and self.whitespace_pattern is not None:
             raise InvalidRequest("whitespace cannot be disabled and have a pattern", param="whitespace_pattern")
-        if len(self.whitespace_pattern or "") > _MAX_WHITESPACE_LEN:
+        whitespace = self.whitespace_pattern or ""
+        if len(whitespace) > _MAX_WHITESPACE_LEN or not is_short_expanded(whitespace):
             raise InvalidRequest(f"is longer than {_MAX_WHITESPACE_LEN} characters", param="whitespace_pattern")
 
     @property
@@ -119,6 +122,7 @@ def _json_object_part(outputs: StructuredOutputs) -> GrammarPart:
 def _regex_part(outputs: StructuredOutputs) -> GrammarPart:
     regex = outputs.regex or ""
     _require(0 < len(regex) <= MAX_REGEX_LEN, f"the regular expression must have 1 to {MAX_REGEX_LEN} characters")
+    _require(is_short_expanded(regex), f"it has over {MAX_EXPANDED_LEN} characters with repetitions written out")
     _require(
         not _combines_classes(regex), "in a class of the regular expression '[', '&&', '--' and '~~' must be escaped"
     )
@@ -143,7 +147,7 @@ def _grammar_part(outputs: StructuredOutputs) -> GrammarPart:
     text = outputs.grammar or ""
     _require(0 < len(text) <= MAX_GRAMMAR_TEXT_LEN, f"the grammar must have 1 to {MAX_GRAMMAR_TEXT_LEN} characters")
     try:
-        return {"lark_grammar": any_to_lark(text)}
+        return {"lark_grammar": f"{CLIENT_RULES}\n{any_to_lark(text)}"}
     except Exception as error:  # the library raises nothing more precise
         raise InvalidRequest("the grammar is not GBNF that can be read", code="invalid_grammar") from error
 

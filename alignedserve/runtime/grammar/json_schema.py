@@ -6,7 +6,9 @@
 4. `oneOf` becomes `anyOf` where its options exclude each other; llguidance refuses the rest.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from itertools import combinations
 from math import lcm
@@ -121,37 +123,57 @@ _MAX_INTEGER = (1 << 53) - 1
 _BOUNDS = (("minimum", "exclusiveMinimum", 1, ROUND_CEILING), ("maximum", "exclusiveMaximum", -1, ROUND_FLOOR))
 _MAX_BOUND_DIGITS = 14  # of one with a fraction
 _STEP = Decimal("1e-9")
+_MAX_NAMES_LEN = 2000  # of the properties of one object
+_NOTHING = ""
+_ESCAPED = r'"\\\x00-\x1f\x7f'  # characters that names have only behind a backslash, or never
 
 # Bounded: a model cannot go on with white space for ever. A space, or a new line with its indentation.
 FLEXIBLE_WHITESPACE = r" |\n[ \t]{0,32}"
 
 
-def normalize_schema(schema: Any, *, whitespace_pattern: str | None = FLEXIBLE_WHITESPACE) -> dict[str, Any]:
+def normalize_schema(
+    schema: Any,
+    *,
+    whitespace_pattern: str | None = FLEXIBLE_WHITESPACE,
+    left_out: set[str] | None = None,
+    without: Collection[str] = (),
+) -> dict[str, Any]:
     """Return the schema for `%json` or `json_schema` of llguidance, with options that keep answers valid and finite.
 
     `whitespace_pattern`: a regular expression of what may stand between two tokens of JSON; None: nothing.
+    `left_out`: the schema is a hint, and keywords that cannot be followed are added here; None: it is refused then.
+    `without`: keywords to leave out of a hint.
     Raises InvalidRequest naming the keyword, without a `param`.
     """
     _check_size(schema)
-    reader = _Reader()
+    reader = _Reader(left_out, without)
     read = reader.schema(schema, ())
     reader.check_conjunctions()
     targets = reader.targets(read)
     if not has_finite_instance(read, targets):
         raise InvalidRequest("no finite JSON value matches the schema, or a part of it", code="invalid_json_schema")
     for holder in reader.one_ofs:
-        if are_exclusive(holder["oneOf"], targets):
+        is_exclusive = are_exclusive(holder["oneOf"], targets)
+        if is_exclusive or left_out is not None:
             _with_any_of(holder)
+        if not is_exclusive and left_out is not None:
+            left_out.add("oneOf")
+    if not reader.has_conjunction:  # else names are those of several schemas
+        for holder in reader.objects:
+            _limit_other_names(holder)
     return {**({} if read is True else read), "x-guidance": _options(whitespace_pattern)}
 
 
 class _Reader:
-    def __init__(self) -> None:
+    def __init__(self, left_out: set[str] | None, without: Collection[str]) -> None:
+        self._left_out, self._without = left_out, without
+        self._address = ""  # of the whole schema, by which references may call it
         self._paths: set[Path] = set()
-        self._references: set[str] = set()
+        self._references: dict[str, list[dict[str, Any]]] = {}  # by pointer: the schemas that have it
         self._num_properties = 0
         self._num_patterns = 0
-        self._has_conjunction = False
+        self.has_conjunction = False
+        self.objects: list[dict[str, Any]] = []  # schemas with properties
         self._divisor = 1  # that all of `multipleOf` divide
         self.one_ofs: list[dict[str, Any]] = []
 
@@ -163,20 +185,46 @@ class _Reader:
             raise InvalidRequest("a JSON schema must be an object or a boolean", code="invalid_json_schema")
         if len(path) > _MAX_PATH_LEN:
             raise InvalidRequest("the JSON schema is nested too deep", code="invalid_json_schema")
-        read = {}
-        for keyword, value in schema.items():
-            if not self._is_without_effect(keyword, value, path):
-                if keyword not in READERS:
-                    raise unsupported_keyword(keyword)
-                read[keyword] = READERS[keyword](self, keyword, value, path)
+        if not path and isinstance(schema.get("$id"), str):
+            self._address = schema["$id"].removesuffix("#")
+        read: dict[str, Any] = {}
+        for keyword, value in (schema if self._left_out is None else _with_null(schema)).items():
+            with self._leaving_out(keyword):
+                if not self._is_without_effect(keyword, value, path):
+                    if keyword not in READERS or keyword in self._without:
+                        raise unsupported_keyword(keyword)
+                    read[keyword] = READERS[keyword](self, keyword, value, path)
+        self._check_property_counts(read)
         self._note_conjunction(read)
         if "oneOf" in read:
             self.one_ofs.append(read)
+        if "properties" in read:
+            self.objects.append(read)
+        if "$ref" in read:
+            self._references.setdefault(read["$ref"], []).append(read)
         return _rewritten(read)
 
-    def reference(self, pointer: str) -> str:
-        self._references.add(pointer)
-        return pointer
+    @contextmanager
+    def _leaving_out(self, keyword: str) -> Iterator[None]:
+        """Leave a keyword out that is refused in the block, where the schema is a hint."""
+        try:
+            yield
+        except InvalidRequest:
+            if self._left_out is None:
+                raise
+            self._left_out.add(keyword)
+
+    def _check_property_counts(self, read: dict[str, Any]) -> None:
+        for keyword, check in (("properties", _check_optional), ("minProperties", _check_least_properties)):
+            value = read.pop(keyword, None)
+            with self._leaving_out(keyword):
+                check(value, read)
+                if value is not None:
+                    read[keyword] = value
+
+    def local_pointer(self, pointer: str) -> str | None:
+        local = pointer.removeprefix(self._address) or "#"
+        return local if local == "#" or local.startswith("#/") else None
 
     def property_names(self, names: list[str]) -> None:
         self._num_properties += len(names)
@@ -184,10 +232,16 @@ class _Reader:
             raise unsupported_keyword("properties", f"names more than {MAX_PROPERTIES} properties in all")
 
     def targets(self, root: Any) -> dict[str, Any]:
-        try:
-            return {pointer: self._target(root, _steps(pointer)) for pointer in sorted(self._references)}
-        except LookupError as error:
-            raise unsupported_keyword("$ref", "points to something that is not a schema here") from error
+        targets = {}
+        for pointer in sorted(self._references):
+            with self._leaving_out("$ref"):
+                try:
+                    targets[pointer] = self._target(root, _steps(pointer))
+                except LookupError as error:
+                    for holder in self._references[pointer]:
+                        del holder["$ref"]
+                    raise unsupported_keyword("$ref", "points to something that is not a schema here") from error
+        return targets
 
     def _target(self, node: Any, path: Path) -> Any:
         if path not in self._paths:
@@ -197,7 +251,7 @@ class _Reader:
         return node
 
     def check_conjunctions(self) -> None:
-        if self._has_conjunction and self._num_patterns > MAX_PATTERNS_AT_ONCE:
+        if self.has_conjunction and self._num_patterns > MAX_PATTERNS_AT_ONCE:
             raise unsupported_keyword(
                 "pattern", f"stands more than {MAX_PATTERNS_AT_ONCE} times beside 'allOf' or '$ref'"
             )
@@ -207,7 +261,7 @@ class _Reader:
     def _note_conjunction(self, read: dict[str, Any]) -> None:
         self._num_patterns += ("pattern" in read) + ("format" in read)
         own = read.keys() - {"$defs", "definitions"}
-        self._has_conjunction |= "allOf" in own or (len(own) > 1 and bool(own & {"$ref", "anyOf", "oneOf"}))
+        self.has_conjunction |= "allOf" in own or (len(own) > 1 and bool(own & {"$ref", "anyOf", "oneOf"}))
         if "multipleOf" in read:
             self._divisor = lcm(self._divisor, Decimal(str(read["multipleOf"])).as_integer_ratio()[0])
 
@@ -223,8 +277,42 @@ class _Reader:
         return keyword in ANNOTATIONS or is_extension or is_neutral
 
 
+def _limit_other_names(schema: dict[str, Any]) -> None:
+    """Let names that are not listed neither begin with a listed name nor hold an escape.
+
+    Else a model that writes a listed name out of its order would be left with `name\\"` and the like.
+    """
+    others = schema.get("additionalProperties", True)
+    if others is False or "patternProperties" in schema or "" in schema["properties"]:
+        return
+    names = dict.fromkeys((*schema["properties"], *schema.get("required", ())), others) | schema["properties"]
+    if sum(map(len, names)) <= _MAX_NAMES_LEN:
+        pattern = f"^{_other_names(frozenset(names))}$"
+        schema |= {"properties": names, "patternProperties": {pattern: others}, "additionalProperties": False}
+
+
+def _other_names(names: frozenset[str]) -> str:
+    """Return an expression for texts that begin with none of these."""
+    if "" in names:
+        return _NOTHING
+    firsts = sorted({name[0] for name in names})
+    rests = {first: frozenset(name[1:] for name in names if name[0] == first) for first in firsts}
+    longer = (f"{re.escape(first)}{rest}" for first in firsts if (rest := _other_names(rests[first])) != _NOTHING)
+    excluded = "".join(f"\\x{{{ord(first):x}}}" for first in firsts)
+    return f"(?:|[^{excluded}{_ESCAPED}][^{_ESCAPED}]*{''.join(f'|{one}' for one in longer)})"
+
+
+def _with_null(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema with `nullable`, a word of OpenAPI, as part of its type."""
+    types = schema.get("type")
+    if schema.get("nullable") is not True or not isinstance(types, str | list):
+        return schema
+    others = {name: value for name, value in schema.items() if name != "nullable"}
+    values = {"enum": [*schema["enum"], None]} if isinstance(schema.get("enum"), list) else {}
+    return others | {"type": [*([types] if isinstance(types, str) else types), "null"]} | values
+
+
 def _rewritten(schema: dict[str, Any]) -> dict[str, Any]:
-    _check_property_counts(schema)
     additional_items = schema.pop("additionalItems", None)
     if isinstance(schema.get("items"), list):
         schema["prefixItems"] = schema.pop("items")
@@ -269,13 +357,14 @@ def _narrow_bounds(schema: dict[str, Any]) -> None:
                 schema[keyword] = float(shortened(Decimal(str(schema[keyword]))))
 
 
-def _check_property_counts(schema: dict[str, Any]) -> None:
-    required = set(schema.get("required", ()))
-    num_optional = len(set(schema.get("properties", ())) - required)
-    if num_optional > MAX_OPTIONAL_PROPERTIES:
+def _check_optional(properties: Any, schema: dict[str, Any]) -> None:
+    if len(set(properties or ()).difference(schema.get("required", ()))) > MAX_OPTIONAL_PROPERTIES:
         raise unsupported_keyword("properties", f"has more than {MAX_OPTIONAL_PROPERTIES} that are not required")
+
+
+def _check_least_properties(least: Any, schema: dict[str, Any]) -> None:
     # Names that are not listed may come twice, and then count once.
-    if schema.get("minProperties", 0) > max(1, len(required)):
+    if (least or 0) > max(1, len(set(schema.get("required", ())))):
         raise unsupported_keyword("minProperties", "must not exceed 1 or the number of required properties")
 
 

@@ -52,6 +52,9 @@ _MIN_FRACTION = 1e-9
 _TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
 _CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f\ud800-\udfff]")  # those that answers never hold
 _CLASS = re.compile(r"\\.|\[((?:\\.|[^\]\\])*)\]?", re.DOTALL)
+_NOT_REGULAR = re.compile(r"\(\?<?[=!]|\\[1-9k]")
+MAX_EXPANDED_LEN = 100_000  # of a pattern whose counted repetitions are written out
+_PIECES = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\{\d{1,9}(?:,\d{0,9})?\}|.", re.DOTALL)
 _DIALECTS = re.compile(r"https?://json-schema\.org/(?:draft/20(?:19-09|20-12)|draft-0[67])/schema#?")
 
 ANNOTATIONS = frozenset(
@@ -75,8 +78,8 @@ class SchemaReader(Protocol):
     def schema(self, schema: Any, path: Path) -> Any:
         """Return the schema at this path, checked and rewritten."""
 
-    def reference(self, pointer: str) -> str:
-        """Note a reference to another place of the document."""
+    def local_pointer(self, pointer: str) -> str | None:
+        """Return a reference as a pointer into the document; None: it leads elsewhere."""
 
     def property_names(self, names: list[str]) -> None:
         """Count properties."""
@@ -129,9 +132,10 @@ def _patterns(reader: SchemaReader, keyword: str, value: Any, path: Path) -> dic
 
 
 def _reference(reader: SchemaReader, keyword: str, value: Any, path: Path) -> str:
-    local = isinstance(value, str) and (value == "#" or value.startswith("#/"))
-    _expect(local, keyword, "must point into the same schema ('#/$defs/...'): nothing is fetched")
-    return reader.reference(value)
+    pointer = reader.local_pointer(value) if isinstance(value, str) else None
+    _expect(pointer is not None, keyword, "must point into the same schema ('#/$defs/...'): nothing is fetched")
+    assert pointer is not None
+    return pointer
 
 
 def _type(reader: SchemaReader, keyword: str, value: Any, path: Path) -> Any:
@@ -181,9 +185,41 @@ def _names(reader: SchemaReader, keyword: str, value: Any, path: Path) -> Any:
 
 def _pattern(reader: SchemaReader, keyword: str, value: Any, path: Path) -> str:
     _expect(isinstance(value, str) and len(value) <= MAX_PATTERN_LEN, keyword, "is not a pattern, or too long a one")
+    _expect(_NOT_REGULAR.search(_CLASS.sub(_outside, value)) is None, keyword, "has look-around or back-references")
+    _expect(
+        is_short_expanded(value), keyword, f"has more than {MAX_EXPANDED_LEN} characters with repetitions written out"
+    )
     _expect(not _has_class_operation(value), keyword, "must escape '[', '&&', '--', '~~' and a first ']' in a class")
     assert isinstance(value, str)
     return value
+
+
+def is_short_expanded(pattern: str) -> bool:
+    """Return whether a pattern stays short with counted repetitions written out: `(a{100}){100}` has 10 000 characters.
+
+    Memory of what it becomes grows with that.
+    """
+    groups, last = [0], 0
+    for piece in _PIECES.findall(pattern):
+        if piece == "(":
+            groups.append(0)
+        elif piece == ")" and len(groups) > 1:
+            last = groups.pop()
+            groups[-1] += last
+        elif piece[0] == "{" and len(piece) > 1:
+            count = max(1, *(int(number) for number in re.findall(r"\d+", piece)))
+            groups[-1] += last * (count - 1)
+            last *= count
+        elif piece not in "?*+|":
+            last = 1
+            groups[-1] += 1
+        if max(last, groups[-1]) > MAX_EXPANDED_LEN:
+            return False
+    return sum(groups) <= MAX_EXPANDED_LEN
+
+
+def _outside(match: re.Match[str]) -> str:
+    return match[0] if match[1] is None else ""
 
 
 def _has_class_operation(pattern: str) -> bool:

@@ -1,12 +1,19 @@
 """Masks of the next token for the rows of an engine, computed in threads from the moment a token is chosen.
 
 A mask is a row of bits, one per token, the lowest of a word first.
+
+A heavy grammar takes long for a mask, or has rules of a client, which may take long at any token. Its masks have a
+thread of their own, and steps go on without its row (`unready`). The thread has the usual priority: a thread that is
+preempted with the interpreter's lock holds up everybody. Seconds are counted: an answer has ANSWER_S, the real-time
+answers of a client ClientSeconds. Beyond them the answer fails.
 """
 
-from collections.abc import Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import time
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +21,10 @@ import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher
 
 from alignedserve.core.request import SamplingParams
+from alignedserve.process.turn_threads import TurnThreads
+from alignedserve.runtime.grammar.client_seconds import CLIENT_S, ClientSeconds
 from alignedserve.runtime.grammar.compiler import (
+    CLIENT_RULES,
     BlankRun,
     GrammarCompiler,
     GrammarError,
@@ -26,8 +36,14 @@ from alignedserve.runtime.grammar.compiler import (
 
 # Of one call of `foresee`: each takes some 50 microseconds to tokenise.
 _MAX_FORCED = 32
+_HEAVY_S = 0.003  # of a core, for one mask; of schemas in use one in a hundred takes 0.6 ms
+_MASK_S = 0.0003  # that a mask may take among others before each is measured alone
+ANSWER_S = 2.0  # of a core, for the masks of a heavy grammar
+_UNREADY_S = 0.001  # a step waits so long for a heavy mask, once for each
+_IDLE_S = 0.005  # and so long where it has nothing else to compute; a chat that comes waits for it
 Bits = npt.NDArray[np.int32]
 IntArray = npt.NDArray[np.int64]
+Consume = Callable[[LLMatcher, int], object]
 
 
 class AnswerMatcher:
@@ -73,27 +89,28 @@ class AnswerMatcher:
         self.compiled, self._matcher = compiled, None
         self._unmatched, self._forced, self._num_matched = list(self._token_ids), [], 0
 
-    def current(self) -> LLMatcher:
+    def current(self, consume: Consume | None = None) -> LLMatcher:
         """Return the matcher, after the answer and its forced tokens; it is in error where these do not match.
 
-        Waits until it is compiled. Raises GrammarError if it cannot be.
+        Waits until it is compiled. Raises GrammarError if it cannot be. `consume`: in place of the matcher's own.
         """
         if self._matcher is None:
             self._matcher = self.compiled.result().deep_copy()
         unmatched, self._unmatched = self._unmatched, []
         if unmatched:
-            self._match(self._matcher, unmatched)
+            self._match(self._matcher, unmatched, consume)
             self._num_matched += len(unmatched)
         return self._matcher
 
-    def _match(self, matcher: LLMatcher, token_ids: list[int]) -> None:
-        if not self._counts_tokens:
+    def _match(self, matcher: LLMatcher, token_ids: list[int], consume: Consume | None) -> None:
+        if consume is None and not self._counts_tokens:
             matcher.consume_tokens(token_ids)
             return
         for token_id in token_ids:
-            # The forced bytes that a mask finds count for the token before it: without them a bound is met elsewhere.
-            matcher.compute_ff_tokens()
-            matcher.consume_token(token_id)
+            if self._counts_tokens:
+                # Forced bytes that a mask finds count for the token before it: else a bound is met elsewhere.
+                matcher.compute_ff_tokens()
+            (consume or LLMatcher.consume_token)(matcher, token_id)
 
     def foresee(self, ends: Collection[int]) -> None:
         """Match the tokens that the grammar forces next, up to one of `ends`; raises GrammarError as `current` does.
@@ -142,10 +159,22 @@ class StepMasks(NamedTuple):
 
 
 @dataclass(slots=True)
+class _HeavyMask:
+    """The mask of a heavy grammar's row."""
+
+    bits: Bits  # [words]
+    ready: "Future[None] | None" = None  # None: it was never begun
+    was_awaited: bool = False  # by a step
+    spent_s: float = 0.0  # by the answer, of a core
+
+
+@dataclass(slots=True)
 class _Constrained:
     row: int
     grammar: str
     matcher: AnswerMatcher
+    client: str
+    is_real_time: bool
     ends: frozenset[int]  # tokens that may end the answer
     has_jumps: bool  # forced tokens are taken several at once
     unwanted: LastResorts | None  # tokens that may end the answer only if nothing else may follow
@@ -154,6 +183,12 @@ class _Constrained:
     masked_at: int = -1  # the matcher's place that the row's bits are of
     failure: str | None = None
     is_alone: bool = False  # its matcher is of no other answer
+    heavy: _HeavyMask | None = None  # None: its masks take next to no time
+    is_removed: bool = False
+
+    @property
+    def is_awaited(self) -> bool:
+        return self.heavy is not None and self.heavy.ready is not None
 
     @property
     def has_mask(self) -> bool:
@@ -180,10 +215,13 @@ class TokenMasks:
         eos_token_ids: tuple[int, ...],
         num_threads: int,
         jumps_ahead: bool = False,
+        may_skip: bool = True,
     ) -> None:
-        """`jumps_ahead`: tokens that a grammar forces are foreseen, for `take_forced`."""
+        """`jumps_ahead`: tokens that a grammar forces are foreseen, for `take_forced`. `may_skip`: steps may go on
+        without a row."""
         self._compiler = compiler
         self._jumps_ahead = jumps_ahead
+        self._may_skip = may_skip
         self._foreseen: Future[None] | None = None
         self._ahead: Future[None] | None = None
         self._bits: Bits = np.zeros((0, -(-vocab_size // 32)), np.int32)  # of every row; the thread's own
@@ -193,22 +231,41 @@ class TokenMasks:
         self._rows: dict[int, _Constrained] = {}
         self._thread = ThreadPoolExecutor(1, "masks")
         self._executor = LLExecutor(num_threads)
+        self._measures_each = False  # of the next masks: all together took long
+        self._heavy_thread = TurnThreads(1, "heavy-grammars")
+        self._heavy_executor: LLExecutor | None = None  # of that thread, with its priority
+        self._clients = ClientSeconds()
 
-    def add(self, row: int, sampling: SamplingParams, generated_token_ids: tuple[int, ...]) -> None:
+    def add(
+        self,
+        row: int,
+        sampling: SamplingParams,
+        generated_token_ids: tuple[int, ...],
+        *,
+        client: str = "",
+        is_real_time: bool = True,
+    ) -> None:
         ends = self._eos_token_ids if sampling.ignore_eos else ()
         early_ends = (*self._eos_token_ids, *sampling.stop_token_ids) if sampling.min_tokens else ends
         compiled = self._compiler.compile(sampling.grammar)
         matcher = AnswerMatcher(compiled, generated_token_ids, counts_tokens="max_tokens" in sampling.grammar)
-        has_jumps = self._jumps_ahead and _may_jump(sampling)
+        heavy = self._heavy_mask() if CLIENT_RULES in sampling.grammar else None
+        has_jumps = self._jumps_ahead and _may_jump(sampling) and heavy is None
         all_ends = frozenset((*self._eos_token_ids, *sampling.stop_token_ids))
         unwanted = self._last_resorts(ends), self._last_resorts(early_ends)
         blanks = None if has_free_blanks(sampling.grammar) else BlankRun(generated_token_ids)
-        self._rows[row] = _Constrained(row, sampling.grammar, matcher, all_ends, has_jumps, *unwanted, blanks)
+        who = client, is_real_time
+        self._rows[row] = added = _Constrained(
+            row, sampling.grammar, matcher, *who, all_ends, has_jumps, *unwanted, blanks, heavy=heavy
+        )
+        if heavy is not None and generated_token_ids:  # the first mask was computed with the grammar
+            self._begin_heavy(added, heavy)
 
     def remove(self, row: int) -> None:
-        constrained = self._rows.pop(row, None)
-        if constrained is not None:
-            self._compiler.release(constrained.grammar)
+        answer = self._rows.pop(row, None)
+        if answer is not None:
+            answer.is_removed = True
+            self._compiler.release(answer.grammar)
         if not self._rows:
             self._resorts.clear()
 
@@ -219,16 +276,41 @@ class TokenMasks:
         self._settle()
         continued = []
         for row, token_id in zip(rows.tolist(), chosen.tolist(), strict=True):
-            constrained = self._rows.get(row)
-            if constrained is not None and token_id >= 0:
-                constrained.append((token_id,))
-                if token_id not in constrained.ends:
-                    continued.append(constrained)
-        jumping = [one for one in continued if one.has_jumps and not one.matcher.forced]
+            answer = self._rows.get(row)
+            if answer is not None and token_id >= 0:
+                answer.append((token_id,))
+                if token_id not in answer.ends:
+                    continued.append(answer)
+        for answer in continued:
+            if answer.heavy is not None:
+                self._begin_heavy(answer, answer.heavy)
+        others = [answer for answer in continued if answer.heavy is None]
+        jumping = [answer for answer in others if answer.has_jumps and not answer.matcher.forced]
         if jumping:
             self._foreseen = self._thread.submit(_foresee, jumping)
-        if continued:
-            self._ahead = self._thread.submit(self._fill, continued)
+        if others:
+            self._ahead = self._thread.submit(self._fill, others)
+
+    @property
+    def has_heavy(self) -> bool:
+        return self._may_skip and any(answer.heavy is not None for answer in self._rows.values())
+
+    def unready(self, rows: Sequence[int], num_slices: int) -> set[int]:
+        """Return the rows whose heavy masks are still being computed, after a short wait for each mask.
+
+        `num_slices`: of the step; where all of them are such rows, it waits longer.
+        """
+        known = (self._rows.get(row) for row in rows)
+        heavy = {answer.row: answer.heavy for answer in known if answer is not None and answer.heavy is not None}
+        awaited = {row: mask.ready for row, mask in heavy.items() if mask.ready is not None and not mask.ready.done()}
+        fresh = [ready for row, ready in awaited.items() if not heavy[row].was_awaited]
+        for row in awaited:
+            heavy[row].was_awaited = True
+        if fresh:
+            wait(fresh, _UNREADY_S)
+        if awaited and len(awaited) == num_slices:
+            wait(awaited.values(), _IDLE_S, FIRST_COMPLETED)
+        return {row for row, ready in awaited.items() if not ready.done()}
 
     @property
     def may_force(self) -> bool:
@@ -240,21 +322,21 @@ class TokenMasks:
 
         Only some of them are known: those that follow the token chosen last. Waits until they are.
         """
-        constrained = self._rows.get(row)
-        if constrained is None or not constrained.has_jumps or at_most < 1:
+        answer = self._rows.get(row)
+        if answer is None or not answer.has_jumps or at_most < 1:
             return ()
         if self._foreseen is not None:
             self._foreseen.result()
-        token_ids = tuple(constrained.matcher.forced[:at_most])
-        constrained.append(token_ids)
+        token_ids = tuple(answer.matcher.forced[:at_most])
+        answer.append(token_ids)
         return token_ids
 
     def has_any(self, rows: IntArray) -> bool:
         return bool(self._rows) and any(row in self._rows for row in rows.tolist())
 
     def failure(self, row: int) -> str | None:
-        constrained = self._rows.get(row)
-        return None if constrained is None else constrained.failure
+        answer = self._rows.get(row)
+        return None if answer is None else answer.failure
 
     def start(self, rows: IntArray, is_early: npt.NDArray[np.bool_]) -> "Future[StepMasks]":
         """Begin to compute the masks of a step, as far as they are not yet. `is_early`: which of its rows lack tokens
@@ -268,6 +350,7 @@ class TokenMasks:
     def close(self) -> None:
         """End the threads."""
         self._thread.shutdown()
+        self._heavy_thread.close(waits=False)
 
     def _settle(self) -> None:
         if self._ahead is not None:
@@ -278,18 +361,30 @@ class TokenMasks:
         known = tuple(token_id for token_id in token_ids if 0 <= token_id < self._vocab_size)
         return self._resorts.setdefault(known, LastResorts(known)) if known else None
 
+    def _heavy_mask(self) -> _HeavyMask:
+        return _HeavyMask(np.zeros(self._bits.shape[1], np.int32))
+
+    def _begin_heavy(self, answer: _Constrained, heavy: _HeavyMask) -> None:
+        compute = partial(self._fill_heavy, answer, heavy)
+        heavy.ready = self._heavy_thread.submit(compute, is_real_time=answer.is_real_time, client=answer.client)
+        heavy.was_awaited = False
+
     # --- on the thread
 
     def _compute(self, own: list[tuple[int, _Constrained]], is_early: npt.NDArray[np.bool_]) -> StepMasks:
-        self._fill([one for _, one in own if not one.matcher.forced])
-        bits = self._bits[[one.row for _, one in own]]
+        self._make_room([answer for _, answer in own])
+        self._fill([answer for _, answer in own if not answer.matcher.forced and not answer.is_awaited])
+        bits = self._bits[[answer.row for _, answer in own]]
         unwanted: dict[LastResorts, list[int]] = {}
-        for place, (at, one) in enumerate(own):
-            if one.matcher.forced or one.failure is not None:
+        for place, (at, answer) in enumerate(own):
+            if answer.heavy is not None and answer.heavy.ready is not None:
+                answer.heavy.ready.result()
+                bits[place] = answer.heavy.bits
+            if answer.matcher.forced or answer.failure is not None:
                 bits[place] = 0
-            if one.matcher.forced:
-                _allow_only(one.matcher.forced[0], bits[place])
-            resorts = one.unwanted_early if is_early[at] else one.unwanted
+            if answer.matcher.forced:
+                _allow_only(answer.matcher.forced[0], bits[place])
+            resorts = answer.unwanted_early if is_early[at] else answer.unwanted
             if resorts is not None:
                 unwanted.setdefault(resorts, []).append(place)
         for resorts, places in unwanted.items():
@@ -304,49 +399,101 @@ class TokenMasks:
             return
         places = [
             place
-            for place, (_, one) in enumerate(own)
-            if one.blanks is not None and not one.matcher.forced and one.blanks.is_full(tokens)
+            for place, (_, answer) in enumerate(own)
+            if answer.blanks is not None and not answer.matcher.forced and answer.blanks.is_full(tokens)
         ]
         if places:
             resorts.remove_from(bits, np.array(places, np.int64))
 
     def _fill(self, own: list[_Constrained]) -> None:
         self._make_room(own)
-        lacking = [one for one in own if not one.has_mask and one.failure is None]
+        lacking = [answer for answer in own if not answer.has_mask and answer.failure is None]
         while lacking:
             lacking = self._write_bits(lacking)
-            for one in lacking:
-                one.is_alone |= is_outgrown(one.matcher.current())
-                compile_again = self._compiler.compile_alone if one.is_alone else self._compiler.compile_anew
-                one.matcher.restart(compile_again(one.grammar, one.matcher.compiled))
+            for answer in lacking:
+                self._restart(answer)
+
+    def _restart(self, answer: _Constrained) -> None:
+        answer.is_alone |= is_outgrown(answer.matcher.current())
+        compile_again = self._compiler.compile_alone if answer.is_alone else self._compiler.compile_anew
+        answer.matcher.restart(compile_again(answer.grammar, answer.matcher.compiled))
 
     def _write_bits(self, lacking: list[_Constrained]) -> list[_Constrained]:
         matchers: list[tuple[LLMatcher, int]] = []
         masked: list[_Constrained] = []
-        for one in lacking:
+        for answer in lacking:
             try:
-                matchers.append((one.matcher.current(), one.row))
-                masked.append(one)
+                matchers.append((answer.matcher.current(), answer.row))
+                masked.append(answer)
             except GrammarError as error:
-                one.failure = str(error)
-        if matchers:
-            bits = self._bits
+                answer.failure = str(error)
+        if self._measures_each:
+            self._compute_each(masked, matchers)
+        elif matchers:
+            bits, began = self._bits, time.monotonic()
             self._executor.unsafe_compute_mask_ptr(matchers, bits.ctypes.data, bits.strides[0], len(bits))
-        failed_by_others: list[_Constrained] = []
-        for one, (matcher, _) in zip(masked, matchers, strict=True):
-            if is_spoilt(matcher) or (is_outgrown(matcher) and not one.is_alone):
-                failed_by_others.append(one)
-                continue
-            one.masked_at = one.matcher.place
-            if matcher.is_error():
-                one.failure = failure_of(matcher)
-        return failed_by_others
+            self._measures_each = time.monotonic() - began > _HEAVY_S + _MASK_S * len(matchers)
+        return [answer for answer, (matcher, _) in zip(masked, matchers, strict=True) if _must_restart(answer, matcher)]
+
+    def _compute_each(self, masked: list[_Constrained], matchers: list[tuple[LLMatcher, int]]) -> None:
+        self._measures_each = False
+        for answer, (matcher, row) in zip(masked, matchers, strict=True):
+            began = time.thread_time()
+            _write_mask(matcher, self._bits[row])
+            if time.thread_time() - began > _HEAVY_S:
+                answer.heavy, answer.has_jumps = self._heavy_mask(), False
 
     def _make_room(self, own: list[_Constrained]) -> None:
-        num_rows = max((one.row + 1 for one in own), default=0)
+        num_rows = max((answer.row + 1 for answer in own), default=0)
         if num_rows > len(self._bits):
             more = np.zeros((max(num_rows, 2 * len(self._bits)) - len(self._bits), self._bits.shape[1]), np.int32)
             self._bits = np.concatenate([self._bits, more])
+
+    # --- on the thread of heavy grammars
+
+    def _fill_heavy(self, answer: _Constrained, heavy: _HeavyMask) -> None:
+        if answer.is_removed or answer.failure is not None:
+            return
+        if self._heavy_executor is None:
+            self._heavy_executor = LLExecutor(1)
+        try:
+            while self._write_heavy(answer, heavy):
+                self._restart(answer)
+        except GrammarError as error:
+            answer.failure = str(error)
+        if heavy.spent_s > ANSWER_S:
+            answer.failure = f"the grammar takes more than {ANSWER_S:g} s of computing for one answer"
+
+    def _write_heavy(self, answer: _Constrained, heavy: _HeavyMask) -> bool:
+        matcher = answer.matcher.current(self._consume)
+        began = time.thread_time()
+        _write_mask(matcher, heavy.bits)
+        seconds = 2 * (time.thread_time() - began)  # to match a token takes no longer than the mask that allowed it
+        heavy.spent_s += seconds
+        if answer.is_real_time and not self._clients.add(answer.client, seconds, time.monotonic()):
+            answer.failure = f"the grammars of this key took more than {CLIENT_S:g} s of computing: try again later"
+        return _must_restart(answer, matcher)
+
+    def _consume(self, matcher: LLMatcher, token_id: int) -> None:
+        """Match a token without the interpreter's lock, which is freed only where several matchers go together."""
+        executor, failed = self._heavy_executor, self._compiler.failed_matcher
+        assert executor is not None, "on another thread"
+        assert failed is not None, "a matcher without a vocabulary"
+        executor.consume_token_par([(matcher, token_id), (failed, token_id)])
+
+
+def _must_restart(answer: _Constrained, matcher: LLMatcher) -> bool:
+    """Note the mask; return whether other answers, which share the matcher's patterns, made it fail."""
+    if is_spoilt(matcher) or (is_outgrown(matcher) and not answer.is_alone):
+        return True
+    answer.masked_at = answer.matcher.place
+    if matcher.is_error():
+        answer.failure = failure_of(matcher)
+    return False
+
+
+def _write_mask(matcher: LLMatcher, bits: Bits) -> None:
+    matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
 
 
 def _may_jump(sampling: SamplingParams) -> bool:
@@ -354,10 +501,10 @@ def _may_jump(sampling: SamplingParams) -> bool:
 
 
 def _foresee(jumping: list[_Constrained]) -> None:
-    for constrained in jumping:
-        if constrained.matcher.is_compiled:
+    for answer in jumping:
+        if answer.matcher.is_compiled:
             with suppress(GrammarError):  # told by the next mask
-                constrained.matcher.foresee(constrained.ends)
+                answer.matcher.foresee(answer.ends)
 
 
 def _allow_only(token_id: int, bits: Bits) -> None:

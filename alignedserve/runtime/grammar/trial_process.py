@@ -15,7 +15,7 @@ from llguidance import LLTokenizer
 from alignedserve.core.errors import UnsupportedModel
 from alignedserve.process.child_process import bound_time
 from alignedserve.process.frames import read_frame, write_frame
-from alignedserve.runtime.grammar.compiler import GrammarError, compile_now, unsupported_model
+from alignedserve.runtime.grammar.compiler import GrammarError, compile_now, try_step, unsupported_model
 from alignedserve.runtime.grammar.vocabulary import TokenTable
 
 _MAX_MEMORY_BYTES = 4 << 30  # of addresses, half of which are other things than memory in use
@@ -53,7 +53,7 @@ def _refusal(vocabulary: LLTokenizer | GrammarError, grammar: str) -> str:
     try:
         if isinstance(vocabulary, GrammarError):
             raise vocabulary
-        compile_now(vocabulary, grammar)
+        try_step(compile_now(vocabulary, grammar))
     except GrammarError as error:
         return str(error)
     return ""

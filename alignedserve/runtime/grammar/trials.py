@@ -1,9 +1,10 @@
 """Tries clients' grammars in processes of their own, before any worker compiles them in its threads."""
 
 import logging
+import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,6 +18,7 @@ import orjson
 from alignedserve.core.errors import ModelError
 from alignedserve.process.child_process import ChildProcess
 from alignedserve.process.turn_threads import TurnThreads
+from alignedserve.runtime.grammar.client_seconds import ClientSeconds
 from alignedserve.runtime.grammar.compiler import GrammarError, unsupported_model
 from alignedserve.runtime.grammar.json_schema import FLEXIBLE_WHITESPACE
 from alignedserve.runtime.grammar.trial_process import TrialSetup
@@ -40,6 +42,11 @@ _GUIDANCE = "x-guidance"
 _MAX_WALL_S = 30.0  # where cores are busy with other things, or the process is stopped
 logger = logging.getLogger(__name__)
 
+
+class ClientExhausted(Exception):
+    """The client's grammars have taken too long; another is tried later."""
+
+
 MAX_CPU_S = 2.0  # schemas in use take some milliseconds
 _MAX_KEPT = 4096
 _TOO_LONG = "the grammar takes too long, or too much memory, to compile"
@@ -62,8 +69,12 @@ class TrialLane:
     however many they have.
     """
 
-    def __init__(self, attempt: Callable[[str, ChildProcess], None]) -> None:
-        """`attempt`: tries a grammar in the process, on the lane's thread; what it raises is the trial's error."""
+    def __init__(
+        self, attempt: Callable[[str, ChildProcess], None], charge: Callable[[Collection[TrialTurn], float], None]
+    ) -> None:
+        """`attempt`: tries a grammar in the process, on the lane's thread; what it raises is the trial's error.
+        `charge`: gets the seconds that it took."""
+        self._charge = charge
         self.process = ChildProcess("alignedserve.runtime.grammar.trial_process", _MAX_WALL_S)
         self._attempt = attempt
         self._thread = TurnThreads(1, "trials")
@@ -85,12 +96,17 @@ class TrialLane:
     def _try(self, trial: GrammarTrial) -> None:
         if trial.result.done() or not trial.result.set_running_or_notify_cancel():
             return
+        began = time.monotonic()
+        failure: Exception | None = None
         try:
             self._attempt(trial.grammar, self.process)
         except Exception as error:  # noqa: BLE001 - whoever waits for the trial raises it
-            trial.result.set_exception(error)
-        else:
+            failure = error
+        self._charge(trial.turns, min(time.monotonic() - began, MAX_CPU_S))
+        if failure is None:
             trial.result.set_result(None)
+        else:
+            trial.result.set_exception(failure)
 
 
 class GrammarTrials:
@@ -104,17 +120,21 @@ class GrammarTrials:
     def __init__(self, load_table: Callable[[], TokenTable], *, max_cpu_s: float = MAX_CPU_S) -> None:
         """`load_table`: called on a thread, when the first grammar comes; may raise ModelError."""
         attempt = partial(_attempt, load_table, max_cpu_s)
-        self._plain, self._others = TrialLane(attempt), TrialLane(attempt)
+        self._plain, self._others = TrialLane(attempt, self._charge), TrialLane(attempt, self._charge)
         self._trials: OrderedDict[bytes, GrammarTrial] = OrderedDict()
+        self._clients = ClientSeconds()
         self._lock = Lock()
         for lane in (self._plain, self._others):
             weakref.finalize(self, lane.process.end)
 
     def start(self, grammar: str, turn: TrialTurn = ALONE) -> "Future[None]":
+        """Let a grammar wait for its turn, unless it has been tried. Raises ClientExhausted."""
         key = blake2b(grammar.encode(), digest_size=16).digest()
         with self._lock:
             known = self._trials.get(key)
             if known is None or _tells_nothing(known.result):
+                if not self._clients.add(turn.tenant, 0.0, time.monotonic()):
+                    raise ClientExhausted
                 known = self._trials[key] = GrammarTrial(grammar)
             self._trials.move_to_end(key)
             while len(self._trials) > _MAX_KEPT:
@@ -123,6 +143,11 @@ class GrammarTrials:
                 lane = self._plain if is_plain(grammar) else self._others
                 lane.add(known, turn)
             return known.result
+
+    def _charge(self, turns: Collection[TrialTurn], seconds: float) -> None:
+        with self._lock:
+            for client in {turn.tenant for turn in turns}:
+                self._clients.add(client, seconds, time.monotonic())
 
     def close(self) -> None:
         """End the processes at once; grammars that wait are not tried."""

@@ -24,7 +24,7 @@ from alignedserve.runtime.model.model_files import (
     unused_parts,
     weights_in_files,
 )
-from alignedserve.runtime.model.named_models import BUILT_IN, POCKET, model_path
+from alignedserve.runtime.model.named_models import BUILT_IN, POCKET, model_path, own_template
 from alignedserve.runtime.model.quantized.product_form import Computing
 from alignedserve.runtime.model.sampling_defaults import SamplingDefaults, sampling_defaults
 from alignedserve.runtime.model.sharding.layer_stages import check_pipeline_parallel, staged_layout
@@ -168,7 +168,8 @@ def resolve_model(
         stored = weights_in_files(file or folder, config, Computing(device, dtype, has_float8), section.quantization)
     cache_dtype = None if engine.kv_cache_dtype == "auto" else engine.kv_cache_dtype
     max_context_len = section.max_context_len or longest
-    template = None if section.chat_template is None else read_template(Path(section.chat_template))
+    template = own_template(section.path, None if file is None else file.metadata.get("tokenizer.chat_template"))
+    template = template if section.chat_template is None else read_template(Path(section.chat_template))
     unused = unused_parts(folder) if file is None else []
     if unused:
         logger.warning("Not used of %s: %s.", folder, "; ".join(unused))

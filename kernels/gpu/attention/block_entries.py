@@ -42,9 +42,9 @@ def block_arrays(table: TableArrays, rows: Int64Array, lengths: Int64Array) -> B
 
 def plain_block_arrays(table: TableArrays, rows: Int64Array, lengths: Int64Array) -> BlockArrays:
     widths: Int64Array = -(-lengths // table.block_size)
-    own, num_padding = widths[: len(rows)], len(lengths) - len(rows)
-    longest = int(own.max(initial=0))
-    is_entry = np.arange(longest) < own[:, None]  # of the rows' tables, cut to the longest: no loop over rows
+    row_widths, num_padding = widths[: len(rows)], len(lengths) - len(rows)
+    longest = int(row_widths.max(initial=0))
+    is_entry = np.arange(longest) < row_widths[:, None]  # of the rows' tables, cut to the longest: no loop over rows
     entries = table.block_tables[rows, :longest][is_entry]
     return BlockArrays(
         lengths.astype(np.int32),

@@ -303,13 +303,13 @@ def _merge_parts(
         own_most = tl.load(weights + heads * 2, mask=is_part, other=-float("inf"))
         own_total = tl.load(weights + heads * 2 + 1, mask=is_part, other=0.0)
         where = heads[:, None] * HEAD_DIM + dims[None, :]
-        own = tl.load(sums + where, mask=is_part[:, None] & is_dim[None, :], other=0.0)
+        part_sums = tl.load(sums + where, mask=is_part[:, None] & is_dim[None, :], other=0.0)
         higher = tl.maximum(most, tl.max(own_most, axis=0))
         before = tl.where(most == -float("inf"), 0.0, tl.exp2(most - higher))
         # A part without a number (NaN in its keys) has no maximum; its sum is none either, and stays none times 0.
         share = tl.where(own_most == -float("inf"), 0.0, tl.exp2(own_most - higher))
         total = total * before + tl.sum(own_total * share, axis=0)
-        result = result * before + tl.sum(own * share[:, None], axis=0)
+        result = result * before + tl.sum(part_sums * share[:, None], axis=0)
         most = higher
     where = row * out_stride + head * OUT_WIDTH + (OUT_WIDTH - HEAD_DIM) + dims
     tl.store(out + where, (result / total).to(out.dtype.element_ty), mask=is_dim)

@@ -181,9 +181,9 @@ def _query(
 ):
     turned, dims = tl.arange(0, PADDED_ROPE), tl.arange(0, PADDED_RANK)
     rope: tl.constexpr = WIDTH - RANK
-    own = queries + at[:, None]
-    first = tl.load(own + turned[None, :], mask=is_row[:, None] & (turned < rope)[None, :], other=0.0)
-    second = tl.load(own + rope + dims[None, :], mask=is_row[:, None] & (dims < RANK)[None, :], other=0.0)
+    pointers = queries + at[:, None]
+    first = tl.load(pointers + turned[None, :], mask=is_row[:, None] & (turned < rope)[None, :], other=0.0)
+    second = tl.load(pointers + rope + dims[None, :], mask=is_row[:, None] & (dims < RANK)[None, :], other=0.0)
     if UPCAST:
         first, second = first.to(tl.float32), second.to(tl.float32)
     return first, second
@@ -218,9 +218,9 @@ def _attend(
     turned, dims = tl.arange(0, PADDED_ROPE), tl.arange(0, PADDED_RANK)
     rope: tl.constexpr = WIDTH - RANK
     elements = cached_elements(table, tokens, is_read, backwards, 0, block_stride, SLOT_WIDTH, WIDTH, BLOCK_SIZE)
-    own = rows + elements[:, None]
-    keys = tl.load(own + turned[None, :], mask=is_read[:, None] & (turned < rope)[None, :], other=0)
-    latents = tl.load(own + rope + dims[None, :], mask=is_read[:, None] & (dims < RANK)[None, :], other=0)
+    pointers = rows + elements[:, None]
+    keys = tl.load(pointers + turned[None, :], mask=is_read[:, None] & (turned < rope)[None, :], other=0)
+    latents = tl.load(pointers + rope + dims[None, :], mask=is_read[:, None] & (dims < RANK)[None, :], other=0)
     keys = widened(keys, query[0], HAS_SCALES, CONVERTS_FLOAT8)
     latents = widened(latents, query[1], HAS_SCALES, CONVERTS_FLOAT8)
     scores = tl.dot(query[1], tl.trans(latents), input_precision="ieee")
@@ -359,7 +359,7 @@ def _prefill_latents(
     query = _query(
         queries, own_rows * query_stride + head * WIDTH, is_query, WIDTH, RANK, PADDED_ROPE, PADDED_RANK, UPCAST
     )
-    own = position + token
+    context = position + token
     most = tl.full((ROWS,), -float("inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     result = tl.zeros((ROWS, PADDED_RANK), tl.float32)
@@ -372,7 +372,7 @@ def _prefill_latents(
             query,
             tokens,
             is_read,
-            is_read[None, :] & (tokens[None, :] <= own[:, None]),
+            is_read[None, :] & (tokens[None, :] <= context[:, None]),
             blocks + rows_at,
             table,
             backwards,

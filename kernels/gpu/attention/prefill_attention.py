@@ -259,8 +259,8 @@ def _prefill(
     query = tl.load(queries + own_rows * query_stride + within, mask=is_element, other=0.0)
     if UPCAST:
         query = query.to(tl.float32)
-    own = position + token
-    ends, last = own + 1, position + count
+    context = position + token
+    ends, last = context + 1, position + count
     if HAS_ENDS:
         ends = tl.load(token_ends + first_row + token, mask=is_query, other=0)
         last = tl.maximum(last, tl.max(ends, axis=0))
@@ -291,7 +291,7 @@ def _prefill(
                 keys_at,
                 values_at,
                 bounds,
-                own,
+                context,
                 ends,
                 window,
                 scale,

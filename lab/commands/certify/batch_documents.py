@@ -75,12 +75,12 @@ class BatchDocuments(Documents):
             for plan, file_id in zip(batches, files, strict=True):
                 opened.append(await self._create(plan, file_id, log))
             await self._watch(opened, log)
-            for one in opened:
-                log.batches.append(await self._judge(one, expected))
-                judged.add(one.plan.name)
+            for batch in opened:
+                log.batches.append(await self._judge(batch, expected))
+                judged.add(batch.plan.name)
         finally:
             await self._leave(opened, files)
-            log.batches += [_unjudged(one) for one in opened if one.plan.name not in judged]
+            log.batches += [_unjudged(batch) for batch in opened if batch.plan.name not in judged]
 
     def _write(self, batches: Sequence[PlannedBatch], folder: Path) -> list[Path]:
         paths = []
@@ -123,15 +123,15 @@ class BatchDocuments(Documents):
 
     async def _watch(self, opened: Sequence[_OpenBatch], log: DocumentsLog) -> None:
         while True:
-            for one in opened:
-                if one.ended_s is None:
-                    one.batch = await self._client.batch(one.batch["id"])
-                    if one.batch.get("status") in OVER:
-                        one.ended_s = time.monotonic()
-            log.step(sum(one.num_ended for one in opened))
-            if any(one.batch.get("status") != "validating" for one in opened):
+            for batch in opened:
+                if batch.ended_s is None:
+                    batch.batch = await self._client.batch(batch.batch["id"])
+                    if batch.batch.get("status") in OVER:
+                        batch.ended_s = time.monotonic()
+            log.step(sum(batch.num_ended for batch in opened))
+            if any(open_batch.batch.get("status") != "validating" for open_batch in opened):
                 log.has_begun.set()
-            ends_s = [one.ended_s for one in opened]
+            ends_s = [batch.ended_s for batch in opened]
             if None not in ends_s:
                 log.ended_s = max(filter(None, ends_s))
                 return
@@ -154,10 +154,10 @@ class BatchDocuments(Documents):
     async def _leave(self, opened: Sequence[_OpenBatch], files: Sequence[str]) -> None:
         with contextlib.suppress(Exception):
             async with asyncio.timeout(_CANCEL_S):
-                for one in opened:
-                    if one.ended_s is None:
+                for batch in opened:
+                    if batch.ended_s is None:
                         with contextlib.suppress(RequestRefused):
-                            await self._client.cancel(one.batch["id"])
+                            await self._client.cancel(batch.batch["id"])
                 for file_id in files:
                     with contextlib.suppress(RequestRefused):
                         await self._client.delete_file(file_id)

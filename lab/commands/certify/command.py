@@ -215,10 +215,10 @@ def _latencies(certificate: Certificate) -> Table:
     table.add_column("seconds")
     for heading in ("p50", "p90", "p99", "longest"):
         table.add_column(heading, justify="right")
-    for one in certificate.figures.compared():
+    for phase in certificate.figures.compared():
         cells = []
         for field in ("p50", "p90", "p99", "max"):
-            off, on = (None if of is None else getattr(of, field) for of in (one.off, one.on))
+            off, on = (None if of is None else getattr(of, field) for of in (phase.off, phase.on))
             cells.append(" / ".join("-" if value is None else f"{value:.3f}" for value in (off, on)))
-        table.add_row(one.measure, *cells)
+        table.add_row(phase.measure, *cells)
     return table

@@ -95,7 +95,7 @@ class LiveRun:
 
     async def _model(self) -> str:
         listed = await self._client.listed_models()
-        names = [one.name for one in listed]
+        names = [model.name for model in listed]
         wanted = self._options.model
         if wanted is not None and wanted not in names:
             raise PeerError(f"{self._client.url} does not serve {wanted!r}; it serves {', '.join(names)}")

@@ -162,9 +162,9 @@ class CertifyOptions:
 
     def _refuse(self, options: Mapping[str, str], why: str) -> None:
         defaults = {field.name: field.default for field in fields(self)}
-        given = [option for name, option in options.items() if getattr(self, name) != defaults[name]]
-        if given:
-            raise ConfigError(f"{' and '.join(given)}: {why}")
+        changed = [option for name, option in options.items() if getattr(self, name) != defaults[name]]
+        if changed:
+            raise ConfigError(f"{' and '.join(changed)}: {why}")
 
     @property
     def modelled(self) -> str | None:

@@ -242,18 +242,18 @@ def _stream(record: RequestRecord, zero_s: float) -> StreamRecord:
 def _batch(
     batch: PlannedBatch, documents: Sequence[RequestRecord], batch_of: Sequence[PlannedBatch], zero_s: float
 ) -> BatchRecord:
-    own = [record for record, of in zip(documents, batch_of, strict=False) if of is batch]
-    failures = Counter(record.ending.value for record in own if record.ending is not RequestEnding.COMPLETED)
+    records = [record for record, of in zip(documents, batch_of, strict=False) if of is batch]
+    failures = Counter(record.ending.value for record in records if record.ending is not RequestEnding.COMPLETED)
     began_s = min((record.arrival_s for record in documents), default=zero_s) - zero_s
     return BatchRecord(
         name=batch.name,
         window_s=batch.window_s,
         num_lines=len(batch.lines),
         began_s=began_s,
-        ended_s=max((record.ended_s - zero_s for record in own), default=None),
-        num_answered=len(own) - sum(failures.values()),
-        num_lost=len(batch.lines) - len(own),
-        num_prompt_tokens=sum(record.prompt_len for record in own),
-        num_output_tokens=sum(record.num_tokens for record in own),
+        ended_s=max((record.ended_s - zero_s for record in records), default=None),
+        num_answered=len(records) - sum(failures.values()),
+        num_lost=len(batch.lines) - len(records),
+        num_prompt_tokens=sum(record.prompt_len for record in records),
+        num_output_tokens=sum(record.num_tokens for record in records),
         failures=dict(failures),
     )

@@ -60,7 +60,7 @@ class SpeedMeter:
 
     async def try_pictures(self, *wanted: Lengths) -> None:
         """Find out whether the server takes the pictures that requests are to carry. Raises PeerError."""
-        edge = next((one.picture_edge for one in wanted if one.picture_share), None)
+        edge = next((load.picture_edge for load in wanted if load.picture_share), None)
         if edge is None:
             return
         outcome = await self._ask(self.calls.call(PlannedRequest("picture", 16, 2, picture_edge=edge), Slo()))
@@ -78,8 +78,8 @@ class SpeedMeter:
     async def measure(self, chat: Lengths, documents: Lengths, documents_in_air: int | None) -> Speed:
         """Measure. Raises PeerError. `documents_in_air`: at a time; None: as many as were best for chat."""
         idle = [await self._idle(chat, number) for number in range(_NUM_IDLE)]
-        ttfts = sorted(filter(None, (metrics.ttft_s(one.sent_s, one.token_times_s) for one in idle)))
-        tpots = sorted(filter(None, (metrics.tpot_s(one.token_times_s, one.num_tokens) for one in idle)))
+        ttfts = sorted(filter(None, (metrics.ttft_s(chat.sent_s, chat.token_times_s) for chat in idle)))
+        tpots = sorted(filter(None, (metrics.tpot_s(chat.token_times_s, chat.num_tokens) for chat in idle)))
         if not ttfts:
             raise PeerError(f"{self._client.url} answers without any text: nothing can be measured")
         chats_per_s, in_air = await self._fill("fill", chat, {}, _FIRST_IN_AIR, _MOST_IN_AIR)
@@ -162,7 +162,7 @@ class _ClosedLoop:
         ended_s = time.monotonic()
         outcomes = [*self._ended, *self._open.values()]
         num_tokens = sum(began_s <= at_s < ended_s for outcome in outcomes for at_s in outcome.token_times_s)
-        whole = [len(one.token_times_s) for one in self._ended if one.failure is None and one.token_times_s]
+        whole = [len(chat.token_times_s) for chat in self._ended if chat.failure is None and chat.token_times_s]
         num_of_one = sum(whole) / len(whole) if whole else self._output_len
         return num_tokens / (ended_s - began_s) / max(num_of_one, 1)
 

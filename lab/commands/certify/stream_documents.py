@@ -51,24 +51,24 @@ class StreamDocuments(Documents):
     async def run(self, batches: Sequence[PlannedBatch], expected: Mapping[int, str], log: DocumentsLog) -> None:
         log.begin()
         opened = [_OpenBatch(plan, expected) for plan in batches]
-        waiting = deque((one, line) for one in sorted(opened, key=_window) for line in one.plan.lines)
+        waiting = deque((batch, line) for batch in sorted(opened, key=_window) for line in batch.plan.lines)
         tasks = [asyncio.create_task(self._send_all(waiting, log)) for _ in range(self._outstanding)]
         log.has_begun.set()
         try:
             while not all(task.done() for task in tasks):
-                log.step(sum(len(one.plan.lines) - one.num_left for one in opened))
+                log.step(sum(len(batch.plan.lines) - batch.num_left for batch in opened))
                 log.require_progress(self._patience_s)
                 await asyncio.wait(tasks, timeout=_LOOK_S)
             await asyncio.gather(*tasks)
-            log.step(sum(len(one.plan.lines) for one in opened))
-            log.ended_s = max(one.ended_s or log.began_s for one in opened)
+            log.step(sum(len(batch.plan.lines) for batch in opened))
+            log.ended_s = max(batch.ended_s or log.began_s for batch in opened)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            for one in opened:
-                status = "completed" if one.ended_s is not None else "in_progress"
-                log.batches.append(one.judge.record(status, log.began_s, one.ended_s))
+            for batch in opened:
+                status = "completed" if batch.ended_s is not None else "in_progress"
+                log.batches.append(batch.judge.record(status, log.began_s, batch.ended_s))
 
     async def _send_all(self, waiting: deque[tuple[_OpenBatch, PlannedLine]], log: DocumentsLog) -> None:
         while waiting:
@@ -93,5 +93,5 @@ class StreamDocuments(Documents):
             await asyncio.sleep(_PAUSE_S)
 
 
-def _window(one: _OpenBatch) -> float:
-    return one.plan.window_s
+def _window(batch: _OpenBatch) -> float:
+    return batch.plan.window_s

@@ -35,13 +35,13 @@ _MAX_ROWS = 12  # of the table on the terminal; the report has all
 def plan(options: PlanOptions) -> int:
     """Run the command and return its exit code: 1 when no plan holds. Raises ConfigError for what cannot be planned."""
     try:
-        asked = asked_for(options)
+        wanted = asked_for(options)
     except RecordingError as error:  # an exit code of 1 would say that no plan holds
         raise ConfigError(f"--from: {error}") from error
     make_folder(options.output)
-    for warning in asked.warnings:
+    for warning in wanted.warnings:
         notes().print(warning, markup=False, soft_wrap=True)
-    report = _report(options, asked, _search(options, asked))
+    report = _report(options, wanted, _search(options, wanted))
     document = to_json({"machine": describe_machine(), **plan_values(report)})
     write_file(options.output / "plan.json", document)
     write_file(options.output / "report.html", plan_page(report).encode())
@@ -57,9 +57,9 @@ def plan(options: PlanOptions) -> int:
     return 0 if report.plan.is_held else FAILURE
 
 
-def _search(options: PlanOptions, asked: Asked) -> Plan:
+def _search(options: PlanOptions, wanted: Asked) -> Plan:
     with progress() as bar, CasePool(options.processes or num_cores()) as pool:
-        return make_plan(asked.request, pool, _Bar(bar).note)
+        return make_plan(wanted.request, pool, _Bar(bar).note)
 
 
 class _Bar:
@@ -75,35 +75,35 @@ class _Bar:
         self._bar.update(self._task, completed=self._num_over, status=words + simulated)
 
 
-def _report(options: PlanOptions, asked: Asked, found: Plan) -> PlanReport:
+def _report(options: PlanOptions, wanted: Asked, plan: Plan) -> PlanReport:
     text = None
-    nearest = asked.request.machines.configured(found.nearest.candidate).cluster.decode
+    nearest = wanted.request.machines.configured(plan.nearest.candidate).cluster.decode
     running = f"up to {nearest.max_running_requests} by each decode worker"
-    if found.chosen is not None:
-        candidate = found.chosen.candidate
+    if plan.chosen is not None:
+        candidate = plan.chosen.candidate
         remarks = [
             f"Made by alignedserve plan ({version('alignedserve')}).",
-            *summary(found)[:1],
-            f"Workload: {asked.about['workload']}",
+            *summary(plan)[:1],
+            f"Workload: {wanted.about['workload']}",
         ]
-        text = config_file(candidate, asked.request.machines, remarks)
-    searched = f"{found.num_simulations} simulations, {len(found.tried)} plans"
+        text = config_file(candidate, wanted.request.machines, remarks)
+    searched = f"{plan.num_simulations} simulations, {len(plan.tried)} plans"
     about = {
-        **asked.about,
+        **wanted.about,
         _RUNNING: running,
-        _ATTENTION: straggler_words(found.nearest.outcome, asked.request.machines),
+        _ATTENTION: straggler_words(plan.nearest.outcome, wanted.request.machines),
         "searched": searched,
         "command": command_line(),
         "version": version("alignedserve"),
     }
-    return PlanReport(tuple(about.items()), found, text, asked.warnings)
+    return PlanReport(tuple(about.items()), plan, text, wanted.warnings)
 
 
 def _print(report: PlanReport) -> None:
     whole = candidates_table(report.plan)
     table = Table(header_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for place, heading in enumerate(whole.headings):
-        table.add_column(heading, justify="left" if place == 0 else "right")
+    for column, heading in enumerate(whole.headings):
+        table.add_column(heading, justify="left" if column == 0 else "right")
     for row in _shown_rows(report.plan):
         table.add_row(*map(printable, row))
     print_table(table)
@@ -119,10 +119,10 @@ def _print(report: PlanReport) -> None:
         notes().print(line, markup=False, soft_wrap=True)
 
 
-def _shown_rows(found: Plan) -> list[Sequence[str]]:
-    cost = found.nearest.candidate.cost
-    plans = sorted_plans(found)
-    rows = list(zip(plans, candidates_table(found).rows, strict=True))
+def _shown_rows(plan: Plan) -> list[Sequence[str]]:
+    cost = plan.nearest.candidate.cost
+    plans = sorted_plans(plan)
+    rows = list(zip(plans, candidates_table(plan).rows, strict=True))
     by_use = sorted(rows, key=lambda row: (not row[0].outcome.is_representative, abs(row[0].candidate.cost - cost)))
-    kept = {row[0].candidate.label for row in by_use[:_MAX_ROWS]}
-    return [cells for one, cells in rows if one.candidate.label in kept]
+    shown_labels = {row[0].candidate.label for row in by_use[:_MAX_ROWS]}
+    return [cells for tried, cells in rows if tried.candidate.label in shown_labels]

@@ -244,8 +244,8 @@ def _cluster(options: PlanOptions, is_named: bool) -> ClusterConfig:
             raise ConfigError(f"--set {field}: that is what the plan is to say")
     sizes = SERVER_SIZES if options.config is None and is_named else ()
     # What follows from the accelerators' memory is chosen for each plan.
-    given = [size for size in sizes if not size.startswith("decode.max_running_requests")]
-    return load_config(options.config, (*given, *options.overrides))
+    running_sizes = [size for size in sizes if not size.startswith("decode.max_running_requests")]
+    return load_config(options.config, (*running_sizes, *options.overrides))
 
 
 def _choices(options: PlanOptions, offers: tuple[Offer, ...], machines: Machines) -> Choices:
@@ -269,16 +269,16 @@ def _choices(options: PlanOptions, offers: tuple[Offer, ...], machines: Machines
 
 
 def _expert_degrees(options: PlanOptions, offers: Sequence[Offer], machines: Machines) -> Mapping[str, Sequence[int]]:
-    asked = _degrees("--expert-parallel", options.expert_degrees)
+    degrees = _degrees("--expert-parallel", options.expert_degrees)
     measured = {offer.name: machines.profiles.get(offer.name) if offer.name != RECORDED else None for offer in offers}
-    return {name: expert_degrees(asked, profile, name) for name, profile in measured.items()}
+    return {name: expert_degrees(degrees, profile, name) for name, profile in measured.items()}
 
 
 def _topology(name: str) -> Topology:
     try:
         return Topology(name)
     except ValueError:
-        known = ", ".join(one.value for one in Topology)
+        known = ", ".join(topology.value for topology in Topology)
         raise ConfigError(f"--topology {name!r} is none of {known}") from None
 
 

@@ -81,18 +81,18 @@ def replay_folder(folder: Path, component: str | None = None) -> tuple[list[Comp
     """Decide everything again and return the checks and the observed run. Raises RecordingError."""
     run, checks = ObservedRun(), []
     replays = [ComponentReplay(path) for path in recordings_in(folder)]
-    chosen = [one for one in replays if component in (None, one.name)]
+    chosen = [room for room in replays if component in (None, room.name)]
     if not chosen:
-        raise ConfigError(f"--component {component}: recorded are {', '.join(sorted({one.name for one in replays}))}")
-    for one in chosen:
-        observer, began_s = run.observer(one.name, one.pool, one.measured), time.perf_counter()
-        part = read_part(one.path.parent)
+        raise ConfigError(f"--component {component}: recorded are {', '.join(sorted({room.name for room in replays}))}")
+    for room in chosen:
+        observer, began_s = run.observer(room.name, room.pool, room.measured), time.perf_counter()
+        part = read_part(room.path.parent)
         ahead_s = part.clock_ahead_s if part is not None else 0.0
-        for decided in one.decided():
+        for decided in room.decided():
             observer.take(decided._replace(now=decided.now + ahead_s))
         seconds = time.perf_counter() - began_s
-        file = str(one.path.relative_to(folder))
-        checks.append(ComponentCheck(one.name, file, one.num_equal, one.ending, seconds, one.difference, part))
+        file = str(room.path.relative_to(folder))
+        checks.append(ComponentCheck(room.name, file, room.num_equal, room.ending, seconds, room.difference, part))
     run.complete()
     return checks, run
 
@@ -202,7 +202,7 @@ def _print_difference(check: ComponentCheck, difference: Difference) -> None:
 
 
 def _shown(value: Any) -> str:
-    text = _MANY_ZEROS.sub(lambda found: f"0 x {found.group().count('0')}", printable(repr(value)))
+    text = _MANY_ZEROS.sub(lambda match: f"0 x {match.group().count('0')}", printable(repr(value)))
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]} …"
 
 

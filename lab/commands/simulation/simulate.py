@@ -42,7 +42,7 @@ def simulate(options: SimulateOptions) -> int:
     planned = plan_cases(options)
     make_folder(options.output)
     done = _run(planned, options)
-    report = Report("AlignedServe: simulated", tuple(_about(options, done).items()), [_reported(one) for one in done])
+    report = Report("AlignedServe: simulated", tuple(_about(options, done).items()), [_reported(case) for case in done])
     document = to_json(_as_json(options, done))
     write_file(options.output / "simulation.json", document)
     page = options.output / "report.html"
@@ -127,7 +127,7 @@ def _as_json(options: SimulateOptions, done: Sequence[_Done]) -> dict[str, Any]:
     return {
         "about": _about(options, done),
         "machine": describe_machine(),
-        "cases": [_case_as_json(one) for one in done],
+        "cases": [_case_as_json(case) for case in done],
     }
 
 
@@ -175,8 +175,8 @@ def _print_table(report: Report) -> None:
 def _print_figures(figures: FigureTable, title: str) -> None:
     box, padding = SIMPLE_HEAD, (0, 1, 0, 0)
     table = Table(header_style="bold", title=title or None, title_justify="left", box=box, padding=padding)
-    for place, heading in enumerate(figures.headings):
-        table.add_column(heading, justify="left" if place < figures.num_names else "right")
+    for column, heading in enumerate(figures.headings):
+        table.add_column(heading, justify="left" if column < figures.num_names else "right")
     for row in figures.rows:
         table.add_row(*map(printable, row))
     print_table(table)

@@ -102,9 +102,9 @@ def plan_cases(options: SimulateOptions) -> list[PlannedCase]:
         require_feasible(traffic.workload, max_context_len=config.context_len, memory_tokens=config.memory_tokens)
     planned = [
         PlannedCase(label, traffic.rate, Case(f"{label} at {traffic.rate:g}/s", config, traffic.line), traffic.ends_s)
-        for (label, config), traffic in product(zip((one.label for one in variants), configs, strict=True), traffics)
+        for (label, config), traffic in product(zip((way.label for way in variants), configs, strict=True), traffics)
     ]
-    if len({one.case.name for one in planned}) < len(planned):
+    if len({planned_case.case.name for planned_case in planned}) < len(planned):
         raise ConfigError("a policy or a rate was named twice")
     return planned
 
@@ -117,9 +117,9 @@ def _cluster(options: SimulateOptions) -> ClusterConfig:
     """
     for override in options.overrides:
         field = override.partition("=")[0].strip()
-        for name, place in _SAID_ELSEWHERE.items():
+        for name, elsewhere in _SAID_ELSEWHERE.items():
             if field == name or field.startswith(f"{name}."):
-                raise ConfigError(f"--set {field}: here {place} says that")
+                raise ConfigError(f"--set {field}: here {elsewhere} says that")
         if field in _FOLLOWS and not options.costs.startswith(FITTED):
             raise ConfigError(f"--set {field}: memory follows from --model, --hardware and --tensor-parallel")
     config = load_config(options.config, options.overrides)
@@ -202,11 +202,11 @@ def _topology(options: SimulateOptions, cluster: ClusterConfig, entry: PolicyEnt
     topology = cluster.topology if is_named or is_served else None
     if options.num_workers is not None and options.num_prefill is None and options.num_decode is None:
         together = (topology, *entry.topologies, Topology.COLOCATED)  # the last one is refused, saying why
-        return next(one for one in together if one is not None and not one.is_separate)
+        return next(topology for topology in together if topology is not None and not topology.is_separate)
     return topology
 
 
-def _sized(options: SimulateOptions, cluster: ClusterConfig, given: Topology | None) -> ClusterConfig:
+def _sized(options: SimulateOptions, cluster: ClusterConfig, topology: Topology | None) -> ClusterConfig:
     """Return the cluster with as many workers as asked for.
 
     Where separate ones were `given`, those that do both phases are as many as both kinds.
@@ -215,7 +215,7 @@ def _sized(options: SimulateOptions, cluster: ClusterConfig, given: Topology | N
     num_prefill = options.num_prefill or cluster.prefill.count
     num_decode = options.num_decode or cluster.decode.count
     if not cluster.chosen_topology.is_separate:
-        num_together = num_prefill + num_decode if given is None or given.is_separate else num_decode
+        num_together = num_prefill + num_decode if topology is None or topology.is_separate else num_decode
         num_decode = options.num_workers or num_together
     num_alike = options.num_nodes or 1
     return changed(
@@ -242,7 +242,7 @@ def machines_of(
 
 
 def _traffics(options: SimulateOptions) -> list[_RatedWorkload]:
-    rates = [_rate(text) for given in options.rates for text in given.split(",")]
+    rates = [_rate(text) for entry in options.rates for text in entry.split(",")]
     if options.workload is None:
         rates = rates or list(DEFAULT_RATES)
     workload = as_recorded(options.workload or DEFAULT_WORKLOAD)

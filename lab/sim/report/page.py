@@ -60,11 +60,11 @@ def _rates(report: Report) -> str:
     sections = []
     for name in report.classes:
         charts = (
-            against_rate(report, name, "requests that met their objectives", lambda one: one.attainment,
+            against_rate(report, name, "requests that met their objectives", lambda result: result.attainment,
                                is_share=True),
-            against_rate(report, name, "goodput, requests per second", lambda one: one.goodput_per_s,
+            against_rate(report, name, "goodput, requests per second", lambda result: result.goodput_per_s,
                                is_share=False),
-            against_rate(report, name, "throughput, tokens per second", lambda one: one.tokens_per_s,
+            against_rate(report, name, "throughput, tokens per second", lambda result: result.tokens_per_s,
                                is_share=False),
         )  # fmt: skip
         heading = element("h3", f"class {escape(name)}") if name != ALL else ""
@@ -124,8 +124,8 @@ def _at_rate(report: Report, rate: float) -> str:
 def _distributions(report: Report, runs: Sequence[ReportedRun], class_name: str) -> str:
     whose = "" if class_name == ALL else f", class {class_name}"
     charts = (
-        distribution(report, runs, class_name, "seconds to the first token", lambda one: one.ttft_s),
-        distribution(report, runs, class_name, "seconds between tokens", lambda one: one.tbt_s),
+        distribution(report, runs, class_name, "seconds to the first token", lambda result: result.ttft_s),
+        distribution(report, runs, class_name, "seconds between tokens", lambda result: result.tbt_s),
     )
     return (
         element("h3", f"First tokens and gaps between tokens{escape(whose)}")
@@ -179,8 +179,7 @@ def _marked_line(frame: PlotFrame, policy: str, style: int, points: Sequence[tup
     placed = [frame.at(x, y) for x, y in points]
     line = [_curve(style, placed)] if placed else []
     marks = [
-        mark(style, *place, f"{policy}: {shown(y)} at {shown(x)}/s")
-        for place, (x, y) in zip(placed, points, strict=True)
+        mark(style, *spot, f"{policy}: {shown(y)} at {shown(x)}/s") for spot, (x, y) in zip(placed, points, strict=True)
     ]
     return element("g", *line, *marks, class_=f"s{style % MAX_STYLES}")
 
@@ -195,9 +194,9 @@ def _curve(style: int, placed: Sequence[tuple[float, float]]) -> str:
 def distribution(
     report: Report, runs: Sequence[ReportedRun], class_name: str, x_label: str, measure: Callable[[ClassResult], object]
 ) -> str:
-    curves = [(run.policy, found.curve) for run in runs if (found := _measured(run, class_name, measure)) is not None]
+    curves = [(run.policy, spread.curve) for run in runs if (spread := _measured(run, class_name, measure)) is not None]
     frame = PlotFrame(
-        logarithmic([curve[place] for _, curve in curves for place in (1, -1)]),
+        logarithmic([curve[end] for _, curve in curves for end in (1, -1)]),
         Scale(0.0, 1.0),
         x_label,
         "share of values at or below",

@@ -69,7 +69,7 @@ class Scale:
         else:
             step = _round_step((self.high - self.low) / 5)
             first = math.ceil(self.low / step - 1e-9)
-            candidates = [(first + place) * step for place in range(12)]
+            candidates = [(first + exponent) * step for exponent in range(12)]
         slack = 1e-9 * self.high
         return [tick for tick in candidates if self.low - slack <= tick <= self.high + slack]
 

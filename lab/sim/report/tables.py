@@ -130,11 +130,11 @@ def steadiness(report: Report) -> Table:
     return Table((*names, *measures), rows, len(names))
 
 
-def _steadiness_cells(found: ClassResult | None) -> list[str]:
-    if found is None:
+def _steadiness_cells(of_class: ClassResult | None) -> list[str]:
+    if of_class is None:
         return [NOTHING] * 4
-    longest = NOTHING if found.longest_gap_s is None else _duration(found.longest_gap_s)
-    return [longest, _percent(found.stalled), _percent(found.fluidity), _percent(found.completed_of_arrived)]
+    longest = NOTHING if of_class.longest_gap_s is None else _duration(of_class.longest_gap_s)
+    return [longest, _percent(of_class.stalled), _percent(of_class.fluidity), _percent(of_class.completed_of_arrived)]
 
 
 def _percent(share: float | None) -> str:
@@ -160,14 +160,14 @@ def _headline_cells(run: ReportedRun, class_name: str) -> list[str]:
     return [*_class_cells(measures), *(of_all if class_name == ALL else ("", ""))]
 
 
-def _class_cells(found: ClassResult) -> list[str]:
+def _class_cells(of_class: ClassResult) -> list[str]:
     return [
-        _percent(found.attainment),
-        *_seconds(found.ttft_s, 50, 99),
-        *_seconds(found.tbt_s, 99),
-        f"{found.requests_per_s:.2f}",
-        f"{found.tokens_per_s:,.0f}",
-        f"{found.goodput_per_s:.2f}",
+        _percent(of_class.attainment),
+        *_seconds(of_class.ttft_s, 50, 99),
+        *_seconds(of_class.tbt_s, 99),
+        f"{of_class.requests_per_s:.2f}",
+        f"{of_class.tokens_per_s:,.0f}",
+        f"{of_class.goodput_per_s:.2f}",
     ]
 
 

@@ -122,6 +122,13 @@ def test_a_request_that_is_to_move_and_stays_was_decoded_all_the_time() -> None:
     assert _phases(_course(DECODES, ASKS, *failed), 10.0) == expected
 
 
+def test_a_request_that_is_asked_for_again_waits_where_it_lies() -> None:
+    lies = ((1.0, "router", Step.DISPATCHED), (1.0, "worker-0", Step.ACCEPTED))
+    asked = tuple((at_s, "gateway-0", Step.RESUMED) for at_s in (3.0, 5.0, 7.0))
+    expected = [("tokenise", "gateway-0", 1.0), ("worker queue", "worker-0", 8.0)]
+    assert _phases(_course(*lies, *asked), 9.0) == expected
+
+
 def test_one_that_moves_waits_from_when_its_cache_is_written() -> None:
     written = (3.0, "worker-0", Step.HANDED_OVER)
     moved = ((3.5, "worker-1", Step.ARRIVED), (4.0, "worker-1", Step.JOINED), (4.0, "worker-1", Step.MOVED))

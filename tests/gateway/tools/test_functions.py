@@ -63,7 +63,7 @@ async def test_answers_are_held_to_the_choice(choice: Any, allowed: list[str], f
         ({"functions": [WEATHER], "tools": [function()]}, "functions"),
         ({"functions": [{"name": "a b"}]}, "functions[0].name"),
         ({"functions": [WEATHER, WEATHER]}, "functions[1].name"),
-        ({"functions": [{"name": "f", "parameters": {"not": {}}}]}, "functions[0].parameters"),
+        ({"functions": [{"name": "f", "parameters": {"not": {}}, "strict": True}]}, "functions[0].parameters"),
         ({"functions": [WEATHER], "function_call": {"name": "other"}}, "function_call"),
         ({"functions": [WEATHER], "function_call": "required"}, "function_call"),
         ({"function_call": {"name": "get_weather"}}, "function_call"),

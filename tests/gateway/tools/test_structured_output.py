@@ -8,6 +8,7 @@ import httpx
 from llguidance import LLMatcher
 from pydantic import BaseModel
 
+from alignedserve.api.errors import Unservable
 from alignedserve.core.request import Request
 from alignedserve.runtime.grammar.compiler import PARSER_LIMITS
 from alignedserve.runtime.grammar.vocabulary import grammar_vocabulary
@@ -148,6 +149,23 @@ async def test_the_sdk_parses_into_a_pydantic_model() -> None:
             model="tiny", messages=[{"role": "user", "content": "a trip"}], response_format=Trip, seed=4
         )
     assert isinstance(completion.choices[0].message.parsed, Trip)
+
+
+@each(
+    ("fields", "param"),
+    [
+        ({"guided_grammar": 'root ::= s\ns ::= s s | "a"'}, "guided_grammar"),
+        ({"response_format": JSON_SCHEMA}, "response_format.json_schema.schema"),
+    ],
+)
+async def test_an_answer_that_its_grammar_ends_names_the_field(fields: dict[str, Any], param: str) -> None:
+    failing = Script((5, 6), failure=Unservable("the grammar takes more than 4 s of computing for one answer"))
+    async with gateway(lambda _: failing) as served:
+        error = error_of(await served.chat(**fields), 400)
+        streamed = (await served.chat(**fields, stream=True)).text
+    assert error["param"] == param
+    assert error["message"].startswith(f"Invalid value for {param}: the grammar takes")
+    assert f"Invalid value for {param}: the grammar takes" in streamed
 
 
 @each(

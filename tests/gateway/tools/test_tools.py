@@ -353,8 +353,7 @@ NAMED = {"type": "function", "function": {"name": "missing"}}
             },
             "tool_choice",
         ),
-        ({"tools": [function(x={"type": "string", "not": {}})]}, "tools[0].function.parameters"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]},
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}, "strict": True}}]},
          "tools[0].function.parameters"),
         ({"chat_template_kwargs": {"messages": "x"}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"bos_token": "x"}}, "chat_template_kwargs"),
@@ -412,6 +411,9 @@ async def test_tokenize_counts_the_tools() -> None:
 
 async def test_parameters_between_tags_are_those_of_an_object() -> None:
     model = model_with(HERMES, tool_format="qwen3_coder")
-    tool = function() | {"function": {"name": "f", "parameters": {"anyOf": [{"required": ["a"]}, {"required": ["b"]}]}}}
+    schema = {"properties": {"a": {"type": "string"}}, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]}
+    hint, strict = ({"function": {"name": "f", "parameters": schema, "strict": strict}} for strict in (False, True))
     async with gateway(saying(model, "hi"), model=model) as served:
-        assert error_of(await served.chat(tools=[tool]), 400)["param"] == "tools[0].function.parameters"
+        answer = await served.chat(tools=[function() | hint])
+        assert error_of(await served.chat(tools=[function() | strict]), 400)["param"] == "tools[0].function.parameters"
+    assert answer.headers["x-alignedserve-ignored-fields"] == "tools[].function.parameters.anyOf"

@@ -164,6 +164,8 @@ def _add_metadata(writer: Any, architecture: str, changed: dict[str, Any]) -> No
             writer.add_string(key, value)
         elif isinstance(value, float):
             writer.add_float32(key, value)
+        elif isinstance(value, list):
+            writer.add_array(key, value)
         elif value is not None:
             writer.add_uint32(key, value)
 

@@ -94,3 +94,20 @@ def test_the_log_counts_the_contexts_of_the_next_iteration() -> None:
     made.completed(SampledToken(R1, 8), times=times)
     assert made.logic.iteration_log.records()[-1].longest == 8
     assert any(isinstance(getattr(one, "message", None), IterationLogReport) for one in made.do(Ticked()))
+
+
+def test_a_request_that_was_skipped_computes_its_token_again() -> None:
+    made = decoding()
+    assert made.completed(skipped=(R1,)) == [run(r1=1)]
+    table = made.view.table
+    row = table.row(R1)
+    assert (table.num_cached[row], table.num_generated[row], table.num_remaining[row]) == (4, 1, 1)
+    assert emitted(TokenDelta(R1, 1, (5,))) in made.completed(SampledToken(R1, 5))
+
+
+def test_a_decode_worker_skips_one_and_goes_on_with_the_other() -> None:
+    made = DecodeHarness()
+    made.enter(H1, H2)
+    commands = made.completed(SampledToken(R2, 6), skipped=(R1,))
+    assert to_gateway(TokenDelta(R2, 1, (6,))) in commands
+    assert run_decodes(grown=[("r2", 4)], slices={"r1": 1, "r2": 1}) in commands

@@ -3,15 +3,17 @@
 from typing import Any
 
 import msgspec
+import pytest
 
 from alignedserve.core.ids import RequestId
-from alignedserve.core.request import RequestClass, SampledToken
+from alignedserve.core.request import RequestClass, SampledToken, SamplingParams
 from alignedserve.messages.events import Received, Send, Ticked
 from alignedserve.messages.gateways import AbortRequest
 from alignedserve.messages.iterations import IterationCompleted, IterationTimes, RunIteration
 from alignedserve.messages.request_notes import Cause, RequestsNoted
 from alignedserve.messages.workers import PrefillCompleted, PrefillRequest, RequestFinished
 from alignedserve.process.logic_driver import request_id_of
+from alignedserve.scheduling.scheduler_state import SchedulerState
 from alignedserve.scheduling.yielding import YieldConfig, Yielding
 from alignedserve.worker_core.request_notes import Phases, WorkerNotes
 from decode_worker.colocated.logic import ColocatedCommand
@@ -52,6 +54,23 @@ def test_a_chat_has_its_token_before_the_pass_ends() -> None:
     assert told(ended(made, chat=7), PrefillCompleted) == ["chat"]
     made.script.steps.append(Step(document=9, chat=1))
     assert runs(made.sampled()) == [run(grown=[("document", 4, 5), ("chat", 6)], document=9, chat=1)]
+
+
+def test_a_burst_of_prompts_costs_a_pass_that_cannot_stop_no_look_at_all_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A thousand texts of a ranking once held a chat for a second: each looked at all that had come before it."""
+    made = ColocatedHarness(yielding=Yielding(YieldConfig(10)))
+    made.begin(CHAT)
+    made.follow(Step(chat=4))
+    views: list[object] = []
+    monkeypatch.setattr(SchedulerState, "view", lambda *_, **__: views.append(None))
+    for number in range(100):
+        assert (
+            runs(made.begin(request(f"text{number}", sampling=SamplingParams(max_tokens=0, wants_embedding=True))))
+            == []
+        )
+    assert views == []
 
 
 def test_without_the_rule_it_waits() -> None:

@@ -5,12 +5,14 @@ import pytest
 from alignedserve.core.ids import RequestId
 from alignedserve.core.lifecycle import Stage
 from alignedserve.core.request import RequestClass, Slo
-from alignedserve.messages.request_notes import MAX_STANDINGS, Standing
+from alignedserve.messages.events import Received, Ticked
+from alignedserve.messages.gateways import ResumeRequest
+from alignedserve.messages.request_notes import MAX_STANDINGS, Standing, Step
 from alignedserve.messages.workers import PrefillCompleted
-from router.request_notes import standings_of
+from router.request_notes import RouterNotes, standings_of
 from tests.harnesses.router import RouterHarness, connected_router, decoding, pooled, prefilling
 from tests.support.marks import each
-from tests.support.samples import DECODE, POOL, PREFILL, R1, request
+from tests.support.samples import DECODE, GATEWAY, POOL, PREFILL, R1, request
 
 FLEX = RequestClass.BEST_EFFORT
 
@@ -95,6 +97,14 @@ def test_what_the_router_does_not_have_it_tells_nothing_of() -> None:
     assert standing_of(made, "unknown") is None
     made.lose(DECODE)
     assert standing_of(made, R1) == Standing(R1, Stage.QUEUED)
+
+
+@each(("made", "is_noted"), [(prefilling(), False), (RouterHarness(), True)])
+def test_only_what_has_come_back_to_the_queue_is_noted_there(made: RouterHarness, is_noted: bool) -> None:
+    notes, asked = RouterNotes(made.logic.records), Received(GATEWAY, ResumeRequest(request(), ()))
+    notes.observe(asked, made.now, made.logic.on_event(asked, made.now))
+    told = [sent.message.notes for sent in notes.observe(Ticked(), made.now, [])]
+    assert [note.step for of_gateway in told for note in of_gateway] == [Step.QUEUED] * is_noted
 
 
 def test_a_question_about_many_is_answered_for_the_first_few() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from alignedserve.scheduling.policy import IterationPlan, ScheduledRequest, WorkerView
 from alignedserve.scheduling.scheduler_state import Flight, work_of
-from alignedserve.scheduling.yielding import StoppablePass, YieldConfig, Yielding
+from alignedserve.scheduling.yielding import StoppablePass, YieldConfig, Yielding, best_effort_share
 from tests.harnesses.scheduling import EasyCosts, scheduled_of, view_of
 
 DOCUMENT: Mapping[str, Any] = {"prompt_len": 400, "be": True}
@@ -37,7 +37,8 @@ class Case:
         work = work_of(view_now.table, plan, view_now.memory)
         rows_of, counts = np.array([part.row for part in parts]), np.array([part.num_tokens for part in parts])
         self.flight = Flight(rows_of, counts, plan.scheduled, work, 0.0)
-        self.stopped = StoppablePass(0.0, EasyCosts().iteration_s(work))
+        share = best_effort_share(view_now.table, self.flight)
+        self.stopped = StoppablePass(0.0, EasyCosts().iteration_s(work), share)
 
     def view(self, now: float) -> WorkerView:
         return view_of(self.rows, now=now, **self.view_fields)
@@ -110,7 +111,7 @@ def test_what_stops_cost_is_bounded_and_earned_again() -> None:
     """A stop costs 10 ms, as a pass of 210 earns."""
     case = Case(config=YieldConfig(10, credit_s=0.025, best_effort_floor=0.0))
     assert [case.asked() is not None for _ in range(3)] == [True, True, False]
-    case.rule.pass_began(case.view(0.0).table, case.flight, 0.21)
+    case.rule.pass_began(StoppablePass(0.0, 0.21, case.stopped.share))
     assert [case.asked() is not None for _ in range(2)] == [True, False]
 
 

@@ -100,7 +100,8 @@ class Sampler:
         self._logits_processor.add(row, sequence)
         if params.grammar:
             assert self._masks is not None, "a grammar for an engine that has none"
-            self._masks.add(row, params, sequence.token_ids[sequence.prompt_len :])
+            generated, who = sequence.token_ids[sequence.prompt_len :], (sequence.tenant, sequence.is_real_time)
+            self._masks.add(row, params, generated, client=who[0], is_real_time=who[1])
 
     def remove(self, row: int) -> None:
         self._sequences[row] = None

@@ -157,6 +157,7 @@ class StepOutput:
     prompt_logprobs: list[PromptLogprobs]
     times: StepTimes
     forced: tuple[tuple[RequestId, int], ...] = ()  # how many tokens of a sequence in `sampled` its grammar forced
+    skipped: tuple[RequestId, ...] = ()  # sequences whose slices were not computed: their grammars' masks lack
 
 
 # On a CPU, masks and forward pass have the same cores: masks beside the pass delay one of its threads, and so all of

@@ -3,17 +3,22 @@
 import json
 import re
 from dataclasses import replace
+from threading import Event
+from typing import Any
 
 import pytest
 
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import SampledToken, SamplingParams
 from alignedserve.runtime.engine.forward.decoder import Decoder
+from alignedserve.runtime.grammar.constraints import StructuredOutputs, part_of, serialize_alone
+from alignedserve.runtime.grammar.token_masks import TokenMasks
 from tests.support.grammars import EOS, PERSON, byte_masks, encode, text_of
 from tests.support.models.tiny_engines import GREEDY, TinyEngine, capture_nothing, random_tokens, tiny_decoder
 from tests.support.models.tiny_models import make_tiny_model
 
 PROMPT = random_tokens(1, 9)
+RULES = "root ::= s\ns ::= s s | [a-z]"
 CONSTRAINED = SamplingParams(temperature=0.0, max_tokens=60, grammar=PERSON)
 
 
@@ -90,3 +95,30 @@ def test_steps_that_are_planned_ahead_have_masks_too(decoder: Decoder) -> None:
     expected = ids(answer(TinyEngine(decoder, masks=byte_masks()), "a", sampling))
     ahead = TinyEngine(decoder, masks=byte_masks(), attention="triton", capture=capture_nothing)
     assert ids(answer(ahead, "a", sampling)) == expected
+
+
+def test_steps_go_on_without_a_sequence_whose_mask_takes_long(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampling = replace(CONSTRAINED, max_tokens=9, grammar=serialize_alone(part_of(StructuredOutputs(grammar=RULES))))
+    expected = ids(answer(TinyEngine(decoder, masks=byte_masks()), "a", sampling))
+    may_go_on, write = Event(), TokenMasks._write_heavy
+
+    def write_late(self: TokenMasks, one: Any, heavy: Any) -> bool:
+        assert may_go_on.wait(timeout=30)
+        return write(self, one, heavy)
+
+    monkeypatch.setattr(TokenMasks, "_write_heavy", write_late)
+    engine = TinyEngine(decoder, masks=byte_masks())
+    engine.add("late", PROMPT, sampling)
+    engine.add("chat", PROMPT, GREEDY)
+    sampled = engine.step(late=len(PROMPT), chat=len(PROMPT)).sampled
+    assert {token.request_id for token in sampled} == {"late", "chat"}
+    output = engine.step(late=1, chat=1)
+    assert ([token.request_id for token in output.sampled], output.skipped) == (["chat"], ("late",))
+    output = engine.step(late=1)
+    assert (output.sampled, output.skipped) == ([], ("late",))
+    may_go_on.set()
+    while len(engine.tokens("late")) < len(PROMPT) + len(expected):
+        engine.step(late=1)
+    assert engine.tokens("late")[len(PROMPT) :] == expected

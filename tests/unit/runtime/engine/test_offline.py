@@ -286,6 +286,24 @@ def test_a_malformed_grammar_is_refused(llm: LLM) -> None:
         llm.chat(["spell otter"], SamplingParams(grammar="start: nothing of the kind"))
 
 
+@pytest.mark.parametrize(
+    ("outputs", "message"),
+    [
+        ({"regex": "("}, "regex: a pattern is not a regular expression, or too complex a one."),
+        (
+            {"regex": "((a{1000}){1000}){1000}"},
+            "regex: it has over 100000 characters with repetitions written out.",
+        ),
+        ({"json": {"not": {}}}, "json: the JSON Schema keyword 'not' is not supported."),
+    ],
+)
+def test_constraints_are_refused_in_the_words_of_the_http_api(llm: LLM, outputs: dict[str, Any], message: str) -> None:
+    for ask in (llm.chat, llm.generate):
+        with pytest.raises(InvalidRequest) as refusal:
+            ask(["x"], structured_outputs=StructuredOutputs(**outputs))  # type: ignore[operator]
+        assert str(refusal.value) == f"Invalid value for structured_outputs.{message}"
+
+
 def test_answers_match_what_they_are_held_to(llm: LLM) -> None:
     sampling = SamplingParams(max_tokens=40, temperature=1.0, seed=1)
     (text,) = llm.chat(["red or blue?"], sampling, structured_outputs=StructuredOutputs(choice=["red", "blue"]))
@@ -309,12 +327,6 @@ def test_the_first_word_of_sentencepiece_keeps_its_space(tmp_path: Path) -> None
     (output,) = words.generate(["the"], structured_outputs=StructuredOutputs(choice=[" quick dog"]))
     words.close()
     assert output.text == " quick dog"
-
-
-@pytest.mark.parametrize("given", [{"json": {"not": {}}}, {"regex": "("}])
-def test_a_constraint_that_is_not_supported(llm: LLM, given: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRequest):
-        llm.generate(["a"], structured_outputs=StructuredOutputs(**given))
 
 
 def test_one_text_is_one_prompt(llm: LLM) -> None:

@@ -82,7 +82,7 @@ def test_a_malformed_grammar_is_refused_without_its_words(grammar: str) -> None:
     assert "secret" not in str(caught.value)
     with pytest.raises(InvalidRequest) as refused:
         compiler.check(grammar)
-    assert refused.value.param == "grammar"
+    assert refused.value.code == "invalid_grammar"
     compiler.close()
 
 

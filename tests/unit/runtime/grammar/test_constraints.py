@@ -180,3 +180,55 @@ def test_tags_within_free_text(wanted: Any) -> None:
 def test_bad_tags(change: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest):
         part_of(StructuredOutputs(structural_tag=TAGS | change))
+
+
+NAMED = {
+    "type": "object",
+    "properties": {"a": {"const": 1}, "b": {"const": 2}, "é [x": {}, 'q"': {}},
+    "required": ["b", "c"],
+}
+
+
+@each(
+    ("members", "is_taken"),
+    [
+        ('"b":2,"c":3', True),
+        ('"a":1,"b":2,"c":3,"x":4', True),
+        ('"b":2,"é [x":1,"c":3,"é [":4', True),
+        ('"b":2,"q\\"":1,"c":3,"":4', True),
+        ('"b":2,"c":3,"zoé☃":4', True),
+        ('"b":2,"c":3,"a":1', False),  # out of the order
+        ('"b":2,"c":3,"a\\"":4', False),
+        ('"b":2,"c":3,"ab":4', False),
+        ('"b":2,"c":3,"é [xy":4', False),
+        ('"b":2,"c":3,"z\\n":4', False),
+    ],
+)
+def test_other_names_begin_with_no_listed_one_and_hold_no_escape(members: str, is_taken: bool) -> None:
+    assert answers(StructuredOutputs(json=NAMED), "{" + members + "}") == [is_taken]
+
+
+def test_other_members_keep_their_schema() -> None:
+    schema = {"properties": {"a": {}}, "additionalProperties": {"type": "integer"}, "type": "object"}
+    assert answers(StructuredOutputs(json=schema), '{"a":"s","z":1}', '{"z":"s"}') == [True, False]
+
+
+@each(
+    "pattern",
+    ["^((a{1000}){1000}){1000}$", "(a{400}){400}", "((ab){9,100}[cd]{1000}){100}", "a{999999}", "(a|b{1000}){1000,}"],
+)
+def test_a_pattern_that_is_long_with_repetitions_written_out_is_refused(pattern: str) -> None:
+    for outputs in (
+        {"regex": pattern},
+        {"json": {"type": "string", "pattern": pattern}},
+        {"json": {"patternProperties": {pattern: {}}}},
+    ):
+        with pytest.raises(InvalidRequest, match="repetitions written out"):
+            part_of(StructuredOutputs(**outputs))  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="longer than"):
+        StructuredOutputs(json_object=True, whitespace_pattern=pattern)
+
+
+def test_repetitions_that_stay_short_are_taken() -> None:
+    for pattern in ("(a{100}){100}", r"\{1000\}{9}[{}]{9}", "(ab|c){1,20000}", "a{2}" * 500):
+        assert part_of(StructuredOutputs(regex=pattern))

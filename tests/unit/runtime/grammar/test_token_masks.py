@@ -1,12 +1,17 @@
 """Masks of rows: what may follow, when an answer may end, and what a resumed answer's state is."""
 
+import time
+from itertools import cycle
+
 import numpy as np
 import pytest
 from llguidance import LLMatcher, LLParserLimits
 
 from alignedserve.core.request import SamplingParams
-from alignedserve.runtime.grammar import compiler
+from alignedserve.runtime.grammar import compiler, token_masks
+from alignedserve.runtime.grammar.client_seconds import ClientSeconds
 from alignedserve.runtime.grammar.compiler import MAX_BLANKS, BlankRun, BlankTokens, with_free_blanks
+from alignedserve.runtime.grammar.constraints import StructuredOutputs, part_of, serialize_alone
 from alignedserve.runtime.grammar.token_masks import TokenMasks
 from tests.support.grammars import EOS, byte_masks, encode, regex_grammar, text_of
 
@@ -126,3 +131,64 @@ def test_a_blank_of_several_tokens_is_one() -> None:
     assert not run.is_full(tokens)
     run.append([5, 4])
     assert run.is_full(tokens)
+
+
+RULES = {
+    "ambiguous": ('root ::= s\ns ::= s s | "a"', "a"),
+    "both ways": ('root ::= s\ns ::= s s s | s s | "a" | "b"', "ab"),
+    "chains": ('root ::= r\nr ::= "a" q | "b"\n' + "q ::= " + " | ".join(["r"] * 90), "a"),
+}
+
+
+def bomb(rules: str) -> SamplingParams:
+    part = part_of(StructuredOutputs(grammar=rules))
+    return SamplingParams(max_tokens=5000, grammar=serialize_alone(part))
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_heavy_grammar_ends_at_its_budget_and_holds_up_nobody(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_masks, "ANSWER_S", 0.2)
+    (rules, letters), masks, waits = RULES[name], byte_masks(), [0.0]
+    masks.add(0, bomb(rules), ())
+    masks.add(1, SamplingParams(grammar=regex_grammar("[ab]*")), ())
+    rows, late = np.array([0, 1]), np.zeros(2, np.bool_)
+    for letter in cycle(encode(letters)):
+        began = time.monotonic()
+        unready = masks.unready([0, 1], 2)
+        ready = np.array([row for row in rows.tolist() if row not in unready])
+        assert 1 in ready
+        masks.start(ready, late[: len(ready)]).result()
+        if masks.failure(0) is not None:
+            break
+        masks.record(ready, np.full(len(ready), letter if 0 in ready else encode("a")[0]))
+        waits.append(time.monotonic() - began)
+        if 0 not in ready:
+            time.sleep(0.002)
+    assert masks.failure(0) == "the grammar takes more than 0.2 s of computing for one answer"
+    assert masks.failure(1) is None
+    assert sorted(waits)[len(waits) * 9 // 10] < 0.05
+    masks.close()
+
+
+def test_a_pattern_that_takes_long_becomes_a_heavy_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_masks, "ANSWER_S", 0.2)
+    schema = {"type": "string", "pattern": "^((a{1000}){50})$"}
+    masks, num_tokens = byte_masks(), 0
+    masks.add(0, SamplingParams(max_tokens=5000, grammar=serialize_alone(part_of(StructuredOutputs(json=schema)))), ())
+    while masks.failure(0) is None:
+        if not masks.unready([0], 1):
+            masks.start(np.array([0]), np.zeros(1, np.bool_)).result()
+            masks.record(np.array([0]), np.array(encode("a" if num_tokens else '"')))
+            num_tokens += 1
+    assert "computing for one answer" in str(masks.failure(0))
+    assert 2 < num_tokens < 1000
+    masks.close()
+
+
+def test_the_answers_of_a_client_share_a_budget() -> None:
+    seconds = ClientSeconds()
+    assert seconds.add("a", 29.0, 0.0)
+    assert not seconds.add("a", 2.0, 0.0)
+    assert seconds.add("b", 29.0, 0.0)
+    assert seconds.add("a", 1.0, 8.0)  # two are forgiven
+    assert not seconds.add("a", 20.0, 8.0)

@@ -15,7 +15,14 @@ from alignedserve.core.errors import UnsupportedModel
 from alignedserve.process.child_process import ChildProcess
 from alignedserve.runtime.grammar.compiler import GrammarError, compile_now
 from alignedserve.runtime.grammar.constraints import StructuredOutputs, part_of, serialize_alone
-from alignedserve.runtime.grammar.trials import GrammarTrial, GrammarTrials, TrialLane, TrialTurn, is_plain
+from alignedserve.runtime.grammar.trials import (
+    ClientExhausted,
+    GrammarTrial,
+    GrammarTrials,
+    TrialLane,
+    TrialTurn,
+    is_plain,
+)
 from alignedserve.runtime.grammar.vocabulary import TokenTable, token_table
 from alignedserve.text.tokenizer import Tokenizer
 from tests.support.grammars import PERSON, json_grammar, regex_grammar
@@ -180,7 +187,7 @@ def test_a_document_is_tried_at_last_though_chats_never_cease() -> None:
         may_go_on.wait(20)
         tried.append(grammar)
 
-    lane = TrialLane(attempt)
+    lane = TrialLane(attempt, lambda turns, seconds: None)
     for number in range(40):
         lane.add(GrammarTrial(f"chat {number}"), TrialTurn("chats"))
     document, last = GrammarTrial("document"), GrammarTrial("last")
@@ -191,3 +198,20 @@ def test_a_document_is_tried_at_last_though_chats_never_cease() -> None:
         trial.result.result(timeout=20)
     lane.close()
     assert 10 < tried.index("document") < 25
+
+
+def test_a_client_whose_grammars_take_long_waits_and_others_do_not(
+    trials: GrammarTrials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("alignedserve.runtime.grammar.client_seconds.CLIENT_S", 0.01)
+    trials.start(PERSON, TrialTurn("a")).result()
+    with pytest.raises(ClientExhausted):
+        trials.start(regex_grammar("yes|no"), TrialTurn("a"))
+    trials.start(PERSON, TrialTurn("a")).result()  # it has been tried
+    trials.start(regex_grammar("yes|no"), TrialTurn("b")).result()
+
+
+def test_a_pattern_that_fails_at_the_first_token_is_refused(trials: GrammarTrials) -> None:
+    rules = 'start: A\nA: B{1000}\nB: C{1000}\nC: "a"{1000}'
+    with pytest.raises(GrammarError, match="too many states"):
+        trials.start(serialize_alone(part_of(StructuredOutputs(grammar=rules)))).result()

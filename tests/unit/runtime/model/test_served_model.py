@@ -121,8 +121,15 @@ def test_found_in_a_package_that_is_not_run(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.syspath_prepend(str(tmp_path))
     assert built_in.smollm2_file() == path
     served = resolve_model(ModelSectionConfig(path="smollm2"))
-    assert (served.name, served.folder) == ("smollm2", path)
+    assert (served.name, served.folder, served.chat_template) == ("smollm2", path, None)
     assert package.name not in sys.modules
+
+
+def test_smollm2_is_asked_for_english_where_no_system_message_says_otherwise() -> None:
+    stored = "{{ 'You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>' }}"
+    assert "in English" in (built_in.own_template("smollm2", stored) or "")
+    for name, template in (("smollm2", "{{ 'another' }}"), ("smollm2", None), ("other", stored)):
+        assert built_in.own_template(name, template) is None
 
 
 @pytest.mark.parametrize("has_package", [False, True])

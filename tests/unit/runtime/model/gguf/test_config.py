@@ -24,6 +24,17 @@ def test_tokens_that_end_an_answer(tmp_path: Path) -> None:
     assert set(read_config(named).eos_token_ids) == {2, 7, 0}
 
 
+def test_a_list_of_layers_that_are_alike_and_ends_of_no_token(tmp_path: Path) -> None:
+    plain = read_config(write(tmp_path / "a.gguf"))
+    lists = {"attention.head_count_kv": [plain.num_kv_heads] * 2, "feed_forward_length": [plain.intermediate_size] * 2}
+    ends = {"tokenizer.ggml.eot_token_id": 2**32 - 1, "tokenizer.ggml.eom_token_id": [7, 9]}
+    listed = read_config(write(tmp_path / "b.gguf", metadata=lists | ends))
+    assert listed == replace(plain, eos_token_ids=(2, 7, 9, 0))
+    differ = write(tmp_path / "c.gguf", metadata={"attention.head_count_kv": [4, 2]})
+    with pytest.raises(UnsupportedModel, match=r"llama\.attention\.head_count_kv differs by layer"):
+        read_config(differ)
+
+
 WRONG = yaml.safe_load((Path(__file__).parents[1] / "refused.yaml").read_text())["gguf"]
 
 
