@@ -269,10 +269,10 @@ class RequestQuotas:
         """`timeout_s`: None: until this gateway counts alone."""
         assert self._client is not None, "a count elsewhere without a state server"
         now = time.monotonic()
-        told = tuple((charge.key, charge.cost, charge.owed) for charge in self._own.for_server(charges, now))
+        sent = tuple((charge.key, charge.cost, charge.owed) for charge in self._own.for_server(charges, now))
         timeout_s = timeout_s or self._own.seconds_leased(now) or _ANSWER_S
         try:
-            answer = await self._client.call(UseQuota(self._own.seen_s, told), QuotaAnswer, timeout_s)
+            answer = await self._client.call(UseQuota(self._own.seen_s, sent), QuotaAnswer, timeout_s)
         except StorageError:
             return None
         self._own.on_answer(answer.clock_s, time.monotonic())

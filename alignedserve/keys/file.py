@@ -42,7 +42,7 @@ _MEANT = {
 _RULES = {  # for the patterns and types that msgspec tells
     "name": "must be up to 64 letters, digits, dots, dashes and underscores, with a letter or digit first",
     "weight": "must be a number above 0, and 1000000 at most",
-    "priorities": "must be two whole numbers, the smallest and the largest one",
+    "priorities": "must be two whole numbers, the smaller first",
     "sha256": "must be a SHA-256, of 64 digits 0-9 and a-f",
 }
 
@@ -81,7 +81,7 @@ class KeyRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
         if self.default_tier is not None and self.default_tier not in self.tiers:
             raise ValueError("default_tier must be one of its tiers")
         if self.priorities[0] > self.priorities[1]:
-            raise ValueError("priorities must be the smallest and the largest one")
+            raise ValueError(f"priorities {_RULES['priorities']}")
 
     def entry(self) -> KeyEntry:
         preferred = self.default_tier or (DEFAULT if DEFAULT in self.tiers else self.tiers[0])

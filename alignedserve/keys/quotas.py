@@ -52,7 +52,7 @@ def unused(cost: float, seconds: float) -> float:
 def share_of_open(limit: int, gateways: Sequence[str], gateway: str) -> int:
     """Return how many requests of a key may be open at a gateway that counts alone: an equal part, one at least.
 
-    Without other gateways it is all of them; a gateway that joined later has none.
+    A single gateway has the whole limit, and a gateway that joined later nothing.
     """
     if not gateways:
         return limit

@@ -10,6 +10,7 @@ import logging
 import os
 import secrets
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -47,7 +48,7 @@ from alignedserve.runtime.device.cores import has_native_bfloat16
 from alignedserve.runtime.device.devices import check_ranks, worker_devices
 from alignedserve.runtime.device_check.choice import choose_device
 from alignedserve.runtime.engine.engine_sizes import EngineSizes, jumps_ahead
-from alignedserve.runtime.executor import make_executor
+from alignedserve.runtime.executor import Executor, make_executor
 from alignedserve.runtime.grammar.constraints import StructuredOutputs, part_of, serialize_alone
 from alignedserve.runtime.model.hub.local_models import with_local_model
 from alignedserve.runtime.model.served_model import load_tokenizer, resolve_model
@@ -141,6 +142,7 @@ class LLM:
             memory_bytes, max_running, served.default_block_size, device=worker_device, jumps_ahead=jumps
         )
         self._executor = make_executor(served, sizes)
+        self._end = weakref.finalize(self, _end, self._executor, os.getpid())  # of a process that calls no `close`
         self._conversations = ConversationReader(ModelCard.of(served), self._tokenizer, self._executor.check_grammar)
         registered = WorkerRegistered(
             num_blocks=self._executor.num_blocks,
@@ -265,7 +267,7 @@ class LLM:
         """End the engine's threads and processes; `with LLM(...) as llm` does it at its end. No call may follow."""
         with self._turn:
             self._is_closed = True
-            self._executor.close()
+            self._end()
 
     def _grammar_of(self, outputs: StructuredOutputs) -> str:
         try:
@@ -400,3 +402,8 @@ class LLM:
     def _abort(self, request_ids: Sequence[RequestId]) -> list[ColocatedCommand]:
         events = [Received(_ROUTER, AbortRequest(request_id)) for request_id in request_ids]
         return [command for event in events for command in self._logic.on_event(event, 0.0)]
+
+
+def _end(executor: Executor, pid: int) -> None:
+    if os.getpid() == pid:  # a fork has the executor of its parent
+        executor.close()

@@ -1,6 +1,7 @@
-"""A server of this checkout as measurements start it."""
+"""A server of this checkout as measurements start it, and load on it by `alignedserve bench serve`."""
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -12,9 +13,11 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 ALIGNEDSERVE = str(Path(sys.executable).with_name("alignedserve"))
 READY_TIMEOUT_S = 120.0
+TOPOLOGIES = ("elastic", "colocated", "disaggregated")
 # A cache of that shape that is filled soon. A virtual machine gets most of its memory at the first write, which takes
 # 2.4 s for a GiB, and prompts that filled a cache for the first time took 1.3 times as long: what is measured first
 # would pay for what is measured last.
@@ -88,3 +91,15 @@ def served(model: str | Path | None, settings: Sequence[str] = (), *options: str
         finally:
             server.send_signal(signal.SIGINT)
             server.wait(60)
+
+
+def load_report(port: int, *options: str) -> dict[str, Any]:
+    """Return what `bench serve` saw of completions with these options. It may be that none completed."""
+    command = [ALIGNEDSERVE, "bench", "serve", "--url", f"http://127.0.0.1:{port}", "--endpoint", "completions"]
+    answer = subprocess.run(
+        [*command, "--ignore-eos", "--json", "-", *options], capture_output=True, text=True, check=False
+    )
+    if not answer.stdout:
+        raise RuntimeError(f"bench serve: {answer.stderr}")
+    report: dict[str, Any] = json.loads(answer.stdout)["report"]
+    return report

@@ -1,6 +1,8 @@
 """Ranks as processes: the same tokens as one rank, and what happens when a rank dies or hangs."""
 
 import math
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -174,3 +176,18 @@ def test_adapters_are_divided_too(tmp_path: Path) -> None:
         llm.close()
     assert found[0] == found[1]
     assert len({tuple(tokens) for tokens in found[0]}) == 3
+
+
+@pytest.mark.parametrize("end", ["", "llm.close()", "del llm", "sys.exit(0)"])
+def test_a_program_with_two_ranks_ends_in_silence(end: str) -> None:
+    made = "LLM('pocket', memory_bytes=2**22, tensor_parallel_size=2)"
+    program = f"import sys; from alignedserve import LLM; llm = {made}; llm.chat('spell otter'); {end}"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True)
+    assert (ended.stdout, ended.stderr) == ("", "")
+
+
+def test_a_model_that_nobody_has_any_more_ends_its_ranks() -> None:
+    llm = LLM("pocket", memory_bytes=2**22, tensor_parallel_size=2)
+    assert children_running(FOLLOWER)
+    del llm
+    assert not children_running(FOLLOWER)

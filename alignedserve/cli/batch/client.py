@@ -190,7 +190,7 @@ class BatchClient:
         return await self._with_retries(attempt, is_retried=True)
 
     async def create(self, body: dict[str, Any], idempotency_key: str) -> dict[str, Any]:
-        return await self._json("POST", "/v1/batches", body, {"Idempotency-Key": idempotency_key})
+        return await self._json("POST", "/v1/batches", body, idempotency_key)
 
     async def cancel(self, batch_id: str) -> dict[str, Any]:
         return await self._json("POST", f"/v1/batches/{batch_id}/cancel")
@@ -204,13 +204,15 @@ class BatchClient:
     # --- one request
 
     async def _json(
-        self, method: str, path: str, body: dict[str, Any] | None = None, headers: dict[str, str] | None = None
+        self, method: str, path: str, body: dict[str, Any] | None = None, idempotency_key: str | None = None
     ) -> dict[str, Any]:
+        headers = None if idempotency_key is None else {"Idempotency-Key": idempotency_key}
+
         async def attempt() -> dict[str, Any]:
             async with self._open.request(method, self.url + path, json=body, headers=headers) as response:
                 return await self._answer(response)
 
-        return await self._with_retries(attempt, is_retried=method == "GET")
+        return await self._with_retries(attempt, is_retried=method == "GET" or headers is not None)
 
     async def _answer(self, response: aiohttp.ClientResponse) -> dict[str, Any]:
         await self._check(response)
@@ -257,7 +259,7 @@ class BatchClient:
                 if (error.has_answered and not is_retried) or not self._has_answered or waited_s > self._patience_s:
                     raise
                 pause_s = min(_LONGEST_PAUSE_S, max(pause_s, error.retry_after_s or 0.0))
-                self._say(f"{error}; trying again in {pause_s:g} s")
+                self._say(f"{str(error).rstrip('.')}; trying again in {pause_s:g} s")
                 await asyncio.sleep(pause_s)
                 pause_s *= 2
                 continue

@@ -32,9 +32,10 @@ class ParquetTable:
         self.columns = dict.fromkeys(names, "json")
 
     def rows(self, names: Sequence[str]) -> Iterator[Row]:
+        kinds = {name: _plain(self.schema.field(name).type) for name in names}
         with _readable(self._path):
             for batch in self.batches():
-                columns = {name: _plain(batch.column(name)).to_pylist() for name in names}
+                columns = {name: batch.column(name).cast(kind).to_pylist() for name, kind in kinds.items()}
                 for number in range(batch.num_rows):
                     yield {name: cells[number] for name, cells in columns.items()}
 
@@ -52,7 +53,7 @@ class ParquetTable:
 def _readable(path: Path) -> Iterator[None]:
     try:
         yield
-    except (pa.ArrowException, ValueError, OverflowError, OSError) as error:
+    except (pa.ArrowException, ValueError, OSError) as error:
         raise ConfigError(f"{path} cannot be read as Parquet: {error}") from error
 
 
@@ -89,8 +90,15 @@ def _schema(kinds: Kinds) -> pa.Schema:
     return pa.schema([(name, _TYPES.get(kind, pa.string())) for name, kind in kinds.items()])
 
 
-def _plain(column: pa.Array) -> pa.Array:
-    return column.cast(pa.string()) if pa.types.is_temporal(column.type) else column
+def _plain(kind: pa.DataType) -> pa.DataType:
+    """Return a type with text in place of every time, within lists and structs too."""
+    if pa.types.is_temporal(kind):
+        return pa.string()
+    if pa.types.is_map(kind):
+        return pa.map_(_plain(kind.key_type), _plain(kind.item_type))
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_plain(field.type)) for field in kind])
+    return pa.list_(_plain(kind.value_type)) if pa.types.is_nested(kind) else kind
 
 
 def cell(value: Any, kind: str) -> Any:

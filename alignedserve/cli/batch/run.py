@@ -65,6 +65,8 @@ class RowPrompt:
     """A text with columns in braces; two braces stand for one."""
 
     def __init__(self, option: str, text: str, table: RowTable) -> None:
+        if text != text.encode(errors="replace").decode():
+            raise ConfigError(f"{option}: is not text in UTF-8")
         self._text = text
         self.columns = []
         for piece in _PIECE.finditer(text):
@@ -219,7 +221,7 @@ class RunFile:
         self._file, self._path = file, path
         first, *lines = file.read().split(b"\n")
         try:
-            known = orjson.loads(first) if lines else {"run_id": "", "settings": {}}
+            known: dict[str, Any] = orjson.loads(first) if lines else {"run_id": "", "settings": {}}
             self.run_id, earlier = str(known["run_id"]), dict(known["settings"])
             self.batches = [checked_id(line.decode()) for line in lines[:-1]]
             if not lines and not _HEAD.startswith(first[: len(_HEAD)]):
@@ -315,6 +317,8 @@ class TableRun:
     async def act(self, client: BatchClient, console: Console) -> int:
         options, models = self._options, await client.models()
         model = options.model or next(iter(models), "")
+        if not models:
+            raise ConfigError(f"{client.url} lists no model for this key")
         if model not in models:
             raise ConfigError(f"--model {model}: not served at {client.url}, which has {', '.join(models)}")
         settings = {

@@ -36,6 +36,8 @@ class RowTable(Protocol):
 def open_table(path: Path, limit: int | None = None) -> RowTable:
     """Open the first rows of a table, all without a limit, by the suffix of its name. Raises ConfigError."""
     suffix = checked_suffix("FILE", path)
+    if not path.is_file():
+        raise ConfigError(f"FILE {path}: must be a regular file, as it is read more than once")
     if suffix == ".parquet":
         table: RowTable = parquet().ParquetTable(path, limit)
         return table
@@ -167,7 +169,7 @@ def text_of(value: Any) -> str:
 
 
 def _json(value: Any) -> str:
-    """Return JSON, which has no infinity and no NaN: they are null."""
+    """Return JSON; infinity and NaN become null."""
     text = json.dumps(value, ensure_ascii=False, default=text_of)
     if "NaN" not in text and "Infinity" not in text:
         return text

@@ -29,14 +29,23 @@ def add(
     name: _NameArgument,
     file: _FileOption = _FILE,
     tier: Annotated[
-        list[str] | None, typer.Option("--tier", help="Tier it may have: default, flex, priority (repeatable).")
+        list[str] | None,
+        typer.Option(
+            "--tier",
+            help="Tier it may have: default, flex, priority (repeatable).",
+            show_default="default and flex",
+        ),
     ] = None,
     default_tier: Annotated[str | None, typer.Option(help="Tier of requests that name none.")] = None,
     priorities: Annotated[
-        str | None, typer.Option(metavar="FROM:TO", help="Priorities that it may send; smaller goes first.")
+        str | None,
+        typer.Option(metavar="FROM:TO", help="Priorities that it may send; smaller goes first.", show_default="0:1000"),
     ] = None,
-    model: Annotated[list[str] | None, typer.Option("--model", help="Model it may use, or ABC* (repeatable).")] = None,
-    weight: Annotated[float | None, typer.Option(help="Of its share beside other keys.")] = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option("--model", help="Model it may use, or ABC* (repeatable).", show_default="all"),
+    ] = None,
+    weight: Annotated[float | None, typer.Option(help="Its share beside other keys.", show_default="1")] = None,
     requests_per_minute: Annotated[int | None, _limit("--requests-per-minute", "Requests a minute.")] = None,
     tokens_per_minute: Annotated[int | None, _limit("--tokens-per-minute", "Tokens a minute, answers too.")] = None,
     open_requests: Annotated[int | None, _limit("--open-requests", "Requests open at once.")] = None,

@@ -21,6 +21,7 @@ WEATHER: Any = {
     "description": "Says how the weather is.",
     "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
 }
+STRING = {"input_schema": {"type": "string"}, "strict": True}
 ASKED: dict[str, Any] = {"model": "tiny", "max_tokens": 200, "messages": [{"role": "user", "content": "hello"}]}
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 
@@ -139,16 +140,8 @@ async def test_the_conversation_goes_on_behind_an_answer_that_max_tokens_cut() -
         ({"tools": [WEATHER] * 500}, "tools"),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
-        ({"tools": [WEATHER | {"input_schema": {"type": "string"}, "strict": True}]}, "tools[0].input_schema"),
-        (
-            {
-                "tools": [
-                    WEATHER | {"defer_loading": True},
-                    WEATHER | {"name": "b", "input_schema": {"type": "string"}, "strict": True},
-                ]
-            },
-            "tools[1].input_schema",
-        ),
+        ({"tools": [WEATHER | STRING]}, "tools[0].input_schema"),
+        ({"tools": [WEATHER | {"defer_loading": True}, WEATHER | {"name": "b"} | STRING]}, "tools[1].input_schema"),
         (
             {"output_config": {"format": {"type": "json_schema", "schema": {"type": "no"}}}},
             "output_config.format.schema",

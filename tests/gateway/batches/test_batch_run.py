@@ -15,6 +15,7 @@ from tests.gateway.batches.batch_support import eventually
 from tests.gateway.batches.command_line import CommandLine, command_line
 from tests.gateway.support import EOS, tokenizer
 from tests.harnesses.scripted_backend import Script
+from tests.support.batch_samples import chat_lines
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("_impatient")]
 
@@ -185,6 +186,16 @@ async def test_a_batch_that_is_cancelled_is_not_sent_again_by_itself(
             assert len(await batches_of(cli)) == num_batches
 
 
+async def test_a_batch_over_a_limit_waits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = csv_file(tmp_path / "texts.csv", [["text"], ["hello"]])
+    command = ("run", path, "--prompt", "{text}", "--output", str(tmp_path / "out.csv"))
+    slow = Script((EOS,), first_token_delay_s=1.0)
+    async with command_line(tmp_path, capsys, lambda _: slow, max_active=1) as cli:
+        await cli.served.submit(chat_lines(1))
+        assert await cli.run(*command) == 0, cli.err
+    assert "429: This key has 1 batches that are not over; trying again" in cli.err
+
+
 async def test_a_run_of_which_nothing_was_sent_may_change(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -301,6 +312,19 @@ async def test_what_is_refused_before_anything_is_sent(tmp_path: Path, capsys: p
             assert message in cli.err, cli.err
         assert (await cli.served.client.get("/v1/files")).json()["data"] == []
     assert not (tmp_path / "out.csv.run").exists()
+
+
+async def test_a_key_without_models(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def none(_: object) -> tuple[str, ...]:
+        return ()
+
+    path = csv_file(tmp_path / "texts.csv", [["text"], ["hello"]])
+    monkeypatch.setattr("alignedserve.cli.batch.run.BatchClient.models", none)
+    async with command_line(tmp_path, capsys, echo) as cli:
+        assert await cli.run("run", path, "--prompt", "{text}", "--limit", "1") == 2
+        assert f"{cli.url} lists no model for this key" in cli.err
 
 
 async def test_errors_of_the_server_are_in_their_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -102,7 +102,7 @@ def _garbage(address: str, port: int) -> Probe:
 
 
 def _http_get(address: str, port: int) -> Probe:
-    reply = _exchange(address, port, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+    reply = _exchange(address, port, b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
     return Probe("HTTP GET", repr(reply[:60]) if reply else "", not _is_content(reply))
 
 

@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
-from alignedserve.core.errors import ModelError, UnsupportedModel
+from alignedserve.core.errors import InvalidRequest, ModelError, UnsupportedModel
 from alignedserve.text.chat_template import ChatPrompt
 from alignedserve.text.gguf_tokenizer import PRE_TOKENIZERS
 from alignedserve.text.tokenizer import Tokenizer
@@ -101,13 +101,20 @@ def test_words(name: str, text: str, words: list[str]) -> None:
         ({"types": [1]}, "must be a list of"),
         ({"tokens": []}, "holds no tokenizer"),
         ({"tokens": ["x" * 2000]}, "tokens of over"),
-        ({"template": "{% if %}"}, "chat template is not valid"),
     ],
 )
 def test_refused(changed: dict[str, Any], problem: str, tmp_path: Path) -> None:
     path = write_vocabulary(tmp_path / "a.gguf", **{"tokens": byte_level_tokens(), "merges": ["h e"], **changed})
     with pytest.raises((ModelError, UnsupportedModel), match=problem):
         Tokenizer.load(path)
+
+
+def test_a_template_that_does_not_parse_refuses_chats_alone(tmp_path: Path) -> None:
+    path = write_vocabulary(tmp_path / "a.gguf", tokens=byte_level_tokens(), merges=["h e"], template="{% if %}")
+    loaded = Tokenizer.load(path)
+    assert loaded.encode("hello")
+    with pytest.raises(InvalidRequest, match="the chat template is not valid"):
+        loaded.encode_chat(ChatPrompt([]), now=NOW)
 
 
 @pytest.mark.parametrize(("architecture", "is_stripped"), [("phi3", True), ("llama", False)])

@@ -1,0 +1,156 @@
+"""A worker is killed while it streams: how long do its answers pause, and are they what they would have been?
+
+    python -m benchmarks.cluster.worker_loss                    # two elastic workers, the other takes over
+    python -m benchmarks.cluster.worker_loss --shape separate-2 # two prefill and two decode workers, one is lost
+    python -m benchmarks.cluster.worker_loss --shape separate   # one of each, for comparison: nobody can take over
+
+Eight streams of the pocket model, in float32, so that a token does not depend on its batch. When all flow, the latest
+worker that decodes gets SIGKILL. A pause is the longest time between two tokens of a stream after that; the streams of
+a worker are told apart by it, as half of them are on each of two. Targets: no pause of 1 s or more with another
+worker alive; no answer changed or cut.
+"""
+
+import argparse
+import asyncio
+import itertools
+import random
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from alignedserve.client.openai_client import CompletionApi, CompletionCall, CompletionOutcome, OpenAiClient
+from benchmarks.measuring.arguments import parser_of
+from benchmarks.measuring.kill_cluster import KillCluster, kill_cluster
+from benchmarks.measuring.kill_schedules import Target
+from benchmarks.measuring.recording import write_result
+from benchmarks.measuring.server import options_of
+
+SHAPES = {
+    "elastic": ("decode.count=2",),
+    "colocated": ("topology=colocated", "decode.count=2"),
+    "separate": ("topology=disaggregated",),
+    "separate-2": ("topology=disaggregated", "prefill.count=2", "decode.count=2"),
+}
+_COMMON = ("model.dtype=float32", "batches.enabled=false")
+_NUM_STREAMS = 8
+_WORDS = 60  # of a prompt
+_FLOWING = 20  # tokens that every stream has before the blow
+_SETTLED_S, _BACK_S = 4.0, 90.0
+
+
+def calls(max_tokens: int, seed: int) -> list[CompletionCall]:
+    rng = random.Random(seed)
+    prompts = [" ".join(f"{rng.randrange(1000)}" for _ in range(_WORDS)) for _ in range(_NUM_STREAMS)]
+    fields = {"model": "pocket", "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    return [CompletionCall(CompletionApi.COMPLETIONS, {"prompt": prompt, **fields}) for prompt in prompts]
+
+
+async def stream_all(
+    client: OpenAiClient, asked: list[CompletionCall], cluster: KillCluster | None = None
+) -> tuple[list[CompletionOutcome], float]:
+    """Stream all at once; with a `cluster` kill one of its workers meanwhile. Return when that was, too."""
+    outcomes, flowing = [CompletionOutcome() for _ in asked], asyncio.Event()
+
+    def on_text(*_: object) -> None:
+        if min(len(one.token_times_s) for one in outcomes) >= _FLOWING:
+            flowing.set()
+
+    tasks = [asyncio.create_task(client.complete(*pair, on_text)) for pair in zip(asked, outcomes, strict=True)]
+    killed_s = time.monotonic()
+    if cluster is not None:
+        await flowing.wait()
+        victim = cluster.processes(Target.DECODE)[-1]
+        assert not any(task.done() for task in tasks), "a stream ended before the blow: more --tokens are needed"
+        killed_s = time.monotonic()
+        victim.kill()
+    await asyncio.gather(*tasks)
+    return outcomes, killed_s
+
+
+def pause_s(outcome: CompletionOutcome, killed_s: float) -> float:
+    """Return the longest time between two tokens that ended after the blow."""
+    times = outcome.token_times_s
+    gaps = [later - earlier for earlier, later in itertools.pairwise(times) if later > killed_s]
+    return max(gaps, default=0.0)
+
+
+async def measure(cluster: KillCluster, options: argparse.Namespace) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    async with OpenAiClient(url=cluster.url) as client:
+        whole = await settled_blocks(client)
+        for number in range(options.losses):
+            asked = calls(options.tokens, number)
+            expected, began_s = await stream_all(client, asked)
+            outcomes, killed_s = await stream_all(client, asked, cluster)
+            rows.append(_row(outcomes, killed_s, expected, began_s))
+            print(rows[-1], flush=True)
+            await restored(client, whole)
+    return rows
+
+
+def _row(
+    outcomes: list[CompletionOutcome], killed_s: float, expected: list[CompletionOutcome], began_s: float
+) -> dict[str, Any]:
+    pauses = sorted(round(pause_s(one, killed_s), 3) for one in outcomes)
+    pairs = zip(outcomes, expected, strict=True)
+    return {
+        "pauses_s": pauses,
+        "longest_s": pauses[-1],
+        "longest_undisturbed_s": round(max(pause_s(one, began_s) for one in expected), 3),
+        "num_failed": sum(one.failure is not None for one in outcomes),
+        "num_changed": sum(one.text != other.text for one, other in pairs),
+    }
+
+
+async def settled_blocks(client: OpenAiClient) -> int:
+    """Return the blocks of all workers, once none has registered for a while."""
+    seen, since_s = 0, time.monotonic()
+    while not seen or time.monotonic() - since_s < _SETTLED_S:
+        if (found := await num_blocks(client)) != seen:
+            seen, since_s = found, time.monotonic()
+        await asyncio.sleep(0.2)
+    return seen
+
+
+async def restored(client: OpenAiClient, whole: int) -> None:
+    deadline_s = time.monotonic() + _BACK_S
+    while await num_blocks(client) < whole:
+        if time.monotonic() > deadline_s:
+            raise TimeoutError("the worker was not back in time")
+        await asyncio.sleep(0.2)
+
+
+async def num_blocks(client: OpenAiClient) -> int:
+    page = (await client.get("/metrics")).decode()
+    return sum(
+        int(float(line.split()[1])) for line in page.splitlines() if line.startswith("alignedserve_worker_blocks{")
+    )
+
+
+def main() -> None:
+    """Measure, print and record."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="elastic")
+    parser.add_argument("--losses", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=600)
+    options = parser.parse_args()
+    settings = options_of((*_COMMON, *SHAPES[options.shape]))
+    with tempfile.TemporaryDirectory(prefix="loss-") as name, kill_cluster(Path(name), tuple(settings)) as cluster:
+        rows = asyncio.run(measure(cluster, options))
+    longest = [row["longest_s"] for row in rows]
+    figures = {
+        "settings": settings,
+        "num_streams": _NUM_STREAMS,
+        "median_longest_pause_s": statistics.median(longest),
+        "longest_pause_s": max(longest),
+        "num_failed": sum(row["num_failed"] for row in rows),
+        "num_changed": sum(row["num_changed"] for row in rows),
+        "losses": rows,
+    }
+    print(write_result(f"faults/worker_loss_{options.shape}", figures))
+
+
+if __name__ == "__main__":
+    main()
