@@ -64,8 +64,8 @@ class PastCall(NamedTuple):
             value = orjson.loads(arguments or "{}") if isinstance(arguments, str) else arguments
         except orjson.JSONDecodeError:
             value = None
-        is_whole = isinstance(value, dict) and _is_shallow(value)
-        return cls(call_id, name, value if is_whole else {}, is_cut or not (arguments and is_whole))
+        whole = value if isinstance(value, dict) and _is_shallow(value) else None
+        return cls(call_id, name, whole or {}, is_cut or not arguments or whole is None)
 
 
 class PastMessage(NamedTuple):

@@ -158,9 +158,10 @@ class BatchDriver:
         self._num_places = {model: count for model, count in self._num_places.items() if count or model in states}
         self._statistics.note_states(states)
         self._statistics.estimate_etas(runs, self._slots(), time.time())
-        save_statistics = partial(self._statistics.save, runs, time.time(), is_paused=bool(self._unwritten))
+        saves: list[Callable[[], Awaitable[None]]] = [run.save for run in runs]
+        saves.append(partial(self._statistics.save, runs, time.time(), is_paused=bool(self._unwritten)))
         problem: StoreFull | None = None
-        for save in (*(run.save for run in runs), save_statistics):
+        for save in saves:
             try:
                 await save()
             except StoreFull as error:  # the gateways show what is unsaved

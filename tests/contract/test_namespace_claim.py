@@ -15,6 +15,7 @@ from alignedserve.cluster.batch_storage import open_batch_storage
 from alignedserve.config.environment import REDIS_URL_VARIABLE
 from alignedserve.config.sections import BatchesConfig, ClusterConfig
 from alignedserve.core.errors import ResourceError
+from alignedserve.disk.durable import write_durably
 from alignedserve.messages.state import SetValue
 from tests.support.memory_records import MemoryRecords
 from tests.support.servers.valkey import ValkeyServer
@@ -114,7 +115,7 @@ def test_clusters_that_start_at_once_in_one_folder_make_the_same_claim(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     others: list[str] = []
-    write = namespace_claim.write_durably
+    write = write_durably
 
     def write_late(path: Path, content: bytes) -> None:
         if not others:

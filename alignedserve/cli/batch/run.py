@@ -221,7 +221,7 @@ class RunFile:
         self._file, self._path = file, path
         first, *lines = file.read().split(b"\n")
         try:
-            known = orjson.loads(first) if lines else {"run_id": "", "settings": {}}
+            known: dict[str, Any] = orjson.loads(first) if lines else {"run_id": "", "settings": {}}
             self.run_id, earlier = str(known["run_id"]), dict(known["settings"])
             self.batches = [checked_id(line.decode()) for line in lines[:-1]]
             if not lines and not _HEAD.startswith(first[: len(_HEAD)]):

@@ -118,8 +118,8 @@ class AnswerMatcher:
         It matches one token after the other. Each is the only one that a mask would allow at its place, in the model's
         own tokenisation.
         """
-        matcher = self.current()
-        while len(self._forced) < _MAX_FORCED:
+        matcher, until_s = self.current(), time.thread_time() + _HEAVY_S
+        while len(self._forced) < _MAX_FORCED and time.thread_time() < until_s:  # it holds the interpreter's lock
             forced = matcher.compute_ff_tokens()
             if not forced or forced[0] in ends or not matcher.consume_token(forced[0]):
                 return
@@ -287,7 +287,7 @@ class TokenMasks:
         others = [answer for answer in continued if answer.heavy is None]
         jumping = [answer for answer in others if answer.has_jumps and not answer.matcher.forced]
         if jumping:
-            self._foreseen = self._thread.submit(_foresee, jumping)
+            self._foreseen = self._thread.submit(self._foresee, jumping)
         if others:
             self._ahead = self._thread.submit(self._fill, others)
 
@@ -443,6 +443,15 @@ class TokenMasks:
             if time.thread_time() - began > _HEAVY_S:
                 answer.heavy, answer.has_jumps = self._heavy_mask(), False
 
+    def _foresee(self, jumping: list[_Constrained]) -> None:
+        for answer in jumping:
+            if answer.matcher.is_compiled:
+                began = time.thread_time()
+                with suppress(GrammarError):  # told by the next mask
+                    answer.matcher.foresee(answer.ends)
+                if time.thread_time() - began > 2 * _HEAVY_S:  # its last token took half of that
+                    answer.heavy, answer.has_jumps = self._heavy_mask(), False
+
     def _make_room(self, own: list[_Constrained]) -> None:
         num_rows = max((answer.row + 1 for answer in own), default=0)
         if num_rows > len(self._bits):
@@ -498,13 +507,6 @@ def _write_mask(matcher: LLMatcher, bits: Bits) -> None:
 
 def _may_jump(sampling: SamplingParams) -> bool:
     return sampling.num_logprobs is None and not (sampling.allowed_token_ids or sampling.bad_words)
-
-
-def _foresee(jumping: list[_Constrained]) -> None:
-    for answer in jumping:
-        if answer.matcher.is_compiled:
-            with suppress(GrammarError):  # told by the next mask
-                answer.matcher.foresee(answer.ends)
 
 
 def _allow_only(token_id: int, bits: Bits) -> None:

@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from alignedserve.core.errors import ModelError, ModelNotFound
 from alignedserve.core.json_fields import read_json_object
@@ -91,7 +92,7 @@ _ANSWER_FIELDS = (
     "suppress_tokens",
     "typical_p",
 )
-_NEUTRAL = (None, 0, 1, [], {})
+_NEUTRAL: tuple[Any, ...] = (None, 0, 1, [], {})
 
 
 def unused_parts(folder: Path) -> list[str]:

@@ -7,7 +7,7 @@ from lab.commands.bench.options import LoadOptions
 
 bench_app = typer.Typer(
     help="Measure a running server. Parts alone are measured in a checkout: `python -m benchmarks.engine`, `.kernels`, "
-    "`.transfer`, `.scheduling.schedule`, `.scheduling.predictor`.",
+    "`.transfer`, `.scheduling.schedule`.",
     no_args_is_help=True,
 )
 

@@ -55,7 +55,8 @@ async def test_the_live_page_shows_a_cluster_at_work(cluster: Serving, tmp_path:
             await _look(address, cluster.url, tmp_path)
     finally:
         ended.set()
-        await asyncio.to_thread(lambda: [thread.join() for thread in asking])
+        for thread in asking:
+            await asyncio.to_thread(thread.join)
 
 
 async def _look(address: str, url: str, folder: Path) -> None:

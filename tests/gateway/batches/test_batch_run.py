@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from alignedserve.core.request import Request
-from tests.gateway.batches.batch_support import chat_lines, eventually
+from tests.gateway.batches.batch_support import eventually
 from tests.gateway.batches.command_line import CommandLine, command_line
 from tests.gateway.support import EOS, tokenizer
 from tests.harnesses.scripted_backend import Script
+from tests.support.batch_samples import chat_lines
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("_impatient")]
 

@@ -276,7 +276,7 @@ def test_the_benchmarks_that_help_names_are_there() -> None:
     first, *others = re.findall(r"`(?:python -m benchmarks)?(\.[.\w]+)`", words)
     modules = [Path("benchmarks", *name.strip(".").split(".")) for name in (first, *others)]
     root = Path(__file__).parents[3]
-    assert len(modules) == 5
+    assert len(modules) == 4
     assert [one for one in modules if not (root / one).is_dir() and not (root / one).with_suffix(".py").is_file()] == []
 
 

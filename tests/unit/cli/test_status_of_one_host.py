@@ -15,6 +15,7 @@ from alignedserve.cli.main import main
 from alignedserve.cli.models import serving
 from alignedserve.cluster.deployments.admin_api import AdminApi, has_cluster
 from alignedserve.cluster.deployments.orders import (
+    AdminRequest,
     DeploymentReport,
     DrainNode,
     NodeOrder,
@@ -178,7 +179,7 @@ def test_one_host_is_given_the_orders_of_several(
     arguments: tuple[str, ...],
     order: NodeOrder,
 ) -> None:
-    given: list[NodeOrder] = []
+    given: list[AdminRequest] = []
 
     def answer() -> None:
         while not (taken := door.take()):

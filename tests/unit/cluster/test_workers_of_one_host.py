@@ -52,14 +52,14 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
 
 def test_workers_come_and_go(host: Host) -> None:
     assert host.said(ScaleWorkers({"decode": 3})) == "worker-2 starts on node-0; worker-3 starts on node-0."
-    assert host.workers == ("worker-0", "worker-2", "worker-3")
+    assert [*host.workers] == ["worker-0", "worker-2", "worker-3"]
     assert (
         host.said(DrainNode("worker-2", 9.0)) == "worker-2 gets nothing new; what it still has in 9 s goes elsewhere."
     )
     assert host.said(DrainNode("worker-2", 9.0)).endswith("there are worker-0, worker-3")
     assert host.said(UndoDrain("worker-2")) == "worker-2 is used again."
     host.cluster._end_drained(["worker-2"])
-    assert host.workers == ("worker-0", "worker-3")
+    assert [*host.workers] == ["worker-0", "worker-3"]
     assert "gets nothing new" in host.said(ScaleWorkers({"decode": 1}))
     assert host.changes == ["+worker-2", "+worker-3", "-worker-2"]
 

@@ -15,7 +15,7 @@ MAX_LONG_SLEEPS = 12
 # which a run of CI takes an eighth. With the shared ones (of elastic and of separate workers, of hosts) it starts some
 # seventeen.
 MAX_PROMISE_CLUSTERS = 8
-MAX_REST_CLUSTERS = 29
+MAX_REST_CLUSTERS = 31
 MAX_INTERPRETERS = 28  # that default tests start: most import torch or ray
 
 _MARKS_OF_FILE = re.compile(r"^pytestmark = (\[\n[^\]]*|[^\n]*)", re.MULTILINE)

@@ -83,7 +83,9 @@ def test_a_worker_tells_what_it_has_shown_to_be_faster_at() -> None:
         logic.on_event(completed(now - 1.0), now)
         shown.note(prefill(1024), prompt_s, now)
         shown.note(decodes(4, 64), 0.01, now)  # of which nothing was measured at the start
-        assert [sent.message.speed for sent in link.totals(logic.iteration_log, now, shown)] == [expected]
+        (sent,) = link.totals(logic.iteration_log, now, shown)
+        assert isinstance(sent.message, IterationLogReport)
+        assert sent.message.speed == expected
 
 
 def test_what_was_gained_without_a_router_is_kept_for_it() -> None:

@@ -7,7 +7,7 @@ from alignedserve.core.lifecycle import Stage
 from alignedserve.core.request import RequestClass, Slo
 from alignedserve.messages.events import Received, Ticked
 from alignedserve.messages.gateways import ResumeRequest
-from alignedserve.messages.request_notes import MAX_STANDINGS, Standing, Step
+from alignedserve.messages.request_notes import MAX_STANDINGS, RequestsNoted, Standing, Step
 from alignedserve.messages.workers import PrefillCompleted
 from router.request_notes import RouterNotes, standings_of
 from tests.harnesses.router import RouterHarness, connected_router, decoding, pooled, prefilling
@@ -103,8 +103,9 @@ def test_what_the_router_does_not_have_it_tells_nothing_of() -> None:
 def test_only_what_has_come_back_to_the_queue_is_noted_there(made: RouterHarness, is_noted: bool) -> None:
     notes, asked = RouterNotes(made.logic.records), Received(GATEWAY, ResumeRequest(request(), ()))
     notes.observe(asked, made.now, made.logic.on_event(asked, made.now))
-    told = [sent.message.notes for sent in notes.observe(Ticked(), made.now, [])]
-    assert [note.step for of_gateway in told for note in of_gateway] == [Step.QUEUED] * is_noted
+    messages = [sent.message for sent in notes.observe(Ticked(), made.now, [])]
+    noted = [note.step for message in messages if isinstance(message, RequestsNoted) for note in message.notes]
+    assert noted == [Step.QUEUED] * is_noted
 
 
 def test_a_question_about_many_is_answered_for_the_first_few() -> None:

@@ -151,9 +151,12 @@ def test_spaces_before_texts_of_llama(
 
 def test_the_template_of_a_processor(tmp_path: Path) -> None:
     processors_template = {"chat_template.json": {"chat_template": "P"}}
-    for number, (beside, expected) in enumerate(
-        [({}, "<s>"), ({"processor_config.json": {}}, "P"), ({"preprocessor_config.json": {}, **TWO}, "J0")]
-    ):
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({}, "<s>"),
+        ({"processor_config.json": {}}, "P"),
+        ({"preprocessor_config.json": {}, **TWO}, "J0"),
+    ]
+    for number, (beside, expected) in enumerate(cases):
         (folder := tmp_path / str(number)).mkdir()
         write(folder, of_bytes(), ENDS, {**processors_template, **beside})
         assert Tokenizer.load(folder).render_chat(ChatPrompt([]), now=NOW) == expected

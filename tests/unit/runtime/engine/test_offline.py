@@ -300,7 +300,7 @@ def test_a_malformed_grammar_is_refused(llm: LLM) -> None:
 def test_constraints_are_refused_in_the_words_of_the_http_api(llm: LLM, outputs: dict[str, Any], message: str) -> None:
     for ask in (llm.chat, llm.generate):
         with pytest.raises(InvalidRequest) as refusal:
-            ask(["x"], structured_outputs=StructuredOutputs(**outputs))  # type: ignore[operator]
+            ask(["x"], structured_outputs=StructuredOutputs(**outputs))
         assert str(refusal.value) == f"Invalid value for structured_outputs.{message}"
 
 
