@@ -57,11 +57,11 @@ class StreamMix:
         factors = _weighted(self._shares(streams[:, 0].contiguous()), self._predictions).view(-1, count, count, 1)
 
         def predict(part: slice) -> Tensor:
-            stream, stream = streams[part].float(), factors[part]
-            total = stream[:, None, 0] * stream[:, :, 0]
+            values, shares = streams[part].float(), factors[part]
+            total = values[:, None, 0] * shares[:, :, 0]
             for other in range(1, count):
-                total.add_(stream[:, None, other] * stream[:, :, other])
-            return total.add_(stream)
+                total.add_(values[:, None, other] * shares[:, :, other])
+            return total.add_(values)
 
         return _by_tiles(predict, streams)
 

@@ -58,10 +58,10 @@ class JitteryCosts:
     def iteration_s(self, work: IterationWork) -> float:
         if not self._num_left:
             self._place, self._num_left = self._random.randrange(len(self._ratios)), _RUN_LENGTH
-        ratio = self._next[work.num_chunks > 0][self._place]
-        self._place = (ratio + 1) % len(self._ratios)
+        index = self._next[work.num_chunks > 0][self._place]
+        self._place = (index + 1) % len(self._ratios)
         self._num_left -= 1
-        return self._ratios[ratio].value * self._costs.iteration_s(work)
+        return self._ratios[index].value * self._costs.iteration_s(work)
 
     def swap_s(self, num_tokens: float) -> float:
         return self._costs.swap_s(num_tokens)

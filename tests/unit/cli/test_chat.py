@@ -352,7 +352,7 @@ def test_sampling_keeps_small_models_from_repeating_themselves() -> None:
     assert asked == [[0.2, 0.9, None, None], [0.2, 0.9, 1.1, 24], [0.0, None, None, 24]]
 
 
-STATUS = ClusterStatus(speed=WorkerSpeed(short_prompt_s=0.2, prompt_s=2.5, token_s=0.1, shared_token_s=0.12))
+STATUS = ClusterStatus(speed=WorkerSpeed(short_prompt_s=0.2, prompt_s=1.5, token_s=0.1, shared_token_s=0.12))
 
 
 def shown(config: GatewayConfig, **statuses: ClusterStatus) -> str:
@@ -365,7 +365,7 @@ def shown(config: GatewayConfig, **statuses: ClusterStatus) -> str:
 
 def test_the_objectives_of_chat_are_shown() -> None:
     text = shown(GatewayConfig(), tiny=STATUS)
-    assert "Objectives  first token within 7.5 s, then a token every 0.24 s (4.2/s)  (of chat that names none)" in text
+    assert "Objectives  first token within 4.5 s, then a token every 0.24 s (4.2/s)  (of chat that names none)" in text
     assert "warning" not in text
     assert "Objectives  none" in shown(GatewayConfig(default_ttft_s="none", default_tpot_s="none"), tiny=STATUS)
 
@@ -380,7 +380,7 @@ def test_those_that_nobody_can_hold_are_warned_of() -> None:
 def test_each_of_several_models_has_its_own() -> None:
     other = msgspec.structs.replace(STATUS, speed=WorkerSpeed(prompt_s=0.1))
     text = shown(GatewayConfig(), first=STATUS, second=other)
-    assert "first: first token within 7.5 s" in text
+    assert "first: first token within 4.5 s" in text
     assert "second: first token within 1 s " in text
 
 
