@@ -82,7 +82,7 @@ class SpeedMeter:
         tpots = sorted(filter(None, (metrics.tpot_s(chat.token_times_s, chat.num_tokens) for chat in idle)))
         if not ttfts:
             raise PeerError(f"{self._client.url} answers without any text: nothing can be measured")
-        chats_per_s, in_air = await self._fill("fill", chat, {}, _FIRST_IN_AIR, _MOST_IN_AIR)
+        chats_per_s, in_air = await self._fill_with_chats(chat)
         self._documents_in_air = documents_in_air or in_air
         documents_per_s = await self.documents_per_s(documents)
         return Speed(
@@ -91,8 +91,12 @@ class SpeedMeter:
 
     async def documents_per_s(self, documents: Lengths) -> float:
         """Measure how many of these documents a second the server ends when it is full of them. Raises PeerError."""
-        in_air = self._documents_in_air
-        return (await self._fill("fill documents", documents, self.tier, in_air, in_air))[0]
+        loop = self._loop("fill documents", documents, self.tier)
+        try:
+            loop.grow_to(self._documents_in_air)
+            return self._checked(await loop.rate_of_wave(self._stage_s), "fill documents", loop)
+        finally:
+            await loop.stop()
 
     async def _idle(self, chat: Lengths, number: int) -> CompletionOutcome:
         outcome = await self._ask(self.calls.call(mean_request(f"idle {number}", chat, number), Slo()))
@@ -105,20 +109,22 @@ class SpeedMeter:
     async def _ask(self, call: CompletionCall) -> CompletionOutcome:
         return await self._client.complete(call, CompletionOutcome())
 
-    async def _fill(
-        self, name: str, lengths: Lengths, more: Mapping[str, Any], first: int, most: int
-    ) -> tuple[float, int]:
+    def _loop(self, name: str, lengths: Lengths, more: Mapping[str, Any]) -> "_ClosedLoop":
         def call(number: int) -> CompletionCall:
             return self.calls.call(mean_request(f"{name} {number}", lengths, number), Slo(), more)
 
-        loop = _ClosedLoop(self._client, call, lengths.output_len)
+        return _ClosedLoop(self._client, call, lengths.output_len)
+
+    async def _fill_with_chats(self, chat: Lengths) -> tuple[float, int]:
+        """Return the most chats a second, and how many of them were in the air."""
+        loop = self._loop("fill", chat, {})
         try:
-            best, best_in_air, in_air = 0.0, first, first
+            best, best_in_air, in_air = 0.0, _FIRST_IN_AIR, _FIRST_IN_AIR
             while True:
                 loop.grow_to(in_air)
-                rate = await self._rate(loop, self._stage_s if most > first else 2 * self._stage_s)
-                if rate <= best * _GAIN or loop.has_failed or in_air >= most:
-                    return self._checked(max(best, rate), name, loop), best_in_air if rate <= best else in_air
+                rate = await self._rate(loop, self._stage_s)
+                if rate <= best * _GAIN or loop.has_failed or in_air >= _MOST_IN_AIR:
+                    return self._checked(max(best, rate), "fill", loop), best_in_air if rate <= best else in_air
                 best, best_in_air, in_air = rate, in_air, in_air * 2
         finally:
             await loop.stop()
@@ -156,15 +162,37 @@ class _ClosedLoop:
             self._tasks.append(asyncio.create_task(self._keep_one()))
 
     async def rate(self, stage_s: float) -> float:
+        """Return requests a second, by the tokens of a stage."""
         await asyncio.sleep(stage_s * _SETTLES)
+        return await self._tokens_per_s(stage_s) / self._num_tokens_of_one()
+
+    async def rate_of_wave(self, stage_s: float) -> float:
+        """Return the rate at which all that began together would end: no part of it stands for the whole, as its
+        prompts come first and its answers after them."""
+        began_s = time.monotonic()
+        for _ in range(_MOST_EMPTY):
+            await asyncio.sleep(stage_s)
+            if self.has_failed or len(self._ended) + sum(bool(chat.token_times_s) for chat in self._open.values()) >= (
+                len(self._tasks)
+            ):
+                break
+        prompts_s, num_early = time.monotonic() - began_s, self._num_tokens(began_s)
+        tokens_per_s = await self._tokens_per_s(2 * stage_s)
+        num_left = max(len(self._tasks) * self._num_tokens_of_one() - num_early, 0)
+        return len(self._tasks) / (prompts_s + num_left / tokens_per_s) if tokens_per_s else 0.0
+
+    async def _tokens_per_s(self, stage_s: float) -> float:
         began_s = time.monotonic()
         await asyncio.sleep(stage_s)
-        ended_s = time.monotonic()
+        return self._num_tokens(began_s) / (time.monotonic() - began_s)
+
+    def _num_tokens(self, since_s: float) -> int:
         outcomes = [*self._ended, *self._open.values()]
-        num_tokens = sum(began_s <= at_s < ended_s for outcome in outcomes for at_s in outcome.token_times_s)
+        return sum(at_s >= since_s for outcome in outcomes for at_s in outcome.token_times_s)
+
+    def _num_tokens_of_one(self) -> float:
         whole = [len(chat.token_times_s) for chat in self._ended if chat.failure is None and chat.token_times_s]
-        num_of_one = sum(whole) / len(whole) if whole else self._output_len
-        return num_tokens / (ended_s - began_s) / max(num_of_one, 1)
+        return max(sum(whole) / len(whole) if whole else self._output_len, 1)
 
     async def stop(self) -> None:
         for task in self._tasks:
