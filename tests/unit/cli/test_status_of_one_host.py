@@ -196,3 +196,12 @@ def test_one_host_is_given_the_orders_of_several(
         main()
     driver.join()
     assert (ended.value.code, given, capsys.readouterr().out) == (0, [order], "It is done.\n")
+
+
+def test_a_drain_is_awaited_to_its_bound(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(one_host, "_FOLLOW_S", 0.0)
+    answers = iter((False, True))
+    one_host.wait_until_drained("decode-0", 1.0, lambda: next(answers))
+    assert capsys.readouterr().out == "decode-0 has drained.\n"
+    with pytest.raises(ResourceError, match="decode-0 has not drained in time; see `alignedserve logs`"):
+        one_host.wait_until_drained("decode-0", -60.0, lambda: False)

@@ -6,16 +6,9 @@ from collections.abc import Mapping
 from rich.markup import escape
 from rich.table import Table
 
-from alignedserve.cli.commands.cluster.one_host import TAIL_BYTES, load_line, show_log
+from alignedserve.cli.commands.cluster.one_host import TAIL_BYTES, load_line, show_log, wait_until_drained
 from alignedserve.cli.console import notes, print_json, printable, results
-from alignedserve.cluster.deployments.orders import (
-    DeploymentReport,
-    DrainNode,
-    NodeOrder,
-    OrderDone,
-    UndoDrain,
-)
-from alignedserve.cluster.draining.drains import MOVING_S
+from alignedserve.cluster.deployments.orders import DeploymentReport, DrainNode, NodeOrder, OrderDone, UndoDrain
 from alignedserve.cluster.hosts.orders import (
     call_actor,
     connected,
@@ -50,7 +43,6 @@ _STOP_S = 60.0  # for a driver to stop its cluster
 _LEAVES_S = 30.0  # for a driver that has stopped it to end
 _SILENT_S = 10.0  # after which a driver has died, or hangs
 _PATIENCE_S = 30.0  # with one that is told to end
-_DRAIN_ENDS_S = 20.0  # beyond what it was given
 
 
 def status(json_output: bool) -> bool:
@@ -156,17 +148,15 @@ def drain(node: str, within_s: float, *, is_forced: bool, waits: bool) -> None:
         record = running_cluster()
         _give(record.cluster_id, DrainNode(node, within_s, is_forced))
         name = node_called(record.nodes, node).name
-        ends_s = time.monotonic() + within_s + MOVING_S + _DRAIN_ENDS_S
-        while waits:
-            state = next((one.drain for one in running_cluster().nodes if one.name == name), DRAINED)
-            if state == DRAINED:
-                results().print(f"{name} has drained.")
-                return
-            if not state:
-                raise ResourceError(f"the drain of {name} was undone")
-            if time.monotonic() > ends_s:
-                raise ResourceError(f"{name} has not drained in time; see `alignedserve logs driver`")
-            time.sleep(_FOLLOW_S)
+        if waits:
+            wait_until_drained(name, within_s, lambda: _has_drained(name))
+
+
+def _has_drained(name: str) -> bool:
+    state = next((node.drain for node in running_cluster().nodes if node.name == name), DRAINED)
+    if not state:
+        raise ResourceError(f"the drain of {name} was undone")
+    return state == DRAINED
 
 
 def undo_drain(node: str) -> None:

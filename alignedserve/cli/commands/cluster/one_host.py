@@ -19,6 +19,7 @@ from alignedserve.cluster.deployments.orders import (
     StatusReport,
     UndoDrain,
 )
+from alignedserve.cluster.draining.drains import MOVING_S
 from alignedserve.config.sections import MIB, Topology
 from alignedserve.core.errors import ResourceError
 from alignedserve.core.metrics import in_percent
@@ -48,6 +49,7 @@ def load_line(load: ClusterStatus | None, topology: str) -> str:
 
 TAIL_BYTES = 4096
 _FOLLOW_S = 0.5
+_DRAIN_ENDS_S = 20.0  # beyond what it was given
 
 
 def show_log(name: str, read: Callable[[int], LogPart | None], *, follow: bool) -> None:
@@ -103,11 +105,19 @@ def drain(cluster: str | None, worker: str, within_s: float, *, waits: bool) -> 
     """Drain a worker; with `waits` return when it has ended. Raises ResourceError when it may not be."""
     door = find_cluster(cluster)
     _give(door, DrainNode(worker, within_s))
-    while waits:
-        if not any(worker in model.workers for model in show(partial(ask, door)).deployments):
-            results().print(f"{worker} has drained and ended.")
-            return
+    if waits:
+        models = partial(show, partial(ask, door))
+        wait_until_drained(worker, within_s, lambda: all(worker not in one.workers for one in models().deployments))
+
+
+def wait_until_drained(name: str, within_s: float, has_drained: Callable[[], bool]) -> None:
+    """Raises ResourceError if it takes too long."""
+    ends_s = time.monotonic() + within_s + MOVING_S + _DRAIN_ENDS_S
+    while not has_drained():
+        if time.monotonic() > ends_s:
+            raise ResourceError(f"{name} has not drained in time; see `alignedserve logs`")
         time.sleep(_FOLLOW_S)
+    results().print(f"{name} has drained.")
 
 
 def undo_drain(cluster: str | None, worker: str) -> None:
