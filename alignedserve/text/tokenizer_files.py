@@ -146,7 +146,8 @@ def templates_of(folder: Path, config: Mapping[str, Any]) -> tuple[str | None, s
 
 def unused_texts(folder: Path) -> list[str]:
     """Return the parts of a folder's tokenizer and templates that another part replaces, or nobody reads."""
-    config, used = read_tokenizer_config(folder), templates_of(folder, read_tokenizer_config(folder))
+    config = read_tokenizer_config(folder)
+    used = templates_of(folder, config)
     more = sorted(file.name for file in (folder / MORE_TEMPLATES).glob("*.jinja"))
     unused = [f"{MORE_TEMPLATES}/{name}" for name in more if name != f"{_TOOL_USE}.jinja"]
     if isinstance(config.get("chat_template"), str) and config["chat_template"] not in used:

@@ -279,6 +279,11 @@ def write_parts(lines: Iterator[bytes], path: Path, limits: FileLimits) -> Itera
         yield num_lines
 
 
+def _digest_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def run_table(options: RunOptions) -> int:
     """Exit code 0 if every row has an answer, 1 if some rows have an error."""
     return run_with_client(options.url, TableRun(options).act, PATIENCE_S)
@@ -307,12 +312,8 @@ class TableRun:
         for name in self._columns:
             if name in self._questions.kinds:
                 raise ConfigError(f"the table has a column {name!r} already: name the columns to keep by --columns")
-        self._digest = self._digest_now()
+        self._digest = _digest_of(options.path)
         self._num_rows = sum(1 for _ in self._table.rows(self._questions.columns))
-
-    def _digest_now(self) -> str:
-        with self._options.path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
 
     async def act(self, client: BatchClient, console: Console) -> int:
         options, models = self._options, await client.models()
@@ -359,9 +360,7 @@ class TableRun:
 
     def _key(self, run_file: RunFile, path: Path) -> str:
         """Return an Idempotency-Key, the same one if the command is killed before it knows the batch's id."""
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return f"run-{run_file.run_id}-{len(run_file.batches)}-{self._options.window}-{digest}"
+        return f"run-{run_file.run_id}-{len(run_file.batches)}-{self._options.window}-{_digest_of(path)}"
 
     async def _collect(self, client: BatchClient, console: Console, batch_id: str) -> bool:
         """Wait for a batch and take its records. Return False if it ends badly meanwhile: then send no more."""
@@ -409,7 +408,7 @@ class TableRun:
         if output is None:
             sys.stdout.writelines(json_lines(self._table, self._columns, self._results(counts)))
         else:
-            if self._digest_now() != self._digest:
+            if _digest_of(self._options.path) != self._digest:
                 raise ConfigError(f"{self._options.path} has changed meanwhile: put it back, and repeat the command")
             self._publish(output, counts)
         shown = [counted(self._num_rows, "row"), f"{counts['errors']} with an error" if counts["errors"] else ""]
