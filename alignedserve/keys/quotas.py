@@ -63,10 +63,10 @@ def share_of_open(limit: int, gateways: Sequence[str], gateway: str) -> int:
 
 
 class Bucket:
-    """What keys owe. A request costs the same time however many keys there are."""
+    """The debts of keys, each paid back at a constant rate. Charging takes the same time however many there are."""
 
     def __init__(self, limit: float) -> None:
-        """`limit`: what a key may owe, and pays back in a minute."""
+        """`limit`: the highest debt, which a key pays back in a minute."""
         self._limit = limit
         self._owed: dict[str, tuple[float, float]] = {}  # by key: what it owed, and when
 

@@ -22,7 +22,7 @@ OnError = Literal["raise", "return"]
 
 
 class PromptErrors:
-    """What is wrong with single prompts of a call: raised, or kept while the others are answered."""
+    """The errors of single prompts of a call: raised, or kept while further prompts are answered."""
 
     def __init__(self, count: int, on_error: OnError = "raise") -> None:
         """`count`: the call's prompts; a single prompt needs no name. Raises InvalidRequest."""

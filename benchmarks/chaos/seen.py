@@ -1,4 +1,4 @@
-"""What is seen of a cluster from outside."""
+"""The state of a cluster, by its metrics and logs."""
 
 import http.client
 import json

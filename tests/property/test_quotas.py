@@ -15,7 +15,7 @@ _STEP_S = 0.1
 
 @dataclass
 class PlainBucket:
-    """What was let in, and later given back, in the order of time."""
+    """A bucket that is told of each request at its time: let in, and perhaps given back later."""
 
     limit: float
     owed: float = 0.0

@@ -94,7 +94,7 @@ def shown_columns(table: RowTable) -> str:
 
 
 class RowQuestions:
-    """What is asked about each row."""
+    """The prompts of the table's rows, and the columns that their answers become."""
 
     def __init__(self, options: RunOptions, table: RowTable) -> None:
         self._prompt = RowPrompt("--prompt", options.prompt, table)

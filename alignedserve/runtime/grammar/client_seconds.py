@@ -1,4 +1,4 @@
-"""What each client's grammars have taken of one process."""
+"""Computing time that the grammars of each client have taken in this process."""
 
 CLIENT_S = 30.0  # of a core, at once
 _FORGIVEN = 0.25  # of them for each second that passes

@@ -49,7 +49,7 @@ def _has_both_ends(config: ModelConfig, folder: Path) -> bool:
     """Return whether the files hold an embedding and a head: a head in the files counts, whatever config.json says."""
     try:
         has = partial(has_weight, WeightIndex(folder))
-    except ModelError:  # which whoever reads the weights is told
+    except ModelError:  # reading the weights raises the same
         return False
     names = FAMILIES[config.family].names
     return has(f"{find_prefix(names, has)}{names.embedding}.weight") and has(f"{find_head(names, has)}.weight")

@@ -155,8 +155,8 @@ def read_rope_pair(fields: JsonFields, head_dim: int, *, thetas: tuple[float, fl
 def scaled_rope(fields: JsonFields, section: JsonFields, rope: RopeConfig) -> RopeConfig:
     """Return `rope` with the scaling that `section` describes; `fields` is the whole of config.json."""
     kind = _kind(section)
-    is_plain_mrope = kind == "mrope" and section.has("mrope_section")  # of words
-    if is_plain_mrope or kind == "dynamic":  # the latter scales beyond max_position_embeddings, which nobody reaches
+    # Words have plain positions under mrope; "dynamic" changes only positions beyond max_position_embeddings.
+    if (kind == "mrope" and section.has("mrope_section")) or kind == "dynamic":
         kind = RopeScaling.NONE.value
     if kind in _OLD_NAMES_OF_LONG and section.has("long_factor"):
         kind = RopeScaling.LONG.value

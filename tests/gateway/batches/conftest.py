@@ -1,4 +1,4 @@
-"""What tests of the commands share."""
+"""Commands of batches that neither pause long nor poll seldom."""
 
 import sys
 
