@@ -20,6 +20,7 @@ AlignedServeError
     ├── Unfetched               a picture that a request names by its URL could not be fetched now (502)
     ├── ServerDraining          it is about to end and takes nothing new
     ├── Unservable              can never fit this cluster
+    │   └── GrammarFailed           no token can follow under its grammar
     ├── TimedOut                silent past its deadline
     └── GenerationFailed        an internal error
 """
@@ -140,11 +141,15 @@ class ServerDraining(GenerationError):
 class Unservable(GenerationError):
     """Can never fit this cluster."""
 
+
+class GrammarFailed(Unservable):
+    """No token can follow under the request's grammar."""
+
     param: str | None = None
 
-    def named(self, path: str) -> "Unservable":
+    def named(self, path: str) -> "GrammarFailed":
         """Return the error as one of this field's value."""
-        error = Unservable(f"Invalid value for {path}: {self}.")
+        error = GrammarFailed(f"Invalid value for {path}: {self}.")
         error.param = path
         return error
 

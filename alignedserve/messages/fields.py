@@ -28,3 +28,4 @@ class FailureKind(enum.Enum):
     WORKER_LOST = "worker_lost"  # its worker died after tokens had been sent
     INTERNAL = "internal"  # a fault of the server, logged where it happened
     UNSERVABLE = "unservable"  # can never fit this cluster
+    GRAMMAR = "grammar"  # no token can follow under its grammar

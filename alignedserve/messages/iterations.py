@@ -11,6 +11,7 @@ import msgspec
 from alignedserve.core.ids import BlockId, LeaseId, RequestId
 from alignedserve.core.request import Request, SampledToken, TokenLogprob
 from alignedserve.messages.caches import ArenaOffered, BlockCopy, BlockRun
+from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.gateways import TokenDelta
 
 
@@ -126,7 +127,7 @@ class IterationCompleted:
     sampled: tuple[SampledToken, ...]  # in the order of each answer, where a request has several
     prompt_scores: tuple[PromptScores, ...] = ()
     failed: tuple[RequestId, ...] = ()
-    reasons: tuple[tuple[RequestId, str], ...] = ()  # of failed ones: why no token can follow under their grammar
+    reasons: tuple[tuple[RequestId, tuple[FailureKind, str]], ...] = ()  # of failed ones: why no token can follow
     # How many tokens a request has in `sampled` before the one sampled last, as its grammar left no choice of them:
     # it computed so many more than it was to, in the blocks that it has.
     forced: tuple[tuple[RequestId, int], ...] = ()

@@ -154,9 +154,7 @@ class AttemptFailed(Message, frozen=True):
 
 
 ANY_LENGTH = 1 << 16  # the end of a range that holds every length: longer ones count as this where batches are formed
-PACKED_FROM = (
-    1  # the start of a range up to the longest context that slack has room for; ranges of lengths start at 16s
-)
+PACKED_FROM = 1  # the start of a range up to the longest context that slack has room for; others start at 16s
 
 
 class JoinedBatch(msgspec.Struct, frozen=True, array_like=True):

@@ -16,6 +16,8 @@ RequestT = TypeVar("RequestT", bound=WorkerRequest)
 RequestT_co = TypeVar("RequestT_co", bound=WorkerRequest, covariant=True)
 CommandT = TypeVar("CommandT")
 
+_NO_LOGITS = (FailureKind.INTERNAL, "the model gave no usable logits")
+
 
 class _Requests(Protocol[RequestT_co]):
     def __getitem__(self, request_id: RequestId, /) -> RequestT_co: ...
@@ -107,18 +109,12 @@ class IterationCycle(Generic[RequestT, CommandT]):
         for request_id in event.failed:
             running = requests[request_id]
             commands += self._release(running)
-            commands += self._router.failed(running, *_failure(reasons.get(request_id)))
+            commands += self._router.failed(running, *reasons.get(request_id, _NO_LOGITS))
         emitted: list[SendTo] = []
         for address in dict.fromkeys([gateway for gateway, _, _ in sampled]):  # few: a pass each is cheaper
             deltas = [delta for gateway, _, delta in sampled if gateway == address]
             emitted += [SendTo(address, TokensEmitted(tuple(joined(deltas) if event.forced else deltas)))]
         return [*scored, *emitted, *commands]
-
-
-def _failure(reason: str | None) -> tuple[FailureKind, str]:
-    if reason is None:
-        return FailureKind.INTERNAL, "the model gave no usable logits"
-    return FailureKind.UNSERVABLE, reason
 
 
 class UrgentCycle:

@@ -71,7 +71,7 @@ async def test_a_grammar_that_cannot_be_followed_fails_its_request_alone(topolog
         await check(cluster, None)
         await bad.done.wait()
         assert isinstance(bad.failure, RequestFailed)
-        assert bad.failure.kind is FailureKind.UNSERVABLE
+        assert bad.failure.kind is FailureKind.GRAMMAR
         assert "no grammar" not in bad.failure.reason
 
 

@@ -9,6 +9,7 @@ from alignedserve.api.backend import cluster as cluster_backend
 from alignedserve.api.backend import cluster as open_request
 from alignedserve.api.errors import (
     GenerationFailed,
+    GrammarFailed,
     Overloaded,
     ResourceUnavailable,
     TimedOut,
@@ -115,6 +116,7 @@ async def test_rejections_and_failures(tmp_path: Path) -> None:
             FailureKind.WORKER_LOST: Unavailable,
             FailureKind.INTERNAL: GenerationFailed,
             FailureKind.UNSERVABLE: Unservable,
+            FailureKind.GRAMMAR: GrammarFailed,
         }
         for kind, error_class in expected.items():
             stream = harness.submit(name=kind.value)

@@ -21,6 +21,7 @@ from alignedserve.api.backend.interface import RequestStream, missing_peer
 from alignedserve.api.errors import (
     GenerationError,
     GenerationFailed,
+    GrammarFailed,
     Overloaded,
     ResourceUnavailable,
     TimedOut,
@@ -487,5 +488,7 @@ def _error_of(message: RequestFailed) -> GenerationError:
             return Unavailable(message.reason)
         case FailureKind.UNSERVABLE:
             return Unservable(message.reason)
+        case FailureKind.GRAMMAR:
+            return GrammarFailed(message.reason)
         case FailureKind.INTERNAL:
             return GenerationFailed("The request failed inside the cluster.", reason=message.reason)

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from alignedserve.api.backend.interface import GeneratedTokens, RequestStream
-from alignedserve.api.errors import ClientDisconnected, Overloaded, Unservable
+from alignedserve.api.errors import ClientDisconnected, GrammarFailed, Overloaded
 from alignedserve.api.models.model_services import ModelServices
 from alignedserve.api.openai.choice_decoder import ChoiceDecoder, ChoiceDelta
 from alignedserve.api.openai.generation_request import GenerationRequest
@@ -128,8 +128,8 @@ class Generation:
         for choice in tuple(self._open):
             try:
                 new = choice.stream.read_new()
-            except Unservable as error:
-                raise (error.named(self.request.grammar_param) if "grammar" in str(error) else error) from error
+            except GrammarFailed as error:
+                raise error.named(self.request.grammar_param) from error
             if new is not None:
                 yield choice.index, self._decode(choice, new)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import SampledToken
+from alignedserve.messages.fields import FailureKind
 from alignedserve.runtime.attention.backend import AttentionPlanner, Contexts, TableKeeper
 from alignedserve.runtime.attention.registry import attention_planner
 from alignedserve.runtime.attention.ring_tables import RingTables
@@ -411,7 +412,7 @@ class Engine:
         good, bad = np.flatnonzero(is_usable).tolist(), np.flatnonzero(~is_usable).tolist()
         return [sampled[index] for index in good], [ids[index] for index in bad]
 
-    def _reasons(self, failed: list[RequestId]) -> dict[RequestId, str]:
+    def _reasons(self, failed: list[RequestId]) -> dict[RequestId, tuple[FailureKind, str]]:
         reasons = ((one, self._sampler.failure(self._table.row(one))) for one in failed)
         return {one: reason for one, reason in reasons if reason is not None}
 

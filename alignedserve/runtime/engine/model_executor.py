@@ -15,13 +15,8 @@ import torch
 
 from alignedserve.core.plugins import load_plugin
 from alignedserve.costmodel.linear import Sample
-from alignedserve.messages.iterations import (
-    Addition,
-    IterationCompleted,
-    IterationTimes,
-    PromptScores,
-    RunIteration,
-)
+from alignedserve.messages.fields import FailureKind
+from alignedserve.messages.iterations import Addition, IterationCompleted, IterationTimes, PromptScores, RunIteration
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import requests_of
 from alignedserve.process.links import Identity
@@ -269,13 +264,14 @@ class ModelExecutor:
         if lacking:
             sampled = tuple(token for token in sampled if token.request_id not in lacking)
         failed = (*(request_id for request_id in output.failed if request_id not in lacking), *lacking)
-        reasons = tuple((output.reasons | lacking).items())
+        reasons = output.reasons | {lost: (FailureKind.UNSERVABLE, why) for lost, why in lacking.items()}
         forced = tuple(count for count in output.forced if count[0] not in lacking)
         yielded_s = 0.0 if command.is_urgent else self._urgent.take_stopped_s() + self._turns.take_stopped_s()
         turn_s = 0.0 if command.is_urgent else self._turn_lengths.before_iteration()
         times = _times_of(output.times, started, changed, yielded_s, turn_s)
         self._turn_lengths.ran(times.computed_s)
-        return IterationCompleted(sampled, scores, failed, reasons, forced, times, command.is_urgent, output.skipped)
+        outcome = sampled, scores, failed, tuple(reasons.items()), forced
+        return IterationCompleted(*outcome, times, command.is_urgent, output.skipped)
 
     def _change_sequences(self, command: RunIteration) -> None:
         copied = self._engine.read_blocks([copy.source for copy in command.copies]) if command.copies else None

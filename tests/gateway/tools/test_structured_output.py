@@ -8,7 +8,7 @@ import httpx
 from llguidance import LLMatcher
 from pydantic import BaseModel
 
-from alignedserve.api.errors import Unservable
+from alignedserve.api.errors import GrammarFailed
 from alignedserve.core.request import Request
 from alignedserve.runtime.grammar.compiler import PARSER_LIMITS
 from alignedserve.runtime.grammar.vocabulary import grammar_vocabulary
@@ -159,7 +159,7 @@ async def test_the_sdk_parses_into_a_pydantic_model() -> None:
     ],
 )
 async def test_an_answer_that_its_grammar_ends_names_the_field(fields: dict[str, Any], param: str) -> None:
-    failing = Script((5, 6), failure=Unservable("the grammar takes more than 4 s of computing for one answer"))
+    failing = Script((5, 6), failure=GrammarFailed("the grammar takes more than 4 s of computing for one answer"))
     async with gateway(lambda _: failing) as served:
         error = error_of(await served.chat(**fields), 400)
         streamed = (await served.chat(**fields, stream=True)).text

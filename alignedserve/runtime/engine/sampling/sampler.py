@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from alignedserve.core.request import MAX_LOGPROBS, TokenLogprob
+from alignedserve.messages.fields import FailureKind
 from alignedserve.runtime.attention.sequence_table import IntArray, NewSequence, are_same
 from alignedserve.runtime.device.arrays import to_device
 from alignedserve.runtime.engine.sampling.logits_processors import LogitsChanges, LogitsProcessor
@@ -116,12 +117,15 @@ class Sampler:
             return None
         return self._masks.start(rows, self._logits_processor.is_early(rows, num_tokens))
 
-    def failure(self, row: int) -> str | None:
+    def failure(self, row: int) -> tuple[FailureKind, str] | None:
         reason = None if self._masks is None else self._masks.failure(row)
+        if reason is not None:
+            return FailureKind.GRAMMAR, reason
         sequence = self._sequences[row]
-        if reason is None and sequence is not None and sequence.sampling.excludes_tokens:
-            return "allowed_token_ids, bad_words and what the answer must match leave no token to choose"
-        return reason
+        if sequence is None or not sequence.sampling.excludes_tokens:
+            return None
+        why = "allowed_token_ids, bad_words and what the answer must match leave no token to choose"
+        return FailureKind.UNSERVABLE, why
 
     def choose(self, rows: IntArray, num_tokens: IntArray, logits: Tensor) -> Choice:
         """Choose tokens: `start` and `finish`, with the host waiting in between."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import SampledToken, TokenLogprob, sampled_tokens
+from alignedserve.messages.fields import FailureKind
 from alignedserve.runtime.attention.backend import StepAttention
 from alignedserve.runtime.attention.ring_tables import RingPlan
 from alignedserve.runtime.attention.sequence_table import IntArray
@@ -153,7 +154,7 @@ class StepOutput:
     # Of every sequence whose slice reached its last known token, in any order, behind forced tokens.
     sampled: list[SampledToken]
     failed: list[RequestId]  # no token: their logits were not numbers, or see `reasons`; remove them
-    reasons: dict[RequestId, str]  # of those that failed: why no token can follow under what they ask for
+    reasons: dict[RequestId, tuple[FailureKind, str]]  # of those that failed: why no token can follow
     prompt_logprobs: list[PromptLogprobs]
     times: StepTimes
     forced: tuple[tuple[RequestId, int], ...] = ()  # how many tokens of a sequence in `sampled` its grammar forced

@@ -10,6 +10,7 @@ import pytest
 
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import SampledToken, SamplingParams
+from alignedserve.messages.fields import FailureKind
 from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.grammar.constraints import StructuredOutputs, part_of, serialize_alone
 from alignedserve.runtime.grammar.token_masks import TokenMasks
@@ -84,7 +85,9 @@ def test_a_grammar_that_fails_ends_its_own_sequence_alone(decoder: Decoder) -> N
     output = engine.step(good=len(PROMPT), bad=len(PROMPT), late=len(PROMPT) + 1)
     assert [token.request_id for token in output.sampled] == ["good"]
     assert set(output.failed) == {"bad", "late"}
-    assert set(output.reasons) == {"bad", "late"}
+    assert {name: kind for name, (kind, _) in output.reasons.items()} == dict.fromkeys(
+        ("bad", "late"), FailureKind.GRAMMAR
+    )
     for name in ("bad", "late"):
         engine.engine.remove_sequence(RequestId(name))
     assert engine.step(good=1).sampled
