@@ -116,6 +116,7 @@ class GrammarCompiler:
         self.failed_matcher: LLMatcher | None = None  # likewise
         self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
         self._followed: OrderedDict[str, None] = OrderedDict()  # by answers that have ended, and not asked for since
+        self.heavy: set[str] = set()  # grammars that took long for a mask of an answer
         self._num_characters = 0
         self._lock = Lock()
 
@@ -158,6 +159,7 @@ class GrammarCompiler:
             while len(self._followed) > MAX_FOLLOWED:
                 oldest, _ = self._followed.popitem(last=False)
                 self._drop(oldest)
+                self.heavy.discard(oldest)
 
     def check(self, grammar: str) -> None:
         """Wait until a grammar is compiled. Raises InvalidRequest if it cannot be."""

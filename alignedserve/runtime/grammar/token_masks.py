@@ -3,11 +3,14 @@
 A mask is a row of bits, one per token, the lowest of a word first.
 
 A heavy grammar takes long for a mask, or has rules of a client, which may take long at any token. Its masks have a
-thread of their own, and steps go on without its row (`unready`). The thread has the usual priority: a thread that is
-preempted with the interpreter's lock holds up everybody. Seconds are counted: an answer has ANSWER_S, the real-time
-answers of a client ClientSeconds. Beyond them the answer fails.
+thread of their own, and steps go on without its row (`unready`). The thread has the usual priority, as a thread that is
+preempted with the interpreter's lock holds up everybody; a native thread of low priority computes without the lock.
+Seconds are counted: an answer has ANSWER_S, the real-time answers of a client ClientSeconds. Beyond them the answer
+fails.
 """
 
+import os
+import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -22,6 +25,7 @@ from llguidance import LLExecutor, LLMatcher
 
 from alignedserve.core.request import SamplingParams
 from alignedserve.process.turn_threads import TurnThreads
+from alignedserve.process.worker_threads import run_quietly
 from alignedserve.runtime.grammar.client_seconds import CLIENT_S, ClientSeconds
 from alignedserve.runtime.grammar.compiler import (
     CLIENT_RULES,
@@ -38,9 +42,11 @@ from alignedserve.runtime.grammar.compiler import (
 _MAX_FORCED = 32
 _HEAVY_S = 0.003  # of a core, for one mask; of schemas in use one in a hundred takes 0.6 ms
 _MASK_S = 0.0003  # that a mask may take among others before each is measured alone
+_THREADS = "/proc/self/task"
+_CLOCK_OF_THREAD = 6  # in Linux's numbers of clocks, behind that of the thread
 ANSWER_S = 2.0  # of a core, for the masks of a heavy grammar
 _UNREADY_S = 0.001  # a step waits so long for a heavy mask, once for each
-_IDLE_S = 0.005  # and so long where it has nothing else to compute; a chat that comes waits for it
+_IDLE_S = 0.002  # and so long where it has nothing else to compute; a chat that comes waits for it
 Bits = npt.NDArray[np.int32]
 IntArray = npt.NDArray[np.int64]
 Consume = Callable[[LLMatcher, int], object]
@@ -162,7 +168,7 @@ class StepMasks(NamedTuple):
 class _HeavyMask:
     """The mask of a heavy grammar's row."""
 
-    bits: Bits  # [words]
+    bits: Bits  # [2, words]; the second is nobody's
     ready: "Future[None] | None" = None  # None: it was never begun
     was_awaited: bool = False  # by a step
     spent_s: float = 0.0  # by the answer, of a core
@@ -233,7 +239,7 @@ class TokenMasks:
         self._executor = LLExecutor(num_threads)
         self._measures_each = False  # of the next masks: all together took long
         self._heavy_thread = TurnThreads(1, "heavy-grammars")
-        self._heavy_executor: LLExecutor | None = None  # of that thread, with its priority
+        self._quiet: _QuietExecutor | None = None
         self._clients = ClientSeconds()
 
     def add(
@@ -249,7 +255,8 @@ class TokenMasks:
         early_ends = (*self._eos_token_ids, *sampling.stop_token_ids) if sampling.min_tokens else ends
         compiled = self._compiler.compile(sampling.grammar)
         matcher = AnswerMatcher(compiled, generated_token_ids, counts_tokens="max_tokens" in sampling.grammar)
-        heavy = self._heavy_mask() if CLIENT_RULES in sampling.grammar else None
+        is_heavy = CLIENT_RULES in sampling.grammar or sampling.grammar in self._compiler.heavy
+        heavy = self._heavy_mask() if is_heavy else None
         has_jumps = self._jumps_ahead and _may_jump(sampling) and heavy is None
         all_ends = frozenset((*self._eos_token_ids, *sampling.stop_token_ids))
         unwanted = self._last_resorts(ends), self._last_resorts(early_ends)
@@ -306,7 +313,7 @@ class TokenMasks:
         fresh = [ready for row, ready in awaited.items() if not heavy[row].was_awaited]
         for row in awaited:
             heavy[row].was_awaited = True
-        if fresh:
+        if fresh and len(rows) == num_slices:  # no prompt waits with them
             wait(fresh, _UNREADY_S)
         if awaited and len(awaited) == num_slices:
             wait(awaited.values(), _IDLE_S, FIRST_COMPLETED)
@@ -362,7 +369,11 @@ class TokenMasks:
         return self._resorts.setdefault(known, LastResorts(known)) if known else None
 
     def _heavy_mask(self) -> _HeavyMask:
-        return _HeavyMask(np.zeros(self._bits.shape[1], np.int32))
+        return _HeavyMask(np.zeros((2, self._bits.shape[1]), np.int32))
+
+    def _make_heavy(self, answer: _Constrained) -> None:
+        self._compiler.heavy.add(answer.grammar)
+        answer.heavy, answer.has_jumps = self._heavy_mask(), False
 
     def _begin_heavy(self, answer: _Constrained, heavy: _HeavyMask) -> None:
         compute = partial(self._fill_heavy, answer, heavy)
@@ -379,7 +390,7 @@ class TokenMasks:
         for place, (at, answer) in enumerate(own):
             if answer.heavy is not None and answer.heavy.ready is not None:
                 answer.heavy.ready.result()
-                bits[place] = answer.heavy.bits
+                bits[place] = answer.heavy.bits[0]
             if answer.matcher.forced or answer.failure is not None:
                 bits[place] = 0
             if answer.matcher.forced:
@@ -441,7 +452,7 @@ class TokenMasks:
             began = time.thread_time()
             _write_mask(matcher, self._bits[row])
             if time.thread_time() - began > _HEAVY_S:
-                answer.heavy, answer.has_jumps = self._heavy_mask(), False
+                self._make_heavy(answer)
 
     def _foresee(self, jumping: list[_Constrained]) -> None:
         for answer in jumping:
@@ -450,7 +461,7 @@ class TokenMasks:
                 with suppress(GrammarError):  # told by the next mask
                     answer.matcher.foresee(answer.ends)
                 if time.thread_time() - began > 2 * _HEAVY_S:  # its last token took half of that
-                    answer.heavy, answer.has_jumps = self._heavy_mask(), False
+                    self._make_heavy(answer)
 
     def _make_room(self, own: list[_Constrained]) -> None:
         num_rows = max((answer.row + 1 for answer in own), default=0)
@@ -463,8 +474,9 @@ class TokenMasks:
     def _fill_heavy(self, answer: _Constrained, heavy: _HeavyMask) -> None:
         if answer.is_removed or answer.failure is not None:
             return
-        if self._heavy_executor is None:
-            self._heavy_executor = LLExecutor(1)
+        if self._quiet is None:
+            assert self._compiler.failed_matcher is not None, "a matcher without a vocabulary"
+            self._quiet = _QuietExecutor(self._compiler.failed_matcher)
         try:
             while self._write_heavy(answer, heavy):
                 self._restart(answer)
@@ -474,21 +486,40 @@ class TokenMasks:
             answer.failure = f"the grammar takes more than {ANSWER_S:g} s of computing for one answer"
 
     def _write_heavy(self, answer: _Constrained, heavy: _HeavyMask) -> bool:
-        matcher = answer.matcher.current(self._consume)
-        began = time.thread_time()
-        _write_mask(matcher, heavy.bits)
-        seconds = 2 * (time.thread_time() - began)  # to match a token takes no longer than the mask that allowed it
+        assert self._quiet is not None, "on another thread"
+        began = self._quiet.clock()
+        matcher = answer.matcher.current(self._quiet.consume)
+        self._quiet.write_mask(matcher, heavy.bits)
+        seconds = self._quiet.clock() - began
         heavy.spent_s += seconds
         if answer.is_real_time and not self._clients.add(answer.client, seconds, time.monotonic()):
             answer.failure = f"the grammars of this key took more than {CLIENT_S:g} s of computing: try again later"
         return _must_restart(answer, matcher)
 
-    def _consume(self, matcher: LLMatcher, token_id: int) -> None:
-        """Match a token without the interpreter's lock, which is freed only where several matchers go together."""
-        executor, failed = self._heavy_executor, self._compiler.failed_matcher
-        assert executor is not None, "on another thread"
-        assert failed is not None, "a matcher without a vocabulary"
-        executor.consume_token_par([(matcher, token_id), (failed, token_id)])
+
+class _QuietExecutor:
+    """Computes on a native thread of low priority: only there where two matchers go together, hence `failed`."""
+
+    def __init__(self, failed: LLMatcher) -> None:
+        self._failed = failed
+        is_linux = sys.platform == "linux"
+        self._executor, self.clock = run_quietly(_executor_with_clock) if is_linux else (LLExecutor(1), time.monotonic)
+
+    def consume(self, matcher: LLMatcher, token_id: int) -> None:
+        self._executor.consume_token_par([(matcher, token_id), (self._failed, token_id)])
+
+    def write_mask(self, matcher: LLMatcher, bits: Bits) -> None:
+        pair = [(matcher, 0), (self._failed, 1)]
+        self._executor.unsafe_compute_mask_ptr(pair, bits.ctypes.data, bits.strides[0], len(bits))
+
+
+def _executor_with_clock() -> tuple[LLExecutor, Callable[[], float]]:
+    """Return an executor, and the seconds that its thread has computed. Runs quietly."""
+    before = set(os.listdir(_THREADS))
+    executor = LLExecutor(1)
+    new = (int(thread) for thread in os.listdir(_THREADS) if thread not in before)
+    (quiet,) = (thread for thread in new if os.getpriority(os.PRIO_PROCESS, thread) > 0)
+    return executor, partial(time.clock_gettime, ~quiet << 3 | _CLOCK_OF_THREAD)
 
 
 def _must_restart(answer: _Constrained, matcher: LLMatcher) -> bool:

@@ -172,6 +172,7 @@ def test_a_heavy_grammar_ends_at_its_budget_and_holds_up_nobody(name: str, monke
 
 def test_a_pattern_that_takes_long_becomes_a_heavy_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_masks, "ANSWER_S", 0.2)
+    monkeypatch.setattr(token_masks, "_HEAVY_S", 0.001)  # masks of this vocabulary take about three milliseconds
     schema = {"type": "string", "pattern": "^((a{1000}){50})$"}
     masks, num_tokens = byte_masks(), 0
     masks.add(0, SamplingParams(max_tokens=5000, grammar=serialize_alone(part_of(StructuredOutputs(json=schema)))), ())
