@@ -218,18 +218,19 @@ def _answer(
 
 def _arguments_schema(tool: OfferedTool, form: ToolFormat, held: int, left_out: set[str] | None) -> dict[str, Any]:
     """`left_out`: gets keywords that are not followed; None: the schema is no hint, and they are refused."""
-    parameters = tool.parameters or {}
+    parameters, has_one_order = tool.parameters or {}, isinstance(form.call, ParameterCall)
     if left_out is None:
-        schema = normalize_schema(_object_schema(parameters))
+        schema = normalize_schema(_object_schema(parameters), has_one_order=has_one_order)
     elif held == _LEAST_HELD:
         properties = parameters.get("properties")
         names = [name for name in properties if is_parameter(name)] if isinstance(properties, dict) else []
         left_out.add("properties")
-        schema = normalize_schema({"type": "object", "properties": dict.fromkeys(names[:_MAX_NAMES], True)})
+        named = {"type": "object", "properties": dict.fromkeys(names[:_MAX_NAMES], True)}
+        schema = normalize_schema(named, has_one_order=has_one_order)
     else:
         without = _HARD if held else frozenset[str]()
         hint = _object_schema(_without_contradictions(parameters, left_out))
-        schema = normalize_schema(hint, left_out=left_out, without=without)
+        schema = normalize_schema(hint, left_out=left_out, without=without, has_one_order=has_one_order)
     if isinstance(form.call, ParameterCall):
         if left_out is not None:
             left_out.update(name for name in schema if name not in OF_FUNCTIONS)

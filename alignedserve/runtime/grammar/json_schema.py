@@ -10,8 +10,8 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
-from itertools import combinations
-from math import lcm
+from itertools import combinations, permutations
+from math import lcm, perm
 from typing import Any
 from urllib.parse import unquote
 
@@ -124,6 +124,11 @@ _BOUNDS = (("minimum", "exclusiveMinimum", 1, ROUND_CEILING), ("maximum", "exclu
 _MAX_BOUND_DIGITS = 14  # of one with a fraction
 _STEP = Decimal("1e-9")
 _MAX_NAMES_LEN = 2000  # of the properties of one object
+_MAX_ORDERS = 24  # of the properties of an object: the parser follows all that may still come
+_MAX_ORDERED_BYTES = 8192  # of a schema with orders of its objects written out
+_SHORT_POINTER = re.compile(r"#(?:/(?:\$defs|definitions)/[^/]*)?")
+_DEFINITIONS = ("$defs", "definitions")
+_OF_OBJECTS = frozenset({"type", "properties", "required", "additionalProperties", "patternProperties"})
 _NOTHING = ""
 _ESCAPED = r'"\\\x00-\x1f\x7f'  # characters that names have only behind a backslash, or never
 
@@ -137,12 +142,13 @@ def normalize_schema(
     whitespace_pattern: str | None = FLEXIBLE_WHITESPACE,
     left_out: set[str] | None = None,
     without: Collection[str] = (),
+    has_one_order: bool = False,
 ) -> dict[str, Any]:
     """Return the schema for `%json` or `json_schema` of llguidance, with options that keep answers valid and finite.
 
     `whitespace_pattern`: a regular expression of what may stand between two tokens of JSON; None: nothing.
     `left_out`: the schema is a hint, and keywords that cannot be followed are added here; None: it is refused then.
-    `without`: keywords to leave out of a hint.
+    `without`: keywords to leave out of a hint. `has_one_order`: properties come in the order of the schema.
     Raises InvalidRequest naming the keyword, without a `param`.
     """
     _check_size(schema)
@@ -161,6 +167,9 @@ def normalize_schema(
     if not reader.has_conjunction:  # else names are those of several schemas
         for holder in reader.objects:
             _limit_other_names(holder)
+        if not has_one_order and all(_SHORT_POINTER.fullmatch(pointer) for pointer in targets):
+            for holder in reversed(reader.objects):
+                _allow_orders(holder, read)
     return {**({} if read is True else read), "x-guidance": _options(whitespace_pattern)}
 
 
@@ -289,6 +298,30 @@ def _limit_other_names(schema: dict[str, Any]) -> None:
     if sum(map(len, names)) <= _MAX_NAMES_LEN:
         pattern = f"^{_other_names(frozenset(names))}$"
         schema |= {"properties": names, "patternProperties": {pattern: others}, "additionalProperties": False}
+
+
+def _allow_orders(schema: dict[str, Any], root: Any) -> None:
+    """Let optional properties stand anywhere among the required ones, which keep the schema's order, as OpenAI's do.
+
+    Else a model that writes a later property first could not write the earlier one any more.
+    """
+    of_order = {keyword: value for keyword, value in schema.items() if keyword not in _DEFINITIONS}
+    properties, required = schema["properties"], schema.get("required", ())
+    optional = [name for name in properties if name not in required]
+    is_plain = schema.get("type") == "object" and of_order.keys() <= _OF_OBJECTS and properties.keys() >= set(required)
+    if not is_plain or not 1 < perm(len(properties), len(optional)) <= _MAX_ORDERS:
+        return
+    before, options = schema.copy(), []
+    for places in permutations(range(len(properties)), len(optional)):
+        names, others = dict(zip(places, optional, strict=True)), (name for name in properties if name in required)
+        order = [names[place] if place in names else next(others) for place in range(len(properties))]
+        options.append(of_order | {"properties": {name: properties[name] for name in order}})
+    for keyword in of_order:
+        del schema[keyword]
+    schema["anyOf"] = options
+    if len(orjson.dumps(root)) > _MAX_ORDERED_BYTES:
+        schema.clear()
+        schema |= before
 
 
 def _other_names(names: frozenset[str]) -> str:

@@ -208,6 +208,44 @@ def test_other_names_begin_with_no_listed_one_and_hold_no_escape(members: str, i
     assert answers(StructuredOutputs(json=NAMED), "{" + members + "}") == [is_taken]
 
 
+OPTIONAL: dict[str, Any] = {
+    "type": "object",
+    "properties": {"a": {"const": 1}, "b": {"const": 2}, "c": {"const": 3}, "d": {"$ref": "#/$defs/pair"}},
+    "required": ["b", "c"],
+    "$defs": {"pair": {"type": "object", "properties": {"x": {"type": "boolean"}, "y": {"type": "null"}}}},
+    "additionalProperties": False,
+}
+
+
+@each(
+    ("members", "is_taken"),
+    [
+        ('"b":2,"c":3', True),
+        ('"b":2,"c":3,"a":1', True),
+        ('"d":{"y":null,"x":true},"b":2,"a":1,"c":3', True),
+        ('"d":{"x":true,"y":null},"b":2,"c":3', True),
+        ('"b":2,"c":3,"a":2', False),
+        ('"b":2,"a":1,"c":3,"a":1', False),
+        ('"a":1,"b":2', False),
+        ('"c":3,"b":2', False),  # required properties keep the order of the schema
+    ],
+)
+def test_optional_properties_come_anywhere(members: str, is_taken: bool) -> None:
+    assert answers(StructuredOutputs(json=OPTIONAL), "{" + members + "}") == [is_taken]
+
+
+def test_schemas_with_many_orders_keep_that_of_the_schema() -> None:
+    names = [f"p{number}" for number in range(40)]
+    for required in ([], names[:30]):
+        schema = {"type": "object", "properties": dict.fromkeys(names, {"type": "null"}), "required": required}
+        assert "properties" in normalize_schema(schema)
+    deep: dict[str, Any] = {"type": "string", "minLength": 1}
+    for _ in range(12):
+        deep = {"type": "object", "properties": dict.fromkeys("abcd", deep)}
+        if len(json.dumps(deep)) < 100_000:
+            assert len(json.dumps(normalize_schema(deep))) < max(20_000, 2 * len(json.dumps(deep)))
+
+
 def test_other_members_keep_their_schema() -> None:
     schema = {"properties": {"a": {}}, "additionalProperties": {"type": "integer"}, "type": "object"}
     assert answers(StructuredOutputs(json=schema), '{"a":"s","z":1}', '{"z":"s"}') == [True, False]
