@@ -11,7 +11,7 @@ import os
 import secrets
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Self, Unpack
@@ -181,7 +181,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: str | Sequence[str | Sequence[int]],
+        prompts: str | Iterable[str | Sequence[int]],
         sampling: Samplings = None,
         *,
         structured_outputs: StructuredOutputs | None = None,
@@ -229,7 +229,7 @@ class LLM:
 
     def embed(
         self,
-        texts: str | Sequence[str],
+        texts: str | Iterable[str],
         *,
         use_tqdm: bool = True,
         errors: OnError = "raise",
@@ -250,18 +250,19 @@ class LLM:
 
     def score(
         self,
-        text_1: str | Sequence[str],
-        text_2: str | Sequence[str],
+        text_1: str | Iterable[str],
+        text_2: str | Iterable[str],
         *,
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = True,
+        errors: OnError = "raise",
     ) -> list[float]:
         """Return the score of each pair: a cross-encoder's, or the cosine of the texts' vectors.
 
-        `text_1`: one text for all of `text_2`, or as many. Raises ContextTooLong, InvalidRequest.
+        `text_1`: one text for all of `text_2`, or as many. Raises like `embed`, or returns NaN for a pair.
         """
         compute = partial(self._generate, use_tqdm=use_tqdm)
-        return self._texts.score(listed(text_1), listed(text_2), truncate_prompt_tokens, compute)
+        return self._texts.score(listed(text_1), listed(text_2), truncate_prompt_tokens, compute, errors)
 
     def close(self) -> None:
         """End the engine's threads and processes; `with LLM(...) as llm` does it at its end. No call may follow."""

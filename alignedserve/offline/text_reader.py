@@ -1,7 +1,9 @@
 """Vectors and scores of texts from Python, by the prompts that the gateway makes."""
 
+import logging
+import math
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Literal, NamedTuple, TypedDict, TypeVar
 
@@ -19,6 +21,7 @@ from alignedserve.runtime.model.encoder.encoder_config import EncoderConfig
 from alignedserve.text.tokenizer import EncodedPair, Tokenizer
 
 OnError = Literal["raise", "return"]
+logger = logging.getLogger(__name__)
 
 
 class PromptErrors:
@@ -68,8 +71,10 @@ class EmbedOptions(TypedDict, total=False):
     truncate_prompt_tokens: int | None
 
 
-def listed(prompts: str | Sequence[Prompt]) -> Sequence[str | Prompt]:
-    return [prompts] if isinstance(prompts, str) else prompts
+def listed(prompts: str | Iterable[Prompt]) -> Sequence[str | Prompt]:
+    if not isinstance(prompts, Iterable):
+        raise InvalidRequest("must be a text, or several.", param="prompts")
+    return [prompts] if isinstance(prompts, str) else [*prompts]
 
 
 def encoded_prompts(
@@ -122,17 +127,24 @@ class TextReader(NamedTuple):
         return vectors
 
     def score(
-        self, first: Sequence[str], second: Sequence[str], truncate_to: int | None, compute: Compute
+        self, first: Sequence[str], second: Sequence[str], truncate_to: int | None, compute: Compute, on_error: OnError
     ) -> list[float]:
         if len(first) not in (1, len(second)):
             raise InvalidRequest("text_1 must be one text, or as many as text_2 has.", param="text_1")
-        errors = PromptErrors(1)  # places in a list of both sides would say nothing
-        if not self._is_cross_encoder:
+        errors = PromptErrors(1, on_error)  # places in a list of both sides would say nothing
+        pairs = [(min(index, len(first) - 1), index) for index in range(len(second))]
+        if self._is_cross_encoder:
+            texts = [(first[place], second[index]) for place, index in pairs]
+            computed = self._computed(self._pairs(texts, truncate_to, errors), compute, errors)
+            scores = {index: computed_scores([score])[0] for index, score in computed.items()}
+        else:
             prompts = self._texts([*first, *second], None, truncate_to, errors)
-            return cosines([*self._computed(prompts, compute, errors).values()], len(second))
-        firsts = first if len(first) > 1 else [*first] * len(second)
-        prompts = self._pairs(firsts, second, truncate_to)
-        return computed_scores([*self._computed(prompts, compute, errors).values()])
+            vectors, num_first = self._computed(prompts, compute, errors), len(first)
+            whole = [pair for pair in pairs if vectors.keys() >= {pair[0], num_first + pair[1]}]
+            scores = {index: cosines([vectors[place], vectors[num_first + index]], 1)[0] for place, index in whole}
+        for error in [*errors.by_index.values()][:1]:
+            logger.warning("%d of %d pairs have no score: %s", len(second) - len(scores), len(second), error)
+        return [scores.get(index, math.nan) for index in range(len(second))]
 
     @property
     def _is_cross_encoder(self) -> bool:
@@ -153,16 +165,19 @@ class TextReader(NamedTuple):
                 encoded[index] = self._checked(EncodedPair(token_ids, 0))
         return encoded
 
-    def _pairs(self, first: Sequence[str], second: Sequence[str], truncate_to: int | None) -> dict[int, EncodedPair]:
-        limit = self._limit(second, truncate_to)
+    def _pairs(
+        self, pairs: Sequence[tuple[str, str]], truncate_to: int | None, errors: PromptErrors
+    ) -> dict[int, EncodedPair]:
+        limit = self._limit(pairs, truncate_to)
         encoded: dict[int, EncodedPair] = {}
-        for index, pair in enumerate(zip(first, second, strict=True)):
-            for text in pair:
-                _check_text(text)
-            encoded[index] = self._checked(self.tokenizer.encode_pair(*pair, max_tokens=limit))
+        for index, pair in enumerate(pairs):
+            with errors.of(index):
+                for text in pair:
+                    _check_text(text)
+                encoded[index] = self._checked(self.tokenizer.encode_pair(*pair, max_tokens=limit))
         return encoded
 
-    def _limit(self, texts: Sequence[str], truncate_to: int | None) -> int | None:
+    def _limit(self, texts: Sequence[object], truncate_to: int | None) -> int | None:
         if not texts:
             raise InvalidRequest("There must be a text.", param="texts")
         return None if truncate_to is None else limit_of(truncate_to, self.max_context_len)

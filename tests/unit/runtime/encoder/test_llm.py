@@ -48,6 +48,8 @@ def test_scores_of_pairs(family: str, tmp_path: Path) -> None:
     llm = LLM(str(tmp_path), dtype="float32", max_running=8)
     try:
         scores = llm.score([TEXTS[0]], TEXTS)
+        beside = llm.score([TEXTS[0]], ["", *TEXTS], errors="return")
+        assert (beside[0] != beside[0], beside[1:]) == (True, scores)
         with pytest.raises(InvalidRequest):
             llm.embed(["a"])
     finally:

@@ -131,6 +131,28 @@ def test_errors_that_are_returned_cost_their_prompts_alone(llm: LLM) -> None:
     assert all(output.token_ids == [] and output.finish_reason is None for output in outputs if output.error)
 
 
+def test_prompts_may_come_from_a_generator(llm: LLM) -> None:
+    one = SamplingParams(max_tokens=2, temperature=0.0)
+    words = ["otter", "tree"]
+    from_generator = llm.generate((word for word in words), one)
+    assert [output.token_ids for output in from_generator] == [output.token_ids for output in llm.generate(words, one)]
+    nothing: Any = None
+    for refused in (lambda: llm.generate(nothing), lambda: llm.embed(nothing), lambda: llm.score("otter", nothing)):
+        with pytest.raises(InvalidRequest):
+            refused()
+
+
+def test_pairs_with_errors_have_no_score(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    texts: list[Any] = ["otter", "a " * 3000, "tree", ""]
+    right = llm.score("otter", ["otter", "tree"])
+    scores = llm.score("otter", texts, errors="return")
+    assert (scores[0], scores[2], *np.isnan(scores)) == (*right, False, True, False, True)
+    assert "2 of 4 pairs have no score: a text has" in caplog.text
+    assert np.isnan(llm.score(texts, ["tree"] * 4, errors="return")).tolist() == [False, True, False, True]
+    with pytest.raises(ContextTooLong):
+        llm.score("otter", texts)
+
+
 def test_so_do_those_of_chats(llm: LLM) -> None:
     one = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
     chats: list[Any] = ["a " * 3000, "spell otter", None, [{"role": "user"}]]
