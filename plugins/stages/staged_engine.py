@@ -25,7 +25,7 @@ from alignedserve.runtime.device.streams import DeviceStreams, Event, Stream
 from alignedserve.runtime.engine.engine import Engine
 from alignedserve.runtime.engine.engine_options import NO_OWN_BLOCKS, EngineOptions, OwnBlocks
 from alignedserve.runtime.engine.forward.decoder import Decoder
-from alignedserve.runtime.engine.steps.step import Slices, StepBatch, StepLaunch, StepOutput, StepTimes
+from alignedserve.runtime.engine.steps.step import NO_TIMES, Slices, StepBatch, StepLaunch, StepOutput, StepTimes
 from alignedserve.runtime.grammar.token_masks import TokenMasks
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.direct_copies import PendingCopies
@@ -115,6 +115,9 @@ class StagedEngine(Engine):
     @override
     def execute(self, slices: Slices, *, may_go_on: bool = True) -> StepOutput:
         started = time.perf_counter()
+        slices, skipped = self._without_unready(slices)
+        if not slices:
+            return StepOutput([], [], {}, [], NO_TIMES, skipped=skipped)
         slices = slices if self._late is None else self._late.caught_up(slices)
         is_decode = all(part[1] == 1 for part in slices)
         num_groups = self._num_stages if not is_decode or self._choice.is_grouped(len(slices)) else 1
@@ -137,7 +140,7 @@ class StagedEngine(Engine):
         prompt_logprobs = [entry for part in parts for entry in part.prompt_logprobs]
         times = _times(parts, started, is_ahead=is_ahead)
         self._note_time(len(slices) if is_decode else 0)
-        return StepOutput(sampled, failed, self._reasons(failed), prompt_logprobs, times)
+        return StepOutput(sampled, failed, self._reasons(failed), prompt_logprobs, times, skipped=skipped)
 
     # --- the parts of a step
 

@@ -450,7 +450,8 @@ class TokenMasks:
         self._measures_each = False
         for answer, (matcher, row) in zip(masked, matchers, strict=True):
             began = time.thread_time()
-            _write_mask(matcher, self._bits[row])
+            bits = self._bits[row]
+            matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
             if time.thread_time() - began > _HEAVY_S:
                 self._make_heavy(answer)
 
@@ -530,10 +531,6 @@ def _must_restart(answer: _Constrained, matcher: LLMatcher) -> bool:
     if matcher.is_error():
         answer.failure = failure_of(matcher)
     return False
-
-
-def _write_mask(matcher: LLMatcher, bits: Bits) -> None:
-    matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
 
 
 def _may_jump(sampling: SamplingParams) -> bool:

@@ -2,14 +2,19 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import SampledToken, SamplingParams
+from alignedserve.runtime.grammar.constraints import StructuredOutputs, part_of, serialize_alone
+from alignedserve.runtime.grammar.token_masks import TokenMasks
 from tests.support.devices.staged_engines import StagedTinyEngine
+from tests.support.grammars import byte_masks
 from tests.support.models.quantized_checkpoints import FORMATS, quantize_folder
 from tests.support.models.tiny_engines import GREEDY, TinyEngine, random_tokens, tiny_decoder
 from tests.support.models.tiny_models import TINY_MODELS, make_tiny_model
@@ -65,6 +70,31 @@ def test_stages_of_a_quantised_checkpoint(tmp_path: Path) -> None:
     quantize_folder(tmp_path, FORMATS["w8a8"])
     with staged(tmp_path) as engine:
         assert answers(engine) == answers(TinyEngine(tiny_decoder(tmp_path)))
+
+
+def test_steps_go_on_without_a_sequence_whose_mask_takes_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_tiny_model(tmp_path, "llama")
+    rules = StructuredOutputs(grammar="root ::= s\ns ::= s s | [a-z]")
+    sampling = replace(GREEDY, max_tokens=9, grammar=serialize_alone(part_of(rules)))
+    may_go_on, write = Event(), TokenMasks._write_heavy
+
+    def write_late(self: TokenMasks, answer: Any, heavy: Any) -> bool:
+        assert may_go_on.wait(timeout=30)
+        return write(self, answer, heavy)
+
+    monkeypatch.setattr(TokenMasks, "_write_heavy", write_late)
+    with staged(tmp_path, masks=byte_masks()) as engine:
+        engine.add("late", random_tokens(1, 9), sampling)
+        engine.add("chat", random_tokens(1, 9), GREEDY)
+        engine.step(late=9, chat=9)
+        output = engine.step(late=1, chat=1)
+        assert ([token.request_id for token in output.sampled], output.skipped) == (["chat"], ("late",))
+        output = engine.step(late=1)
+        assert (output.sampled, output.skipped) == ([], ("late",))
+        may_go_on.set()
+        while engine.step(late=1).skipped:
+            pass
+        assert len(engine.tokens("late")) == 9 + 2
 
 
 def left(engine: TinyEngine, name: RequestId) -> int:
