@@ -4,10 +4,11 @@ from collections.abc import Sequence
 
 from experiments.common import Row
 from experiments.pages import grid
-from experiments.pages.record import bold, figures, table
+from experiments.pages.record import bold, bullets, figures, table
 from experiments.validity.rows import is_stale, num_bursts, states
 
 GRID = "grid"
+FORMER_DEFAULT = "**Rows of `aligned_slo` were measured with the former default policy, and will be measured anew.**"
 PAGES = (
     *("alignedserve", "bros", "accelgen", "alise", "apt_serve", "leak", "unseen", "separation", "slack", "ablations"),
     "walls",
@@ -18,6 +19,10 @@ PAGES = (
 def rows_of(page: str) -> Sequence[Row]:
     rows: Sequence[Row] = grid.rows() if page == GRID else figures(page)["runs"]
     return rows
+
+
+def former_default() -> str:
+    return bullets([FORMER_DEFAULT])
 
 
 def stale() -> str:

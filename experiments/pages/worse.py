@@ -7,9 +7,8 @@ from experiments.pages.record import bold
 NOT_LOOKED_INTO = bold("Not looked into.")
 
 _STRAGGLERS = (
-    "Requests of other lengths join a batch where learned costs say that it is for nothing; by this model of one block"
-    " of threads per sequence, which no device bears out, a wave lasts as long as the longest of the batch"
-    " ([more](alignedserve.md#aligned_slo))."
+    "Requests of other lengths join a batch where learned costs say that it is for nothing; in this model of one block"
+    " of threads per sequence a wave lasts as long as the longest of the batch ([more](alignedserve.md#aligned_slo))."
 )
 _LARGER_BATCHES = (
     "Nothing bounds an iteration where no request has an objective; its batches are larger and more mixed than"
