@@ -15,7 +15,7 @@ from experiments.pages.record import bold, bullets, count, digits, figures, seco
 from experiments.steady import LEAST_S
 from experiments.validity.rows import is_stale, states
 
-_SHOWN = 12
+_SHOWN = 6
 _NONE = "none over 98 %"
 _LEVEL = 90.0  # % of the requests that hold
 LONG_GAP_S = 10
