@@ -10,9 +10,7 @@ _SYSTEMS = {
     "aligned_slo": "aligned_slo",
     "distserve": "distserve",
     "vllm": "vllm (fcfs, colocated)",
-    "vllm, chunked": "vllm, chunked (sarathi, colocated)",
     "fastgen": "fastgen (colocated)",
-    "aligned_slo, colocated": "aligned_slo, colocated",
 }
 _COMPARED = ("aligned", "aligned_slo", "distserve", "vllm", "fastgen")
 _BASELINES = ("vllm", "distserve", "fastgen")

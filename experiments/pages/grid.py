@@ -1,6 +1,6 @@
 """Tables of docs/experiments/grid.md."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import pairwise
 from statistics import mean, median
@@ -9,11 +9,10 @@ from experiments.common import Row
 from experiments.grid.points import LOADS
 from experiments.grid.record import PATH, Record
 from experiments.grid.search import ENOUGH
-from experiments.grid.summary import FACTORS
-from experiments.grid.systems import FIELD, UNION
+from experiments.grid.systems import FIELD
 from experiments.pages.record import bold, bullets, count, digits, figures, seconds, states_of, table
 from experiments.steady import LEAST_S
-from experiments.validity.rows import is_stale, states
+from experiments.validity.rows import states
 
 _SHOWN = 6
 _NONE = "none over 98 %"
@@ -62,9 +61,8 @@ def verdict() -> str:
     sure = [row for row in behind if row["ahead"] + (row["ahead_half"] or 0.0) < 0.0]
     lost = f"{len(behind)} of {level['num_points']} ({len(sure)} of them with the whole interval below 0)"
     missed = [row for row in points if "ahead" in row and max(row["default"], row["best"]) < 100 * ENOUGH]
-    below, above = (
-        sum(sign * (row["default_fluidity"] - row["best_fluidity"]) > 0.01 for row in missed) for sign in (-1, 1)
-    )
+    fluidities = [row["default_fluidity"] - row["best_fluidity"] for row in missed]
+    below, above = (sum(sign * apart > 0.01 for apart in fluidities) for sign in (-1, 1))
     gaps, field_gaps = (sum(row[f"{of}_gap"] > LONG_GAP_S for row in missed) for of in ("default", "best"))
     said = [
         f"more than a point behind the best of the field: **{lost}**",
@@ -81,18 +79,15 @@ def verdict() -> str:
 
 def _capacity(points: Sequence[Row]) -> list[str]:
     """Return the load at which 90 % hold, by that of the best of the field; nothing without whole workloads."""
-    workloads: dict[tuple[object, ...], list[Row]] = {}
+    workloads: dict[str, list[Row]] = {}
     for row in points:
-        workloads.setdefault(tuple(row[name] for name in FACTORS if name != "load"), []).append(row)
-    of_both = [
-        [_load_at({row["load"]: row.get(name, 98.0) for row in rows}) for name in ("default", "best")]
-        for rows in workloads.values()
-        if len(rows) == len(LOADS)
-    ]
-    ratios = [ours / theirs for ours, theirs in of_both]
-    if not ratios:
+        workloads.setdefault(row["point"].replace(f"/{row['load']}/", "/"), []).append(row)
+    whole = [rows for rows in workloads.values() if len(rows) == len(LOADS)]
+    if not whole:
         return []
-    censored = sum(ours == max(LOADS) for ours, _ in of_both)
+    ours, theirs = ([_load_held(rows, name) for rows in whole] for name in ("default", "best"))
+    ratios = [one / other for one, other in zip(ours, theirs, strict=True)]
+    censored = ours.count(max(LOADS))
     return [
         f"the load at which 90 % hold, by that of the best of the field: **{median(ratios):.2f} times in the median of "
         f"{len(ratios)} workloads**, mean {mean(ratios):.2f}, {min(ratios):.2f} to {max(ratios):.2f} (straight lines "
@@ -100,19 +95,16 @@ def _capacity(points: Sequence[Row]) -> list[str]:
     ]
 
 
-def _load_at(curve: Mapping[float, float]) -> float:
-    ordered = sorted(curve.items())
-    if ordered[0][1] < _LEVEL:
-        return ordered[0][0]
-    for (load, held), (next_load, next_held) in pairwise(ordered):
-        if next_held < _LEVEL:
-            return load + (next_load - load) * (held - _LEVEL) / (held - next_held)
-    return ordered[-1][0]
+def _load_held(rows: Sequence[Row], name: str) -> float:
+    curve = sorted((float(row["load"]), float(row.get(name, 98.0))) for row in rows)
+    for (load, held), (next_load, next_held) in pairwise(curve):
+        if held < _LEVEL or next_held < _LEVEL:
+            return load + (next_load - load) * max(held - _LEVEL, 0.0) / max(held - next_held, 1e-9)
+    return curve[-1][0]
 
 
 def _documents(rows: Sequence[Row], *, is_sharegpt: bool) -> str:
-    beside = [row for row in rows if row["default_be"] and row["best_be"]]
-    of = [row for row in beside if (row["trace"] == "sharegpt") is is_sharegpt]
+    of = [row for row in rows if row["default_be"] and (row["trace"] == "sharegpt") is is_sharegpt]
     ours, theirs = (sum(row[f"{name}_be"] for row in of) for name in ("default", "best"))
     return f"{count(ours)} tokens/s for {count(theirs)} ({_signed(100 * (ours / theirs - 1))})" if of else "-"
 
@@ -130,25 +122,11 @@ def beside() -> str:
     points = {row["point"]: row for row in figures("grid")["points"]}
     loaded = {f"{name.removesuffix('/be')}/alone": row for name, row in points.items() if name.endswith("/be")}
     pairs = [(points[name], row) for name, row in loaded.items() if name in points]
-    stale = _stale_points()
     of_level: dict[str, list[tuple[Row, Row]]] = {"all": pairs}
-    if any(loaded["point"] in stale for _, loaded in pairs):
-        for name, is_stale_one in (("of today's decision code", False), ("of an older one", True)):
-            of_level[name] = [pair for pair in pairs if (pair[1]["point"] in stale) is is_stale_one]
-    for level in ("trace", "load"):
-        for pair in sorted(pairs, key=lambda pair: pair[0][level]):
-            of_level.setdefault(f"{level} {pair[0][level]}", []).append(pair)
+    for pair in sorted(pairs, key=lambda pair: pair[0]["trace"]):
+        of_level.setdefault(f"trace {pair[0]['trace']}", []).append(pair)
     head = ["", "pairs", "over 1 point lost", "points lost, mean", "most", "at", "BE tokens/s of an accelerator"]
     return table(head, [_beside_cells(name, found) for name, found in of_level.items() if found])
-
-
-def _stale_points() -> set[str]:
-    found = rows()
-    return {
-        str(row["point"])
-        for row, state in zip(found, states("grid", found), strict=True)
-        if row["policy"] == UNION and is_stale(state)
-    }
 
 
 def _beside_cells(name: str, pairs: Sequence[tuple[Row, Row]]) -> list[str]:
