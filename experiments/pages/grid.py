@@ -69,7 +69,7 @@ def verdict() -> str:
         *_capacity(points),
         f"where none holds 99 % ({len(missed)} points) fluidity is over a point lower at **{below}** and higher at "
         f"{above}; the longest gap is over {LONG_GAP_S} s at **{gaps}**, of the best of the field at {field_gaps}",
-        f"documents there, without ShareGPT: {_documents(missed, is_sharegpt=False)}; ShareGPT: "
+        f"documents there, summed, without ShareGPT: {_documents(missed, is_sharegpt=False)}; ShareGPT: "
         f"{_documents(missed, is_sharegpt=True)}, where the best is often `fcfs_classed`, which starves them",
         f"rates that the default serves (completions at least 0.95 of arrivals): {level['num_served']} of "
         f"{level['num_points']}",
