@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
-from itertools import combinations, permutations
+from itertools import combinations
 from math import lcm, perm
 from typing import Any
 from urllib.parse import unquote
@@ -167,7 +167,8 @@ def normalize_schema(
     if not reader.has_conjunction:  # else names are those of several schemas
         for holder in reader.objects:
             _limit_other_names(holder)
-        if not has_one_order and all(_SHORT_POINTER.fullmatch(pointer) for pointer in targets):
+        is_short = len(orjson.dumps(read)) <= _MAX_ORDERED_BYTES and all(map(_SHORT_POINTER.fullmatch, targets))
+        if is_short and not has_one_order:
             for holder in reversed(reader.objects):
                 _allow_orders(holder, read)
     return {**({} if read is True else read), "x-guidance": _options(whitespace_pattern)}
@@ -311,14 +312,12 @@ def _allow_orders(schema: dict[str, Any], root: Any) -> None:
     is_plain = schema.get("type") == "object" and of_order.keys() <= _OF_OBJECTS and properties.keys() >= set(required)
     if not is_plain or not 1 < perm(len(properties), len(optional)) <= _MAX_ORDERS:
         return
-    before, options = schema.copy(), []
-    for places in permutations(range(len(properties)), len(optional)):
-        names, others = dict(zip(places, optional, strict=True)), (name for name in properties if name in required)
-        order = [names[place] if place in names else next(others) for place in range(len(properties))]
-        options.append(of_order | {"properties": {name: properties[name] for name in order}})
+    before, orders = schema.copy(), [[name for name in properties if name in required]]
+    for name in optional:
+        orders = [[*order[:place], name, *order[place:]] for order in orders for place in range(len(order) + 1)]
     for keyword in of_order:
         del schema[keyword]
-    schema["anyOf"] = options
+    schema["anyOf"] = [of_order | {"properties": {name: properties[name] for name in order}} for order in orders]
     if len(orjson.dumps(root)) > _MAX_ORDERED_BYTES:
         schema.clear()
         schema |= before
