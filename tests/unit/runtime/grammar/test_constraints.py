@@ -240,10 +240,9 @@ def test_schemas_with_many_orders_keep_that_of_the_schema() -> None:
         schema = {"type": "object", "properties": dict.fromkeys(names, True), "required": required}
         assert "properties" in normalize_schema(schema)
     deep: dict[str, Any] = {"type": "string", "minLength": 1}
-    for _ in range(12):
+    for _ in range(5):
         deep = {"type": "object", "properties": dict.fromkeys("abcd", deep)}
-        if len(json.dumps(deep)) < 100_000:
-            assert len(json.dumps(normalize_schema(deep))) < max(20_000, 2 * len(json.dumps(deep)))
+        assert len(json.dumps(normalize_schema(deep))) < max(20_000, 2 * len(json.dumps(deep)))
 
 
 def test_other_members_keep_their_schema() -> None:
