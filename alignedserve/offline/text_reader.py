@@ -134,14 +134,14 @@ class TextReader(NamedTuple):
         errors = PromptErrors(1, on_error)  # places in a list of both sides would say nothing
         pairs = [(min(index, len(first) - 1), index) for index in range(len(second))]
         if self._is_cross_encoder:
-            texts = [(first[place], second[index]) for place, index in pairs]
+            texts = [(first[left], second[right]) for left, right in pairs]
             computed = self._computed(self._pairs(texts, truncate_to, errors), compute, errors)
             scores = {index: computed_scores([score])[0] for index, score in computed.items()}
         else:
             prompts = self._texts([*first, *second], None, truncate_to, errors)
             vectors, num_first = self._computed(prompts, compute, errors), len(first)
             whole = [pair for pair in pairs if vectors.keys() >= {pair[0], num_first + pair[1]}]
-            scores = {index: cosines([vectors[place], vectors[num_first + index]], 1)[0] for place, index in whole}
+            scores = {right: cosines([vectors[left], vectors[num_first + right]], 1)[0] for left, right in whole}
         for error in [*errors.by_index.values()][:1]:
             logger.warning("%d of %d pairs have no score: %s", len(second) - len(scores), len(second), error)
         return [scores.get(index, math.nan) for index in range(len(second))]

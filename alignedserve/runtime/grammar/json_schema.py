@@ -314,7 +314,7 @@ def _allow_orders(schema: dict[str, Any], root: Any) -> None:
         return
     before, orders = schema.copy(), [[name for name in properties if name in required]]
     for name in optional:
-        orders = [[*order[:place], name, *order[place:]] for order in orders for place in range(len(order) + 1)]
+        orders = [[*order[:index], name, *order[index:]] for order in orders for index in range(len(order) + 1)]
     for keyword in of_order:
         del schema[keyword]
     schema["anyOf"] = [of_order | {"properties": {name: properties[name] for name in order}} for order in orders]

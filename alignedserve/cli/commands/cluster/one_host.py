@@ -107,7 +107,7 @@ def drain(cluster: str | None, worker: str, within_s: float, *, waits: bool) -> 
     _give(door, DrainNode(worker, within_s))
     if waits:
         models = partial(show, partial(ask, door))
-        wait_until_drained(worker, within_s, lambda: all(worker not in one.workers for one in models().deployments))
+        wait_until_drained(worker, within_s, lambda: not any(worker in model.workers for model in models().deployments))
 
 
 def wait_until_drained(name: str, within_s: float, has_drained: Callable[[], bool]) -> None:
