@@ -98,9 +98,10 @@ def decode_s(table: RequestTable, costs: CostModel) -> float | None:
 def is_mixing_cheaper(table: RequestTable, costs: CostModel, context_lens: Collection[int]) -> bool:
     """Return whether decodes of these contexts cost no more in the running iteration than in one of equal lengths.
 
-    By the cost model: always if attention costs the sum of the contexts; if the longest one is a straggler, only for
-    similar contexts. The comparison is with equal lengths, not with the lengths given: otherwise two batches with
-    stragglers of their own would be mixed, and never be separated again.
+    By the cost model: always if attention costs the sum of the contexts; if the longest one is a straggler, not for
+    contexts that would become one. The comparison is with a share of as many decodes of equal length as there would be:
+    a few decodes leave a device idle that waits for the longest, so that a long context alone is dear as well. Lengths
+    given do not count there: otherwise two batches with stragglers of their own would be mixed, and never be separated.
     """
     return is_cheap_beside(decode_work(table), costs, context_lens)
 
@@ -109,13 +110,14 @@ def is_cheap_beside(here: IterationWork, costs: CostModel, context_lens: Collect
     """Return the same for decodes that are `here`."""
     among_like = IterationWork()
     num_others, sum_others = len(context_lens), sum(context_lens)
-    among_like.add_decodes(num_others, sum_others, -(-sum_others // num_others))
+    num_both, mean = here.num_decodes + num_others, -(-sum_others // num_others)
+    among_like.add_decodes(num_both, num_both * sum_others // num_others, mean)
     both = here.copy()
     both.add_decodes(num_others, sum_others, max(context_lens))
     empty = IterationWork()
     empty.add_decode(0)
     added_s = costs.iteration_s(both) - costs.iteration_s(here)
-    own_s = costs.iteration_s(among_like) - costs.iteration_s(empty)
+    own_s = (costs.iteration_s(among_like) - costs.iteration_s(empty)) * num_others / num_both
     return added_s <= (1.0 + _MIXING_TOLERANCE) * own_s
 
 

@@ -130,22 +130,22 @@ def fit_machine(run: ObservedRun, block_bytes: int) -> MachineFit:
     return MachineFit(decode, prefill, links, slowdowns, run.measured, fit_unmeasured(run.iterations))
 
 
-def fit_mean(samples: Sequence[Sample], bends: Sequence[float] = BENDS) -> LinearIterationModel:
+def fit_mean(samples: Sequence[Sample], bends: Sequence[float] = BENDS, straggler: float = 0.0) -> LinearIterationModel:
     """Fit the expected time of an iteration, with errors weighted by the expected time, not the measured one.
 
     Weighted by the measured time (fit_linear, the starting point), iterations that the machine delayed count for less
     than others, and the sum of all comes out too small.
     """
-    first = fit_linear(samples, bends=bends)
-    bend_tokens = first.coefficients.bend_tokens
-    rows = feature_rows(samples, bend_tokens)
+    first = fit_linear(samples, bends=bends, straggler=straggler)
+    form = first.coefficients.form
+    rows = feature_rows(samples, form)
     seconds = np.array([sample.seconds for sample in samples])
     expected: npt.NDArray[np.float64] = np.array([first.iteration_s(sample.work) for sample in samples])
     weights = np.zeros(rows.shape[1])
     for _ in range(_NUM_REWEIGHTINGS):
         weights = nonnegative_least_squares(rows / expected[:, None], seconds / expected)
         expected = rows @ weights
-    return LinearIterationModel(LinearCoefficients.of(weights.tolist(), bend_tokens))
+    return LinearIterationModel(LinearCoefficients.of(weights.tolist(), form))
 
 
 def fit_unmeasured(iterations: Sequence[ObservedIteration]) -> LinearIterationModel:

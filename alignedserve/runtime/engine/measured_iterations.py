@@ -4,6 +4,7 @@ Measurements are kept on disk for the next start. They are believed where two it
 long; otherwise all is measured anew.
 """
 
+import logging
 import platform
 import statistics
 import time
@@ -21,6 +22,7 @@ from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import SamplingParams
 from alignedserve.costmodel.iteration_points import Chunk, Point, calibrate, calibration_points, feasible_points
 from alignedserve.costmodel.linear import Sample
+from alignedserve.costmodel.straggler import straggler_in, straggler_points
 from alignedserve.runtime.device.cores import processor_name
 from alignedserve.runtime.device.verdicts import keep, read_kept, verdict_path
 from alignedserve.runtime.engine.engine import Engine, NewSequence
@@ -28,6 +30,8 @@ from kernels.cpu.native import built_at
 
 if TYPE_CHECKING:  # loads msgspec, which a machine that measures an engine alone may lack
     from alignedserve.runtime.engine.swap_space import HostCaches
+
+logger = logging.getLogger(__name__)
 
 _NUM_STEPS = 3  # consecutive iterations of one measurement
 _LONG_MEASUREMENT_S = 0.3  # a measurement this long ends
@@ -185,6 +189,11 @@ def measure_iterations(
     timer = IterationTimer(engine, block_ids=blocks.tolist(), clock=computing_clock)
     has_hidden_cache = engine.hidden_block_tokens is not None
     known = calibration_points(max_requests=max_sequences, max_tokens=max_tokens, has_hidden_cache=has_hidden_cache)
+    known += straggler_points(
+        max_requests=min(max_sequences, max_tokens),
+        max_context_len=max_context_len,
+        num_tokens=len(blocks) * engine.storage.layout.block_size,
+    )
     points = [point for point in timer.feasible(known, max_context_len) if swap_space or not point.num_swapped]
     if not points:
         return ()
@@ -212,6 +221,8 @@ def measure_iterations(
     most = _MOST_ROUNDS * len(points)
     samples = calibrate(points, measure_in_turn, clock=spent_s, duration_s=left_s, max_samples=most)
     engine.storage.give_back()
+    if doubt := straggler_in(samples).doubt:
+        logger.warning("long contexts are taken to delay no others: %s", doubt)
     if kept is not None:
         kept.keep(points, samples)
     return samples
