@@ -10,14 +10,16 @@ from typing import NamedTuple
 from alignedserve.costmodel.iteration_points import Point
 from alignedserve.costmodel.work import IterationWork
 
-_NUM_DECODES, _LONG, _LEAST_LONG = 128, 8192, 1024  # of contexts
-_NUM_LONG = 4
+_LEAST_DECODES, _MOST_DECODES = 16, 128
+_LEAST_LONG, _MOST_LONG = 1024, 8192  # tokens of a context
+_NUM_LONG = 2
 _SHORTER = 32  # times as short as a long context
-_SHORT = 64  # tokens of contexts that cost next to nothing
+_SHORT = 16  # tokens of contexts that cost next to nothing
 _FULLEST = 0.9  # of the memory
 _SPARE = 16  # tokens by which every context may grow
-_DEARER = 1.1  # times as long: less is noise
-_VISIBLE = 1.03  # likewise, of attention in a whole iteration
+_DEARER, _VISIBLE = 1.1, 1.03  # times as long: less is noise; of attention in a whole iteration
+_CONTRARY = 1.3  # likewise, the wrong way round
+_MOST_BALANCED = 1.5  # times the attention of equal contexts: long ones may be in no cache of a processor
 
 
 class Straggler(NamedTuple):
@@ -44,21 +46,22 @@ def straggler_of(seconds: DecodeSeconds, *, num_keys: int, short_keys: int, long
         c = (mixed - (equal - k * num_keys)) / (k * longest)
 
     Example: 44 000 keys more take 11 ms instead of 10 (k 23 ns); among 48 000 keys one context of 8 192 makes that
-    35 ms: as many as 1.1 million keys, so that c is 133. Times that differ by a tenth are alike.
+    35 ms: as many as 1.1 million keys, so that c is 135. Times that differ by a tenth are alike.
     """
     if not all(math.isfinite(taken) and taken > 0.0 for taken in seconds):
         return Straggler(doubt=f"decodes of {tuple(seconds)} s")
     short, equal, mixed, alone = seconds
-    if mixed * _DEARER < equal:
+    if mixed * _CONTRARY < equal:
         return Straggler(doubt=f"mixed contexts took {mixed:.3g} s, equal ones {equal:.3g} s")
-    if alone > mixed * _DEARER:
+    if alone > mixed * _CONTRARY:
         return Straggler(doubt=f"a context alone took {alone:.3g} s, among others {mixed:.3g} s")
     key_s = max(equal - short, 0.0) / (num_keys - short_keys)
-    if mixed <= equal * _DEARER:
+    attention_s = mixed - equal + key_s * num_keys
+    if mixed <= equal * _DEARER or attention_s <= _MOST_BALANCED * key_s * num_keys:
         return Straggler(key_s)
     if equal < short * _VISIBLE:
         return Straggler(doubt=f"mixed contexts took {mixed:.3g} s, equal and short ones {equal:.3g} s")
-    return Straggler(key_s, (mixed - equal + key_s * num_keys) / (key_s * longest))
+    return Straggler(key_s, attention_s / (key_s * longest))
 
 
 def straggler_points(*, max_requests: int, max_context_len: int, num_tokens: int) -> list[Point]:
@@ -66,10 +69,10 @@ def straggler_points(*, max_requests: int, max_context_len: int, num_tokens: int
 
     `num_tokens`: that its memory holds.
     """
-    num_decodes = min(_NUM_DECODES, max_requests)
+    num_decodes = min(_MOST_DECODES, max_requests)
     sum_of_long = _NUM_LONG + (num_decodes - _NUM_LONG) / _SHORTER  # contexts
-    longest = min(_LONG, max_context_len - _SPARE, int(_FULLEST * num_tokens / sum_of_long))
-    if longest < _LEAST_LONG or num_decodes <= 2 * _NUM_LONG:
+    longest = min(_MOST_LONG, max_context_len - _SPARE, int(_FULLEST * num_tokens / sum_of_long))
+    if longest < _LEAST_LONG or num_decodes < _LEAST_DECODES:
         return []
     mixed = (longest // _SHORTER,) * (num_decodes - _NUM_LONG) + (longest,) * _NUM_LONG
     mean, rest = divmod(sum(mixed), num_decodes)

@@ -5,6 +5,7 @@ import random
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +25,7 @@ from alignedserve.costmodel.linear import (
     nonnegative_least_squares,
 )
 from alignedserve.costmodel.model import CostModel
+from alignedserve.costmodel.straggler import straggler_in
 from alignedserve.costmodel.work import IterationWork
 from lab.replay.observed import ObservedCopy, ObservedIteration, ObservedRun
 from lab.sim.config import NO_SLOWDOWNS, SimLinks, Slowdowns
@@ -125,7 +127,8 @@ def fit_machine(run: ObservedRun, block_bytes: int) -> MachineFit:
         submit_times_s=tuple(max(time_s, 0.0) for time_s in run.submit_times_s()),
     )
     slowdowns = _fit_slowdowns(workers) if _are_several(run) else NO_SLOWDOWNS
-    decode, prefill = (_fit_worker(worker, slowdowns) if worker.iterations else None for worker in workers)
+    straggler = straggler_in(chain.from_iterable(run.measured.values())).share
+    decode, prefill = (_fit_worker(worker, slowdowns, straggler) if worker.iterations else None for worker in workers)
     assert decode is not None, "checked above"
     return MachineFit(decode, prefill, links, slowdowns, run.measured, fit_unmeasured(run.iterations))
 
@@ -239,9 +242,9 @@ def _misfit(workers: Sequence[_WorkerIterations], slowdowns: Slowdowns) -> float
     return sum(map(statistics.fmean, sizes.values()))
 
 
-def _fit_worker(worker: _WorkerIterations, slowdowns: Slowdowns) -> WorkerFit:
+def _fit_worker(worker: _WorkerIterations, slowdowns: Slowdowns, straggler: float) -> WorkerFit:
     samples = worker.alone(slowdowns)
-    costs = fit_mean(samples)
+    costs = fit_mean(samples, straggler=straggler)
     ratios: dict[str, list[Ratio]] = {}
     for iteration, ratio in zip(worker.iterations, _ratios(costs, samples), strict=True):
         ratios.setdefault(iteration.worker, []).append(ratio)

@@ -157,7 +157,7 @@ def _checked(found: Any, num_points: int) -> list[list[float]]:
 _MAX_BLOCKS = 4096  # that are used; zeroed first, as attention reads them
 _LEAST_S = 1e-3  # enough for one point
 _MOST_SLOWED = 5.0  # times as long as it computes: a start beside busy processes
-_MOST_ROUNDS = 4  # over all points: a small model is through with them long before its time is over
+_MOST_ROUNDS = 2  # over all points and over the short ones again: a small model has time for more
 
 
 def measure_iterations(
@@ -178,7 +178,7 @@ def measure_iterations(
     `computing_clock`: of iterations, and of `duration_s` unless that takes much longer; None: `clock`. `turn`: entered
     for each, on a device that others use. `kept`: from an earlier start, and for the next one.
 
-    For about `duration_s`, or four rounds over all points; 0: none. At least two are run, the first of which is slow
+    For about `duration_s`, or four rounds over most points; 0: none. At least two are run, the first of which is slow
     and not counted. The content of the blocks is lost.
     """
     if duration_s <= 0.0:
@@ -189,14 +189,15 @@ def measure_iterations(
     timer = IterationTimer(engine, block_ids=blocks.tolist(), clock=computing_clock)
     has_hidden_cache = engine.hidden_block_tokens is not None
     known = calibration_points(max_requests=max_sequences, max_tokens=max_tokens, has_hidden_cache=has_hidden_cache)
-    known += straggler_points(
+    again = [point for point in timer.feasible(known, max_context_len) if swap_space or not point.num_swapped]
+    if not again:
+        return ()
+    trials = straggler_points(
         max_requests=min(max_sequences, max_tokens),
         max_context_len=max_context_len,
         num_tokens=len(blocks) * engine.storage.layout.block_size,
     )
-    points = [point for point in timer.feasible(known, max_context_len) if swap_space or not point.num_swapped]
-    if not points:
-        return ()
+    points = [*again, *timer.feasible(trials, max_context_len)]
 
     def measure(point: Point) -> float:
         if swap_space is not None and point.num_swapped:
@@ -218,8 +219,8 @@ def measure_iterations(
         engine.storage.give_back()
         return known_before
     left_s = max(duration_s - spent_s(), _LEAST_S)
-    most = _MOST_ROUNDS * len(points)
-    samples = calibrate(points, measure_in_turn, clock=spent_s, duration_s=left_s, max_samples=most)
+    most = _MOST_ROUNDS * (len(points) + len(again))
+    samples = calibrate([*points, *again], measure_in_turn, clock=spent_s, duration_s=left_s, max_samples=most)
     engine.storage.give_back()
     if doubt := straggler_in(samples).doubt:
         logger.warning("long contexts are taken to delay no others: %s", doubt)

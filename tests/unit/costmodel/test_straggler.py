@@ -46,7 +46,7 @@ def test_a_difference_within_the_noise_is_none() -> None:
 @each(
     "seconds",
     [
-        (0.009, 0.020, 0.017, 0.006),  # mixed ones quicker than equal ones
+        (0.009, 0.020, 0.012, 0.006),  # mixed ones quicker than equal ones
         (0.009, 0.020, 0.030, 0.040),  # alone slower than among others
         (0.020, 0.020, 0.050, 0.050),  # contexts cost nothing, and a long one much
         (0.009, 0.020, math.nan, 0.006),
@@ -74,6 +74,14 @@ def test_mixed_contexts_are_as_many_and_as_long_together_as_equal_ones() -> None
 )
 def test_a_worker_too_small_for_a_useful_trial_has_none(context_len: int, num_tokens: int, requests: int) -> None:
     assert not straggler_points(max_requests=requests, max_context_len=context_len, num_tokens=num_tokens)
+
+
+@each("longest", [1024, 2048, 8192])
+@each("requests", [16, 128])
+def test_equal_contexts_are_longer_than_short_ones(longest: int, requests: int) -> None:
+    points = straggler_points(max_requests=requests, max_context_len=longest + 16, num_tokens=65_536)
+    short, equal, *_ = (point.work for point in points)
+    assert equal.decode_context_len > 2 * short.decode_context_len
 
 
 @each("model", ["llama-3-8b", "llama-3-70b"])
