@@ -96,29 +96,21 @@ def decode_s(table: RequestTable, costs: CostModel) -> float | None:
 
 
 def is_mixing_cheaper(table: RequestTable, costs: CostModel, context_lens: Collection[int]) -> bool:
-    """Return whether decodes of these contexts cost no more in the running iteration than in one of equal lengths.
+    """Return whether these contexts can join the running iteration without a straggler, by the cost model.
 
-    By the cost model: always if attention costs the sum of the contexts; if the longest one is a straggler, not for
-    contexts that would become one. The comparison is with a share of as many decodes of equal length as there would be:
-    a few decodes leave a device idle that waits for the longest, so that a long context alone is dear as well. Lengths
-    given do not count there: otherwise two batches with stragglers of their own would be mixed, and never be separated.
+    Always, if attention costs the sum of the contexts; else if the iteration takes hardly longer than as many contexts
+    of equal length. A short context that joins a straggler costs nothing more, but is as late as the straggler.
     """
     return is_cheap_beside(decode_work(table), costs, context_lens)
 
 
 def is_cheap_beside(here: IterationWork, costs: CostModel, context_lens: Collection[int]) -> bool:
     """Return the same for decodes that are `here`."""
-    among_like = IterationWork()
-    num_others, sum_others = len(context_lens), sum(context_lens)
-    num_both, mean = here.num_decodes + num_others, -(-sum_others // num_others)
-    among_like.add_decodes(num_both, num_both * sum_others // num_others, mean)
     both = here.copy()
-    both.add_decodes(num_others, sum_others, max(context_lens))
-    empty = IterationWork()
-    empty.add_decode(0)
-    added_s = costs.iteration_s(both) - costs.iteration_s(here)
-    own_s = (costs.iteration_s(among_like) - costs.iteration_s(empty)) * num_others / num_both
-    return added_s <= (1.0 + _MIXING_TOLERANCE) * own_s
+    both.add_decodes(len(context_lens), sum(context_lens), max(context_lens))
+    equal = both.copy()
+    equal.max_decode_context_len = -(-both.decode_context_len // both.num_decodes)
+    return costs.iteration_s(both) <= (1.0 + _MIXING_TOLERANCE) * costs.iteration_s(equal)
 
 
 def num_decodes_within(costs: CostModel, work: IterationWork, table: RequestTable, rows: Ints, budget_s: float) -> int:

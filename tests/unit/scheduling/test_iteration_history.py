@@ -183,22 +183,24 @@ SCHEDULED = LinearCoefficients(base_s=0.01, decode_s=1e-5, context_token_s=1e-7,
     ("context_lens", "is_worth"),
     [
         ([500] * 40, True),
-        ([500] * 120, True),  # which fills the device, in place of waiting for the longest
-        ([50] * 40, True),  # in the time that those here leave idle
-        ([8000] * 40, False),  # for which all would wait, though in an iteration of their own they would wait as long
+        ([500] * 120, True),
+        ([700] * 200, True),  # which fill the device, in place of waiting for the longest
+        ([50] * 40, False),  # which would wait for those here
+        ([8000] * 40, False),  # for which those here would wait
         ([8000], False),
         ([500] * 39 + [5100], False),
+        ([5000] + [480] * 1600, True),  # which hardly prolongs so large an iteration
     ],
 )
-def test_a_schedule_takes_short_contexts_beside_long_ones_and_not_the_other_way(
+def test_only_like_lengths_mix_where_a_schedule_leaves_the_device_idle(
     context_lens: list[int], *, is_worth: bool
 ) -> None:
     assert is_cheap_beside(decodes(40, 500), LinearIterationModel(SCHEDULED), context_lens) == is_worth
     assert is_cheap_beside(decodes(40, 500), LinearIterationModel(replace(SCHEDULED, straggler=0.0)), context_lens)
 
 
-def test_a_batch_that_waits_for_its_longest_takes_what_is_no_longer() -> None:
+def test_a_batch_that_waits_for_its_longest_takes_no_short_contexts() -> None:
     here = decodes(60, 500)
     here.add_decode(8000)
-    for context_len, is_worth in ((500, True), (7900, True), (16_000, False)):
-        assert is_cheap_beside(here, LinearIterationModel(SCHEDULED), [context_len] * 10) == is_worth
+    for context_len, num, is_worth in ((500, 10, False), (500, 500, False), (7900, 10, False), (7900, 400, True)):
+        assert is_cheap_beside(here, LinearIterationModel(SCHEDULED), [context_len] * num) == is_worth
