@@ -187,7 +187,7 @@ class OnlineIterationModel:
 
 
 def learned_from(measured: Sequence[Sample]) -> OnlineIterationModel:
-    """Return a model that begins with what was measured before, the straggler with it, which stays as it is.
+    """Return a model that begins with what was measured before. Its straggler stays as measured.
 
     The prior is the fit to the iterations; kinds of work without iterations have GENERIC's, scaled to this machine.
     Without any iteration it is GENERIC. Samples that compute nothing are copies to and from the host; they say what

@@ -10,7 +10,6 @@ from alignedserve.costmodel.linear import LinearCoefficients, LinearIterationMod
 from alignedserve.costmodel.model import AttentionKernel, CostModel
 from alignedserve.costmodel.online import GENERIC, learned_from
 from alignedserve.costmodel.straggler import (
-    DecodeSeconds,
     Straggler,
     straggler_in,
     straggler_of,
@@ -26,7 +25,7 @@ SUM, SHORT, LONGEST = 48_000, 4_000, 8_000
 
 
 def straggler(short: float, equal: float, mixed: float, alone: float) -> Straggler:
-    return straggler_of(DecodeSeconds(short, equal, mixed, alone), num_keys=SUM, short_keys=SHORT, longest=LONGEST)
+    return straggler_of(short, equal, mixed, alone, num_keys=SUM, short_keys=SHORT, longest=LONGEST)
 
 
 def timed(costs: CostModel) -> list[Sample]:
