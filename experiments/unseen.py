@@ -1,10 +1,10 @@
-"""The union and each paper's policy on traces that no paper's figures use and `aligned_slo` was not found with.
+"""`aligned_slo` and each paper's policy on traces that no paper's figures use and its rules were not found with.
 
     python -m experiments.unseen [--quick] [--processes 2] [--policies NAME ...] [--parts NAME ...]
 
 Real-time requests of a recorded trace beside best-effort ones of another, on one worker; and the same without
 objectives on a prefill and a decode worker. All lengths and times ship with the package; a seed is another window of a
-trace. docs/experiments/unseen.md says where the union is better and where it is not.
+trace. docs/experiments/unseen.md says where it is better and where it is not.
 """
 
 from collections.abc import Mapping, Sequence

@@ -13,7 +13,7 @@ class AttentionKernel(enum.Enum):
     """Ways to spread the work of decode attention over a device."""
 
     LOAD_BALANCED = "load_balanced"  # contexts are split into even parts, as ours on GPUs: time follows their sum
-    # Blocks in waves, each as long as the longest context of all: time follows number * maximum. No device is so slow.
+    # Blocks in waves, each as long as the longest context of all: time follows number * maximum, an upper bound
     ONE_BLOCK_PER_SEQUENCE = "one_block_per_sequence"
     # Blocks that free multiprocessors take in turn (list_schedule.py)
     PAGED_V1 = "paged_v1"

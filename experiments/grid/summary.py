@@ -1,7 +1,7 @@
 """The summary of the grid, made of its record alone."""
 
 from collections.abc import Mapping, Sequence
-from statistics import mean, median
+from statistics import mean
 from typing import Any, NamedTuple
 
 from benchmarks.measuring.intervals import Interval, interval
@@ -13,7 +13,6 @@ from experiments.grid.systems import DEFAULT, System, others
 from experiments.steady import is_served
 
 CLAIMED_POINTS = 1.0  # of attainment: no further behind the best of the field
-CLAIMED_GAIN = 15.0  # % of goodput over it, where none holds 99 %
 FACTORS = ("trace", "load", "objectives", "accelerators", "beside")
 _COLUMNS: Mapping[str, str] = {
     "point": "point",
@@ -139,14 +138,9 @@ def _apart(apart: Interval, default: Held, best: Held) -> Row:
 
 
 def totals_of(rows: Sequence[Row]) -> Row:
-    """Return how many points there are, at how many each claim holds, and the gain where none holds 99 %.
-
-    `num_narrow`: of these the ones at which no gain of the size that is claimed is left to be had.
-    """
+    """Return how many points there are, at how many each claim holds, and the lead where none holds 99 %."""
     compared = [row for row in rows if "ahead" in row]
     open_points = [row for row in compared if max(row["default"], row["best"]) < 100 * ENOUGH]
-    gains = [row["gain"] for row in open_points if row["gain"] is not None]
-    most_gains = [_ratio(100.0, row["best"]) for row in open_points]  # of a system that holds all
     totals = {
         "num_points": len(rows),
         "num_contested": sum(row["contested"] for row in rows),
@@ -155,21 +149,9 @@ def totals_of(rows: Sequence[Row]) -> Row:
         "num_behind": sum(row["ahead"] < -CLAIMED_POINTS for row in compared),
         "num_ahead": sum("ahead" not in row or row["ahead"] > CLAIMED_POINTS for row in rows),
         "num_open": len(open_points),
-        "num_gained": sum(gain >= CLAIMED_GAIN for gain in gains),
-        "num_narrow": sum(gain is not None and gain < CLAIMED_GAIN for gain in most_gains),
         "mean_ahead": mean(row["ahead"] for row in open_points) if open_points else None,
-        "median_gain": median(gains) if gains else None,
-        "least_gain": min(gains, default=None),
-        "summed_gain": _ratio(*(sum(row[name] for row in open_points) for name in ("default_goodput", "best_goodput"))),
-        "summed_misses": _ratio(*(sum(100 - row[name] for row in open_points) for name in ("default", "best"))),
-        "summed_be_gain": _best_effort_gain(open_points),
     }
     return chosen([totals], totals)[0]
-
-
-def _best_effort_gain(rows: Sequence[Row]) -> float | None:
-    beside = [row for row in rows if row["default_be"] is not None and row["best_be"] is not None]
-    return _ratio(sum(row["default_be"] for row in beside), sum(row["best_be"] for row in beside))
 
 
 def _ratio(ours: float, theirs: float) -> float | None:

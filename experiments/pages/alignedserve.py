@@ -10,9 +10,7 @@ _SYSTEMS = {
     "aligned_slo": "aligned_slo",
     "distserve": "distserve",
     "vllm": "vllm (fcfs, colocated)",
-    "vllm, chunked": "vllm, chunked (sarathi, colocated)",
     "fastgen": "fastgen (colocated)",
-    "aligned_slo, colocated": "aligned_slo, colocated",
 }
 _COMPARED = ("aligned", "aligned_slo", "distserve", "vllm", "fastgen")
 _BASELINES = ("vllm", "distserve", "fastgen")
@@ -107,31 +105,20 @@ def steady() -> str:
     return table([*heads, "attention lost to stragglers"], rows)
 
 
-def _gains(points: Mapping[str, Mapping[str, object]]) -> str:
+def steady_kernels() -> str:
     rows = []
-    for name, labels in points.items():
-        of = {system: runs("alignedserve").of(**labels, seed=1, system=system) for system in _COMPARED}
+    for model, kernel in _BY_KERNEL:
+        labels = {"part": _part_of(model, kernel), "model": model, "kernel": kernel, "seed": 1}
+        of = {system: runs("alignedserve").of(**labels, system=system) for system in _COMPARED}
         if not all(of[system] for system in ("aligned", "distserve", "vllm")):
             continue
         cells = [count(one.mean(_LOADED)) if one else "-" for one in of.values()]
         lost = ", ".join(share(of[system].mean(_LOST)) for system in ("aligned", "vllm"))
         ratios = (f"{of['aligned'].mean(_LOADED) / of[one].mean(_LOADED):.2f}" for one in ("vllm", "distserve"))
-        rows.append([name, *cells, *ratios, lost])
+        rows.append([f"{_model_name(model)}, `{kernel}`", *cells, *ratios, lost])
     if not rows:
         return _NOT_YET
     return table(["tokens/s", *_COMPARED, "by vLLM's", "by DistServe's", "lost to stragglers: aligned, vLLM"], rows)
-
-
-def steady_kernels() -> str:
-    points = {
-        f"{_model_name(model)}, `{kernel}`": {
-            "part": _part_of(model, kernel),
-            "model": model,
-            "kernel": kernel,
-        }
-        for model, kernel in _BY_KERNEL
-    }
-    return _gains(points)
 
 
 def _part_of(model: str, kernel: str) -> str:

@@ -28,11 +28,12 @@ _OF_RECORDS: Mapping[str, Tables] = {
     "bros": bros.TABLES,
     "unseen": unseen.TABLES,
 }
-PAGES: Mapping[str, Tables] = {
+_TABLES: Mapping[str, Tables] = {
     "README": {**summary.TABLES, "stale": stale.stale},
     "grid": grid.TABLES,
     **{page: {"record": partial(provenance, page), **tables} for page, tables in _OF_RECORDS.items()},
 }
+PAGES: Mapping[str, Tables] = {page: {"former": stale.former_default, **tables} for page, tables in _TABLES.items()}
 _PLACE = re.compile(r"^<!-- table: (?P<name>.+) -->\n\n(?:(?:\||- |  ).*\n)*", re.MULTILINE)
 
 

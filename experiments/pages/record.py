@@ -133,7 +133,8 @@ def states_of(rows: Sequence[Row], found: Sequence[State]) -> list[str]:
     for state, of in sorted(counts.items(), key=lambda one: not is_stale(one[0])):
         systems = ", ".join(f"`{system}` ({number})" for system, number in of.most_common())
         text = f"{state.value[0].upper()}{state.value[1:]}: {_share_of(of.total(), rows)}"
-        said.append(f"**{text}**: {systems}" if is_stale(state) else text)
+        names = "" if of.total() == len(rows) else f": {systems}"  # of all rows no list is needed
+        said.append(f"**{text}**{names}" if is_stale(state) else text)
     return said
 
 

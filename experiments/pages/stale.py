@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from experiments.common import Row
 from experiments.pages import grid
-from experiments.pages.record import bold, figures, table
+from experiments.pages.record import bold, bullets, figures, table
 from experiments.validity.rows import is_stale, num_bursts, states
 
 GRID = "grid"
@@ -18,6 +18,12 @@ PAGES = (
 def rows_of(page: str) -> Sequence[Row]:
     rows: Sequence[Row] = grid.rows() if page == GRID else figures(page)["runs"]
     return rows
+
+
+def former_default() -> str:
+    return bullets(
+        ["**Rows of `aligned_slo` were measured with the former default policy, and will be measured anew.**"]
+    )
 
 
 def stale() -> str:

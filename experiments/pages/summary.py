@@ -28,18 +28,15 @@ _SAME = 0.005  # of a figure: nearer ones count as equal
 
 
 class Compared(NamedTuple):
-    """One figure of a paper's policy and of the union at one point."""
+    """One figure of a paper's policy and of `aligned_slo` at one point."""
 
     theirs: float
     ours: float
     shown: Callable[[float], str]
     is_more_better: bool = True
 
-    def text(self, value: float) -> str:
-        return self.shown(value)
-
     def verdict(self) -> str:
-        """Return by how much the union is better or worse, as a share of the paper's figure."""
+        """Return by how much `aligned_slo` is better or worse, as a share of the paper's figure."""
         if abs(self.ours - self.theirs) <= _SAME * abs(self.theirs):
             return "equal"
         is_better = (self.ours > self.theirs) == self.is_more_better
@@ -242,8 +239,8 @@ def _rows() -> list[list[str]]:
 
 
 def _row(name: str, compared: Sequence[Compared]) -> list[str]:
-    theirs = ", ".join(one.text(one.theirs) for one in compared)
-    ours = ", ".join(one.text(one.ours) for one in compared)
+    theirs = ", ".join(one.shown(one.theirs) for one in compared)
+    ours = ", ".join(one.shown(one.ours) for one in compared)
     return [name, theirs, ours, _shortened([one.verdict() for one in compared])]
 
 

@@ -6,17 +6,9 @@ from experiments.pages.record import bold
 
 NOT_LOOKED_INTO = bold("Not looked into.")
 
-_STRAGGLERS = (
-    "Requests of other lengths join a batch where learned costs say that it is for nothing; by this model of one block"
-    " of threads per sequence, which no device bears out, a wave lasts as long as the longest of the batch"
-    " ([more](alignedserve.md#aligned_slo))."
-)
 _LARGER_BATCHES = (
     "Nothing bounds an iteration where no request has an objective; its batches are larger and more mixed than"
     " `aligned`'s ([both](alignedserve.md#the-headline-opt-27b-95--short))."
-)
-_BEST_EFFORT = (
-    "First tokens in time, and shorter gaps, are paid for in best-effort work ([more](bros.md#why-they-differ))."
 )
 _DEADLINES = (
     "In an overload of thirty times it gives up long documents, the only requests with deadlines, for short requests"
@@ -39,9 +31,7 @@ _BURSTS = (
     " ([more](apt_serve.md#opt-13b-at-the-papers-rates-bursts-of-300-requests))."
 )
 WHY: Mapping[str, str] = {  # by the names of the rows
-    "AlignedServe, burst of 600 (three seeds), tokens/s: waves as long as the longest, balanced": _STRAGGLERS,
     "the same, p99 TBT": _LARGER_BATCHES,
-    "BROS, burst of 120 s at 10/s (three seeds): held, best-effort requests/s": _BEST_EFFORT,
     "the same: iteration-level SLOs, deadlines held": _DEADLINES,
     "AccelGen, tokens/s: Llama-2-13B, OPT-175B, Llama-3-70B": _MORE_REQUESTS,
     "the same, iteration-level SLOs": _LONG_ITERATIONS,

@@ -83,7 +83,7 @@ POLICIES: Mapping[str, PolicyEntry] = MappingProxyType(
             batching_settings=("min_requests", "max_block_share", "starvation_s", "pack_share"),
         ),
         "aligned_slo": PolicyEntry(
-            "objectives as constraints, throughput with what is left: the union of the five papers",
+            "objectives as constraints, throughput with what is left (ideas of BROS, AccelGen, ALISE, Apt-Serve)",
             AlignedSloConfig,
             AlignedSlo,
             (Topology.ELASTIC, Topology.COLOCATED, Topology.DISAGGREGATED),

@@ -1,4 +1,4 @@
-"""The union of the five papers, for one iteration: objectives are constraints, throughput is what is left.
+"""One iteration of the default policy: objectives are constraints, throughput is what is left. Ideas of four papers:
 
 - Requests that can still hold their objectives go before those that cannot (Apt-Serve, section 4.2), and those that
   would miss them by waiting for one more iteration go first (AccelGen, section 4.3). Where not all can, the fewest
