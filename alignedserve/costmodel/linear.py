@@ -74,8 +74,6 @@ class Form(NamedTuple):
     straggler: float = 0.0  # shares of the device that the longest context cannot use (straggler.py)
 
 
-STRAIGHT = Form()
-
 BENDS = (64, 96, 128, 160, 192, 256, 320, 384, 512, 768, 1024)  # forward sizes at which a device may reach its flops
 _BENT_MISFIT = 0.8  # a bend is believed from this share of the straight line's misfit on
 _LEAST_MISFIT = 1e-6  # of a line that is straight: 0.1 %, squared
