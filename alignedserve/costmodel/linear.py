@@ -1,7 +1,7 @@
 """A cost model that is a weighted sum, and how its weights are fitted to measured iterations."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -111,18 +111,7 @@ class LinearCoefficients:
     @property
     def weights(self) -> Weights:
         """Return the seconds of each of `features_of`."""
-        return (
-            self.base_s,
-            self.prompt_token_s,
-            self.prompt_pair_s,
-            self.chunk_s,
-            self.decode_s,
-            self.context_token_s,
-            self.hidden_token_s,
-            self.sampled_s,
-            self.constrained_s,
-            self.beyond_token_s,
-        )
+        return astuple(self)[:-2]
 
 
 def features_of(work: IterationWork, form: Form) -> tuple[float, ...]:

@@ -20,7 +20,7 @@ from alignedserve.costmodel.hardware import LinkModel
 from alignedserve.costmodel.iteration_points import Point
 from alignedserve.costmodel.linear import FitError, Sample, fit_error, fit_linear, nonnegative_least_squares
 from alignedserve.costmodel.model_shapes import ModelShape
-from alignedserve.costmodel.straggler import straggler_in, straggler_points
+from alignedserve.costmodel.straggler import straggler_in
 from alignedserve.runtime.device.device_work import free_bytes
 from alignedserve.runtime.device.devices import CUDA, worker_devices
 from alignedserve.runtime.device.streams import streams_of
@@ -109,7 +109,7 @@ def run_profile(spec: ProfileSpec, on_measured: Callable[[float], None] = lambda
     profiler = _Profiler(spec)
     sizes = profiler.sizes
     held_out = [PointResult(point) for point in profiler.feasible(held_out_points(0, _NUM_HELD_OUT, sizes))]
-    fitted = [PointResult(point) for point in profiler.feasible([*fitted_points(sizes), *profiler.straggler_points()])]
+    fitted = [PointResult(point) for point in [*profiler.feasible(fitted_points(sizes)), *profiler.straggler_points()]]
     num_rounds = profiler.measure([*held_out, *fitted], on_measured)
     fitted, held_out = ([result for result in results if result.seconds] for results in (fitted, held_out))
     samples = [result.sample for result in fitted]
@@ -152,10 +152,7 @@ class _Profiler:
         return self._timer.feasible(points, self._max_context_len)
 
     def straggler_points(self) -> list[Point]:
-        num_tokens = self._storage.num_blocks * _BLOCK_SIZE
-        return straggler_points(
-            max_requests=self.sizes.max_requests, max_context_len=self._max_context_len, num_tokens=num_tokens
-        )
+        return self._timer.straggler_points(self.sizes.max_requests, self._max_context_len)
 
     def measure(self, results: list[PointResult], on_measured: Callable[[float], None]) -> int:
         """Measure the points, those with fewest tokens first, until the time is up. Returns the number of whole rounds.

@@ -59,6 +59,11 @@ class IterationTimer:
             beside=self._layout.state_blocks,
         )
 
+    def straggler_points(self, max_requests: int, max_context_len: int) -> list[Point]:
+        num_tokens = len(self._block_ids) * self._layout.block_size
+        points = straggler_points(max_requests=max_requests, max_context_len=max_context_len, num_tokens=num_tokens)
+        return self.feasible(points, max_context_len)
+
     def measure(self, point: Point, num_steps: int = _NUM_STEPS) -> float:
         """Return the seconds of one iteration: the median of `num_steps`, through which the decodes continue."""
         assert 0 < num_steps <= _NUM_STEPS, "more steps than the blocks allow"
@@ -192,12 +197,7 @@ def measure_iterations(
     again = [point for point in timer.feasible(known, max_context_len) if swap_space or not point.num_swapped]
     if not again:
         return ()
-    trials = straggler_points(
-        max_requests=min(max_sequences, max_tokens),
-        max_context_len=max_context_len,
-        num_tokens=len(blocks) * engine.storage.layout.block_size,
-    )
-    points = [*again, *timer.feasible(trials, max_context_len)]
+    points = [*again, *timer.straggler_points(min(max_sequences, max_tokens), max_context_len)]
 
     def measure(point: Point) -> float:
         if swap_space is not None and point.num_swapped:
