@@ -39,6 +39,8 @@ def test_a_straggler_is_what_mixed_contexts_take_longer() -> None:
 
 def test_a_difference_within_the_noise_is_none() -> None:
     assert straggler(0.009, 0.020, 0.0215, 0.006).share == 0.0
+    assert straggler(0.0194, 0.020, 0.0215, 0.006).share == 0.0  # three times the attention, of next to none
+    assert straggler(0.009, 0.020, 0.0245, 0.006).share == 0.0  # 1.4 times the attention: caches of a processor
     assert straggler(0.009, 0.020, 0.0185, 0.006) == pytest.approx((0.25e-6, 0.0, ""))
 
 
