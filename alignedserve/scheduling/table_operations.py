@@ -98,8 +98,8 @@ def decode_s(table: RequestTable, costs: CostModel) -> float | None:
 def is_mixing_cheaper(table: RequestTable, costs: CostModel, context_lens: Collection[int]) -> bool:
     """Return whether these contexts can join the running iteration without a straggler, by the cost model.
 
-    Always, if attention costs the sum of the contexts; else if the iteration takes hardly longer than as many contexts
-    of equal length. A short context that joins a straggler costs nothing more, but is as late as the straggler.
+    No, if the iteration would take longer than as many contexts of equal length: a short context that joins a straggler
+    costs nothing more, but is as late. Nor if the new ones add more than their share of an iteration of their length.
     """
     return is_cheap_beside(decode_work(table), costs, context_lens)
 
@@ -110,7 +110,15 @@ def is_cheap_beside(here: IterationWork, costs: CostModel, context_lens: Collect
     both.add_decodes(len(context_lens), sum(context_lens), max(context_lens))
     equal = both.copy()
     equal.max_decode_context_len = -(-both.decode_context_len // both.num_decodes)
-    return costs.iteration_s(both) <= (1.0 + _MIXING_TOLERANCE) * costs.iteration_s(equal)
+    both_s, equal_s, num_others = costs.iteration_s(both), costs.iteration_s(equal), len(context_lens)
+    if both_s > (1.0 + _MIXING_TOLERANCE) * equal_s:
+        return False
+    like, empty = both.copy(), IterationWork()
+    like.decode_context_len = both.num_decodes * sum(context_lens) // num_others
+    like.max_decode_context_len = -(-sum(context_lens) // num_others)
+    empty.add_decode(0)
+    share_s = (costs.iteration_s(like) - costs.iteration_s(empty)) * num_others / both.num_decodes
+    return both_s - costs.iteration_s(here) <= (1.0 + _MIXING_TOLERANCE) * share_s
 
 
 def num_decodes_within(costs: CostModel, work: IterationWork, table: RequestTable, rows: Ints, budget_s: float) -> int:
