@@ -159,7 +159,7 @@ class PaperCell:
 
         Host memory as half of the paper's machine.
         """
-        is_colocated = topology is Topology.COLOCATED
+        is_colocated = not topology.is_separate
         return ClusterConfig(
             model=ModelSectionConfig(max_context_len=self.context_len),
             router=RouterConfig(

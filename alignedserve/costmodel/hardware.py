@@ -1,7 +1,7 @@
 """Accelerators by name: the figures of their datasheets."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from alignedserve.core.errors import ConfigError
 
@@ -30,54 +30,28 @@ class Hardware:
 # NVIDIA's datasheets, SXM boards: "V100 Tensor Core GPU" (January 2020), "A100 Tensor Core GPU" (June 2021), "H100
 # Tensor Core GPU" (2023; its figures with sparsity halved), "H200 Tensor Core GPU" (2024). float32 without TF32. NVLink
 # and PCIe: half of the datasheet's total of both directions.
-_ACCELERATORS = (
-    Hardware(
-        name="v100-32g",
-        num_multiprocessors=80,
-        memory_bytes=32 * _GIB,
-        memory_bytes_per_s=900e9,
-        flops_per_s={"float16": 125e12, "float32": 15.7e12},
-        pcie_bytes_per_s=16e9,
-        nvlink_bytes_per_s=150e9,
-    ),
-    Hardware(
-        name="a100-40g",
-        num_multiprocessors=108,
-        memory_bytes=40 * _GIB,
-        memory_bytes_per_s=1555e9,
-        flops_per_s={"float16": 312e12, "bfloat16": 312e12, "float32": 19.5e12},
-        pcie_bytes_per_s=32e9,
-        nvlink_bytes_per_s=300e9,
-    ),
-    Hardware(
-        name="a100-80g",
-        num_multiprocessors=108,
-        memory_bytes=80 * _GIB,
-        memory_bytes_per_s=2039e9,
-        flops_per_s={"float16": 312e12, "bfloat16": 312e12, "float32": 19.5e12},
-        pcie_bytes_per_s=32e9,
-        nvlink_bytes_per_s=300e9,
-    ),
-    Hardware(
-        name="h100",
-        num_multiprocessors=132,
-        memory_bytes=80 * _GIB,
-        memory_bytes_per_s=3350e9,
-        flops_per_s={"float16": 989e12, "bfloat16": 989e12, "float32": 67e12},
-        pcie_bytes_per_s=64e9,
-        nvlink_bytes_per_s=450e9,
-    ),
-    Hardware(
-        name="h200",
-        num_multiprocessors=132,
-        memory_bytes=141 * 10**9,
-        memory_bytes_per_s=4800e9,
-        flops_per_s={"float16": 989e12, "bfloat16": 989e12, "float32": 67e12},
-        pcie_bytes_per_s=64e9,
-        nvlink_bytes_per_s=450e9,
-    ),
+_A100 = Hardware(
+    name="a100-80g",
+    num_multiprocessors=108,
+    memory_bytes=80 * _GIB,
+    memory_bytes_per_s=2039e9,
+    flops_per_s={"float16": 312e12, "bfloat16": 312e12, "float32": 19.5e12},
+    pcie_bytes_per_s=32e9,
+    nvlink_bytes_per_s=300e9,
 )
-HARDWARE = {accelerator.name: accelerator for accelerator in _ACCELERATORS}
+_H100 = Hardware(
+    name="h100",
+    num_multiprocessors=132,
+    memory_bytes=80 * _GIB,
+    memory_bytes_per_s=3350e9,
+    flops_per_s={"float16": 989e12, "bfloat16": 989e12, "float32": 67e12},
+    pcie_bytes_per_s=64e9,
+    nvlink_bytes_per_s=450e9,
+)
+_V100 = Hardware("v100-32g", 80, 32 * _GIB, 900e9, {"float16": 125e12, "float32": 15.7e12}, 16e9, 150e9)
+_A100_40G = replace(_A100, name="a100-40g", memory_bytes=40 * _GIB, memory_bytes_per_s=1555e9)
+_H200 = replace(_H100, name="h200", memory_bytes=141 * 10**9, memory_bytes_per_s=4800e9)
+HARDWARE = {accelerator.name: accelerator for accelerator in (_V100, _A100_40G, _A100, _H100, _H200)}
 
 
 def hardware(name: str) -> Hardware:

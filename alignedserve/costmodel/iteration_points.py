@@ -80,8 +80,7 @@ def feasible_points(
 SWAPPED = Point("swap", num_swapped=256)
 # Every part of the cost occurs in several points, so that it can be told from the others. Short ones come first, for
 # slow models that do not get to all; long ones last: what a fast machine computes for nothing beside reading its
-# weights, and what it does not, shows at a thousand tokens. One has a straggler: decodes of one length do not tell
-# whether attention takes as long as the sum of the contexts, or as the longest.
+# weights, and what it does not, shows at a thousand tokens. Lengths are equal: straggler.py has what mixed ones cost.
 _POINTS = (
     Point("prefill", (Chunk(16, 0, is_last=True),)),
     Point("decode", contexts=(64,)),
@@ -94,7 +93,6 @@ _POINTS = (
     Point("decode", contexts=(64,) * 32),
     Point("prefill", (Chunk(256, 0, is_last=True),)),
     Point("decode", contexts=(512,) * 32),
-    Point("decode", contexts=(64,) * 15 + (2048,)),
     Point("prefill", (Chunk(64, 0, is_last=True),) * 4),
     Point("prefill", (Chunk(512, 0, is_last=True),)),
     Point("prefill", (Chunk(1024, 0, is_last=True),)),

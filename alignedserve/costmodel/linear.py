@@ -1,7 +1,7 @@
 """A cost model that is a weighted sum, and how its weights are fitted to measured iterations."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -66,6 +66,14 @@ class Sample(NamedTuple):
 
 Weights = tuple[float, ...]  # seconds for each of `features_of`
 
+
+class Form(NamedTuple):
+    """What no weight says of a device: where its time bends, and how long decodes wait for the longest context."""
+
+    bend_tokens: float = 0.0  # 0: a straight line
+    straggler: float = 0.0  # shares of the device that the longest context cannot use (straggler.py)
+
+
 BENDS = (64, 96, 128, 160, 192, 256, 320, 384, 512, 768, 1024)  # forward sizes at which a device may reach its flops
 _BENT_MISFIT = 0.8  # a bend is believed from this share of the straight line's misfit on
 _LEAST_MISFIT = 1e-6  # of a line that is straight: 0.1 %, squared
@@ -84,59 +92,40 @@ class LinearCoefficients:
     prompt_pair_s: float = 0.0
     chunk_s: float = 0.0
     decode_s: float = 0.0
-    context_token_s: float = 0.0  # a key that a decode reads: attention whose time follows the sum of the contexts
-    padded_token_s: float = 0.0  # num_decodes * the longest context: attention whose straggler is the longest
+    context_token_s: float = 0.0  # a key that decodes read, of max(sum, straggler * longest context)
     hidden_token_s: float = 0.0
     sampled_s: float = 0.0
     constrained_s: float = 0.0  # a row that is sampled under a grammar: matching its last token, and its mask
     beyond_token_s: float = 0.0  # a token of prompt or decode beyond the first `bend_tokens` of an iteration
-    bend_tokens: float = 0.0  # no weight, a place; 0 with `beyond_token_s` 0: a straight line
+    bend_tokens: float = 0.0  # no weight, as the next: see Form
+    straggler: float = 0.0
 
     @classmethod
-    def of(cls, weights: Iterable[float], bend_tokens: float) -> "LinearCoefficients":
-        """Return the coefficients of these weights, bent there."""
-        return replace(cls(*weights), bend_tokens=bend_tokens)
+    def of(cls, weights: Iterable[float], form: Form) -> "LinearCoefficients":
+        return replace(cls(*weights), bend_tokens=form.bend_tokens, straggler=form.straggler)
+
+    @property
+    def form(self) -> Form:
+        return Form(self.bend_tokens, self.straggler)
 
     @property
     def weights(self) -> Weights:
         """Return the seconds of each of `features_of`."""
-        return (
-            self.base_s,
-            self.prompt_token_s,
-            self.prompt_pair_s,
-            self.chunk_s,
-            self.decode_s,
-            self.context_token_s,
-            self.padded_token_s,
-            self.hidden_token_s,
-            self.sampled_s,
-            self.constrained_s,
-            self.beyond_token_s,
-        )
-
-    @property
-    def straggler_share(self) -> float | None:
-        """Return the share of decode attention's time that follows the longest context, not the sum.
-
-        None without any.
-        """
-        both = self.context_token_s + self.padded_token_s
-        return self.padded_token_s / both if both else None
+        return astuple(self)[:-2]
 
 
-def features_of(work: IterationWork, bend_tokens: float) -> tuple[float, ...]:
+def features_of(work: IterationWork, form: Form) -> tuple[float, ...]:
     return (
         1.0,
         work.num_prompt_tokens,
         work.prompt_pairs,
         work.num_chunks,
         work.num_decodes,
-        work.decode_context_len,
-        work.num_decodes * work.max_decode_context_len,
+        max(work.decode_context_len, form.straggler * work.max_decode_context_len),
         work.hidden_context_len,
         work.num_sampled,
         work.num_constrained,
-        max(work.num_tokens - bend_tokens, 0),
+        max(work.num_tokens - form.bend_tokens, 0),
     )
 
 
@@ -147,17 +136,19 @@ class LinearIterationModel:
         """`swap_token_s`: seconds to copy the cache of one token between device and host."""
         self.coefficients = coefficients
         self.swap_token_s = swap_token_s
-        self._weights, self._bend_tokens = coefficients.weights, coefficients.bend_tokens
+        self._weights, self._form = coefficients.weights, coefficients.form
 
     def iteration_s(self, work: IterationWork) -> float:
-        return max(weighted(self._weights, self._bend_tokens, work), self.swap_s(work.swapped_tokens))
+        return max(weighted(self._weights, self._form, work), self.swap_s(work.swapped_tokens))
 
     def swap_s(self, num_tokens: float) -> float:
         return self.swap_token_s * num_tokens
 
 
-def weighted(weights: Weights, bend_tokens: float, work: IterationWork) -> float:
-    base, token, pair, chunk, decode, context, padded, hidden, sampled, constrained, beyond = weights
+def weighted(weights: Weights, form: Form, work: IterationWork) -> float:
+    bend_tokens, straggler = form
+    base, token, pair, chunk, decode, context, hidden, sampled, constrained, beyond = weights
+    num_keys, longest = work.decode_context_len, straggler * work.max_decode_context_len
     num_beyond = work.num_prompt_tokens + work.num_decodes - bend_tokens
     return (
         base
@@ -165,8 +156,7 @@ def weighted(weights: Weights, bend_tokens: float, work: IterationWork) -> float
         + pair * work.prompt_pairs
         + chunk * work.num_chunks
         + decode * work.num_decodes
-        + context * work.decode_context_len
-        + padded * work.num_decodes * work.max_decode_context_len
+        + context * (num_keys if num_keys > longest else longest)
         + hidden * work.hidden_context_len
         + sampled * work.num_sampled
         + constrained * work.num_constrained
@@ -175,19 +165,21 @@ def weighted(weights: Weights, bend_tokens: float, work: IterationWork) -> float
 
 
 def fit_linear(
-    samples: Sequence[Sample], swap_token_s: float = 0.0, *, bends: Sequence[float] = BENDS
+    samples: Sequence[Sample], swap_token_s: float = 0.0, *, bends: Sequence[float] = BENDS, straggler: float = 0.0
 ) -> LinearIterationModel:
     """Return the model whose squared relative errors on these samples are least, with no coefficient negative.
 
-    The line bends at one of `bends` where the fit is clearly nearer. A kind of work without samples costs nothing.
+    The line bends at one of `bends` where the fit is clearly nearer. `straggler`: see Form. A kind of work without
+    samples costs nothing.
     """
     assert samples, "nothing to fit"
     seconds = np.array([sample.seconds for sample in samples])
     assert (seconds > 0.0).all(), "an iteration takes time"
-    straight = _fit_bent(samples, seconds, 0.0)
+    straight = _fit_bent(samples, seconds, Form(0.0, straggler))
     largest = max(sample.work.num_tokens for sample in samples)
     places = [bend for bend in bends if bend < largest] if straight.misfit > _LEAST_MISFIT else []
-    bent = min((_fit_bent(samples, seconds, bend) for bend in places), key=lambda fit: fit.misfit, default=straight)
+    fits = (_fit_bent(samples, seconds, Form(bend, straggler)) for bend in places)
+    bent = min(fits, key=lambda fit: fit.misfit, default=straight)
     best = bent if bent.misfit < _BENT_MISFIT * straight.misfit else straight
     return LinearIterationModel(best.coefficients, swap_token_s)
 
@@ -197,19 +189,19 @@ class _Fit(NamedTuple):
     misfit: float
 
 
-def feature_rows(samples: Sequence[Sample], bend_tokens: float) -> FloatArray:
+def feature_rows(samples: Sequence[Sample], form: Form) -> FloatArray:
     """Return the features of every sample [samples, weights]; without a bend, at 0, nothing is beyond it."""
-    rows = np.array([features_of(sample.work, bend_tokens) for sample in samples], np.float64)
-    if not bend_tokens:
+    rows = np.array([features_of(sample.work, form) for sample in samples], np.float64)
+    if not form.bend_tokens:
         rows[:, -1] = 0.0
     return rows
 
 
-def _fit_bent(samples: Sequence[Sample], seconds: FloatArray, bend_tokens: float) -> _Fit:
-    rows, targets = feature_rows(samples, bend_tokens) / seconds[:, None], np.ones(len(samples))
+def _fit_bent(samples: Sequence[Sample], seconds: FloatArray, form: Form) -> _Fit:
+    rows, targets = feature_rows(samples, form) / seconds[:, None], np.ones(len(samples))
     weights = nonnegative_least_squares(rows, targets)
     misfit = float(np.square(rows @ weights - targets).mean())
-    return _Fit(LinearCoefficients.of(weights.tolist(), bend_tokens), misfit)
+    return _Fit(LinearCoefficients.of(weights.tolist(), form), misfit)
 
 
 class FitError(NamedTuple):

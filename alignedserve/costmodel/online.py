@@ -25,6 +25,7 @@ from operator import mul
 import numpy as np
 
 from alignedserve.costmodel.linear import LinearCoefficients, Sample, features_of, fit_linear, weighted
+from alignedserve.costmodel.straggler import is_alone, straggler_in
 from alignedserve.costmodel.work import IterationWork
 from kernels.cpu.iteration_costs import CostSums, Priors, is_native, learn
 
@@ -52,7 +53,6 @@ GENERIC = LinearCoefficients(
     chunk_s=1e-4,
     decode_s=1e-4,
     context_token_s=5e-7,
-    padded_token_s=1e-7,
     hidden_token_s=1.5e-5,
     sampled_s=1e-5,
     constrained_s=1e-5,
@@ -73,7 +73,7 @@ class OnlineIterationModel:
     ) -> None:
         """`prior`: coefficients to start from; at least one is above 0."""
         self._constrained_s = prior.constrained_s
-        self._prior, self._bend_tokens = replace(prior, constrained_s=0.0).weights, prior.bend_tokens
+        self._prior, self._form = replace(prior, constrained_s=0.0).weights, prior.form
         self._used = [index for index, value in enumerate(self._prior) if value > 0.0]
         assert self._used, "a prior by which everything is free"
         self._swap_token_s = swap_token_s
@@ -88,12 +88,12 @@ class OnlineIterationModel:
 
     @property
     def coefficients(self) -> LinearCoefficients:
-        fitted = LinearCoefficients.of(self._weights, self._bend_tokens)
+        fitted = LinearCoefficients.of(self._weights, self._form)
         return replace(fitted, constrained_s=self._constrained_s)
 
     def iteration_s(self, work: IterationWork) -> float:
         copies = self._swap_token_s * (work.swap_in_tokens + work.swap_out_tokens)
-        compute = weighted(self._weights, self._bend_tokens, work) + self._constrained_s * work.num_constrained
+        compute = weighted(self._weights, self._form, work) + self._constrained_s * work.num_constrained
         return compute if compute > copies else copies
 
     def swap_s(self, num_tokens: float) -> float:
@@ -104,7 +104,7 @@ class OnlineIterationModel:
         assert seconds > 0.0, "an iteration takes time"
         if work.num_constrained:
             seconds = self._without_grammars(work.num_constrained, seconds, grammar_s)
-        predicted = weighted(self._weights, self._bend_tokens, work)
+        predicted = weighted(self._weights, self._form, work)
         num_copied = work.swapped_tokens
         if num_copied:
             self._learn_copies(num_copied, seconds, predicted)
@@ -113,7 +113,7 @@ class OnlineIterationModel:
         self.num_observed += 1
         if self.num_observed > _NUM_RESCALED:  # a duration of next to nothing would outweigh all others
             seconds = max(seconds, _LEAST_MEASURED * predicted)
-        features = [feature / seconds for feature in features_of(work, self._bend_tokens)]
+        features = [feature / seconds for feature in features_of(work, self._form)]
         self._rescale(sum(map(mul, self._prior, features)))
         self._learn(features, self._weight_of(abs(predicted / seconds - 1.0)))
 
@@ -187,27 +187,29 @@ class OnlineIterationModel:
 
 
 def learned_from(measured: Sequence[Sample]) -> OnlineIterationModel:
-    """Return a model that begins with what was measured before.
+    """Return a model that begins with what was measured before. Its straggler stays as measured.
 
     The prior is the fit to the iterations; kinds of work without iterations have GENERIC's, scaled to this machine.
     Without any iteration it is GENERIC. Samples that compute nothing are copies to and from the host; they say what
     swapping costs.
     """
-    iterations = [sample for sample in measured if not sample.work.is_empty]
+    straggler = straggler_in(measured).share
+    # A kernel may divide a context that is alone, and none of many: such a time says when to believe a straggler alone.
+    iterations = [sample for sample in measured if not (sample.work.is_empty or is_alone(sample.work))]
     copies = [sample for sample in measured if sample.work.is_empty]
     if not iterations:
         return OnlineIterationModel(swap_token_s=_swap_token_s(copies, GENERIC))
-    fitted = fit_linear(iterations).coefficients
-    generic, bend = GENERIC.weights, fitted.bend_tokens
+    fitted = fit_linear(iterations, straggler=straggler).coefficients
+    generic, form = GENERIC.weights, fitted.form
     scale = math.exp(
-        sum(math.log(seconds / weighted(generic, bend, work)) for work, seconds in iterations) / len(iterations)
+        sum(math.log(seconds / weighted(generic, form, work)) for work, seconds in iterations) / len(iterations)
     )
-    is_seen = [any(column) for column in zip(*(features_of(work, bend) for work, _ in iterations), strict=True)]
+    is_seen = [any(column) for column in zip(*(features_of(work, form) for work, _ in iterations), strict=True)]
     prior = (
         max(value, (_LEAST_SHARE if seen else 1.0) * scale * usual)
         for value, usual, seen in zip(fitted.weights, generic, is_seen, strict=True)
     )
-    coefficients = LinearCoefficients.of(prior, bend)
+    coefficients = LinearCoefficients.of(prior, form)
     model = OnlineIterationModel(coefficients, _swap_token_s(copies, coefficients))
     for work, seconds in iterations:
         model.observe(work, seconds)

@@ -96,27 +96,29 @@ def decode_s(table: RequestTable, costs: CostModel) -> float | None:
 
 
 def is_mixing_cheaper(table: RequestTable, costs: CostModel, context_lens: Collection[int]) -> bool:
-    """Return whether decodes of these contexts cost no more in the running iteration than in one of equal lengths.
+    """Return whether these contexts can join the running iteration without a straggler, by the cost model.
 
-    By the cost model: always if attention costs the sum of the contexts; if the longest one is a straggler, only for
-    similar contexts. The comparison is with equal lengths, not with the lengths given: otherwise two batches with
-    stragglers of their own would be mixed, and never be separated again.
+    No, if the iteration would take longer than as many contexts of equal length: a short context that joins a straggler
+    costs nothing more, but is as late. Nor if the new ones add more than their share of an iteration of their length.
     """
     return is_cheap_beside(decode_work(table), costs, context_lens)
 
 
 def is_cheap_beside(here: IterationWork, costs: CostModel, context_lens: Collection[int]) -> bool:
     """Return the same for decodes that are `here`."""
-    among_like = IterationWork()
-    num_others, sum_others = len(context_lens), sum(context_lens)
-    among_like.add_decodes(num_others, sum_others, -(-sum_others // num_others))
     both = here.copy()
-    both.add_decodes(num_others, sum_others, max(context_lens))
-    empty = IterationWork()
+    both.add_decodes(len(context_lens), sum(context_lens), max(context_lens))
+    equal = both.copy()
+    equal.max_decode_context_len = -(-both.decode_context_len // both.num_decodes)
+    both_s, equal_s, num_others = costs.iteration_s(both), costs.iteration_s(equal), len(context_lens)
+    if both_s > (1.0 + _MIXING_TOLERANCE) * equal_s:
+        return False
+    like, empty = both.copy(), IterationWork()
+    like.decode_context_len = both.num_decodes * sum(context_lens) // num_others
+    like.max_decode_context_len = -(-sum(context_lens) // num_others)
     empty.add_decode(0)
-    added_s = costs.iteration_s(both) - costs.iteration_s(here)
-    own_s = costs.iteration_s(among_like) - costs.iteration_s(empty)
-    return added_s <= (1.0 + _MIXING_TOLERANCE) * own_s
+    share_s = (costs.iteration_s(like) - costs.iteration_s(empty)) * num_others / both.num_decodes
+    return both_s - costs.iteration_s(here) <= (1.0 + _MIXING_TOLERANCE) * share_s
 
 
 def num_decodes_within(costs: CostModel, work: IterationWork, table: RequestTable, rows: Ints, budget_s: float) -> int:

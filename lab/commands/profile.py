@@ -8,7 +8,6 @@ from rich.console import Console
 from rich.table import Table
 
 from alignedserve.cli.console import notes, progress, results, to_json, write_json
-from alignedserve.core.metrics import in_percent
 from alignedserve.costmodel.linear import LinearCoefficients
 from lab.commands.machine import describe_machine
 from lab.commands.options import ProfileOptions
@@ -22,7 +21,6 @@ _UNITS = {
     "chunk_s": "a chunk",
     "decode_s": "a decode",
     "context_token_s": "a token of a decode's context",
-    "padded_token_s": "a decode times the longest context",
     "hidden_token_s": "a token of a hidden cache",
     "sampled_s": "a sampled token",
     "beyond_token_s": "a token beyond the bend",
@@ -63,7 +61,6 @@ def _document(result: ProfileResult, clock: str) -> dict[str, Any]:
         "command": command_line(),
         "machine": {**describe_machine(), "threads": result.num_threads, "clock": clock},
         "num_rounds": result.num_rounds,
-        "straggler_share": result.profile.coefficients.straggler_share,
         "errors": {kind: error._asdict() for kind, error in result.errors.items()},
         "samples": [_sample(point) for point in (*result.fitted, *result.held_out)],
     }
@@ -96,9 +93,8 @@ def _print(console: Console, result: ProfileResult) -> None:
 
 
 def _kernel_remark(coefficients: LinearCoefficients) -> str:
-    share = coefficients.straggler_share
-    if share is None:
+    if not coefficients.context_token_s:
         return "- decode attention costs nothing that can be seen"
-    return (
-        f"- decode attention: {in_percent(share, 0)} of its time follows the longest context, the rest the sum of all"
-    )
+    if not coefficients.straggler:
+        return "- decode attention: its time follows the sum of all contexts"
+    return f"- decode attention: at least as long as {coefficients.straggler:.3g} of the longest context"

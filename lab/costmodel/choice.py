@@ -68,7 +68,7 @@ def make_cost_model(source: str, worker: WorkerSpec | None = None) -> CostModel:
     balanced = COST_MODELS[source](replace(worker, kernel=AttentionKernel.LOAD_BALANCED))
     num_multiprocessors = hardware(worker.hardware).num_multiprocessors
     on = accelerator_of(worker.shape, num_multiprocessors, worker.tensor_parallel)
-    return ListScheduledModel(balanced, worker.kernel, on)
+    return ListScheduledModel(balanced, DIVISIONS[worker.kernel], on)
 
 
 def _roofline(worker: WorkerSpec, calibration: Calibration = PLAIN) -> CostModel:

@@ -122,9 +122,9 @@ def charged_keys(division: Division, work: IterationWork, on: Multiprocessors) -
 class ListScheduledModel:
     """A cost model whose decodes are charged as a kernel of DIVISIONS schedules them. See CostModel."""
 
-    def __init__(self, balanced: CostModel, kernel: AttentionKernel, on: Multiprocessors) -> None:
+    def __init__(self, balanced: CostModel, division: Division, on: Multiprocessors) -> None:
         """`balanced`: the same worker, with attention that follows the sum of the contexts."""
-        self._balanced, self._division, self._on = balanced, DIVISIONS[kernel], on
+        self._balanced, self._division, self._on = balanced, division, on
 
     def iteration_s(self, work: IterationWork) -> float:
         if not work.num_decodes:

@@ -112,8 +112,11 @@ def _layer_heads(section: Any, path: Path) -> tuple[LayerHeads, ...]:
 
 
 def _with_later_fields(section: Any) -> Any:
-    later = ("constrained_s", "beyond_token_s", "bend_tokens")
-    return {**dict.fromkeys(later, 0.0), **section} if isinstance(section, dict) else section
+    if not isinstance(section, dict):
+        return section
+    later = ("constrained_s", "beyond_token_s", "bend_tokens", "straggler")
+    without = {name: value for name, value in section.items() if name != "padded_token_s"}  # of files before straggler
+    return {**dict.fromkeys(later, 0.0), **without}
 
 
 def _with_later_sizes(section: Any) -> Any:

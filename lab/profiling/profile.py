@@ -20,6 +20,7 @@ from alignedserve.costmodel.hardware import LinkModel
 from alignedserve.costmodel.iteration_points import Point
 from alignedserve.costmodel.linear import FitError, Sample, fit_error, fit_linear, nonnegative_least_squares
 from alignedserve.costmodel.model_shapes import ModelShape
+from alignedserve.costmodel.straggler import straggler_in
 from alignedserve.runtime.device.device_work import free_bytes
 from alignedserve.runtime.device.devices import CUDA, worker_devices
 from alignedserve.runtime.device.streams import streams_of
@@ -108,10 +109,11 @@ def run_profile(spec: ProfileSpec, on_measured: Callable[[float], None] = lambda
     profiler = _Profiler(spec)
     sizes = profiler.sizes
     held_out = [PointResult(point) for point in profiler.feasible(held_out_points(0, _NUM_HELD_OUT, sizes))]
-    fitted = [PointResult(point) for point in profiler.feasible(fitted_points(sizes))]
+    fitted = [PointResult(point) for point in [*profiler.feasible(fitted_points(sizes)), *profiler.straggler_points()]]
     num_rounds = profiler.measure([*held_out, *fitted], on_measured)
     fitted, held_out = ([result for result in results if result.seconds] for results in (fitted, held_out))
-    costs = fit_linear([result.sample for result in fitted])
+    samples = [result.sample for result in fitted]
+    costs = fit_linear(samples, straggler=straggler_in(samples).share)
     num_threads = torch.get_num_threads()
     profile = MachineProfile(profiler.shape, costs.coefficients, profiler.memory_link(), num_threads)
     return ProfileResult(profile, fitted, held_out, num_rounds, num_threads)
@@ -148,6 +150,9 @@ class _Profiler:
 
     def feasible(self, points: Sequence[Point]) -> list[Point]:
         return self._timer.feasible(points, self._max_context_len)
+
+    def straggler_points(self) -> list[Point]:
+        return self._timer.straggler_points(self.sizes.max_requests, self._max_context_len)
 
     def measure(self, results: list[PointResult], on_measured: Callable[[float], None]) -> int:
         """Measure the points, those with fewest tokens first, until the time is up. Returns the number of whole rounds.

@@ -5,6 +5,7 @@ import random
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +25,7 @@ from alignedserve.costmodel.linear import (
     nonnegative_least_squares,
 )
 from alignedserve.costmodel.model import CostModel
+from alignedserve.costmodel.straggler import straggler_in
 from alignedserve.costmodel.work import IterationWork
 from lab.replay.observed import ObservedCopy, ObservedIteration, ObservedRun
 from lab.sim.config import NO_SLOWDOWNS, SimLinks, Slowdowns
@@ -125,27 +127,28 @@ def fit_machine(run: ObservedRun, block_bytes: int) -> MachineFit:
         submit_times_s=tuple(max(time_s, 0.0) for time_s in run.submit_times_s()),
     )
     slowdowns = _fit_slowdowns(workers) if _are_several(run) else NO_SLOWDOWNS
-    decode, prefill = (_fit_worker(worker, slowdowns) if worker.iterations else None for worker in workers)
+    straggler = straggler_in(chain.from_iterable(run.measured.values())).share
+    decode, prefill = (_fit_worker(worker, slowdowns, straggler) if worker.iterations else None for worker in workers)
     assert decode is not None, "checked above"
     return MachineFit(decode, prefill, links, slowdowns, run.measured, fit_unmeasured(run.iterations))
 
 
-def fit_mean(samples: Sequence[Sample], bends: Sequence[float] = BENDS) -> LinearIterationModel:
+def fit_mean(samples: Sequence[Sample], bends: Sequence[float] = BENDS, straggler: float = 0.0) -> LinearIterationModel:
     """Fit the expected time of an iteration, with errors weighted by the expected time, not the measured one.
 
     Weighted by the measured time (fit_linear, the starting point), iterations that the machine delayed count for less
     than others, and the sum of all comes out too small.
     """
-    first = fit_linear(samples, bends=bends)
-    bend_tokens = first.coefficients.bend_tokens
-    rows = feature_rows(samples, bend_tokens)
+    first = fit_linear(samples, bends=bends, straggler=straggler)
+    form = first.coefficients.form
+    rows = feature_rows(samples, form)
     seconds = np.array([sample.seconds for sample in samples])
     expected: npt.NDArray[np.float64] = np.array([first.iteration_s(sample.work) for sample in samples])
     weights = np.zeros(rows.shape[1])
     for _ in range(_NUM_REWEIGHTINGS):
         weights = nonnegative_least_squares(rows / expected[:, None], seconds / expected)
         expected = rows @ weights
-    return LinearIterationModel(LinearCoefficients.of(weights.tolist(), bend_tokens))
+    return LinearIterationModel(LinearCoefficients.of(weights.tolist(), form))
 
 
 def fit_unmeasured(iterations: Sequence[ObservedIteration]) -> LinearIterationModel:
@@ -239,9 +242,9 @@ def _misfit(workers: Sequence[_WorkerIterations], slowdowns: Slowdowns) -> float
     return sum(map(statistics.fmean, sizes.values()))
 
 
-def _fit_worker(worker: _WorkerIterations, slowdowns: Slowdowns) -> WorkerFit:
+def _fit_worker(worker: _WorkerIterations, slowdowns: Slowdowns, straggler: float) -> WorkerFit:
     samples = worker.alone(slowdowns)
-    costs = fit_mean(samples)
+    costs = fit_mean(samples, straggler=straggler)
     ratios: dict[str, list[Ratio]] = {}
     for iteration, ratio in zip(worker.iterations, _ratios(costs, samples), strict=True):
         ratios.setdefault(iteration.worker, []).append(ratio)

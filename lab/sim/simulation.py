@@ -16,6 +16,7 @@ from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.iteration_points import Point, calibrate, calibration_points, feasible_points
 from alignedserve.costmodel.linear import Sample
 from alignedserve.costmodel.model import CostModel
+from alignedserve.costmodel.straggler import straggler_points
 from alignedserve.messages.events import TICK_S
 from alignedserve.messages.handshake import Role
 from alignedserve.scheduling.factory import calibration_s, check_yielding, limits_of
@@ -43,12 +44,14 @@ _SPARE = 4  # tokens by which a live worker lets every request grow
 
 
 def points_of(layout: BlockLayout, limits: IterationLimits, *, num_blocks: int, has_hidden_cache: bool) -> list[Point]:
+    max_requests, num_tokens = min(limits.max_running_requests, limits.max_tokens), num_blocks * layout.block_size
     points = calibration_points(
-        max_requests=limits.max_running_requests, max_tokens=limits.max_tokens, has_hidden_cache=has_hidden_cache
+        max_requests=max_requests, max_tokens=limits.max_tokens, has_hidden_cache=has_hidden_cache
     )
+    points += straggler_points(max_requests=max_requests, max_context_len=num_tokens, num_tokens=num_tokens)
     return feasible_points(
         points,
-        max_context_len=num_blocks * layout.block_size,
+        max_context_len=num_tokens,
         num_blocks=num_blocks,
         block_size=layout.block_size,
         spare=_SPARE,

@@ -4,6 +4,7 @@ Measurements are kept on disk for the next start. They are believed where two it
 long; otherwise all is measured anew.
 """
 
+import logging
 import platform
 import statistics
 import time
@@ -21,6 +22,7 @@ from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import SamplingParams
 from alignedserve.costmodel.iteration_points import Chunk, Point, calibrate, calibration_points, feasible_points
 from alignedserve.costmodel.linear import Sample
+from alignedserve.costmodel.straggler import straggler_in, straggler_points
 from alignedserve.runtime.device.cores import processor_name
 from alignedserve.runtime.device.verdicts import keep, read_kept, verdict_path
 from alignedserve.runtime.engine.engine import Engine, NewSequence
@@ -28,6 +30,8 @@ from kernels.cpu.native import built_at
 
 if TYPE_CHECKING:  # loads msgspec, which a machine that measures an engine alone may lack
     from alignedserve.runtime.engine.swap_space import HostCaches
+
+logger = logging.getLogger(__name__)
 
 _NUM_STEPS = 3  # consecutive iterations of one measurement
 _LONG_MEASUREMENT_S = 0.3  # a measurement this long ends
@@ -54,6 +58,11 @@ class IterationTimer:
             spare=_NUM_STEPS + 1,
             beside=self._layout.state_blocks,
         )
+
+    def straggler_points(self, max_requests: int, max_context_len: int) -> list[Point]:
+        num_tokens = len(self._block_ids) * self._layout.block_size
+        points = straggler_points(max_requests=max_requests, max_context_len=max_context_len, num_tokens=num_tokens)
+        return self.feasible(points, max_context_len)
 
     def measure(self, point: Point, num_steps: int = _NUM_STEPS) -> float:
         """Return the seconds of one iteration: the median of `num_steps`, through which the decodes continue."""
@@ -153,7 +162,7 @@ def _checked(found: Any, num_points: int) -> list[list[float]]:
 _MAX_BLOCKS = 4096  # that are used; zeroed first, as attention reads them
 _LEAST_S = 1e-3  # enough for one point
 _MOST_SLOWED = 5.0  # times as long as it computes: a start beside busy processes
-_MOST_ROUNDS = 4  # over all points: a small model is through with them long before its time is over
+_MOST_ROUNDS = 2  # over all points and over the short ones again: a small model has time for more
 
 
 def measure_iterations(
@@ -174,7 +183,7 @@ def measure_iterations(
     `computing_clock`: of iterations, and of `duration_s` unless that takes much longer; None: `clock`. `turn`: entered
     for each, on a device that others use. `kept`: from an earlier start, and for the next one.
 
-    For about `duration_s`, or four rounds over all points; 0: none. At least two are run, the first of which is slow
+    For about `duration_s`, or four rounds over most points; 0: none. At least two are run, the first of which is slow
     and not counted. The content of the blocks is lost.
     """
     if duration_s <= 0.0:
@@ -185,9 +194,10 @@ def measure_iterations(
     timer = IterationTimer(engine, block_ids=blocks.tolist(), clock=computing_clock)
     has_hidden_cache = engine.hidden_block_tokens is not None
     known = calibration_points(max_requests=max_sequences, max_tokens=max_tokens, has_hidden_cache=has_hidden_cache)
-    points = [point for point in timer.feasible(known, max_context_len) if swap_space or not point.num_swapped]
-    if not points:
+    again = [point for point in timer.feasible(known, max_context_len) if swap_space or not point.num_swapped]
+    if not again:
         return ()
+    points = [*again, *timer.straggler_points(min(max_sequences, max_tokens), max_context_len)]
 
     def measure(point: Point) -> float:
         if swap_space is not None and point.num_swapped:
@@ -209,9 +219,11 @@ def measure_iterations(
         engine.storage.give_back()
         return known_before
     left_s = max(duration_s - spent_s(), _LEAST_S)
-    most = _MOST_ROUNDS * len(points)
-    samples = calibrate(points, measure_in_turn, clock=spent_s, duration_s=left_s, max_samples=most)
+    most = _MOST_ROUNDS * (len(points) + len(again))
+    samples = calibrate([*points, *again], measure_in_turn, clock=spent_s, duration_s=left_s, max_samples=most)
     engine.storage.give_back()
+    if doubt := straggler_in(samples).doubt:
+        logger.warning("long contexts are taken to delay no others: %s", doubt)
     if kept is not None:
         kept.keep(points, samples)
     return samples

@@ -143,7 +143,7 @@ class ModelExecutor:
         return measure_iterations(
             self._engine,
             self._swap_space,
-            max_sequences=self._sizes.max_sequences,
+            max_sequences=self._sizes.most_running,
             max_context_len=self._max_context_len,
             max_tokens=max_tokens,
             duration_s=duration_s,

@@ -1,13 +1,12 @@
 """Llama-2-70B and BLOOM-176B on A100-80GB and H100: times of whole prompts and of tokens (Splitwise, ISCA 2024)."""
 
-from dataclasses import replace
 from functools import cache
 from itertools import groupby
 
 from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.hardware import hardware, pcie_link
-from alignedserve.costmodel.linear import LinearIterationModel, Sample, fit_linear
-from alignedserve.costmodel.model import AttentionKernel
+from alignedserve.costmodel.linear import Sample, fit_linear
+from alignedserve.costmodel.model import AttentionKernel, CostModel
 from alignedserve.costmodel.model_shapes import model_shape
 from alignedserve.costmodel.work import IterationWork
 from lab.costmodel.published.files import rows_of
@@ -17,7 +16,7 @@ _Key = tuple[str, str, int]  # model, hardware, degree of tensor parallelism
 
 
 @cache
-def prompt_table_model(model: str, machine: str, tensor_parallel: int, kernel: AttentionKernel) -> LinearIterationModel:
+def prompt_table_model(model: str, machine: str, tensor_parallel: int, kernel: AttentionKernel) -> CostModel:
     """Return the linear model nearest to the table. Raises ConfigError listing what was measured.
 
     All contexts of a row are equal, so that it holds for either kernel.
@@ -26,11 +25,18 @@ def prompt_table_model(model: str, machine: str, tensor_parallel: int, kernel: A
     samples = table_samples(model, machine, tensor_parallel)
     swap_token_s = shape.kv_token_bytes / tensor_parallel / pcie_link(hardware(machine)).bytes_per_s
     fit = fit_linear(samples, swap_token_s)
-    if kernel is AttentionKernel.LOAD_BALANCED:
-        return fit
-    attention_s = fit.coefficients.context_token_s
-    straggling = replace(fit.coefficients, context_token_s=0.0, padded_token_s=attention_s)
-    return LinearIterationModel(straggling, swap_token_s)
+    return fit if kernel is AttentionKernel.LOAD_BALANCED else _ChargedByKernel(fit, kernel)
+
+
+class _ChargedByKernel:
+    def __init__(self, balanced: CostModel, kernel: AttentionKernel) -> None:
+        self._balanced, self._kernel = balanced, kernel
+        self.swap_s = balanced.swap_s
+
+    def iteration_s(self, work: IterationWork) -> float:
+        charged = work.copy()
+        charged.decode_context_len = self._kernel.num_charged_keys(work)
+        return self._balanced.iteration_s(charged)
 
 
 def table_samples(model: str, machine: str, tensor_parallel: int) -> list[Sample]:

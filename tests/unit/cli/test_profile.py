@@ -127,7 +127,7 @@ def test_profiling_pocket_end_to_end(
     assert run_command(monkeypatch, *arguments) == 0
     document = json.loads(capsys.readouterr().out)
     assert document == json.loads(target.read_bytes())
-    assert {"machine", "command", "errors", "samples", "straggler_share"} <= set(document)
+    assert {"machine", "command", "errors", "samples", "coefficients"} <= set(document)
     assert document["errors"]["prefill"]["median"] < 0.5
     costs = make_cost_model(f"fitted:{target}")
     assert costs.iteration_s(prefill(512)) > 2 * costs.iteration_s(prefill(32))

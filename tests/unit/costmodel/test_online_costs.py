@@ -17,7 +17,7 @@ from kernels.cpu.iteration_costs import is_native
 from tests.support.costs import decodes, prefill, random_work
 from tests.support.marks import each
 
-MACHINE = LinearIterationModel(LinearCoefficients(0.004, 3e-4, 1e-8, 1e-4, 2e-4, 3e-7, 0.0, 1e-5, 1e-5))
+MACHINE = LinearIterationModel(LinearCoefficients(0.004, 3e-4, 1e-8, 1e-4, 2e-4, 3e-7, 1e-5, 1e-5))
 
 
 def learn(
@@ -37,7 +37,6 @@ MEASURED_ELSEWHERE = LinearCoefficients(
     prompt_pair_s=1.49e-8,
     decode_s=7.04e-5,
     context_token_s=6.08e-7,
-    padded_token_s=8.5e-9,
     hidden_token_s=1.69e-5,
 )
 
@@ -111,9 +110,9 @@ def test_it_is_never_negative_and_always_grows() -> None:
 
 
 def test_a_bent_machine_stays_bent_while_it_learns() -> None:
-    bent = LinearCoefficients(0.02, 1e-6, 1e-8, 1e-5, 1e-6, 1e-6, 1e-9, 1e-6, 1e-6, 0.0, 1e-4, 160)
+    bent = LinearCoefficients(0.02, 1e-6, 1e-8, 1e-5, 1e-6, 1e-6, 1e-6, 1e-6, 0.0, 1e-4, 160)
     machine = LinearIterationModel(bent)
-    costs = OnlineIterationModel(LinearCoefficients.of([2 * weight for weight in bent.weights], bent.bend_tokens))
+    costs = OnlineIterationModel(LinearCoefficients.of([2 * weight for weight in bent.weights], bent.form))
     learn(costs, 400, machine=machine)
     works = [*(prefill(length) for length in (50, 200, 400, 900)), decodes(40, 800)]
     assert fit_error(costs, [Sample(work, machine.iteration_s(work)) for work in works]).median < 0.03
@@ -179,7 +178,9 @@ def test_one_iteration_makes_copies_a_fifth_dearer_at_most() -> None:
 
 
 @pytest.mark.skipif(not is_native(), reason="the native kernels are not built")
-@pytest.mark.parametrize("prior", [GENERIC, MEASURED_ELSEWHERE])
+@pytest.mark.parametrize(
+    "prior", [GENERIC, MEASURED_ELSEWHERE, dataclasses.replace(MEASURED_ELSEWHERE, straggler=66.0)]
+)
 def test_the_kernel_learns_the_same_to_the_last_bit(prior: LinearCoefficients) -> None:
     native, plain = (OnlineIterationModel(prior, 1e-5, allow_kernels=allowed) for allowed in (True, False))
     for costs in (native, plain):

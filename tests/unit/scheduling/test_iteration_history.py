@@ -1,16 +1,20 @@
 """What a worker remembers and foresees: iterations, the rest of a request, contexts cheaper side by side."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from alignedserve.costmodel.linear import LinearCoefficients, LinearIterationModel
 from alignedserve.costmodel.model import AttentionKernel, chunk_within
 from alignedserve.costmodel.work import IterationWork
 from alignedserve.scheduling.policy import DeviceMemory, IterationHistory
 from alignedserve.scheduling.runtime_estimate import RequestRuntimeModel, fit_request_runtime, remaining_output_len
 from alignedserve.scheduling.scheduler_state import MovedProgress, SchedulerState
-from alignedserve.scheduling.table_operations import is_mixing_cheaper
+from alignedserve.scheduling.table_operations import is_cheap_beside, is_mixing_cheaper
 from lab.costmodel.choice import WorkerSpec, make_cost_model
 from tests.harnesses.scheduling import EasyCosts, table_of
+from tests.support.costs import decodes
 from tests.support.marks import each
 from tests.support.samples import request
 
@@ -170,3 +174,33 @@ def test_a_batch_with_a_straggler_of_its_own_is_not_added_to_another_one() -> No
     made.add("straggler", 5000)
     assert not made.is_mixing_cheaper([500] * 40)
     assert not made.is_mixing_cheaper([500] * 39 + [5100])
+
+
+SCHEDULED = LinearCoefficients(base_s=0.01, decode_s=1e-5, context_token_s=1e-7, straggler=132.0)
+
+
+@each(
+    ("context_lens", "is_worth"),
+    [
+        ([500] * 40, True),
+        ([500] * 120, True),
+        ([700] * 200, True),  # which fill the device, in place of waiting for the longest
+        ([50] * 40, False),  # which would wait for those here
+        ([8000] * 40, False),  # for which those here would wait
+        ([8000], False),
+        ([500] * 39 + [5100], False),
+        ([5000] + [480] * 1600, True),  # which hardly prolongs so large an iteration
+    ],
+)
+def test_only_like_lengths_mix_where_a_schedule_leaves_the_device_idle(
+    context_lens: list[int], *, is_worth: bool
+) -> None:
+    assert is_cheap_beside(decodes(40, 500), LinearIterationModel(SCHEDULED), context_lens) == is_worth
+    assert is_cheap_beside(decodes(40, 500), LinearIterationModel(replace(SCHEDULED, straggler=0.0)), context_lens)
+
+
+def test_a_batch_that_waits_for_its_longest_takes_no_short_contexts() -> None:
+    here = decodes(60, 500)
+    here.add_decode(8000)
+    for context_len, num, is_worth in ((500, 10, False), (500, 500, False), (7900, 10, False), (7900, 400, True)):
+        assert is_cheap_beside(here, LinearIterationModel(SCHEDULED), [context_len] * num) == is_worth

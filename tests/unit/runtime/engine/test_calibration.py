@@ -11,7 +11,9 @@ from alignedserve.config.sections import BatchingConfig, EngineConfig, Schedulin
 from alignedserve.costmodel.iteration_points import calibration_points
 from alignedserve.costmodel.linear import LinearCoefficients, LinearIterationModel, Sample
 from alignedserve.costmodel.online import learned_from
+from alignedserve.costmodel.straggler import Straggler
 from alignedserve.runtime.device.streams import HostStreams
+from alignedserve.runtime.engine import measured_iterations
 from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.engine.measured_iterations import KeptCalibration, measure_iterations
 from alignedserve.runtime.engine.swap_space import SwapSpace
@@ -112,6 +114,18 @@ def test_copies_to_the_host_are_measured_in_full_width_tokens(swaps: str) -> Non
     assert all(work.swap_in_tokens == work.swap_out_tokens == 256 for work, _ in copies)
     assert all(seconds == pytest.approx(1.0, rel=0.1) for _, seconds in copies)
     assert learned_from(copies).swap_s(512) == pytest.approx(copies[0].seconds)
+
+
+def test_a_doubt_about_stragglers_is_said_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    measured(duration_s=20.0)
+    assert not caplog.records
+    monkeypatch.setattr(measured_iterations, "straggler_in", lambda _: Straggler(doubt="mixed ones took no time"))
+    measured(duration_s=20.0)
+    assert [record.getMessage() for record in caplog.records] == [
+        "long contexts are taken to delay no others: mixed ones took no time"
+    ]
 
 
 def test_it_can_be_left_out() -> None:

@@ -1,0 +1,138 @@
+"""How far decodes wait for the longest context, from timed decodes."""
+
+import math
+from collections.abc import Sequence
+
+import pytest
+
+from alignedserve.costmodel.hardware import hardware
+from alignedserve.costmodel.linear import LinearCoefficients, LinearIterationModel, Sample
+from alignedserve.costmodel.model import AttentionKernel, CostModel
+from alignedserve.costmodel.online import GENERIC, learned_from
+from alignedserve.costmodel.straggler import (
+    Straggler,
+    straggler_in,
+    straggler_of,
+    straggler_points,
+)
+from alignedserve.costmodel.work import IterationWork
+from lab.costmodel.choice import WorkerSpec, make_cost_model
+from tests.support.costs import decodes
+from tests.support.marks import each
+
+POINTS = straggler_points(max_requests=256, max_context_len=32_768, num_tokens=65_536)
+SUM, SHORT, LONGEST = 48_000, 4_000, 8_000
+
+
+def straggler(short: float, equal: float, mixed: float, alone: float) -> Straggler:
+    return straggler_of(short, equal, mixed, alone, num_keys=SUM, short_keys=SHORT, longest=LONGEST)
+
+
+def timed(costs: CostModel) -> list[Sample]:
+    return [Sample(point.work, costs.iteration_s(point.work)) for point in POINTS]
+
+
+def test_a_straggler_is_what_mixed_contexts_take_longer() -> None:
+    """44 000 keys take 11 ms, so 48 000 take 12 of the 20; mixed ones take 30 ms more, as many as 168 000."""
+    assert straggler(0.009, 0.020, 0.050, 0.050) == pytest.approx((0.25e-6, 168_000 / 8_000, ""))
+
+
+def test_a_difference_within_the_noise_is_none() -> None:
+    assert straggler(0.009, 0.020, 0.0215, 0.006).share == 0.0
+    assert straggler(0.0194, 0.020, 0.0215, 0.006).share == 0.0  # three times the attention, of next to none
+    assert straggler(0.009, 0.020, 0.0245, 0.006).share == 0.0  # 1.4 times the attention: caches of a processor
+    assert straggler(0.009, 0.020, 0.0185, 0.006) == pytest.approx((0.25e-6, 0.0, ""))
+
+
+@each(
+    "seconds",
+    [
+        (0.009, 0.020, 0.012, 0.006),  # mixed ones quicker than equal ones
+        (0.009, 0.020, 0.030, 0.040),  # alone slower than among others
+        (0.020, 0.020, 0.050, 0.050),  # contexts cost nothing, and a long one much
+        (0.009, 0.020, math.nan, 0.006),
+        (0.009, 0.020, math.inf, 0.006),
+        (0.009, 0.020, 0.050, 0.0),
+        (0.009, -0.020, 0.050, 0.050),
+    ],
+)
+def test_times_that_contradict_each_other_say_why_and_count_for_nothing(seconds: tuple[float, ...]) -> None:
+    said = straggler(*seconds)
+    assert said.share == 0.0
+    assert said.doubt
+
+
+def test_mixed_contexts_are_as_many_and_as_long_together_as_equal_ones() -> None:
+    short, equal, mixed, alone = (point.work for point in POINTS)
+    assert (equal.num_decodes, equal.decode_context_len) == (mixed.num_decodes, mixed.decode_context_len)
+    assert short.num_decodes == equal.num_decodes == 128
+    assert equal.max_decode_context_len < mixed.max_decode_context_len == alone.decode_context_len
+    assert max(equal.decode_context_len, mixed.decode_context_len) < 65_536
+
+
+@each(
+    ("context_len", "num_tokens", "requests"), [(64, 10**6, 64), (256, 10**6, 64), (8192, 4096, 64), (8192, 10**6, 8)]
+)
+def test_a_worker_too_small_for_a_useful_trial_has_none(context_len: int, num_tokens: int, requests: int) -> None:
+    assert not straggler_points(max_requests=requests, max_context_len=context_len, num_tokens=num_tokens)
+
+
+@each("longest", [1024, 2048, 8192])
+@each("requests", [16, 128])
+def test_equal_contexts_are_longer_than_short_ones(longest: int, requests: int) -> None:
+    points = straggler_points(max_requests=requests, max_context_len=longest + 16, num_tokens=65_536)
+    short, equal, *_ = (point.work for point in points)
+    assert equal.decode_context_len > 2 * short.decode_context_len
+
+
+@each("model", ["llama-3-8b", "llama-3-70b"])
+@each("kernel", [AttentionKernel.LOAD_BALANCED, AttentionKernel.SECTIONS, AttentionKernel.FLASH_ATTENTION_2])
+def test_what_schedules_take_is_read_as_it_is(model: str, kernel: AttentionKernel) -> None:
+    """128 decodes of 8 heads of keys, or of 1, fill the multiprocessors, so that none is divided: 132 of them wait."""
+    tensor_parallel = 8 if model == "llama-3-70b" else 1
+    costs = make_cost_model("roofline", WorkerSpec(model, "h100", tensor_parallel, kernel))
+    said, num_heads = straggler_in(timed(costs)), 8 // tensor_parallel
+    assert not said.doubt
+    scheduled = hardware("h100").num_multiprocessors / num_heads
+    expected = scheduled if kernel is AttentionKernel.FLASH_ATTENTION_2 else 0.0
+    assert said.share == pytest.approx(expected, rel=0.05)
+
+
+def test_times_of_the_quickest_of_each_kind_count() -> None:
+    costs = make_cost_model("roofline", WorkerSpec("llama-3-8b", "h100"))
+    disturbed = [Sample(work, 3.0 * seconds) for work, seconds in timed(costs)[2:3]]
+    assert straggler_in([*disturbed, *timed(costs)]) == straggler_in(timed(costs))
+
+
+@each("left_out", range(4))
+def test_too_few_timed_decodes_say_nothing(left_out: int) -> None:
+    costs = make_cost_model("roofline", WorkerSpec("llama-3-8b", "h100", kernel=AttentionKernel.FLASH_ATTENTION_2))
+    samples = timed(costs)
+    assert straggler_in(samples).share > 10.0
+    others: Sequence[Sample] = [*samples[:left_out], *samples[left_out + 1 :], Sample(IterationWork(), 1.0)]
+    assert straggler_in(others) == Straggler()
+
+
+def test_a_worker_learns_no_straggler_that_it_has_not_measured() -> None:
+    assert GENERIC.straggler == 0.0
+    balanced = LinearIterationModel(LinearCoefficients(base_s=0.01, decode_s=1e-5, context_token_s=1e-7))
+    learned = learned_from(timed(balanced))
+    even, uneven = decodes(64, 1000), decodes(63, 900)
+    uneven.add_decode(64_000 - 63 * 900)
+    for _ in range(50):
+        learned.observe(even, balanced.iteration_s(even))
+    assert learned.iteration_s(uneven) == learned.iteration_s(even)
+
+
+def test_a_measured_straggler_stays_while_its_price_is_learned() -> None:
+    machine = LinearIterationModel(LinearCoefficients(base_s=0.01, decode_s=1e-5, context_token_s=1e-7, straggler=66.0))
+    learned = learned_from(timed(machine))
+    assert learned.coefficients.straggler == pytest.approx(66.0)
+    uneven = decodes(63, 500)
+    uneven.add_decode(9000)
+    assert learned.iteration_s(uneven) == pytest.approx(machine.iteration_s(uneven), rel=0.05)
+    for _ in range(300):
+        learned.observe(uneven, 2.0 * machine.iteration_s(uneven))
+        learned.observe(decodes(64, 500), 2.0 * machine.iteration_s(decodes(64, 500)))
+    assert learned.coefficients.straggler == pytest.approx(66.0)
+    assert learned.iteration_s(uneven) == pytest.approx(2.0 * machine.iteration_s(uneven), rel=0.05)
