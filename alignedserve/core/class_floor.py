@@ -22,8 +22,7 @@ def turn_due_s(request: Request, *, has_begun: bool) -> float:
     """Return the time from which a real-time request is late where it waits for its turn.
 
     Deadline of the first token; infinite once the token is out, and where objectives name none. One without any
-    objective
-    is always late.
+    objective is always late.
     """
     if not has_begun and not request.slo.targets:
         return -math.inf
@@ -32,25 +31,25 @@ def turn_due_s(request: Request, *, has_begun: bool) -> float:
 
 
 class ClassFloor:
-    """Counts the tokens that a class may have before the requests of earlier classes that wait."""
+    """Counts the tokens, or the seconds, that a class may have before the requests of earlier classes that wait."""
 
     def __init__(self, share: float) -> None:
         """`share`: at least 0 and below 1."""
         self.owed_share = share / (1.0 - share)  # for each token of an earlier class
-        self.owed = 0.0  # tokens
+        self.owed = 0.0
 
-    def is_due(self, num_tokens: int) -> bool:
+    def is_due(self, num_tokens: float) -> bool:
         """Return whether a request of the class, of so many tokens, may go before earlier classes."""
         return self.owed >= num_tokens
 
-    def note_earlier(self, num_tokens: int, next_tokens: int) -> None:
+    def note_earlier(self, num_tokens: float, next_tokens: float) -> None:
         """Note a request of an earlier class that goes while the next of this one, of `next_tokens`, waits.
 
         Never more than one request's worth is owed: what could not go meanwhile does not come in a burst.
         """
         self.owed = min(self.owed + self.owed_share * num_tokens, next_tokens)
 
-    def note_own(self, num_tokens: int) -> None:
+    def note_own(self, num_tokens: float) -> None:
         """Note a request of the class that goes."""
         self.owed = max(self.owed - num_tokens, 0.0)
 

@@ -4,9 +4,9 @@
 
 A model of 125M OPT's shape on two cores: an iteration takes 15 ms and 0.9 ms for each token. Chat: Poisson, 0.4/s for
 each worker, prompts of 60 to 200 tokens, answers of 40; TTFT 2 s, TPOT 1 s. Documents: 400 at once, prompts of 512 to
-1 024 tokens, answers of 700, at best effort; a worker's memory holds 16 of them. Five minutes, of which most documents
-have waited longer than `starvation_s` in the last two. Targets: chat attains beside documents what it attains alone, no
-first token comes later than its objective, and documents get 85 % of the tokens that they get alone.
+1 024 tokens, answers of 700, at best effort; a worker's memory holds 16 of them. Five minutes. Targets: chat attains
+beside documents what it attains alone, no first token comes later than its objective, and documents get 85 % of the
+tokens that they get alone.
 """
 
 import random

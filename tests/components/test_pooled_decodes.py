@@ -31,9 +31,8 @@ SAMPLING = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
 @pytest.fixture(autouse=True)
 def whatever_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the tiny model, which computes anything faster than it is copied, use the pool."""
-    packing = "alignedserve.scheduling.policies.aligned_slo.pool.PooledPacking"
-    monkeypatch.setattr(f"{packing}._is_worth_while", lambda *_: True)
-    monkeypatch.setattr(f"{packing}._delay_s", lambda *_: 1.0)
+    at_once = property(lambda self: 0.0, lambda self, seconds: None)
+    monkeypatch.setattr(PooledDecodes, "_block_s", at_once, raising=False)
 
 
 def config_of(folder: Path, *, count: int = 1, has_prefix_cache: bool = False) -> ClusterConfig:

@@ -18,7 +18,7 @@ from alignedserve.messages.links import RouterInbound
 from alignedserve.messages.wire import Codec
 from alignedserve.process.link_manager import LinkManager
 from alignedserve.process.links import Identity
-from alignedserve.scheduling.policies.aligned_slo.policy import AlignedSloConfig
+from alignedserve.scheduling.policies.aligned_slo import AlignedSloConfig
 from tests.harnesses.clusters.cluster_backend import SECRET, Recorder, cluster, failure_of, read
 from tests.support.waiting import holds
 
@@ -124,5 +124,5 @@ async def test_best_effort_may_be_silent_for_longer_than_chat_and_until_its_dead
 
 
 def test_what_the_default_policy_may_pause_is_not_given_up() -> None:
-    """A loan of memory once lasted as long as the gateway's patience: each that ended was an answer cut."""
-    assert 2 * AlignedSloConfig().loan_s <= cluster_backend._PAUSED * GatewayConfig().token_timeout_s
+    """A chat that has lost its cache once waited for as long as the gateway's patience: its answer was cut."""
+    assert 2 * AlignedSloConfig().return_s <= cluster_backend._PAUSED * GatewayConfig().token_timeout_s

@@ -179,6 +179,18 @@ def evicted_of(view: WorkerView, plan: IterationPlan) -> list[tuple[str, str]]:
     return [(str(view.table.request_ids[part.row]), part.how.value) for part in plan.evictions]
 
 
+def seconds_of(view: WorkerView, tokens: dict[str, int]) -> float:
+    """Return the time of an iteration of these tokens by request id."""
+    work, table = IterationWork(), view.table
+    for name, num_tokens in tokens.items():
+        row = table.row(RequestId(name))
+        if table.num_generated[row] and table.num_remaining[row] == 1:
+            work.add_decode(int(table.context_len[row]))
+        else:
+            work.add_chunk(num_tokens, int(table.num_cached[row]), is_last=True)
+    return view.costs.iteration_s(work)
+
+
 def blocks_needed(view: WorkerView, part: ScheduledRequest, *, is_evicted: bool = False) -> int:
     """Return the free blocks for the tokens that a request computes and for its cache on the host."""
     table, row = view.table, part.row

@@ -44,7 +44,7 @@ BASE_S, TOKEN_S, TTFT_S = 0.010, 0.001, 0.6
 STARVING_SHARE, RESPONSE_SHARE, FLOOR = 0.1, 0.2, 0.05  # defaults of the policy and of the router
 MESSAGES_S = 0.001
 # Half of the documents wait for the floor, after half a second.
-POLICY = SchedulingConfig(policy="aligned_slo", policy_params={"starvation_s": 0.4, "patience": 0.1})
+POLICY = SchedulingConfig(policy="aligned_slo", policy_params={})
 
 
 @dataclass

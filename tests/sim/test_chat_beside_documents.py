@@ -16,7 +16,7 @@ from lab.workload.requests import Workload
 from tests.harnesses.simulation import colocated, disaggregated, timed, workload_of
 
 # A document waits too long after three seconds: nearly all of the backlog does, for most of the run.
-_POLICY = SchedulingConfig(policy="aligned_slo", policy_params={"starvation_s": 2.0, "patience": 1.0})
+_POLICY = SchedulingConfig(policy="aligned_slo", policy_params={})
 _CHAT: dict[str, Any] = {"slo": Slo(ttft_s=0.6, tpot_s=0.2)}
 _DOCUMENT: dict[str, Any] = {
     "class_name": "documents",

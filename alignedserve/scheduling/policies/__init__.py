@@ -13,7 +13,7 @@ from alignedserve.config.sections import SchedulingConfig, Topology
 from alignedserve.core.errors import ConfigError
 from alignedserve.scheduling.policies.accelgen import Accelgen, AccelgenConfig
 from alignedserve.scheduling.policies.aligned import AlignedConfig, RunAllRequests
-from alignedserve.scheduling.policies.aligned_slo.policy import AlignedSlo, AlignedSloConfig
+from alignedserve.scheduling.policies.aligned_slo import AlignedSlo, AlignedSloConfig
 from alignedserve.scheduling.policies.alise import Alise, AliseConfig
 from alignedserve.scheduling.policies.apt_serve import AptServe, AptServeChunked, AptServeConfig
 from alignedserve.scheduling.policies.bros import Bros, BrosConfig
@@ -83,7 +83,7 @@ POLICIES: Mapping[str, PolicyEntry] = MappingProxyType(
             batching_settings=("min_requests", "max_block_share", "starvation_s", "pack_share"),
         ),
         "aligned_slo": PolicyEntry(
-            "objectives as constraints, throughput with what is left (ideas of BROS, AccelGen, ALISE, Apt-Serve)",
+            "objectives as constraints, throughput with what is left (ideas of BROS, AccelGen, Apt-Serve, QoServe)",
             AlignedSloConfig,
             AlignedSlo,
             (Topology.ELASTIC, Topology.COLOCATED, Topology.DISAGGREGATED),

@@ -28,6 +28,7 @@ from alignedserve.scheduling.factory import (
     make_scheduler,
     make_yielding,
     measured_speed,
+    params_of,
     require_effect,
     resolve_policy,
     topology_of,
@@ -366,3 +367,32 @@ def test_the_laboratory_declares_its_policies() -> None:
     declared = tomllib.loads((ROOT / "lab/pyproject.toml").read_text())["project"]["entry-points"]
     assert declared["alignedserve.policies"] == {"lab": "lab.policies:POLICIES"}
     assert not set(baselines.POLICIES) & set(POLICIES)
+
+
+# --- the bound of interference
+
+
+@each("bound", [0.99, -1.0, 0.0, 10.01, float("nan"), float("inf")])
+def test_a_bound_out_of_range_is_refused(bound: float) -> None:
+    with pytest.raises(ConfigError, match=r"scheduling\.interference must be at least 1 and at most 10, or unset"):
+        SchedulingConfig(interference=bound)
+
+
+def test_a_policy_that_knows_no_bound_refuses_it() -> None:
+    scheduling = SchedulingConfig(policy="sarathi", interference=1.1)
+    with pytest.raises(ConfigError, match=r"scheduling\.interference has no effect with policy 'sarathi'"):
+        resolve_policy(ClusterConfig(scheduling=scheduling))
+
+
+def test_two_bounds_are_refused() -> None:
+    scheduling = SchedulingConfig(interference=1.1, policy_params={"interference": 1.2})
+    with pytest.raises(ConfigError, match="differ; set one of them"):
+        params_of(scheduling)
+
+
+def test_the_floor_is_that_of_the_router() -> None:
+    config = ClusterConfig(scheduling=SchedulingConfig(interference=1.1), router=RouterConfig(best_effort_floor=0.02))
+    assert params_of(resolve_policy(config).scheduling) == {"interference": 1.1, "best_effort_floor": 0.02}
+    config = ClusterConfig(router=RouterConfig(best_effort_floor=0.02))
+    assert params_of(resolve_policy(config).scheduling) == {"best_effort_floor": 0.02}
+    assert params_of(resolve_policy(ClusterConfig(scheduling=SchedulingConfig("fastgen"))).scheduling) == {}

@@ -1,1 +1,0 @@
-"""`aligned_slo`: the policy, and each of its parts in a file."""
