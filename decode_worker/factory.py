@@ -173,7 +173,7 @@ def make_colocated_logic(
     return ColocatedLogic(
         registered=_with_speed(registered, config, costs, measured),
         memory=memory,
-        scheduler=make_scheduler(scheduling, limits_of(config), costs, measured, passes_stop=yielding is not None),
+        scheduler=make_scheduler(scheduling, limits_of(config), costs, measured),
         eos_token_ids=eos_token_ids,
         prefixes=prefixes,
         prefix_pool=None if prefixes is None else prefix_pool,

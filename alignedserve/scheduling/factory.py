@@ -129,19 +129,17 @@ def make_scheduler(
     limits: IterationLimits,
     costs: CostModel | None = None,
     measured: Sequence[Sample] = (),
-    *,
-    passes_stop: bool = False,
 ) -> Scheduler:
     """Build the scheduler of one worker. Without `costs` it learns them from the iterations that the worker runs,
-    beginning with the `measured` ones. `passes_stop`: between two layers, for prompts that come meanwhile.
+    beginning with the `measured` ones.
 
     Raises ConfigError naming what is unknown.
     """
     policy = make_policy(scheduling.policy, params_of(scheduling))
     if costs is not None:
-        return Scheduler(policy, costs, limits, passes_stop=passes_stop)
+        return Scheduler(policy, costs, limits)
     learned = learned_from(measured)
-    return Scheduler(policy, learned, limits, learned, passes_stop)
+    return Scheduler(policy, learned, limits, learned)
 
 
 def measured_speed(
@@ -187,7 +185,7 @@ def make_iteration_scheduler(
     """Build the iteration scheduler of a prefill worker. `num_layers`: of the model, between which a pass may stop."""
     if policy_entry(scheduling.policy).schedules_prompts:
         yielding = make_yielding(scheduling, num_layers, decodes_here=False)
-        scheduler = make_scheduler(scheduling, limits, costs, measured, passes_stop=yielding is not None)
+        scheduler = make_scheduler(scheduling, limits, costs, measured)
         floor = getattr(policy_config(scheduling.policy, params_of(scheduling)), _FLOOR, 0.0)
         return PolicyIterationScheduler(scheduler, yielding, best_effort_floor=floor)
     return FcfsIterationScheduler(limits.max_tokens)

@@ -164,7 +164,6 @@ class IterationHistory:
     num_iterations: int = 0
     last_s: float = 0.0
     mean_s: float = 0.0  # moving average, BROS's T_avg: a tenth of the latest
-    usual_s: float = 0.0  # the same over some hundred iterations
     max_s: float = 0.0  # AccelGen's T_max: of the last 64 to 128
     stretch: float = 1.0  # how long gaps between ends are, as multiples of the time predicted: a moving average
     urgent_ttft_s: float = math.inf  # the tightest first-token objective of urgent ones within the latest iteration
@@ -202,7 +201,6 @@ class IterationHistory:
             return
         self.urgent_ttft_s, self._urgent_ttft_s = self._urgent_ttft_s, math.inf
         self.mean_s = duration_s if not self.num_iterations else 0.9 * self.mean_s + 0.1 * duration_s
-        self.usual_s = duration_s if not self.num_iterations else 0.99 * self.usual_s + 0.01 * duration_s
         self.num_iterations += 1
         self.last_s = duration_s
         self._current_max_s = max(self._current_max_s, duration_s)
@@ -216,17 +214,12 @@ class PoolView:
     """The pool of the worker's node, which keeps decodes for it, and the requests on their way there and back."""
 
     block_s: float  # a block is copied in so long, either way
-    begin_s: float  # before the first one: messages, and half an iteration, as requests leave between two
     has_room: bool  # false for a while after it had none
     is_busy: bool  # something is on its way, either way
     leaving: tuple[RequestId, ...]  # requests that are in the table still
     num_coming: int  # blocks that are free once all of those, and those being copied already, have left
     away: Mapping[RequestId, bool]  # requests whose cache is there; True: it is on its way back
     num_returning: int  # blocks of those on their way back
-
-    def leaving_s(self, num_blocks: int) -> float:
-        """Return when so many more blocks would be free, from now."""
-        return self.begin_s + (self.num_coming + num_blocks) * self.block_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +236,6 @@ class WorkerView:
     shared_blocks: SharedBlocks | None = None  # None: there are none
     held_blocks: HeldBlocks | None = None  # of requests that may share some; None: none does
     pool: PoolView | None = None  # None: it keeps no decodes
-    passes_stop: bool = False  # between two layers, for real-time prompts that come meanwhile
     computes_prompts: bool = True  # False on separate decode workers, but for caches that they lost
 
     def own_blocks(self, rows: Ints) -> Ints:

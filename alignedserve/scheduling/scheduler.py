@@ -30,7 +30,6 @@ class Scheduler:
     costs: CostModel
     limits: IterationLimits
     learner: LearningCostModel | None = None  # `costs` again, where it is one that learns
-    passes_stop: bool = False  # between two layers, for real-time prompts that come meanwhile
     computes_prompts: bool = True  # False: of a separate decode worker
     turns: ExpectedTurns = field(default_factory=ExpectedTurns)  # of an encoder of pictures, between iterations
     shown: ShownSpeed = field(default_factory=ShownSpeed)  # by what was learned from
@@ -50,7 +49,6 @@ class Scheduler:
             limits=self.limits,
             costs=self.present_costs,
             now=now,
-            passes_stop=self.passes_stop,
             computes_prompts=self.computes_prompts,
         )
 

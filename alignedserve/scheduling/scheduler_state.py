@@ -92,7 +92,6 @@ class SchedulerState:
         limits: IterationLimits,
         costs: CostModel,
         now: float,
-        passes_stop: bool = False,
         computes_prompts: bool = True,
     ) -> WorkerView:
         """Build the policy's view."""
@@ -105,7 +104,6 @@ class SchedulerState:
             shared_blocks=shared,
             held_blocks=self.held_blocks,
             pool=self.pool,
-            passes_stop=passes_stop,
             computes_prompts=computes_prompts,
         )
 

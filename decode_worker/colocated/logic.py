@@ -304,7 +304,7 @@ class ColocatedLogic:
             return commands
         self._requests.foresee_hits()
         if self._decodes is not None:
-            self._state.pool = self._decodes.view(now, self._state.history.mean_s)
+            self._state.pool = self._decodes.view(now)
         plan = self._scheduler.plan(self._state, now)
         exchanged = [self._requests.of_row(row) for row in (*plan.departures, *plan.returns)]
         iteration = self._begin(plan, now) if plan.scheduled else []

@@ -46,7 +46,6 @@ from decode_worker.held_requests import HeldRequest, HeldRequests
 
 _FIRST_BYTES_PER_S = 2e9  # of a link that nothing is known of
 _LEARNED_WEIGHT = 1 / 8  # of the latest copy in the mean
-_MESSAGES_S = 0.001  # until a copy begins
 _REFUSED_REST_S = 1.0  # where the pool has no room
 
 PooledEvent = CommonEvent | IterationCompleted | BufferOpened | BlocksOffloaded | BlocksLoaded
@@ -88,13 +87,12 @@ class PooledDecodes(Handoffs):
 
     # --- for the policy
 
-    def view(self, now: float, iteration_s: float) -> PoolView | None:
+    def view(self, now: float) -> PoolView | None:
         if not self._is_linked and not self.has_copies:
             return None
         early = [entry.tracked for entry in self.sender if entry.is_early]
         return PoolView(
             block_s=self._block_s,
-            begin_s=_MESSAGES_S + iteration_s / 2,
             has_room=self._is_linked and now >= self._rests_until_s,
             is_busy=self.has_copies,
             leaving=tuple(tracked.request.request_id for tracked in early if self._is_here(tracked)),

@@ -136,6 +136,12 @@ def test_no_prompt_makes_a_gap_above_the_longest() -> None:
     assert tokens_of_question(answer | {"tpot_s": 2.0}, {"longest_gap_s": 0.6}) == 1788  # its own gaps are longer
 
 
+@each(("stretch", "num_tokens"), [(1.05, 798), (2.1, 393)])
+def test_gaps_are_planned_shorter_where_iterations_take_longer_than_predicted(stretch: float, num_tokens: int) -> None:
+    rows: Rows = {"answer": ANSWER | {"first_token_s": 0.9}, "question": {"prompt_len": 2000, "ttft_s": 3.3}}
+    assert num_tokens - 1 <= decided(rows, max_tokens=4096, stretch=stretch)[0]["question"] <= num_tokens
+
+
 @each("ttft_s", [0.9, 2.9, 9.0, None], ids=["late", "late when it ends", "with time", "without an objective"])
 def test_other_chats_use_a_usual_gap_alone(ttft_s: float | None) -> None:
     """The answer is ahead by 0.9 s; these have 0.9 of a mean gap of 0.1 s."""

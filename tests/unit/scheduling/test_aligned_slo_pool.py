@@ -19,9 +19,7 @@ CROWD: Rows = {"answer": ANSWER, "d0": DOCUMENT, "d1": DOCUMENT, "d2": DOCUMENT}
 
 
 def pool_of(**changes: Any) -> PoolView:
-    usual = PoolView(
-        block_s=0.0005, begin_s=0.005, has_room=True, is_busy=False, leaving=(), num_coming=0, away={}, num_returning=0
-    )
+    usual = PoolView(block_s=0.0005, has_room=True, is_busy=False, leaving=(), num_coming=0, away={}, num_returning=0)
     return replace(usual, **changes)
 
 
