@@ -8,8 +8,8 @@ pool. Without a pool it waits for one.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from alignedserve.core.errors import FailureKind
 from alignedserve.messages.events import Send
-from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.iterations import OffloadBlocks
 from alignedserve.worker_core.handoff import Contents, HandoffEnd, Lender, Outgoing, Sender
 from alignedserve.worker_core.router_link import RouterLink

@@ -4,9 +4,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from alignedserve.config.sections import RouterConfig
+from alignedserve.core.errors import FailureKind
 from alignedserve.core.lifecycle import Stage
 from alignedserve.core.request import Request
-from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.gateways import RequestFailed, RequestRejected
 from router.placement import Placement
 from router.request_registry import DrainForecast, RequestRegistry

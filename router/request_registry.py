@@ -10,11 +10,11 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from alignedserve.core.errors import FailureKind
 from alignedserve.core.ids import RequestId
 from alignedserve.core.lifecycle import Stage, epoch_end, is_same_epoch
 from alignedserve.core.request import Request, RequestClass
 from alignedserve.messages.events import Send
-from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.gateways import AbortRequest, RequestFailed, RequestInterrupted
 from alignedserve.messages.pools import DropRequest
 from alignedserve.messages.workers import SetPredictedLength

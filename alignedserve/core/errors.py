@@ -30,6 +30,8 @@ AlignedServeError
 Broken invariants of our own are `assert` with a message; "not now" is a value, not an error.
 """
 
+import enum
+
 
 class AlignedServeError(Exception):
     """Root of the tree. The message is safe to show to a user."""
@@ -148,3 +150,13 @@ class ProtocolError(PeerError):
 
 class HandoffRejected(PeerError):
     """A KV handoff whose lease, bounds or checksum are wrong: treated as a miss, never as data."""
+
+
+class FailureKind(enum.Enum):
+    """Why a request that was accepted will not be completed."""
+
+    OVERLOADED = "overloaded"  # no capacity, and no time left to wait for it
+    WORKER_LOST = "worker_lost"  # its worker died after tokens had been sent
+    INTERNAL = "internal"  # a fault of the server, logged where it happened
+    UNSERVABLE = "unservable"  # can never fit this cluster
+    GRAMMAR = "grammar"  # no token can follow under its grammar

@@ -1,6 +1,5 @@
 """Field types shared by several messages, with their bounds."""
 
-import enum
 from typing import Annotated
 
 import msgspec
@@ -19,13 +18,3 @@ Text = Annotated[str, msgspec.Meta(max_length=1024)]
 
 
 NO_BATCH = BatchId(0)  # of requests that came without a batch
-
-
-class FailureKind(enum.Enum):
-    """Why a request that was accepted will not be completed."""
-
-    OVERLOADED = "overloaded"  # no capacity, and no time left to wait for it
-    WORKER_LOST = "worker_lost"  # its worker died after tokens had been sent
-    INTERNAL = "internal"  # a fault of the server, logged where it happened
-    UNSERVABLE = "unservable"  # can never fit this cluster
-    GRAMMAR = "grammar"  # no token can follow under its grammar

@@ -2,6 +2,7 @@
 
 import msgspec
 
+from alignedserve.core.errors import FailureKind
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import FinishReason, Request, TokenLogprob
 from alignedserve.messages.cluster_view import (
@@ -13,17 +14,7 @@ from alignedserve.messages.cluster_view import (
     WorkerSpeed,
     WorkerStatus,
 )
-from alignedserve.messages.fields import (
-    Attempt,
-    Count,
-    Embedding,
-    FailureKind,
-    NonNegative,
-    Seconds,
-    Share,
-    Text,
-    TokenIds,
-)
+from alignedserve.messages.fields import Attempt, Count, Embedding, NonNegative, Seconds, Share, Text, TokenIds
 from alignedserve.messages.prefixes import BlockNames
 from alignedserve.messages.wire import Message
 

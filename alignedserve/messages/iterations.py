@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import msgspec
 
+from alignedserve.core.errors import FailureKind
 from alignedserve.core.ids import BlockId, LeaseId, RequestId
 from alignedserve.core.request import Request, SampledToken, TokenLogprob
 from alignedserve.messages.caches import ArenaOffered, BlockCopy, BlockRun
-from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.gateways import TokenDelta
 
 

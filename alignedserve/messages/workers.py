@@ -4,11 +4,12 @@ from collections.abc import Sequence
 
 import msgspec
 
+from alignedserve.core.errors import FailureKind
 from alignedserve.core.ids import BatchId, RequestId, WorkerName
 from alignedserve.core.request import Request
 from alignedserve.messages.caches import BatchGranted, BlocksWritten
 from alignedserve.messages.cluster_view import BatchShape, IterationLogTotals, WorkerSpeed
-from alignedserve.messages.fields import Attempt, Count, FailureKind, PredictedLen, Seconds, Share, Text, TokenIds
+from alignedserve.messages.fields import Attempt, Count, PredictedLen, Seconds, Share, Text, TokenIds
 from alignedserve.messages.wire import Message
 
 

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Generic, Protocol, TypeVar
 
+from alignedserve.core.errors import FailureKind
 from alignedserve.core.ids import RequestId
 from alignedserve.messages.events import Send, SendTo
-from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.gateways import PromptScored, TokensEmitted
 from alignedserve.messages.iterations import IterationCompleted, joined
 from alignedserve.worker_core.iteration_log import IterationLog

@@ -6,11 +6,11 @@ import msgspec
 
 from alignedserve.config.sections import DecodeWorkerConfig
 from alignedserve.core.block_layout import BlockLayout
+from alignedserve.core.errors import FailureKind
 from alignedserve.core.ids import RequestId
 from alignedserve.costmodel.model import PredictedSpeed, ShownSpeed
 from alignedserve.messages.cluster_view import WorkerSpeed
 from alignedserve.messages.events import Send
-from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import (
     AttemptFailed,

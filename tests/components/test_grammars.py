@@ -9,8 +9,8 @@ import pytest
 from llguidance import LLMatcher
 
 from alignedserve.config.sections import RecordingConfig, Topology
+from alignedserve.core.errors import FailureKind
 from alignedserve.core.request import FinishReason, SamplingParams
-from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.gateways import RequestFailed
 from alignedserve.runtime.grammar.compiler import GrammarCompiler
 from lab.replay.component_replay import recordings_in

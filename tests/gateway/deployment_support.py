@@ -8,9 +8,9 @@ from typing import Any
 
 from alignedserve.api.backend.connection import ClusterLinks
 from alignedserve.config.sections import ModelSectionConfig, PrefixCacheConfig
+from alignedserve.core.errors import FailureKind
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import FinishReason
-from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.gateways import (
     AbortRequest,
     ClusterStatus,

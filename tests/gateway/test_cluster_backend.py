@@ -18,10 +18,10 @@ from alignedserve.api.errors import (
     error_headers,
     http_error_of,
 )
+from alignedserve.core.errors import FailureKind
 from alignedserve.core.ids import RequestId
 from alignedserve.core.picture import DIGEST_BYTES, Picture
 from alignedserve.core.request import FinishReason, RequestClass, TokenLogprob
-from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.gateways import (
     AbortRequest,
     PromptScored,

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from alignedserve.core.errors import FailureKind
 from alignedserve.core.ids import BatchId, BlockId, LeaseId, RequestId, WorkerName
 from alignedserve.core.lifecycle import STEPS_PER_EPOCH, Stage
 from alignedserve.core.request import FinishReason, Request, RequestClass, SamplingParams, Slo, TokenLogprob
@@ -60,7 +61,6 @@ from alignedserve.messages.cluster_view import (
     WorkerSpeed,
     WorkerStatus,
 )
-from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.gateways import (
     AbortRequest,
     ClusterStatus,

@@ -30,9 +30,9 @@ from alignedserve.api.errors import (
 )
 from alignedserve.api.prefix_hasher import PrefixHasher
 from alignedserve.config.sections import GatewayConfig
+from alignedserve.core.errors import FailureKind
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import FinishReason, Request, RequestClass, TokenLogprob
-from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.gateways import (
     AbortRequest,
     ClusterStatus,

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from alignedserve.core.block_layout import BlockLayout
+from alignedserve.core.errors import FailureKind
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import SampledToken
-from alignedserve.messages.fields import FailureKind
 from alignedserve.runtime.attention.backend import AttentionPlanner, Contexts, TableKeeper
 from alignedserve.runtime.attention.registry import attention_planner
 from alignedserve.runtime.attention.ring_tables import RingTables

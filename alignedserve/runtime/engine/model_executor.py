@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from alignedserve.core.errors import FailureKind
 from alignedserve.core.plugins import load_plugin
 from alignedserve.costmodel.linear import Sample
-from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.iterations import Addition, IterationCompleted, IterationTimes, PromptScores, RunIteration
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import requests_of

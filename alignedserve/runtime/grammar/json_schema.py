@@ -7,7 +7,7 @@
 """
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from itertools import combinations
@@ -297,8 +297,12 @@ def _limit_other_names(schema: dict[str, Any]) -> None:
         return
     names = dict.fromkeys((*schema["properties"], *schema.get("required", ())), others) | schema["properties"]
     if sum(map(len, names)) <= _MAX_NAMES_LEN:
-        pattern = f"^{_other_names(frozenset(names))}$"
-        schema |= {"properties": names, "patternProperties": {pattern: others}, "additionalProperties": False}
+        patterns = {pattern_of_others(names): others}
+        schema |= {"properties": names, "patternProperties": patterns, "additionalProperties": False}
+
+
+def pattern_of_others(names: Iterable[str]) -> str:
+    return f"^{_other_names(frozenset(names))}$"
 
 
 def _allow_orders(schema: dict[str, Any], root: Any) -> None:

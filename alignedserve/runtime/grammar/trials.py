@@ -20,7 +20,7 @@ from alignedserve.process.child_process import ChildProcess
 from alignedserve.process.turn_threads import TurnThreads
 from alignedserve.runtime.grammar.client_seconds import ClientSeconds
 from alignedserve.runtime.grammar.compiler import GrammarError, unsupported_model
-from alignedserve.runtime.grammar.json_schema import FLEXIBLE_WHITESPACE
+from alignedserve.runtime.grammar.json_schema import FLEXIBLE_WHITESPACE, pattern_of_others
 from alignedserve.runtime.grammar.trial_process import TrialSetup
 from alignedserve.runtime.grammar.vocabulary import TokenTable
 
@@ -195,6 +195,9 @@ def _is_plain(schema: Any, depth: int) -> bool:
         return True
     if not isinstance(schema, dict) or depth > _MAX_DEPTH:
         return False
+    patterns = schema.get("patternProperties")
+    if isinstance(patterns, dict) and [*patterns] == [pattern_of_others(schema.get("properties", {}))]:  # our own
+        schema = {**schema, "patternProperties": True, "additionalProperties": next(iter(patterns.values()))}
     return all(name in _KEYWORDS and _KEYWORDS[name](value, depth + 1) for name, value in schema.items())
 
 
@@ -224,6 +227,7 @@ _KEYWORDS: dict[str, Callable[[Any, int], bool]] = {
     "additionalProperties": _is_plain,
     "anyOf": _each,
     "items": _is_plain,
+    "patternProperties": lambda value, depth: value is True,
     "prefixItems": _each,
     "properties": _named,
     _GUIDANCE: _own_guidance,

@@ -5,12 +5,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from alignedserve.core.errors import FailureKind
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import FinishReason, SampledToken, SamplingParams, TokenLogprob
 from alignedserve.messages.caches import BlocksTaken
 from alignedserve.messages.cluster_view import BatchShape, IterationLogTotals
 from alignedserve.messages.events import PeerConnected, SendTo, Ticked
-from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.gateways import AbortRequest, PromptScored, TokenDelta, TokensEmitted
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import Addition, IterationTimes, PromptScores, Swaps

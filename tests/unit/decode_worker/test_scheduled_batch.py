@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from alignedserve.core.errors import FailureKind
 from alignedserve.core.ids import BatchId, RequestId
 from alignedserve.core.request import RequestClass, Slo
 from alignedserve.messages.caches import DecodePace, Handoff
 from alignedserve.messages.events import Send
-from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import LoadBlocks, RunIteration, Swap, Swaps
 from alignedserve.messages.workers import AttemptFailed, RequestPreempted

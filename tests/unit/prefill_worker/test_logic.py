@@ -1,9 +1,9 @@
 """The prefill worker, decision by decision: twelve blocks of four tokens, ten tokens an iteration."""
 
+from alignedserve.core.errors import FailureKind
 from alignedserve.core.request import FinishReason, SamplingParams, TokenLogprob
 from alignedserve.messages.caches import BlocksTaken, ReservationRefused, ReserveBlocks
 from alignedserve.messages.events import PeerConnected, SendTo, Ticked
-from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.gateways import PromptScored, TokenDelta
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import PromptScores

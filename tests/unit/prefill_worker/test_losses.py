@@ -4,9 +4,9 @@ from typing import Any
 
 import msgspec
 
+from alignedserve.core.errors import FailureKind
 from alignedserve.messages.caches import BlocksTaken
 from alignedserve.messages.events import PeerConnected, PeerDisconnected
-from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.gateways import AbortRequest
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import MapArena

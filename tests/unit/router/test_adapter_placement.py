@@ -1,9 +1,9 @@
 """Requests go rather to workers that have their adapter, as far as loads allow."""
 
+from alignedserve.core.errors import FailureKind
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import ADAPTER_DIGEST_BYTES, LoraAdapter
 from alignedserve.messages.cluster_view import AdapterLoad, AdapterLoads
-from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.gateways import ResumeRequest
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.wire import Message

@@ -1,9 +1,10 @@
 """The router and the pools' copies: who is told to keep, to fetch and to drop; returned requests; urgent ones."""
 
+from alignedserve.core.errors import FailureKind
 from alignedserve.core.ids import BatchId, RequestId, WorkerName
 from alignedserve.core.request import Request, Slo
 from alignedserve.messages.events import Send
-from alignedserve.messages.fields import NO_BATCH, FailureKind
+from alignedserve.messages.fields import NO_BATCH
 from alignedserve.messages.gateways import AbortRequest, RequestFailed, RequestInterrupted, ResumeRequest
 from alignedserve.messages.pools import (
     BatchFormed,

@@ -1,9 +1,9 @@
 """The router, decision by decision. At time 0 epochs are numbered 1, 2, 3 in the order of dispatch."""
 
+from alignedserve.core.errors import FailureKind
 from alignedserve.core.ids import BatchId, RequestId
 from alignedserve.core.request import RequestClass
 from alignedserve.messages.events import Send
-from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.gateways import AbortRequest, ClusterStatus, RequestFailed, RequestRejected
 from alignedserve.messages.pools import (
     BatchFormed,

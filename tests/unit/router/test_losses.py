@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
+from alignedserve.core.errors import FailureKind
 from alignedserve.core.ids import BatchId, WorkerName
 from alignedserve.core.lifecycle import beyond_unreported
 from alignedserve.core.request import Slo
 from alignedserve.messages.caches import BlocksTaken
 from alignedserve.messages.events import Send
-from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.gateways import AbortRequest, RequestFailed, ResumeRequest, SubmitRequest
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.pools import BatchFormed, BatchReceived, CopyKept, CopyLost, PoolRegistered, RequestPooled

@@ -10,8 +10,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from alignedserve.core.errors import FailureKind
 from alignedserve.core.request import MAX_LOGPROBS, TokenLogprob
-from alignedserve.messages.fields import FailureKind
 from alignedserve.runtime.attention.sequence_table import IntArray, NewSequence, are_same
 from alignedserve.runtime.device.arrays import to_device
 from alignedserve.runtime.engine.sampling.logits_processors import LogitsChanges, LogitsProcessor

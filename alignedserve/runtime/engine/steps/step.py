@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from alignedserve.core.errors import FailureKind
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import SampledToken, TokenLogprob, sampled_tokens
-from alignedserve.messages.fields import FailureKind
 from alignedserve.runtime.attention.backend import StepAttention
 from alignedserve.runtime.attention.ring_tables import RingPlan
 from alignedserve.runtime.attention.sequence_table import IntArray

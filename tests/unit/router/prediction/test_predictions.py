@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from alignedserve.config.sections import ModelSectionConfig, RouterConfig
-from alignedserve.core.errors import ConfigError
+from alignedserve.core.errors import ConfigError, FailureKind
 from alignedserve.core.ids import RequestId
 from alignedserve.messages.events import PeerDisconnected, Received, Send
-from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.gateways import (
     AbortRequest,
     LengthTotals,

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from alignedserve.core.errors import FailureKind
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import SampledToken, SamplingParams
-from alignedserve.messages.fields import FailureKind
 from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.grammar.constraints import StructuredOutputs, part_of, serialize_alone
 from alignedserve.runtime.grammar.token_masks import TokenMasks

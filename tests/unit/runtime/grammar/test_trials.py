@@ -73,7 +73,7 @@ def test_a_plain_schema_does_not_wait_for_slow_grammars(table: TokenTable) -> No
 DEEP: dict[str, Any] = {"type": "string", "maxLength": 32}
 for _ in range(7):
     DEEP = {"type": "array", "items": DEEP, "minItems": 31, "maxItems": 32}
-WIDE = {"anyOf": [{"type": "object", "properties": {f"a{n}": {"type": "string", "maxLength": 32}}} for n in range(80)]}
+WIDE = {"anyOf": [{"type": "object", "properties": {f"a{n}": {"type": "string", "maxLength": 32}}} for n in range(25)]}
 
 
 @pytest.mark.parametrize("schema", [DEEP, WIDE, {"enum": ["a" * n for n in range(100)]}])
@@ -213,5 +213,5 @@ def test_a_client_whose_grammars_take_long_waits_and_others_do_not(
 
 def test_a_pattern_that_fails_at_the_first_token_is_refused(trials: GrammarTrials) -> None:
     rules = 'start: A\nA: B{1000}\nB: C{1000}\nC: "a"{1000}'
-    with pytest.raises(GrammarError, match="too many states"):
+    with pytest.raises(GrammarError, match="too much memory, to compile"):
         trials.start(serialize_alone(part_of(StructuredOutputs(grammar=rules)))).result()
