@@ -68,7 +68,7 @@ Weights = tuple[float, ...]  # seconds for each of `features_of`
 
 
 class Form(NamedTuple):
-    """What no weight says of a device: where its time bends, and how long decodes wait for the longest context."""
+    """The shape of a device's time: where it bends, and how long decodes wait for the longest context."""
 
     bend_tokens: float = 0.0  # 0: a straight line
     straggler: float = 0.0  # shares of the device that the longest context cannot use (straggler.py)

@@ -168,7 +168,7 @@ class StepMasks(NamedTuple):
 class _HeavyMask:
     """The mask of a heavy grammar's row."""
 
-    bits: Bits  # [2, words]; the second is nobody's
+    bits: Bits  # [2, words]: the mask, and a row for the failed matcher beside it
     ready: "Future[None] | None" = None  # None: it was never begun
     was_awaited: bool = False  # by a step
     spent_s: float = 0.0  # by the answer, of a core
