@@ -69,7 +69,13 @@ async def _look(address: str, url: str, folder: Path) -> None:
         assert await page.texts("section:not([hidden]) > .head h2") == list(SECTIONS)
         assert len(await page.texts("#workers tbody tr")) == 2
         await page.until("document.querySelectorAll('#tree .node').length > 0")
-        assert await page.run("[1, 0.9996, 0.5, 0.0002, 0].map(percent)") == ["100 %", "99.96 %", "50 %", "0.02 %", "0 %"]
+        assert await page.run("[1, 0.9996, 0.5, 0.0002, 0].map(percent)") == [
+            "100 %",
+            "99.96 %",
+            "50 %",
+            "0.02 %",
+            "0 %",
+        ]
         await page.resize(390, 780)
         assert await page.run("document.documentElement.scrollWidth - document.documentElement.clientWidth") == 0
         await page.run(HOSTILE)
