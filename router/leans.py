@@ -7,6 +7,7 @@ it first (placement.py), and is decoded there, unless the workers of a node drif
 - Time: the worker with the least lean, if its decodes fill their gaps or prompts wait there, hands its latest requests
   over to the one with the most. The receiver has no prompts, or computes its own in half the time, or the giver's
   decodes take all the time that they may.
+  No context moves that would delay all decodes of its receiver, where attention waits for the longest.
 - Memory: the worker whose next prompts do not find room in its free blocks hands requests over to the one with most to
   spare: the smallest that frees enough, else the largest.
 No ping-pong: after a move for time the receiver has no more decodes than the giver, after one for memory more free
@@ -90,7 +91,8 @@ def moves_for_time(
             continue
         surplus = len(giver.decoding) - len(receiver.decoding)
         count = min(max(int((receiver.lean - giver.lean) * _SHARE * len(giver.decoding)), 1), surplus // 2)
-        chosen = _fitting(_latest(giver, requests), _spare(receiver), receiver.registered.block_size)
+        latest = [tracked for tracked in _latest(giver, requests) if not receiver.is_delayed_by(_context_len(tracked))]
+        chosen = _fitting(latest, _spare(receiver), receiver.registered.block_size)
         planned = [PlannedMove(request, receiver) for request in islice(chosen, max(count, 0))]
         if planned:
             return planned
@@ -164,7 +166,11 @@ def _num_free(worker: WorkerRecord) -> int:
 
 
 def blocks_of(tracked: TrackedRequest, block_size: int) -> int:
-    return blocks_for(tracked.request.prompt_len + min(int(tracked.predicted_output_len), _FORESEEN_LEN), block_size)
+    return blocks_for(_context_len(tracked), block_size)
+
+
+def _context_len(tracked: TrackedRequest) -> int:
+    return tracked.request.prompt_len + min(int(tracked.predicted_output_len), _FORESEEN_LEN)
 
 
 def _latest(giver: WorkerRecord, requests: Requests) -> list[TrackedRequest]:

@@ -17,6 +17,11 @@ The adapter of a request counts likewise: a worker without it costs 0.2 s more, 
 another. So each adapter stays with few workers, and an adapter in demand spreads to many.
 Example: a has 1 500 tokens to compute and the adapter, b nothing to compute. At 5 000 tokens/s a prompt waits 0.3 s
 at a and costs 0.2 s more at b: it goes to b, which has the adapter from then on. With 500 tokens at a: to a.
+
+Where attention waits for the longest context (AlignedServe, section 2), all able workers are compared, also by what the
+new decodes take there and by how much they delay the others (WorkerRecord.decodes_s). Long contexts gather at the
+worker that has most of them, their home, and short ones leave it; a prompt waits a second longer for that at most, and
+half of the time before its first token is late.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -162,6 +167,8 @@ class PromisedRoom:
 
 _WORK_OF_REAL_TIME = 3.0
 _WORK_OF_BEST_EFFORT = 4.0
+_MOST_LATER_S = 1.0  # a prompt waits longer to be among contexts of its length
+_SPARE_SHARE = 0.5  # or so much of the time before its first token is late
 _MOST_HELD_S = 5.0  # a prompt is held back for a decode worker with room
 
 
@@ -208,7 +215,7 @@ class PrefillChoice:
     def _place(self, seeker: _Seeker, gateways: Mapping[str, str]) -> ChosenPrefill | None:
         tracked = seeker.tracked
         runs = self._placement.prefix_runs(tracked)
-        for worker in self._candidates(tracked, runs):
+        for worker in self._candidates(seeker, runs):
             hit = hit_of(tracked, worker, runs) if runs else NO_HIT
             if self._has_room(worker, hit, seeker):
                 return self._near_gateway(ChosenPrefill(tracked, worker, hit), gateways, runs, seeker)
@@ -226,38 +233,59 @@ class PrefillChoice:
     def _passes_documents(self, tracked: TrackedRequest) -> bool:
         return tracked.is_real_time and self._registry.queue.order.knows_classes
 
-    def _candidates(self, tracked: TrackedRequest, runs: Mapping[str, int]) -> Iterator[WorkerRecord]:
+    def _candidates(self, seeker: _Seeker, runs: Mapping[str, int]) -> Iterator[WorkerRecord]:
+        tracked = seeker.tracked
         passes_documents = self._passes_documents(tracked)
         least = self._placement.least_loaded_prefiller(is_real_time=passes_documents)
         if least is not None:
-            if runs or tracked.adapter:
-                yield self._cheapest(tracked, least, runs)
+            if runs or tracked.adapter or least.delay.longer_token_s:
+                yield self._cheapest(seeker, least, runs)
             yield least
         last = self._placement.least_loaded_prefiller(is_real_time=passes_documents, at_full_pool=True)
         if last is not None:
             yield last
 
-    def _cheapest(self, tracked: TrackedRequest, least: WorkerRecord, runs: Mapping[str, int]) -> WorkerRecord:
+    def _cheapest(self, seeker: _Seeker, least: WorkerRecord, runs: Mapping[str, int]) -> WorkerRecord:
+        tracked = seeker.tracked
         holders = list(self._placement.prefix_holders(runs, runs.get(least.name, 0)))
         if self._lacks_adapter(tracked, least):
             holders += map(self._placement.workers.__getitem__, self._placement.adapters.holders(tracked.adapter))
+        if least.delay.longer_token_s:
+            holders += [worker for worker in self._placement.workers.values() if self._is_soon(seeker, worker, least)]
         able = [worker for worker in holders if self._placement.can_prefill_now(worker)]
         if not able:
             return least
-        return min(
-            (least, *able), key=lambda worker: (self._cost_s(tracked, worker, runs), worker is not least, worker.name)
-        )
+        home = max((least, *able), key=lambda worker: (worker.num_longer, worker.name))
 
-    def _cost_s(self, tracked: TrackedRequest, worker: WorkerRecord, runs: Mapping[str, int]) -> float:
+        def rank(worker: WorkerRecord) -> tuple[float, bool, str]:
+            return self._cost_s(tracked, worker, runs, is_home=worker is home), worker is not least, worker.name
+
+        return min((least, *able), key=rank)
+
+    def _cost_s(
+        self, tracked: TrackedRequest, worker: WorkerRecord, runs: Mapping[str, int], *, is_home: bool
+    ) -> float:
         weight = _WORK_OF_REAL_TIME if tracked.is_real_time else _WORK_OF_BEST_EFFORT
         num_tokens = weight * (tracked.num_prefill_tokens - hit_of(tracked, worker, runs).num_tokens)
         if worker.registered.can_decode:
             num_left = expected_len(tracked) - tracked.num_emitted
-            num_tokens += (len(worker.prefilling) + len(worker.decoding)) * num_left
+            num_tokens += worker.num_held * num_left
         wait_s = worker.wait_s(is_real_time=self._passes_documents(tracked))
+        if worker.delay.longer_token_s:
+            wait_s += worker.decodes_s(tracked.num_prefill_tokens, num_left, is_home=is_home)
         if self._lacks_adapter(tracked, worker):
             wait_s += worker.seconds_as_wait(LOAD_S)
         return wait_s + num_tokens / worker.prompt_tokens_per_s
+
+    def _is_soon(self, seeker: _Seeker, worker: WorkerRecord, least: WorkerRecord) -> bool:
+        """Return whether a worker of short or of long contexts may be chosen for them, though others are as free."""
+        tracked = seeker.tracked
+        passes, needed = self._passes_documents(tracked), tracked.num_prefill_tokens
+        if worker.load is None or worker.tokens_in(worker.load.num_free_blocks) < worker.num_prefill_tokens + needed:
+            return False
+        later_s = worker.wait_s(is_real_time=passes) - least.wait_s(is_real_time=passes)
+        spare_s = tracked.first_due_s - seeker.now - needed / worker.prompt_tokens_per_s
+        return later_s <= min(_MOST_LATER_S, _SPARE_SHARE * spare_s)
 
     def _lacks_adapter(self, tracked: TrackedRequest, worker: WorkerRecord) -> bool:
         return bool(tracked.adapter) and not self._placement.adapters.has(worker.name, tracked.adapter)
@@ -301,6 +329,8 @@ class PrefillChoice:
         if near is None or near is chosen.worker:
             return chosen
         if self._lacks_adapter(tracked, near) and not self._lacks_adapter(tracked, chosen.worker):
+            return chosen
+        if near.is_delayed_by(tracked.num_prefill_tokens):
             return chosen
         hit = hit_of(tracked, near, runs) if runs else NO_HIT
         has_room = self._has_room(near, hit, seeker)

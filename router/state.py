@@ -14,7 +14,7 @@ from alignedserve.core.lifecycle import Stage, advance, is_same_epoch
 from alignedserve.core.request import Request, RequestClass
 from alignedserve.messages.cluster_view import BatchShape, LengthTree
 from alignedserve.messages.prefixes import BLOCK_NAME_BYTES
-from alignedserve.messages.workers import PACKED_FROM, IterationLogReport, WorkerLoad, WorkerRegistered
+from alignedserve.messages.workers import PACKED_FROM, DecodeDelay, IterationLogReport, WorkerLoad, WorkerRegistered
 
 _KEPT_SHARE = 1 / 8  # of the places of a worker that does both phases, from best effort
 FORGIVEN_TOKENS = 256  # of an answer: what has come so much further has not lost its holders by its own fault
@@ -323,6 +323,39 @@ class WorkerRecord:
         num_held = len(self.prefilling) + len(self.decoding)
         registered = self.registered
         return registered.can_move and not self.is_draining and num_held < registered.max_running_requests
+
+    @property
+    def num_held(self) -> int:
+        return len(self.prefilling) + len(self.decoding)
+
+    @property
+    def delay(self) -> DecodeDelay:
+        return self.load.delay if self.load is not None else DecodeDelay()
+
+    @property
+    def num_longer(self) -> int:
+        """Return how many contexts here, prompts on their way included, delay decodes of usual length."""
+        coming = sum(prefill.num_tokens > self.delay.even_len for prefill in self.prefilling.values())
+        return max(self.delay.num_longer, coming)
+
+    @property
+    def longest_len(self) -> int:
+        coming = max((prefill.num_tokens for prefill in self.prefilling.values()), default=0)
+        return max(self.delay.even_len, self.delay.longest_len, coming)
+
+    def is_delayed_by(self, context_len: int) -> bool:
+        return self.delay.longer_token_s > 0.0 and context_len > self.longest_len
+
+    def decodes_s(self, context_len: int, num_left: float, *, is_home: bool) -> float:
+        """Return what decodes of a request take here, and by how much they delay the others'.
+
+        `is_home`: long contexts go here now, so that only what is longer than all of them delays. Example: contexts
+        over 2 000 tokens delay, and here are some of up to 8 000. Another of 8 000 costs nothing here, and at any other
+        worker each of its tokens delays a token of every request.
+        """
+        delay = self.delay
+        longer_s = max(context_len - (self.longest_len if is_home else delay.even_len), 0) * delay.longer_token_s
+        return num_left * (delay.iteration_s + (1 + self.num_held) * longer_s)
 
     @property
     def lean(self) -> float:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from alignedserve.costmodel.iteration_points import Point
 from alignedserve.costmodel.linear import Sample
+from alignedserve.costmodel.model import CostModel
 from alignedserve.costmodel.work import IterationWork
 
 _LEAST_DECODES, _MOST_DECODES = 16, 128
@@ -21,6 +22,7 @@ _SPARE = 16  # tokens by which every context may grow
 _DEARER, _VISIBLE = 1.1, 1.03  # times as long: less is noise; of attention in a whole iteration
 _CONTRARY = 1.3  # likewise, the wrong way round
 _DOUBT = "short contexts took %.3g s, as many equal ones %.3g, mixed ones %.3g, one long context alone %.3g"
+_FAR = 8  # times as long as all contexts together
 _MOST_BALANCED = 1.5  # times the attention of equal contexts: long ones may be in no cache of a processor
 
 
@@ -93,3 +95,42 @@ def straggler_in(samples: Iterable[Sample]) -> Straggler:
             lengths = {"num_keys": num_keys, "short_keys": short_keys, "longest": longest}
             return straggler_of(*(best[kind] for kind in kinds), **lengths)
     return Straggler()
+
+
+class Delay(NamedTuple):
+    """What the longest context costs the decodes beside it, in seconds of each iteration."""
+
+    even_len: int = 0  # tokens of the longest context that delays no other
+    longer_token_s: float = 0.0  # for each further token; 0: the device divides contexts evenly
+
+
+def delay_beside(here: IterationWork, costs: CostModel) -> Delay:
+    """Return how contexts delay decodes with the tokens of `here`, all equal.
+
+    Example: attention waits for 100 times the longest context. Beside 200 decodes of 1 000 tokens a context of 2 000
+    delays none, and each token more costs as much as 100 keys.
+    """
+    among_short = IterationWork()
+    among_short.add_decodes(_LEAST_DECODES, _LEAST_DECODES * _SHORT, _SHORT)
+    if _joined_s(among_short, costs, _MOST_LONG) <= _DEARER * _evenly_s(among_short, costs, _MOST_LONG):
+        return Delay()
+    longest = max(_MOST_LONG, _FAR * here.decode_context_len)  # so long that it delays for certain
+    joined_s = _joined_s(here, costs, longest)
+    token_s = (joined_s - _joined_s(here, costs, longest // 2)) / (longest - longest // 2)
+    delay_s = joined_s - _evenly_s(here, costs, 0)
+    return Delay(max(longest - round(delay_s / token_s), 0) if token_s > 0.0 else longest, token_s)
+
+
+def _joined_s(here: IterationWork, costs: CostModel, context_len: int) -> float:
+    joined = here.copy()
+    joined.max_decode_context_len = 0
+    joined.add_decodes(1, context_len, context_len)
+    return costs.iteration_s(joined)
+
+
+def _evenly_s(here: IterationWork, costs: CostModel, num_tokens: int) -> float:
+    """Return the seconds with another decode and so many tokens more, all contexts equal."""
+    joined = here.copy()
+    joined.add_decodes(1, num_tokens, 0)
+    joined.max_decode_context_len = -(-joined.decode_context_len // joined.num_decodes)
+    return costs.iteration_s(joined)

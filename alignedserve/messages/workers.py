@@ -166,6 +166,16 @@ class JoinedBatch(msgspec.Struct, frozen=True, array_like=True):
     stop: Count
 
 
+class DecodeDelay(msgspec.Struct, frozen=True, array_like=True):
+    """What one more context costs, where attention waits for the longest (costmodel/straggler.py); else zeros."""
+
+    iteration_s: Seconds = 0.0  # of the decodes of all requests that the worker holds
+    even_len: Count = 0  # tokens of the longest context that delays no other
+    longer_token_s: Seconds = 0.0  # by which each further token of the longest prolongs an iteration
+    longest_len: Count = 0  # tokens of the longest context here
+    num_longer: Count = 0  # contexts that are longer than `even_len`
+
+
 class WorkerLoad(Message, frozen=True):
     """Worker to router, when it changed: counts for placement."""
 
@@ -187,6 +197,7 @@ class WorkerLoad(Message, frozen=True):
     num_prefix_blocks: Count = 0  # cached now, those that requests use included
     num_prefix_evictions: Count = 0  # blocks that left the cache for others, since it started
     num_real_time_candidates: Count = 0  # of the next batches' candidates, where classes are known; of all, packed
+    delay: DecodeDelay = DecodeDelay()  # of an elastic worker
 
 
 class BlocksFetched(Message, frozen=True):

@@ -6,7 +6,9 @@ from typing import NamedTuple
 import numpy as np
 
 from alignedserve.costmodel.model import CostModel, LearningCostModel, ShownSpeed
+from alignedserve.costmodel.straggler import delay_beside
 from alignedserve.costmodel.work import IterationWork
+from alignedserve.messages.workers import DecodeDelay
 from alignedserve.scheduling.picture_turns import ExpectedTurns
 from alignedserve.scheduling.policy import IterationLimits, IterationPlan, IterationPolicy, WorkerView
 from alignedserve.scheduling.scheduler_state import SchedulerState
@@ -68,6 +70,23 @@ class Scheduler:
         work.add_chunk(num_tokens, 0, is_last=True)
         token_s = (costs.iteration_s(work) - decodes_s) / num_tokens
         return PromptCapacity(share, 1.0 / max(token_s, _LEAST_TOKEN_S))
+
+    def decode_delay(self, state: SchedulerState) -> DecodeDelay:
+        """Return how a context delays all requests here; prompts count as decodes."""
+        table, here = state.table, IterationWork()
+        context_len = table.num_cached + table.num_remaining
+        if len(context_len):
+            here.add_decodes(len(context_len), int(context_len.sum()), int(context_len.max()))
+        delay = delay_beside(here, self.costs)
+        if not delay.longer_token_s:
+            return DecodeDelay()
+        return DecodeDelay(
+            iteration_s=self.costs.iteration_s(here) if here.num_decodes else 0.0,
+            even_len=delay.even_len,
+            longer_token_s=delay.longer_token_s,
+            longest_len=here.max_decode_context_len,
+            num_longer=int(np.count_nonzero(context_len > delay.even_len)),
+        )
 
     def completed(
         self,

@@ -33,7 +33,7 @@ from alignedserve.messages.iterations import (
     UnmapArena,
 )
 from alignedserve.messages.request_notes import Cause
-from alignedserve.messages.workers import PrefillRequest, SetPredictedLength, WorkerLoad, WorkerRegistered
+from alignedserve.messages.workers import DecodeDelay, PrefillRequest, SetPredictedLength, WorkerLoad, WorkerRegistered
 from alignedserve.prefix_cache.contexts import PrefixCache
 from alignedserve.scheduling.policy import DeviceMemory, IterationPlan
 from alignedserve.scheduling.scheduler import Scheduler
@@ -150,7 +150,7 @@ class ColocatedLogic:
         self._are_prefilled = False  # all of them: then they stay so
         self._postponed: dict[RequestId, PrefillRequest] = {}  # until blocks that are held for moves are free again
         self._performer = PlanPerformer(self._requests)
-        self._lean, self._prompt_rate = 1.0, 0
+        self._lean, self._prompt_rate, self._delay = 1.0, 0, DecodeDelay()
         self.iteration_log = IterationLog()
         self._router = RouterLink(registered)
         self._pooled = None
@@ -406,6 +406,7 @@ class ColocatedLogic:
             num_prefix_hit_tokens=prefixes.num_hit_tokens if prefixes is not None else 0,
             num_prefix_blocks=len(prefixes.blocks) if prefixes is not None else 0,
             num_prefix_evictions=prefixes.blocks.num_evicted if prefixes is not None else 0,
+            delay=self._delay,
         )
         return self._router.load(load)
 
@@ -423,3 +424,4 @@ class ColocatedLogic:
         capacity = self._scheduler.prompt_capacity(self._state)
         self._lean = round(capacity.share * _LEAN_STEPS) / _LEAN_STEPS
         self._prompt_rate = int(capacity.tokens_per_s)
+        self._delay = self._scheduler.decode_delay(self._state)

@@ -10,7 +10,9 @@ from alignedserve.costmodel.linear import LinearCoefficients, LinearIterationMod
 from alignedserve.costmodel.model import AttentionKernel, CostModel
 from alignedserve.costmodel.online import GENERIC, learned_from
 from alignedserve.costmodel.straggler import (
+    Delay,
     Straggler,
+    delay_beside,
     straggler_in,
     straggler_of,
     straggler_points,
@@ -136,3 +138,21 @@ def test_a_measured_straggler_stays_while_its_price_is_learned() -> None:
         learned.observe(decodes(64, 500), 2.0 * machine.iteration_s(decodes(64, 500)))
     assert learned.coefficients.straggler == pytest.approx(66.0)
     assert learned.iteration_s(uneven) == pytest.approx(2.0 * machine.iteration_s(uneven), rel=0.05)
+
+
+@each(("num", "longest", "even_len"), [(200, 1_000, 2_000), (200, 90_000, 2_000), (20_000, 1_000, 200_000), (0, 0, 0)])
+def test_a_context_delays_others_from_the_length_on_that_they_do_not_fill(
+    num: int, longest: int, even_len: int
+) -> None:
+    """Contexts of 1 000 tokens together keep the device busy while one of a hundredth of their sum is read."""
+    costs = LinearIterationModel(LinearCoefficients(base_s=0.01, context_token_s=1e-6, straggler=100.0))
+    here = IterationWork()
+    here.add_decodes(num, num * 1_000, longest)
+    delay = delay_beside(here, costs)
+    assert delay.even_len == pytest.approx(even_len, rel=0.01)
+    assert delay.longer_token_s == pytest.approx(1e-4)
+
+
+def test_an_even_kernel_knows_no_delay() -> None:
+    costs = LinearIterationModel(LinearCoefficients(base_s=0.01, context_token_s=1e-6))
+    assert delay_beside(decodes(1_000, 16_000), costs) == Delay()

@@ -10,7 +10,7 @@ from alignedserve.core.ids import RequestId
 from alignedserve.core.lifecycle import Stage
 from alignedserve.core.request import Slo
 from alignedserve.costmodel.hardware import LearnedLinks
-from alignedserve.messages.workers import WorkerLoad
+from alignedserve.messages.workers import DecodeDelay, WorkerLoad
 from router.leans import FAR_REST_S, HELD_S, MAX_MOVES, REST_S, FarLeans, Leans
 from router.logic import make_logic
 from router.state import DispatchedPrefill, TrackedRequest, WorkerRecord
@@ -303,3 +303,14 @@ def test_a_move_takes_a_tenth_of_what_is_left_of_an_answer_at_most(tpot_s: float
         tracked.prefilled_s = 0.0
     assert leans.moves((LATE, receiver), requests, 0.0) == []
     assert len(leans.moves((LATE, receiver), requests, HELD_S)) == num
+
+
+def test_a_context_that_would_delay_all_others_stays() -> None:
+    """Of 4 tokens, beside even ones of 2; it may go where longer ones are."""
+    giver, receiver = elastic("a", 0.0, num_decodes=8), elastic("b", 1.0)
+    load, delay = receiver.load, DecodeDelay(iteration_s=0.01, even_len=2, longer_token_s=1e-6, longest_len=2)
+    assert load is not None
+    receiver.load = replace(load, delay=delay)
+    assert moved(Leans(), giver, receiver) == []
+    receiver.load = replace(load, delay=replace(delay, longest_len=1_000))
+    assert moved(Leans(), giver, receiver) == [("a-7", "b"), ("a-6", "b")]
