@@ -4,12 +4,11 @@
 
 The grid's traces on two accelerators (experiments/grid/points.py). A load is held where 90 % of the chats meet every
 objective, 99 % of their tokens are in time (fluidity), and no answer that has begun is silent for more than 2 s.
-Loads are searched by bisection, in steps of eight points.
+Loads are searched by bisection, in steps of eight points. Documents are compared at the load that every policy holds.
 """
 
-from collections.abc import Iterator
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 from alignedserve.config.sections import Topology
 from benchmarks.measuring.arguments import parser_of
@@ -50,21 +49,38 @@ def is_held(row: dict[str, Any]) -> bool:
     return bool(row["attainment"] >= HELD and row["fluidity"] >= FLUID and row["longest_gap_s"] <= LONGEST_GAP_S)
 
 
-def capacity_of(policy: str, trace: str, objectives: str, minutes: float, *, has_documents: bool) -> dict[str, Any]:
-    """Find the highest load that is held; its figures, or those of the least load where none is."""
-    rows: dict[int, dict[str, Any]] = {}
+class Workload(NamedTuple):
+    """What is searched for its load."""
 
-    def row_of(step: int) -> dict[str, Any]:
-        if step not in rows:
-            rows[step] = measured(policy, Point(trace, LOADS[step], objectives, 2, has_documents, minutes=minutes))
-        return rows[step]
+    trace: str
+    objectives: str
+    has_documents: bool
+    minutes: float
 
-    low, high = -1, len(LOADS)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if is_held(row_of(middle)) else (low, middle)
-    workload = f"{trace}, {objectives}, {'documents beside' if has_documents else 'chat alone'}"
-    return {"policy": policy, "workload": workload, "load": LOADS[low] if low >= 0 else 0.0, **row_of(max(low, 0))}
+    @property
+    def name(self) -> str:
+        """Name it in tables."""
+        return f"{self.trace}, {self.objectives}, {'documents beside' if self.has_documents else 'chat alone'}"
+
+    def measured(self, policy: str, load: float) -> dict[str, Any]:
+        """Simulate it at this load."""
+        point = Point(self.trace, load, self.objectives, 2, self.has_documents, minutes=self.minutes)
+        return {"policy": policy, "workload": self.name, "load": load, **measured(policy, point)}
+
+    def capacity(self, policy: str) -> dict[str, Any]:
+        """Find the highest load that is held; its figures, or those of the least load where none is."""
+        rows: dict[int, dict[str, Any]] = {}
+
+        def row_of(step: int) -> dict[str, Any]:
+            if step not in rows:
+                rows[step] = self.measured(policy, LOADS[step])
+            return rows[step]
+
+        low, high = -1, len(LOADS)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if is_held(row_of(middle)) else (low, middle)
+        return row_of(low) if low >= 0 else {**row_of(0), "load": 0.0}
 
 
 def main() -> None:
@@ -75,17 +91,17 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=3.0, help="of arrivals, simulated")
     parser.add_argument("--record", action="store_true", help="in results/capacity.json")
     given = parser.parse_args()
-
-    def rows() -> Iterator[dict[str, Any]]:
-        for trace, objectives, has_documents, policy in product(
-            TRACES, given.objectives, (True, False), given.policies
-        ):
-            yield capacity_of(policy, trace, objectives, given.minutes, has_documents=has_documents)
-
-    found = list(rows())
-    print_table(found, COLUMNS)
+    held, equal = [], []
+    for trace, objectives, has_documents in product(TRACES, given.objectives, (True, False)):
+        workload = Workload(trace, objectives, has_documents, given.minutes)
+        rows = [workload.capacity(policy) for policy in given.policies]
+        held += rows
+        if has_documents and (load := min(row["load"] for row in rows)) > 0.0:
+            equal += [workload.measured(policy, load) for policy in given.policies]
+    print_table(held, COLUMNS)
+    print_table(equal, COLUMNS, title="at the load that all hold")
     if given.record:
-        write_record("capacity", {"minutes": given.minutes, "rows": found})
+        write_record("capacity", {"minutes": given.minutes, "rows": held, "at_equal_load": equal})
 
 
 if __name__ == "__main__":
