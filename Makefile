@@ -31,8 +31,10 @@ demo: install  ## replay two minutes of a real trace and check every answer
 chat: install  ## talk to what `make serve` started
 	@$(BIN)/alignedserve chat
 
-cluster-demo: install  ## `ray up` on three hosts of namespaces, a checked trace, a host that is lost (as root)
-	@$(BIN)/python -m tests.harnesses.hosts.cluster_demo
+CLUSTER ?= cluster.yaml
+
+cluster-demo: install  ## `ray up CLUSTER` on three hosts of namespaces, a checked trace, a host that is lost (as root)
+	@$(BIN)/python -m tests.harnesses.hosts.cluster_demo --cluster $(CLUSTER)
 
 eval: install  ## the pocket model's accuracy per skill, through the running system
 	@$(BIN)/alignedserve eval pocket

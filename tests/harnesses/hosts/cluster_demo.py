@@ -197,7 +197,7 @@ def run(options: argparse.Namespace) -> bool:
     settings = (*SETTINGS, *options.set)
     kept = [Path(entry) for entry in sys.path if Path(entry).is_dir()]
     hosts = NamespaceHosts(options.hosts, options.base, kept)
-    rehearsal = Rehearsal(hosts, settings)
+    rehearsal = Rehearsal(hosts, settings, file=options.cluster)
     rehearsal.prepare()
     with hosts:
         print(", ".join(f"{host.name} {host.address}" for host in hosts.hosts), flush=True)
@@ -227,6 +227,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Rehearse a cluster on hosts of namespaces.")
     hosts = range(_MIN_HOSTS, _MAX_HOSTS + 1)
     parser.add_argument("--hosts", type=int, default=_MIN_HOSTS, choices=hosts, metavar=f"{_MIN_HOSTS}..{_MAX_HOSTS}")
+    parser.add_argument("--cluster", default="cluster.yaml", help="the file that `ray up` is given")
     parser.add_argument("--base", type=Path, default=Path("/run/alignedserve-rehearsal"))
     parser.add_argument("--duration", type=float, default=40.0, help="seconds of the trace")
     parser.add_argument("--rate", type=float, default=1.0, help="requests per second")

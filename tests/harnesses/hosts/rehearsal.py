@@ -1,4 +1,4 @@
-"""The hosts of a rehearsal and the cluster on them: cluster.yaml of the checkout, with these hosts in it."""
+"""The hosts of a rehearsal and the cluster on them: a cluster file of the checkout, with these hosts in it."""
 
 import contextlib
 import json
@@ -33,7 +33,6 @@ _STAMP = "2026-01-31 12:00:00,000"  # as logs begin
 _RAY_WAS_SLOW = "timed out during startup"
 # Small, as all hosts share the cores of one machine.
 SETTINGS = (
-    "gateway.host=node",
     "engine.threads_per_worker=1",
     "engine.calibration_s=0.2",
     "model.dtype=float32",
@@ -50,17 +49,18 @@ class Rehearsal:
         settings: Sequence[str],
         variables: Mapping[str, str] | None = None,
         models: Sequence[str] = (),
+        file: str = "cluster.yaml",
     ) -> None:
         """`variables`: of the environment in every shell of the hosts, such as time-outs of Ray.
 
-        `models`: as `alignedserve up` takes them; none: that of the settings.
+        `models`: as `alignedserve up` takes them; none: that of the settings. `file`: what `ray up` is given.
         """
         self.hosts = hosts
         self.api_key = secrets.token_hex(16)  # without which no gateway answers
         self._settings = settings
         self._models = models
         self._variables = dict(variables or {})
-        self._file = hosts.base / "cluster.yaml"
+        self._shipped, self._file = Path(file), hosts.base / "cluster.yaml"
 
     def prepare(self) -> None:
         """Write the commands, the start-up file of shells and cluster.yaml, before the hosts are booted."""
@@ -79,7 +79,7 @@ class Rehearsal:
 
     def _cluster_yaml(self) -> dict[str, Any]:
         """Return the shipped file with our hosts in it, and without copying and installing."""
-        shipped: dict[str, Any] = yaml.safe_load(Path("cluster.yaml").read_text(encoding="utf-8"))
+        shipped: dict[str, Any] = yaml.safe_load(self._shipped.read_text(encoding="utf-8"))
         addresses = [host.address for host in self.hosts.hosts]
         shipped["cluster_name"] = _CLUSTER_NAME
         shipped["provider"] |= {"head_ip": addresses[0], "worker_ips": addresses[1:]}
@@ -91,8 +91,9 @@ class Rehearsal:
             line.replace("~/alignedserve/.venv/bin/ray", "ray") for line in shipped["setup_commands"]
         ]
         options = " ".join(f"--set {setting}" for setting in self._settings)
-        up = f"cd {Path.cwd()} && alignedserve up {' '.join(self._models)} {options}"
-        shipped["head_start_ray_commands"] = [*shipped["head_start_ray_commands"][:-1], up]
+        *start, up = shipped["head_start_ray_commands"]
+        up = up.replace("cd ~/alignedserve", f"cd {Path.cwd()}").replace(" up ", f" up {' '.join(self._models)} ")
+        shipped["head_start_ray_commands"] = [*start, f"{up} {options}"]
         return shipped
 
     def ray(self, command: str) -> str:

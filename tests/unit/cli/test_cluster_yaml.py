@@ -16,6 +16,7 @@ from plugins.autoscaler.ray_autoscaler import read_autoscaler
 
 ROOT = Path(__file__).parents[3]
 FILE = ROOT / "cluster.yaml"
+SEPARATE = ROOT / "cluster-disaggregated.yaml"
 CLOUDS = sorted(ROOT.glob("examples/*.yaml"))
 
 
@@ -24,7 +25,7 @@ def load(path: Path) -> dict[str, Any]:
     return loaded
 
 
-@pytest.fixture(params=[FILE, *CLOUDS], ids=lambda path: path.stem)
+@pytest.fixture(params=[FILE, SEPARATE, *CLOUDS], ids=lambda path: path.stem)
 def any_cluster(request: pytest.FixtureRequest) -> dict[str, Any]:
     return load(request.param)
 
@@ -74,6 +75,14 @@ def test_ray_starts_as_on_one_machine(any_cluster: dict[str, Any]) -> None:
 def test_it_serves_when_ray_is_up(cluster: dict[str, Any]) -> None:
     assert "alignedserve up" in cluster["head_start_ray_commands"][-1]
     assert cluster["min_workers"] == cluster["max_workers"] == len(cluster["provider"]["worker_ips"])
+
+
+def test_separate_workers_differ_in_name_and_topology_alone(cluster: dict[str, Any]) -> None:
+    separate = load(SEPARATE)
+    assert separate.pop("cluster_name") != cluster.pop("cluster_name")
+    up = separate["head_start_ray_commands"].pop()
+    assert up == cluster["head_start_ray_commands"].pop() + " --set topology=disaggregated"
+    assert separate == cluster
 
 
 def test_up_waits_for_the_nodes_that_ray_up_was_given(cluster: dict[str, Any], tmp_path: Path) -> None:
