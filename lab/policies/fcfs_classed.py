@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 from typing_extensions import override
 
-from alignedserve.scheduling.packer import Packer, by_arrival, displace
+from alignedserve.scheduling.packer import Packer
 from alignedserve.scheduling.policies.fcfs import Fcfs
 from alignedserve.scheduling.policy import WorkerView
 from alignedserve.scheduling.table import Bools, Ints
@@ -38,11 +38,11 @@ class FcfsClassed(Fcfs):
         victims = self._victims(packer, view, row)
         if packer.num_free + packer.num_freed_by(victims) == view.memory.num_blocks:
             missing -= self._watermark(view)
-        return displace(packer, victims, missing, partial(self._preempt, packer, view))
+        return packer.displace(victims, missing, partial(self._preempt, packer, view))
 
     def _victims(self, packer: Packer, view: WorkerView, row: int) -> list[int]:
         table = view.table
         if not (table.is_real_time[row] and view.can_evict):
             return []
-        holders = by_arrival(view, np.flatnonzero((table.num_blocks > 0) & ~table.is_real_time))
+        holders = table.by_arrival(np.flatnonzero((table.num_blocks > 0) & ~table.is_real_time)).tolist()
         return [other for other in holders if not packer.is_evicted(other)]

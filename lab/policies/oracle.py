@@ -11,7 +11,7 @@ import numpy as np
 
 from alignedserve.costmodel.model import CostModel, chunk_within
 from alignedserve.costmodel.work import IterationWork
-from alignedserve.scheduling.packer import Packer, add_earliest
+from alignedserve.scheduling.packer import Packer
 from alignedserve.scheduling.policy import EvictionMode, IterationPlan, WorkerView
 from alignedserve.scheduling.runtime_estimate import alone_s
 from alignedserve.scheduling.table import Bools, Floats, Ints
@@ -93,7 +93,7 @@ class _Iteration:
         shortest_first = rest[np.lexsort((self._view.table.order[rest], self._forecast.next_s[rest], has_none))]
         self._add_prompts(shortest_first.tolist(), is_late=True)
         if not self._packer.rows:
-            add_earliest(self._packer, self._view, self._view.limits.max_tokens)
+            self._packer.add_earliest(self._view.limits.max_tokens)
         return self._packer.plan()
 
     def _add_decodes(self, rows: Ints) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 
 from alignedserve.costmodel.model import CostModel
 from alignedserve.costmodel.work import IterationWork
-from alignedserve.scheduling.packer import Packer, ReservingPacker, add_earliest
+from alignedserve.scheduling.packer import Packer
 from alignedserve.scheduling.policy import EvictionMode, IterationPlan, WorkerView
 from alignedserve.scheduling.table import Bools, Floats, Ints
 
@@ -165,7 +165,7 @@ class _Batch:
         else:
             self._add_in_order(waiting)
         if not self._packer.rows and len(table):
-            add_earliest(self._packer, self._view, max(self._token_budget(), 1))
+            self._packer.add_earliest(max(self._token_budget(), 1))
         return self._packer.plan()
 
     def _ordered(self, rows: Ints) -> Ints:
@@ -361,8 +361,7 @@ class _Batch:
 
 
 def _packer_of(view: WorkerView, config: AccelgenConfig) -> Packer:
-    table = view.table
-    if not config.reserve_prompts:
-        return Packer(view)
-    has_begun = (table.num_blocks > 0) & ~table.is_decoding
-    return ReservingPacker(view, total_len=table.context_len, has_begun=has_begun)
+    packer, table = Packer(view), view.table
+    if config.reserve_prompts:
+        packer.reserve(table.context_len, (table.num_blocks > 0) & ~table.is_decoding)
+    return packer

@@ -7,7 +7,7 @@ from typing import Annotated
 import numpy as np
 from msgspec import Meta
 
-from alignedserve.scheduling.packer import Packer, by_arrival, displace
+from alignedserve.scheduling.packer import Packer
 from alignedserve.scheduling.policy import EvictionMode, IterationPlan, WorkerView
 from alignedserve.scheduling.runtime_estimate import (
     RefreshedEstimate,
@@ -75,7 +75,7 @@ class PriorityPacking:
         num_places = 2 * self._view.limits.max_running_requests
         levels = level[newcomers]
         for one_level in np.flatnonzero(np.bincount(levels)):
-            chosen = by_arrival(self._view, newcomers[levels == one_level], num_places)
+            chosen = table.by_arrival(newcomers[levels == one_level], num_places).tolist()
             rows += chosen
             num_places -= len(chosen)
         chosen_rows = np.array(rows, np.int64)
@@ -122,7 +122,7 @@ class PriorityPacking:
     def _displace(self, candidates: list[int], missing: int) -> bool:
         how = EvictionMode.SWAP if self._preemption is Preemption.SWAP else EvictionMode.DROP
         victims = candidates if self._view.can_evict else []
-        return displace(self._packer, victims, missing, lambda row: self._packer.evict(row, how))
+        return self._packer.displace(victims, missing, lambda row: self._packer.evict(row, how))
 
     def _copy_ahead(self) -> None:
         """Add copies that take no longer than the pass computes.

@@ -13,7 +13,7 @@ import numpy as np
 from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.model import CostModel
 from alignedserve.costmodel.work import IterationWork
-from alignedserve.scheduling.packer import Packer, add_earliest
+from alignedserve.scheduling.packer import Packer
 from alignedserve.scheduling.policy import EvictionMode, IterationPlan, PlannedEviction, ScheduledRequest, WorkerView
 from alignedserve.scheduling.table import Bools, Floats, Ints
 
@@ -236,7 +236,7 @@ class AptServeChunked:
 def _earliest(view: WorkerView) -> IterationPlan:
     packer = Packer(view)
     if view.held_blocks:
-        add_earliest(packer, view, view.limits.max_tokens)
+        packer.add_earliest(view.limits.max_tokens)
     return packer.plan()
 
 
