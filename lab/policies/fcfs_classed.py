@@ -31,8 +31,8 @@ class FcfsClassed(Fcfs):
         return np.concatenate([view.table.by_arrival(members, at_most) for members in classes])[:at_most]
 
     @override
-    def _has_room(self, packer: Packer, view: WorkerView, row: int, num_tokens: int) -> bool:
-        missing = packer.blocks_needed(row, num_tokens) + self._watermark(view) - packer.num_free
+    def _has_room(self, packer: Packer, view: WorkerView, row: int) -> bool:
+        missing = packer.blocks_needed(row, packer.remaining(row)) + self._watermark(view) - packer.num_free
         if missing <= 0:
             return True
         victims = self._victims(packer, view, row)
