@@ -1,8 +1,12 @@
 """Apt-Serve (Gao et al., SIGMOD 2025): adaptive scheduling on a hybrid cache.
 
-Before every iteration the value of each request is its pending time, and its cache may be of hidden vectors, which take
-fewer blocks and make every iteration slower for all. Selection is a knapsack (apt_serve_selection). The page
-docs/policies/apt_serve.md has the formula, our interpretation of the paper, and an example.
+- `rank`: the value of a request is its pending time. Its cache may be of hidden vectors, which take fewer blocks and
+  make every iteration slower for all: that lowers its value.
+- `budget`: blocks, tokens and places.
+- `fill`: a knapsack, greedily by value per block (`select`).
+- `evict`: decodes that are left out lose their cache, the least valuable first, while blocks lack.
+
+The page docs/policies/apt_serve.md has the formula, our interpretation of the paper, and an example.
 """
 
 from dataclasses import dataclass
@@ -52,8 +56,7 @@ class Selection(NamedTuple):
     value: float  # in all
 
 
-@dataclass(frozen=True, slots=True)
-class _Items:
+class _Items(NamedTuple):
     owner: Ints  # index into the candidates
     is_first: Bools  # the cache itself; else the step from hidden vectors to keys and values
     num_blocks: Ints
@@ -61,9 +64,7 @@ class _Items:
     gain: Floats
 
     def ordered(self, order: Ints) -> "_Items":
-        return _Items(
-            self.owner[order], self.is_first[order], self.num_blocks[order], self.num_tokens[order], self.gain[order]
-        )
+        return _Items(*(column[order] for column in self))
 
 
 def select(candidates: KnapsackItems, budget: SelectionBudget) -> Selection:
@@ -137,41 +138,20 @@ def _value_alone(candidates: KnapsackItems, is_hidden: Bools, budget: SelectionB
 
 
 def _take(items: _Items, budget: SelectionBudget) -> Bools:
-    taken = np.zeros(len(items.owner), np.bool_)
-    is_passed = np.zeros(int(items.owner.max(initial=-1)) + 1, np.bool_)  # by owner
-    left, waiting = budget, np.arange(len(items.owner))
-    while len(waiting):
-        num_taken = _num_fitting(items, waiting, left)
-        now, waiting = waiting[:num_taken], waiting[num_taken:]
-        taken[now] = True
-        left = left._replace(
-            num_blocks=left.num_blocks - int(items.num_blocks[now].sum()),
-            num_tokens=max(left.num_tokens - int(items.num_tokens[now].sum()), 0),
-            num_places=left.num_places - int(items.is_first[now].sum()),
-        )
-        fits = _fits_alone(items, waiting, left)
-        is_passed[items.owner[waiting[~fits & items.is_first[waiting]]]] = True
-        waiting = waiting[fits & ~is_passed[items.owner[waiting]]]
+    """Return which items fit, one after the other. Without its first cache a request takes no step."""
+    num_blocks, num_tokens, num_places = budget[:3]
+    taken, entered = np.zeros(len(items.owner), np.bool_), set()
+    columns = (column.tolist() for column in items[:4])
+    for at, (owner, is_first, blocks, tokens) in enumerate(zip(*columns, strict=True)):
+        if blocks > num_blocks or is_first > num_places or not (is_first or owner in entered):
+            continue
+        if tokens <= num_tokens or (budget.splits_last and num_tokens > 0):
+            taken[at] = True
+            entered.add(owner)
+            num_blocks, num_tokens, num_places = num_blocks - blocks, max(num_tokens - tokens, 0), num_places - is_first
+            if num_blocks < 1:
+                break
     return taken
-
-
-def _num_fitting(items: _Items, waiting: Ints, left: SelectionBudget) -> int:
-    num_tokens = items.num_tokens[waiting]
-    tokens = np.cumsum(num_tokens)
-    fits = tokens <= left.num_tokens
-    if left.splits_last:
-        fits |= tokens - num_tokens < left.num_tokens
-    fits &= np.cumsum(items.num_blocks[waiting]) <= left.num_blocks
-    fits &= np.cumsum(items.is_first[waiting]) <= left.num_places
-    return len(fits) if fits.all() else int(np.argmin(fits))
-
-
-def _fits_alone(items: _Items, waiting: Ints, left: SelectionBudget) -> Bools:
-    num_tokens = items.num_tokens[waiting]
-    most_tokens = np.where(left.splits_last, left.num_tokens > 0, num_tokens <= left.num_tokens) | (num_tokens == 0)
-    has_place = ~items.is_first[waiting] | (left.num_places > 0)
-    fits: Bools = most_tokens & has_place & (items.num_blocks[waiting] <= left.num_blocks)
-    return fits
 
 
 _NEAR_ZERO_S = 1e-6  # the value of a request past its SLO: only the order among those depends on it
