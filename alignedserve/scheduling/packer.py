@@ -94,7 +94,7 @@ class Packer:
         if self._total_len is not None:
             if row in self._reserved:
                 return 0
-            num_tokens = self._total_len(row) - self._num_cached(row)
+            num_tokens = self._total_len(row) - (0 if is_evicted else self._num_cached(row))
         wanted = self._memory.blocks_for(
             num_tokens + (0 if is_evicted else self._num_cached(row)),
             is_hidden=is_hidden or (self._is_hidden(row) and not is_evicted),
