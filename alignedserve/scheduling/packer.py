@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
+from alignedserve.costmodel.model import chunk_within
 from alignedserve.costmodel.work import IterationWork
 from alignedserve.scheduling.policy import (
     EvictionMode,
@@ -101,11 +102,6 @@ class Packer:
         )
         return max(wanted - (0 if is_evicted else self._num_blocks(row)), 0)
 
-    def fits(self, row: int, num_tokens: int) -> bool:
-        if self.num_places_left < 1 or num_tokens > self.num_tokens_left:
-            return False
-        return self.blocks_needed(row, num_tokens) <= self.num_free
-
     def add(self, row: int, num_tokens: int, *, is_hidden: bool = False) -> bool:
         """Schedule this many tokens of the request; return False if they do not fit."""
         assert row not in self._scheduled, "a request packed twice"
@@ -164,6 +160,13 @@ class Packer:
         num_cached, held = (0, 0) if is_evicted else (self._num_cached(row), self._num_blocks(row))
         num_slots = self._memory.slots_in(held + self.num_free)
         return max(min(num_slots - num_cached, most), 0)
+
+    def chunk_within(self, row: int, at_most: int, until_s: float) -> int:
+        """Return the largest chunk of up to `at_most` tokens with which the iteration is no longer than `until_s`."""
+        num_cached = self.num_kept(row)
+        num_scored = self._view.table.num_scored(row, at_most, num_cached)
+        chunk = {"num_cached": num_cached, "at_most": at_most, "num_scored": num_scored}
+        return chunk_within(self._view.costs, self.work, budget_s=until_s, **chunk)
 
     def unchunked(self, row: int) -> int:
         """Return the tokens to compute where prompts are not chunked: all that remain, whether or not they fit.
