@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from alignedserve.costmodel.model import chunk_within
 from alignedserve.scheduling.packer import Packer
 from alignedserve.scheduling.policy import EvictionMode, IterationPlan, WorkerView
 from alignedserve.scheduling.table import Bools, Floats, Ints, rows_where
@@ -124,7 +123,7 @@ class Filling:
             if not (self._view.pool and self._view.pool.num_returning) and packer.bring_back(row):
                 self._evicted.add(row)
             return True
-        num_tokens = self._chunk_within(row, at_most, until_s)
+        num_tokens = packer.chunk_within(row, at_most, until_s)
         if table.num_swapped[row] or remaining == 1:
             return self._add_swapped(row, max(num_tokens, 1), until_s)
         return num_tokens > 0 and packer.add(row, num_tokens) and num_tokens == remaining
@@ -139,17 +138,6 @@ class Filling:
         if has_copies or not is_long or self._rows.group[row] > LATE:
             packer.withdraw(row)
         return True
-
-    def _chunk_within(self, row: int, at_most: int, until_s: float) -> int:
-        num_cached = self._packer.num_kept(row)
-        return chunk_within(
-            self._view.costs,
-            self._packer.work,
-            num_cached=num_cached,
-            at_most=at_most,
-            budget_s=until_s,
-            num_scored=self._table.num_scored(row, at_most, num_cached),
-        )
 
     @cached_property
     def _growth_blocks(self) -> int:

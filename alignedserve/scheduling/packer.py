@@ -1,10 +1,14 @@
-"""Packs an iteration request by request and accounts for blocks, tokens, places and predicted time."""
+"""Packs an iteration request by request and accounts for blocks, tokens, places and predicted time.
+
+Every policy decides on it: `add` in its order while its budget lasts, and where blocks lack `evict`, or `displace` and
+`add_evicting` with a list of victims.
+"""
 
 from collections.abc import Callable, Iterable
 
 import numpy as np
-from typing_extensions import override
 
+from alignedserve.costmodel.model import chunk_within
 from alignedserve.costmodel.work import IterationWork
 from alignedserve.scheduling.policy import (
     EvictionMode,
@@ -44,12 +48,21 @@ class Packer:
         self._uploads: list[int] = []
         self._departures: list[int] = []
         self._returns: list[int] = []
+        self._total_len: _IntOf | None = None  # for which a request reserves blocks
+        self._reserved: dict[int, int] = {}  # blocks not allocated yet
         self._leaving = LeavingUsers(view.held_blocks) if view.held_blocks else None
         self.num_free = view.memory.num_free  # blocks
         self.num_free_host = view.memory.num_free_host  # tokens
         self.num_tokens_left = view.limits.max_tokens
         self.num_places_left = view.limits.max_running_requests
         self.work = IterationWork()
+
+    def reserve(self, total_len: Ints, has_begun: Bools) -> None:
+        """Let requests reserve blocks for `total_len` tokens when they are first scheduled; `has_begun`: these have."""
+        self._total_len = total_len.item
+        begun: list[int] = rows_where(has_begun).tolist()
+        self._reserved = {row: self.blocks_needed(row, 0) for row in begun}
+        self.num_free -= sum(self._reserved.values())
 
     def __contains__(self, row: int) -> bool:
         return row in self._scheduled
@@ -77,17 +90,17 @@ class Packer:
         return 0 if self._evictions and self._is_dropped(row) else self._num_cached(row)
 
     def blocks_needed(self, row: int, num_tokens: int, *, is_hidden: bool = False) -> int:
+        """Return the free blocks that the request takes; where it reserves, all or none, whatever it computes now."""
         is_evicted = row in self._evictions
+        if self._total_len is not None:
+            if row in self._reserved:
+                return 0
+            num_tokens = self._total_len(row) - (0 if is_evicted else self._num_cached(row))
         wanted = self._memory.blocks_for(
             num_tokens + (0 if is_evicted else self._num_cached(row)),
             is_hidden=is_hidden or (self._is_hidden(row) and not is_evicted),
         )
         return max(wanted - (0 if is_evicted else self._num_blocks(row)), 0)
-
-    def fits(self, row: int, num_tokens: int) -> bool:
-        if self.num_places_left < 1 or num_tokens > self.num_tokens_left:
-            return False
-        return self.blocks_needed(row, num_tokens) <= self.num_free
 
     def add(self, row: int, num_tokens: int, *, is_hidden: bool = False) -> bool:
         """Schedule this many tokens of the request; return False if they do not fit."""
@@ -148,6 +161,13 @@ class Packer:
         num_slots = self._memory.slots_in(held + self.num_free)
         return max(min(num_slots - num_cached, most), 0)
 
+    def chunk_within(self, row: int, at_most: int, until_s: float) -> int:
+        """Return the largest chunk of up to `at_most` tokens with which the iteration is no longer than `until_s`."""
+        num_cached = self.num_kept(row)
+        num_scored = self._view.table.num_scored(row, at_most, num_cached)
+        chunk = {"num_cached": num_cached, "at_most": at_most, "num_scored": num_scored}
+        return chunk_within(self._view.costs, self.work, budget_s=until_s, **chunk)
+
     def unchunked(self, row: int) -> int:
         """Return the tokens to compute where prompts are not chunked: all that remain, whether or not they fit.
 
@@ -155,6 +175,9 @@ class Packer:
         """
         remaining = self.remaining(row)
         return remaining if remaining <= self._view.limits.max_tokens else self.num_tokens_left
+
+    def drop(self, row: int) -> None:
+        self.evict(row, EvictionMode.DROP)
 
     def evict(self, row: int, how: EvictionMode, num_tokens: int | None = None) -> None:
         """Evict the cache of this request from the device (SWAP: only its last `num_tokens`, if given).
@@ -177,11 +200,50 @@ class Packer:
         self._evictions[row] = PlannedEviction(row, how, None if leaving == on_device else num_tokens)
         blocks = self._memory.blocks_for(on_device - leaving, is_hidden=self._is_hidden(row))
         self.num_free += self._freed(self._leaving, row, blocks if leaving < on_device else 0)
+        self.num_free += self._reserved.pop(row, 0)
 
     def num_freed_by(self, rows: Iterable[int]) -> int:
         """Return how many blocks would become free if these requests were dropped as well, one after the other."""
         trial = self._leaving.copy() if self._leaving is not None else None
-        return sum(self._freed(trial, row, 0) for row in rows)
+        return sum(self._freed(trial, row, 0) + self._reserved.get(row, 0) for row in rows)
+
+    def displace(self, victims: list[int], missing: int, evict: Callable[[int], None] | None = None) -> bool:
+        """Evict from the end of `victims` until so many more blocks are free; evict none if all would be too few.
+
+        `evict`: how; None: they are dropped.
+        """
+        if missing > 0 and self.num_freed_by(victims) < missing:
+            return False
+        wanted = self.num_free + missing
+        while self.num_free < wanted:
+            (evict or self.drop)(victims.pop())
+        return True
+
+    def add_evicting(self, row: int, num_tokens: int, victims: list[int]) -> bool:
+        """Schedule this many tokens, dropping the last of `victims` (and removing it from the list) while blocks lack.
+
+        Return False, without scheduling it, if places, tokens or victims run out.
+        """
+        while not self.add(row, num_tokens):
+            if not victims or self.num_places_left < 1 or num_tokens > self.num_tokens_left:
+                return False
+            self.drop(victims.pop())
+        return True
+
+    def add_earliest(self, at_most: int) -> None:
+        """Resolve a deadlock in which all wait for blocks that others hold: drop the latest for the earliest to arrive.
+
+        It computes up to `at_most` tokens, or as many as fit when no other request holds blocks.
+        """
+        table = self._view.table
+        others = [row for row in table.by_arrival(np.arange(len(table))).tolist() if row not in self._evictions]
+        if not others:
+            return
+        earliest = others.pop(0)
+        holders = [row for row in others if self._view.can_evict and table.num_blocks[row] > 0]
+        num_tokens = min(self.remaining(earliest), self.num_tokens_left, at_most)
+        if not self.add_evicting(earliest, num_tokens, holders) and (num_tokens := self.chunk(earliest)):
+            self.add(earliest, min(num_tokens, at_most))
 
     def _freed(self, leaving: LeavingUsers | None, row: int, num_kept: int) -> int:
         num_left = self._num_blocks(row) - num_kept
@@ -259,76 +321,3 @@ class Packer:
     def _is_dropped(self, row: int) -> bool:
         evict = self._evictions.get(row)
         return evict is not None and evict.how is EvictionMode.DROP
-
-
-class ReservingPacker(Packer):
-    """A packer that reserves blocks for `total_len` tokens when a request is first scheduled."""
-
-    def __init__(self, view: WorkerView, *, total_len: Ints, has_begun: Bools) -> None:
-        """`total_len`: by row. `has_begun`: the rows whose reservation is made already."""
-        super().__init__(view)
-        self._total_len: _IntOf = total_len.item
-        self._reserved: dict[int, int] = {}
-        begun: list[int] = rows_where(has_begun).tolist()
-        self._reserved = {row: self.blocks_needed(row, 0) for row in begun}
-        self.num_free -= sum(self._reserved.values())
-
-    @override
-    def blocks_needed(self, row: int, num_tokens: int, *, is_hidden: bool = False) -> int:
-        """Return all blocks that the request will need, whatever it computes now; 0 once they are reserved."""
-        if row in self._reserved:
-            return 0
-        return super().blocks_needed(row, self._total_len(row) - self._num_cached(row), is_hidden=is_hidden)
-
-    @override
-    def evict(self, row: int, how: EvictionMode, num_tokens: int | None = None) -> None:
-        super().evict(row, how, num_tokens)
-        self.num_free += self._reserved.pop(row, 0)
-
-    @override
-    def num_freed_by(self, rows: Iterable[int]) -> int:
-        leaving = list(rows)
-        return super().num_freed_by(leaving) + sum(self._reserved.get(row, 0) for row in leaving)
-
-
-def add_evicting(packer: Packer, row: int, num_tokens: int, victims: list[int]) -> bool:
-    """Schedule this many tokens, dropping the last of `victims` (and removing it from the list) while blocks lack.
-
-    Return False, without scheduling it, if places, tokens or victims run out.
-    """
-    while not packer.add(row, num_tokens):
-        if not victims or packer.num_places_left < 1 or num_tokens > packer.num_tokens_left:
-            return False
-        packer.evict(victims.pop(), EvictionMode.DROP)
-    return True
-
-
-def displace(packer: Packer, victims: list[int], missing: int, evict: Callable[[int], None]) -> bool:
-    """Evict from the end of `victims` until so many more blocks are free; evict none if all would be too few."""
-    if missing > 0 and packer.num_freed_by(victims) < missing:
-        return False
-    wanted = packer.num_free + missing
-    while packer.num_free < wanted:
-        evict(victims.pop())
-    return True
-
-
-def add_earliest(packer: Packer, view: WorkerView, at_most: int) -> None:
-    """Resolve a deadlock in which all wait for blocks that others hold: evict the latest for the earliest to arrive.
-
-    It computes up to `at_most` tokens, or as many as fit when no other request holds blocks.
-    """
-    ordered = by_arrival(view, np.arange(len(view.table)))
-    others = [row for row in ordered if not packer.is_evicted(row)]
-    if not others:
-        return
-    earliest = others.pop(0)
-    holders = [row for row in others if view.can_evict and view.table.num_blocks[row] > 0]
-    num_tokens = min(packer.remaining(earliest), packer.num_tokens_left, at_most)
-    if not add_evicting(packer, earliest, num_tokens, holders) and (num_tokens := packer.chunk(earliest)):
-        packer.add(earliest, min(num_tokens, at_most))
-
-
-def by_arrival(view: WorkerView, rows: Ints, at_most: int | None = None) -> list[int]:
-    chosen: list[int] = view.table.by_arrival(rows, at_most).tolist()
-    return chosen

@@ -105,16 +105,8 @@ class DeviceMemory:
 
     def with_free(self, num_free: int, num_free_host: int) -> "DeviceMemory":
         """Return a copy with `num_free` free blocks and room for `num_free_host` tokens on the host."""
-        return DeviceMemory(  # a fifth of the time that `dataclasses.replace` takes
-            self.num_blocks,
-            num_free,
-            self.block_size,
-            num_free_host,
-            self.hidden_ratio,
-            self.has_shared_blocks,
-            self.swap_width,
-            self.state_blocks,
-        )
+        kind = (self.hidden_ratio, self.has_shared_blocks, self.swap_width, self.state_blocks)
+        return DeviceMemory(self.num_blocks, num_free, self.block_size, num_free_host, *kind)  # `replace` takes 5 times
 
     def copy_tokens(self, num_tokens: int, *, is_hidden: bool = False) -> float:
         """Return the full-width tokens as which a copy to or from the host counts (IterationWork)."""

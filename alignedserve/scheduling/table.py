@@ -45,12 +45,8 @@ class TableColumns(NamedTuple):
         )
 
     def with_space(self, num_rows: int) -> "TableColumns":
-        more = TableColumns.zeros(num_rows)
-        return TableColumns(
-            np.concatenate((self.ints, more.ints), axis=1),
-            np.concatenate((self.floats, more.floats), axis=1),
-            np.concatenate((self.bools, more.bools), axis=1),
-        )
+        stacks = zip(self, TableColumns.zeros(num_rows), strict=True)
+        return TableColumns(*(np.concatenate(pair, axis=1) for pair in stacks))
 
 
 COLUMN_NAMES = (_INTS, _FLOATS, _BOOLS)  # in the order of their stacks

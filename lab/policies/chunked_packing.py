@@ -14,8 +14,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from alignedserve.scheduling.packer import Packer, ReservingPacker, add_evicting, displace
-from alignedserve.scheduling.policy import EvictionMode, IterationPlan, WorkerView
+from alignedserve.scheduling.packer import Packer
+from alignedserve.scheduling.policy import IterationPlan, WorkerView
 from alignedserve.scheduling.table import Bools, Floats, Ints, rows_where
 
 ChunkRule = Callable[[Packer, int], int]
@@ -73,7 +73,8 @@ class ChunkedPacking:
         self._view = view
         self._order = order
         has_begun = order.is_holder & (view.table.num_remaining > 1)
-        self._packer = ReservingPacker(view, total_len=view.table.context_len, has_begun=has_begun)
+        self._packer = Packer(view)
+        self._packer.reserve(view.table.context_len, has_begun)
         if token_budget is not None:
             self._packer.num_tokens_left = min(self._packer.num_tokens_left, token_budget)
         self._chunk_rule = chunk_rule
@@ -96,7 +97,7 @@ class ChunkedPacking:
         staying = np.array(self._staying(rows), np.int64) if packer.has_evictions else rows
         for row in staying[packer.add_decodes(staying) :].tolist():  # those that fit, at once
             if not packer.is_evicted(row):
-                add_evicting(packer, row, 1, self._after(row))
+                packer.add_evicting(row, 1, self._after(row))
 
     def _add_prompts(self, rows: Ints) -> None:
         packer, level, is_holder = self._packer, self._order.level, self._order.is_holder
@@ -138,7 +139,7 @@ class ChunkedPacking:
             missing -= self._watermark
         if missing <= 0:
             return True
-        if not displace(self._packer, worse, missing, lambda other: self._packer.evict(other, EvictionMode.DROP)):
+        if not self._packer.displace(worse, missing):
             return False
         self._closed_from = min(self._closed_from, int(level[row]) + 1)
         return True

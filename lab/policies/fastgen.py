@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from alignedserve.scheduling.packer import Packer, by_arrival
-from alignedserve.scheduling.policy import EvictionMode, IterationPlan, WorkerView
+from alignedserve.scheduling.packer import Packer
+from alignedserve.scheduling.policy import IterationPlan, WorkerView
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Fastgen:
         packer.num_tokens_left = min(packer.num_tokens_left, self._config.token_budget)
         packer.num_places_left = min(packer.num_places_left, self._config.max_sequences)
         is_decoding = table.is_decoding
-        for row in by_arrival(view, np.flatnonzero(is_decoding)):
+        for row in table.by_arrival(np.flatnonzero(is_decoding)).tolist():
             packer.add(row, 1)
         self._add_prompts(packer, view)
         if not packer.rows and view.can_evict:
@@ -43,7 +43,7 @@ class Fastgen:
         table = view.table
         prompts = np.flatnonzero(~table.is_decoding)
         has_begun = table.num_blocks[prompts] > 0
-        for row in by_arrival(view, prompts[has_begun]) + by_arrival(view, prompts[~has_begun]):
+        for row in (*table.by_arrival(prompts[has_begun]).tolist(), *table.by_arrival(prompts[~has_begun]).tolist()):
             num_tokens = min(packer.remaining(row), packer.num_tokens_left)
             if packer.blocks_needed(row, packer.remaining(row)) > packer.num_free or num_tokens < 1:
                 return
@@ -51,8 +51,8 @@ class Fastgen:
                 return
 
     def _begin_anew(self, packer: Packer, view: WorkerView) -> None:
-        holders = by_arrival(view, np.flatnonzero(view.table.num_blocks > 0))
+        holders = view.table.by_arrival(np.flatnonzero(view.table.num_blocks > 0)).tolist()
         for row in holders[1:]:
-            packer.evict(row, EvictionMode.DROP)
+            packer.drop(row)
         if holders and (num_tokens := packer.chunk(holders[0])):
             packer.add(holders[0], num_tokens)

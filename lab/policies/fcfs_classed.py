@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 from typing_extensions import override
 
-from alignedserve.scheduling.packer import Packer, by_arrival, displace
+from alignedserve.scheduling.packer import Packer
 from alignedserve.scheduling.policies.fcfs import Fcfs
 from alignedserve.scheduling.policy import WorkerView
 from alignedserve.scheduling.table import Bools, Ints
@@ -31,18 +31,18 @@ class FcfsClassed(Fcfs):
         return np.concatenate([view.table.by_arrival(members, at_most) for members in classes])[:at_most]
 
     @override
-    def _has_room(self, packer: Packer, view: WorkerView, row: int, num_tokens: int) -> bool:
-        missing = packer.blocks_needed(row, num_tokens) + self._watermark(view) - packer.num_free
+    def _has_room(self, packer: Packer, view: WorkerView, row: int) -> bool:
+        missing = packer.blocks_needed(row, packer.remaining(row)) + self._watermark(view) - packer.num_free
         if missing <= 0:
             return True
         victims = self._victims(packer, view, row)
         if packer.num_free + packer.num_freed_by(victims) == view.memory.num_blocks:
             missing -= self._watermark(view)
-        return displace(packer, victims, missing, partial(self._preempt, packer, view))
+        return packer.displace(victims, missing, partial(self._preempt, packer, view))
 
     def _victims(self, packer: Packer, view: WorkerView, row: int) -> list[int]:
         table = view.table
         if not (table.is_real_time[row] and view.can_evict):
             return []
-        holders = by_arrival(view, np.flatnonzero((table.num_blocks > 0) & ~table.is_real_time))
+        holders = table.by_arrival(np.flatnonzero((table.num_blocks > 0) & ~table.is_real_time)).tolist()
         return [other for other in holders if not packer.is_evicted(other)]

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from alignedserve.costmodel.model import CostModel, chunk_within
+from alignedserve.costmodel.model import CostModel
 from alignedserve.costmodel.work import IterationWork
-from alignedserve.scheduling.packer import Packer, add_earliest
+from alignedserve.scheduling.packer import Packer
 from alignedserve.scheduling.policy import EvictionMode, IterationPlan, WorkerView
 from alignedserve.scheduling.runtime_estimate import alone_s
 from alignedserve.scheduling.table import Bools, Floats, Ints
@@ -93,7 +93,7 @@ class _Iteration:
         shortest_first = rest[np.lexsort((self._view.table.order[rest], self._forecast.next_s[rest], has_none))]
         self._add_prompts(shortest_first.tolist(), is_late=True)
         if not self._packer.rows:
-            add_earliest(self._packer, self._view, self._view.limits.max_tokens)
+            self._packer.add_earliest(self._view.limits.max_tokens)
         return self._packer.plan()
 
     def _add_decodes(self, rows: Ints) -> None:
@@ -174,13 +174,8 @@ class _Iteration:
 
     def _add_prompt(self, row: int, due_s: float) -> bool:
         table, packer = self._view.table, self._packer
-        num_tokens = chunk_within(
-            self._view.costs,
-            packer.work,
-            num_cached=int(table.num_cached[row]),
-            at_most=packer.chunk(row),
-            budget_s=min(self._limit_s(row), due_s) - self._view.now,
-        )
+        until_s = min(self._limit_s(row), due_s) - self._view.now
+        num_tokens = packer.chunk_within(row, packer.chunk(row), until_s)
         if not num_tokens or not packer.add(row, num_tokens):
             return False
         self._has_memory.append(row)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from alignedserve.scheduling.packer import ReservingPacker, by_arrival
+from alignedserve.scheduling.packer import Packer
 from alignedserve.scheduling.policy import IterationPlan, WorkerView
 from alignedserve.scheduling.table import Ints
 
@@ -29,18 +29,19 @@ class Orca:
     def plan(self, view: WorkerView) -> IterationPlan:
         table = view.table
         has_begun = table.num_blocks > 0
-        packer = ReservingPacker(view, total_len=self._reservations(view), has_begun=has_begun)
+        packer = Packer(view)
+        packer.reserve(self._reservations(view), has_begun)
         packer.num_places_left = min(packer.num_places_left, self._config.max_batch_size)
-        running = by_arrival(view, np.flatnonzero(has_begun))
+        running = table.by_arrival(np.flatnonzero(has_begun)).tolist()
         packer.num_tokens_left -= len(running)  # a token is kept for each of them, whatever the order
         for row in running:
             packer.num_tokens_left += 1
             if num_tokens := packer.chunk(row):
                 packer.add(row, num_tokens)
-        self._admit(packer, by_arrival(view, np.flatnonzero(~has_begun)))
+        self._admit(packer, table.by_arrival(np.flatnonzero(~has_begun)).tolist())
         return packer.plan()
 
-    def _admit(self, packer: ReservingPacker, waiting: list[int]) -> None:
+    def _admit(self, packer: Packer, waiting: list[int]) -> None:
         for row in waiting:
             num_tokens = packer.remaining(row)
             if not packer.rows:

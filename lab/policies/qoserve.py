@@ -13,7 +13,6 @@ from typing import Annotated, NamedTuple
 import numpy as np
 from msgspec import Meta
 
-from alignedserve.costmodel.model import chunk_within
 from alignedserve.scheduling.packer import Packer
 from alignedserve.scheduling.policy import IterationPlan, WorkerView
 from alignedserve.scheduling.runtime_estimate import (
@@ -122,7 +121,14 @@ class QoServe:
         table = view.table
         is_ready = standing.is_decoding & (table.num_blocks > 0) & (table.num_swapped == 0)
         due_s = float(standing.next_s[is_ready].min(initial=np.inf))
-        return _SlackRule(view, (due_s - view.now) / self._config.margin, self._config.least_tokens)
+        slack_s = (due_s - view.now) / self._config.margin
+
+        def rule(packer: Packer, row: int) -> int:
+            at_most = min(packer.remaining(row), packer.num_tokens_left)
+            least = min(self._config.least_tokens - packer.work.num_tokens, at_most)
+            return max(packer.chunk_within(row, at_most, slack_s), least)
+
+        return rule
 
 
 _BEST_EFFORT = 1 << 32  # less important than any priority of a real-time request
@@ -144,17 +150,3 @@ def yielding(rows: Ints, now: float, needs: Needs, importance: Ints) -> list[int
             late_s += minus_s
             yielded.append(other)
     return yielded
-
-
-class _SlackRule:
-    def __init__(self, view: WorkerView, slack_s: float, least_tokens: int) -> None:
-        self._view = view
-        self._slack_s = slack_s
-        self._least_tokens = least_tokens
-
-    def __call__(self, packer: Packer, row: int) -> int:
-        at_most = min(packer.remaining(row), packer.num_tokens_left)
-        in_time = chunk_within(
-            self._view.costs, packer.work, num_cached=packer.num_kept(row), at_most=at_most, budget_s=self._slack_s
-        )
-        return max(in_time, min(self._least_tokens - packer.work.num_tokens, at_most))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from alignedserve.core.errors import ConfigError
-from alignedserve.scheduling.packer import Packer, add_evicting, by_arrival
+from alignedserve.scheduling.packer import Packer
 from alignedserve.scheduling.policy import IterationPlan, WorkerView
 
 
@@ -43,9 +43,9 @@ class RoundRobin:
         table, packer = view.table, Packer(view)
         packer.num_places_left = min(packer.num_places_left, self._config.batch_size)
         is_mine = table.is_real_time == is_real_time
-        self._add_decodes(packer, view, by_arrival(view, np.flatnonzero(is_mine & table.is_decoding)))
+        self._add_decodes(packer, view, table.by_arrival(np.flatnonzero(is_mine & table.is_decoding)).tolist())
         waiting = np.flatnonzero(is_mine & ~table.is_decoding)
-        for row in by_arrival(view, waiting, packer.num_places_left):
+        for row in table.by_arrival(waiting, packer.num_places_left).tolist():
             num_tokens = packer.unchunked(row)
             if not num_tokens or not packer.add(row, num_tokens):
                 break
@@ -55,13 +55,13 @@ class RoundRobin:
     def _add_decodes(packer: Packer, view: WorkerView, running: list[int]) -> None:
         while running and packer.num_places_left and packer.num_tokens_left:
             row = running.pop(0)
-            add_evicting(packer, row, 1, running if view.can_evict else [])
+            packer.add_evicting(row, 1, running if view.can_evict else [])
 
     @staticmethod
     def _earliest(view: WorkerView) -> IterationPlan:
         packer = Packer(view)
-        rows = by_arrival(view, np.arange(len(view.table)))
+        rows = view.table.by_arrival(np.arange(len(view.table))).tolist()
         holders = [row for row in rows[1:] if view.table.num_blocks[row] and view.can_evict]
         for row in rows[:1]:
-            add_evicting(packer, row, packer.unchunked(row), holders)
+            packer.add_evicting(row, packer.unchunked(row), holders)
         return packer.plan()

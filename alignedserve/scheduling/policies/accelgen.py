@@ -1,4 +1,11 @@
-"""AccelGen: token budgets, urgency and selection by iteration-level SLOs (Shen and Sen)."""
+"""AccelGen: token budgets, urgency and selection by iteration-level SLOs (Shen and Sen).
+
+- `rank`: by the time that a request can still wait (`urgency_of`).
+- `budget`: the tokens that the tightest SLO in the batch allows, at the rate of the pivot.
+- `fill`: decodes and urgent requests in that order; then of those about as urgent as the first that wait, whichever
+  leaves least of tokens and memory.
+- `evict`: urgent requests take memory from those that can wait longer, the longest first.
+"""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -7,8 +14,8 @@ import numpy as np
 
 from alignedserve.costmodel.model import CostModel
 from alignedserve.costmodel.work import IterationWork
-from alignedserve.scheduling.packer import Packer, ReservingPacker, add_earliest
-from alignedserve.scheduling.policy import EvictionMode, IterationPlan, WorkerView
+from alignedserve.scheduling.packer import Packer
+from alignedserve.scheduling.policy import IterationPlan, WorkerView
 from alignedserve.scheduling.table import Bools, Floats, Ints
 
 _STEP = 64  # forward sizes that are tried for the pivot are multiples of it
@@ -133,43 +140,46 @@ class Accelgen:
         if not self._config.prioritisation:
             urgency = urgency._replace(remaining_s=view.table.arrival_s - view.now)
             is_urgent = np.zeros(len(view.table), np.bool_)
-        plan = _Batch(view, self._config, self._pivot, urgency).fill(is_urgent)
+        plan = _Filling(view, self._config, self._pivot, urgency).plan(is_urgent)
         for row, num_tokens, _ in plan.scheduled:
             if 1 < num_tokens < view.table.context_len[row]:
                 self._chunk_len = 0.9 * self._chunk_len + 0.1 * num_tokens
         return plan
 
 
-class _Batch:
+class _Filling:
     def __init__(self, view: WorkerView, config: AccelgenConfig, pivot: Pivot, urgency: Urgency) -> None:
-        self._view = view
-        self._config = config
-        self._pivot = pivot
-        self._packer = _packer_of(view, config)
+        self._view, self._table, self._config, self._pivot = view, view.table, config, pivot
         self._slo_s, self._remaining_s, self._may_preempt = urgency
+        self._is_decoding = self._table.is_decoding
+        self._packer = Packer(view)
+        if config.reserve_prompts:
+            self._packer.reserve(self._table.context_len, (self._table.num_blocks > 0) & ~self._is_decoding)
         self._least_slo_s = np.inf  # SLO_min of those in the batch
         self._num_tokens = 0  # S_f
         self._has_prompt = False
         self._is_evicted = np.zeros(len(view.table), np.bool_)
         self._has_victims = view.can_evict
 
-    def fill(self, is_urgent: Bools) -> IterationPlan:
-        table = self._view.table
-        decodes = table.is_decoding & (table.num_swapped == 0)
+    def plan(self, is_urgent: Bools) -> IterationPlan:
+        decodes = self._is_decoding & (self._table.num_swapped == 0)
         self._least_slo_s = float(self._slo_s[decodes].min(initial=np.inf))
         urgent = self._most_pressing(np.flatnonzero(is_urgent & ~decodes))
         self._add_pressing(self._ordered(np.concatenate((np.flatnonzero(decodes), urgent))))
         waiting = np.flatnonzero(~decodes & ~is_urgent & ~self._is_evicted)
+        waiting = waiting[self._may_start(waiting)]
         if self._config.multi_resource:
             self._select(waiting)
         else:
             self._add_in_order(waiting)
-        if not self._packer.rows and len(table):
-            add_earliest(self._packer, self._view, max(self._token_budget(), 1))
+        if not self._packer.rows:
+            self._packer.add_earliest(max(self._token_budget(), 1))
         return self._packer.plan()
 
+    # --- rank
+
     def _ordered(self, rows: Ints) -> Ints:
-        table = self._view.table
+        table = self._table
         keys = (table.order[rows], table.arrival_s[rows], table.priority[rows], self._remaining_s[rows])
         ordered: Ints = rows[np.lexsort(keys)]
         return ordered
@@ -182,7 +192,21 @@ class _Batch:
         first: Ints = rows[self._remaining_s[rows] <= last_s]
         return first
 
-    # --- the token budget
+    def _may_start(self, rows: Ints) -> Bools:
+        """Return which of these may compute: one long prompt begins after the other."""
+        is_long, has_begun = self._is_long(), self._table.num_blocks > 0
+        is_served = is_long & has_begun & (self._table.num_remaining > 1) & ~self._is_evicted
+        if not self._config.dynamic_chunking or not is_served.any():
+            return np.ones(len(rows), np.bool_)
+        return ~is_long[rows] | has_begun[rows]
+
+    def _is_long(self) -> Bools:
+        budget = self._pivot.rate * np.minimum(self._least_slo_s, self._slo_s)
+        longest = np.minimum(np.minimum(budget, self._view.limits.max_tokens), self._config.long_prompt_len - 1)
+        is_long: Bools = self._table.context_len > longest
+        return is_long
+
+    # --- budget
 
     def _token_budget(self, slo_s: float = np.inf) -> int:
         left = self._packer.num_tokens_left
@@ -191,39 +215,42 @@ class _Batch:
         budget = max(self._pivot.rate * min(self._least_slo_s, slo_s), 1.0)
         return int(min(budget - self._num_tokens, left)) if budget > self._num_tokens else 0
 
-    def _demand(self, row: int, slo_s: float, kept: int = 0) -> int:
-        remaining, budget = self._packer.remaining(row), self._token_budget(slo_s) - kept
+    def _demand(self, row: int, kept: int = 0) -> int:
+        """Return how many tokens the request computes if `kept` are left to others."""
+        remaining, budget = self._packer.remaining(row), self._token_budget(float(self._slo_s[row])) - kept
         if self._config.dynamic_chunking:
             return max(min(remaining, budget), 0)
         chunk = min(remaining, self._config.static_chunk_len, self._packer.num_tokens_left - kept)
         return chunk if chunk <= budget or not self._has_prompt else 0
 
-    def _try(self, row: int, num_tokens: int) -> bool:
+    def _watermark(self) -> int:
+        memory, num_free = self._view.memory, self._packer.num_free
+        return 0 if num_free == memory.num_blocks else min(int(self._config.watermark * memory.num_blocks), num_free)
+
+    # --- fill
+
+    def _add(self, row: int, num_tokens: int) -> bool:
         packer = self._packer
         if not packer.add(row, num_tokens):
             num_tokens = min(packer.chunk(row), num_tokens) if self._config.dynamic_chunking else 0
             if num_tokens < 1 or not packer.add(row, num_tokens):
                 return False
-        self._note(row, num_tokens)
-        return True
-
-    def _note(self, row: int, num_tokens: int) -> None:
         self._num_tokens += num_tokens
         self._least_slo_s = min(self._least_slo_s, float(self._slo_s[row]))
         self._has_prompt |= num_tokens > 1
-
-    # --- urgent requests and decodes
+        return True
 
     def _add_pressing(self, rows: Ints) -> None:
-        table, packer, size = self._view.table, self._packer, self._view.memory.block_size
+        """Add decodes and urgent requests; tokens and blocks of decodes that come later are left to them."""
+        table, packer, size = self._table, self._packer, self._view.memory.block_size
         beside = self._view.memory.state_blocks
         is_decoding = table.num_remaining[rows] == 1
         needs_block = is_decoding & (table.num_cached[rows] == (table.num_blocks[rows] - beside) * size)
         # A prompt that has not begun begins only where it can be computed to its end.
         whole = np.where(table.num_blocks[rows] == 0, -(-table.context_len[rows] // size) + beside, 0)
         decodes_left, blocks_due, only_decodes = int(is_decoding.sum()), int(needs_block.sum()), False
-        columns = (rows, is_decoding, needs_block, whole, self._slo_s[rows])
-        for row, is_decode, is_due, num_whole, slo_s in zip(*(column.tolist() for column in columns), strict=True):
+        columns = (column.tolist() for column in (rows, is_decoding, needs_block, whole))
+        for row, is_decode, is_due, num_whole in zip(*columns, strict=True):
             if only_decodes and not is_decode:
                 continue
             if packer.num_places_left < 1 or self._token_budget() < 1:
@@ -231,15 +258,76 @@ class _Batch:
             decodes_left -= is_decode
             blocks_due -= is_due
             only_decodes = self._token_budget() <= decodes_left
-            if self._is_evicted[row] or (
-                num_whole > packer.num_free - blocks_due and not (self._has_victims and self._may_preempt[row])
-            ):
+            may_take = self._has_victims and self._may_preempt[row]
+            if self._is_evicted[row] or (num_whole > packer.num_free - blocks_due and not may_take):
                 continue
-            num_tokens = 1 if is_decode else self._demand(row, slo_s, decodes_left)
+            num_tokens = 1 if is_decode else self._demand(row, decodes_left)
             if num_tokens and self._evict_until(row, num_tokens, num_whole, blocks_due):
                 packer.num_free -= blocks_due
-                self._try(row, num_tokens)
+                self._add(row, num_tokens)
                 packer.num_free += blocks_due
+
+    def _select(self, waiting: Ints) -> None:
+        """Add the request that leaves least of both resources, again and again.
+
+        Of those about as urgent as the first of the queue. Long prompts may be chunked, and prompts that have begun.
+        """
+        table, packer, remaining_s = self._table, self._packer, self._remaining_s[waiting]
+        rows = self._ordered(waiting[remaining_s <= remaining_s.min(initial=np.inf) + self._config.gamma_s])
+        can_cut = (self._is_long() | (table.num_blocks > 0))[rows]
+        if len(rows) and not packer.rows:
+            self._least_slo_s = float(self._slo_s[rows[0]])
+        while len(rows) and packer.num_places_left:
+            num_free = packer.num_free - self._watermark()
+            demands, blocks, fits = self._demands(rows, can_cut, num_free)
+            if not fits.any():
+                return
+            # As floats, which no memory is too large for.
+            free_slots = (num_free - blocks).astype(np.float64) * self._view.memory.block_size
+            left_over = (self._token_budget() - demands) ** 2 + free_slots**2
+            best = int(np.where(fits, left_over, np.inf).argmin())
+            added = self._add(int(rows[best]), int(demands[best]))
+            assert added, "a request that fits is refused"
+            is_next = fits.copy()
+            is_next[best] = False
+            if self._config.dynamic_chunking and can_cut[best]:
+                is_next &= ~can_cut | (table.num_blocks[rows] > 0)
+            rows, can_cut = rows[is_next], can_cut[is_next]
+
+    def _demands(self, rows: Ints, can_cut: Bools, num_free: int) -> tuple[Ints, Ints, Bools]:
+        """Return tokens and blocks for each of these rows, and which of them fit."""
+        table, size, beside = self._table, self._view.memory.block_size, self._view.memory.state_blocks
+        held, cached, remaining = table.num_blocks[rows], table.num_cached[rows], table.num_remaining[rows]
+        whole, left = -(-table.context_len[rows] // size) + beside, self._packer.num_tokens_left
+        if self._config.reserve_prompts:
+            slots = np.where((held > 0) | (whole <= num_free), remaining, 0)
+        else:
+            slots = (held + num_free - beside) * size - cached
+        if self._config.dynamic_chunking:
+            allowed = self._pivot.rate * np.minimum(self._least_slo_s, self._slo_s[rows])
+            allowed = np.minimum(allowed, left + self._num_tokens).astype(np.int64)
+            budget = np.maximum(allowed - self._num_tokens, 0 if self._num_tokens else 1)
+            demands = np.where(can_cut, np.minimum(np.minimum(remaining, budget), slots), remaining)
+        else:
+            demands = np.minimum(remaining, min(self._config.static_chunk_len, left))
+            budget = np.full(len(rows), self._token_budget() if self._has_prompt else left)
+        if self._config.reserve_prompts:
+            blocks = np.where(held > 0, 0, whole)
+        else:
+            blocks = np.maximum(-(-(cached + demands) // size) + beside - held, 0)
+        return demands, blocks, (demands > 0) & (demands <= budget) & (demands <= slots)
+
+    def _add_in_order(self, waiting: Ints) -> None:
+        packer = self._packer
+        for row in self._ordered(self._most_pressing(waiting)).tolist():
+            watermark, num_tokens = self._watermark(), self._demand(row)
+            packer.num_free -= watermark
+            is_added = num_tokens > 0 and packer.num_places_left > 0 and self._add(row, num_tokens)
+            packer.num_free += watermark
+            if not is_added or packer.remaining(row) > num_tokens:
+                return
+
+    # --- evict
 
     def _evict_until(self, row: int, num_tokens: int, num_whole: int, blocks_due: int) -> bool:
         """Evict requests that can wait longer, the longest first, while blocks are missing.
@@ -258,111 +346,13 @@ class _Batch:
         if num_whole > num_spare_blocks + packer.num_freed_by(victims):
             return False
         while victims and wanted > packer.num_free - blocks_due:
-            victim = victims.pop()
-            packer.evict(victim, EvictionMode.DROP)
-            self._is_evicted[victim] = True
+            self._is_evicted[victims[-1]] = True
+            packer.drop(victims.pop())
         return True
 
     def _victims(self, row: int) -> list[int]:
-        table, packer = self._view.table, self._packer
+        table, packer = self._table, self._packer
         may_leave = (table.num_blocks > 0) & (table.num_preemptions < self._config.max_preemptions)
+        may_leave &= ~self._is_evicted
         ordered = self._ordered(np.union1d(np.flatnonzero(may_leave), [row])).tolist()
-        return [
-            other for other in ordered[ordered.index(row) + 1 :] if other not in packer and not self._is_evicted[other]
-        ]
-
-    # --- requests that can wait
-
-    def _free_blocks(self) -> int:
-        memory, num_free = self._view.memory, self._packer.num_free
-        if num_free == memory.num_blocks:
-            return num_free
-        return max(num_free - int(self._config.watermark * memory.num_blocks), 0)
-
-    def _may_start(self, rows: Ints) -> Bools:
-        table = self._view.table
-        is_long, has_begun = self._is_long(), table.num_blocks > 0
-        is_served = is_long & has_begun & (table.num_remaining > 1) & ~self._is_evicted
-        if not self._config.dynamic_chunking or not is_served.any():
-            return np.ones(len(rows), np.bool_)
-        return ~is_long[rows] | has_begun[rows]
-
-    def _is_long(self) -> Bools:
-        budget = self._pivot.rate * np.minimum(self._least_slo_s, self._slo_s)
-        longest = np.minimum(np.minimum(budget, self._view.limits.max_tokens), self._config.long_prompt_len - 1)
-        is_long: Bools = self._view.table.context_len > longest
-        return is_long
-
-    def _head_of(self, waiting: Ints) -> tuple[Ints, Bools]:
-        """Return the requests about as urgent as the queue's first, in order, and which of them may be chunked.
-
-        Long prompts may be chunked, and prompts that have begun.
-        """
-        rows = waiting[self._may_start(waiting)]
-        remaining_s = self._remaining_s[rows]
-        rows = self._ordered(rows[remaining_s <= remaining_s.min(initial=np.inf) + self._config.gamma_s])
-        return rows, (self._is_long() | (self._view.table.num_blocks > 0))[rows]
-
-    def _select(self, waiting: Ints) -> None:
-        rows, can_cut = self._head_of(waiting)
-        if len(rows) and not self._packer.rows:
-            self._least_slo_s = float(self._slo_s[rows[0]])
-        while len(rows) and self._packer.num_places_left:
-            demands, blocks, fits = self._demands(rows, can_cut)
-            if not fits.any():
-                return
-            size = self._view.memory.block_size
-            # As floats, which no memory is too large for.
-            free_slots = (self._free_blocks() - blocks).astype(np.float64) * size
-            left_over = (self._token_budget() - demands) ** 2 + free_slots**2
-            best = int(np.where(fits, left_over, np.inf).argmin())
-            added = self._try(int(rows[best]), int(demands[best]))
-            assert added, "a request that fits is refused"
-            is_next = fits.copy()
-            is_next[best] = False
-            if self._config.dynamic_chunking and can_cut[best]:
-                is_next &= ~can_cut | (self._view.table.num_blocks[rows] > 0)
-            rows, can_cut = rows[is_next], can_cut[is_next]
-
-    def _demands(self, rows: Ints, can_cut: Bools) -> tuple[Ints, Ints, Bools]:
-        table, size, beside = self._view.table, self._view.memory.block_size, self._view.memory.state_blocks
-        held, cached, remaining = table.num_blocks[rows], table.num_cached[rows], table.num_remaining[rows]
-        whole, num_free = -(-table.context_len[rows] // size) + beside, self._free_blocks()
-        if self._config.reserve_prompts:
-            slots = np.where((held > 0) | (whole <= num_free), remaining, 0)
-        else:
-            slots = (held + num_free - beside) * size - cached
-        left = self._packer.num_tokens_left
-        if self._config.dynamic_chunking:
-            budget = np.minimum(
-                self._pivot.rate * np.minimum(self._least_slo_s, self._slo_s[rows]), left + self._num_tokens
-            )
-            budget = np.maximum(budget.astype(np.int64) - self._num_tokens, 0 if self._num_tokens else 1)
-            demands = np.where(can_cut, np.minimum(np.minimum(remaining, budget), slots), remaining)
-        else:
-            demands = np.minimum(remaining, min(self._config.static_chunk_len, left))
-            budget = np.full(len(rows), self._token_budget() if self._has_prompt else left)
-        if self._config.reserve_prompts:
-            blocks = np.where(held > 0, 0, whole)
-        else:
-            blocks = np.maximum(-(-(cached + demands) // size) + beside - held, 0)
-        return demands, blocks, (demands > 0) & (demands <= budget) & (demands <= slots)
-
-    def _add_in_order(self, waiting: Ints) -> None:
-        packer = self._packer
-        for row in self._ordered(self._most_pressing(waiting[self._may_start(waiting)])).tolist():
-            watermark = packer.num_free - self._free_blocks()
-            num_tokens = self._demand(row, float(self._slo_s[row]))
-            packer.num_free -= watermark
-            is_added = num_tokens > 0 and packer.num_places_left > 0 and self._try(row, num_tokens)
-            packer.num_free += watermark
-            if not is_added or packer.remaining(row) > num_tokens:
-                return
-
-
-def _packer_of(view: WorkerView, config: AccelgenConfig) -> Packer:
-    table = view.table
-    if not config.reserve_prompts:
-        return Packer(view)
-    has_begun = (table.num_blocks > 0) & ~table.is_decoding
-    return ReservingPacker(view, total_len=table.context_len, has_begun=has_begun)
+        return [other for other in ordered[ordered.index(row) + 1 :] if other not in packer]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from alignedserve.scheduling.packer import Packer, by_arrival
+from alignedserve.scheduling.packer import Packer
 from alignedserve.scheduling.policy import IterationPlan, WorkerView
 
 
@@ -40,7 +40,7 @@ class RunAllRequests:
         assert not view.can_evict, "for prefill and decode workers only"
         packer = Packer(view)
         packer.add_decodes(np.flatnonzero(view.table.num_remaining == 1))
-        for row in by_arrival(view, np.flatnonzero(view.table.num_remaining > 1)):
+        for row in view.table.by_arrival(np.flatnonzero(view.table.num_remaining > 1)).tolist():
             num_tokens = packer.chunk(row)
             if num_tokens < 1 or not packer.add(row, num_tokens):
                 break

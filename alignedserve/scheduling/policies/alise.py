@@ -1,4 +1,9 @@
-"""Shortest predicted remaining time first, by levels, with ageing and swapping (ALISE: Zhao and Wang, 2024)."""
+"""Shortest predicted remaining time first, by levels, with ageing and swapping (ALISE: Zhao and Wang, 2024).
+
+- `rank`: the level of a request, 0 the best, by the time that it is predicted to need, and how long it will wait.
+- `fill`: level by level, whole prompts and decodes, until places or tokens run out: the only budget.
+- `evict`: better levels take memory from worse ones; copies to and from the host go ahead of their turn.
+"""
 
 import enum
 from dataclasses import dataclass, replace
@@ -7,7 +12,7 @@ from typing import Annotated
 import numpy as np
 from msgspec import Meta
 
-from alignedserve.scheduling.packer import Packer, by_arrival, displace
+from alignedserve.scheduling.packer import Packer
 from alignedserve.scheduling.policy import EvictionMode, IterationPlan, WorkerView
 from alignedserve.scheduling.runtime_estimate import (
     RefreshedEstimate,
@@ -26,8 +31,48 @@ class Preemption(enum.Enum):
     DEFER = "defer"  # kept: the newcomer waits; only a request that outgrows the memory drops the last of them
 
 
+@dataclass(frozen=True, slots=True)
+class AliseConfig:
+    """Parameters of the paper, which gives no values: docs/policies/alise.md says how these were chosen."""
+
+    num_levels: Annotated[int, Meta(ge=1)] = 8
+    first_level_tokens: Annotated[int, Meta(ge=1)] = 16  # level 0 ends at the time of this many short decodes
+    age_threshold_s: Annotated[float, Meta(gt=0)] = 60.0  # waiting that raises a request by one level (the paper's K)
+    preemption: Preemption = Preemption.SWAP  # RECOMPUTE, DEFER: the paper's Figure 8
+    watermark: Annotated[float, Meta(ge=0, lt=1)] = 0.01  # share of the blocks that newcomers leave free
+    runtime: RequestRuntimeModel | None = None  # T0, alpha, beta; None: probed from the worker's cost model
+
+
+class Alise:
+    """The policy. The page docs/policies/alise.md has the formulas and an example."""
+
+    def __init__(self, config: AliseConfig) -> None:
+        self._config = config
+        self._runtime = RefreshedEstimate(fit_request_runtime, config.runtime)
+
+    def plan(self, view: WorkerView) -> IterationPlan:
+        config = self._config
+        level, wait_s = rank(view, config, self._runtime.of(view.costs))
+        return PriorityPacking(view, level, wait_s, preemption=config.preemption, watermark=config.watermark).plan()
+
+
+def rank(view: WorkerView, config: AliseConfig, runtime: RequestRuntimeModel) -> tuple[Ints, Floats]:
+    """Return the level of every row, and the time until it runs: all of better levels first, or ageing before that."""
+    table, threshold_s = view.table, config.age_threshold_s
+    num_left, num_overruns = remaining_output_len(table)
+    remaining_s = runtime.remaining_s(table, num_left)
+    by_time = np.frexp(remaining_s / (config.first_level_tokens * runtime.decode_s))[1].astype(np.int64)
+    level = np.clip(np.maximum(by_time, num_overruns), 0, config.num_levels - 1)
+    waited_s = np.maximum(view.now - table.arrival_s - table.service_s, 0.0)
+    level = np.maximum(level - (waited_s // threshold_s).astype(np.int64), 0)
+    by_level = np.bincount(level, weights=remaining_s, minlength=config.num_levels)
+    better_s = np.cumsum(by_level) - by_level
+    promoted_s = level * threshold_s - waited_s % threshold_s
+    return level, np.minimum(better_s[level], np.maximum(promoted_s, 0.0))
+
+
 class PriorityPacking:
-    """Packs one iteration by levels, 0 the best; within a level by arrival. `wait_s`: estimated wait of each row.
+    """Fills one iteration by levels, 0 the best; within a level by arrival. `wait_s`: estimated wait of each row.
 
     A newcomer (new, dropped or swapped out) displaces only worse levels, so that equals never evict each other in turn.
     A request on the device that needs one more block may displace any request behind it. Victims go by level, then by
@@ -37,8 +82,7 @@ class PriorityPacking:
     def __init__(
         self, view: WorkerView, level: Ints, wait_s: Floats, *, preemption: Preemption, watermark: float
     ) -> None:
-        self._view = view
-        self._packer = Packer(view)
+        self._view, self._packer = view, Packer(view)
         self._preemption = preemption
         self._watermark = int(watermark * view.memory.num_blocks)
         self._level, self._wait_s = level, wait_s
@@ -71,28 +115,23 @@ class PriorityPacking:
         table, memory, level = self._view.table, self._view.memory, self._level
         is_holder = table.num_blocks > 0
         newcomers = np.flatnonzero(~is_holder & (table.context_len <= memory.slots_in(memory.num_blocks)))
-        rows = np.flatnonzero(is_holder).tolist()
-        num_places = 2 * self._view.limits.max_running_requests
-        levels = level[newcomers]
-        for one_level in np.flatnonzero(np.bincount(levels)):
-            chosen = by_arrival(self._view, newcomers[levels == one_level], num_places)
-            rows += chosen
-            num_places -= len(chosen)
-        chosen_rows = np.array(rows, np.int64)
-        ordered = np.lexsort((table.order[chosen_rows], table.arrival_s[chosen_rows], level[chosen_rows]))
-        in_order: list[int] = chosen_rows[ordered].tolist()
+        ranked = np.lexsort((table.order[newcomers], table.arrival_s[newcomers], level[newcomers]))
+        nearest = newcomers[ranked[: 2 * self._view.limits.max_running_requests]]
+        rows = np.concatenate((np.flatnonzero(is_holder), nearest))
+        in_order: list[int] = rows[np.lexsort((table.order[rows], table.arrival_s[rows], level[rows]))].tolist()
         return in_order
 
+    # --- fill
+
     def _continue(self, row: int) -> None:
-        if self._packer.is_evicted(row):
+        packer = self._packer
+        if packer.is_evicted(row):
             self._is_closed = True  # later requests do not take the blocks that were missing
             return
-        packer = self._packer
         num_tokens = 1 if self._is_decoding[row] else min(packer.remaining(row), packer.num_tokens_left)
         missing = packer.blocks_needed(row, num_tokens) - packer.num_free
         if missing > 0:
-            rank = self._rank[row]
-            self._displace([other for other in self._staying() if self._rank[other] > rank], missing)
+            self._displace([other for other in self._staying() if self._rank[other] > self._rank[row]], missing)
         packer.add(row, num_tokens)
 
     def _enter(self, row: int) -> bool:
@@ -116,13 +155,15 @@ class PriorityPacking:
             missing -= self._watermark
         return self._displace(worse, missing)
 
+    # --- evict
+
     def _staying(self) -> list[int]:
         return [row for row in self._holders if not self._packer.is_evicted(row)]
 
-    def _displace(self, candidates: list[int], missing: int) -> bool:
+    def _displace(self, victims: list[int], missing: int) -> bool:
         how = EvictionMode.SWAP if self._preemption is Preemption.SWAP else EvictionMode.DROP
-        victims = candidates if self._view.can_evict else []
-        return displace(self._packer, victims, missing, lambda row: self._packer.evict(row, how))
+        victims = victims if self._view.can_evict else []
+        return self._packer.displace(victims, missing, lambda row: self._packer.evict(row, how))
 
     def _copy_ahead(self) -> None:
         """Add copies that take no longer than the pass computes.
@@ -150,59 +191,10 @@ class PriorityPacking:
                 packer.upload(row)
 
     def _is_hidden_copy(self, row: int, num_tokens: int, compute_s: float) -> bool:
-        work, is_hidden = self._packer.work, bool(self._view.table.is_hidden[row])
-        copied = work.swap_in_tokens + work.swap_out_tokens
-        return (
-            self._view.costs.swap_s(copied + self._view.memory.copy_tokens(num_tokens, is_hidden=is_hidden))
-            <= compute_s
-        )
+        view, work = self._view, self._packer.work
+        copied = view.memory.copy_tokens(num_tokens, is_hidden=bool(view.table.is_hidden[row]))
+        return view.costs.swap_s(work.swap_in_tokens + work.swap_out_tokens + copied) <= compute_s
 
     def _by_wait(self, rows: Ints) -> list[int]:
         ordered: list[int] = rows[np.lexsort((self._rank[rows], self._wait_s[rows], self._level[rows]))].tolist()
         return ordered
-
-
-@dataclass(frozen=True, slots=True)
-class AliseConfig:
-    """Parameters of the paper, which gives no values: docs/policies/alise.md says how these were chosen."""
-
-    num_levels: Annotated[int, Meta(ge=1)] = 8
-    first_level_tokens: Annotated[int, Meta(ge=1)] = 16  # level 0 ends at the time of this many short decodes
-    age_threshold_s: Annotated[float, Meta(gt=0)] = 60.0  # waiting that raises a request by one level (the paper's K)
-    preemption: Preemption = Preemption.SWAP  # RECOMPUTE, DEFER: the paper's Figure 8
-    watermark: Annotated[float, Meta(ge=0, lt=1)] = 0.01  # share of the blocks that newcomers leave free
-    runtime: RequestRuntimeModel | None = None  # T0, alpha, beta; None: probed from the worker's cost model
-
-
-class Alise:
-    """The policy: levels of predicted remaining time; better levels take memory from worse ones.
-
-    The page docs/policies/alise.md has the formulas and an example.
-    """
-
-    def __init__(self, config: AliseConfig) -> None:
-        self._config = config
-        self._runtime = RefreshedEstimate(fit_request_runtime, config.runtime)
-
-    def plan(self, view: WorkerView) -> IterationPlan:
-        config, table = self._config, view.table
-        runtime = self._runtime.of(view.costs)
-        num_left, num_overruns = remaining_output_len(table)
-        remaining_s = runtime.remaining_s(table, num_left)
-        level = self._base_level(remaining_s / (config.first_level_tokens * runtime.decode_s), num_overruns)
-        waited_s = np.maximum(view.now - table.arrival_s - table.service_s, 0.0)
-        level = np.maximum(level - (waited_s // config.age_threshold_s).astype(np.int64), 0)
-        wait_s = self._estimated_wait_s(level, remaining_s, waited_s)
-        return PriorityPacking(view, level, wait_s, preemption=config.preemption, watermark=config.watermark).plan()
-
-    def _base_level(self, by_first: Floats, num_overruns: Ints) -> Ints:
-        by_time = np.frexp(by_first)[1].astype(np.int64)
-        return np.clip(np.maximum(by_time, num_overruns), 0, self._config.num_levels - 1)
-
-    def _estimated_wait_s(self, level: Ints, remaining_s: Floats, waited_s: Floats) -> Floats:
-        by_level = np.bincount(level, weights=remaining_s, minlength=self._config.num_levels)
-        better_s = np.cumsum(by_level) - by_level
-        threshold_s = self._config.age_threshold_s
-        promoted_s = level * threshold_s - waited_s % threshold_s
-        wait_s: Floats = np.minimum(better_s[level], np.maximum(promoted_s, 0.0))
-        return wait_s

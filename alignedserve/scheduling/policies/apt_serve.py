@@ -1,8 +1,12 @@
 """Apt-Serve (Gao et al., SIGMOD 2025): adaptive scheduling on a hybrid cache.
 
-Before every iteration the value of each request is its pending time, and its cache may be of hidden vectors, which take
-fewer blocks and make every iteration slower for all. Selection is a knapsack (apt_serve_selection). The page
-docs/policies/apt_serve.md has the formula, our interpretation of the paper, and an example.
+- `rank`: the value of a request is its pending time. Its cache may be of hidden vectors, which take fewer blocks and
+  make every iteration slower for all: that lowers its value.
+- `budget`: blocks, tokens and places.
+- `fill`: a knapsack, greedily by value per block (`select`).
+- `evict`: decodes that are left out lose their cache, the least valuable first, while blocks lack.
+
+The page docs/policies/apt_serve.md has the formula, our interpretation of the paper, and an example.
 """
 
 from dataclasses import dataclass
@@ -13,8 +17,8 @@ import numpy as np
 from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.model import CostModel
 from alignedserve.costmodel.work import IterationWork
-from alignedserve.scheduling.packer import Packer, add_earliest
-from alignedserve.scheduling.policy import EvictionMode, IterationPlan, PlannedEviction, ScheduledRequest, WorkerView
+from alignedserve.scheduling.packer import Packer
+from alignedserve.scheduling.policy import IterationPlan, WorkerView
 from alignedserve.scheduling.table import Bools, Floats, Ints
 
 
@@ -52,8 +56,7 @@ class Selection(NamedTuple):
     value: float  # in all
 
 
-@dataclass(frozen=True, slots=True)
-class _Items:
+class _Items(NamedTuple):
     owner: Ints  # index into the candidates
     is_first: Bools  # the cache itself; else the step from hidden vectors to keys and values
     num_blocks: Ints
@@ -61,9 +64,7 @@ class _Items:
     gain: Floats
 
     def ordered(self, order: Ints) -> "_Items":
-        return _Items(
-            self.owner[order], self.is_first[order], self.num_blocks[order], self.num_tokens[order], self.gain[order]
-        )
+        return _Items(*(column[order] for column in self))
 
 
 def select(candidates: KnapsackItems, budget: SelectionBudget) -> Selection:
@@ -137,41 +138,20 @@ def _value_alone(candidates: KnapsackItems, is_hidden: Bools, budget: SelectionB
 
 
 def _take(items: _Items, budget: SelectionBudget) -> Bools:
-    taken = np.zeros(len(items.owner), np.bool_)
-    is_passed = np.zeros(int(items.owner.max(initial=-1)) + 1, np.bool_)  # by owner
-    left, waiting = budget, np.arange(len(items.owner))
-    while len(waiting):
-        num_taken = _num_fitting(items, waiting, left)
-        now, waiting = waiting[:num_taken], waiting[num_taken:]
-        taken[now] = True
-        left = left._replace(
-            num_blocks=left.num_blocks - int(items.num_blocks[now].sum()),
-            num_tokens=max(left.num_tokens - int(items.num_tokens[now].sum()), 0),
-            num_places=left.num_places - int(items.is_first[now].sum()),
-        )
-        fits = _fits_alone(items, waiting, left)
-        is_passed[items.owner[waiting[~fits & items.is_first[waiting]]]] = True
-        waiting = waiting[fits & ~is_passed[items.owner[waiting]]]
+    """Return which items fit, one after the other. Without its first cache a request takes no step."""
+    num_blocks, num_tokens, num_places = budget[:3]
+    taken, entered = np.zeros(len(items.owner), np.bool_), set()
+    columns = (column.tolist() for column in items[:4])
+    for at, (owner, is_first, blocks, tokens) in enumerate(zip(*columns, strict=True)):
+        if blocks > num_blocks or is_first > num_places or not (is_first or owner in entered):
+            continue
+        if tokens <= num_tokens or (budget.splits_last and num_tokens > 0):
+            taken[at] = True
+            entered.add(owner)
+            num_blocks, num_tokens, num_places = num_blocks - blocks, max(num_tokens - tokens, 0), num_places - is_first
+            if num_blocks < 1:
+                break
     return taken
-
-
-def _num_fitting(items: _Items, waiting: Ints, left: SelectionBudget) -> int:
-    num_tokens = items.num_tokens[waiting]
-    tokens = np.cumsum(num_tokens)
-    fits = tokens <= left.num_tokens
-    if left.splits_last:
-        fits |= tokens - num_tokens < left.num_tokens
-    fits &= np.cumsum(items.num_blocks[waiting]) <= left.num_blocks
-    fits &= np.cumsum(items.is_first[waiting]) <= left.num_places
-    return len(fits) if fits.all() else int(np.argmin(fits))
-
-
-def _fits_alone(items: _Items, waiting: Ints, left: SelectionBudget) -> Bools:
-    num_tokens = items.num_tokens[waiting]
-    most_tokens = np.where(left.splits_last, left.num_tokens > 0, num_tokens <= left.num_tokens) | (num_tokens == 0)
-    has_place = ~items.is_first[waiting] | (left.num_places > 0)
-    fits: Bools = most_tokens & has_place & (items.num_blocks[waiting] <= left.num_blocks)
-    return fits
 
 
 _NEAR_ZERO_S = 1e-6  # the value of a request past its SLO: only the order among those depends on it
@@ -206,14 +186,13 @@ class AptServe:
         self._config = config
 
     def plan(self, view: WorkerView) -> IterationPlan:
-        step = _Step(view, self._config)
-        returning = step.returns_to_kv()
-        if returning.scheduled:
-            return returning
-        kinds = (step.decodes, step.prompts) if step.decodes_are_more_urgent() else (step.prompts, step.decodes)
-        plan = kinds[0]()
-        plan = plan if plan.scheduled else kinds[1]()
-        return plan if plan.scheduled else _earliest(view)
+        filling = _Filling(view, self._config)
+        kinds = (filling.add_decodes, filling.add_prompts)
+        for add in (filling.return_to_kv, *(kinds if filling.decodes_are_more_urgent() else reversed(kinds))):
+            add()
+            if filling.packer.num_scheduled:
+                return filling.packer.plan()
+        return _earliest(view)
 
 
 class AptServeChunked:
@@ -223,104 +202,98 @@ class AptServeChunked:
         self._config = config
 
     def plan(self, view: WorkerView) -> IterationPlan:
-        step = _Step(view, self._config, splits_prompts=True)
-        returning, decodes = step.returns_to_kv(), step.decodes()
-        # A request just preempted is not overtaken by a new one in the same iteration.
-        prompts = step.prompts(takes_new=not decodes.evictions)
-        scheduled = returning.scheduled + decodes.scheduled + prompts.scheduled
-        if not scheduled:
-            return _earliest(view)
-        return IterationPlan(scheduled, returning.evictions + decodes.evictions)
+        filling = _Filling(view, self._config, splits_prompts=True)
+        filling.return_to_kv()
+        filling.add_decodes()
+        filling.add_prompts()
+        return filling.packer.plan() if filling.packer.num_scheduled else _earliest(view)
 
 
 def _earliest(view: WorkerView) -> IterationPlan:
     packer = Packer(view)
-    if view.held_blocks:
-        add_earliest(packer, view, view.limits.max_tokens)
+    packer.add_earliest(view.limits.max_tokens)
     return packer.plan()
 
 
-class _Step:
+class _Filling:
     def __init__(self, view: WorkerView, config: AptServeConfig, *, splits_prompts: bool = False) -> None:
-        self._view = view
-        self._config = config
-        self._splits_prompts = splits_prompts
-        table = view.table
+        self._view, self._table, self._config, self._splits_prompts = view, view.table, config, splits_prompts
+        table, self.packer = view.table, Packer(view)
         has_token = ~np.isnan(table.last_token_s)
         since_s = np.where(has_token, table.last_token_s, table.arrival_s)
         self._context_len = table.context_len
         self._pending_s = np.maximum(view.now - since_s, 0.0)
         self._slo_s = np.where(has_token, table.tpot_s, table.ttft_s)
         is_decoding, has_cache = table.is_decoding, (table.num_blocks > 0) | (table.num_swapped > 0)
+        has_begun = has_cache & ~is_decoding  # prompts longer than an iteration, which keep blocks for their rest
+        self.packer.reserve(self._context_len, has_begun)
         self._running = np.flatnonzero(is_decoding)
-        self._begun = table.by_arrival(np.flatnonzero(has_cache & ~is_decoding))  # prompts longer than an iteration
+        self._begun: list[int] = table.by_arrival(np.flatnonzero(has_begun)).tolist()
         self._waiting = np.flatnonzero(~has_cache)
-        self._num_places_left = view.limits.max_running_requests - len(self._running) - len(self._begun)
-        # Prompts that have begun continue: their later blocks are kept free.
-        self._num_free = view.memory.num_free - int(self._more_blocks(self._begun).sum())
-        self._num_tokens_left = view.limits.max_tokens
+        self._is_overtaken = False  # a request has been preempted: no new one overtakes it
 
     def decodes_are_more_urgent(self) -> bool:
         running_s = float(self._pending_s[self._running].sum())
         return running_s > float(self._pending_s.sum()) - running_s
 
-    def returns_to_kv(self) -> IterationPlan:
-        table = self._view.table
+    # --- fill
+
+    def return_to_kv(self) -> None:
+        """Compute costly hidden caches again, as keys and values."""
+        table, packer = self._table, self.packer
         rows = table.by_arrival(self._running[self._is_costly(self._running)])
         more = self._blocks(rows, is_hidden=False) - table.num_blocks[rows]
-        num_tokens = self._num_tokens_left - len(self._running)
-        fits = (np.cumsum(more) <= self._num_free - self._watermark()) & (
+        num_tokens = packer.num_tokens_left - len(self._running)
+        fits = (np.cumsum(more) <= packer.num_free - self._watermark()) & (
             np.cumsum(self._context_len[rows]) <= num_tokens
         )
-        rows, more = rows[fits], more[fits]
-        self._running = self._running[~np.isin(self._running, rows)]
-        scheduled = self._schedule(rows, self._context_len[rows], int(more.sum()))
-        return IterationPlan(scheduled, tuple(PlannedEviction(row, EvictionMode.DROP) for row in rows.tolist()))
+        self._running = self._running[~np.isin(self._running, rows[fits])]
+        for row in rows[fits].tolist():
+            packer.drop(row)
+            packer.add(row, int(self._context_len[row]))
 
-    def decodes(self) -> IterationPlan:
-        rows, max_running_requests = self._rows_to_decode(), self._view.limits.max_running_requests
-        more = int(self._more_blocks(rows).sum())
-        if more <= self._num_free and len(rows) <= min(self._num_tokens_left, max_running_requests):
-            return IterationPlan(self._schedule(rows, np.ones_like(rows), more))
-        rows = self._view.table.by_arrival(self._running)
+    def add_decodes(self) -> None:
+        packer, rows, max_running_requests = self.packer, self._awake(), self._view.limits.max_running_requests
+        is_short = int(self._more_blocks(rows).sum()) > packer.num_free
+        if is_short or len(rows) > min(packer.num_tokens_left, max_running_requests):
+            rows = self._chosen_decodes(max_running_requests)
+        packer.add_decodes(rows)
+
+    def _chosen_decodes(self, num_places: int) -> Ints:
+        """Return the decodes to schedule; evict others for them."""
+        packer, table = self.packer, self._table
+        rows = table.by_arrival(self._running)
         held = self._view.own_blocks(rows)  # what others use as well stays, whichever are chosen
         num_blocks = np.maximum(self._more_blocks(rows) + held, 1)
-        penalty = np.where(self._view.table.is_hidden[rows], self._penalty(rows), 0.0)
+        penalty = np.where(table.is_hidden[rows], self._penalty(rows), 0.0)
         value = np.maximum(self._value(rows) - penalty, _NEAR_ZERO_S)
         of_one_kind = KnapsackItems(value, num_blocks, np.ones_like(rows), np.zeros_like(value), num_blocks)
-        budget = SelectionBudget(self._num_free + int(held.sum()), self._num_tokens_left, max_running_requests)
+        budget = SelectionBudget(packer.num_free + int(held.sum()), packer.num_tokens_left, num_places)
         chosen = select(of_one_kind, budget).indices
-        more = int(self._more_blocks(rows[chosen]).sum())
         is_left = np.ones(len(rows), np.bool_)
         is_left[chosen] = False
         left = np.flatnonzero(is_left)[::-1]
-        least_valuable_first = np.argsort((value / num_blocks)[left], kind="stable")
-        evictions = self._evict(rows[left[least_valuable_first]], more)
-        return IterationPlan(self._schedule(rows[chosen], np.ones_like(chosen), more), evictions)
+        left = left[np.argsort((value / num_blocks)[left], kind="stable")]  # least valuable first
+        self._evict(rows[left], int(self._more_blocks(rows[chosen]).sum()))
+        return rows[chosen]
 
-    def prompts(self, *, takes_new: bool = True) -> IterationPlan:
-        begun = self._continue_prompts()
-        table = self._view.table
-        num_free, num_hidden = self._num_free - self._watermark(), int(self._context_len[table.is_hidden].sum())
-        budget = SelectionBudget(
-            num_free,
-            self._num_tokens_left,
-            self._num_places_left,
-            self._config.max_hidden_tokens - num_hidden,
-            self._splits_prompts,
-        )
-        if not (takes_new and len(self._waiting) and budget.is_left):
-            return IterationPlan(begun)
-        rows = table.by_arrival(self._waiting)
-        selected = select(self._candidates(rows), budget)
-        scheduled = map(
-            ScheduledRequest, rows[selected.indices].tolist(), selected.num_tokens.tolist(), selected.is_hidden.tolist()
-        )
-        return IterationPlan(begun + tuple(scheduled))
+    def add_prompts(self) -> None:
+        packer, table = self.packer, self._table
+        num_places = self._view.limits.max_running_requests - int(table.is_decoding.sum()) - len(self._begun)
+        for row in self._begun:
+            if num_tokens := min(packer.remaining(row), packer.num_tokens_left):
+                packer.add(row, num_tokens)
+        num_hidden = self._config.max_hidden_tokens - int(self._context_len[table.is_hidden].sum())
+        num_free = packer.num_free - self._watermark()
+        budget = SelectionBudget(num_free, packer.num_tokens_left, num_places, num_hidden, self._splits_prompts)
+        if len(self._waiting) and budget.is_left and not self._is_overtaken:
+            rows = table.by_arrival(self._waiting)
+            selected = select(self._candidates(rows), budget)
+            columns = (rows[selected.indices], selected.num_tokens, selected.is_hidden)
+            for row, num_tokens, is_hidden in zip(*(column.tolist() for column in columns), strict=True):
+                packer.add(row, num_tokens, is_hidden=is_hidden)
 
-    # --- parts
-
-    def _rows_to_decode(self) -> Ints:
+    def _awake(self) -> Ints:
         """Return running rows; rows with a costly hidden cache pause until it is cheap.
 
         They pause until they are past their SLO at the latest, and not at all if no other request runs.
@@ -330,22 +303,15 @@ class _Step:
         return awake if len(awake) else rows
 
     def _is_costly(self, rows: Ints) -> Bools:
-        is_costly = self._view.table.is_hidden[rows]
+        is_costly = self._table.is_hidden[rows]
         if is_costly.any():
             pending_s = self._pending_s[rows]
             gain = (pending_s - self._penalty(rows)) / self._blocks(rows)
             is_costly = is_costly & (gain < pending_s / self._blocks(rows, is_hidden=False))
         return is_costly
 
-    def _continue_prompts(self) -> tuple[ScheduledRequest, ...]:
-        remaining = self._view.table.num_remaining[self._begun]
-        before = np.cumsum(remaining) - remaining
-        num_tokens = np.minimum(remaining, self._num_tokens_left - before)
-        goes_on = num_tokens > 0
-        return self._schedule(self._begun[goes_on], num_tokens[goes_on], 0)
-
     def _candidates(self, rows: Ints) -> KnapsackItems:
-        num_tokens = self._view.table.num_remaining[rows]
+        num_tokens = self._table.num_remaining[rows]
         if not self._splits_prompts:  # then a prompt longer than an iteration fills one alone
             num_tokens = np.minimum(num_tokens, self._view.limits.max_tokens)
         num_blocks = self._blocks(rows, is_hidden=False)
@@ -355,18 +321,16 @@ class _Step:
             return KnapsackItems(value, num_blocks, num_tokens, np.zeros_like(value), num_blocks)
         return KnapsackItems(value, num_blocks, num_tokens, self._penalty(rows), self._blocks(rows, is_hidden=True))
 
-    def _evict(self, rows: Ints, num_blocks: int) -> tuple[PlannedEviction, ...]:
+    # --- evict
+
+    def _evict(self, rows: Ints, num_blocks: int) -> None:
         held = self._view.own_blocks(rows)
-        count = int((np.cumsum(held) - held + self._num_free < num_blocks).sum())
-        self._num_free += int(held[:count].sum())
-        return tuple(PlannedEviction(row, EvictionMode.DROP) for row in rows[:count].tolist())
+        count = int((np.cumsum(held) - held + self.packer.num_free < num_blocks).sum())
+        self._is_overtaken = count > 0
+        for row in rows[:count].tolist():
+            self.packer.drop(row)
 
-    def _schedule(self, rows: Ints, num_tokens: Ints, num_blocks: int) -> tuple[ScheduledRequest, ...]:
-        self._num_free -= num_blocks
-        self._num_tokens_left -= int(num_tokens.sum())
-        return tuple(map(ScheduledRequest, rows.tolist(), num_tokens.tolist()))
-
-    # --- figures
+    # --- rank
 
     def _value(self, rows: Ints) -> Floats:
         pending_s, decay = self._pending_s[rows], self._config.expired_decay

@@ -48,7 +48,6 @@ def test_what_is_refused_changes_nothing(limit: dict[str, int]) -> None:
     _, packer = _packer({"a": {"prompt_len": 40}, "b": {"prompt_len": 20}}, **limit)
     assert packer.add(0, 40)
     before = (packer.num_free, packer.num_tokens_left, packer.num_places_left, packer.work.copy(), packer.plan())
-    assert not packer.fits(1, 20)
     assert not packer.add(1, 20)
     assert (packer.num_free, packer.num_tokens_left, packer.num_places_left, packer.work, packer.plan()) == before
 
