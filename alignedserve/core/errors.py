@@ -80,6 +80,10 @@ class UnsafeWeights(ModelError):
     """Weights in a pickle-based format; only safetensors are read."""
 
 
+class PolicyError(AlignedServeError):
+    """A scheduling policy of another package planned what its worker cannot do."""
+
+
 class RecordingError(AlignedServeError):
     """A recorded run is damaged, of another version, or holds something unknown to this program."""
 

@@ -11,6 +11,7 @@ import msgspec
 
 from alignedserve.config.sections import SchedulingConfig, Topology
 from alignedserve.core.errors import ConfigError
+from alignedserve.scheduling.checked_policy import CheckedPolicy
 from alignedserve.scheduling.policies.accelgen import Accelgen, AccelgenConfig
 from alignedserve.scheduling.policies.aligned import AlignedConfig, RunAllRequests
 from alignedserve.scheduling.policies.aligned_slo import AlignedSlo, AlignedSloConfig
@@ -46,6 +47,7 @@ class PolicyEntry:
     # iteration may take, so that decode workers admit no more; None: they admit what their memory holds
     candidate_choice: CandidateChoice = CandidateChoice.NONE  # disaggregated
     is_direct: bool = False  # disaggregated: a prefill goes straight to a decode worker, not through the pool
+    is_trusted: bool = False  # though of another package: no plan is checked
     yields: bool = False  # its passes stop between layers for prompts that somebody waits for, unless set otherwise
 
     @property
@@ -178,8 +180,13 @@ def policy_config(name: str, settings: Mapping[str, Any] | None = None) -> Any:
 
 
 def make_policy(name: str, settings: Mapping[str, Any] | None = None) -> IterationPolicy:
-    """Build an instance, with these of its parameters changed. Raises ConfigError naming the parameter."""
-    return policy_entry(name).make(policy_config(name, settings))
+    """Build an instance, with these of its parameters changed. Raises ConfigError naming the parameter.
+
+    Plans of a policy from another package are checked.
+    """
+    entry = policy_entry(name)
+    policy = entry.make(policy_config(name, settings))
+    return policy if name in POLICIES or entry.is_trusted else CheckedPolicy(name, policy)
 
 
 def wanted_mechanisms(scheduling: SchedulingConfig) -> frozenset[Mechanism]:
