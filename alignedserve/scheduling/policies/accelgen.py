@@ -191,11 +191,11 @@ class _Batch:
         budget = max(self._pivot.rate * min(self._least_slo_s, slo_s), 1.0)
         return int(min(budget - self._num_tokens, left)) if budget > self._num_tokens else 0
 
-    def _demand(self, row: int, slo_s: float, kept: int = 0) -> int:
-        remaining, budget = self._packer.remaining(row), self._token_budget(slo_s) - kept
+    def _demand(self, row: int, slo_s: float, reserved: int = 0) -> int:
+        remaining, budget = self._packer.remaining(row), self._token_budget(slo_s) - reserved
         if self._config.dynamic_chunking:
             return max(min(remaining, budget), 0)
-        chunk = min(remaining, self._config.static_chunk_len, self._packer.num_tokens_left - kept)
+        chunk = min(remaining, self._config.static_chunk_len, self._packer.num_tokens_left - reserved)
         return chunk if chunk <= budget or not self._has_prompt else 0
 
     def _try(self, row: int, num_tokens: int) -> bool:
