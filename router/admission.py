@@ -76,13 +76,13 @@ class WaitingChats:
         if self._longest_s is None:
             return
         request, num_tokens = tracked.request, tracked.num_prefill_tokens
-        own = self._by_tenant.get(request.tenant)
-        if own is None:
-            own = self._by_tenant[request.tenant] = _Waiting(tracked, request.weight)
-        if request.arrival_s < own.oldest.request.arrival_s:
-            own.oldest = tracked
-        own.num_tokens += num_tokens
-        own.num_late += num_tokens * (tracked.turn_due_s <= now)
+        waiting = self._by_tenant.get(request.tenant)
+        if waiting is None:
+            waiting = self._by_tenant[request.tenant] = _Waiting(tracked, request.weight)
+        if request.arrival_s < waiting.oldest.request.arrival_s:
+            waiting.oldest = tracked
+        waiting.num_tokens += num_tokens
+        waiting.num_late += num_tokens * (tracked.turn_due_s <= now)
 
     def refused_for_s(self, request: Request, requests: Iterable[TrackedRequest], now: float) -> float | None:
         """Return after what time a newcomer is worth another try; None: it is not refused. `requests`: all others."""

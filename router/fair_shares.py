@@ -179,7 +179,7 @@ class FairShares:
             self._forget()
 
     def _forget(self) -> None:
-        idle = sorted((one.counter, one.order, name) for name, one in self._tenants.items() if one.is_idle)
+        idle = sorted((tenant.counter, tenant.order, name) for name, tenant in self._tenants.items() if tenant.is_idle)
         for _, _, name in idle[: len(idle) // 2]:
             del self._tenants[name]
 

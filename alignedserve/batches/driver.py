@@ -140,7 +140,7 @@ class BatchDriver:
             run.close()
             del self._runs[batch_id], self._tasks[batch_id]
             self._unwritten.pop(run, None)
-            self._order = [one for one in self._order if one[0] is not run]
+            self._order = [entry for entry in self._order if entry[0] is not run]
             self._is_order_stale = True
 
     async def _pause(self, run: BatchRun, reason: str) -> None:
@@ -251,7 +251,7 @@ class BatchDriver:
             ready = (
                 run.ready_batch(position, self._statistics.throughputs, wall_s) for position, run in enumerate(runs)
             )
-            order = by_slack((one for one in ready if one is not None), wall_s)
+            order = by_slack((batch for batch in ready if batch is not None), wall_s)
             turns = [Turn(position, runs[position].record.owner, runs[position].record.priority) for position in order]
             self._order = [(runs[position], runs[position].model_shares()) for position in by_priority(turns)]
             self._shares = list({frozenset(shares.items()): shares for _, shares in self._order}.values())

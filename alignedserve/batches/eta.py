@@ -153,16 +153,16 @@ def _known_schedule(record: BatchRecord) -> Schedule:
         return ALWAYS
 
 
-def estimate_eta(own: RemainingWork, others: Sequence[RemainingWork], throughputs: Throughputs, now: float) -> Eta:
+def estimate_eta(work: RemainingWork, others: Sequence[RemainingWork], throughputs: Throughputs, now: float) -> Eta:
     """Estimate when a batch ends beside the others, all of them scheduled by least slack."""
-    earlier = [other for other in others if other.is_before(own)]
+    earlier = [other for other in others if other.is_before(work)]
     expected_s = 0.0
-    for model, tokens in own.tokens_by_model.items():
+    for model, tokens in work.tokens_by_model.items():
         before = sum(other.tokens_at(model) if model else other.num_tokens for other in earlier)
         expected_s = max(expected_s, (before + tokens) / throughputs.of(model).tokens_per_s)
-    is_measured = all(throughputs.of(model).is_measured for model in own.tokens_by_model)
-    slow_s, finish_s, fast_s = (own.schedule.after(now, expected_s / pace) for pace in (_SLOWER, 1.0, _FASTER))
-    if slow_s <= own.expires_s:
+    is_measured = all(throughputs.of(model).is_measured for model in work.tokens_by_model)
+    slow_s, finish_s, fast_s = (work.schedule.after(now, expected_s / pace) for pace in (_SLOWER, 1.0, _FASTER))
+    if slow_s <= work.expires_s:
         return Eta(risk=Risk.FITS, finish_s=finish_s, is_measured=is_measured, estimated_s=now)
-    risk, finish_s = (Risk.CANNOT_FIT, fast_s) if fast_s > own.expires_s else (Risk.AT_RISK, finish_s)
+    risk, finish_s = (Risk.CANNOT_FIT, fast_s) if fast_s > work.expires_s else (Risk.AT_RISK, finish_s)
     return Eta(risk=risk, finish_s=finish_s, is_measured=is_measured, estimated_s=now, fitting_s=slow_s)

@@ -85,14 +85,14 @@ def owner_turns(
     can start none, and is not asked again.
     """
     turns = [
-        (count / weight_of(owner), place, count, owner) for place, (owner, count) in enumerate(num_in_flight.items())
+        (count / weight_of(owner), index, count, owner) for index, (owner, count) in enumerate(num_in_flight.items())
     ]
     heapq.heapify(turns)
     while turns:
-        _, place, count, owner = heapq.heappop(turns)
+        _, index, count, owner = heapq.heappop(turns)
         if start(owner):
             yield owner
-            heapq.heappush(turns, ((count + 1) / weight_of(owner), place, count + 1, owner))
+            heapq.heappush(turns, ((count + 1) / weight_of(owner), index, count + 1, owner))
 
 
 def client_turns(
@@ -127,9 +127,9 @@ def client_turns(
     return owner_turns(of_clients, weight_of, start_one)
 
 
-def line_deadline_s(time_left_s: float, place: int, num_left: int, line_s: float) -> float:
-    """Return the seconds that the `place`-th line in flight (from 1) of `num_left` may take."""
-    paced_s = _MARGIN * time_left_s * place / max(num_left, 1)
+def line_deadline_s(time_left_s: float, position: int, num_left: int, line_s: float) -> float:
+    """Return the seconds that the `position`-th line in flight (from 1) of `num_left` may take."""
+    paced_s = _MARGIN * time_left_s * position / max(num_left, 1)
     return max(0.001, min(time_left_s, max(paced_s, _PATIENCE * line_s)))
 
 
@@ -174,6 +174,6 @@ class LineSlots:
     def _open(self, shares: ModelShares) -> ModelShares:
         if self.closed.isdisjoint(shares):
             return shares
-        found = {model: share for model, share in shares.items() if model not in self.closed}
-        whole = sum(found.values())
-        return {model: share / whole for model, share in found.items()} if whole else shares
+        open_shares = {model: share for model, share in shares.items() if model not in self.closed}
+        whole = sum(open_shares.values())
+        return {model: share / whole for model, share in open_shares.items()} if whole else shares

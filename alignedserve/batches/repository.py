@@ -153,14 +153,14 @@ class BatchRepository:
     async def deleted(self, owner: str, text: str) -> DeletedFile | None:
         """Return where a file or batch of this owner was that was deleted within the last hour."""
         known = parsed_file_id(text) or parsed_batch_key(text)
-        found = None if known is None else await self._read_one(f"deleted/{known}", DeletedFile)
-        return found if found is not None and found.owner == owner else None
+        deletion = None if known is None else await self._read_one(f"deleted/{known}", DeletedFile)
+        return deletion if deletion is not None and deletion.owner == owner else None
 
     async def expiring_files(self, limit: int) -> list[FileRecord]:
         """List files that have an expiry time, the earliest first, without those whose record is damaged."""
         file_ids = await self._first(EXPIRING, limit)
         files: list[FileRecord] = []
-        for file_id, raw in zip(file_ids, await self._store.read([f"file/{one}" for one in file_ids]), strict=True):
+        for file_id, raw in zip(file_ids, await self._store.read([f"file/{key}" for key in file_ids]), strict=True):
             try:
                 files += [] if raw is None else [decode(raw, FileRecord)]
             except StorageDamaged as error:
@@ -233,8 +233,8 @@ class BatchRepository:
 
     async def _stored(self, batch_ids: Sequence[str]) -> list[tuple[str, bytes, bytes | None]]:
         keys = [f"{kind}/{batch_id}" for batch_id in batch_ids for kind in ("batch", "progress")]
-        found = await self._read(keys)
-        rows = zip(batch_ids, found[::2], found[1::2], strict=True)
+        values = await self._read(keys)
+        rows = zip(batch_ids, values[::2], values[1::2], strict=True)
         return [(batch_id, record, progress) for batch_id, record, progress in rows if record is not None]
 
     async def list_batches(
@@ -370,8 +370,8 @@ class BatchRepository:
             return None
 
     async def _read_files(self, file_ids: Sequence[str]) -> list[FileRecord]:
-        found = await self._store.read([f"file/{file_id}" for file_id in file_ids])
-        return [decode(raw, FileRecord) for raw in found if raw is not None]
+        values = await self._store.read([f"file/{file_id}" for file_id in file_ids])
+        return [decode(raw, FileRecord) for raw in values if raw is not None]
 
     async def _first(self, index: str, limit: int) -> tuple[str, ...]:
         page = await self._store.page(index, after=None, limit=limit, newest_first=False)
@@ -379,9 +379,9 @@ class BatchRepository:
         return page.members
 
 
-def idempotency_key_of(owner: str, given: str) -> str:
+def idempotency_key_of(owner: str, key: str) -> str:
     """Return the store's key of an idempotency key, which contains only its digest: clients choose it freely."""
-    return f"again/{owner}/{hashlib.sha256(given.encode()).hexdigest()}"
+    return f"again/{owner}/{hashlib.sha256(key.encode()).hexdigest()}"
 
 
 def _file_changes(record: FileRecord) -> list[Change]:

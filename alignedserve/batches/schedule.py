@@ -89,10 +89,10 @@ def by_priority(order: Sequence[Turn]) -> list[int]:
     Owners keep their places among each other. Example: A's batches a (priority 0) and b (-5), and B's c, in the order
     a, c, b: b, c, a.
     """
-    own: dict[str, list[Turn]] = {}
+    by_owner: dict[str, list[Turn]] = {}
     for turn in order:
-        own.setdefault(turn.owner, []).append(turn)
-    sorted_own = {owner: iter(sorted(turns, key=lambda one: one.priority)) for owner, turns in own.items()}
+        by_owner.setdefault(turn.owner, []).append(turn)
+    sorted_own = {owner: iter(sorted(turns, key=lambda turn: turn.priority)) for owner, turns in by_owner.items()}
     return [next(sorted_own[turn.owner]).position for turn in order]
 
 

@@ -151,7 +151,7 @@ class BatchStatistics:
         self._learn_rates(runs, slots)
         remaining = [run.remaining_work(self.throughputs) for run in runs]
         most = min(_MAX_ESTIMATES, max(1, _MAX_COMPARED // max(len(runs), 1)))
-        for index in sorted(range(len(runs)), key=lambda place: _estimated_s(runs[place]))[:most]:
+        for index in sorted(range(len(runs)), key=lambda position: _estimated_s(runs[position]))[:most]:
             others = remaining[:index] + remaining[index + 1 :]
             runs[index].set_eta(estimate_eta(remaining[index], others, self.throughputs, now))
 

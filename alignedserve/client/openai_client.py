@@ -259,9 +259,9 @@ _NOBODY = Listeners()
 def _listed_model(listed: Any) -> ListedModel:
     max_context_len = listed.get("max_model_len")
     sampling = listed.get("default_sampling")
-    given = sampling if isinstance(sampling, dict) else {}
-    numbers = {name: float(value) for name, value in given.items() if isinstance(value, int | float)}
-    source = given.get("source")
+    settings = sampling if isinstance(sampling, dict) else {}
+    numbers = {name: float(value) for name, value in settings.items() if isinstance(value, int | float)}
+    source = settings.get("source")
     return ListedModel(
         str(listed["id"]),
         max_context_len if isinstance(max_context_len, int) else None,

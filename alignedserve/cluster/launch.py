@@ -81,9 +81,9 @@ _STEP_S = 0.1
 _SETTLED_S = 30.0
 
 
-def adopt_cluster(asked: str, actor_classes: ActorClasses, setup: HostsSetup) -> ClusterOnHosts | None:
+def adopt_cluster(digest: str, actor_classes: ActorClasses, setup: HostsSetup) -> ClusterOnHosts | None:
     """Take over what a former driver has left; None: there is nothing, or it was of another kind and has been ended.
-    `asked`: what this driver is to serve, by `digest_of`. Raises ResourceError when the former driver still runs, or
+    `digest`: what this driver is to serve, by `digest_of`. Raises ResourceError when the former driver still runs, or
     its processes do not end."""
     try:
         record = read_record()
@@ -93,9 +93,9 @@ def adopt_cluster(asked: str, actor_classes: ActorClasses, setup: HostsSetup) ->
     if record is None:
         return None
     state = left_by_former(record)
-    if state is not None and state.asked == asked:
+    if state is not None and state.asked == digest:
         try:
-            return _adopt(state, actor_classes, replace(setup, succession=Succession(asked, state)))
+            return _adopt(state, actor_classes, replace(setup, succession=Succession(digest, state)))
         except AlignedServeError as error:
             logger.warning("the former cluster cannot be taken over, and is ended: %s", error)
     end_cluster(record)
@@ -242,7 +242,7 @@ def launch_on_hosts(
     """Start a cluster on the nodes of that Ray cluster and return it when it is up. One that a former driver with the
     same configuration has left goes on instead, and one of another is ended first. Raises an error of the tree, with
     nothing left running, when it cannot."""
-    observer, asked = observer or LoggingObserver(), digest_of(*settings.configs)
+    observer, digest = observer or LoggingObserver(), digest_of(*settings.configs)
     configs = [_checked(config, len(settings.own)) for config in settings.configs]
     if any(config.model.keep_alive is not None for config in configs):
         raise ConfigError("model.keep_alive is for a cluster of one host; leave it out")
@@ -252,8 +252,8 @@ def launch_on_hosts(
         require_head(alive_nodes(), context.get_node_id())
         scales = configs[0].scaling.max_nodes is not None
         scaling = load_plugin("autoscaler").scaling_of(configs, context.gcs_address) if scales else None
-        setup = HostsSetup(DriverSetup(settings, NodeAdmission, observer), Succession(asked), scaling)
-        cluster = adopt_cluster(asked, actor_classes, setup)
+        setup = HostsSetup(DriverSetup(settings, NodeAdmission, observer), Succession(digest), scaling)
+        cluster = adopt_cluster(digest, actor_classes, setup)
         is_adopted = cluster is not None
         if cluster is None:
             cluster = _prepare_cluster(configs, hosts, actor_classes, setup)
@@ -288,7 +288,7 @@ def _prepare_cluster(
     with contextlib.ExitStack() as if_it_fails, NodeAdmission(nodes) as admission:
         device = configs[0].engine.device
         choice, reports = agreed_device(
-            device, admission.reports(device, [resolve_for([], one).folder for one in configs])
+            device, admission.reports(device, [resolve_for([], config).folder for config in configs])
         )
         setup.driver.observer.device_chosen(choice)
         configs = [with_device(config, choice) for config in configs]
@@ -307,8 +307,8 @@ def _prepare_cluster(
         if_it_fails.callback(kill_actors, [agent.actor for agent in agents.values()])
         members = _members(plans, resources, agents)
         expect_handoffs(members)
-        for one, plan in plans.items():
-            parts = {member.ray_node: member.models[one] for member in members if one in member.models}
+        for key, plan in plans.items():
+            parts = {member.ray_node: member.models[key] for member in members if key in member.models}
             admission.check(parts, plan.served)
         release_former()
         for member in members:
@@ -328,16 +328,16 @@ def _prepare_cluster(
 
 
 def _plan(
-    configs: Sequence[ClusterConfig], found: Mapping[RayNode, NodeResources], reports: Mapping[RayNode, NodeReport]
+    configs: Sequence[ClusterConfig], by_node: Mapping[RayNode, NodeResources], reports: Mapping[RayNode, NodeReport]
 ) -> dict[str, ClusterPlan]:
-    machines, head = [resources.machine for resources in found.values()], next(iter(reports.values()))
-    missing = {node: missing_copies(reports[node], head.digests) for node in found}
+    machines, head = [resources.machine for resources in by_node.values()], next(iter(reports.values()))
+    missing = {node: missing_copies(reports[node], head.digests) for node in by_node}
     models = []
     for index, config in enumerate(configs):
         served = with_adapters(resolve_for(machines, config), config.lora)
-        nodes = frozenset(one.capacity.name for node, one in found.items() if index not in missing[node])
+        nodes = frozenset(resources.capacity.name for node, resources in by_node.items() if index not in missing[node])
         models.append(PlannedModel(numbered_deployment(index + 1), with_block_size(config, served), served, nodes))
-    plans = plan_models(models, list(found.values()))
+    plans = plan_models(models, list(by_node.values()))
     for plan in plans.values():
         for choice in plan.choices.values():
             preflight.check_configuration(choice.config, plan.served)
@@ -345,10 +345,10 @@ def _plan(
 
 
 def _members(
-    plans: Mapping[str, ClusterPlan], found: Mapping[RayNode, NodeResources], agents: Mapping[RayNode, Agent]
+    plans: Mapping[str, ClusterPlan], by_node: Mapping[RayNode, NodeResources], agents: Mapping[RayNode, Agent]
 ) -> list[Member]:
     members = []
-    for index, node in enumerate(found):
+    for index, node in enumerate(by_node):
         parts = [plan.part(index, node.address) for plan in plans.values()]
         used = [part for part in parts if part.share.num_workers or part.share.is_head or part.share.gateways]
         members.append(member_of(node, used or parts[:1], agents[node]))
@@ -357,7 +357,7 @@ def _members(
 
 def _joining(
     plans: Mapping[str, ClusterPlan],
-    found: Mapping[RayNode, NodeResources],
+    by_node: Mapping[RayNode, NodeResources],
     setup: DriverSetup,
     digests: Sequence[str | None],
     cluster_id: str,
@@ -365,11 +365,11 @@ def _joining(
     for plan in plans.values():
         setup.observer.sizes_chosen(next(iter(plan.choices.values())), has_others=len(plans) > 1)
     models = {
-        one: HostedModel(plan, own, digest)
-        for (one, plan), own, digest in zip(plans.items(), setup.settings.own, digests, strict=True)
+        key: HostedModel(plan, sections, digest)
+        for (key, plan), sections, digest in zip(plans.items(), setup.settings.own, digests, strict=True)
     }
-    joining = Joining(plans[FIRST_DEPLOYMENT], models, cluster_id, len(found))
-    joining.wholes = {resources.capacity.name: resources.machine for resources in found.values()}
+    joining = Joining(plans[FIRST_DEPLOYMENT], models, cluster_id, len(by_node))
+    joining.wholes = {resources.capacity.name: resources.machine for resources in by_node.values()}
     return joining
 
 

@@ -99,28 +99,28 @@ class MemoryPlanner:
         tight = self.longest_that_fits()
         return None if tight is None else min(tight, ENOUGH_CONTEXT_LEN)
 
-    def longest_that_fits(self, kept: Kept = Kept.AT_LEAST) -> int | None:
+    def longest_that_fits(self, margin: Kept = Kept.AT_LEAST) -> int | None:
         """Return the longest context that fits, in whole steps where it is long; None: none that is of use."""
         low, high = min(LEAST_CONTEXT_LEN, self.served.max_context_len), self.served.max_context_len
-        if not self._fits(low, kept):
+        if not self._fits(low, margin):
             return None
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if self._fits(middle, kept) else (low, middle - 1)
+            low, high = (middle, high) if self._fits(middle, margin) else (low, middle - 1)
         return low // _STEP * _STEP if self.served.max_context_len > low > _STEP else low
 
     def with_(self, *, config: ClusterConfig | None = None, served: ServedModel | None = None) -> "MemoryPlanner":
         return MemoryPlanner(config or self.config, served or self.served, self.machine, self._recomputing_bytes)
 
-    def needed_bytes(self, context_len: int, kept: Kept) -> int:
+    def needed_bytes(self, context_len: int, margin: Kept) -> int:
         needed = sum(memory.least * memory.counts.get(Place.HOST, 0) for memory in self._memories(context_len))
         needed += self._host_weights()
-        return max(-(-needed * kept // (kept - 1)) + kept, needed + self._overhead())
+        return max(-(-needed * margin // (margin - 1)) + margin, needed + self._overhead())
 
     def sizes_at(self, context_len: int) -> dict[tuple[str, str], int]:
         """Return every memory's size by section and field: wanted where all fit, less where they do not."""
         memories, limits = self._memories(context_len), self._limits(Kept.USUALLY)
-        shares = {place: _share(memories, place, limit) for place, limit in limits.items()}
+        shares = {location: _share(memories, location, limit) for location, limit in limits.items()}
         sizes: dict[tuple[str, str], int] = {}
         for memory in memories:
             share = min(shares[count] for count in memory.counts)
@@ -128,11 +128,11 @@ class MemoryPlanner:
             sizes[memory.section, memory.field] = max(size // MIB * MIB, memory.least)
         return sizes
 
-    def _fits(self, context_len: int, kept: Kept = Kept.USUALLY) -> bool:
+    def _fits(self, context_len: int, margin: Kept = Kept.USUALLY) -> bool:
         memories = self._memories(context_len)
         return all(
-            sum(memory.least * memory.counts.get(place, 0) for memory in memories) <= limit
-            for place, limit in self._limits(kept).items()
+            sum(memory.least * memory.counts.get(location, 0) for memory in memories) <= limit
+            for location, limit in self._limits(margin).items()
         )
 
     def _host_weights(self) -> int:
@@ -146,9 +146,9 @@ class MemoryPlanner:
         largest = config.vocab_size * config.embedding_size * DTYPE_BYTES[self.served.dtype]
         return _SYSTEM_BYTES + self.config.num_workers * (_PROCESS_BYTES + largest + worker_grammar_bytes(self.served))
 
-    def _limits(self, kept: Kept) -> dict[Place, int]:
+    def _limits(self, margin: Kept) -> dict[Place, int]:
         machine = self.machine
-        free = max(machine.available_bytes // kept, self._overhead())
+        free = max(machine.available_bytes // margin, self._overhead())
         limits = {Place.HOST: machine.available_bytes - free - self._host_weights()}
         if self.topology is not Topology.COLOCATED or self._keeps_prefixes:
             shared = machine.shared_bytes * 9 // 10
@@ -164,8 +164,8 @@ class MemoryPlanner:
     def _memories(self, context_len: int) -> list[Memory]:
         config, is_on_gpu = self.config, bool(self.machine.gpu_bytes)
         block = self.served.block_layout(config.engine.block_size)
-        one = block.token_bytes * (context_len + config.engine.block_size) + block.context_bytes
-        hidden = -(-one // block.block_bytes) * (block.block_bytes + self._recomputing_bytes)
+        context_bytes = block.token_bytes * (context_len + config.engine.block_size) + block.context_bytes
+        hidden = -(-context_bytes // block.block_bytes) * (block.block_bytes + self._recomputing_bytes)
         decode_places = {Place.DECODE_GPU: 1} if is_on_gpu else {Place.HOST: config.decode.count}
         prefill_places = {Place.PREFILL_GPU: 1} if is_on_gpu else {Place.HOST: config.prefill.count}
         wanted = max(self._wanted(config.decode.max_running_requests), hidden, config.decode.kv_cache_bytes)
@@ -173,7 +173,7 @@ class MemoryPlanner:
         decode = self._memory(
             "decode",
             "kv_cache_bytes",
-            hidden if self._recomputing_bytes else one,
+            hidden if self._recomputing_bytes else context_bytes,
             on_gpu if is_on_gpu else wanted,
             decode_places,
         )
@@ -190,20 +190,20 @@ class MemoryPlanner:
         batch = self._wanted(config.decode.max_running_requests)
         if is_on_gpu:
             batch = max(batch, min(self._wanted(self.running_requests(on_gpu)), on_gpu))
-        pool = max(batch * config.decode.count, one, config.pool.memory_bytes)
+        pool = max(batch * config.decode.count, context_bytes, config.pool.memory_bytes)
         buffers = max(wanted * config.decode.count // config.prefill.count // 4, config.prefill.candidate_buffer_bytes)
         in_pool, in_buffers = (
             {Place.HOST: 1, Place.SHARED: 1},
             self._buffer_places(Place.PREFILL_GPU, config.prefill.count),
         )
-        prefill = max(self._wanted(config.prefill.max_running_requests), one, config.prefill.kv_cache_bytes)
+        prefill = max(self._wanted(config.prefill.max_running_requests), context_bytes, config.prefill.kv_cache_bytes)
         entry = policy_entry(config.scheduling.policy)
         return [
             decode,
             *([swapped] if entry.schedules_iterations and Mechanism.SWAP in entry.uses else []),
-            self._memory("prefill", "kv_cache_bytes", one, prefill, prefill_places),
+            self._memory("prefill", "kv_cache_bytes", context_bytes, prefill, prefill_places),
             self._memory("prefill", "candidate_buffer_bytes", 0, buffers, in_buffers),
-            self._memory("pool", "memory_bytes", one, pool, in_pool),
+            self._memory("pool", "memory_bytes", context_bytes, pool, in_pool),
             *prefixes,
         ]
 
@@ -268,9 +268,9 @@ def worker_grammar_bytes(served: ServedModel) -> int:
     return 0 if served.encoder is not None else grammar_bytes(served.config.vocab_size)
 
 
-def _share(memories: list[Memory], place: Place, limit: int) -> float:
-    least = sum(memory.least * memory.counts.get(place, 0) for memory in memories)
-    more = sum(memory.wanted * memory.counts.get(place, 0) for memory in memories) - least
+def _share(memories: list[Memory], location: Place, limit: int) -> float:
+    least = sum(memory.least * memory.counts.get(location, 0) for memory in memories)
+    more = sum(memory.wanted * memory.counts.get(location, 0) for memory in memories) - least
     return min(max((limit - least) / more, 0.0), 1.0) if more else 1.0
 
 

@@ -57,11 +57,11 @@ class NodeShare:
 
     def with_worker(self, kind: str, name: str) -> "NodeShare":
         """Return the share with one worker more: `prefill` or `decode`."""
-        prefill, decode = ((name,) if kind == one else () for one in ("prefill", "decode"))
+        prefill, decode = ((name,) if kind == role else () for role in ("prefill", "decode"))
         return replace(self, prefill=(*self.prefill, *prefill), decode=(*self.decode, *decode))
 
     def without(self, names: Collection[str]) -> "NodeShare":
-        prefill, decode = (tuple(one for one in kind if one not in names) for kind in (self.prefill, self.decode))
+        prefill, decode = (tuple(name for name in kind if name not in names) for kind in (self.prefill, self.decode))
         return replace(self, prefill=prefill, decode=decode)
 
     def without_model(self) -> "NodeShare":

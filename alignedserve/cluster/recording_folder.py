@@ -46,8 +46,8 @@ def remove_unserved(folder: Path) -> None:
     has been served then, and a later start would be refused for this folder instead of its own reason."""
     with contextlib.suppress(OSError):
         parts = [path.parent for path in folder.glob(f"*/{PART_FILE}")]
-        for place in (folder, *parts):
-            for path in (place / RUN_FILE, place / PART_FILE, *place.glob(f"*{SUFFIX}")):
+        for directory in (folder, *parts):
+            for path in (directory / RUN_FILE, directory / PART_FILE, *directory.glob(f"*{SUFFIX}")):
                 path.unlink(missing_ok=True)
         for part in parts:
             part.rmdir()

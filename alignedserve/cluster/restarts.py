@@ -62,15 +62,15 @@ class Restarts:
     @property
     def failing(self) -> frozenset[str]:
         troubles = self._troubles.items()
-        return frozenset(name for name, one in troubles if one.up_s is None and one.num_failed > _FEW_FAILURES)
+        return frozenset(name for name, fault in troubles if fault.up_s is None and fault.num_failed > _FEW_FAILURES)
 
     def look(self, healths: Mapping[str, Health], now: float) -> list[str]:
         """Return the processes that are to be started again now; each counts as starting from then on. `healths`: of
         all processes that there are."""
-        self._troubles = {name: one for name, one in self._troubles.items() if name in healths}
+        self._troubles = {name: fault for name, fault in self._troubles.items() if name in healths}
         for name, health in healths.items():
             self._note(name, health, now)
-        due = [name for name, one in self._troubles.items() if one.due_s is not None and now >= one.due_s]
+        due = [name for name, fault in self._troubles.items() if fault.due_s is not None and now >= fault.due_s]
         for name in due:
             trouble = self._troubles[name]
             trouble.due_s, trouble.is_noted = None, False

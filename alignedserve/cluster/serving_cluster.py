@@ -103,14 +103,14 @@ class StatusQuestion:
         )
 
     def _processes(self, healths: Mapping[str, Health]) -> Iterator[ProcessReport]:
-        for name, asked in self._memory.items():
+        for name, call in self._memory.items():
             health = healths.get(name, Health())
             state = _STATES.get(health.state, "fails")
-            yield ProcessReport(name, state, health.problem, _answer(asked))
+            yield ProcessReport(name, state, health.problem, _answer(call))
 
 
-def _answer(asked: Any) -> Any:
-    return answer_or_none(asked) if has_ended(asked) else None
+def _answer(call: Any) -> Any:
+    return answer_or_none(call) if has_ended(call) else None
 
 
 _READY_LOOK_S = 0.1
@@ -169,7 +169,7 @@ class ServingCluster:
 
     @property
     def plans(self) -> tuple[ClusterPlan, ...]:
-        return tuple(self._joining.models[one].plan for one in self._models.listed)
+        return tuple(self._joining.models[deployment_id].plan for deployment_id in self._models.listed)
 
     @property
     def url(self) -> str:
@@ -209,7 +209,7 @@ class ServingCluster:
         made: dict[str, Any] = {}
         try:
             made |= self._factory_of(node).create(node, state, drives_batches=drives_batches)
-            member = next(one for one in self._members.values() if one.name == node.share.node)
+            member = next(member for member in self._members.values() if member.name == node.share.node)
             for part in member.others.values():
                 made |= self._factory_of(part).create(part, state)
         except BaseException:
@@ -515,7 +515,7 @@ class ServingCluster:
         self._models.look()
         self._models.note_failing(self._failed.failing, self.healths())
         self._restarts.look(drained)
-        for order_id in [one for one, question in self._questions.items() if question.is_over(now)]:
+        for order_id in [order_id for order_id, question in self._questions.items() if question.is_over(now)]:
             question = self._questions.pop(order_id)
             self._answer(order_id, question.report(self.url, self.healths(), self._reports()))
         return self._models.phases != before
@@ -530,7 +530,7 @@ class ServingCluster:
         }
 
     def _start_again(self, name: str) -> None:
-        member = next(one for one in self._members.values() if name in self._actors[one.name])
+        member = next(member for member in self._members.values() if name in self._actors[member.name])
         self.start_again(member.part_of(name), name)
 
     def _answer(self, order_id: str, answer: Answer) -> None:

@@ -61,8 +61,8 @@ class SizeChoice:
             state = _spelt(layout.block_bytes - layout.kv_bytes)
             parts.append(f"{state} of states in each block of {layout.block_size} tokens")
         if layout.state_blocks:
-            kept = "windows" if layout.ring_layers else "states"
-            parts.append(f"{_spelt(layout.context_bytes)} of it for the {kept} of each request, however long")
+            contents = "windows" if layout.ring_layers else "states"
+            parts.append(f"{_spelt(layout.context_bytes)} of it for the {contents} of each request, however long")
         if config.prefix_cache.pool_bytes:
             parts.append(f"{_spelt(config.prefix_cache.pool_bytes)} for prefixes that workers share")
         chunk = config.decode.max_num_batched_tokens
@@ -129,14 +129,14 @@ def _with_limits(config: ClusterConfig, sized: ClusterConfig, planner: MemoryPla
     layout = served.block_layout(sized.engine.block_size)
     sections = {}
     for name in ("prefill", "decode"):
-        given, section = getattr(config, name), getattr(sized, name)
+        before, section = getattr(config, name), getattr(sized, name)
         limits: dict[str, int] = {}
         if name == "decode" and machine.gpu_bytes and served.encoder is None:
             limits["max_running_requests"] = planner.running_requests(section.kv_cache_bytes)
-        elif isinstance(given.max_running_requests, DefaultSize) and isinstance(given.kv_cache_bytes, DefaultSize):
+        elif isinstance(before.max_running_requests, DefaultSize) and isinstance(before.kv_cache_bytes, DefaultSize):
             room = section.kv_cache_bytes // (layout.token_bytes * LEAST_TOKENS + layout.context_bytes)
-            limits["max_running_requests"] = min(max(room, 1), given.max_running_requests)
-        if isinstance(given.max_num_batched_tokens, DefaultSize):
+            limits["max_running_requests"] = min(max(room, 1), before.max_running_requests)
+        if isinstance(before.max_num_batched_tokens, DefaultSize):
             limits["max_num_batched_tokens"] = chunk
         sections[name] = changed(section, **limits)
     return changed(sized, **sections)

@@ -35,9 +35,9 @@ SHORT_SPINS = "1000"
 def api_keys() -> tuple[str, ...]:
     """Return the keys that clients must present, comma-separated in ALIGNEDSERVE_API_KEYS. None: the gateway is open.
     Raises ConfigError where there is something in it and no key, as in a secret gone wrong."""
-    given = os.environ.get(API_KEYS_VARIABLE, "")
-    keys = tuple(key.strip() for key in given.split(",") if key.strip())
-    if given and not keys:
+    text = os.environ.get(API_KEYS_VARIABLE, "")
+    keys = tuple(key.strip() for key in text.split(",") if key.strip())
+    if text and not keys:
         raise ConfigError(f"{API_KEYS_VARIABLE} is set and holds no key; unset it where anyone may call")
     return keys
 

@@ -31,33 +31,33 @@ def refusal_of(error: msgspec.ValidationError, values: Mapping[str, Any]) -> str
         return str(error.__cause__)
     match = _PLACE.fullmatch(str(error))
     assert match is not None, "the pattern matches every text"
-    problem, place = match["problem"], match["place"] or ""
-    before = f"{place}: " if place else ""
+    problem, path = match["problem"], match["place"] or ""
+    before = f"{path}: " if path else ""
     if unknown := _UNKNOWN.fullmatch(problem):
-        return f"{before}unknown field `{unknown['name']}`{_hint(unknown['name'], place)}"
+        return f"{before}unknown field `{unknown['name']}`{_hint(unknown['name'], path)}"
     if missing := _MISSING.fullmatch(problem):
         return f"{before}the field `{missing['name']}` is missing"
     if match["key"] is not None:
         return f"{before}a name is not a text; quote words that mean something in YAML, such as on and yes"
-    if place == "topology":
-        return f"topology must be one of {', '.join(one.value for one in Topology)} (it is {_shown(values, place)})"
-    if place in _SECTIONS and values.get(place) is None:  # as where every line below it is a comment
-        return f"{place} is there without a field; leave it out as well"
-    if place and (required := required_kind(problem)):
-        return f"{place} {required} (it is {_shown(values, place)})"
+    if path == "topology":
+        return f"topology must be one of {', '.join(kind.value for kind in Topology)} (it is {_shown(values, path)})"
+    if path in _SECTIONS and values.get(path) is None:  # as where every line below it is a comment
+        return f"{path} is there without a field; leave it out as well"
+    if path and (required := required_kind(problem)):
+        return f"{path} {required} (it is {_shown(values, path)})"
     return f"{before}{problem}"
 
 
-def _hint(name: str, place: str) -> str:
+def _hint(name: str, path: str) -> str:
     meant = [f"`{section}.{name}`" for section, kind in _SECTIONS.items() if name in _names(kind)]
     if not 0 < len(meant) <= _MAX_ELSEWHERE:
-        meant = [f"`{close_match}`" for close_match in get_close_matches(name, _fields_at(place), n=1)]
+        meant = [f"`{close_match}`" for close_match in get_close_matches(name, _fields_at(path), n=1)]
     return f"; did you mean {' or '.join(meant)}?" if meant else "; docs/settings.md has all"
 
 
-def _fields_at(place: str) -> tuple[str, ...]:
+def _fields_at(path: str) -> tuple[str, ...]:
     kind: Any = ClusterConfig
-    for name in re.findall(r"[^.\[\]]+", re.sub(r"\[[^]]*\]", "", place)):
+    for name in re.findall(r"[^.\[\]]+", re.sub(r"\[[^]]*\]", "", path)):
         of_field = next((field.type for field in msgspec.structs.fields(kind) if field.name == name), None)
         kind = next((arg for arg in (of_field, *get_args(of_field)) if hasattr(arg, "__struct_fields__")), None)
         if kind is None:
@@ -69,9 +69,9 @@ def _names(kind: Any) -> tuple[str, ...]:
     return tuple(field.name for field in msgspec.structs.fields(kind))
 
 
-def _shown(values: Mapping[str, Any], place: str) -> str:
+def _shown(values: Mapping[str, Any], path: str) -> str:
     value: Any = values
-    for name, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", place):
+    for name, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", path):
         try:
             value = value[name] if name else value[int(index)]
         except (KeyError, IndexError, TypeError):

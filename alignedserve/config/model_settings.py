@@ -40,7 +40,7 @@ class ModelSettings:
     def configs(self) -> tuple[ClusterConfig, ...]:
         """Return each model's configuration. Raises ConfigError naming the field."""
         configs = tuple(self._config(number) for number in range(len(self.own)))
-        names = [name_of(own) for own in self.own]
+        names = [name_of(sections) for sections in self.own]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise ConfigError(f"two models are called {twice}; name them apart: serve NAME=MODEL NAME=MODEL")
@@ -48,13 +48,13 @@ class ModelSettings:
         return configs
 
     def _config(self, number: int) -> ClusterConfig:
-        own = self.own[number]
+        sections = self.own[number]
         try:
-            return config_of(_merged(self.common, own))
+            return config_of(_merged(self.common, sections))
         except ConfigError as error:
             if len(self.own) == 1 or str(error) == _mistake(self.common):
                 raise
-            raise ConfigError(f"the model {number + 1}, {name_of(own)}: {error}") from error
+            raise ConfigError(f"the model {number + 1}, {name_of(sections)}: {error}") from error
 
     def check(self) -> None:
         """Raise ConfigError naming the field that is wrong in a model's configuration."""
@@ -66,22 +66,22 @@ class ModelSettings:
         """Return the own sections of one more model. `name`: for clients; None: by its path. `settings`:
         section.field=value. `like`: the sections of a model in whose place it comes; its workers are as that one's, its
         `model` section is not. Raises ConfigError."""
-        own = {section: copy.deepcopy(fields) for section, fields in (like or {}).items() if section != "model"}
-        own["model"] = {"path": path} | ({"served_model_name": name} if name is not None else {})
+        sections = {section: copy.deepcopy(fields) for section, fields in (like or {}).items() if section != "model"}
+        sections["model"] = {"path": path} | ({"served_model_name": name} if name is not None else {})
         for setting in settings:
-            apply_override(own, setting)
-        _require_own(own, name or path)
-        return own
+            apply_override(sections, setting)
+        _require_own(sections, name or path)
+        return sections
 
     def with_local(self, models: Sequence[ModelSectionConfig]) -> "ModelSettings":
-        own = [
-            _merged(one, {"model": {"path": model.path, "served_model_name": model.served_model_name}})
-            for one, model in zip(self.own, models, strict=True)
+        merged = [
+            _merged(sections, {"model": {"path": model.path, "served_model_name": model.served_model_name}})
+            for sections, model in zip(self.own, models, strict=True)
         ]
-        return replace(self, own=tuple(own))
+        return replace(self, own=tuple(merged))
 
-    def with_models(self, own: Sequence[Mapping[str, Any]]) -> "ModelSettings":
-        return replace(self, own=tuple(own))
+    def with_models(self, sections: Sequence[Mapping[str, Any]]) -> "ModelSettings":
+        return replace(self, own=tuple(sections))
 
 
 def load_models(path: Path | None, overrides: Sequence[str], models: Sequence[str]) -> ModelSettings:
@@ -94,22 +94,22 @@ def load_models(path: Path | None, overrides: Sequence[str], models: Sequence[st
         raise ConfigError("models are given in the file and on the command line; leave one of them out")
     if len(models) > MAX_MODELS or len(listed) > MAX_MODELS:
         raise ConfigError(f"a cluster serves {MAX_MODELS} models at most")
-    own: list[dict[str, Any]] = listed or [{"model": named_model(model)} for model in models]
-    if len(own) == 1 and not listed:  # as if the file named it
-        values = _merged(values, own[0])
+    sections: list[dict[str, Any]] = listed or [{"model": named_model(model)} for model in models]
+    if len(sections) == 1 and not listed:  # as if the file named it
+        values = _merged(values, sections[0])
     if len(models) <= 1 and not listed:
-        own = [{}]
+        sections = [{}]
     for override in overrides:
-        _apply(values, own, override)
-    if len(own) > 1 or listed:
+        _apply(values, sections, override)
+    if len(sections) > 1 or listed:
         _require_apart(values)
-        return ModelSettings(values, tuple(own))
-    return ModelSettings(*_apart(values, own[0]))
+        return ModelSettings(values, tuple(sections))
+    return ModelSettings(*_apart(values, sections[0]))
 
 
-def name_of(own: Mapping[str, Any]) -> str:
+def name_of(sections: Mapping[str, Any]) -> str:
     """Return how a model's settings call it: the name for clients, or the last part of its path."""
-    model = own.get("model") or {}
+    model = sections.get("model") or {}
     if model.get("served_model_name"):
         return str(model["served_model_name"])
     last = PurePath(str(model.get("path", "pocket"))).name
@@ -124,43 +124,43 @@ def _mistake(common: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _listed(given: Any) -> list[dict[str, Any]]:
-    if given is None:
+def _listed(listed: Any) -> list[dict[str, Any]]:
+    if listed is None:
         return []
-    if not isinstance(given, list) or not given or not all(isinstance(settings, dict) for settings in given):
+    if not isinstance(listed, list) or not listed or not all(isinstance(settings, dict) for settings in listed):
         raise ConfigError(f"{MODELS}: a list with a mapping of sections for each model")
-    for number, own in enumerate(given, start=1):
-        _require_own(own, f"{MODELS}: the model {number}")
-        if not isinstance(own.get("model"), dict) or not own["model"].get("path"):
+    for number, sections in enumerate(listed, start=1):
+        _require_own(sections, f"{MODELS}: the model {number}")
+        if not isinstance(sections.get("model"), dict) or not sections["model"].get("path"):
             raise ConfigError(f"{MODELS}: the model {number} has no model.path")
-    return given
+    return listed
 
 
-def named_model(given: str) -> dict[str, str]:
+def named_model(argument: str) -> dict[str, str]:
     """Return the `model` section of an argument: MODEL or NAME=MODEL. Raises ConfigError."""
-    name, separator, path = given.partition("=")
-    if not separator or "/" in name or Path(given).exists():
-        return {"path": given}
+    name, separator, path = argument.partition("=")
+    if not separator or "/" in name or Path(argument).exists():
+        return {"path": argument}
     if not name or not path:
-        raise ConfigError(f"{given!r}: write MODEL or NAME=MODEL")
+        raise ConfigError(f"{argument!r}: write MODEL or NAME=MODEL")
     return {"path": path, "served_model_name": name}
 
 
-def _apply(values: dict[str, Any], own: list[dict[str, Any]], override: str) -> None:
+def _apply(values: dict[str, Any], sections: list[dict[str, Any]], override: str) -> None:
     key = override.partition("=")[0].strip()
     if key.partition(".")[0] not in OWN_SECTIONS:
-        names = [name_of(_merged(values, settings)) for settings in own]
+        names = [name_of(_merged(values, settings)) for settings in sections]
         name = max((name for name in names if key.startswith(f"{name}.")), key=len, default=None)
         if name is not None:
-            target = own[names.index(name)]
+            target = sections[names.index(name)]
             apply_override(target, override.strip().removeprefix(f"{name}."))
             _require_own(target, name)
             return
     apply_override(values, override)
 
 
-def _require_own(own: Mapping[str, Any], subject: str) -> None:
-    for section in own:
+def _require_own(sections: Mapping[str, Any], subject: str) -> None:
+    for section in sections:
         if section not in OWN_SECTIONS:
             raise ConfigError(f"{subject}: {section} is of the whole cluster, not of one model")
 
@@ -190,22 +190,22 @@ def require_adapters_apart(models: Mapping[str, ClusterConfig]) -> None:
         taken.update(config.lora.adapters)
 
 
-def _apart(values: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[dict[str, Any]]]:
+def _apart(values: Mapping[str, Any], sections: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[dict[str, Any]]]:
     model = values.get("model")
     if "lora" in values:
         lora = values["lora"]
         values = {section: fields for section, fields in values.items() if section != "lora"}
-        own = _merged({"lora": lora}, own)
+        sections = _merged({"lora": lora}, sections)
     if not isinstance(model, dict):
-        return dict(values), (_merged({"model": {}}, own),)
+        return dict(values), (_merged({"model": {}}, sections),)
     fields = {name: value for name, value in model.items() if name in _NOT_INHERITED}
     common = {name: value for name, value in model.items() if name not in _NOT_INHERITED}
-    return {**values, "model": common}, (_merged({"model": fields}, own),)
+    return {**values, "model": common}, (_merged({"model": fields}, sections),)
 
 
-def _merged(common: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+def _merged(common: Mapping[str, Any], sections: Mapping[str, Any]) -> dict[str, Any]:
     merged = copy.deepcopy(dict(common))
-    for section, fields in own.items():
+    for section, fields in sections.items():
         former = merged.get(section)
         if isinstance(former, dict) and isinstance(fields, dict):
             merged[section] = {**former, **fields}

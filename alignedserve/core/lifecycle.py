@@ -81,9 +81,9 @@ def epoch_end(attempt: int) -> int:
     return attempt | (STEPS_PER_EPOCH - 1)
 
 
-def is_same_epoch(one: int, other: int) -> bool:
+def is_same_epoch(step: int, other: int) -> bool:
     """Return True if both numbers belong to the same epoch."""
-    return one // STEPS_PER_EPOCH == other // STEPS_PER_EPOCH
+    return step // STEPS_PER_EPOCH == other // STEPS_PER_EPOCH
 
 
 def plan_chunks(remaining: Iterable[tuple[RequestId, int]], budget: int) -> tuple[tuple[RequestId, int], ...]:

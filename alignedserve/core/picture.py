@@ -74,9 +74,9 @@ def with_picture_keys(token_ids: tuple[int, ...], pictures: Sequence[Picture]) -
         return token_ids
     keys = list(token_ids)
     for picture in pictures:
-        own = _KEY_BIT | int.from_bytes(picture.digest[:_KEY_BYTES], "little")
+        first_key = _KEY_BIT | int.from_bytes(picture.digest[:_KEY_BYTES], "little")
         for index, position in enumerate(picture.positions):
-            keys[position] = own + index
+            keys[position] = first_key + index
     return tuple(keys)
 
 

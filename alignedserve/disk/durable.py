@@ -81,10 +81,10 @@ class LastSeen:
 
 def _mark_of(path: Path) -> _Mark | None:
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return _Mark(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+    return _Mark(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 def open_private(path: str | Path, flags: int) -> int:

@@ -82,10 +82,10 @@ def mistake_of(text: str, error: Exception) -> str:
     rest = text.split("\n")[mark.line :]
     if rest and "\t" in rest[0][: len(rest[0]) - len(rest[0].lstrip())]:
         return f"line {mark.line + 1} is indented by a tab, and YAML takes spaces alone"
-    told = f"{error.problem} in line {mark.line + 1}, column {mark.column + 1}"
+    problem = f"{error.problem} in line {mark.line + 1}, column {mark.column + 1}"
     if error.context is None or error.context_mark is None:
-        return told
-    return f"{told}, {error.context} that begins in line {error.context_mark.line + 1}"
+        return problem
+    return f"{problem}, {error.context} that begins in line {error.context_mark.line + 1}"
 
 
 def required_kind(problem: str) -> str | None:
@@ -94,5 +94,5 @@ def required_kind(problem: str) -> str | None:
     if expected is None:
         return None
     names = expected["kinds"].split(" | ")
-    told = [name for name in names if name != "null" and not (name == "int" and "float" in names)]
-    return f"must be {' or '.join(_KINDS.get(name, name) for name in told)}"
+    allowed = [name for name in names if name != "null" and not (name == "int" and "float" in names)]
+    return f"must be {' or '.join(_KINDS.get(name, name) for name in allowed)}"

@@ -177,7 +177,7 @@ class GatewayServer:
         places = {"logs": self._links.log_folder, "state": state}
         with contextlib.suppress(NotEnoughMemory):  # a host of gateways alone needs no blocks
             places["shared_memory"] = arena_folder()
-        return {place: path for place, path in places.items() if path is not None}
+        return {name: path for name, path in places.items() if path is not None}
 
     def _source_of_keys(self) -> KeysSource | None:
         path, batches = self._config.keys_path, self._state.batches

@@ -40,14 +40,14 @@ def _measured(places: Mapping[str, Path]) -> bytes:
         "alignedserve_disk_bytes", "Size of a file system, by what is kept there.", ["place"], registry=registry
     )
     free = Gauge("alignedserve_disk_free_bytes", "Bytes of it that are free for us.", ["place"], registry=registry)
-    for place, path in places.items():
+    for name, path in places.items():
         try:
             space = os.statvfs(path)
         except OSError as error:
             logger.warning("the file system of %s cannot be measured: %s", path, error.strerror)
             continue
-        size.labels(place).set(space.f_blocks * space.f_frsize)
-        free.labels(place).set(space.f_bavail * space.f_frsize)
+        size.labels(name).set(space.f_blocks * space.f_frsize)
+        free.labels(name).set(space.f_bavail * space.f_frsize)
     return generate_latest(registry)
 
 

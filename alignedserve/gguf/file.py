@@ -61,8 +61,8 @@ class HeaderCursor:
 
     def number(self, value_type: int) -> int | float:
         layout = _NUMBER_FORMATS[value_type]
-        found: int | float = layout.unpack_from(self._buffer, self._advance(layout.size))[0]
-        return found
+        number: int | float = layout.unpack_from(self._buffer, self._advance(layout.size))[0]
+        return number
 
     def uint32(self) -> int:
         return int(self.number(4))
@@ -220,7 +220,7 @@ def part_names(name: str) -> list[str]:
     number, count = int(part["number"]), int(part["count"])
     if not 1 <= number <= count <= _MAX_PARTS:
         raise ModelError(f"{name} is not named as one of at most {_MAX_PARTS} parts of a GGUF model.")
-    names = [f"{part['stem']}-{place:05}-of-{count:05}{name[-len(SUFFIX) :]}" for place in range(1, count + 1)]
+    names = [f"{part['stem']}-{index:05}-of-{count:05}{name[-len(SUFFIX) :]}" for index in range(1, count + 1)]
     if number != 1:
         raise ModelError(f"{name} is part {number} of {count} of a model; name the first, {names[0]}.")
     return names

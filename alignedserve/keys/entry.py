@@ -55,9 +55,9 @@ class KeyEntry(msgspec.Struct, frozen=True, gc=False):
         """Return whether it may ask for answers for which a person waits."""
         return self.tiers != {FLEX}
 
-    def tier_of(self, asked: str) -> str | None:
+    def tier_of(self, name: str) -> str | None:
         """Return the tier of a request that names this one (`auto`: the key's default); None: it may not have it."""
-        tier = self.default_tier if asked == _AUTO else _SAME_TIER.get(asked, asked)
+        tier = self.default_tier if name == _AUTO else _SAME_TIER.get(name, name)
         return tier if tier in self.tiers else None
 
     def may_have_priority(self, priority: int) -> bool:

@@ -182,8 +182,8 @@ def parse_row(item: Any, number: int = 1) -> KeyRow:
 def _words(error: msgspec.ValidationError) -> str:
     words, _, where = str(error).replace("`", "").partition(" - at $.")
     words = _RULES.get(where.rpartition(".")[2], words)
-    for told, meant in _MEANT.items():
-        words = words.replace(told, meant)
+    for phrase, meant in _MEANT.items():
+        words = words.replace(phrase, meant)
     words = required_kind(words) or words
     return f"{where}: {words}" if where else words
 
@@ -209,14 +209,14 @@ def read_keys(path: Path) -> tuple[KeyRow, ...]:
         raise ConfigError(f"{path}: {error}") from error
 
 
-def _check_owner(path: Path, found: os.stat_result) -> None:
-    if not stat.S_ISREG(found.st_mode):
+def _check_owner(path: Path, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
         raise ConfigError(f"{path} is no file")
-    if found.st_uid not in (0, os.geteuid()):
+    if status.st_uid not in (0, os.geteuid()):
         raise ConfigError(f"{path} belongs to another user")
-    if found.st_mode & 0o037:
+    if status.st_mode & 0o037:
         raise ConfigError(
-            f"{path} is open to others (mode {found.st_mode & 0o777:o}); make it private: chmod 600 {path}"
+            f"{path} is open to others (mode {status.st_mode & 0o777:o}); make it private: chmod 600 {path}"
         )
 
 

@@ -99,7 +99,7 @@ class OpenPool:
 
     def num_open(self, key: str, now: float) -> int:
         """Return how many requests of a key are open, as far as it is known."""
-        return sum(one.num_open.get(key, 0) for one in self._stated.values() if now - one.at_s < FORGET_S)
+        return sum(counts.num_open.get(key, 0) for counts in self._stated.values() if now - counts.at_s < FORGET_S)
 
     def _verdict(self, wish: Wish, now: float) -> Verdict:
         if now < self._begins_s:

@@ -87,8 +87,8 @@ def make_counting(rng: random.Random, num_numbers: int) -> PocketTask:
     if rng.random() < 0.25:
         prompt = rng.choice(phrases.COUNT_DOWN).format(a=high, b=low)
         return PocketTask(Skill.COUNTING, prompt, " ".join(reversed(numbers)))
-    asked = phrases.COUNT_TO if low == 1 and rng.random() < 0.5 else phrases.COUNT_UP
-    return PocketTask(Skill.COUNTING, rng.choice(asked).format(a=low, b=high), " ".join(numbers))
+    prompts = phrases.COUNT_TO if low == 1 and rng.random() < 0.5 else phrases.COUNT_UP
+    return PocketTask(Skill.COUNTING, rng.choice(prompts).format(a=low, b=high), " ".join(numbers))
 
 
 def _counting(rng: random.Random) -> PocketTask:

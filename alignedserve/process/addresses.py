@@ -115,27 +115,27 @@ class AddressResolver:
             raise PeerLost(f"there is no address book to find {address} in")
         if self._book.directory is None:
             return self._book.of(address)
-        place = await self._look_up(address, self._book.directory)
-        return self._book.of(address) if place.node == self._book.node else place.address
+        publication = await self._look_up(address, self._book.directory)
+        return self._book.of(address) if publication.node == self._book.node else publication.address
 
     async def _look_up(self, name: str, directory: Directory) -> Publication:
         # One question at a time: a directory that does not answer must not pile up threads.
-        asked = self._look_ups.get(name)
-        if asked is None:
+        look_up = self._look_ups.get(name)
+        if look_up is None:
             loop = asyncio.get_running_loop()
-            asked = self._look_ups[name] = loop.run_in_executor(self._threads, directory.look_up, name)
-            asked.add_done_callback(lambda _: self._look_ups.pop(name))
+            look_up = self._look_ups[name] = loop.run_in_executor(self._threads, directory.look_up, name)
+            look_up.add_done_callback(lambda _: self._look_ups.pop(name))
         try:
             async with asyncio.timeout(_LOOK_UP_S):  # Python 3.11's `wait_for` may swallow a cancellation
-                entry = await outlived(asked)
+                entry = await outlived(look_up)
             if entry is not None:
                 self._known[name] = Publication.decode(entry)
         except (PeerError, TimeoutError) as error:
             logger.debug("the directory does not say where %s is: %s", name, error or "no answer")
-        place = self._known.get(name)
-        if place is None:
+        publication = self._known.get(name)
+        if publication is None:
             raise PeerLost(f"{name} has not published an address")
-        return place
+        return publication
 
 
 def deployed_name(name: str, deployment_id: str) -> str:

@@ -71,13 +71,13 @@ def forget_pages_of_files() -> None:
 
 
 def unwritten_mappings(smaps: str) -> list[tuple[int, int]]:
-    found: dict[tuple[int, int], None] = {}
-    place = 0, 0
+    mappings: dict[tuple[int, int], None] = {}
+    span = 0, 0
     for line in smaps.splitlines():
         if mapping := _MAPPING.match(line):
-            place = int(mapping[1], 16), int(mapping[2], 16)
+            span = int(mapping[1], 16), int(mapping[2], 16)
             if mapping[3] in _READ_ALONE and mapping[4].startswith("/"):
-                found[place] = None
+                mappings[span] = None
         elif (match := _OWN.match(line)) and int(match[1]):
-            found.pop(place, None)
-    return list(found)
+            mappings.pop(span, None)
+    return list(mappings)

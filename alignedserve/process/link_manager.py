@@ -65,12 +65,12 @@ class LinkManager:
     async def listen(self, address: str) -> None:
         """Accept links at this address, or by the name of this process at published addresses. A stale Unix
         socket of a killed process is replaced. Raises PeerError when the directory does not answer."""
-        for place in self._resolver.listening(address):
-            _remove_stale_socket(place)
-            server = await listen(place, partial(self._make_link, None), self._identity)
+        for endpoint in self._resolver.listening(address):
+            _remove_stale_socket(endpoint)
+            server = await listen(endpoint, partial(self._make_link, None), self._identity)
             self._servers.append(server)
-            if is_name(address) and not place.startswith("unix:"):
-                await self._resolver.publish(address, real_address(server.sockets[0], place))
+            if is_name(address) and not endpoint.startswith("unix:"):
+                await self._resolver.publish(address, real_address(server.sockets[0], endpoint))
 
     def dial(self, address: str) -> None:
         self._stopping.pop(address, None)
@@ -215,11 +215,11 @@ class LinkManager:
         say_after_s = _SAY_AFTER_S
         while True:
             try:
-                place = await self._resolver.resolve(address)
-                link = await connect(place, partial(self._make_link, address), self._identity)
+                endpoint = await self._resolver.resolve(address)
+                link = await connect(endpoint, partial(self._make_link, address), self._identity)
                 await link.lost
                 if link.peer is None:  # a connection is no link yet: a peer that refuses is not dialled without a pause
-                    raise PeerLost(f"{place}: {link.problem or 'it closed the connection in the handshake'}")
+                    raise PeerLost(f"{endpoint}: {link.problem or 'it closed the connection in the handshake'}")
                 retry_s, failing_since_s, say_after_s = _FIRST_RETRY_S, None, _SAY_AFTER_S
             except PeerLost as error:
                 failing_since_s = failing_since_s or loop.time()

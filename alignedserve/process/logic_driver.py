@@ -46,11 +46,11 @@ class _Held(NamedTuple):
 
     @property
     def is_ready(self) -> bool:
-        return all(one.done() for one in self.prepared)
+        return all(future.done() for future in self.prepared)
 
     @property
     def is_cancelled(self) -> bool:
-        return any(one.cancelled() for one in self.prepared)
+        return any(future.cancelled() for future in self.prepared)
 
 
 class HeldMessages:
@@ -67,7 +67,7 @@ class HeldMessages:
         self._held: list[_Held] = []
 
     def take(self, peer: str, message: Message) -> None:
-        prepared = [one for one in self._prepare(message) if not one.done()]
+        prepared = [future for future in self._prepare(message) if not future.done()]
         if not prepared and not self._held:
             self._deliver(peer, message)
             return
@@ -76,11 +76,11 @@ class HeldMessages:
             self._deliver(peer, message)
             return
         self._held.append(held)
-        for one in prepared:
-            one.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._release))
+        for future in prepared:
+            future.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._release))
 
     def drop(self, peer: str) -> None:
-        self._held = [one for one in self._held if one.peer != peer]
+        self._held = [held for held in self._held if held.peer != peer]
         self._release()
 
     def close(self) -> None:

@@ -165,8 +165,8 @@ class QueuedLogHandler(QueueHandler):
 
     def _tell_loss(self) -> None:
         if self._num_lost:
-            told, arguments = "%d lines are lost here, as the log could not be written", (self._num_lost,)
-            record = logger.makeRecord(logger.name, logging.WARNING, __file__, 0, told, arguments, None)
+            message, arguments = "%d lines are lost here, as the log could not be written", (self._num_lost,)
+            record = logger.makeRecord(logger.name, logging.WARNING, __file__, 0, message, arguments, None)
             self._lines.put_nowait(self.prepare(record))
             self._num_lost = 0
 

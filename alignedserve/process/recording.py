@@ -93,8 +93,8 @@ class Digester:
 
         Which blocks are told of depends on their hashes, and these on the tokens.
         """
-        kept = [command for command in commands if not _tells_names(command)]
-        return _ENCODER.encode([(type(command).__name__, self._without_tokens(command)) for command in kept])
+        recorded = [command for command in commands if not _tells_names(command)]
+        return _ENCODER.encode([(type(command).__name__, self._without_tokens(command)) for command in recorded])
 
     @staticmethod
     def digest(encoded: bytes) -> int:

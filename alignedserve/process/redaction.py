@@ -45,16 +45,16 @@ class _Chain:
 
 
 class TokenChains:
-    """The contexts of requests by id, token by token. Tokens in `kept` are replaced by themselves.
+    """The contexts of requests by id, token by token. Tokens in `kept_tokens` are replaced by themselves.
 
     Decisions about contexts that may share cached blocks depend on where two of them stop being equal, and on nothing
     else. So a token is replaced by a digest of everything up to it, under a secret that is thrown away: equal
     beginnings stay equal, of what follows nothing can be told, and no token can be guessed by itself.
     """
 
-    def __init__(self, secret: bytes, kept: frozenset[int], *, max_tokens: int = MAX_TOKENS) -> None:
+    def __init__(self, secret: bytes, kept_tokens: frozenset[int], *, max_tokens: int = MAX_TOKENS) -> None:
         self._secret = secret
-        self._kept = kept
+        self._kept = kept_tokens
         self._max_tokens = max_tokens
         self._num_tokens = 0
         self._chains: dict[RequestId, _Chain] = {}  # the oldest first
@@ -204,8 +204,8 @@ class KeepDecisions:
         return (digest * (len(content) // _DIGEST_BYTES + 1))[: len(content)]
 
     def _hashed(self, index: int, token_id: int) -> int:
-        place = index.to_bytes(8, "little") + token_id.to_bytes(8, "little", signed=True)
-        digest = hashlib.blake2b(place, digest_size=_HASHED_BYTES, key=self._secret).digest()
+        token_bytes = index.to_bytes(8, "little") + token_id.to_bytes(8, "little", signed=True)
+        digest = hashlib.blake2b(token_bytes, digest_size=_HASHED_BYTES, key=self._secret).digest()
         return int.from_bytes(digest, "little") & _MAX_TOKEN
 
 

@@ -36,17 +36,17 @@ class ClientTurns(Generic[ItemT]):
     def take(self) -> ItemT:
         """Remove and return the next item; must not be empty."""
         client = next(iter(self._clients))
-        own = self._clients.pop(client)
-        item = own.items.pop() if own.takes_last else own.items.popleft()
-        own.takes_last = self._from_both_ends and not own.takes_last
-        if own.items:
-            self._clients[client] = own
+        queue = self._clients.pop(client)
+        item = queue.items.pop() if queue.takes_last else queue.items.popleft()
+        queue.takes_last = self._from_both_ends and not queue.takes_last
+        if queue.items:
+            self._clients[client] = queue
         return item
 
     def remove(self, client: str, item: ItemT) -> None:
-        own = self._clients[client]
-        own.items.remove(item)
-        if not own.items:
+        queue = self._clients[client]
+        queue.items.remove(item)
+        if not queue.items:
             del self._clients[client]
 
     def clear(self) -> None:

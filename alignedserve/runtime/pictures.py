@@ -60,14 +60,14 @@ class PictureRows(NamedTuple):
         return self.values.shape[1] == hidden_size
 
 
-def picture_rows(found: list[tuple[int, int, int, SequenceEmbeddings]], device: torch.device) -> PictureRows | None:
+def picture_rows(slices: list[tuple[int, int, int, SequenceEmbeddings]], device: torch.device) -> PictureRows | None:
     """Return the rows of slices (first position, tokens, first token row, embeddings); None: there are none."""
     rows, values = [], []
-    for first, count, first_row, embeddings in found:
-        positions, own = embeddings.between(first, first + count)
+    for first, count, first_row, embeddings in slices:
+        positions, vectors = embeddings.between(first, first + count)
         if len(positions):
             rows.append(positions - first + first_row)
-            values.append(own)
+            values.append(vectors)
     if not rows:
         return None
     return PictureRows(torch.from_numpy(np.concatenate(rows)).to(device), torch.cat(values))
@@ -103,13 +103,13 @@ def rope_places(prompt_len: int, pictures: Sequence[Picture]) -> RopePlaces | No
     return RopePlaces(places, shift)
 
 
-def places_of_rows(positions: IntArray, own: Sequence[tuple[int, int, RopePlaces | None]]) -> Tensor:
+def places_of_rows(positions: IntArray, slices: Sequence[tuple[int, int, RopePlaces | None]]) -> Tensor:
     """Return the places [tokens, axes] of token rows at these positions.
 
-    `own`: the first token row, the number and the places of each slice whose sequence has its own.
+    `slices`: the first token row, the number and the places of each slice whose sequence has its own.
     """
     places = np.repeat(positions[:, None], NUM_AXES, axis=1)
-    for first, count, of_sequence in own:
+    for first, count, of_sequence in slices:
         assert of_sequence is not None, "a sequence without places"
         rows = slice(first, first + count)
         places[rows] = of_sequence.of(positions[rows])

@@ -99,9 +99,9 @@ class ScalingLogic:
         self._keep_unasked(len(members), now)
         serving = [node for node in members if node.is_serving]
         models = dict.fromkeys(model for node in members for model in node.models)
-        found = [self._of_model(one, statuses.get(one), serving) for one in models]
-        known = [one for one in found if one is not None]
-        if not known or len(known) < len(found):
+        recommendations = [self._of_model(model, statuses.get(model), serving) for model in models]
+        known = [bounds for bounds in recommendations if bounds is not None]
+        if not known or len(known) < len(recommendations):
             self._since_s = now
             return self._commands(members, nodes)
         self._seen.append((now, Recommendation(*(max(bounds) for bounds in zip(*known, strict=True)))))

@@ -55,10 +55,10 @@ def read_autoscaler(path: Path) -> Autoscaler:
     """Read the file of Ray's autoscaler. Raises ConfigError when it is not one, or adds no nodes."""
     try:
         with path.open(encoding="utf-8") as file:
-            given = yaml.safe_load(file.read(_MAX_FILE_BYTES))
-        head_type = given.get("head_node_type")
-        types = {name: one for name, one in given["available_node_types"].items() if name != head_type}
-        max_workers = int(given["max_workers"])
+            document = yaml.safe_load(file.read(_MAX_FILE_BYTES))
+        head_type = document.get("head_node_type")
+        types = {name: node_type for name, node_type in document["available_node_types"].items() if name != head_type}
+        max_workers = int(document["max_workers"])
         able = [_counted(one.get("resources") or {}) for one in types.values() if one.get("max_workers", max_workers)]
     except (OSError, ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} is no file of Ray's autoscaler: {type(error).__name__} {error}") from error
@@ -101,10 +101,10 @@ def _file_of_autoscaler(gcs_address: str) -> Path | None:
 
 
 def _counted(resources: Mapping[str, Any]) -> dict[str, float]:
-    found = {kind: float(resources[kind]) for kind in ("CPU", "GPU") if resources.get(kind)}
-    if not all(math.isfinite(amount) and amount > 0 for amount in found.values()):
-        raise ValueError(f"{found} are no amounts")
-    return found
+    amounts = {kind: float(resources[kind]) for kind in ("CPU", "GPU") if resources.get(kind)}
+    if not all(math.isfinite(amount) and amount > 0 for amount in amounts.values()):
+        raise ValueError(f"{amounts} are no amounts")
+    return amounts
 
 
 def _all_of(node: RayNode) -> dict[str, float]:

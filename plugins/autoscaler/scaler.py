@@ -47,7 +47,7 @@ class NodeScaler:
         """Ask Ray for nodes as decided, and return what the cluster itself is to do. `gateways`: actors, the nearest
         first. Raises PeerLost when Ray's head does not answer."""
         self._look_at_answer(gateways)
-        found: list[GiveBack | TakeAgain] = []
+        commands: list[GiveBack | TakeAgain] = []
         for command in self._logic.decide(self._statuses, nodes, time.monotonic()):
             match command:
                 case AskForNodes(num_nodes):
@@ -55,11 +55,11 @@ class NodeScaler:
                     self._ask_ray(num_nodes, [find(node.node_id) for node in nodes])
                 case GiveBack(node_id):
                     logger.info("%s is not needed", find(node_id))
-                    found.append(command)
+                    commands.append(command)
                 case TakeAgain(node_id):
                     logger.info("%s is needed again", find(node_id))
-                    found.append(command)
-        return found
+                    commands.append(command)
+        return commands
 
     def _ask_ray(self, num_nodes: int, members: Sequence[RayNode]) -> None:
         head = next(node for node in members if node.is_head)
@@ -111,7 +111,7 @@ class ScaledCluster:
                     node_id,
                     node_id == head,
                     is_serving=not self._failed.are_awaited(actors[member.name]),
-                    models=tuple(one for one, part in member.models.items() if part.share.num_workers),
+                    models=tuple(model for model, part in member.models.items() if part.share.num_workers),
                 )
                 for node_id, member in self._members.items()
                 if node_id not in draining

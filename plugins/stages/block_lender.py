@@ -55,12 +55,12 @@ class BlockLender:
             return
         table, taken = self._table, set(rows.tolist())
         self._free += [loan.block for loan in loans]
-        own = [loan for loan in loans if loan.row in taken]
-        if not own:
+        taken_loans = [loan for loan in loans if loan.row in taken]
+        if not taken_loans:
             return
-        assert all(loan.column < table.num_blocks[loan.row] for loan in own), "too few blocks for the slice"
-        sources = [loan.block for loan in own]
-        targets = [BlockId(int(table.block_tables[loan.row, loan.column])) for loan in own]
+        assert all(loan.column < table.num_blocks[loan.row] for loan in taken_loans), "too few blocks for the slice"
+        sources = [loan.block for loan in taken_loans]
+        targets = [BlockId(int(table.block_tables[loan.row, loan.column])) for loan in taken_loans]
         self._all_blocks.copy_first_slots(torch.tensor(sources), torch.tensor(targets))
         if self._stages is not None:
             self._stages.settle_loans(sources, targets)

@@ -62,6 +62,6 @@ class GroupChoice:
         if not size.seconds[not size.is_grouped]:
             size.is_grouped, size.num_left = not size.is_grouped, _TRIAL_STEPS + _SKIPPED
             return
-        medians = {way: sorted(found)[len(found) // 2] for way, found in size.seconds.items()}
+        medians = {way: sorted(seconds)[len(seconds) // 2] for way, seconds in size.seconds.items()}
         size.is_grouped = medians[True] <= medians[False]
         size.is_trial, size.num_left = False, _KEPT_STEPS

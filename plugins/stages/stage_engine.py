@@ -42,8 +42,8 @@ class StageEngine(Engine):
             case RemoveSequence(request_id):
                 self.remove_sequence(request_id)
                 adapters.remove(request_id)
-            case ReplaceBlock(request_id, place, block_id):
-                self._table.block_tables[self._table.row(request_id), place] = block_id
+            case ReplaceBlock(request_id, index, block_id):
+                self._table.block_tables[self._table.row(request_id), index] = block_id
             case CopyBlocks(sources):
                 self._read = self.read_blocks(sources)
             case WriteCopies(targets):
@@ -53,8 +53,8 @@ class StageEngine(Engine):
             case PerformSwaps(swaps):
                 swap_space.perform(swaps)
             case LendBlocks(loans):
-                for request_id, place, block_id in loans:
-                    self._table.block_tables[self._table.row(request_id), place] = block_id
+                for request_id, index, block_id in loans:
+                    self._table.block_tables[self._table.row(request_id), index] = block_id
             case SettleLoans(sources, targets):
                 self.storage.copy_first_slots(torch.tensor(sources), torch.tensor(targets))
             case RunPart():
@@ -65,11 +65,11 @@ class StageEngine(Engine):
         """Compute inputs [tokens, hidden_size], which may change -> hidden vectors: of all tokens for a stage in
         between; of the last those whose logits are needed, unless the part wants all."""
         table = self._table
-        request_ids = [one.request_id for one in part.slices]
+        request_ids = [piece.request_id for piece in part.slices]
         rows = table.rows(request_ids)
-        table.num_computed[rows] = np.array([one.num_computed for one in part.slices])
-        table.num_tokens[rows] = np.array([one.num_known for one in part.slices])
-        counts = [one.num_tokens for one in part.slices]
+        table.num_computed[rows] = np.array([piece.num_computed for piece in part.slices])
+        table.num_tokens[rows] = np.array([piece.num_known for piece in part.slices])
+        counts = [piece.num_tokens for piece in part.slices]
         # Unchecked where all decode: a block may be lent.
         step = self._builder.build_decodes(rows) if max(counts) == 1 else self._builder.build(request_ids, counts)
         is_last = self.stage.is_last

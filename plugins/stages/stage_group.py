@@ -115,8 +115,8 @@ class StageGroup(MirroredRanks):
         self._is_closed = False
         self._num_sent = 0
         self._threads = [
-            threading.Thread(target=self._receive, args=(place,), name=f"stage {place + 1}", daemon=True)
-            for place in range(len(links))
+            threading.Thread(target=self._receive, args=(index,), name=f"stage {index + 1}", daemon=True)
+            for index in range(len(links))
         ]
         for thread in self._threads:
             thread.start()
@@ -185,8 +185,8 @@ class StageGroup(MirroredRanks):
 
     @override
     def _send(self, payload: bytes) -> None:
-        for place in range(len(self._links)):
-            self._put(place, FrameKind.COMMANDS, payload)
+        for index in range(len(self._links)):
+            self._put(index, FrameKind.COMMANDS, payload)
 
     # --- the end
 
@@ -206,33 +206,33 @@ class StageGroup(MirroredRanks):
 
     # --- on the threads
 
-    def _put(self, place: int, kind: FrameKind, content: "bytes | bytearray | memoryview") -> None:
+    def _put(self, index: int, kind: FrameKind, content: "bytes | bytearray | memoryview") -> None:
         try:
-            self._links[place].commands.send(kind, content)
+            self._links[index].commands.send(kind, content)
         except OSError as error:
-            raise ExchangeBroken(f"stage {place + 1} of this worker has ended") from error
+            raise ExchangeBroken(f"stage {index + 1} of this worker has ended") from error
 
-    def _receive(self, place: int) -> None:
-        wire, is_last = self._links[place].results, place == len(self._links) - 1
+    def _receive(self, index: int) -> None:
+        wire, is_last = self._links[index].results, index == len(self._links) - 1
         try:
             while (frame := wire.receive()) is not None:
                 if frame.kind is FrameKind.STARTED:
-                    self._hear(place, decode(bytes(frame.content), StartAnswer))
+                    self._hear(index, decode(bytes(frame.content), StartAnswer))
                 elif frame.kind is not FrameKind.ROWS:
                     raise ProtocolError("a frame of a stage out of turn")
                 elif is_last:
                     self._received.add(frame.content)
                 else:
-                    self._put(place + 1, FrameKind.ROWS, frame.content)
+                    self._put(index + 1, FrameKind.ROWS, frame.content)
         except (OSError, ExchangeBroken, ProtocolError) as error:
-            logger.info("stage %d of this worker: %s", place + 1, error)
+            logger.info("stage %d of this worker: %s", index + 1, error)
         if not self._is_closed:
-            logger.error("stage %d of this worker has ended", place + 1)
+            logger.error("stage %d of this worker has ended", index + 1)
         self._received.break_off()
         with self._heard:
             self._heard.notify_all()
 
-    def _hear(self, place: int, started: StartAnswer) -> None:
+    def _hear(self, index: int, started: StartAnswer) -> None:
         with self._heard:
-            self._started[place] = started
+            self._started[index] = started
             self._heard.notify_all()

@@ -87,8 +87,8 @@ def serve_stage(commands: StageWire, results: StageWire, on_loaded: Callable[[],
 
 def _follow(inputs: Inputs, results: StageWire, engine: StageEngine, perform: Callable[[StageCommand], object]) -> None:
     width, dtype = engine.model.config.hidden_size, engine.model.dtype
-    while (told := inputs.commands()) is not None:
-        for command in told:
+    while (commands := inputs.commands()) is not None:
+        for command in commands:
             if not isinstance(command, RunPart):
                 perform(command)
                 continue

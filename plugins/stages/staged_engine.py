@@ -130,8 +130,8 @@ class StagedEngine(Engine):
         known = [_NO_ROWS]
         num_sampled = sum(len(part.rows) for part in parts)
         for part in parts:
-            own, own_failed = self._finish(part)
-            sampled, failed = sampled + own, failed + own_failed
+            tokens, own_failed = self._finish(part)
+            sampled, failed = sampled + tokens, failed + own_failed
             known.append(part.rows)
             has_group = num_groups > 1 and sum(map(len, known)) >= num_sampled // num_groups
             if may_go_on and self._goes_ahead and part is not parts[-1] and has_group:
@@ -156,11 +156,11 @@ class StagedEngine(Engine):
         part = StagePart(step, table.num_tokens[step.sampled_rows], wants_all=step.needs_hidden and step.last is None)
         rows = table.rows([request_id for request_id, _ in slices])
         computed, known = table.num_computed[rows].tolist(), table.num_tokens[rows].tolist()
-        told = [
+        part_slices = [
             PartSlice(request_id, before, count, of_sequence)
             for (request_id, count), before, of_sequence in zip(slices, computed, known, strict=True)
         ]
-        self._stages.run_part(told, wants_all=part.wants_all)
+        self._stages.run_part(part_slices, wants_all=part.wants_all)
         batch = step._replace(last=None).forward_batch(self.storage.device)
         part.number = self._stages.send_rows(self.model.forward(batch, self.storage))
         part.attention_s = self.model.attention_s
@@ -179,9 +179,9 @@ class StagedEngine(Engine):
         self._lender.take_back(part.borrowed, part.rows)
         step, rows = part.step, part.rows
         if len(rows):
-            own = hidden[step.sampled_at] if part.wants_all else hidden
-            own = own if part.results_at is None else own[part.results_at]
-            logits = self.model.logits(own)
+            sampled_hidden = hidden[step.sampled_at] if part.wants_all else hidden
+            sampled_hidden = sampled_hidden if part.results_at is None else sampled_hidden[part.results_at]
+            logits = self.model.logits(sampled_hidden)
             masks, changes = part.await_masks(), self._sampler.plan(rows, part.num_tokens)
             draw = self._sampler.start(rows, part.num_tokens, logits, masks, changes)
             part.draw = self._chosen.choose(draw, 0)
@@ -216,21 +216,21 @@ class StagedEngine(Engine):
         self._num_paused = max(self._num_paused - 1, 0)
         if not ahead:
             return [], list(slices)
-        table, asked = self._table, self._asked
+        table, wanted = self._table, self._asked
         rows = table.rows([part[0] for part in slices])
-        asked[:] = 0
-        asked[rows] = [part[1] for part in slices]
+        wanted[:] = 0
+        wanted[rows] = [part[1] for part in slices]
         num_ahead = sum(len(part.step.rows) for part in ahead)
-        taken = [part for part in ahead if self._take(part, asked)]
+        taken = [part for part in ahead if self._take(part, wanted)]
         if 2 * sum(len(part.rows) for part in taken) < num_ahead:
             self._num_paused = _PAUSE_STEPS
-        counts = asked[rows].tolist()
+        counts = wanted[rows].tolist()
         return taken, [(part[0], count) for part, count in zip(slices, counts, strict=True) if count]
 
-    def _take(self, part: StagePart, asked: IntArray) -> bool:
+    def _take(self, part: StagePart, wanted: IntArray) -> bool:
         table, step = self._table, part.step
         rows, known = step.rows, part.num_tokens
-        is_taken = (asked[rows] > 0) & (part.entries == table.entries[rows]) & (known == table.num_tokens[rows])
+        is_taken = (wanted[rows] > 0) & (part.entries == table.entries[rows]) & (known == table.num_tokens[rows])
         is_taken &= table.num_computed[rows] + 1 == known
         if not is_taken.any():
             self._lender.take_back(part.borrowed, _NO_ROWS)
@@ -240,7 +240,7 @@ class StagedEngine(Engine):
             row = rows[part.results_at]
             part.step = step._replace(rows=row, sampled_rows=row, counts=step.counts[part.results_at])
             part.num_tokens = known[part.results_at]
-        asked[part.rows] = 0
+        wanted[part.rows] = 0
         self._enqueue_table(part)
         return True
 

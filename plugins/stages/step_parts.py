@@ -58,7 +58,7 @@ def _pieces(
 ) -> list[list[Slice]]:
     num_parts = min(max(num_tokens // LEAST_TOKENS, 1), _MOST_PARTS * num_stages)
     size = -(-num_tokens // num_parts)
-    ordered = sorted(slices, key=lambda one: one[1] > 1)  # stable
+    ordered = sorted(slices, key=lambda piece: piece[1] > 1)  # stable
     parts: list[list[Slice]] = [[]]
     room = size
     for request_id, count in ordered:

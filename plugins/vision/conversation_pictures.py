@@ -46,7 +46,7 @@ class ConversationPictures:
 
     def placed(self, token_ids: Sequence[int], param: str) -> tuple[Picture, ...]:
         form = self.form
-        places = [place for place, token_id in enumerate(token_ids) if token_id == form.token_id]
+        places = [index for index, token_id in enumerate(token_ids) if token_id == form.token_id]
         counts = [form.num_tokens(picture.size) for picture in self.pictures]
         if len(places) != sum(counts):
             raise InvalidRequest("The model's chat template does not show pictures at these places.", param=param)
@@ -146,5 +146,5 @@ def _content_of(url: str, path: str, config: GatewayConfig) -> bytes:
 
 def _runs(places: Sequence[int]) -> Iterator[PictureRun]:
     for _, run in groupby(enumerate(places), lambda pair: pair[1] - pair[0]):
-        members = [place for _, place in run]
+        members = [position for _, position in run]
         yield members[0], len(members)

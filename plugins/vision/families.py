@@ -145,13 +145,13 @@ def _llama4(fields: JsonFields, images: JsonFields) -> VisionConfig | None:
     edge, patch = tower.integer("image_size", sizes["patch_size"], MAX_EDGE, 448), sizes["patch_size"]
     join = round(1.0 / tower.number("pixel_shuffle_ratio", 1 / 16, 1.0, 0.5))
     width = tower.integer("projector_input_dim", 1, MAX_WIDTH, 4096)
-    for name, own in (
+    for name, expected in (
         ("intermediate_size", sizes["hidden_size"] * join**2),  # the adapter is as wide
         ("projector_output_dim", width),
         ("vision_output_dim", width),
     ):
-        if tower.integer(name, 1, MAX_WIDTH, own) != own:
-            raise tower.error(name, f"must be {own}, as the adapter's other widths are")
+        if tower.integer(name, 1, MAX_WIDTH, expected) != expected:
+            raise tower.error(name, f"must be {expected}, as the adapter's other widths are")
     if edge % (patch * join) or (sizes["hidden_size"] // sizes["num_heads"]) % 4:
         raise tower.error("image_size", "must be whole squares of joined patches, and heads whole fours")
     check_square(images, edge)
@@ -243,14 +243,14 @@ def _gemma4(fields: JsonFields, images: JsonFields) -> VisionConfig | None:
     sizes = tower_sizes(fields, tower, (768, 3072, 16, 12, 16), "gelu_pytorch_tanh")
     width, num_heads, patch = sizes["hidden_size"], sizes["num_heads"], sizes["patch_size"]
     join = tower.integer("pooling_kernel_size", 1, 16, 3)
-    for section, name, own in (
+    for section, name, expected in (
         (tower, "num_key_value_heads", num_heads),
         (tower, "head_dim", width // num_heads),
         (images, "patch_size", patch),
         (images, "pooling_kernel_size", join),
     ):
-        if section.integer(name, 1, MAX_WIDTH, own) != own:
-            raise UnsupportedModel(f"{section.where}: {name} other than {own} is not supported.")
+        if section.integer(name, 1, MAX_WIDTH, expected) != expected:
+            raise UnsupportedModel(f"{section.where}: {name} other than {expected} is not supported.")
     if (width // num_heads) % 4:
         raise tower.error("num_attention_heads", "must leave heads of whole fours")
     most = images.integer("max_soft_tokens", 1, MAX_CELLS, 280)

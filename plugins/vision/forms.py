@@ -170,7 +170,7 @@ class CanvasForm(msgspec.Struct, frozen=True, tag=True):
         """Return the size that the picture is made on its canvas; it is enlarged to one tile at most."""
         wide, high = (tiles * self.tile_edge for tiles in self.grid(size))
         if not self.is_enlarged:
-            wide, high = (min(max(own, self.tile_edge), most) for own, most in zip(size, (wide, high), strict=True))
+            wide, high = (min(max(edge, self.tile_edge), most) for edge, most in zip(size, (wide, high), strict=True))
         across, down = self._factor(wide, size.width), self._factor(high, size.height)
         if across < down:
             return Size(wide, max(min(math.floor(size.height * across), high), 1))
@@ -263,13 +263,13 @@ class CellsForm(msgspec.Struct, frozen=True, tag=True):
     def scaled(self, size: Size) -> Size:
         """Return the size that the picture is made: whole cells."""
         edge, pixels = self.cell_edge, size.width * size.height
-        width, height = (round(one / edge) * edge for one in size)
+        width, height = (round(length / edge) * edge for length in size)
         if width * height > self.max_pixels:
             beta = math.sqrt(pixels / self.max_pixels)
-            width, height = (max(edge, math.floor(one / beta / edge) * edge) for one in size)
+            width, height = (max(edge, math.floor(length / beta / edge) * edge) for length in size)
         elif width * height < self.min_pixels:
             beta = math.sqrt(self.min_pixels / pixels)
-            width, height = (math.ceil(one * beta / edge) * edge for one in size)
+            width, height = (math.ceil(length * beta / edge) * edge for length in size)
         return Size(max(width, edge), max(height, edge))
 
     def num_tokens(self, size: Size) -> int:
@@ -374,7 +374,7 @@ class BudgetForm(msgspec.Struct, frozen=True, tag=True):
     def grid(self, size: Size) -> Size:
         edge, pixels = self.cell_edge, size.width * size.height
         factor = math.sqrt(self.max_tokens * edge**2 / pixels)
-        columns, rows = (math.floor(factor * own / edge) for own in size)
+        columns, rows = (math.floor(factor * length / edge) for length in size)
         if not rows:
             return Size(min(math.floor(size.width / size.height), self.max_tokens), 1)
         if not columns:

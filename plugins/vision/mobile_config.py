@@ -56,14 +56,14 @@ class InvertedBlock(msgspec.Struct, frozen=True, tag=True):
 
     def shapes(self, in_width: int) -> Shapes:
         """Return the tensors of a block that reads so many channels."""
-        inner, found = in_width * self.expansion, Shapes()
+        inner, shapes = in_width * self.expansion, Shapes()
         if self.first:
-            found |= _convolved("dw_start", in_width, self.first)
-        found |= {"pw_exp.conv.weight": (inner, in_width, 1, 1), "pw_exp.bn.weight": (inner,)}
+            shapes |= _convolved("dw_start", in_width, self.first)
+        shapes |= {"pw_exp.conv.weight": (inner, in_width, 1, 1), "pw_exp.bn.weight": (inner,)}
         if self.middle:
-            found |= _convolved("dw_mid", inner, self.middle)
-        found |= {"pw_proj.conv.weight": (self.width, inner, 1, 1), "pw_proj.bn.weight": (self.width,)}
-        return found | ({"layer_scale.gamma": (self.width,)} if self.is_scaled else {})
+            shapes |= _convolved("dw_mid", inner, self.middle)
+        shapes |= {"pw_proj.conv.weight": (self.width, inner, 1, 1), "pw_proj.bn.weight": (self.width,)}
+        return shapes | ({"layer_scale.gamma": (self.width,)} if self.is_scaled else {})
 
     def products(self, in_width: int, edge: int) -> int:
         """Return the products of numbers of a square of so many places along an edge."""
@@ -85,14 +85,14 @@ class QueryBlock(msgspec.Struct, frozen=True, tag=True):
 
     def shapes(self, in_width: int) -> Shapes:
         """Return the tensors of a block that reads so many channels."""
-        inner, found = self.num_heads * self.head_dim, Shapes({"norm.weight": (in_width,)})
-        found["attn.query.proj.weight"] = (inner, in_width, 1, 1)
+        inner, shapes = self.num_heads * self.head_dim, Shapes({"norm.weight": (in_width,)})
+        shapes["attn.query.proj.weight"] = (inner, in_width, 1, 1)
         for part in ("attn.key", "attn.value"):
             if self.key_stride > 1:
-                found[f"{part}.down_conv.weight"] = (in_width, 1, self.kernel, self.kernel)
-                found[f"{part}.norm.weight"] = (in_width,)
-            found[f"{part}.proj.weight"] = (self.head_dim, in_width, 1, 1)
-        return found | {"attn.output.proj.weight": (self.width, inner, 1, 1), "layer_scale.gamma": (self.width,)}
+                shapes[f"{part}.down_conv.weight"] = (in_width, 1, self.kernel, self.kernel)
+                shapes[f"{part}.norm.weight"] = (in_width,)
+            shapes[f"{part}.proj.weight"] = (self.head_dim, in_width, 1, 1)
+        return shapes | {"attn.output.proj.weight": (self.width, inner, 1, 1), "layer_scale.gamma": (self.width,)}
 
     def products(self, in_width: int, edge: int) -> int:
         """Return the products of numbers of a square of so many places along an edge."""
@@ -137,9 +137,9 @@ class MobileConfig(msgspec.Struct, frozen=True, tag=True):
         """Yield the blocks of a stage."""
         width, edge = self.stem_width, -(-self.form.edge // 2)
         for number, blocks in enumerate(self.stages[: stage + 1]):
-            for place, block in enumerate(blocks):
+            for index, block in enumerate(blocks):
                 if number == stage:
-                    yield PlacedBlock(f"blocks.{number}.{place}.", block, width, edge)
+                    yield PlacedBlock(f"blocks.{number}.{index}.", block, width, edge)
                 width, edge = block.width, -(-edge // block.stride)
 
     @property
@@ -151,14 +151,14 @@ class MobileConfig(msgspec.Struct, frozen=True, tag=True):
         return PlacedBlock("msfa.ffn.", block, in_width, edge)
 
     def tower_shapes(self) -> Shapes:
-        found: Shapes = {
+        shapes: Shapes = {
             "conv_stem.conv.weight": (self.stem_width, CHANNELS, STEM_KERNEL, STEM_KERNEL),
             "conv_stem.conv.bias": (self.stem_width,),
             "conv_stem.bn.weight": (self.stem_width,),
         }
         for placed in self._placed():
-            found |= {placed.prefix + name: shape for name, shape in placed.block.shapes(placed.in_width).items()}
-        return found | {"msfa.norm.weight": (self.hidden_size,)}
+            shapes |= {placed.prefix + name: shape for name, shape in placed.block.shapes(placed.in_width).items()}
+        return shapes | {"msfa.norm.weight": (self.hidden_size,)}
 
     def connector_shapes(self) -> Shapes:
         """Return the tensors of what makes prompt tokens of the map."""

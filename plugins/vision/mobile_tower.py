@@ -40,8 +40,8 @@ def load_mobile_weights(
     """Load the weights in `folder` as `dtype`; None: random ones. Raises ModelError naming file or tensor."""
     source: WeightSource
     source = RandomSource(_SEED, dtype, device) if folder is None else SafetensorsSource(folder, dtype, device)
-    found = (prefix for prefix in _PREFIXES if source.has(f"{prefix}{_TOWER}conv_stem.conv.weight"))
-    prefix = next(found, _PREFIXES[0])
+    prefixes = (prefix for prefix in _PREFIXES if source.has(f"{prefix}{_TOWER}conv_stem.conv.weight"))
+    prefix = next(prefixes, _PREFIXES[0])
     tower, connector = (
         {name: source.tensor(prefix + part + name, shape) for name, shape in shapes.items()}
         for part, shapes in ((_TOWER, config.tower_shapes()), (_CONNECTOR, config.connector_shapes()))
@@ -66,13 +66,13 @@ class MobileTower:
         self._stem = parts.convolved("conv_stem", stride=2, is_active=True)
         self._stages = [[parts.block(placed) for placed in config.blocks(stage)] for stage in range(len(config.stages))]
         self._fused, self._map_norm = parts.block(config.fused), parts.norm("msfa.norm")
-        own, eps = weights.connector, config.eps
-        self._norm = RmsNorm(own["soft_embedding_norm.weight"], eps, own["soft_embedding_norm.weight"].dtype)
-        self._product = Linear(own["embedding_projection.weight"])
-        mark = own["embedding.weight"][config.end_mark : config.end_mark + 1]
+        tensors, eps = weights.connector, config.eps
+        self._norm = RmsNorm(tensors["soft_embedding_norm.weight"], eps, tensors["soft_embedding_norm.weight"].dtype)
+        self._product = Linear(tensors["embedding_projection.weight"])
+        mark = tensors["embedding.weight"][config.end_mark : config.end_mark + 1]
         ones = torch.ones(config.out_width, dtype=mark.dtype, device=mark.device)
         self._unit_norm = RmsNorm(ones, eps, ones.dtype)
-        hard = RmsNorm(own["hard_embedding_norm.weight"], eps, mark.dtype)
+        hard = RmsNorm(tensors["hard_embedding_norm.weight"], eps, mark.dtype)
         self._end = self._unit_norm(self._product(hard(mark)))  # [1, out_width]
         self._place = (mark.device, mark.dtype)
 
@@ -181,8 +181,8 @@ class _Parts:
 
             def attended(places: Tensor) -> Tensor:
                 queries = query(places).view(-1, *shape).transpose(0, 1)[None]
-                found = functional.scaled_dot_product_attention(queries, of_keys, of_values)
-                return output(found[0].transpose(0, 1).flatten(1)).mul_(factors)
+                heads = functional.scaled_dot_product_attention(queries, of_keys, of_values)
+                return output(heads[0].transpose(0, 1).flatten(1)).mul_(factors)
 
             added = yield from _by_places(normed, attended, _num(query, output) + 2 * block.num_heads * keys.numel())
             return added.add_(hidden) if is_kept else added

@@ -117,20 +117,20 @@ class PictureFetcher:
         ):
             raise (ResourceUnavailable if is_last else Overloaded)(_TOO_MANY, retry_after_s=_RETRY_AFTER_S)
         self._num_open += not is_last
-        for one in shares:
-            one.num_open += 1
+        for share in shares:
+            share.num_open += 1
         if client:
             self._clients[client, is_last] = shares[-1]
         try:
             async with contextlib.AsyncExitStack() as held:
-                for one in shares:
-                    await held.enter_async_context(one.free)
+                for share in shares:
+                    await held.enter_async_context(share.free)
                 await held.enter_async_context(self._free)
                 yield
         finally:
             self._num_open -= not is_last
-            for one in shares:
-                one.num_open -= 1
+            for share in shares:
+                share.num_open -= 1
             if client and not shares[-1].num_open:
                 del self._clients[client, is_last]
 
@@ -190,8 +190,8 @@ def is_public(address: str) -> bool:
 
 
 async def _look_up(host: str, port: int) -> Sequence[str]:
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys([str(entry[4][0]) for entry in found]))
+    entries = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys([str(entry[4][0]) for entry in entries]))
 
 
 def _target_of(url: str, at: str, config: GatewayConfig) -> _Target:

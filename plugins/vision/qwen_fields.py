@@ -16,9 +16,9 @@ def _cells(fields: JsonFields, images: JsonFields, tower: JsonFields, sizes: Tow
     if (sizes["hidden_size"] // sizes["num_heads"]) % 4:
         raise tower.error("num_heads", "must leave heads of whole fours")
     join, patch = tower.integer("spatial_merge_size", 1, 16, 2), sizes["patch_size"]
-    for name, own in (("patch_size", patch), ("merge_size", join)):
-        if images.integer(name, 1, MAX_EDGE, own) != own:
-            raise images.error(name, f"must be that of the encoder, {own}")
+    for name, expected in (("patch_size", patch), ("merge_size", join)):
+        if images.integer(name, 1, MAX_EDGE, expected) != expected:
+            raise images.error(name, f"must be that of the encoder, {expected}")
     if tower.integer("out_hidden_size", 1, MAX_WIDTH, 3584) != sizes["out_width"]:
         raise tower.error("out_hidden_size", "must be the text's hidden_size")
     cell = patch * join

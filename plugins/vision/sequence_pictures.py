@@ -46,10 +46,10 @@ class EmbeddingCache:
     def get(self, key: bytes) -> Tensor | None:
         """Return the embeddings [tokens, width] of a picture; None: they are not there."""
         with self._lock:
-            found = self._embeddings.get(key)
-            if found is not None:
+            embeddings = self._embeddings.get(key)
+            if embeddings is not None:
                 self._embeddings.move_to_end(key)
-            return found
+            return embeddings
 
     def put(self, key: bytes, embeddings: Tensor) -> None:
         with self._lock:
@@ -87,7 +87,7 @@ class SequencePictures(FailedSequences):
         if not isinstance(message, PrefillRequest):
             return ()
         begun = [self._begin(message.request, picture) for picture in message.request.pictures]
-        return [one for one in begun if one is not None]
+        return [future for future in begun if future is not None]
 
     def add(self, request: Request, num_cached: int) -> SequenceEmbeddings | None:
         parts: list[Tensor] = []
@@ -128,9 +128,9 @@ class SequencePictures(FailedSequences):
             logger.warning("a picture was not encoded ahead: %s", error)
 
     def _embeddings(self, picture: Picture, key: bytes) -> Tensor:
-        found = self._cache.get(key)
-        if found is not None:
-            return found
+        cached = self._cache.get(key)
+        if cached is not None:
+            return cached
         run = EncodingRun(self._passes(picture))
         run.turn(float("inf"))
         self._cache.put(key, run.result)

@@ -151,13 +151,13 @@ class VisionTower:
         queries, keys, values = torch.cat(fused).view(-1, *shape).permute(1, 2, 0, 3)
         if layer.head_norms is not None:
             queries, keys, values = (
-                norm(own) for norm, own in zip(layer.head_norms, (queries, keys, values), strict=True)
+                norm(vectors) for norm, vectors in zip(layer.head_norms, (queries, keys, values), strict=True)
             )
         if rotation is not None:
             queries, keys = _rotated(queries, rotation), _rotated(keys, rotation)
         for window in windows or ():
-            own = (each[None, :, window] for each in (queries, keys, values))
-            hidden[window] += self._attended(layer, *own)
+            windowed = (each[None, :, window] for each in (queries, keys, values))
+            hidden[window] += self._attended(layer, *windowed)
             yield
         for first in range(0, len(hidden) if windows is None else 0, _STEP_ROWS):
             part = slice(first, first + _STEP_ROWS)

@@ -73,8 +73,8 @@ class _Assembler:
     def __init__(self, config: VisionConfig, source: WeightSource) -> None:
         self._config, self._source = config, source
         of_both = [(prefix, inside) for prefix in config.names.prefixes for inside in config.names.inside]
-        found = (each for each in of_both if source.has(f"{each[0]}{each[1]}{config.names.patches}.weight"))
-        self._prefix, inside = next(found, of_both[0])
+        matching = (each for each in of_both if source.has(f"{each[0]}{each[1]}{config.names.patches}.weight"))
+        self._prefix, inside = next(matching, of_both[0])
         self._names = config.names.within(inside)
 
     def weights(self) -> VisionWeights:
@@ -213,7 +213,7 @@ class _Assembler:
         return Linear(torch.cat(weights), bias, activation=activation, is_gated=is_gated)
 
     def _clipped(self, modules: Sequence[str], weights: Sequence[Tensor], activation: str | None) -> ClippedProducts:
-        products = [(Linear(own), self._ranges(name)) for name, own in zip(modules, weights, strict=True)]
+        products = [(Linear(weight), self._ranges(name)) for name, weight in zip(modules, weights, strict=True)]
         gated = None if activation is None else Gated(activation, weights[0].dtype, weights[0].device)
         return ClippedProducts(products, gated)
 

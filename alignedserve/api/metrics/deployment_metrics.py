@@ -343,7 +343,7 @@ def _cache_config(status: ClusterStatus) -> Metric:
     return family
 
 
-def _adapters(told: AdapterLoads, time_s: float) -> Metric:
+def _adapters(adapters: AdapterLoads, time_s: float) -> Metric:
     """Return the adapters at work as vLLM names them in labels; an endpoint picker takes the sample of the latest time.
 
     A name with a comma is left out, as it would be read as two.
@@ -353,10 +353,10 @@ def _adapters(told: AdapterLoads, time_s: float) -> Metric:
         "Time of the report, in seconds since 1970; LoRA adapters of requests that run, and of those that all wait.",
         labels=["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
     )
-    loads = [load for load in told.loads if "," not in load.name]
+    loads = [load for load in adapters.loads if "," not in load.name]
     running = ",".join(load.name for load in loads if load.num_running)
     waiting = ",".join(load.name for load in loads if not load.num_running)
-    family.add_metric([str(told.max_adapters), running, waiting], time_s)
+    family.add_metric([str(adapters.max_adapters), running, waiting], time_s)
     return family
 
 

@@ -108,7 +108,7 @@ class RegisteredModel:
         if self.services is not None:
             services = self.services.with_adapter(name)
             return None if services is None else RegisteredModel(services.model, services)
-        adapter = next((one for one in self.adapters if one.name == name), None)
+        adapter = next((adapter for adapter in self.adapters if adapter.name == name), None)
         return None if adapter is None else replace(self, card=self.card.of_adapter(adapter), adapters=())
 
 
@@ -223,7 +223,7 @@ class ModelRegistry:
 
     def _adapted(self, name: str) -> RegisteredModel | None:
         adapted = (model.with_adapter(name) for model in self.all)
-        return next((one for one in adapted if one is not None), None)
+        return next((model for model in adapted if model is not None), None)
 
 
 def unknown_model() -> UnknownModel:

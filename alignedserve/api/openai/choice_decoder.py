@@ -267,7 +267,7 @@ def _pieces(runs: Sequence[OutputRun], logprobs: Sequence[OffsetLogprob], start:
     for number, group in enumerate(groups, 1):
         end += sum(len(run.content) for run in group)
         is_last = number == len(groups)
-        own = tuple(rest) if is_last else tuple(logprob for logprob in rest if logprob.text_offset < end)
-        pieces.append(_delta_of(group, own))
-        rest = rest[len(own) :]
+        covered = tuple(rest) if is_last else tuple(logprob for logprob in rest if logprob.text_offset < end)
+        pieces.append(_delta_of(group, covered))
+        rest = rest[len(covered) :]
     return tuple(pieces)

@@ -124,7 +124,7 @@ def _top_by_text(entry: TokenLogprob, names: TokenNames) -> dict[str, float]:
 
 def _by_id(entry: TokenLogprob, num_top: int, tokenizer: Tokenizer) -> dict[str, dict[str, Any]]:
     ranked = [(entry.token_id, entry.logprob, entry.rank)]
-    ranked += [(token_id, logprob, place) for place, (token_id, logprob) in enumerate(entry.top[:num_top], 1)]
+    ranked += [(token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(entry.top[:num_top], 1)]
     by_id: dict[str, dict[str, Any]] = {}
     for token_id, logprob, rank in ranked:
         shown = {"logprob": _finite(logprob), "rank": rank, "decoded_token": tokenizer.token_text(token_id)}

@@ -105,7 +105,7 @@ async def resolve_references(find: Find | None, items: Sequence[Item], response_
     `find`: returns the response of an id; None: there are none.
     """
     places = [place_of(item["id"]) for item in items if item["type"] == "item_reference"]
-    wanted = list(dict.fromkeys(place.response_id for place in places if place is not None))
+    wanted = list(dict.fromkeys(item_place.response_id for item_place in places if item_place is not None))
     if len(wanted) > _MAX_REFERENCED:
         raise InvalidRequest(f"input refers to items of more than {_MAX_REFERENCED} responses.", param="input")
     turns = {} if find is None else {response_id: await find(response_id) for response_id in wanted}
@@ -116,12 +116,12 @@ async def resolve_references(find: Find | None, items: Sequence[Item], response_
 
 
 def _resolved(item: Item, turns: Mapping[str, StoredResponse], response_id: str, index: int) -> Item:
-    place = place_of(item["id"])
-    if place is not None and place.response_id in turns:
-        turn = turns[place.response_id]
-        known = items_of(turn) if place.is_input else output_of(turn)
-        if place.place < len(known):
-            item_there = known[place.place]
+    item_place = place_of(item["id"])
+    if item_place is not None and item_place.response_id in turns:
+        turn = turns[item_place.response_id]
+        known = items_of(turn) if item_place.is_input else output_of(turn)
+        if item_place.place < len(known):
+            item_there = known[item_place.place]
             return item_there | {"id": item_id(item_there["type"], response_id, index, is_input=True)}
     raise NotFound("An item that input refers to does not exist.", param="input", code="item_not_found")
 

@@ -101,7 +101,7 @@ def parse_items(
     """
     parser = _ItemParser(ignored)
     sent = [{"role": "user", "content": field}] if isinstance(field, str) else field
-    items = [parser.parse(one, f"{param}[{index}]") for index, one in enumerate(sent)]
+    items = [parser.parse(raw_item, f"{param}[{index}]") for index, raw_item in enumerate(sent)]
     for index, item in enumerate(items):
         if item["type"] != "item_reference":
             item["id"] = item_id(item["type"], response_id, index, is_input=True)

@@ -72,8 +72,8 @@ class RemoteRecords:
         return (await self._turns.call(call, Done)).is_done
 
     async def page(self, index: str, *, after: str | None, limit: int, newest_first: bool) -> Page | None:
-        found = await self._turns.call(ReadPage(index, after, limit, newest_first), PageRead)
-        return None if found.members is None else Page(found.members, found.has_more)
+        page = await self._turns.call(ReadPage(index, after, limit, newest_first), PageRead)
+        return None if page.members is None else Page(page.members, page.has_more)
 
     async def close(self) -> None:
         """See RecordStore: the link belongs to the client's owner."""
@@ -98,7 +98,7 @@ class RemoteBlobs:
                 offset += len(part)
                 if len(part) == _PART_BYTES:
                     missing = range(len(under_way), _PARTS_AHEAD)
-                    under_way += [self._begin_read(file_id, offset + place * _PART_BYTES) for place in missing]
+                    under_way += [self._begin_read(file_id, offset + index * _PART_BYTES) for index in missing]
                 else:  # the end, most likely
                     await _drop(under_way)
                 yield part

@@ -72,12 +72,12 @@ class EventLog:
     async def read(self, response_id: str, number: int) -> list[EventChunk]:
         """Return the chunks written from this number on, at most `_CHUNKS_PER_READ` at a time."""
         numbers = range(number, number + _CHUNKS_PER_READ)
-        keys = [self._chunks.key(f"{response_id}/{one}") for one in numbers]
+        keys = [self._chunks.key(f"{response_id}/{index}") for index in numbers]
         raw, *chunks = await self._store.read([_key(response_id), *keys])
         written = decode(raw, EventRange) if raw is not None else EventRange(end=0)
         if number < written.first:  # all up to there have made room
             return [EventChunk(written.first - 1, None)]
-        return [EventChunk(one, chunk) for one, chunk in zip(numbers, chunks, strict=True) if one < written.end]
+        return [EventChunk(index, chunk) for index, chunk in zip(numbers, chunks, strict=True) if index < written.end]
 
     def kept(self, entry: Entry, *, now: float, lifetime_s: float) -> list[Change]:
         """Return the changes that keep a chunk."""

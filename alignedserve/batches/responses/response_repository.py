@@ -116,8 +116,8 @@ class ResponseRepository:
         if len(entry.raw) > MAX_RECORD_BYTES:
             message = "The response is too large to be kept; ask for it with store false."
             raise InvalidRequest(message, param="store", code="response_too_large")
-        kept = self._records.kept(entry, written_s=record.created_s, lifetime_s=record.expires_s - now)
-        await self._store.commit(kept, unchanged={})
+        writes = self._records.kept(entry, written_s=record.created_s, lifetime_s=record.expires_s - now)
+        await self._store.commit(writes, unchanged={})
         await self._records.trim_when_due(record.owner, len(entry.raw), max_bytes)
 
     async def settle(self, record: StoredResponse, *, now: float, max_bytes: int) -> StoredResponse:
@@ -130,8 +130,8 @@ class ResponseRepository:
             known = decode(before, StoredResponse)
             if known.batch_id is None:
                 return known
-            kept = self._records.kept(entry, written_s=record.created_s, lifetime_s=record.expires_s - now)
-            changes = [self._records.unlisted(entry._replace(raw=before)), *kept]
+            writes = self._records.kept(entry, written_s=record.created_s, lifetime_s=record.expires_s - now)
+            changes = [self._records.unlisted(entry._replace(raw=before)), *writes]
             if await self._store.commit(changes, unchanged={key: before}):
                 await self._records.trim_when_due(record.owner, max(0, len(entry.raw) - len(before)), max_bytes)
                 break
@@ -139,8 +139,8 @@ class ResponseRepository:
 
     async def find(self, owner: str, response_ids: list[str]) -> list[StoredResponse | None]:
         """Return the responses in order; None for one that is not there or belongs to another owner."""
-        found = await self._store.read([self._records.key(response_id) for response_id in response_ids])
-        records = [None if raw is None else decode(raw, StoredResponse) for raw in found]
+        values = await self._store.read([self._records.key(response_id) for response_id in response_ids])
+        records = [None if raw is None else decode(raw, StoredResponse) for raw in values]
         return [record if record is not None and record.owner == owner else None for record in records]
 
     async def remove(self, record: StoredResponse) -> None:
@@ -186,8 +186,8 @@ class ConversationRepository:
     async def add(self, record: StoredConversation, *, now: float, lifetime_s: float, max_bytes: int) -> None:
         """Keep a new conversation. The owner's longest unchanged ones make room."""
         entry = _conversation_entry(record)
-        kept = self._records.kept(entry, written_s=now, lifetime_s=lifetime_s)
-        await self._store.commit(kept, unchanged={})
+        writes = self._records.kept(entry, written_s=now, lifetime_s=lifetime_s)
+        await self._store.commit(writes, unchanged={})
         await self._records.trim_when_due(record.owner, len(entry.raw), max_bytes)
 
     async def find(self, owner: str, conversation_id: str) -> StoredConversation | None:
@@ -218,8 +218,8 @@ class ConversationRepository:
                 return None
             after = changed(before)
             entry = _conversation_entry(after)
-            kept = self._records.kept(entry, written_s=now, lifetime_s=lifetime_s)
-            changes = [self._records.unlisted(entry._replace(raw=raw)), *kept]
+            writes = self._records.kept(entry, written_s=now, lifetime_s=lifetime_s)
+            changes = [self._records.unlisted(entry._replace(raw=raw)), *writes]
             if await self._store.commit(changes, unchanged={key: raw}):
                 await self._records.trim_when_due(owner, max(0, len(entry.raw) - len(raw)), max_bytes)
                 return after

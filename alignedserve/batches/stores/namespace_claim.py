@@ -39,20 +39,20 @@ def folder_id(folder: Path) -> str:
     return path.read_text()
 
 
-def is_of_other(claim: bytes | None, own: str) -> bool:
-    return claim is not None and claim.partition(b" ")[0] != own.encode()
+def is_of_other(claim: bytes | None, claimant: str) -> bool:
+    return claim is not None and claim.partition(b" ")[0] != claimant.encode()
 
 
-async def claim_on(records: RecordStore, own: str, namespace: str) -> None:
+async def claim_on(records: RecordStore, claimant: str, namespace: str) -> None:
     """Claim the namespace for this folder, again and again, and log once that another cluster does so as well."""
     claim, is_told = None, False
     while True:
         try:
-            found = (await records.read([CLAIM]))[0]
-            if claim is not None and is_of_other(found, own) and not is_told:
+            stored = (await records.read([CLAIM]))[0]
+            if claim is not None and is_of_other(stored, claimant) and not is_told:
                 is_told = True
                 logger.error("a cluster with another folder uses batches.namespace=%s too: %s", namespace, _HARM)
-            claim = f"{own} {secrets.token_hex(8)}".encode()
+            claim = f"{claimant} {secrets.token_hex(8)}".encode()
             await records.commit([SetValue(CLAIM, claim, _KEPT_S)], unchanged={})
         except StorageError:
             logger.debug("the namespace is not claimed now", exc_info=True)

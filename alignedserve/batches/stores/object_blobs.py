@@ -80,12 +80,12 @@ class ObjectBlobs:
 
     async def committed_before(self, age_s: float) -> list[FileId]:
         before = datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=age_s)
-        found: list[FileId] = []
+        file_ids: list[FileId] = []
         with _object_errors():
             async for page in obstore.list(self._store, "files", chunk_size=1000):
-                named = ((parsed_file_id(one["path"].removeprefix("files/")), one["last_modified"]) for one in page)
-                found += [file_id for file_id, modified in named if file_id is not None and modified < before]
-        return sorted(found)
+                named = ((parsed_file_id(blob["path"].removeprefix("files/")), blob["last_modified"]) for blob in page)
+                file_ids += [file_id for file_id, modified in named if file_id is not None and modified < before]
+        return sorted(file_ids)
 
     async def remove_abandoned(self, age_s: float) -> int:
         """See BlobStore: none is left, as an upload is no object before it is whole."""

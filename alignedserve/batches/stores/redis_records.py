@@ -41,8 +41,8 @@ class RedisRecords:
     async def read(self, keys: Sequence[str]) -> list[bytes | None]:
         if not keys:
             return []
-        found: list[bytes | None] = await self._send(self._client.mget([self._key(key) for key in keys]))
-        return found
+        values: list[bytes | None] = await self._send(self._client.mget([self._key(key) for key in keys]))
+        return values
 
     async def commit(self, changes: Sequence[Change], *, unchanged: Mapping[str, bytes | None]) -> bool:
         done: bool = await self._send(self._commit(changes, unchanged))
@@ -123,8 +123,8 @@ def newer_version(location: RedisLocation, namespace: str) -> int | None:
     """
     key = f"{namespace}:{_VERSION}"
     with suppress(RedisError), _blocking(location) as client:
-        found = client.get(key)
-        version = int(found) if found is not None and found.isdigit() else 0
+        stored = client.get(key)
+        version = int(stored) if stored is not None and stored.isdigit() else 0
         if version > RECORDS_VERSION:
             return version
         if version < RECORDS_VERSION:
@@ -132,17 +132,17 @@ def newer_version(location: RedisLocation, namespace: str) -> int | None:
     return None
 
 
-def is_claimed_by_other(location: RedisLocation, namespace: str, own: str) -> bool:
+def is_claimed_by_other(location: RedisLocation, namespace: str, claimant: str) -> bool:
     """Return whether a cluster with another state folder runs in this namespace. A key with a recent writer is watched
     for seconds. False where the Redis does not answer."""
     key = f"{namespace}:{CLAIM}"
     with suppress(RedisError), _blocking(location) as client:
-        first = found = client.get(key)
+        first = latest = client.get(key)
         ends_s = time.monotonic() + WATCH_S
-        while is_of_other(found, own) and found == first and time.monotonic() < ends_s:
+        while is_of_other(latest, claimant) and latest == first and time.monotonic() < ends_s:
             time.sleep(_LOOK_S)
-            found = client.get(key)
-        return found != first and is_of_other(found, own)
+            latest = client.get(key)
+        return latest != first and is_of_other(latest, claimant)
     return False
 
 

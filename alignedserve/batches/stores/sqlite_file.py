@@ -54,9 +54,9 @@ class StoreClock:
 
     def resume(self, connection: sqlite3.Connection) -> None:
         """Go on from the time that was kept in the file."""
-        kept = connection.execute("SELECT store_s, wall_s FROM clock").fetchone()
-        if kept is not None:
-            store_s, wall_s = kept
+        times = connection.execute("SELECT store_s, wall_s FROM clock").fetchone()
+        if times is not None:
+            store_s, wall_s = times
             self._offset_s = store_s + max(0.0, self._wall() - wall_s) - self._steady()
 
     def save(self, connection: sqlite3.Connection) -> None:
@@ -127,9 +127,9 @@ def check_file(path: Path) -> None:
         check_header(path)
         with contextlib.closing(_connected_soon(path)) as connection:
             if path.stat().st_size <= _CHECKED_BYTES:
-                (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
-                if found != "ok":
-                    raise StorageDamaged(f"{path} is damaged: {' '.join(found.split())}")
+                (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+                if verdict != "ok":
+                    raise StorageDamaged(f"{path} is damaged: {' '.join(verdict.split())}")
     except StorageDamaged as error:
         raise ResourceError(f"{error} (docs/batches.md)") from error
     except sqlite3.DatabaseError as error:

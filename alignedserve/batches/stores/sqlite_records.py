@@ -78,8 +78,8 @@ class SqliteRecords:
         return done
 
     async def page(self, index: str, *, after: str | None, limit: int, newest_first: bool) -> Page | None:
-        found: Page | None = await self._ask(lambda connection: _page(connection, index, after, limit, newest_first))
-        return found
+        page: Page | None = await self._ask(lambda connection: _page(connection, index, after, limit, newest_first))
+        return page
 
     async def close(self) -> None:
         """Waits for what is under way."""
@@ -95,9 +95,9 @@ class SqliteRecords:
             thread = threading.Thread(target=self._serve, name="records", daemon=True)
             thread.start()
             self._thread = thread
-        asked = _Asked(work, asyncio.get_running_loop().create_future())
-        self._queue.put(asked)
-        return await asked.answered
+        job = _Asked(work, asyncio.get_running_loop().create_future())
+        self._queue.put(job)
+        return await job.answered
 
     def _serve(self) -> None:
         is_open = True
@@ -107,11 +107,11 @@ class SqliteRecords:
                 while len(group) < _MAX_GROUP:
                     group.append(self._queue.get_nowait())
             is_open = None not in group
-            asked = [one for one in group if one is not None]
-            for one in asked:
-                if not isinstance(one.work, _Commit):
-                    one.answer(self._tried(one.work))
-            self._commit_all([one for one in asked if isinstance(one.work, _Commit)])
+            jobs = [job for job in group if job is not None]
+            for job in jobs:
+                if not isinstance(job.work, _Commit):
+                    job.answer(self._tried(job.work))
+            self._commit_all([job for job in jobs if isinstance(job.work, _Commit)])
         self._close()
 
     def _tried(self, work: Callable[[sqlite3.Connection], object]) -> object:
@@ -147,15 +147,15 @@ class SqliteRecords:
     def _commit_all(self, group: list[_Asked]) -> None:
         if not group:
             return
-        results = self._tried(lambda connection: self._transact(connection, [one.work for one in group]))
+        results = self._tried(lambda connection: self._transact(connection, [job.work for job in group]))
         if isinstance(results, list):
-            for one, result in zip(group, results, strict=True):
-                one.answer(result)
+            for job, result in zip(group, results, strict=True):
+                job.answer(result)
         elif len(group) == 1:
             group[0].answer(results)
         else:
-            for one in group:
-                self._commit_all([one])
+            for job in group:
+                self._commit_all([job])
 
     def _transact(self, connection: sqlite3.Connection, commits: Iterable[Any]) -> list[bool]:
         connection.execute("BEGIN IMMEDIATE")
@@ -210,15 +210,15 @@ class SqliteRecords:
     # --- reads
 
     def _read(self, connection: sqlite3.Connection, keys: Sequence[str]) -> list[bytes | None]:
-        now, found = self._clock.now(), {}
+        now, values = self._clock.now(), {}
         for first in range(0, len(keys), _MAX_KEYS):
             some = keys[first : first + _MAX_KEYS]
             places = ",".join("?" * len(some))
             query = f"SELECT key, value, checksum, until_s FROM records WHERE key IN ({places})"  # noqa: S608
             for key, value, checksum, until_s in connection.execute(query, list(some)):
                 if until_s is None or now < until_s:
-                    found[key] = self._checked(key, value, checksum)
-        return [found.get(key) for key in keys]
+                    values[key] = self._checked(key, value, checksum)
+        return [values.get(key) for key in keys]
 
     def _checked(self, key: str, value: object, checksum: int) -> bytes:
         if isinstance(value, bytes) and zlib.crc32(value) == checksum:  # the type is in the file, too
@@ -231,10 +231,10 @@ def _page(connection: sqlite3.Connection, index: str, after: str | None, limit: 
     order, beyond = ("DESC", "<") if newest_first else ("ASC", ">")
     where, values = "list = ?", [index]
     if after is not None:
-        place = connection.execute("SELECT score FROM members WHERE list = ? AND member = ?", (index, after)).fetchone()
-        if place is None:
+        row = connection.execute("SELECT score FROM members WHERE list = ? AND member = ?", (index, after)).fetchone()
+        if row is None:
             return None
-        where, values = f"list = ? AND (score, member) {beyond} (?, ?)", [index, place[0], after]
+        where, values = f"list = ? AND (score, member) {beyond} (?, ?)", [index, row[0], after]
     query = f"SELECT member FROM members WHERE {where} ORDER BY score {order}, member {order} LIMIT ?"  # noqa: S608
     members = [member for (member,) in connection.execute(query, [*values, limit + 1])]
     return Page(tuple(members[:limit]), len(members) > limit)

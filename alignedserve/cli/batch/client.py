@@ -153,13 +153,13 @@ class BatchClient:
         return await self._json("GET", f"/v1/usage?{query}")
 
     async def batches(self, limit: int) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
+        batches: list[dict[str, Any]] = []
         while True:
-            after = f"&after={found[-1]['id']}" if found else ""
-            page = await self._json("GET", f"/v1/batches?limit={min(100, limit - len(found))}{after}")
-            found += page["data"]
-            if not page.get("has_more") or not page["data"] or len(found) >= limit:
-                return found[:limit]
+            after = f"&after={batches[-1]['id']}" if batches else ""
+            page = await self._json("GET", f"/v1/batches?limit={min(100, limit - len(batches))}{after}")
+            batches += page["data"]
+            if not page.get("has_more") or not page["data"] or len(batches) >= limit:
+                return batches[:limit]
 
     async def receive(self, file_id: str, receiver: DownloadReceiver) -> None:
         """Download all that a file holds now, from the receiver's offset on; resume after lost connections."""
@@ -175,7 +175,7 @@ class BatchClient:
                     receiver.take(chunk[surplus:])
                     surplus = max(0, surplus - len(chunk))
 
-        await self._with_retries(attempt, is_retried=True, place=receiver.offset)
+        await self._with_retries(attempt, is_retried=True, position=receiver.offset)
 
     # --- writing
 
@@ -243,15 +243,15 @@ class BatchClient:
         raise RequestRefused(message, status=response.status, code=_code_of(body))
 
     async def _with_retries(
-        self, attempt: Callable[[], Awaitable[T]], *, is_retried: bool, place: Callable[[], int] = lambda: 0
+        self, attempt: Callable[[], Awaitable[T]], *, is_retried: bool, position: Callable[[], int] = lambda: 0
     ) -> T:
         lost_s, pause_s = None, _FIRST_PAUSE_S
         while True:
-            began = place()
+            began = position()
             try:
                 result = await self._once(attempt)
             except ServerUnavailable as error:
-                if place() > began:  # of a long download: the next loss is another one
+                if position() > began:  # of a long download: the next loss is another one
                     lost_s, pause_s = None, _FIRST_PAUSE_S
                 # Patience begins with the loss: a transfer may have gone well for longer.
                 lost_s = time.monotonic() if lost_s is None else lost_s

@@ -120,22 +120,22 @@ def show_list(url: str, limit: int, json_output: bool) -> int:
 # --- submit
 
 
-def _time(given: str | None) -> float | str | None:
-    return float(given) if given is not None and re.fullmatch(r"\d{1,12}(\.\d{1,6})?", given, re.ASCII) else given
+def _time(text: str | None) -> float | str | None:
+    return float(text) if text is not None and re.fullmatch(r"\d{1,12}(\.\d{1,6})?", text, re.ASCII) else text
 
 
 def _body(options: SubmitOptions) -> dict[str, Any]:
     body: dict[str, Any] = {"endpoint": _endpoint(options).value, "completion_window": options.window}
-    given = {"not_before": _time(options.not_before), "hours": options.hours, "priority": options.priority}
-    body |= {name: value for name, value in given.items() if value is not None}
+    fields = {"not_before": _time(options.not_before), "hours": options.hours, "priority": options.priority}
+    body |= {name: value for name, value in fields.items() if value is not None}
     if options.metadata:
         body["metadata"] = dict(_pair(text) for text in options.metadata)
     if options.idempotency_key is not None and not 0 < len(options.idempotency_key.encode()) <= 255:
         raise ConfigError("--idempotency-key: must have 1 to 255 characters")
     try:
-        asked = parse(CreateBatchRequest, body | {"input_file_id": "file"})
-        schedule, now = schedule_asked(asked), time.time()
-        check_window(schedule, now, now + window_s(asked.completion_window))
+        request = parse(CreateBatchRequest, body | {"input_file_id": "file"})
+        schedule, now = schedule_asked(request), time.time()
+        check_window(schedule, now, now + window_s(request.completion_window))
     except InvalidRequest as error:
         raise ConfigError(_of_option(error)) from error
     return body
@@ -157,13 +157,13 @@ def _of_option(error: InvalidRequest) -> str:
 
 
 def _endpoint(options: SubmitOptions) -> Endpoint:
-    given = options.endpoint
-    if given is None:
+    name = options.endpoint
+    if name is None:
         return endpoint_of_first_line(options.path)
     known = _SHORT_NAMES | {endpoint.value: endpoint for endpoint in Endpoint}
-    if given not in known:
-        raise ConfigError(f"--endpoint {given}: must be one of {', '.join(known)}")
-    return known[given]
+    if name not in known:
+        raise ConfigError(f"--endpoint {name}: must be one of {', '.join(known)}")
+    return known[name]
 
 
 def _pair(text: str) -> tuple[str, str]:

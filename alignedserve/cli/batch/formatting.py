@@ -122,8 +122,8 @@ def batches_table(batches: list[dict[str, Any]], now: float) -> Table:
 
 
 def problem_text(problem: dict[str, Any]) -> str:
-    place = f"line {problem['line']}: " if problem.get("line") is not None else ""
-    return printable(f"{place}{problem.get('message')} ({problem.get('code')})")
+    prefix = f"line {problem['line']}: " if problem.get("line") is not None else ""
+    return printable(f"{prefix}{problem.get('message')} ({problem.get('code')})")
 
 
 def clock(unix_s: float) -> str:
@@ -132,11 +132,11 @@ def clock(unix_s: float) -> str:
     return time.strftime(shape, then)
 
 
-def _as_clock(found: re.Match[str]) -> str:
+def _as_clock(match: re.Match[str]) -> str:
     try:
-        return clock(datetime.fromisoformat(found[0]).timestamp())
+        return clock(datetime.fromisoformat(match[0]).timestamp())
     except ValueError:  # no such day
-        return found[0]
+        return match[0]
 
 
 def duration(seconds: float) -> str:

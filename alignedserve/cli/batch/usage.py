@@ -37,21 +37,21 @@ class UsageQuestion(NamedTuple):
     is_json: bool
 
 
-def show_usage(url: str, asked: UsageQuestion) -> int:
-    columns = _columns(asked.by)
+def show_usage(url: str, question: UsageQuestion) -> int:
+    columns = _columns(question.by)
     now = time.time()
-    start_s = int(now - _DEFAULT_DAYS * 86_400) if asked.since is None else _unix_s("--since", asked.since)
-    end_s = int(now) + 1 if asked.until is None else _unix_s("--until", asked.until)
+    start_s = int(now - _DEFAULT_DAYS * 86_400) if question.since is None else _unix_s("--since", question.since)
+    end_s = int(now) + 1 if question.until is None else _unix_s("--until", question.until)
     if end_s <= start_s:
-        raise ConfigError("--until must be after --since" if asked.until else "--since must be in the past")
+        raise ConfigError("--until must be after --since" if question.until else "--since must be in the past")
     width = next((_WIDTHS[column] for column in columns if column in _WIDTHS), "1h")
 
     async def act(client: BatchClient, _: Console) -> int:
         pages = await _pages(client, start_s, end_s, width, [column for column in columns if column in GROUPS])
         rows = _summed(pages, columns)
-        if asked.is_json:
+        if question.is_json:
             print_json([dict(zip([*columns, *_COUNTS.values()], row, strict=True)) for row in rows])
-        elif asked.is_csv:
+        elif question.is_csv:
             csv.writer(sys.stdout).writerows([[*columns, *_COUNTS.values()], *rows])
         else:
             print_table(_table(columns, rows))
@@ -85,8 +85,8 @@ def _summed(buckets: list[dict[str, Any]], columns: list[str]) -> list[list[Any]
         for result in bucket["results"]:
             group = tuple(str(times.get(column) or result[column]) for column in columns)
             counts = sums.setdefault(group, [0] * len(_COUNTS))
-            found = [result.get(name, 0) for name in _COUNTS.values()]  # of an older server some may be missing
-            sums[group] = [round(known + more, 6) for known, more in zip(counts, found, strict=True)]
+            added = [result.get(name, 0) for name in _COUNTS.values()]  # of an older server some may be missing
+            sums[group] = [round(known + more, 6) for known, more in zip(counts, added, strict=True)]
     return [[*group, *counts] for group, counts in sorted(sums.items())]
 
 

@@ -185,11 +185,11 @@ async def _served_models(url: str) -> tuple[ListedModel, ...]:
 
 def find_model(listed: Sequence[ListedModel], name: str) -> ListedModel:
     """Return the model of this name. Raises ConfigError naming those there are."""
-    found = next((model for model in listed if model.name == name), None)
-    if found is None:
+    model = next((model for model in listed if model.name == name), None)
+    if model is None:
         names = ", ".join(printable(model.name) for model in listed)
         raise ConfigError(f"the server has no model {name}; it serves {names}")
-    return found
+    return model
 
 
 class ChatSession:

@@ -150,8 +150,8 @@ def _kv_cache() -> str:
 
 
 def _threads() -> str:
-    one, two = threads_per_worker(1), threads_per_worker(2)
-    return f"{one} in one worker, {two} in each of two; not pinned; waiting for each other {thread_waiting()}"
+    alone, paired = threads_per_worker(1), threads_per_worker(2)
+    return f"{alone} in one worker, {paired} in each of two; not pinned; waiting for each other {thread_waiting()}"
 
 
 def _weights() -> str:

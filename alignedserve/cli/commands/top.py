@@ -146,7 +146,7 @@ def of_worker(name: str, counter: Callable[[_Worker], float]) -> Callable[[_Load
 
 
 def _read(document: LiveDocument, model: str, counter: Callable[[_Load], float | None]) -> float | None:
-    load = next((one.load for one in document.models if one.name == model), None)
+    load = next((served.load for served in document.models if served.name == model), None)
     return counter(load) if load is not None else None
 
 
@@ -188,11 +188,11 @@ def _model(model: _Model, reading: LiveReading) -> Iterator[RenderableType]:
 
 
 def _rates(name: str, load: _Load, reading: LiveReading) -> Text:
-    hits, asked = load.prefixes.num_hit_tokens, load.prefixes.num_query_tokens
+    hits, queried = load.prefixes.num_hit_tokens, load.prefixes.num_query_tokens
     parts = [
-        f"{_number(reading.rate(name, lambda one: one.totals.num_tokens))} tokens/s",
-        f"{_number(reading.rate(name, lambda one: one.totals.num_prompt_tokens))} prompt tokens/s",
-        f"prefix hits {_share(hits, asked)}",
+        f"{_number(reading.rate(name, lambda sample: sample.totals.num_tokens))} tokens/s",
+        f"{_number(reading.rate(name, lambda sample: sample.totals.num_prompt_tokens))} prompt tokens/s",
+        f"prefix hits {_share(hits, queried)}",
     ]
     if load.pool.num_blocks:
         parts.append(f"pool {load.pool.num_blocks_used} of {load.pool.num_blocks} blocks")
@@ -244,8 +244,8 @@ def _workers(name: str, load: _Load, reading: LiveReading) -> Table:
     has_nodes = any(worker.node for worker in load.workers)
     table = _table(*(column for column in columns if has_nodes or column != "node"))
     for worker in load.workers:
-        wall = reading.gained(name, of_worker(worker.worker, lambda found: found.wall_s))
-        compute = reading.gained(name, of_worker(worker.worker, lambda found: found.compute_s))
+        wall = reading.gained(name, of_worker(worker.worker, lambda counters: counters.wall_s))
+        compute = reading.gained(name, of_worker(worker.worker, lambda counters: counters.compute_s))
         cells = [
             printable(worker.worker),
             *([printable(worker.node) or "-"] if has_nodes else []),
@@ -255,8 +255,8 @@ def _workers(name: str, load: _Load, reading: LiveReading) -> Table:
             f"{worker.num_blocks_used}/{worker.num_blocks}",
             in_percent(worker.lean, 0) if worker.is_elastic else "-",
             f"{worker.batch.shortest}-{worker.batch.longest}" if worker.batch.num_requests else "-",
-            _number(reading.rate(name, of_worker(worker.worker, lambda found: found.num_tokens))),
-            _number(reading.rate(name, of_worker(worker.worker, lambda found: found.num_prompt_tokens))),
+            _number(reading.rate(name, of_worker(worker.worker, lambda counters: counters.num_tokens))),
+            _number(reading.rate(name, of_worker(worker.worker, lambda counters: counters.num_prompt_tokens))),
             in_percent(compute / wall, 0) if wall and compute is not None else "-",
         ]
         table.add_row(*(escape(cell) for cell in cells))

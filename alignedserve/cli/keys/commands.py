@@ -101,7 +101,7 @@ def _secrets(row: KeyRow, now: datetime) -> str:
     if row.revoked:
         return "revoked"
     valid = [secret for secret in row.secrets if secret.expires is None or secret.expires > now]
-    ends = [min(one.expires, _LATEST) for one in valid if one.expires is not None]
+    ends = [min(secret.expires, _LATEST) for secret in valid if secret.expires is not None]
     if not valid:
         return "expired" if row.secrets else "none"
     until = f", to {min(ends).astimezone(UTC):%Y-%m-%d %H:%M}Z" if ends else ""

@@ -44,9 +44,9 @@ def status(cluster: str | None, *, json_output: bool) -> None:
     print_table(table)
 
 
-def _state(one: DeploymentReport) -> str:
-    state = escape(printable(one.state))
-    return state if one.leaves_in_s is None else f"{state}, leaves in {one.leaves_in_s:.0f} s"
+def _state(deployment: DeploymentReport) -> str:
+    state = escape(printable(deployment.state))
+    return state if deployment.leaves_in_s is None else f"{state}, leaves in {deployment.leaves_in_s:.0f} s"
 
 
 def add(model: str, name: str | None, settings: tuple[str, ...], cluster: str | None) -> None:
@@ -56,10 +56,10 @@ def add(model: str, name: str | None, settings: tuple[str, ...], cluster: str | 
 
 def adding(model: str, name: str | None, settings: tuple[str, ...]) -> AddModel:
     """Return the order to add a model that is given as to `serve`: MODEL or NAME=MODEL. Raises ConfigError."""
-    given = named_model(model)
-    if name is not None and "served_model_name" in given:
+    named = named_model(model)
+    if name is not None and "served_model_name" in named:
         raise ConfigError(f"{printable(model)} and --name both name the model: leave one out")
-    return AddModel(_seen_from_anywhere(given["path"]), given.get("served_model_name", name), settings)
+    return AddModel(_seen_from_anywhere(named["path"]), named.get("served_model_name", name), settings)
 
 
 def replace(name: str, model: str, settings: tuple[str, ...], within_s: float | None, cluster: str | None) -> None:

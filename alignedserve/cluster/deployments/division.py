@@ -48,13 +48,13 @@ def divide(machine: Machine, gpus: Sequence[str], beside_caches: Sequence[int]) 
         MachinePart(
             replace(
                 machine,
-                available_bytes=min(own + left // count, machine.available_bytes),
+                available_bytes=min(beside + left // count, machine.available_bytes),
                 shared_bytes=machine.shared_bytes // count,
                 gpu_bytes=_gpu_bytes(machine, gpus, devices, index),
             ),
             devices[index],
         )
-        for index, own in enumerate(on_host)
+        for index, beside in enumerate(on_host)
     ]
 
 
@@ -117,10 +117,10 @@ def require_room(name: str, holding: HeldMemory, part: MachinePart) -> None:
         "in the folder of the KV pool": (holding.shared_bytes, part.machine.shared_bytes),
         "on a GPU": (holding.gpu_bytes, min(part.machine.gpu_bytes, default=0)),
     }
-    for place, (needed, left) in needs.items():
+    for where, (needed, left) in needs.items():
         if needed > left:
             raise NotEnoughMemory(
-                f"{name} needs {needed // MIB} MiB {place} beside the models that are served, {left // MIB} MiB are "
+                f"{name} needs {needed // MIB} MiB {where} beside the models that are served, {left // MIB} MiB are "
                 "left; remove a model, or set decode.kv_cache_bytes or model.max_context_len lower"
             )
 
@@ -190,9 +190,9 @@ class _Assigning:
 
     def fill(self) -> None:
         left = {model.deployment_id: model.most_nodes or len(self._nodes) for model in self._models}
-        counts = {wanted: sum(wanted in found for found in self._placed.values()) for wanted in left}
+        counts = {wanted: sum(wanted in models for models in self._placed.values()) for wanted in left}
         while left:
-            wanted = min(left, key=lambda one: counts[one])
+            wanted = min(left, key=lambda model_id: counts[model_id])
             if counts[wanted] < left[wanted] and self._place(wanted):
                 counts[wanted] += 1
             else:

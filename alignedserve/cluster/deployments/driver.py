@@ -80,7 +80,7 @@ class Views:
         if announced is not self._announced:
             self._ask()
             return None
-        return combined([one.deployment_id for one in announced], [answer_or_none(call) for call in calls])
+        return combined([served.deployment_id for served in announced], [answer_or_none(call) for call in calls])
 
     def _ask(self) -> None:
         if self._round is None:
@@ -169,7 +169,7 @@ class DeploymentsDriver:
             if standing.phase in _ANNOUNCED
         )
         announced = (*there, *self._on_demand.sleeping(self.logic.standings))
-        return tuple(sorted(announced, key=lambda one: self._place(one.served.name)))
+        return tuple(sorted(announced, key=lambda deployment: self._place(deployment.served.name)))
 
     def _place(self, name: str) -> int:
         return self._places.get(name, len(self._places))
@@ -185,7 +185,7 @@ class DeploymentsDriver:
     def announce(self) -> None:
         self._announced = self.announced
         names = dict.fromkeys(deployment.served.name for deployment in self._announced)
-        self._places = {name: place for place, name in enumerate(names)}
+        self._places = {name: index for index, name in enumerate(names)}
         self._views.announce(self._announced)
 
     def are_all_ready(self) -> bool:
@@ -193,7 +193,7 @@ class DeploymentsDriver:
         return views is not None and all(view.missing is None for view in views.values())
 
     def reports(self, problems: Mapping[str, str] = MappingProxyType({})) -> Iterator[DeploymentReport]:
-        yield from sorted(self._reports(problems), key=lambda one: self._place(one.name))
+        yield from sorted(self._reports(problems), key=lambda report: self._place(report.name))
 
     def _reports(self, problems: Mapping[str, str]) -> Iterator[DeploymentReport]:
         for standing in self.logic.standings:
@@ -263,7 +263,7 @@ class DeploymentsDriver:
             self._perform(command)
 
     def _events(self) -> Iterator[Event]:
-        for deployment_id in [one for one, future in self._preparations.items() if future.done()]:
+        for deployment_id in [key for key, future in self._preparations.items() if future.done()]:
             yield self._prepared(deployment_id, self._preparations.pop(deployment_id))
         failed, self._failed = self._failed, []
         yield from failed
@@ -281,7 +281,7 @@ class DeploymentsDriver:
         if views is not None:
             yield Viewed(views)
             self._look_at_demand(views)
-        for deployment_id in [one for one, ending in self._ends.items() if ending.look()]:
+        for deployment_id in [key for key, ending in self._ends.items() if ending.look()]:
             del self._ends[deployment_id]
             self._site.forget_deployment(deployment_id)
             yield ProcessesGone(deployment_id)

@@ -218,22 +218,22 @@ class DeploymentsLogic:
 
     @property
     def standings(self) -> tuple[DeploymentStanding, ...]:
-        return tuple(DeploymentStanding(one, it.name, it.phase, it.num_open) for one, it in self._deployments.items())
+        return tuple(DeploymentStanding(key, it.name, it.phase, it.num_open) for key, it in self._deployments.items())
 
     @classmethod
     def of_start(cls, names: Mapping[str, str]) -> "DeploymentsLogic":
         """Return that of a new cluster. `names`: of the models that serve from its start, by deployment."""
-        return cls([LeftDeployment(one, name, DeploymentStage.SERVING) for one, name in names.items()], len(names))
+        return cls([LeftDeployment(key, name, DeploymentStage.SERVING) for key, name in names.items()], len(names))
 
     @property
     def left(self) -> tuple[LeftDeployment, ...]:
         return tuple(
-            LeftDeployment(one, it.name, it.phase, it.order_id, it.drains_within_s)
-            for one, it in self._deployments.items()
+            LeftDeployment(key, it.name, it.phase, it.order_id, it.drains_within_s)
+            for key, it in self._deployments.items()
         )
 
     def knows(self, order_id: str) -> bool:
-        is_waiting = any(one.order_id == order_id for one in self._waiting)
+        is_waiting = any(order.order_id == order_id for order in self._waiting)
         return is_waiting or any(deployment.order_id == order_id for deployment in self._deployments.values())
 
     def resume(self, now: float) -> list[Command]:
@@ -242,13 +242,13 @@ class DeploymentsLogic:
         self._waiting.clear()
         self._current = None
         commands: list[Command] = []
-        for deployment_id, one in tuple(self._deployments.items()):
-            one.since_s = now
-            if one.phase is DeploymentStage.PREPARING:
+        for deployment_id, deployment in tuple(self._deployments.items()):
+            deployment.since_s = now
+            if deployment.phase is DeploymentStage.PREPARING:
                 del self._deployments[deployment_id]
-            elif one.phase in (DeploymentStage.STARTING, DeploymentStage.PROVING):
-                one.phase, one.order_id = DeploymentStage.ENDING, None
-            if one.phase is DeploymentStage.ENDING:
+            elif deployment.phase in (DeploymentStage.STARTING, DeploymentStage.PROVING):
+                deployment.phase, deployment.order_id = DeploymentStage.ENDING, None
+            if deployment.phase is DeploymentStage.ENDING:
                 commands.append(EndProcesses(deployment_id))
         return [AnnounceDeployments(), *commands]
 
@@ -311,7 +311,7 @@ class DeploymentsLogic:
 
     def _serving(self, name: str) -> str | None:
         matching = (
-            one for one, it in self._deployments.items() if it.phase is DeploymentStage.SERVING and it.name == name
+            key for key, it in self._deployments.items() if it.phase is DeploymentStage.SERVING and it.name == name
         )
         return next(matching, None)
 
@@ -356,7 +356,7 @@ class DeploymentsLogic:
 
     def _on_views(self, views: Mapping[str, View], now: float) -> list[Command]:
         # Phases before these views: a deployment that begins to drain now has not been asked since.
-        phases = {one: it.phase for one, it in self._deployments.items() if one in views}
+        phases = {key: it.phase for key, it in self._deployments.items() if key in views}
         commands: list[Command] = []
         for deployment_id, phase in phases.items():
             view = views[deployment_id]
@@ -403,13 +403,13 @@ class DeploymentsLogic:
         return [AnnounceDeployments(), Say(order_id, said)]
 
     def _move_up(self, old: str, successor: str) -> None:
-        others = {one: it for one, it in self._deployments.items() if one != successor}
+        others = {key: it for key, it in self._deployments.items() if key != successor}
         new = self._deployments[successor]
         self._deployments = {}
-        for one, it in others.items():
-            if one == old:
+        for key, it in others.items():
+            if key == old:
                 self._deployments[successor] = new
-            self._deployments[one] = it
+            self._deployments[key] = it
 
     def _on_ended(self, deployment_id: str) -> list[Command]:
         old = self._deployments.pop(deployment_id)

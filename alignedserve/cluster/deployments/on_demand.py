@@ -115,7 +115,7 @@ class OnDemandLogic:
     def _for_demands(
         self, awake: Mapping[str, tuple[ModelUse, float]], demands: Mapping[str, ModelDemand], now: float
     ) -> Sequence[LoadModel | UnloadModel]:
-        for name in sorted(demands, key=lambda one: (*demands[one].rank, one)):
+        for name in sorted(demands, key=lambda model: (*demands[model].rank, model)):
             if name in self._problems:
                 continue
             if name not in self._no_room:
@@ -161,8 +161,8 @@ class ModelOnDemand(NamedTuple):
     keep_alive_s: float  # `inf`: it leaves only for others
 
     @classmethod
-    def of(cls, plan: ClusterPlan, config: ClusterConfig, own: Mapping[str, Any]) -> "ModelOnDemand":
-        """Return the model of a plan. `config`: with its sizes. `own`: its sections of the settings."""
+    def of(cls, plan: ClusterPlan, config: ClusterConfig, sections: Mapping[str, Any]) -> "ModelOnDemand":
+        """Return the model of a plan. `config`: with its sizes. `sections`: its own of the settings."""
         served = plan.served
         keep_alive_s = config.model.keep_alive_s
         assert keep_alive_s is not None, "a model that is not on demand"
@@ -174,7 +174,7 @@ class ModelOnDemand(NamedTuple):
             phase=DeploymentPhase.SLEEPING,
         )
         # With the planned context: a model that does not fit is refused, never shortened.
-        settings = (*_settings(own), f"model.max_context_len={served.max_context_len}")
+        settings = (*_settings(sections), f"model.max_context_len={served.max_context_len}")
         return cls(AddModel(config.model.path, served.name, settings), deployed, keep_alive_s)
 
 
@@ -287,10 +287,10 @@ class OnDemandModels:
 
     def reports(self, standings: Sequence[DeploymentStanding]) -> Iterator[DeploymentReport]:
         known = {standing.name for standing in standings}
-        for name, one in self._models.items():
+        for name, model in self._models.items():
             if name not in known:
                 problem = self._logic.problem(name, time.monotonic()) or ""
-                yield DeploymentReport("", name, one.order.path, "asleep", None, problem=problem)
+                yield DeploymentReport("", name, model.order.path, "asleep", None, problem=problem)
 
 
 def _serving(standings: Sequence[DeploymentStanding]) -> dict[str, str]:
@@ -308,8 +308,8 @@ def _leaving_s(use: ModelUse, keep_alive_s: float) -> float:
     return max((keep_alive_s if use.keep_alive_s is None else use.keep_alive_s) - use.idle_s, 0.0)
 
 
-def _settings(own: Mapping[str, Any]) -> Iterator[str]:
-    for section, fields in own.items():
+def _settings(sections: Mapping[str, Any]) -> Iterator[str]:
+    for section, fields in sections.items():
         if not isinstance(fields, Mapping):
             yield written_override(section, fields)
             continue

@@ -70,11 +70,11 @@ def plan_models(models: Sequence[PlannedModel], nodes: Sequence[NodeResources]) 
     by_name = {node.capacity.name: node for node in nodes}
 
     assignable = [AssignableModel(one.deployment_id, one.served.weight_bytes, one.num_workers) for one in models]
-    strengths = [AssignableNode(one.capacity.name, one.capacity.weight) for one in nodes]
+    strengths = [AssignableNode(node.capacity.name, node.capacity.weight) for node in nodes]
     for context_len in (ENOUGH_CONTEXT_LEN, LEAST_CONTEXT_LEN):
 
         def fits(name: str, together: tuple[str, ...], least: int = context_len) -> bool:
-            candidates = [by_id[one] for one in sorted(together, key=list(by_id).index)]
+            candidates = [by_id[model_id] for model_id in sorted(together, key=list(by_id).index)]
             return _problem(candidates, by_name[name], len(nodes), least) is None
 
         assigned = assign_models(assignable, strengths, fits)
@@ -82,14 +82,14 @@ def plan_models(models: Sequence[PlannedModel], nodes: Sequence[NodeResources]) 
             return _plans(models, nodes, assigned)
     if len(nodes) == 1:
         raise NotEnoughMemory(_problem(models, nodes[0], 1, LEAST_CONTEXT_LEN))
-    raise NotEnoughMemory(_nowhere(next(one for one in models if not assigned[one.deployment_id]), nodes))
+    raise NotEnoughMemory(_nowhere(next(model for model in models if not assigned[model.deployment_id]), nodes))
 
 
 def _plans(
     models: Sequence[PlannedModel], nodes: Sequence[NodeResources], assigned: Mapping[str, tuple[str, ...]]
 ) -> dict[str, ClusterPlan]:
     by_node = {
-        node.capacity.name: [one for one in models if node.capacity.name in assigned[one.deployment_id]]
+        node.capacity.name: [model for model in models if node.capacity.name in assigned[model.deployment_id]]
         for node in nodes
     }
     devices = {node.capacity.name: devices_of(by_node[node.capacity.name], node) for node in nodes}
@@ -108,15 +108,15 @@ def _plans(
         shares = [placed[model.deployment_id][1][index] for model in there]
         machines[node.capacity.name] = divided(there, shares, node)
     return {
-        one: sized_plan(
+        key: sized_plan(
             plan,
             shares,
             [
-                NodeResources(capacity, machines[capacity.name].get(one, node.machine))
+                NodeResources(capacity, machines[capacity.name].get(key, node.machine))
                 for capacity, node in zip(capacities, nodes, strict=True)
             ],
         )
-        for one, (plan, shares, capacities) in placed.items()
+        for key, (plan, shares, capacities) in placed.items()
     }
 
 
@@ -139,7 +139,7 @@ def models_for_node(
 
 def devices_of(models: Sequence[PlannedModel], node: NodeResources) -> dict[str, tuple[str, ...]]:
     devices = assigned_gpus(node.capacity.gpus, len(models))
-    return {model.deployment_id: own for model, own in zip(models, devices, strict=True)}
+    return {model.deployment_id: gpus for model, gpus in zip(models, devices, strict=True)}
 
 
 def planned_again(deployment_id: str, plan: ClusterPlan, nodes: Collection[str]) -> PlannedModel:
@@ -150,8 +150,8 @@ def _problem(models: Sequence[PlannedModel], node: NodeResources, num_nodes: int
     if any(node.capacity.name not in model.nodes for model in models):
         return "it has no copy of the model at the same path"
     gpus = assigned_gpus(node.capacity.gpus, len(models))
-    capacities = [replace(node.capacity, gpus=own) for own in gpus]
-    shares = [model.part_of_node(one, num_nodes) for model, one in zip(models, capacities, strict=True)]
+    capacities = [replace(node.capacity, gpus=devices) for devices in gpus]
+    shares = [model.part_of_node(capacity, num_nodes) for model, capacity in zip(models, capacities, strict=True)]
     taken = [model.beside_caches(share.num_workers) for model, share in zip(models, shares, strict=True)]
     try:
         for model, share, part in zip(models, shares, divide(node.machine, node.capacity.gpus, taken), strict=True):
@@ -219,7 +219,7 @@ def plan_one_more(
     shares = plan.placement.place(capacities, {name: taken.get(name, 0) for name in parts})
     machines = [parts[node.capacity.name].machine if node.capacity.name in parts else node.machine for node in nodes]
     sized = sized_plan(
-        plan, shares, [NodeResources(one, machine) for one, machine in zip(capacities, machines, strict=True)]
+        plan, shares, [NodeResources(capacity, machine) for capacity, machine in zip(capacities, machines, strict=True)]
     )
     for name, choice in sized.choices.items():
         require_room(model.served.name, holding_of(choice.config, choice.served, parts[name].gpus), parts[name])

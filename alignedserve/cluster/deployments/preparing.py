@@ -37,10 +37,10 @@ from alignedserve.scheduling.factory import require_effect, resolve_policy
 class DeploymentSettings:
     """The settings of the deployments of one cluster, by which one more is checked."""
 
-    def __init__(self, common: ModelSettings, own: Mapping[str, Mapping[str, Any]], folder: Path) -> None:
-        """`own`: sections of each deployment that serves, by its id. `folder`: private, of the head."""
+    def __init__(self, common: ModelSettings, sections: Mapping[str, Mapping[str, Any]], folder: Path) -> None:
+        """`sections`: of the settings of each deployment that serves, by its id. `folder`: private, of the head."""
         self._common = common
-        self._own = dict(own)
+        self._own = dict(sections)
         self._folder = folder
 
     def of_order(self, order: AddModel | ReplaceModel, replaced: str | None) -> tuple[Mapping[str, Any], ClusterConfig]:
@@ -66,15 +66,15 @@ class DeploymentSettings:
                 raise ConfigError(
                     f"{twice} is a name of {other.name}, a model on demand; remove that, or name it apart"
                 )
-        for one, settings in tuple(self._own.items()):
-            twice = next((name for name in read_loaded(self._loaded(one)) if name in names), None)
-            if one != replaced and twice is not None:
+        for key, settings in tuple(self._own.items()):
+            twice = next((name for name in read_loaded(self._loaded(key)) if name in names), None)
+            if key != replaced and twice is not None:
                 raise ConfigError(f"{twice} is the name of an adapter that was loaded for {name_of(settings)}")
         require_adapters_apart({**self._beside(served.name, replaced), served.name: config})
 
-    def note(self, deployment_id: str, own: Mapping[str, Any], served: ServedModel) -> Mapping[str, Any]:
+    def note(self, deployment_id: str, sections: Mapping[str, Any], served: ServedModel) -> Mapping[str, Any]:
         """Note a deployment that may be started; return its sections, with the name of its model."""
-        self._own[deployment_id] = {**own, "model": {**own["model"], "served_model_name": served.name}}
+        self._own[deployment_id] = {**sections, "model": {**sections["model"], "served_model_name": served.name}}
         return self._own[deployment_id]
 
     def forget(self, deployment_id: str) -> None:
@@ -97,8 +97,8 @@ class DeploymentSettings:
         return loaded_file(self._folder, deployment_id)
 
     def _beside(self, name: str, replaced: str | None) -> dict[str, ClusterConfig]:
-        others = [settings for one, settings in self._own.items() if one != replaced and name_of(settings) != name]
-        return {name_of(one): self._common.with_models([one]).configs[0] for one in others}
+        others = [settings for key, settings in self._own.items() if key != replaced and name_of(settings) != name]
+        return {name_of(settings): self._common.with_models([settings]).configs[0] for settings in others}
 
 
 def _names_of(served: ServedModel) -> list[str]:
@@ -206,20 +206,20 @@ class HostedPreparing:
 
 
 def _with_copies(
-    found: Mapping[RayNode, NodeResources], reports: Mapping[RayNode, NodeReport], head: NodeReport
+    by_node: Mapping[RayNode, NodeResources], reports: Mapping[RayNode, NodeReport], head: NodeReport
 ) -> frozenset[str]:
     if head.problem is not None or head.digests[0] is None:
         raise ResourceError(str(head.problem or "the head has no copy of the model"))
     return frozenset(
-        one.capacity.name for node, one in found.items() if not missing_copies(reports[node], head.digests)
+        resource.capacity.name for node, resource in by_node.items() if not missing_copies(reports[node], head.digests)
     )
 
 
 def _parts(
-    plan: ClusterPlan, found: Mapping[RayNode, NodeResources], members: Mapping[RayNode, Member]
+    plan: ClusterPlan, by_node: Mapping[RayNode, NodeResources], members: Mapping[RayNode, Member]
 ) -> dict[str, PreparedNode]:
     parts = {}
-    for index, node in enumerate(found):
+    for index, node in enumerate(by_node):
         share, capacity, config = plan.part(index, node.address)
         if share.num_workers or share.is_head:
             member = members[node]

@@ -34,12 +34,12 @@ class DrainWatch:
         over = self._drains.finished(now, self._left)
         workers, moved, draining = self._drains.workers, self._drains.due_to_move(now), self._drains.gateways
         routers = dict.fromkeys(
-            (*(router_of(worker) for worker in workers), *(one for one in self._told if is_router(one)))
+            (*(router_of(worker) for worker in workers), *(name for name in self._told if is_router(name)))
         )
         for router in routers:
-            own, gone = (tuple(one for one in names if router_of(one) == router) for names in (workers, moved))
-            self._ask(actors, router, own, own, gone)
-        for name in dict.fromkeys((*draining, *(one for one in self._told if not is_router(one)))):
+            leaving, gone = (tuple(name for name in names if router_of(name) == router) for names in (workers, moved))
+            self._ask(actors, router, leaving, leaving, gone)
+        for name in dict.fromkeys((*draining, *(name for name in self._told if not is_router(name)))):
             self._ask(actors, name, (name,) if name in draining else (), name in draining)
         return over
 

@@ -235,5 +235,5 @@ class WorkerRestarts:
 
 
 def _time_for(name: str, *, names: Collection[str], within_s: float) -> float:
-    kinds = [(one.partition("-")[0], deployment_of(one)) for one in names]
+    kinds = [(worker.partition("-")[0], deployment_of(worker)) for worker in names]
     return within_s if kinds.count((name.partition("-")[0], deployment_of(name))) > 1 else 0.0

@@ -149,7 +149,7 @@ class WorkerScaling:
         if not change.removed:
             return []
         able = {(kind, node): getattr(shares[node], kind) for kind, node in set(change.removed)}
-        names = tuple(name for found in able.values() for name in found)
+        names = tuple(name for workers in able.values() for name in workers)
         left: Mapping[str, int] = answer_of("the router", router.num_left.remote(names), _ANSWER_S)
         leaving: list[str] = []
         for kind, node in change.removed:

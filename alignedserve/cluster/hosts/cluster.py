@@ -86,13 +86,13 @@ class AdapterExchange:
                 if deployment_id in self._known:
                     self._known[deployment_id] = merged(self._known[deployment_id], changes)
         now = time.monotonic()
-        able = [one for one, model in models.items() if model.served.lora.is_enabled and model.served.encoder is None]
-        self._known = {one: self._known.get(one, {}) for one in able}
+        able = [key for key, model in models.items() if model.served.lora.is_enabled and model.served.encoder is None]
+        self._known = {key: self._known.get(key, {}) for key in able}
         if not able or now - self._looked_s < _PERIOD_S:
             return
         self._looked_s = now
         asked_agents = set(self._asked.values())
-        known = {one: tuple(changes.values()) for one, changes in self._known.items()}
+        known = {key: tuple(changes.values()) for key, changes in self._known.items()}
         for member in members:
             agent = member.agent.actor
             if agent not in asked_agents:
@@ -117,7 +117,7 @@ class LoadingOfNodes:
             names.append(member.name)
             if member.name not in asked_agents:
                 self._asked[member.agent.actor.progress.remote()] = member.name
-        return [one for name in names for one in self._known.get(name, ())]
+        return [share for name in names for share in self._known.get(name, ())]
 
 
 class DriverLog:
@@ -169,7 +169,7 @@ class ClusterOnHosts(ServingCluster):
 
     def __init__(self, joining: Joining, members: Sequence[Member], factory: ActorFactory, setup: HostsSetup) -> None:
         super().__init__(joining, members, factory, setup.driver)
-        self._membership = Membership({node_id: one.ray_node.host for node_id, one in self._members.items()})
+        self._membership = Membership({node_id: member.ray_node.host for node_id, member in self._members.items()})
         self._drains = NodeDrains(self._members, self._membership, joining, self._decide)
         self._adapters = AdapterExchange()
         self._seen = {member.ray_node.node_id: member.ray_node for member in members}

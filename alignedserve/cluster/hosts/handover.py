@@ -112,7 +112,7 @@ def encode(state: ClusterState) -> bytes:
     """Return the record of a state; the same bytes while nothing of it changes."""
     joining, authority = state.joining, state.secrets.authority
     first, sections = joining.plan.deployment_id, _Sections()
-    plans = {one: _plan_record(model.plan, sections) for one, model in joining.models.items() if one != first}
+    plans = {key: _plan_record(model.plan, sections) for key, model in joining.models.items() if key != first}
     first_plan = _plan_record(joining.plan, sections)
     members = tuple(_member_record(member, sections) for member in state.members)
     return _plain(
@@ -126,7 +126,7 @@ def encode(state: ClusterState) -> bytes:
             sections=sections.records,
             first=first_plan,
             models={
-                one: _Model(plans.get(one), dict(model.own), model.digest) for one, model in joining.models.items()
+                key: _Model(plans.get(key), dict(model.own), model.digest) for key, model in joining.models.items()
             },
             device=joining.device,
             deployments=joining.logic.left,
@@ -143,13 +143,13 @@ def encode(state: ClusterState) -> bytes:
     )
 
 
-def decode(given: bytes) -> ClusterState:
+def decode(encoded: bytes) -> ClusterState:
     """Return the state that a record describes. Raises ProtocolError when it is of another version, or no record."""
     try:
-        record = msgspec.msgpack.decode(given, type=_Handover)
+        record = msgspec.msgpack.decode(encoded, type=_Handover)
         state = _state_of(record)
         # Fields that a Struct refuses are passed over where a dataclass is read; they are not in what it says again.
-        if record.version != _VERSION or msgspec.msgpack.decode(given) != msgspec.msgpack.decode(encode(state)):
+        if record.version != _VERSION or msgspec.msgpack.decode(encoded) != msgspec.msgpack.decode(encode(state)):
             raise ProtocolError("it is of another version")
         return state
     except (msgspec.MsgspecError, AlignedServeError, ValueError, TypeError, LookupError) as error:
@@ -159,10 +159,10 @@ def decode(given: bytes) -> ClusterState:
 def _state_of(record: _Handover) -> ClusterState:
     first = _plan_of(record.first, record.sections)
     models = {
-        one: HostedModel(
+        key: HostedModel(
             first if model.plan is None else _plan_of(model.plan, record.sections), model.own, model.digest
         )
-        for one, model in record.models.items()
+        for key, model in record.models.items()
     }
     joining = Joining(first, models, record.cluster_id, record.num_nodes)
     joining.device = record.device
@@ -203,7 +203,7 @@ class _Sections:
 
 def _config_of(places: _Places, sections: Sequence[msgspec.Raw]) -> ClusterConfig:
     named = zip(ClusterConfig.__struct_fields__, places, strict=True)
-    return from_mapping({name: msgspec.msgpack.decode(sections[place]) for name, place in named})
+    return from_mapping({name: msgspec.msgpack.decode(sections[index]) for name, index in named})
 
 
 def _plan_record(plan: ClusterPlan, sections: _Sections) -> _Plan:

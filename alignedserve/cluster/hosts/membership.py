@@ -218,7 +218,7 @@ class Membership:
         for node_id in [node_id for node_id in self._draining if node_id not in alive]:  # it was to go
             if not self._draining.pop(node_id):
                 self._drained[node_id] = _Drained(self._hosts[node_id], node_id)
-        for node_id in (*lost, *cancelled, *left, *(one for one in list(self._postponed) if one not in alive)):
+        for node_id in (*lost, *cancelled, *left, *(node for node in list(self._postponed) if node not in alive)):
             for known in (self._members, self._preparing, self._refused, self._given_back, self._postponed):
                 known.pop(node_id, None)
         commands: list[MembershipCommand] = [CancelPreparation(node_id) for node_id in cancelled]

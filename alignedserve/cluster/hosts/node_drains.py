@@ -50,7 +50,7 @@ class NodeDrains:
         node = node_called(nodes, order.node)
         member = self._members.get(node.node_id)
         left = {*self._membership.draining, node.node_id}
-        others = [one.shares for node_id, one in self._members.items() if node_id not in left]
+        others = [member.shares for node_id, member in self._members.items() if node_id not in left]
         require_drainable(node, member.shares if member is not None else None, others, is_forced=order.is_forced)
         assert member is not None, "a node that cannot be drained"
         self._begin(member, order.within_s)

@@ -177,9 +177,9 @@ def call_actor(name: str, method: str, *arguments: object) -> Any:
 def node_of(record: ClusterRecord, actor: str) -> NodeRecord:
     """Return the node on which this process runs. Raises ResourceError listing the nodes."""
     for node in record.nodes:
-        if any(one.name == actor for one in node.actors):
+        if any(process.name == actor for process in node.actors):
             return node
-    known = ", ".join(one.name for node in record.nodes for one in node.actors)
+    known = ", ".join(process.name for node in record.nodes for process in node.actors)
     raise ResourceError(f"there is no {actor} in this cluster; there are {known}")
 
 

@@ -109,14 +109,14 @@ class Recordings:
             with self._changing:
                 if self._unfollowed.get(name) is not member:
                     continue  # lost meanwhile
-                self._unfollowed = {other: one for other, one in self._unfollowed.items() if other != name}
+                self._unfollowed = {other: member for other, member in self._unfollowed.items() if other != name}
                 self._nodes = {**self._nodes, name: node}
             logger.info("what %s records is copied", member.ray_node)
 
     def forget(self, node: str) -> None:
         with self._changing:
-            self._nodes = {name: one for name, one in self._nodes.items() if name != node}
-            self._unfollowed = {name: one for name, one in self._unfollowed.items() if name != node}
+            self._nodes = {name: recorded for name, recorded in self._nodes.items() if name != node}
+            self._unfollowed = {name: member for name, member in self._unfollowed.items() if name != node}
 
     def finish(self, node: str) -> None:
         self._finish(node, time.monotonic() + _FINISH_S)
@@ -141,8 +141,8 @@ class Recordings:
         while not self._is_closing.wait(_PERIOD_S):
             if self._folder is not None:
                 self._follow_again(self._folder)
-            for node, one in self._nodes.items():
-                self._perform(node, one.lock, partial(one.copy, time.monotonic() + _PERIOD_S))
+            for node, recorded in self._nodes.items():
+                self._perform(node, recorded.lock, partial(recorded.copy, time.monotonic() + _PERIOD_S))
 
     def _perform(self, node: str, lock: threading.Lock, copy: Callable[[], object]) -> None:
         try:

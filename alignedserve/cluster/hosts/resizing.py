@@ -29,10 +29,10 @@ class Resize(NamedTuple):
     removed: tuple[tuple[str, str], ...] = ()
 
 
-def parse_counts(given: Sequence[str]) -> dict[str, int]:
+def parse_counts(arguments: Sequence[str]) -> dict[str, int]:
     """Parse arguments such as `decode=4`. Raises ConfigError naming the one that is wrong."""
     counts: dict[str, int] = {}
-    for text in given:
+    for text in arguments:
         kind, _, number = text.partition("=")
         if kind not in KINDS or not number.isascii() or not number.isdigit() or len(number) > len(str(_MAX_COUNT)):
             raise ConfigError(
@@ -49,7 +49,7 @@ def parse_counts(given: Sequence[str]) -> dict[str, int]:
 def plan_resize(nodes: Sequence[RunningNode], wanted: Mapping[str, int], *, is_separate: bool) -> Resize:
     """Return what to add and to remove. Raises ConfigError or ResourceError, in one sentence, when it cannot be."""
     changes = [_plan_kind(kind, nodes, count, is_separate=is_separate) for kind, count in wanted.items()]
-    return Resize(*(tuple(one for change in changes for one in change[index]) for index in range(2)))
+    return Resize(*(tuple(pair for change in changes for pair in change[index]) for index in range(2)))
 
 
 def _plan_kind(kind: str, nodes: Sequence[RunningNode], wanted: int, *, is_separate: bool) -> Resize:

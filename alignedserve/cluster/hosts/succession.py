@@ -64,10 +64,10 @@ class _Given:
 class Succession:
     """Hands the state of a cluster over to its agents, and says again and again that its driver lives."""
 
-    def __init__(self, asked: str, former: ClusterState | None = None) -> None:
+    def __init__(self, digest: str, former: ClusterState | None = None) -> None:
         self.is_adopted = former is not None
         self.started = former.started if former is not None else time.time()
-        self._asked = asked
+        self._asked = digest
         self._number = former.number if former is not None else 0
         self._handed_s = float("-inf")
         self._copy = b""  # the record that was handed over last
@@ -98,7 +98,7 @@ class Succession:
                 self._tell(member, list(actors.get(member.name, {}).values()))
 
     def _forget_lacking(self, names: set[str]) -> None:
-        self._given = {name: given for name, given in self._given.items() if name in names}
+        self._given = {name: handed for name, handed in self._given.items() if name in names}
         calls = {given.answer: name for name, given in self._given.items() if given.answer is not None}
         for answer, has_copy in answers_so_far(list(calls)).items():
             self._given[calls[answer]].answer = None
@@ -106,12 +106,12 @@ class Succession:
                 del self._given[calls[answer]]
 
     def _tell(self, member: Member, actors: list[Any]) -> None:
-        agent, given = member.agent.actor, self._given.get(member.name)
-        if given is None or (given.agent, given.number, given.actors) != (agent, self._number, actors):
+        agent, handed = member.agent.actor, self._given.get(member.name)
+        if handed is None or (handed.agent, handed.number, handed.actors) != (agent, self._number, actors):
             agent.keep.remote(self._number, self._copy, actors, orphans_patience_s())
             self._given[member.name] = _Given(agent, self._number, actors)
-        elif given.answer is None:  # one that answers late has heard enough
-            given.answer = agent.hear.remote(self._number)
+        elif handed.answer is None:  # one that answers late has heard enough
+            handed.answer = agent.hear.remote(self._number)
 
 
 def head_patience_s() -> float:
@@ -129,9 +129,9 @@ def left_by_former(record: ClusterRecord | None) -> ClusterState | None:
         return None
     agents = [node.agent for node in record.nodes if node.agent]
     ends_s = time.monotonic() + _PATIENCE_S
-    while kept := kept_by(agents):
-        if min(one.age_s for one in kept) > SILENT_S:
-            latest = max(kept, key=lambda one: one.number)
+    while states := kept_by(agents):
+        if min(state.age_s for state in states) > SILENT_S:
+            latest = max(states, key=lambda state: state.number)
             return _read(latest)
         if time.monotonic() > ends_s:
             raise ResourceError("a cluster serves on these hosts already; end it with `alignedserve stop`")
@@ -139,9 +139,9 @@ def left_by_former(record: ClusterRecord | None) -> ClusterState | None:
     return None
 
 
-def _read(kept: KeptState) -> ClusterState | None:
+def _read(latest: KeptState) -> ClusterState | None:
     try:
-        return replace(decode(kept.state), number=kept.number)
+        return replace(decode(latest.state), number=latest.number)
     except ProtocolError as error:
         logger.warning("%s", error)
         return None

@@ -185,7 +185,7 @@ def has_raylet() -> bool:
 
 
 def _is_of_head(command_line: Sequence[str], port: str) -> bool:
-    return any(one.startswith("--gcs-address=") and one.endswith(f":{port}") for one in command_line)
+    return any(word.startswith("--gcs-address=") and word.endswith(f":{port}") for word in command_line)
 
 
 def main(command: Sequence[str]) -> int:

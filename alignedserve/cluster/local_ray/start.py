@@ -136,8 +136,8 @@ def _restrained(folder: Path, orders: Path | None = None) -> Iterator[None]:
     try:
         yield
     finally:
-        for owner, name, own in originals:
-            setattr(owner, name, own)
+        for owner, name, original in originals:
+            setattr(owner, name, original)
 
 
 def _idle_agent(component: str, session_dir: str, unbuffered: bool = True) -> list[str]:

@@ -83,17 +83,17 @@ class WorkerTemplate:
         if sys.platform != "linux" or not is_alone or driver_version() is not None:
             return None
         _load_ray()
-        own, control = socket.socketpair()
+        parent_end, control = socket.socketpair()
         former = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # a handler would go on in both
         try:
             pid = os.fork()
             if pid == 0:
-                own.close()
+                parent_end.close()
                 _run(control, loads)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, former)
         control.close()
-        return cls(pid, own)
+        return cls(pid, parent_end)
 
     def listen(self, path: Path) -> bool:
         """Let the template listen for orders at this path, of a private folder. False: it has ended."""
@@ -174,7 +174,7 @@ class _Orders:
         any."""
         num_before = self._num_taken
         while most is None or self._num_taken < most:
-            sources = [one for one in (self._control, self._listening) if one is not None]
+            sources = [source for source in (self._control, self._listening) if source is not None]
             ready, _, _ = select.select(sources, [], [], timeout_s)
             if not ready:
                 break
@@ -203,8 +203,8 @@ class _Orders:
                 raise ValueError("an order without its open files, or of another job")
             gc.freeze()  # a collection in a worker would write to every object, and so copy its page
             if os.fork() == 0:
-                for one in (self._control, listening, connection):
-                    one.close()
+                for channel in (self._control, listening, connection):
+                    channel.close()
                 _become_worker(order, files)
             connection.sendall(_FORKED)
         for file in files:

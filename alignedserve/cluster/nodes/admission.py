@@ -50,9 +50,9 @@ def unreached(places: Mapping[str, Place]) -> dict[str, str]:
         return {name: problem for name, problem in problems if problem is not None}
 
 
-def _problem(place: Place) -> str | None:
+def _problem(endpoint: Place) -> str | None:
     try:
-        socket.create_connection(place, _CONNECT_S).close()
+        socket.create_connection(endpoint, _CONNECT_S).close()
     except TimeoutError:
         return f"no answer in {_CONNECT_S:.0f} s: a firewall on the way?"
     except OSError as error:
@@ -87,13 +87,13 @@ def model_digest(path: Path) -> str | None:
             digest.update(file.read(_HEADER_BYTES))
         digest.update(str(path.stat().st_size).encode())
         return digest.hexdigest()
-    described = sorted(found for pattern in _DIGESTED for found in path.glob(pattern))
+    described = sorted(entry for pattern in _DIGESTED for entry in path.glob(pattern))
     if not described:
         return None
-    for found in described:
-        digest.update(found.name.encode() + hashlib.sha256(found.read_bytes()).digest())
-    for found in sorted(found for pattern in _WEIGHTS for found in path.glob(pattern)):
-        digest.update(f"{found.name} {found.stat().st_size}".encode())
+    for entry in described:
+        digest.update(entry.name.encode() + hashlib.sha256(entry.read_bytes()).digest())
+    for entry in sorted(entry for pattern in _WEIGHTS for entry in path.glob(pattern)):
+        digest.update(f"{entry.name} {entry.stat().st_size}".encode())
     return digest.hexdigest()
 
 
@@ -201,7 +201,7 @@ class NodeAdmission:
         places = {node: (node.address, port) for node, port in ports.items() if isinstance(port, int)}
         tries = {
             node: self._surveyors[node].unreached.remote(
-                {other.node_id: place for other, place in places.items() if other is not node}
+                {other.node_id: endpoint for other, endpoint in places.items() if other is not node}
             )
             for node in places
         }
@@ -231,11 +231,11 @@ def apart(nodes: Mapping[RayNode, Place], problems: Mapping[RayNode, Mapping[str
     each node, by node ids."""
     refused: dict[RayNode, str] = {}
     used: list[RayNode] = []
-    for node, place in nodes.items():
+    for node, endpoint in nodes.items():
         for other in used:
             way = problems[other].get(node.node_id)
             if way is not None:
-                refused[node] = _sentence(other, node, place, way)
+                refused[node] = _sentence(other, node, endpoint, way)
                 break
             back = problems[node].get(other.node_id)
             if back is not None:
@@ -246,8 +246,8 @@ def apart(nodes: Mapping[RayNode, Place], problems: Mapping[RayNode, Mapping[str
     return refused
 
 
-def _sentence(source: RayNode, target: RayNode, place: Place, problem: str) -> str:
-    return f"no connection from {source} to {target}, TCP port {place[1]} ({problem})"
+def _sentence(source: RayNode, target: RayNode, endpoint: Place, problem: str) -> str:
+    return f"no connection from {source} to {target}, TCP port {endpoint[1]} ({problem})"
 
 
 def warn_of_clocks(reports: Mapping[RayNode, NodeReport], asked_s: float, answered_s: float) -> None:
@@ -293,11 +293,11 @@ def differences(reports: Mapping[RayNode, NodeReport], head: NodeReport) -> dict
 def missing_copies(report: NodeReport, digests: Sequence[str | None]) -> dict[int, str]:
     """Return the places of models that a node lacks, and why; `digests`: of the head's models."""
     missing = {}
-    for place, (own, of_head) in enumerate(zip(report.digests, digests, strict=True)):
-        if own is None:
-            missing[place] = "it has no copy of the model at the same path"
-        elif own != of_head:
-            missing[place] = "its copy of the model is another one (configuration, tokenizer or index differ)"
+    for index, (digest, of_head) in enumerate(zip(report.digests, digests, strict=True)):
+        if digest is None:
+            missing[index] = "it has no copy of the model at the same path"
+        elif digest != of_head:
+            missing[index] = "its copy of the model is another one (configuration, tokenizer or index differ)"
     return missing
 
 
@@ -405,9 +405,9 @@ class JoiningDevice:
         return f"the cluster computes on GPUs that have passed the self-check, this node would not: {reason}"
 
 
-def joining_device(asked: str, choice: DeviceChoice) -> JoiningDevice:
-    """Return the device of nodes that join later. `asked`: engine.device; `choice`: what the first nodes agreed on."""
-    return JoiningDevice(choice.device, asked == AUTO and choice.device != CPU)
+def joining_device(wanted: str, choice: DeviceChoice) -> JoiningDevice:
+    """Return the device of nodes that join later. `wanted`: engine.device; `choice`: what the first nodes agreed on."""
+    return JoiningDevice(choice.device, wanted == AUTO and choice.device != CPU)
 
 
 def _without_gpus(report: NodeReport) -> NodeReport:

@@ -167,13 +167,13 @@ def has_driver(record: ClusterRecord) -> bool:
 
 
 def kept_by(agents: Sequence[str]) -> list[KeptState]:
-    asked: list[Any] = []
+    calls: list[Any] = []
     for name in agents:
         try:
-            asked.append(ray.get_actor(name, NAMESPACE).kept.remote())
+            calls.append(ray.get_actor(name, NAMESPACE).kept.remote())
         except ValueError:
             logger.info("%s is gone", name)
-    answered, _ = ray.wait(asked, num_returns=len(asked), timeout=_ANSWER_S) if asked else ([], [])
+    answered, _ = ray.wait(calls, num_returns=len(calls), timeout=_ANSWER_S) if calls else ([], [])
     answers = (answer_or_none(reference) for reference in answered)
     return [answer for answer in answers if answer is not None]  # some nodes may be gone
 

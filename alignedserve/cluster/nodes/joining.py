@@ -53,7 +53,7 @@ class Joining:
         self.plan = plan
         self.models = dict(models)
         self.device = JoiningDevice(self.plan.config.engine.device)
-        self.logic = DeploymentsLogic.of_start({one: model.served.name for one, model in models.items()})
+        self.logic = DeploymentsLogic.of_start({key: model.served.name for key, model in models.items()})
         self.wholes: dict[str, Machine] = {}  # what each node had before the first model, by its name
         self.cluster_id = cluster_id
         self.vacant: dict[Host, list[Shares]] = {}  # of hosts that are gone, for when they come back
@@ -88,7 +88,7 @@ class Joining:
                 raise ResourceError(refusal)
             missing = {list(models)[missing_copy] for missing_copy in missing_copies(report, head.digests)}
             resources = resources_of(f"node-{self.num_nodes}", node, report)
-            able = {one: model for one, model in models.items() if one not in missing}
+            able = {key: model for key, model in models.items() if key not in missing}
             planned, shares = self._take_shares(node, resources, needed_first(able, members))
             self.num_folders += 1
             folder_name = f"{self.cluster_id}-{self.num_folders}"
@@ -126,7 +126,7 @@ class Joining:
             for standing in self.logic.standings
             if standing.phase in (DeploymentStage.DRAINING, DeploymentStage.ENDING)
         }
-        return {one: model for one, model in self.models.items() if one not in leaving}
+        return {key: model for key, model in self.models.items() if key not in leaving}
 
     def _take_shares(
         self, node: RayNode, resources: NodeResources, able: Mapping[str, HostedModel]
@@ -140,9 +140,9 @@ class Joining:
             self.num_nodes += 1
             shares = {}
         first = self.plan.placement.deployment_id
-        wanted = {one: planned_again(one, model.plan, {resources.capacity.name}) for one, model in able.items()}
-        former = [wanted[one] for one, share in shares.items() if one in wanted and share.has_model]
-        others = [model for one, model in wanted.items() if model not in former]
+        wanted = {key: planned_again(key, model.plan, {resources.capacity.name}) for key, model in able.items()}
+        former = [wanted[key] for key, share in shares.items() if key in wanted and share.has_model]
+        others = [model for key, model in wanted.items() if model not in former]
         if len(wanted) == 1 and not former:  # refused by name where it does not fit
             chosen = others
         else:
@@ -160,7 +160,7 @@ class Joining:
         if first not in {model.deployment_id for model in chosen}:
             shares[first] = shares[first].without_model()
         kept_ids = {model.deployment_id for model in chosen} | {first}
-        return chosen, (shares[first], *(share for one, share in shares.items() if one in kept_ids - {first}))
+        return chosen, (shares[first], *(share for key, share in shares.items() if key in kept_ids - {first}))
 
     def _member(
         self, node: RayNode, agent: Agent, planned: Sequence[PlannedModel], shares: Shares, resources: NodeResources
@@ -169,17 +169,17 @@ class Joining:
         machines = divided(planned, [by_id[model.deployment_id] for model in planned], resources)
         devices = devices_of(planned, resources)
         parts = []
-        for one, share in by_id.items():
-            plan = self.models[one].plan if one in self.models else self.plan
-            sized = plan_joining(plan, share, machines.get(one, resources.machine))
-            capacity = replace(resources.capacity, name=share.node, gpus=devices.get(one, ()))
+        for key, share in by_id.items():
+            plan = self.models[key].plan if key in self.models else self.plan
+            sized = plan_joining(plan, share, machines.get(key, resources.machine))
+            capacity = replace(resources.capacity, name=share.node, gpus=devices.get(key, ()))
             parts.append(NodePart(share, capacity, node_config(sized, share, node.address)))
         return member_of(node, parts, agent)
 
 
 def needed_first(models: Mapping[str, HostedModel], members: Sequence[Member]) -> dict[str, HostedModel]:
-    counts = Counter(one for member in members for one, part in member.models.items() if part.share.num_workers)
-    return dict(sorted(models.items(), key=lambda found: counts[found[0]]))
+    counts = Counter(key for member in members for key, part in member.models.items() if part.share.num_workers)
+    return dict(sorted(models.items(), key=lambda pair: counts[pair[0]]))
 
 
 class Preparation:
@@ -235,5 +235,5 @@ def _placed(node: RayNode, group: NodeGroup) -> Generator[Sequence[Any], Sequenc
         raise
 
 
-def _answers(asked: Sequence[Any]) -> Sequence[Any] | None:
-    return ray.get(list(asked)) if have_all_ended(asked) else None
+def _answers(calls: Sequence[Any]) -> Sequence[Any] | None:
+    return ray.get(list(calls)) if have_all_ended(calls) else None

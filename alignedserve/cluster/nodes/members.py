@@ -101,7 +101,7 @@ def member_of(node: RayNode, parts: Sequence[NodePart], agent: Agent) -> Member:
     first = prepared[0]
     if first.config.recording.folder is not None and not first.share.is_head:  # the driver copies it from there
         prepared[0] = replace(first, config=recording_into(first.config, parts_folder(agent.book.folder)))
-    return Member(node, prepared[0], agent, {one.share.deployment_id: one for one in prepared[1:]})
+    return Member(node, prepared[0], agent, {part.share.deployment_id: part for part in prepared[1:]})
 
 
 def group_for(member: Member) -> NodeGroup:

@@ -150,14 +150,14 @@ def worker_shares(engines: Mapping[str, EngineConfig], num_cpus: float) -> dict[
 def bundles_of(shares: Mapping[str, WorkerShare], address: str) -> list[dict[str, float]]:
     """Return the bundles that hold these shares on the node at this address: one of each GPU, or one in all. GPUs are
     whole, though three workers' thirds of one are less by a rounding."""
-    found: dict[int, dict[str, float]] = {}
+    by_index: dict[int, dict[str, float]] = {}
     for share in shares.values():
-        bundle = found.setdefault(share.bundle, {"CPU": 0.0, "GPU": 0.0})
+        bundle = by_index.setdefault(share.bundle, {"CPU": 0.0, "GPU": 0.0})
         bundle["CPU"] = round(bundle["CPU"] + share.num_cpus, _DIGITS)
         bundle["GPU"] = bundle["GPU"] + share.num_gpus
-    for bundle in found.values():
+    for bundle in by_index.values():
         bundle["GPU"] = float(math.ceil(bundle["GPU"] - _ROUNDING))
-    bundles = [{kind: amount for kind, amount in found[index].items() if amount} for index in sorted(found)]
+    bundles = [{kind: amount for kind, amount in by_index[index].items() if amount} for index in sorted(by_index)]
     return [bundle or {f"node:{address}": _TOKEN} for bundle in bundles or [{}]]
 
 

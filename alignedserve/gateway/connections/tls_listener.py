@@ -59,19 +59,19 @@ class TlsListener:
                 self._loop.remove_reader(self._listener)
                 self._pause = self._loop.call_later(_PAUSE_S, self._listen)
                 return
-            place = self._handshakes.admit(str(address[0]))
-            if place is None:
+            connection_place = self._handshakes.admit(str(address[0]))
+            if connection_place is None:
                 connection.close()
                 continue
             connection.setblocking(False)
-            handshake = self._loop.create_task(self._shake_hands(connection, place))
+            handshake = self._loop.create_task(self._shake_hands(connection, connection_place))
             self._open.add(handshake)
             handshake.add_done_callback(self._open.discard)
 
-    async def _shake_hands(self, connection: socket.socket, place: ConnectionPlace) -> None:
+    async def _shake_hands(self, connection: socket.socket, connection_place: ConnectionPlace) -> None:
         try:
             await self._loop.connect_accepted_socket(self._make_protocol, connection, **self._settings)
         except OSError:  # it has left, was too slow, or speaks no TLS
             connection.close()
         finally:
-            place.leave()
+            connection_place.leave()

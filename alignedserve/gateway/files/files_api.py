@@ -218,25 +218,25 @@ class FilesApi:
 
     # --- batches
 
-    async def create(self, owner: str, asked: CreateBatchRequest, idempotency_key: str | None) -> BatchSnapshot:
+    async def create(self, owner: str, request: CreateBatchRequest, idempotency_key: str | None) -> BatchSnapshot:
         """Create a batch, or return the one that was created with this Idempotency-Key before."""
-        endpoint, window = endpoint_of(asked.endpoint), window_s(asked.completion_window)
-        schedule = schedule_asked(asked)
-        client = _batches_key(self.keys, owner, asked)
-        fingerprint = _fingerprint(asked)
+        endpoint, window = endpoint_of(request.endpoint), window_s(request.completion_window)
+        schedule = schedule_asked(request)
+        client = _batches_key(self.keys, owner, request)
+        fingerprint = _fingerprint(request)
         key = None if idempotency_key is None else idempotency_key_of(owner, idempotency_key)
         async with self._creating.turn(client_of(owner)):
             for _ in range(_MAX_CONFLICTS):
                 made = None if key is None else await self.repository.batch_with_key(key)
                 if made is not None:
-                    return await self._check_same_request(made, asked, fingerprint)
-                source = await self._source(owner, asked.input_file_id)
+                    return await self._check_same_request(made, request, fingerprint)
+                source = await self._source(owner, request.input_file_id)
                 last_created = await self.repository.last_created(client_of(owner))
                 active = await self.repository.active_batches()
                 self._check_quota(owner, active)
                 now = time.time()
                 check_window(schedule, now, now + window)
-                record = _new_record(asked, source, endpoint, schedule, now, now + window, fingerprint)
+                record = _new_record(request, source, endpoint, schedule, now, now + window, fingerprint)
                 throughputs = await self.repository.throughputs(self.config.assumed_tokens_per_s)
                 _check_tokens(client, record, active, throughputs)
                 snapshot = BatchSnapshot(record, Progress(eta=_eta(record, active, throughputs)))
@@ -248,12 +248,12 @@ class FilesApi:
         raise Conflict("The file or the batches of this key are being changed; try again.", param="input_file_id")
 
     async def _check_same_request(
-        self, made: BatchSnapshot, asked: CreateBatchRequest, fingerprint: str
+        self, made: BatchSnapshot, request: CreateBatchRequest, fingerprint: str
     ) -> BatchSnapshot:
         if made.record.fingerprint == fingerprint:
-            if made.record.input_file_id == asked.input_file_id:
+            if made.record.input_file_id == request.input_file_id:
                 return made
-            second = await self._source(made.record.owner, asked.input_file_id)
+            second = await self._source(made.record.owner, request.input_file_id)
             if second.digest and second.digest == made.record.input_digest:
                 return made
         raise Conflict(
@@ -316,13 +316,13 @@ class FilesApi:
         return BatchSnapshot(record, snapshot.progress)
 
 
-def _batches_key(keys: CurrentKeys, owner: str, asked: CreateBatchRequest) -> KeyEntry:
+def _batches_key(keys: CurrentKeys, owner: str, request: CreateBatchRequest) -> KeyEntry:
     key = keys.ring.owned_by(client_of(owner))
     if FLEX not in key.tiers:
         message = f"The key {key.name} may not use service_tier flex, at which batches run."
         raise Forbidden(message, code="service_tier_not_allowed")
-    if "priority" in asked.model_fields_set:
-        check_priority(asked.priority, key)
+    if "priority" in request.model_fields_set:
+        check_priority(request.priority, key)
     return key
 
 
@@ -353,7 +353,7 @@ def new_file_id() -> FileId:
 
 
 def _new_record(
-    asked: CreateBatchRequest,
+    request: CreateBatchRequest,
     source: FileRecord,
     endpoint: Endpoint,
     schedule: Schedule,
@@ -368,23 +368,23 @@ def _new_record(
         input_file_id=source.file_id,
         output_file_id=new_file_id(),
         error_file_id=new_file_id(),
-        completion_window=asked.completion_window,
+        completion_window=request.completion_window,
         created_s=created_s,
         expires_s=expires_s,
-        output_lifetime_s=asked.output_expires_after.seconds if asked.output_expires_after else None,
-        metadata=asked.metadata,
+        output_lifetime_s=request.output_expires_after.seconds if request.output_expires_after else None,
+        metadata=request.metadata,
         input_bytes=source.num_bytes,
         input_lines=source.num_lines,
         fingerprint=fingerprint,
         input_digest=source.digest,
         not_before_s=schedule.not_before_s or None,
-        hours=asked.hours,
-        priority=asked.priority,
+        hours=request.hours,
+        priority=request.priority,
     )
 
 
-def _fingerprint(asked: CreateBatchRequest) -> str:
-    fields = asked.model_dump(exclude={"input_file_id"})
+def _fingerprint(request: CreateBatchRequest) -> str:
+    fields = request.model_dump(exclude={"input_file_id"})
     return hashlib.sha256(msgspec.json.encode(fields, order="sorted")).hexdigest()
 
 

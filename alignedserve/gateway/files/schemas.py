@@ -66,22 +66,22 @@ def window_s(text: str) -> float:
     return seconds
 
 
-def schedule_asked(asked: CreateBatchRequest) -> Schedule:
+def schedule_asked(request: CreateBatchRequest) -> Schedule:
     """Parse when lines of a batch may start. Raises InvalidRequest."""
-    not_before_s = 0.0 if asked.not_before is None else _unix_s(asked.not_before)
-    return Schedule(not_before_s, None if asked.hours is None else parse_hours(asked.hours))
+    not_before_s = 0.0 if request.not_before is None else _unix_s(request.not_before)
+    return Schedule(not_before_s, None if request.hours is None else parse_hours(request.hours))
 
 
-def _unix_s(given: float | str) -> float:
-    if not isinstance(given, str):
-        unix_s = given
+def _unix_s(value: float | str) -> float:
+    if not isinstance(value, str):
+        unix_s = value
     else:
         try:
-            moment = datetime.fromisoformat(given)
+            moment = datetime.fromisoformat(value)
         except ValueError:
             moment = None
         if moment is None or moment.tzinfo is None:
-            raise _refused_time(f"not_before is no time with its zone: {given!r}.")
+            raise _refused_time(f"not_before is no time with its zone: {value!r}.")
         unix_s = moment.timestamp()
     if not 0.0 <= unix_s <= _LAST_S:
         raise _refused_time("not_before lies too far away.")

@@ -189,9 +189,9 @@ class _Form:
         self._is_whole = True
 
 
-def shown_name(given: str) -> str:
+def shown_name(name: str) -> str:
     """Return the last part of a file's name for display; it never becomes a path."""
-    last = re.split(r"[/\\]", given)[-1]
+    last = re.split(r"[/\\]", name)[-1]
     printable = "".join(character for character in last if character.isprintable())
     return printable[:_MAX_NAME_LEN] or "upload"
 

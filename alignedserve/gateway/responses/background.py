@@ -57,14 +57,14 @@ class BackgroundJobs:
     owner: str
     lifetime_s: float  # of a stored response
 
-    async def submit(self, asked: CreateResponseRequest, items: list[Item], response: dict[str, Any]) -> BatchKey:
+    async def submit(self, request: CreateResponseRequest, items: list[Item], response: dict[str, Any]) -> BatchKey:
         """Create the batch that generates a response to these items. Raises InvalidRequest, QuotaExceeded.
 
         `response`: as it is now.
         """
-        if asked.service_tier not in _SERVICE_TIERS:
+        if request.service_tier not in _SERVICE_TIERS:
             raise InvalidRequest("A response in the background runs at best effort.", param="service_tier")
-        line = _line(asked, items, response)
+        line = _line(request, items, response)
         if len(line) > self.files_api.config.max_line_bytes:
             raise InvalidRequest("input is too large for the background.", param="input")
         snapshot = await submit_lines(
@@ -124,9 +124,9 @@ class BackgroundJobs:
         return orjson.loads(raw) if raw else None
 
 
-def _line(asked: CreateResponseRequest, items: list[Item], response: dict[str, Any]) -> bytes:
-    body = asked.model_dump(exclude=_LEFT_OUT, exclude_none=True, exclude_unset=True, by_alias=True) | {"input": items}
-    body |= {STREAMED_RESPONSE: response} if asked.stream else {}
+def _line(fields: CreateResponseRequest, items: list[Item], response: dict[str, Any]) -> bytes:
+    body = fields.model_dump(exclude=_LEFT_OUT, exclude_none=True, exclude_unset=True, by_alias=True) | {"input": items}
+    body |= {STREAMED_RESPONSE: response} if fields.stream else {}
     return input_line(response["id"], Endpoint.RESPONSES, body)
 
 
@@ -137,8 +137,8 @@ def _generated(result: dict[str, Any], response_id: str) -> dict[str, Any]:
     if answer["status_code"] != 200:
         return _failure(answer["body"]["error"]["message"])
     generated = {name: answer["body"][name] for name in _GENERATED}
-    for place, item in enumerate(generated["output"]):
-        item["id"] = item_id(item["type"], response_id, place)
+    for index, item in enumerate(generated["output"]):
+        item["id"] = item_id(item["type"], response_id, index)
     return generated
 
 

@@ -163,8 +163,8 @@ def check_has_room(record: StoredConversation, num_bytes: int, *, param: str) ->
         raise InvalidRequest(message, param=param, code="context_length_exceeded")
 
 
-def _new_items(given: Sequence[dict[str, Any]], ignored: IgnoredFields | None) -> list[Item]:
-    items = parse_items(given, secrets.token_hex(16), ignored, param="items")
+def _new_items(raw_items: Sequence[dict[str, Any]], ignored: IgnoredFields | None) -> list[Item]:
+    items = parse_items(raw_items, secrets.token_hex(16), ignored, param="items")
     for index, item in enumerate(items):
         if item["type"] == "item_reference":
             param = f"items[{index}].type"

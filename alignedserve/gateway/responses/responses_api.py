@@ -178,16 +178,16 @@ class ResponsesApi:
         return record
 
     async def submit(
-        self, asked: CreateResponseRequest, turn: ResponseTurn, response: dict[str, Any]
+        self, request: CreateResponseRequest, turn: ResponseTurn, response: dict[str, Any]
     ) -> dict[str, Any]:
         """Let a response be generated in the background; return it as it is now."""
         assert self.jobs is not None, "a background without a store"
         assert self.state is not None, "a background without a store"
         response |= {"status": "queued"}
-        if asked.stream:
+        if request.stream:
             limits = EventLimits(self.state.config.max_response_events_bytes, self.state.config.max_events_bytes)
             await write_first_events(self.event_log, response, self.state.owner, limits)
-        batch_id = await self.jobs.submit(asked, turn.all_items, response)
+        batch_id = await self.jobs.submit(request, turn.all_items, response)
         await self.keep(turn, orjson.dumps(response), batch_id)
         return response
 
@@ -264,10 +264,10 @@ class ResponsesApi:
         assert self.conversations is not None, "stored responses without conversations"
         return self.conversations
 
-    def _is_stored(self, asked: CreateResponseRequest) -> bool:
-        if asked.store is True or asked.background:
-            self._stored("background" if asked.background else "store")
-        return asked.store is not False and self.state is not None
+    def _is_stored(self, request: CreateResponseRequest) -> bool:
+        if request.store is True or request.background:
+            self._stored("background" if request.background else "store")
+        return request.store is not False and self.state is not None
 
     def _stored(self, param: str) -> ResponseState:
         if self.state is None:

@@ -103,7 +103,7 @@ def _load(status: ClusterStatus) -> dict[str, Any]:
             "num_blocks_kept": status.num_pool_blocks_kept,
         },
         "block_size": status.block_size,
-        "workers": plain(sorted(status.workers, key=lambda one: (one.node, one.worker))),
+        "workers": plain(sorted(status.workers, key=lambda worker: (worker.node, worker.worker))),
         "trees": plain(status.trees),
         "prefixes": plain(status.prefixes),
         "time": {name: value for name, value in plain(log).items() if name != "spread_counts"},

@@ -102,7 +102,7 @@ def task_of(path: str, services: Services, key: KeyEntry) -> ReadingTask:
     bases = {card.name: models.base_of(card.name) for card in usable_cards(models, key)}
     known = set(bases.values())  # also of adapters and aliases alone
     loaded = tuple(model.card for model in models.all if model.services is not None and model.card.name in known)
-    places = {card.name: place for place, card in enumerate(loaded)}
+    places = {card.name: index for index, card in enumerate(loaded)}
     named = {name: places[base] for name, base in bases.items() if base in places}
     return ReadingTask(path, services.config, loaded, named, places.get(next(iter(bases.values()), "")))
 

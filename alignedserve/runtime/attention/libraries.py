@@ -296,9 +296,9 @@ def _suspect(path: Path, setup: PromptSetup) -> None:
 
 
 def _result_of(name: str, setup: PromptSetup, path: Path) -> CheckResult | None:
-    kept = CheckResult.of(read_kept(path))
-    if kept is not None and _reaches(kept, setup):
-        return kept
+    stored = CheckResult.of(read_kept(path))
+    if stored is not None and _reaches(stored, setup):
+        return stored
     answer = ask([*_CHECK, name, setup.to_json()], _LIMIT_S)
     result = None if isinstance(answer, str) else CheckResult.of(answer)
     if result is None:

@@ -115,9 +115,9 @@ class PagedPlanner:
             tables, rows = table.block_tables, chunk_rows
             if self._keeps_tables:
                 tables, rows = tables[rows], np.arange(len(rows))
-            own = (tables, rows, lengths, chunk_counts, self._window, num_threads)
+            contexts = (tables, rows, lengths, chunk_counts, self._window, num_threads)
             ends = ends_of(self._whole_runs, chunk_rows, table.num_computed[chunk_rows], chunk_counts)
-            chunks = self._paged.plan_chunks(*own, is_reversed=directions, is_chunked=self._is_chunked, ends=ends)
+            chunks = self._paged.plan_chunks(*contexts, is_reversed=directions, is_chunked=self._is_chunked, ends=ends)
             if ends is not None and self._whole_in_windows:
-                full_chunks = self._paged.plan_chunks(*own, is_reversed=directions, is_chunked=self._is_chunked)
+                full_chunks = self._paged.plan_chunks(*contexts, is_reversed=directions, is_chunked=self._is_chunked)
         return PagedStep(self._paged, decode_rows, decodes, chunks, full_chunks)

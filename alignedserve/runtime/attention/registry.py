@@ -56,12 +56,12 @@ class StepOfKinds:
         raise AssertionError("these planners do not plan ahead")
 
     def decode(self, queries: Tensor, out: Tensor, layer: int, is_windowed: bool) -> None:
-        kind, place = self._places[layer]
-        self.steps[kind].decode(queries, out, place, is_windowed)
+        kind, index = self._places[layer]
+        self.steps[kind].decode(queries, out, index, is_windowed)
 
     def chunks(self, queries: Tensor, new: tuple[Tensor, Tensor], out: Tensor, layer: int, is_windowed: bool) -> None:
-        kind, place = self._places[layer]
-        self.steps[kind].chunks(queries, new, out, place, is_windowed)
+        kind, index = self._places[layer]
+        self.steps[kind].chunks(queries, new, out, index, is_windowed)
 
 
 class DeviceStepOfKinds(StepOfKinds):
@@ -76,8 +76,8 @@ class DeviceStepOfKinds(StepOfKinds):
         with_tables = len(steps) if share_tables else 1
         self._num_own = [count - num_tables for count in counts[:with_tables]] + counts[with_tables:]
         self._shares_tables = share_tables
-        own = [array for step, count in zip(steps, self._num_own, strict=True) for array in step.host_arrays[:count]]
-        self.host_arrays = [*own, *steps[0].host_arrays[self._num_own[0] :]]
+        arrays = [array for step, count in zip(steps, self._num_own, strict=True) for array in step.host_arrays[:count]]
+        self.host_arrays = [*arrays, *steps[0].host_arrays[self._num_own[0] :]]
 
     @override
     def bind(self, tensors: Sequence[Tensor]) -> None:
@@ -108,14 +108,14 @@ class PlannerOfKinds:
         self.plans_ahead = all(planner.plans_ahead for planner in planners)
         self._num_tables, self._share_tables = num_tables, share_tables
         self._planners = planners
-        self._places = [(kind, place) for kind, count in enumerate(num_layers) for place in range(count)]
+        self._places = [(kind, index) for kind, count in enumerate(num_layers) for index in range(count)]
         self.reads_unused_slots = any(planner.reads_unused_slots for planner in planners)
 
     def plan(
         self, decode_rows: IntArray, chunk_rows: IntArray, chunk_counts: IntArray, num_padding: int = 0
     ) -> StepOfKinds:
-        own = (decode_rows, chunk_rows, chunk_counts, num_padding)
-        steps = [planner.plan(*own) for planner in self._planners]
+        args = (decode_rows, chunk_rows, chunk_counts, num_padding)
+        steps = [planner.plan(*args) for planner in self._planners]
         if not self.plans_ahead:
             return StepOfKinds(steps, self._places)
         num_tables = self._num_tables if len(decode_rows) + num_padding else 0
@@ -193,7 +193,7 @@ def _parts(
     of_rings = (RingContexts(rings, ring, table) for ring in range(storage.layout.num_rings))
     sinks = _sinks_of_parts(config, storage.layout, scores)
     parts = zip((table, *of_rings), sinks, strict=True)
-    return [_Part(own, storage, scores._replace(sinks=some)) for own, some in parts]
+    return [_Part(contexts, storage, scores._replace(sinks=some)) for contexts, some in parts]
 
 
 def _sinks_of_parts(config: ModelConfig, layout: BlockLayout, scores: ScoreForm) -> Sequence[Tensor | None]:
@@ -218,8 +218,8 @@ def _cpu_planner(
     is_chunked, window = config.has_chunked_windows, config.sliding_window
     in_windows = config.extras is not None and config.extras.pictures_in_windows
     if level in (TORCH, TRITON):
-        own = (table, layers, window, dtype, scores)
-        return GatheredPlanner(*own, is_chunked=is_chunked, whole_runs=runs, whole_in_windows=in_windows)
+        args = (table, layers, window, dtype, scores)
+        return GatheredPlanner(*args, is_chunked=is_chunked, whole_runs=runs, whole_in_windows=in_windows)
     kv_heads = layers.layout.num_kv_heads
     int8 = Int8Heads(kv_heads, dtype) if layers.layout.is_int8 else None
     group = config.num_heads // kv_heads

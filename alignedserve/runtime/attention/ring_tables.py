@@ -77,10 +77,10 @@ class RingRows(NamedTuple):
     def begin(self, storage: BlockStorage) -> None:
         tokens_behind_states(storage).index_fill_(0, self.headers, UNFINISHED)
 
-    def settle(self, ring: int, place: int, storage: BlockStorage) -> None:
+    def settle(self, ring: int, index: int, storage: BlockStorage) -> None:
         """Bring one layer's keys and values, which the step's tokens have read, to where later ones find them."""
         parts = storage.layout.num_parts
-        layer = storage.kinds[0].slots[:, place * parts : (place + 1) * parts]
+        layer = storage.kinds[0].slots[:, index * parts : (index + 1) * parts]
         for copies in self.copies:  # what is kept may be what the others overwrite
             sources, targets = copies[:, ring]
             layer.index_copy_(0, targets, layer.index_select(0, sources))
@@ -162,13 +162,13 @@ class RingTables:
         fresh = self._enter(rows[self._entries[rows] != table.entries[rows]])
         self._take_back(rows)
         before, after = table.num_computed[rows], table.num_computed[rows] + counts
-        own, chunks = self._no_copies, np.flatnonzero(counts > size + 1)
+        chunk_copies, chunks = self._no_copies, np.flatnonzero(counts > size + 1)
         if len(chunks):
-            own = self._lend(rows[chunks], before[chunks], after[chunks])
-        kept = self._kept(rows, before, after)
-        if len(kept.blocks):
-            fresh = np.concatenate((fresh, kept.blocks[:, 1:].reshape(-1)))
-        return RingPlan(_NONE, table.state_tables[rows, 0], after, kept, own, fresh)
+            chunk_copies = self._lend(rows[chunks], before[chunks], after[chunks])
+        kept_rings = self._kept(rows, before, after)
+        if len(kept_rings.blocks):
+            fresh = np.concatenate((fresh, kept_rings.blocks[:, 1:].reshape(-1)))
+        return RingPlan(_NONE, table.state_tables[rows, 0], after, kept_rings, chunk_copies, fresh)
 
     def kept_by(self, rows: IntArray, *, is_computed: bool = False) -> KeptRings:
         """Return the copies to leave behind a step that was planned before they were asked for: one token of each of
@@ -181,8 +181,8 @@ class RingTables:
 
         Only slices that compute tokens again are so long. The last token of each is left.
         """
-        while sum(self._num_lent(*one) for one in slices) > len(self._scratch):
-            longest = max(slices, key=lambda one: self._num_lent(*one))
+        while sum(self._num_lent(*piece) for piece in slices) > len(self._scratch):
+            longest = max(slices, key=lambda piece: self._num_lent(*piece))
             request_id, count = longest
             row = self._table.row(request_id)
             before = int(self._table.num_computed[row])
@@ -193,7 +193,7 @@ class RingTables:
             self._keep_again(row, [edge for edge in edges if edge.num_tokens <= before + num_tokens])
             compute(request_id, num_tokens)
             self._keep_again(row, [edge for edge in edges if edge.num_tokens > before + num_tokens])
-            slices = [(request_id, count - num_tokens) if one is longest else one for one in slices]
+            slices = [(request_id, count - num_tokens) if piece is longest else piece for piece in slices]
         return slices
 
     def _keep_again(self, row: int, edges: list[StateEdge]) -> None:

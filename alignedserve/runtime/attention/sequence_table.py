@@ -200,11 +200,11 @@ class SequenceTable:
         assert (columns >= self.num_blocks[rows]).all(), "a loan in the place of a block"
         self.block_tables[rows, columns] = blocks
 
-    def replace_block(self, request_id: RequestId, place: int, block_id: BlockId) -> None:
+    def replace_block(self, request_id: RequestId, index: int, block_id: BlockId) -> None:
         """Put another block, which holds the same, into the sequence's block table; its own must be full."""
         row = self.row(request_id)
-        assert (place + 1) * self.block_size <= self.num_computed[row], f"{request_id}: replaces a block that it fills"
-        self.block_tables[row, place] = block_id
+        assert (index + 1) * self.block_size <= self.num_computed[row], f"{request_id}: replaces a block that it fills"
+        self.block_tables[row, index] = block_id
         self.version += 1
 
     def places(self, rows: IntArray, positions: IntArray) -> tuple[IntArray, IntArray]:
@@ -247,9 +247,9 @@ class SequenceTable:
         whole = []
         for request_id, count in slices:
             row = self.row(request_id)
-            asked = int(self.num_computed[row] + self.num_owed[row]) + count
-            until = settled_len(self.whole_runs.get(row, ()), asked)
-            self.num_owed[row] = asked - until
+            end = int(self.num_computed[row] + self.num_owed[row]) + count
+            until = settled_len(self.whole_runs.get(row, ()), end)
+            self.num_owed[row] = end - until
             if until > self.num_computed[row]:
                 whole.append((request_id, until - int(self.num_computed[row])))
         return whole
@@ -284,9 +284,9 @@ def ends_of(runs: Mapping[int, Runs], rows: IntArray, before: IntArray, counts: 
         return None
     ends = []
     for row, first, count in zip(rows.tolist(), before.tolist(), counts.tolist(), strict=True):
-        own = np.arange(first, first + count) + 1
+        row_ends = np.arange(first, first + count) + 1
         for start, length in runs.get(row, ()):
-            own[max(start - first, 0) : max(start + length - first, 0)] = start + length
-        assert own[-1] == first + count, "a chunk that ends inside a run"
-        ends.append(own)
+            row_ends[max(start - first, 0) : max(start + length - first, 0)] = start + length
+        assert row_ends[-1] == first + count, "a chunk that ends inside a run"
+        ends.append(row_ends)
     return np.concatenate(ends)

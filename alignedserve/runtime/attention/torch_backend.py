@@ -182,7 +182,7 @@ class DecodePlan:
         first, last = bounds
         count, tokens = last - first, int(self._capacities[first])
         start = int(self._mask_offsets[first])
-        own = slice(
+        run_span = slice(
             int(self._run_offsets[first]), int(self._run_offsets[first]) + count * tokens // self._table.block_size
         )
         slots = slice(start, start + count * tokens)
@@ -190,7 +190,7 @@ class DecodePlan:
         return DecodeBucket(
             first=first,
             last=last,
-            runs=RunSelection(run_ids[own], self._reversed_runs(first, last, tokens // self._table.block_size)),
+            runs=RunSelection(run_ids[run_span], self._reversed_runs(first, last, tokens // self._table.block_size)),
             mask=mask[slots].view(shape),
             window_mask=None if window_mask is None else window_mask[slots].view(shape),
         )
@@ -278,11 +278,11 @@ def _chunk_mask(
     device: torch.device,
     ends: IntArray | None = None,
 ) -> Tensor:
-    own = torch.arange(before, before + num_tokens, device=device)[:, None]
+    positions = torch.arange(before, before + num_tokens, device=device)[:, None]
     others = torch.arange(before + num_tokens, device=device)
-    is_hidden = others > own if ends is None else others >= torch.from_numpy(ends).to(device)[:, None]
+    is_hidden = others > positions if ends is None else others >= torch.from_numpy(ends).to(device)[:, None]
     if window is not None:
-        first = own // window.size * window.size if window.is_chunked else own - window.size + 1
+        first = positions // window.size * window.size if window.is_chunked else positions - window.size + 1
         is_hidden |= others < first
     mask = torch.zeros(is_hidden.shape, dtype=dtype, device=device)
     return mask.masked_fill_(is_hidden, -float("inf"))
@@ -372,9 +372,9 @@ class GatheredPlanner:
 
     def plan_chunks(self, rows: IntArray, counts: IntArray, first: int) -> GatheredStep:
         plans = []
-        for place, (row, count) in enumerate(zip(rows.tolist(), counts.tolist(), strict=True)):
-            own = slice(place, place + 1)
-            ends = ends_of(self._whole_runs, rows[own], self._table.num_computed[rows[own]], counts[own])
+        for index, (row, count) in enumerate(zip(rows.tolist(), counts.tolist(), strict=True)):
+            span = slice(index, index + 1)
+            ends = ends_of(self._whole_runs, rows[span], self._table.num_computed[rows[span]], counts[span])
             readers = LaterReaders(ends, self._whole_in_windows)
             window, dtype = self._window, self._dtype
             plans.append(plan_chunk(self._table, self._storage, row, first, count, window, dtype, readers))

@@ -157,8 +157,8 @@ class Decodes:
     def run(self, queries: Tensor, out: Tensor, layer: int, is_windowed: bool) -> CompiledKernel | None:
         planner = self._planner
         window = planner.window if is_windowed else None
-        table, place = planner.place_of(layer)
-        view, batch = BlockView(planner.storage.blocks, place), self._batches[table][window]
+        table, index = planner.place_of(layer)
+        view, batch = BlockView(planner.storage.blocks, index), self._batches[table][window]
         if planner.latent_rank is not None:
             return latent_decode(queries, out, view, batch, rank=planner.latent_rank)
         scores = planner.scores.of_layer(layer)
@@ -188,8 +188,8 @@ class PagedChunks:
         assert self._batches, "a layer is computed before its arrays are bound"
         planner = self._planner
         window = planner.window if is_windowed else None
-        table, place = planner.place_of(layer)
-        view, batch = BlockView(planner.storage.blocks, place), self._batches[table]
+        table, index = planner.place_of(layer)
+        view, batch = BlockView(planner.storage.blocks, index), self._batches[table]
         if planner.latent_rank is not None:
             latent_prefill(queries, out, view, batch, rank=planner.latent_rank)
             return

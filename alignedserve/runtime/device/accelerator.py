@@ -114,9 +114,9 @@ class CudaAccelerator:
         if handle.storage_bytes < num_rows * row_bytes:
             raise HandoffRejected("the blocks are more than the memory that is offered")
         self._check_link(handle.device_uuid)
-        own = _OF_THIS_PROCESS.get(_key(handle))
-        if own is not None:  # CUDA maps no memory of the same process
-            return own[:num_rows]
+        rows = _OF_THIS_PROCESS.get(_key(handle))
+        if rows is not None:  # CUDA maps no memory of the same process
+            return rows[:num_rows]
         return self._map(handle)[: num_rows * row_bytes].view(num_rows, row_bytes)
 
     def _check_link(self, device_uuid: str) -> None:

@@ -62,8 +62,8 @@ def to_device(arrays: Sequence[Array], device: torch.device) -> list[Tensor]:
     if device.type == "cpu" or not arrays:
         return [torch.from_numpy(array) for array in arrays]
     if len(arrays) == 1:
-        own = torch.from_numpy(arrays[0])
-        staged = torch.empty(own.shape, dtype=own.dtype, pin_memory=True).copy_(own)
+        tensor = torch.from_numpy(arrays[0])
+        staged = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
         return [staged.to(device, non_blocking=True)]
     packing = ArrayPacking(arrays)
     # Page-locked memory comes from PyTorch's cache, which reuses it once the copy is done.

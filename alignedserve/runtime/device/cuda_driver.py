@@ -132,8 +132,8 @@ class RowRuns(NamedTuple):
         return cls(on_device[firsts], on_host[firsts], np.diff(firsts, append=len(on_device)))
 
     def slices(self) -> Iterator[tuple[slice, slice]]:
-        for own, there, count in zip(self.on_device.tolist(), self.on_host.tolist(), self.counts.tolist(), strict=True):
-            yield slice(own, own + count), slice(there, there + count)
+        for row, there, count in zip(self.on_device.tolist(), self.on_host.tolist(), self.counts.tolist(), strict=True):
+            yield slice(row, row + count), slice(there, there + count)
 
     def addresses(self, rows: Tensor, pinned: Tensor) -> tuple[Ints, Ints, Ints]:
         """Return where each run begins in rows and in pinned, both contiguous uint8 [any number, row_bytes], and its
@@ -144,8 +144,8 @@ class RowRuns(NamedTuple):
             assert memory.is_contiguous(), "a copy with a tensor that is not contiguous"
             is_within = firsts.min() >= 0 and int((firsts + self.counts).max()) <= len(memory)
             assert is_within, "a run beyond the rows"
-        own, there = rows.data_ptr() + self.on_device * row_bytes, pinned.data_ptr() + self.on_host * row_bytes
-        return own, there, self.counts * row_bytes
+        on_device, on_host = rows.data_ptr() + self.on_device * row_bytes, pinned.data_ptr() + self.on_host * row_bytes
+        return on_device, on_host, self.counts * row_bytes
 
 
 class BatchedCopies:

@@ -140,8 +140,8 @@ def check_ranks(name: str, size: int, num_stages: int = 1, num_shares: int = 1) 
             "no two ranks on one GPU; set it lower"
         )
     firsts = [devices[0]] if ":" in name else [f"{CUDA}:{index}" for index in range(0, count - size + 1, size)]
-    for one in firsts:
-        check_alike(rank_devices(one, size))
+    for device in firsts:
+        check_alike(rank_devices(device, size))
 
 
 def check_alike(devices: Sequence[str]) -> None:
@@ -178,20 +178,20 @@ _LIBRARIES = ("triton", "flash-attn-4", "flash-attn", "transformers", "alignedse
 
 
 def remarks(gpus: Sequence[Any]) -> list[str]:
-    found = []
+    notes = []
     slices = [index for index, gpu in enumerate(gpus) if _is_slice(gpu)]
     if slices:
-        found.append(
+        notes.append(
             f"{', '.join(f'cuda:{index}' for index in slices)}: a slice of a GPU (MIG), of which a process sees one "
             "and which no other maps: one worker, nothing over cuda_ipc"
         )
     kinds = dict.fromkeys(str(gpu.name) for gpu in gpus)
     if len(kinds) > 1:
-        found.append(
+        notes.append(
             f"GPUs of {len(kinds)} kinds ({', '.join(kinds)}): default sizes follow from the smallest memory and the "
             "slowest, CUDA_VISIBLE_DEVICES leaves some out"
         )
-    return found
+    return notes
 
 
 def machine_remarks() -> list[str]:

@@ -71,9 +71,9 @@ class DeviceBoard:
         return bool((asking & is_like).any())
 
     def close(self) -> None:
-        own, self._own = self._own, None
-        if own is not None:
-            self._slots[own] = (0.0, 0.0, self._deployment, 0)
+        slot, self._own = self._own, None
+        if slot is not None:
+            self._slots[slot] = (0.0, 0.0, self._deployment, 0)
         del self._slots
         self._memory.close()
         os.close(self._file)

@@ -84,12 +84,12 @@ class StreamDefaults:
         return False
 
     def copy_out_runs(self: Stream, rows: Tensor, pinned: Tensor, runs: RowRuns) -> None:
-        for own, there in runs.slices():
-            self.copy_out(rows[own], pinned[there])
+        for device_rows, host_rows in runs.slices():
+            self.copy_out(rows[device_rows], pinned[host_rows])
 
     def copy_in_runs(self: Stream, pinned: Tensor, rows: Tensor, runs: RowRuns) -> None:
-        for own, there in runs.slices():
-            self.copy_in(pinned[there], rows[own])
+        for device_rows, host_rows in runs.slices():
+            self.copy_in(pinned[host_rows], rows[device_rows])
 
     def run_peer(
         self: Stream, operation: Callable[[], object], source: Tensor, target: Tensor, *, num_rows: int
@@ -227,8 +227,8 @@ class CudaStream(StreamDefaults):
             return False
         assert pinned.is_pinned(), "a copy with memory that is not page-locked would block the host"
         self._join()
-        own, there, sizes = runs.addresses(rows, pinned)
-        source, target = (own, there) if is_out else (there, own)
+        on_device, on_host, sizes = runs.addresses(rows, pinned)
+        source, target = (on_device, on_host) if is_out else (on_host, on_device)
         with _CUDA.stream(self._stream):
             is_copied = batch.enqueue(source, target, sizes, self._stream.cuda_stream)
         self._hold((rows, pinned))

@@ -141,10 +141,10 @@ def obstacle_on(
 
     `folder`: keeps passed checks; failed ones are tried again. `kind`: of layers that is checked; None: a Llama is.
     """
-    key, place, options = identity_of(device), "gpu-checks", [device]
+    key, subfolder, options = identity_of(device), "gpu-checks", [device]
     if kind is not None:
-        key, place, options = [*key, kind], "kind-checks", [device, "--kind", kind]
-    path = verdict_path(folder, place, key)
+        key, subfolder, options = [*key, kind], "kind-checks", [device, "--kind", kind]
+    path = verdict_path(folder, subfolder, key)
     if read_kept(path) == key:
         return None
     reason = _ask([*command, *options], limit_s, "self-check" if kind is None else "check")

@@ -157,9 +157,9 @@ def obstacle_of(computer: Computer, plan: CheckPlan | None = None, model: ModelC
     use_device(computer.device)
     for dtype in plan.dtypes:
         expected = _compute(Computer(_CPU, TORCH), dtype, plan, model)
-        found = _compute(computer, dtype, plan, model)
+        tokens = _compute(computer, dtype, plan, model)
         tolerance = _TOLERANCES[dtype] * (1.0 if model is MODEL else _OF_KINDS)
-        problem = _difference(found, expected, dtype, tolerance)
+        problem = _difference(tokens, expected, dtype, tolerance)
         if problem is not None:
             return problem
     failures = [f"{name} does not run: {reason}" for name, reason in launch_failures().items()]
@@ -167,25 +167,25 @@ def obstacle_of(computer: Computer, plan: CheckPlan | None = None, model: ModelC
 
 
 def _difference(
-    found: list[SampledToken], expected: list[SampledToken], dtype: torch.dtype, tolerance: float
+    tokens: list[SampledToken], expected: list[SampledToken], dtype: torch.dtype, tolerance: float
 ) -> str | None:
     name = dtype_name(dtype)
-    if [token.request_id for token in found] != [token.request_id for token in expected]:
+    if [token.request_id for token in tokens] != [token.request_id for token in expected]:
         return f"in {name} it has no numbers where the CPU has"
-    differences = (abs(a - b) for one, other in zip(found, expected, strict=True) for a, b in _pairs(one, other))
+    differences = (abs(a - b) for token, other in zip(tokens, expected, strict=True) for a, b in _pairs(token, other))
     apart = max(differences, key=lambda difference: (math.isnan(difference), difference))
     if not apart <= tolerance:
         return f"in {name} log-probabilities differ from the CPU's by {apart:.3g}"
-    if dtype == torch.float32 and [token.token_id for token in found] != [token.token_id for token in expected]:
+    if dtype == torch.float32 and [token.token_id for token in tokens] != [token.token_id for token in expected]:
         return "other tokens are drawn than on the CPU"
     return None
 
 
-def _pairs(one: SampledToken, other: SampledToken) -> Iterator[tuple[float, float]]:
-    if one.logprob is None or other.logprob is None:
+def _pairs(token: SampledToken, other: SampledToken) -> Iterator[tuple[float, float]]:
+    if token.logprob is None or other.logprob is None:
         return
-    yield one.logprob.logprob, other.logprob.logprob
-    yield from zip((value for _, value in one.logprob.top), (value for _, value in other.logprob.top), strict=True)
+    yield token.logprob.logprob, other.logprob.logprob
+    yield from zip((value for _, value in token.logprob.top), (value for _, value in other.logprob.top), strict=True)
 
 
 def _compute(computer: Computer, dtype: torch.dtype, plan: CheckPlan, config: ModelConfig) -> list[SampledToken]:
@@ -211,13 +211,13 @@ def _compute(computer: Computer, dtype: torch.dtype, plan: CheckPlan, config: Mo
     for sequence in _sequences(plan, layout, _NUM_BLOCKS - num_scratch):
         engine.add_sequence(sequence)
     names = [RequestId(str(index)) for index in range(len(plan.prompts))]
-    found: list[SampledToken] = []
+    tokens: list[SampledToken] = []
     for counts in plan.steps:
         output = engine.execute([(name, count) for name, count in zip(names, counts, strict=True) if count])
-        found += sorted(output.sampled, key=lambda token: token.request_id)
+        tokens += sorted(output.sampled, key=lambda token: token.request_id)
         if output.failed:
             break
-    return found
+    return tokens
 
 
 def _sequences(plan: CheckPlan, layout: BlockLayout, num_blocks: int) -> Iterator[NewSequence]:

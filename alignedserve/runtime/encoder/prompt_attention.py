@@ -50,8 +50,8 @@ class _NativeAttention:
 
     def plan(self, batch: PromptBatch) -> PassAttention:
         rows, num_threads = np.arange(len(batch.lengths)), torch.get_num_threads()
-        own = (batch.block_tables, rows, batch.lengths, batch.lengths, None, num_threads)
-        plan = self._paged.plan_chunks(*own, is_bidirectional=True)
+        args = (batch.block_tables, rows, batch.lengths, batch.lengths, None, num_threads)
+        plan = self._paged.plan_chunks(*args, is_bidirectional=True)
         slots = torch.from_numpy(batch.slots)
 
         def attend(fused: Tensor) -> Tensor:

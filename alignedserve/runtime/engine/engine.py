@@ -212,12 +212,12 @@ class Engine:
             self._ranks.write_copies(block_ids)
         write_whole(self.storage, self._compute, block_ids, content)
 
-    def replace_block(self, request_id: RequestId, place: int, block_id: BlockId) -> None:
+    def replace_block(self, request_id: RequestId, index: int, block_id: BlockId) -> None:
         """Let a sequence read a full block that holds the same in place of its own, which the caller then owns."""
-        self._table.replace_block(request_id, place, block_id)
+        self._table.replace_block(request_id, index, block_id)
         self._next.drop()  # it reads the old block, which may be overwritten from now on
         if self._ranks is not None:
-            self._ranks.replace_block(request_id, place, block_id)
+            self._ranks.replace_block(request_id, index, block_id)
 
     def remove_sequence(self, request_id: RequestId) -> None:
         """Free the sequence's row. The caller frees or copies its blocks."""
@@ -277,7 +277,7 @@ class Engine:
             sampled, failed = sampled + more, failed + more_failed
         times = launches[-1].times(self.model, started, prepared, is_ahead=ahead is not None)
         sampled, counts = with_forced(forced, sampled), forced_counts(forced, failed)
-        prompt_logprobs = [part for one in launches for part in one.prompt_logprobs]
+        prompt_logprobs = [part for launch in launches for part in launch.prompt_logprobs]
         return StepOutput(sampled, failed, self._reasons(failed), prompt_logprobs, times, counts, skipped)
 
     @property
@@ -413,8 +413,8 @@ class Engine:
         return [sampled[index] for index in good], [ids[index] for index in bad]
 
     def _reasons(self, failed: list[RequestId]) -> dict[RequestId, tuple[FailureKind, str]]:
-        reasons = ((one, self._sampler.failure(self._table.row(one))) for one in failed)
-        return {one: reason for one, reason in reasons if reason is not None}
+        reasons = ((request_id, self._sampler.failure(self._table.row(request_id))) for request_id in failed)
+        return {request_id: reason for request_id, reason in reasons if reason is not None}
 
 
 def _check_fit(model: Decoder, layout: BlockLayout, options: EngineOptions) -> None:

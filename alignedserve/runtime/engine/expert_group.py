@@ -185,16 +185,16 @@ logger = logging.getLogger(__name__)
 @torch.inference_mode()
 def answer_requests(connection: socket.socket, experts: LayerExperts, width: int, dtype: torch.dtype) -> None:
     """Multiply what comes with the experts of its layer, until the other end closes. Raises OSError."""
-    native = {layer: native_experts(own, width, width) for layer, own in experts.items()}
+    native = {layer: native_experts(layer_experts, width, width) for layer, layer_experts in experts.items()}
     while (header := receive_bytes(connection, HEADER.size)) is not None:
         layer, num_counts, num_rows = HEADER.unpack(header)
         counts = receive_bytes(connection, 8 * num_counts)
         rows = receive_bytes(connection, num_rows * width * dtype.itemsize)
         if counts is None or rows is None:
             return
-        own = torch.frombuffer(rows, dtype=dtype).view(num_rows, width)
+        inputs = torch.frombuffer(rows, dtype=dtype).view(num_rows, width)
         numbers = np.frombuffer(counts, np.int64).tolist()
-        multiplied = multiplied_by_expert(own, numbers, experts[layer], native[layer])
+        multiplied = multiplied_by_expert(inputs, numbers, experts[layer], native[layer])
         connection.sendall(multiplied.contiguous().view(torch.uint8).numpy().data.cast("B"))
 
 

@@ -101,8 +101,8 @@ class IterationTimer:
         blocks = tuple(BlockId(block) for block in self._block_ids[self._num_assigned : self._num_assigned + count])
         self._num_assigned += count
         sampling = SamplingParams(temperature=0.0, max_tokens=_NUM_STEPS + 1, ignore_eos=True)
-        own = (request_id, tokens, len(tokens), num_cached, blocks, sampling, is_hidden)
-        self._engine.add_sequence(NewSequence(*own, is_trial=True))
+        args = (request_id, tokens, len(tokens), num_cached, blocks, sampling, is_hidden)
+        self._engine.add_sequence(NewSequence(*args, is_trial=True))
         return request_id
 
 
@@ -121,8 +121,8 @@ class KeptCalibration:
 
     def believed(self, points: Sequence[Point], measure: Callable[[Point], float]) -> tuple[Sample, ...]:
         seconds = _checked(read_kept(self._path(points)), len(points))
-        for point, kept in zip(points[:_TRIED_AGAIN], seconds, strict=False):
-            if not _agrees(min(kept), partial(measure, point)):
+        for point, durations in zip(points[:_TRIED_AGAIN], seconds, strict=False):
+            if not _agrees(min(durations), partial(measure, point)):
                 return ()
         return tuple(
             Sample(point.work, duration_s)
@@ -148,15 +148,15 @@ def _agrees(kept_s: float, measure: Callable[[], float]) -> bool:
     return False
 
 
-def _checked(found: Any, num_points: int) -> list[list[float]]:
-    if not isinstance(found, list) or len(found) != num_points:
+def _checked(stored: Any, num_points: int) -> list[list[float]]:
+    if not isinstance(stored, list) or len(stored) != num_points:
         return []
-    for seconds in found:
+    for seconds in stored:
         if not isinstance(seconds, list) or not all(
             isinstance(value, float) and 0.0 < value < 1e6 for value in seconds
         ):
             return []
-    return found if all(found[:_TRIED_AGAIN]) else []
+    return stored if all(stored[:_TRIED_AGAIN]) else []
 
 
 _MAX_BLOCKS = 4096  # that are used; zeroed first, as attention reads them

@@ -24,7 +24,7 @@ class RankMirror(Protocol):
     def write_copies(self, targets: Sequence[BlockId]) -> None:
         """Write what `copy_blocks` read."""
 
-    def replace_block(self, request_id: RequestId, place: int, block_id: BlockId) -> None:
+    def replace_block(self, request_id: RequestId, index: int, block_id: BlockId) -> None:
         """Let the sequence read this block in place of its own."""
 
     def remove_sequence(self, request_id: RequestId) -> None:

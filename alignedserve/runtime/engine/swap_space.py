@@ -257,10 +257,10 @@ class SlotSwapSpace(HostCaches):
 
     def _gather(self, places: _Places, rows: Tensor) -> None:
         block_ids, offsets = to_device([places.block_ids, places.slots], self._storage.device)
-        for slots, own in self._elements(rows):
-            own.copy_(slots[block_ids, :, offsets])
+        for slots, part in self._elements(rows):
+            part.copy_(slots[block_ids, :, offsets])
 
     def _scatter(self, places: _Places, rows: Tensor) -> None:
         block_ids, offsets = to_device([places.block_ids, places.slots], self._storage.device)
-        for slots, own in self._elements(rows):
-            slots[block_ids, :, offsets] = own
+        for slots, part in self._elements(rows):
+            slots[block_ids, :, offsets] = part

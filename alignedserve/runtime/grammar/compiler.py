@@ -185,7 +185,7 @@ class GrammarCompiler:
         except ModelError as error:
             return unsupported_model(error)
         self.failed_matcher = LLMatcher(vocabulary, "", log_level=0)
-        self.blank_tokens = BlankTokens([vocabulary.decode_bytes([one]) for one in range(vocabulary.vocab_size)])
+        self.blank_tokens = BlankTokens([vocabulary.decode_bytes([token]) for token in range(vocabulary.vocab_size)])
         return vocabulary
 
     def _forget_one(self, grammar: str, compiled: "Future[LLMatcher]") -> None:
@@ -215,7 +215,7 @@ def compile_now(vocabulary: LLTokenizer, grammar: str) -> LLMatcher:
 def try_step(matcher: LLMatcher) -> None:
     """Match the first token that a compiled grammar allows; patterns are only read then. Raises GrammarError."""
     allowed, tried = matcher.compute_bitmask(), matcher.deep_copy()
-    word = next((place for place, bits in enumerate(allowed) if bits), None)
+    word = next((index for index, bits in enumerate(allowed) if bits), None)
     if word is None:
         return
     bits = allowed[word]

@@ -207,7 +207,7 @@ def structural_tag_part(wanted: Any, whitespace_pattern: str | None) -> GrammarP
 
 def _tag(name: str, tag: dict[str, Any], triggers: list[str], whitespace_pattern: str | None) -> str:
     begin = tag["begin"]
-    trigger = next((one for one in triggers if begin.startswith(one)), None)
+    trigger = next((candidate for candidate in triggers if begin.startswith(candidate)), None)
     if trigger is None:
         raise InvalidRequest("every 'begin' must start with one of the triggers")
     rest = begin.removeprefix(trigger)

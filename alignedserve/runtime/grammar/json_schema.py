@@ -270,8 +270,8 @@ class _Reader:
 
     def _note_conjunction(self, read: dict[str, Any]) -> None:
         self._num_patterns += ("pattern" in read) + ("format" in read)
-        own = read.keys() - {"$defs", "definitions"}
-        self.has_conjunction |= "allOf" in own or (len(own) > 1 and bool(own & {"$ref", "anyOf", "oneOf"}))
+        names = read.keys() - {"$defs", "definitions"}
+        self.has_conjunction |= "allOf" in names or (len(names) > 1 and bool(names & {"$ref", "anyOf", "oneOf"}))
         if "multipleOf" in read:
             self._divisor = lcm(self._divisor, Decimal(str(read["multipleOf"])).as_integer_ratio()[0])
 
@@ -283,7 +283,7 @@ class _Reader:
         if keyword == "$id" and not path:
             return True  # references are local to the document, whatever its address
         is_extension = keyword.startswith("x-") and keyword != "x-guidance"
-        is_neutral = any(value == one and type(value) is type(one) for one in NEUTRAL.get(keyword, ()))
+        is_neutral = any(value == neutral and type(value) is type(neutral) for neutral in NEUTRAL.get(keyword, ()))
         return keyword in ANNOTATIONS or is_extension or is_neutral
 
 
@@ -335,7 +335,7 @@ def _other_names(names: frozenset[str]) -> str:
     rests = {first: frozenset(name[1:] for name in names if name[0] == first) for first in firsts}
     longer = (f"{re.escape(first)}{rest}" for first in firsts if (rest := _other_names(rests[first])) != _NOTHING)
     excluded = "".join(f"\\x{{{ord(first):x}}}" for first in firsts)
-    return f"(?:|[^{excluded}{_ESCAPED}][^{_ESCAPED}]*{''.join(f'|{one}' for one in longer)})"
+    return f"(?:|[^{excluded}{_ESCAPED}][^{_ESCAPED}]*{''.join(f'|{alternative}' for alternative in longer)})"
 
 
 def _with_null(schema: dict[str, Any]) -> dict[str, Any]:
@@ -445,10 +445,10 @@ def has_finite_instance(root: Any, targets: Mapping[str, Any]) -> bool:
     finite: set[str] = set()
     while True:
         # References count once their target does.
-        found = {pointer for pointer in targets.keys() - finite if _is_finite(targets[pointer], finite)}
-        if not found:
+        newly_finite = {pointer for pointer in targets.keys() - finite if _is_finite(targets[pointer], finite)}
+        if not newly_finite:
             return len(finite) == len(targets) and _is_finite(root, finite)
-        finite |= found
+        finite |= newly_finite
 
 
 def _is_finite(schema: Any, finite: set[str]) -> bool:

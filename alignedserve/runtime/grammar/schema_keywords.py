@@ -101,7 +101,7 @@ def _schema(reader: SchemaReader, keyword: str, value: Any, path: Path) -> Any:
 
 def _schemas(reader: SchemaReader, keyword: str, value: Any, path: Path) -> list[Any]:
     _expect(isinstance(value, list) and len(value) > 0, keyword, "must be a list of schemas, not empty")
-    return [reader.schema(item, (*path, keyword, str(place))) for place, item in enumerate(value)]
+    return [reader.schema(item, (*path, keyword, str(index))) for index, item in enumerate(value)]
 
 
 def _items(reader: SchemaReader, keyword: str, value: Any, path: Path) -> Any:

@@ -351,8 +351,8 @@ class TokenMasks:
 
         No other method may be called before the result is there.
         """
-        own = [(at, self._rows[row]) for at, row in enumerate(rows.tolist()) if row in self._rows]
-        return self._thread.submit(self._compute, own, is_early)
+        constrained = [(at, self._rows[row]) for at, row in enumerate(rows.tolist()) if row in self._rows]
+        return self._thread.submit(self._compute, constrained, is_early)
 
     def close(self) -> None:
         """End the threads."""
@@ -382,43 +382,43 @@ class TokenMasks:
 
     # --- on the thread
 
-    def _compute(self, own: list[tuple[int, _Constrained]], is_early: npt.NDArray[np.bool_]) -> StepMasks:
-        self._make_room([answer for _, answer in own])
-        self._fill([answer for _, answer in own if not answer.matcher.forced and not answer.is_awaited])
-        bits = self._bits[[answer.row for _, answer in own]]
+    def _compute(self, constrained: list[tuple[int, _Constrained]], is_early: npt.NDArray[np.bool_]) -> StepMasks:
+        self._make_room([answer for _, answer in constrained])
+        self._fill([answer for _, answer in constrained if not answer.matcher.forced and not answer.is_awaited])
+        bits = self._bits[[answer.row for _, answer in constrained]]
         unwanted: dict[LastResorts, list[int]] = {}
-        for place, (at, answer) in enumerate(own):
+        for index, (at, answer) in enumerate(constrained):
             if answer.heavy is not None and answer.heavy.ready is not None:
                 answer.heavy.ready.result()
-                bits[place] = answer.heavy.bits[0]
+                bits[index] = answer.heavy.bits[0]
             if answer.matcher.forced or answer.failure is not None:
-                bits[place] = 0
+                bits[index] = 0
             if answer.matcher.forced:
-                _allow_only(answer.matcher.forced[0], bits[place])
+                _allow_only(answer.matcher.forced[0], bits[index])
             resorts = answer.unwanted_early if is_early[at] else answer.unwanted
             if resorts is not None:
-                unwanted.setdefault(resorts, []).append(place)
+                unwanted.setdefault(resorts, []).append(index)
         for resorts, places in unwanted.items():
             resorts.remove_from(bits, np.array(places, np.int64))
-        self._remove_blanks(own, bits)
-        return StepMasks(np.array([at for at, _ in own], np.int64), bits)
+        self._remove_blanks(constrained, bits)
+        return StepMasks(np.array([at for at, _ in constrained], np.int64), bits)
 
-    def _remove_blanks(self, own: list[tuple[int, _Constrained]], bits: Bits) -> None:
+    def _remove_blanks(self, constrained: list[tuple[int, _Constrained]], bits: Bits) -> None:
         tokens = self._compiler.blank_tokens
         resorts = self._last_resorts(tokens.token_ids) if tokens is not None else None
         if tokens is None or resorts is None:
             return
         places = [
-            place
-            for place, (_, answer) in enumerate(own)
+            index
+            for index, (_, answer) in enumerate(constrained)
             if answer.blanks is not None and not answer.matcher.forced and answer.blanks.is_full(tokens)
         ]
         if places:
             resorts.remove_from(bits, np.array(places, np.int64))
 
-    def _fill(self, own: list[_Constrained]) -> None:
-        self._make_room(own)
-        lacking = [answer for answer in own if not answer.has_mask and answer.failure is None]
+    def _fill(self, answers: list[_Constrained]) -> None:
+        self._make_room(answers)
+        lacking = [answer for answer in answers if not answer.has_mask and answer.failure is None]
         while lacking:
             lacking = self._write_bits(lacking)
             for answer in lacking:
@@ -464,8 +464,8 @@ class TokenMasks:
                 if time.thread_time() - began > 2 * _HEAVY_S:  # its last token took half of that
                     self._make_heavy(answer)
 
-    def _make_room(self, own: list[_Constrained]) -> None:
-        num_rows = max((answer.row + 1 for answer in own), default=0)
+    def _make_room(self, answers: list[_Constrained]) -> None:
+        num_rows = max((answer.row + 1 for answer in answers), default=0)
         if num_rows > len(self._bits):
             more = np.zeros((max(num_rows, 2 * len(self._bits)) - len(self._bits), self._bits.shape[1]), np.int32)
             self._bits = np.concatenate([self._bits, more])

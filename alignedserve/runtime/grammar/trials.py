@@ -186,8 +186,8 @@ def is_plain(grammar: str) -> bool:
     parts = read.get("grammars") if isinstance(read, dict) else None
     if not isinstance(parts, list) or len(parts) != 1 or not isinstance(parts[0], dict):
         return False
-    given = {name for name, value in parts[0].items() if value is not None} - {"name"}
-    return given == {"json_schema"} and _is_plain(parts[0]["json_schema"], 0)
+    names = {name for name, value in parts[0].items() if value is not None} - {"name"}
+    return names == {"json_schema"} and _is_plain(parts[0]["json_schema"], 0)
 
 
 def _is_plain(schema: Any, depth: int) -> bool:
@@ -206,11 +206,11 @@ def _anything(value: Any, depth: int) -> bool:
 
 
 def _each(value: Any, depth: int) -> bool:
-    return isinstance(value, list) and all(_is_plain(one, depth) for one in value)
+    return isinstance(value, list) and all(_is_plain(member, depth) for member in value)
 
 
 def _named(value: Any, depth: int) -> bool:
-    return isinstance(value, dict) and all(_is_plain(one, depth) for one in value.values())
+    return isinstance(value, dict) and all(_is_plain(member, depth) for member in value.values())
 
 
 def _small(value: Any, depth: int) -> bool:

@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 Digests = npt.NDArray[np.uint64]
 
 _MAX_GENERATION = 1 << 40  # of messages.fields.Count
-_G, _C1, _C2 = (np.uint64(one) for one in (0x9E3779B97F4A7C15, 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53))
-_ONE, _SHIFT_29, _SHIFT_32 = (np.uint64(one) for one in (1, 29, 32))
+_G, _C1, _C2 = (np.uint64(number) for number in (0x9E3779B97F4A7C15, 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53))
+_ONE, _SHIFT_29, _SHIFT_32 = (np.uint64(number) for number in (1, 29, 32))
 
 
 class RunChecksums:

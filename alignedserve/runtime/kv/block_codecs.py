@@ -55,12 +55,12 @@ def int8_codec(block_bytes: Tensor, layout: BlockLayout) -> BlockCodec:
         first, first_byte = first + kind.block_elements, end
 
     def gather(block_ids: Tensor, rows: Tensor) -> None:
-        for runs, own in parts:
-            quantise_blocks(runs, block_ids, rows[:, own])
+        for runs, columns in parts:
+            quantise_blocks(runs, block_ids, rows[:, columns])
 
     def scatter(rows: Tensor, block_ids: Tensor) -> None:
-        for runs, own in parts:
-            dequantise_blocks(rows[:, own], runs, block_ids)
+        for runs, columns in parts:
+            dequantise_blocks(rows[:, columns], runs, block_ids)
 
     return BlockCodec(layout.int8_block_bytes, gather, scatter)
 

@@ -70,21 +70,21 @@ class LayerKind:
         size = self.layout.block_size
         return numbers + numbers.div(size, rounding_mode="floor") * (self._slot_stride - size)
 
-    def write(self, layer: int, rows: Tensor, place: Callable[[Tensor, Tensor, Tensor], None]) -> None:
-        """Let `place` write keys and values of one layer; `rows`: of their slots.
+    def write(self, layer: int, rows: Tensor, write_rows: Callable[[Tensor, Tensor, Tensor], None]) -> None:
+        """Let `write_rows` write keys and values of one layer; `rows`: of their slots.
 
-        place   (rows, keys, values): writes those rows of keys and values [.., slot_width], both contiguous
+        write_rows (rows, keys, values): writes those rows of keys and values [.., slot_width], both contiguous
         """
         parts = (layer * self.layout.num_parts, (layer + 1) * self.layout.num_parts - 1)
         if self._rows:
-            place(rows, *(self._rows[part] for part in parts))
+            write_rows(rows, *(self._rows[part] for part in parts))
             return
         shape = (len(rows), self.layout.slot_width)
         written = [torch.empty(shape, dtype=self.slots.dtype, device=self.device) for _ in parts]
-        place(torch.arange(len(rows), device=self.device), *written)
+        write_rows(torch.arange(len(rows), device=self.device), *written)
         blocks, offsets = rows.div(self.layout.block_size, rounding_mode="floor"), rows % self.layout.block_size
-        for part, own in zip(parts, written, strict=True):
-            self.slots[blocks, part, offsets] = own
+        for part, tensor in zip(parts, written, strict=True):
+            self.slots[blocks, part, offsets] = tensor
 
 
 def _rows(flat: Tensor, width: int) -> Tensor:

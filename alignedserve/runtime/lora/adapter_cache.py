@@ -138,7 +138,7 @@ class AdapterCache:
 
     @property
     def num_bytes(self) -> int:
-        return sum(own.matrices.num_bytes for own in self._loaded.values())
+        return sum(loaded.matrices.num_bytes for loaded in self._loaded.values())
 
     def prepare(
         self, adapter: LoraAdapter, request_id: RequestId, *, is_real_time: bool, attempt: int = 0
@@ -173,10 +173,10 @@ class AdapterCache:
         with self._lock:
             ended: list[AdapterWait] = []
             for wishes in (*self._waiting.values(), *(loading.wishes for loading in self._loading.values())):
-                own = [wish for wish in wishes if wish.is_of(request_id, attempt)]
-                for wish in own:
+                withdrawn = [wish for wish in wishes if wish.is_of(request_id, attempt)]
+                for wish in withdrawn:
                     wishes.remove(wish)
-                ended += own
+                ended += withdrawn
             for loaded in self._loaded.values():
                 loaded.withdraw(request_id, attempt)
             self._evict(self._max_adapters, self._max_bytes)
@@ -231,15 +231,15 @@ class AdapterCache:
     # --- under the lock
 
     def _must_queue(self, now: float, *, is_real_time: bool) -> bool:
-        own, before = self._waiting[is_real_time], self._waiting[True]
+        queue, before = self._waiting[is_real_time], self._waiting[True]
         if not is_real_time and before and self._holding(now, is_real_time=False):
             return True
-        return bool(own) and now - own[0].since_s > PATIENCE_S and not self._has_to_end(own[0], now)
+        return bool(queue) and now - queue[0].since_s > PATIENCE_S and not self._has_to_end(queue[0], now)
 
     def _has_to_end(self, wish: AdapterWait, now: float) -> bool:
         if not wish.is_real_time or not self._lacks_one_too_long(now):
             return False
-        held = (digest for digest, own in self._loaded.items() if own.real_time.holds(now))
+        held = (digest for digest, loaded in self._loaded.items() if loaded.real_time.holds(now))
         return next(held, None) == wish.adapter.digest
 
     def _lacks_one_too_long(self, now: float) -> bool:
@@ -248,29 +248,29 @@ class AdapterCache:
         return is_overdue and not self._holding(now, is_real_time=False)
 
     def _is_ready(self, wish: AdapterWait, now: float) -> bool:
-        own = self._loaded.get(wish.adapter.digest)
-        if own is None or self._has_to_end(wish, now):
+        loaded = self._loaded.get(wish.adapter.digest)
+        if loaded is None or self._has_to_end(wish, now):
             return False
-        is_held = own.use(is_real_time=wish.is_real_time).holds(now)
+        is_held = loaded.use(is_real_time=wish.is_real_time).holds(now)
         return is_held or self._may_hold_more(now, is_real_time=wish.is_real_time)
 
     def _want(self, wish: AdapterWait) -> None:
-        own = self._loaded[wish.adapter.digest]
-        own.use(is_real_time=wish.is_real_time).wishes[wish.request_id] = wish, self._clock() + _WANTED_S
-        own.is_real_time = wish.is_real_time
+        loaded = self._loaded[wish.adapter.digest]
+        loaded.use(is_real_time=wish.is_real_time).wishes[wish.request_id] = wish, self._clock() + _WANTED_S
+        loaded.is_real_time = wish.is_real_time
         self._loaded.move_to_end(wish.adapter.digest)
 
     def _used(self, adapter: LoraAdapter, request_id: RequestId, is_real_time: bool) -> AdapterMatrices:
-        own = self._loaded[adapter.digest]
-        use = own.use(is_real_time=is_real_time)
+        loaded = self._loaded[adapter.digest]
+        use = loaded.use(is_real_time=is_real_time)
         use.num_users += 1
         use.wishes.pop(request_id, None)
-        own.is_real_time = is_real_time
+        loaded.is_real_time = is_real_time
         self._loaded.move_to_end(adapter.digest)
-        return own.matrices
+        return loaded.matrices
 
     def _holding(self, now: float, *, is_real_time: bool) -> list[LoadedAdapter]:
-        return [own for own in self._loaded.values() if own.use(is_real_time=is_real_time).holds(now)]
+        return [loaded for loaded in self._loaded.values() if loaded.use(is_real_time=is_real_time).holds(now)]
 
     def _may_hold_more(self, now: float, *, is_real_time: bool) -> bool:
         held = self._holding(now, is_real_time=is_real_time)
@@ -314,7 +314,7 @@ class AdapterCache:
         return served
 
     def _waits_for_none(self, now: float) -> bool:
-        uses = (use for own in self._loaded.values() for use in (own.best_effort, own.real_time))
+        uses = (use for loaded in self._loaded.values() for use in (loaded.best_effort, loaded.real_time))
         return self._rests and not self._loading and not any(use.is_wanted(now) for use in uses)
 
     def _look_again(self) -> None:
@@ -365,11 +365,11 @@ class AdapterCache:
         """
         now = self._clock()
         idle = [
-            (own.is_real_time, digest)
-            for digest, own in self._loaded.items()
-            if not (own.is_used or own.real_time.holds(now) if for_real_time else own.is_held(now))
+            (loaded.is_real_time, digest)
+            for digest, loaded in self._loaded.items()
+            if not (loaded.is_used or loaded.real_time.holds(now) if for_real_time else loaded.is_held(now))
         ]
-        for _, digest in sorted(idle, key=lambda one: one[0]):
+        for _, digest in sorted(idle, key=lambda entry: entry[0]):
             if len(self._loaded) <= max(max_left, 0) and self.num_bytes <= max_bytes:
                 return
             del self._loaded[digest]
@@ -387,7 +387,7 @@ class AdapterCache:
                 loading = self._loading.pop(adapter.digest)
                 if matrices is not None:
                     self._came(adapter, matrices)
-                    for wish in sorted(loading.wishes, key=lambda one: one.is_real_time):
+                    for wish in sorted(loading.wishes, key=lambda wait: wait.is_real_time):
                         self._want(wish)
                     self._evict(self._max_adapters, self._max_bytes)
                 served = self._serve_waiting()

@@ -107,8 +107,8 @@ def tensor_forms(content: bytes, where: str) -> dict[str, TensorForm]:
     """Return the forms of all tensors of a file. Raises AdapterError."""
     library: Any = safetensors  # whose functions on bytes have no types
     try:
-        found = library.deserialize(content)
-        return {name: TensorForm(tuple(form["shape"]), form["dtype"]) for name, form in found}
+        tensors = library.deserialize(content)
+        return {name: TensorForm(tuple(form["shape"]), form["dtype"]) for name, form in tensors}
     except (SafetensorError, KeyError, ValueError, TypeError) as error:
         raise AdapterError(f"{where} is truncated or not a safetensors file.") from error
 
@@ -124,13 +124,13 @@ def adapted_modules(
     if not parts:
         raise AdapterError(f"{where} holds no matrices.")
     _check_completeness(parts, modules, adapter, where)
-    found: dict[str, MatrixNames] = {}
+    matrices: dict[str, MatrixNames] = {}
     for module, named in parts.items():
         if len(named) != 2:
             raise AdapterError(f"{where} has only one of the two matrices of {module}.")
-        found[module] = MatrixNames(named["A"], named["B"])
-        _check_forms(module, found[module], forms, modules[module], adapter.rank_of(module), where)
-    return found
+        matrices[module] = MatrixNames(named["A"], named["B"])
+        _check_forms(module, matrices[module], forms, modules[module], adapter.rank_of(module), where)
+    return matrices
 
 
 def _module_and_part(name: str, modules: Mapping[str, AdaptableModule], where: str) -> tuple[str, str]:
@@ -196,5 +196,5 @@ def check_adapter(files: AdapterFiles, model: ModelConfig, *, max_rank: int) -> 
     if model.extras is not None:
         raise AdapterError(f"{where}: a model with {model.extras.title} cannot be adapted.")
     modules = adaptable_modules(model)
-    found = adapted_modules(tensor_forms(files.weights, where), modules, config, where)
-    return CheckedAdapter(config, {name: (modules[name], names) for name, names in found.items()})
+    matrices = adapted_modules(tensor_forms(files.weights, where), modules, config, where)
+    return CheckedAdapter(config, {name: (modules[name], names) for name, names in matrices.items()})

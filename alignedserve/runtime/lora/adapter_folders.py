@@ -52,9 +52,9 @@ def with_adapters(served: ServedModel, config: LoraConfig) -> ServedModel:
         except AdapterError as error:
             raise AdapterError(f"lora.adapters, {name!r}: {error}") from error
     # Workers have other working directories.
-    own = {adapter.name: adapter.path for adapter in adapters}
+    paths = {adapter.name: adapter.path for adapter in adapters}
     allowed = None if config.allowed_folder is None else str(Path(config.allowed_folder).resolve())
-    lora = msgspec.structs.replace(config, adapters=own, allowed_folder=allowed)
+    lora = msgspec.structs.replace(config, adapters=paths, allowed_folder=allowed)
     return replace(served, lora=lora, adapters=tuple(adapters))
 
 

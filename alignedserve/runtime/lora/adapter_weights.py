@@ -51,10 +51,10 @@ def load_adapter(
         a, b = tensors[names.a], tensors[names.b]
         if not (bool(a.isfinite().all()) and bool(b.isfinite().all())):
             raise AdapterError(f"{files.folder.name}: the matrices of {name} hold numbers that are not finite.")
-        own = _Matrices(a.float(), (b.double() * checked.config.scale_of(name)).float())
+        pair = _Matrices(a.float(), (b.double() * checked.config.scale_of(name)).float())
         if regions:
-            own = _part(own, regions[f"{name}.weight"])
-        by_product[module.layer, module.product] += _placed(places[name], own, local)
+            pair = _part(pair, regions[f"{name}.weight"])
+        by_product[module.layer, module.product] += _placed(places[name], pair, local)
     matrices = AdapterMatrices(shapes, len(layers), dtype, device)
     for (layer, product), modules in by_product.items():
         if layer in layers:
@@ -63,20 +63,20 @@ def load_adapter(
 
 
 def _regions(config: ModelConfig, shard: TensorShard) -> dict[str, Region]:
-    names, found = FAMILIES[config.family].names, dict[str, Region]()
+    names, regions = FAMILIES[config.family].names, dict[str, Region]()
     for prefix in names.prefixes:
         embedding = f"{prefix}{names.embedding}.weight"
-        found |= shard_regions(config, names, embedding.__eq__, shard)
-    return found
+        regions |= shard_regions(config, names, embedding.__eq__, shard)
+    return regions
 
 
-def _part(own: _Matrices, region: Region) -> _Matrices:
-    a = own.a if region.columns is None else own.a[:, region.columns.start : region.columns.stop].contiguous()
-    return _Matrices(a, chosen_rows(own.b, region).contiguous())
+def _part(pair: _Matrices, region: Region) -> _Matrices:
+    a = pair.a if region.columns is None else pair.a[:, region.columns.start : region.columns.stop].contiguous()
+    return _Matrices(a, chosen_rows(pair.b, region).contiguous())
 
 
-def _placed(module: AdaptableModule, own: _Matrices, config: ModelConfig) -> list[LoraModule]:
-    a, b = own
+def _placed(module: AdaptableModule, pair: _Matrices, config: ModelConfig) -> list[LoraModule]:
+    a, b = pair
     if module.splits:
         half = module.num_rows // 2
         return [LoraModule(0, half, (a, b[:half])), LoraModule(up_column(half), half, (a, b[half:]))]
@@ -90,7 +90,7 @@ def _placed(module: AdaptableModule, own: _Matrices, config: ModelConfig) -> lis
 def _filled(modules: list[LoraModule], shape: ProductShape) -> list[LoraModule]:
     filled: list[LoraModule] = []
     column = 0
-    for module in sorted(modules, key=lambda one: one.first_column):
+    for module in sorted(modules, key=lambda part: part.first_column):
         if module.first_column > column:
             filled.append(LoraModule(column, module.first_column - column, None))
         filled.append(module)

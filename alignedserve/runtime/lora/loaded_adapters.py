@@ -80,10 +80,10 @@ def read_loaded(file: Path) -> dict[str, LoraAdapter]:
 
 def write_changes(file: Path, changes: Changes) -> None:
     """Replace the file, inside `changing_loaded`. Of what was unloaded the latest is kept."""
-    unloaded = sorted((change for change in changes.values() if not change.is_loaded), key=lambda one: -one.number)
-    kept = [change for change in changes.values() if change.is_loaded] + unloaded[:_MAX_UNLOADED]
+    unloaded = sorted((change for change in changes.values() if not change.is_loaded), key=lambda entry: -entry.number)
+    latest = [change for change in changes.values() if change.is_loaded] + unloaded[:_MAX_UNLOADED]
     written = file.with_suffix(".new")
-    written.write_bytes(msgspec.json.encode(kept))
+    written.write_bytes(msgspec.json.encode(latest))
     os.replace(written, file)
 
 
@@ -99,12 +99,12 @@ def without_loaded(changes: Changes, name: str) -> Changes:
 
 
 def merged(changes: Changes, others: Iterable[AdapterChange]) -> Changes:
-    found = dict(changes)
+    newest = dict(changes)
     for other in others:
-        own = found.get(other.name)
-        if own is None or other.rank > own.rank:
-            found[other.name] = other
-    return found
+        change = newest.get(other.name)
+        if change is None or other.rank > change.rank:
+            newest[other.name] = other
+    return newest
 
 
 @contextmanager
@@ -118,11 +118,11 @@ def changing_loaded(file: Path) -> Iterator[None]:
 def exchange(file: Path, others: Iterable[AdapterChange]) -> tuple[AdapterChange, ...]:
     """Take changes of other nodes into the file, and return all that it has then. Raises AdapterError, OSError."""
     with changing_loaded(file):
-        own = read_changes(file)
-        found = merged(own, others)
-        if found != own:
-            write_changes(file, found)
-    return tuple(found.values())
+        before = read_changes(file)
+        after = merged(before, others)
+        if after != before:
+            write_changes(file, after)
+    return tuple(after.values())
 
 
 def _next_number(changes: Changes) -> int:
@@ -139,17 +139,17 @@ def carry_over(old: Path, new: Path, served: ServedModel) -> tuple[str, ...]:
         known = loaded_of(before)
     except AdapterError as error:
         return (str(error),)
-    kept, problems = [], []
+    fitting, problems = [], []
     for adapter in known.values():
         problem = _problem_of(adapter, served)
         if problem is None:
-            kept.append(adapter)
+            fitting.append(adapter)
         else:
             problems.append(f"the adapter {adapter.name} is not carried over: {problem}")
-    if kept:
+    if fitting:
         with changing_loaded(new):
             changes = read_changes(new)
-            for adapter in kept:
+            for adapter in fitting:
                 changes = with_loaded(changes, adapter, before[adapter.name].owner)
             write_changes(new, changes)
     return tuple(problems)
@@ -159,7 +159,7 @@ def settle_carried(old: Path, new: Path) -> tuple[str, ...]:
     """Remove from what was carried over what was unloaded since; return the names of adapters that `new` lacks."""
     try:
         known, carried = read_loaded(old), read_loaded(new)
-        gone = [one.name for one in carried.values() if known.get(one.name) != one]
+        gone = [adapter.name for adapter in carried.values() if known.get(adapter.name) != adapter]
         if gone:
             with changing_loaded(new):
                 changes = read_changes(new)
@@ -168,16 +168,16 @@ def settle_carried(old: Path, new: Path) -> tuple[str, ...]:
                 write_changes(new, changes)
     except (AdapterError, OSError):
         return ()
-    return tuple(name for name, one in known.items() if carried.get(name) != one)
+    return tuple(name for name, adapter in known.items() if carried.get(name) != adapter)
 
 
 def _problem_of(adapter: LoraAdapter, served: ServedModel) -> str | None:
     if served.encoder is not None or not served.lora.is_enabled:
         return "the new model takes none"
-    if any(adapter.name == own.name for own in served.adapters):
+    if any(adapter.name == configured.name for configured in served.adapters):
         return "the new model has one of this name"
     try:
-        found = find_adapter(adapter.name, adapter.path, served.lora, served.decoder)
+        current = find_adapter(adapter.name, adapter.path, served.lora, served.decoder)
     except AdapterError as error:
         return str(error)
-    return None if found == adapter else "its files have changed"
+    return None if current == adapter else "its files have changed"

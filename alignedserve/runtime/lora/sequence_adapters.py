@@ -56,7 +56,7 @@ class SequenceAdapters:
             for request in requests_of(message)
             if request.adapter is not None
         ]
-        return [one for one in prepared if one is not None]
+        return [future for future in prepared if future is not None]
 
     def add(self, request: Request) -> AdapterMatrices | None:
         """Return the adapter of a sequence that is added; None: it has none, or fails."""

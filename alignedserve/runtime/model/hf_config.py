@@ -56,12 +56,12 @@ def _has_both_ends(config: ModelConfig, folder: Path) -> bool:
 
 
 def _end_tokens(config: ModelConfig, folder: Path) -> tuple[int, ...]:
-    found, path = config.eos_token_ids, folder / GENERATION_CONFIG
+    end_ids, path = config.eos_token_ids, folder / GENERATION_CONFIG
     if path.exists():
         generation = JsonFields(read_json_object(path, MAX_CONFIG_BYTES), str(path))
-        found = generation.token_ids("eos_token_id", config.vocab_size) or found
-    own = end_token_id(folder)
-    return found if own is None or own in found or own >= config.vocab_size else (*found, own)
+        end_ids = generation.token_ids("eos_token_id", config.vocab_size) or end_ids
+    end_id = end_token_id(folder)
+    return end_ids if end_id is None or end_id in end_ids or end_id >= config.vocab_size else (*end_ids, end_id)
 
 
 def read_any_config(folder: Path) -> ModelConfig | EncoderConfig:

@@ -153,5 +153,5 @@ def _samples_of(path: Path, num_samples: int) -> Iterator[bytes]:
         size = os.fstat(file.fileno()).st_size
         yield size.to_bytes(8, "little")
         yield os.pread(file.fileno(), _HEADER_BYTES, 0)
-        for place in range(1, num_samples + 1):
-            yield os.pread(file.fileno(), _SAMPLE_BYTES, max(size * place // num_samples - _SAMPLE_BYTES, 0))
+        for index in range(1, num_samples + 1):
+            yield os.pread(file.fileno(), _SAMPLE_BYTES, max(size * index // num_samples - _SAMPLE_BYTES, 0))

@@ -120,18 +120,18 @@ def _q4_1(blocks: Tensor, scales: Tensor, minima: Tensor) -> Tensor:
 
 
 def _q4_k(blocks: Tensor, scales: Tensor, minima: Tensor) -> Tensor:
-    parts = [own.reshape(len(own), -1, 8) for own in (scales, -minima)]  # [rows, superblocks, 8]
+    parts = [part.reshape(len(part), -1, 8) for part in (scales, -minima)]  # [rows, superblocks, 8]
     heads = torch.stack([part.amax(-1) / 63.0 for part in parts], dim=-1).half()
     small = [
-        (own / head.clamp_min(_TINY)[..., None]).round_().clamp_(0, 63).to(torch.uint8)
-        for own, head in zip(parts, heads.float().unbind(-1), strict=True)
+        (part / head.clamp_min(_TINY)[..., None]).round_().clamp_(0, 63).to(torch.uint8)
+        for part, head in zip(parts, heads.float().unbind(-1), strict=True)
     ]
     own_scales, own_minima = (
-        (own.float() * head[..., None]).flatten(1) for own, head in zip(small, heads.float().unbind(-1), strict=True)
+        (part.float() * head[..., None]).flatten(1) for part, head in zip(small, heads.float().unbind(-1), strict=True)
     )
     quants = _quants(blocks, own_scales, -own_minima).to(torch.uint8).view(len(blocks), -1, 4, 2, BLOCK)
     words = (quants[..., 0, :] | quants[..., 1, :] << 4).flatten(-2)
-    first, last = [own[..., :4] for own in small], [own[..., 4:] for own in small]
+    first, last = [part[..., :4] for part in small], [part[..., 4:] for part in small]
     sixes = [before | after >> 4 << 6 for before, after in zip(first, last, strict=True)]
     fours = (last[0] & 15) | (last[1] & 15) << 4
     return torch.cat((heads.view(torch.uint8), *sixes, fours, words), dim=-1).flatten(1)

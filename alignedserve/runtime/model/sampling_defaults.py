@@ -88,36 +88,36 @@ def sampling_defaults(
 
 def _of_files(files: Path | GgufFile) -> SamplingDefaults | None:
     if isinstance(files, GgufFile):
-        given = {name: files.metadata.get(key) for name, key in _GGUF_KEYS.items()}
-        return _checked(given, f"{files.path.name}")
+        fields = {name: files.metadata.get(key) for name, key in _GGUF_KEYS.items()}
+        return _checked(fields, f"{files.path.name}")
     path = files / GENERATION_CONFIG
     if not path.exists():
         return None
-    given = read_json_object(path, MAX_CONFIG_BYTES)
-    if given.get("do_sample") is False:
-        given = {"temperature": 0.0, "repetition_penalty": given.get("repetition_penalty")}
-    return _checked(given, path.name)
+    fields = read_json_object(path, MAX_CONFIG_BYTES)
+    if fields.get("do_sample") is False:
+        fields = {"temperature": 0.0, "repetition_penalty": fields.get("repetition_penalty")}
+    return _checked(fields, path.name)
 
 
-def _checked(given: Mapping[str, Any], source: str) -> SamplingDefaults | None:
+def _checked(fields: Mapping[str, Any], source: str) -> SamplingDefaults | None:
     values: dict[str, Any] = {}
     for name in SAMPLING_FIELDS:
-        value = given.get(name)
+        value = fields.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue
-        one = _plain({name: value})
+        field = _plain({name: value})
         try:
-            SamplingParams(**one)
+            SamplingParams(**field)
         except InvalidRequest as error:
             logger.warning("%s: %s It is left out.", source, error)
         else:
-            values |= one
+            values |= field
     return SamplingDefaults(**values, source=source) if values else None
 
 
 def _of_family(template: str | None) -> SamplingDefaults | None:
-    found = (one for one in _FAMILIES if template is not None and one.mark in template)
-    return next((SamplingDefaults(**_plain(one.values), source=one.source) for one in found), None)
+    families = (family for family in _FAMILIES if template is not None and family.mark in template)
+    return next((SamplingDefaults(**_plain(family.values), source=family.source) for family in families), None)
 
 
 def _template_of(files: Path | GgufFile) -> str | None:

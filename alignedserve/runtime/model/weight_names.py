@@ -176,8 +176,8 @@ def _attention_modules(config: ModelConfig, names: ParameterNames, prefix: str, 
 def _extra_modules(
     config: ModelConfig, extras: LayerExtras, names: ParameterNames, prefix: str, layer: int
 ) -> Iterator[LinearModule]:
-    own, width = names.extras, config.hidden_size
-    assert own is not None, "a family without these names"
+    extra_names, width = names.extras, config.hidden_size
+    assert extra_names is not None, "a family without these names"
     kv_heads, head_dim = config.heads_of(layer)
     queries = config.num_heads * head_dim
     products = own_products(config, extras, layer)
@@ -185,10 +185,10 @@ def _extra_modules(
         yield LinearModule(prefix + name, count, width)
     yield LinearModule(prefix + names.output, width, queries)
     if extras.embedding_width:
-        yield LinearModule(prefix + own.embedding_gate, extras.embedding_width, width)
-        yield LinearModule(prefix + own.embedding_output, width, extras.embedding_width)
+        yield LinearModule(prefix + extra_names.embedding_gate, extras.embedding_width, width)
+        yield LinearModule(prefix + extra_names.embedding_output, width, extras.embedding_width)
     if extras.laurel_rank:
-        left, right = own.laurel
+        left, right = extra_names.laurel
         yield LinearModule(prefix + left, extras.laurel_rank, width)
         yield LinearModule(prefix + right, width, extras.laurel_rank)
 

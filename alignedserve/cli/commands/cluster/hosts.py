@@ -77,7 +77,7 @@ def logs(actor: str | None, *, follow: bool) -> None:
         record = running_cluster()
         if actor is None:
             for node in record.nodes:
-                results().print(f"{node.hostname}: {', '.join(one.name for one in node.actors)}")
+                results().print(f"{node.hostname}: {', '.join(actor.name for actor in node.actors)}")
             return
         agent = node_of(record, actor).agent
         show_log(actor, lambda offset: call_actor(agent, "read_log", actor, offset), follow=follow)
@@ -101,9 +101,9 @@ def stop(*, at_once: bool) -> None:
 def _ask_driver_to_stop(*, at_once: bool) -> bool:
     began_s = heard_s = time.monotonic()
     patience_s = _STOP_S + (0.0 if at_once else recorded_drain_s())
-    while (found := recorded_id()) is not None:
+    while (cluster_id := recorded_id()) is not None:
         # Anew for each: a driver that has died may be replaced by one with a cluster of its own.
-        ask_to_stop(found, at_once=at_once)
+        ask_to_stop(cluster_id, at_once=at_once)
         time.sleep(_FOLLOW_S)
         now = time.monotonic()
         if _is_looked_after():
@@ -180,17 +180,17 @@ def print_ray_storage(name: str, *, is_worker: bool) -> None:
 
 
 def _last_words(record: ClusterRecord) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    words: dict[str, list[str]] = {}
     for node in record.nodes:
         for actor in node.failing:
             try:
                 part = call_actor(node.agent, "read_log", actor.name, -TAIL_BYTES)
             except PeerLost as error:
-                found[actor.name] = [str(error)]
+                words[actor.name] = [str(error)]
                 continue
             lines = part.text.splitlines() if part is not None else []
-            found[actor.name] = [printable(line) for line in lines[-_NUM_LAST_LINES:]]
-    return found
+            words[actor.name] = [printable(line) for line in lines[-_NUM_LAST_LINES:]]
+    return words
 
 
 def _loads(record: ClusterRecord) -> dict[str, ClusterStatus]:
@@ -199,11 +199,11 @@ def _loads(record: ClusterRecord) -> dict[str, ClusterStatus]:
             if not is_gateway(actor.name):
                 continue
             try:
-                found: dict[str, ClusterStatus] = call_actor(actor.name, "cluster_statuses")
+                statuses: dict[str, ClusterStatus] = call_actor(actor.name, "cluster_statuses")
             except PeerLost:
                 continue
-            if found:
-                return found
+            if statuses:
+                return statuses
     return {}
 
 
@@ -267,7 +267,7 @@ def _as_document(
                 "drain": node.drain,
                 "urls": list(node.urls),
                 "actors": {actor.name: actor.device for actor in node.actors},
-                "failing": {one.name: {"problem": one.problem, "log": words[one.name]} for one in node.failing},
+                "failing": {actor.name: {"problem": actor.problem, "log": words[actor.name]} for actor in node.failing},
             }
             for node in record.nodes
         ],

@@ -39,8 +39,8 @@ def load_line(load: ClusterStatus | None, topology: str) -> str:
     leans = "".join(f"; {lean.worker} leans {in_percent(lean.lean, 0)} to prompts" for lean in load.leans)
     prefixes = ""
     if load.prefixes.num_query_tokens:
-        found = in_percent(load.prefixes.hit_rate, 0)
-        prefixes = f"; prefix cache: {load.prefixes.num_blocks} blocks, {found} of tokens found"
+        hit_rate = in_percent(load.prefixes.hit_rate, 0)
+        prefixes = f"; prefix cache: {load.prefixes.num_blocks} blocks, {hit_rate} of tokens found"
     return (
         f"Load: {load.num_queued} queued, {load.num_prefilling} in prefill, {pooled}{load.num_decoding} decoding; "
         f"{workers}, {load.num_worker_blocks_used} of {load.num_worker_blocks} blocks used{prefixes}{leans}"
@@ -136,9 +136,9 @@ def _counts(load: ClusterStatus) -> dict[str, object]:
     return counts | {"prefixes": msgspec.structs.asdict(load.prefixes)}
 
 
-def _model_line(one: DeploymentReport, report: StatusReport) -> str:
-    load = load_line(report.loads.get(one.deployment_id), one.topology)
-    return f"{printable(one.name)} ({printable(one.path)}), {printable(one.state).rstrip('.')}. {load}"
+def _model_line(served: DeploymentReport, report: StatusReport) -> str:
+    load = load_line(report.loads.get(served.deployment_id), served.topology)
+    return f"{printable(served.name)} ({printable(served.path)}), {printable(served.state).rstrip('.')}. {load}"
 
 
 def _process_table(report: StatusReport) -> Table:
@@ -151,5 +151,5 @@ def _process_table(report: StatusReport) -> Table:
     return table
 
 
-def _state_of(one: ProcessReport) -> str:
-    return f"{one.state}: {printable(one.problem)}" if one.problem else one.state
+def _state_of(process: ProcessReport) -> str:
+    return f"{process.state}: {printable(process.problem)}" if process.problem else process.state

@@ -88,8 +88,8 @@ def _absolute_paths(settings: ModelSettings, *, is_named: bool) -> list[str]:
         "recording.folder": config.recording.folder,
     }
     if not is_named:
-        prefixes = [""] if len(settings.own) == 1 else [f"{name_of(own)}." for own in settings.own]
-        models = [one.model.path for one in settings.configs]
+        prefixes = [""] if len(settings.own) == 1 else [f"{name_of(sections)}." for sections in settings.own]
+        models = [config.model.path for config in settings.configs]
         paths |= {
             f"{prefix}model.path": path if _is_local(path) else None
             for prefix, path in zip(prefixes, models, strict=True)
@@ -111,10 +111,10 @@ def _absolute(path: str) -> str:
 
 def expected_nodes(bootstrap: Path) -> int:
     try:
-        given = yaml.safe_load(bootstrap.read_text(encoding="utf-8"))
-        types = given.get("available_node_types") or {}
-        num_workers = sum(int(one.get("min_workers") or 0) for one in types.values())
-        return 1 + max(num_workers, int(given.get("min_workers") or 0))
+        document = yaml.safe_load(bootstrap.read_text(encoding="utf-8"))
+        types = document.get("available_node_types") or {}
+        num_workers = sum(int(node_type.get("min_workers") or 0) for node_type in types.values())
+        return 1 + max(num_workers, int(document.get("min_workers") or 0))
     except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError):
         return 1
 

@@ -89,9 +89,9 @@ class Decoder:
             self._native_pass.between_layers = between_layers
 
     def give_way(self) -> None:
-        told = (self.attention_s, self.chunk_attention_s, self.products_s, self.had_head)
+        measured = (self.attention_s, self.chunk_attention_s, self.products_s, self.had_head)
         self._between_layers()
-        self.attention_s, self.chunk_attention_s, self.products_s, self.had_head = told
+        self.attention_s, self.chunk_attention_s, self.products_s, self.had_head = measured
 
     @property
     def has_native_head(self) -> bool:
@@ -121,8 +121,8 @@ class Decoder:
         if self.config.temperature is not None:
             run.temperatures = temperatures(batch.positions, self.config.temperature).to(self.dtype)
         if batch.hidden is not None:
-            own = self._by_layer(self._rotations(batch.hidden.positions))
-            run.hidden = HiddenPass(batch.hidden, storage, self._place, own)
+            hidden_rotations = self._by_layer(self._rotations(batch.hidden.positions))
+            run.hidden = HiddenPass(batch.hidden, storage, self._place, hidden_rotations)
         if self._weights.layer_embeddings is not None:
             run.layer_embeddings = self._weights.layer_embeddings(self._worded(batch), hidden)
         ends = self._weights.stream_ends
@@ -282,9 +282,9 @@ class Decoder:
         predicted, first, normed = run.kept(predicted), run.kept(first), run.kept(normed)
         hidden = (first + attended).add_(mix.laurel(normed)).div_(math.sqrt(2.0))
         hidden = hidden + self._mlp(weights.mlp_norm(hidden), layer, weights, run)
-        corrected, own = mix.corrected(predicted, hidden), run.embeddings_of(layer)
+        corrected, embeddings = mix.corrected(predicted, hidden), run.embeddings_of(layer)
         assert weights.end is not None, "streams without layer embeddings"
-        corrected[:, 1:] += weights.end.addend(mix.scaled(corrected), own)[:, None]
+        corrected[:, 1:] += weights.end.addend(mix.scaled(corrected), embeddings)[:, None]
         return corrected
 
     def _inputs(self, hidden: Tensor, pending: Tensor | None, weights: LayerWeights) -> Tensor:
@@ -331,8 +331,8 @@ class Decoder:
             )
         queries = fused[:, :query_width]
         if run.hidden is None:
-            place, slots = run.cache_rows(cache)
-            cached = (storage.key_slots(place), storage.value_slots(place))
+            index, slots = run.cache_rows(cache)
+            cached = (storage.key_slots(index), storage.value_slots(index))
             self._place(fused, weights.head_norms, rotation, slots, *cached)
         else:
             run.hidden.place(fused, layer, weights, rotation, batch.slots)
@@ -368,8 +368,8 @@ class Decoder:
             return self._addend(weights.output(mixed), weights.attention_post_norm)
         config, cache = self.config, run.cache_of_layer[layer]
         queries, keys, values = self._project(x, layer, weights, run)
-        queries, own = run.kept(queries), self._heads[layer]
-        queries = queries.view(len(queries), own.num_kv_heads, config.num_heads // own.num_kv_heads, own.head_dim)
+        queries, heads = run.kept(queries), self._heads[layer]
+        queries = queries.view(len(queries), heads.num_kv_heads, config.num_heads // heads.num_kv_heads, heads.head_dim)
         attended = torch.empty(queries.shape, dtype=x.dtype, device=x.device)
         is_windowed = layer in self._windowed
         attention = run.attention if run.last is None else run.last.attention

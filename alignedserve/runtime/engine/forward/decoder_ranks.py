@@ -50,10 +50,10 @@ class DecoderRanks:
     def gather_logits(self, logits: Tensor) -> Tensor:
         """Join logits [rows, own tokens] -> [rows, vocab_size]; on ranks but the first: [rows, 0]."""
         num_rows, count = logits.shape
-        own = logits.contiguous()
+        padded = logits.contiguous()
         if count < self._widest:
-            own = torch.nn.functional.pad(own, (0, self._widest - count))
-        parts = self._collectives.gather(own)
+            padded = torch.nn.functional.pad(padded, (0, self._widest - count))
+        parts = self._collectives.gather(padded)
         if parts is None:
             return logits[:, :0]
         spans = zip(parts, self._tokens, strict=True)
@@ -61,8 +61,8 @@ class DecoderRanks:
 
     def gather_highest(self, highest: HighestLogits) -> HighestLogits:
         """Find the highest logits of all tokens among those of each rank's own; on ranks but the first meaningless."""
-        own = torch.stack((highest.token_ids, highest.values.view(torch.int32).to(torch.int64)), dim=1)
-        parts = self._collectives.gather(own)
+        packed = torch.stack((highest.token_ids, highest.values.view(torch.int32).to(torch.int64)), dim=1)
+        parts = self._collectives.gather(packed)
         if parts is None:
             return highest
         values = parts[:, :, 1].to(torch.int32).view(torch.float32)  # [ranks, rows]

@@ -58,7 +58,7 @@ class NativePass:
     def __init__(
         self,
         layers: Sequence[LayerParts],
-        place: HeadRows,
+        head_rows: HeadRows,
         config: ModelConfig,
         head: HeadParts | None,
         ranks: DecoderRanks | None = None,
@@ -66,7 +66,7 @@ class NativePass:
         """`head`: None where logits are computed apart. `ranks`: that compute the layers together."""
         norm = layers[0].attention_norm
         exchange = None if ranks is None else ranks.exchange
-        self._pass = DecodePass(layers, place, config.hidden_size, norm.dtype, head, exchange)
+        self._pass = DecodePass(layers, head_rows, config.hidden_size, norm.dtype, head, exchange)
         self._num_layers, self._hidden_size = len(layers), config.hidden_size
         rung = read_places(config, has_rings=True)
         # Of each layer, where all have their keys and values in the blocks of tokens, and where some have rings.
@@ -177,7 +177,7 @@ class NativePass:
 def native_pass(
     config: ModelConfig,
     weights: DecoderWeights,
-    place: HeadPlacement,
+    placement: HeadPlacement,
     rope_of_layer: Sequence[int | None],
     ranks: DecoderRanks | None = None,
 ) -> NativePass | None:
@@ -191,15 +191,15 @@ def native_pass(
     has_extras |= config.temperature is not None or config.state is not None or config.has_attention_gate
     has_extras |= config.extras is not None
     is_plain = config.is_norm_first and not config.has_parallel_residual and not has_extras
-    if not decode_pass_available() or not is_plain or place.native_rows is None:
+    if not decode_pass_available() or not is_plain or placement.native_rows is None:
         return None
     layers = []
-    for layer, own in enumerate(weights.layers):
-        parts = _layer_parts(own, rope_of_layer[layer], layer in config.windowed_layers)
+    for layer, layer_weights in enumerate(weights.layers):
+        parts = _layer_parts(layer_weights, rope_of_layer[layer], layer in config.windowed_layers)
         if parts is None:
             return None
         layers.append(parts)
-    return NativePass(layers, place.native_rows, config, _head_parts(config, weights), ranks)
+    return NativePass(layers, placement.native_rows, config, _head_parts(config, weights), ranks)
 
 
 def _cache_parts(batch: ForwardBatch) -> list[CachePart]:
@@ -210,7 +210,7 @@ def _cache_parts(batch: ForwardBatch) -> list[CachePart]:
     else:
         return []
     plans = [step.decode_plan if isinstance(step, PagedStep) else None for step in steps]
-    return [CachePart(plan, own) for plan, own in zip(plans, slots, strict=True) if plan is not None]
+    return [CachePart(plan, kind_slots) for plan, kind_slots in zip(plans, slots, strict=True) if plan is not None]
 
 
 def _head_parts(config: ModelConfig, weights: DecoderWeights) -> HeadParts | None:
@@ -227,7 +227,7 @@ def _layer_parts(layer: LayerWeights, rope: int | None, is_windowed: bool) -> La
     attention_norm, mlp_norm, *post_norms = native = [None if norm is None else _native_norm(norm) for norm in norms]
     head_norms = None if layer.head_norms is None else layer.head_norms.native_heads
     products = [_native_parts(product) for product in (layer.qkv, layer.output, *layer.mlp.products)]
-    is_native = all(norm is None or own is not None for norm, own in zip(norms, native, strict=True))
+    is_native = all(norm is None or native_norm is not None for norm, native_norm in zip(norms, native, strict=True))
     is_native &= layer.head_norms is None or head_norms is not None
     if not is_native or attention_norm is None or mlp_norm is None or not all(products):
         return None

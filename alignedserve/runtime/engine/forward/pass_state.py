@@ -37,8 +37,8 @@ class StateStorage:
         if storage.layout.state_blocks:
             num_layers = layers_in_block(config.state, storage.layout.dtype, storage.layout.block_bytes)
         layer_bytes = state_bytes(config.state, storage.layout.dtype)
-        for place, layer in enumerate(config.state_layers):
-            self._columns[layer], place_in_block = divmod(place, num_layers)
+        for index, layer in enumerate(config.state_layers):
+            self._columns[layer], place_in_block = divmod(index, num_layers)
             first = HEADER_BYTES + place_in_block * layer_bytes
             self._parts[layer] = _views(config.state, storage.layout.dtype, states[:, first : first + layer_bytes])
 
@@ -122,17 +122,17 @@ class PassState:
         return self.kind_rows[kind]
 
     def cache_rows(self, cache: int) -> tuple[int, Tensor]:
-        part, place = divmod(cache, self.storage.layout.num_layers)
+        part, index = divmod(cache, self.storage.layout.num_layers)
         if not part:
-            return place, self.batch.slots
+            return index, self.batch.slots
         assert self.batch.rings is not None, "a layer behind those of a block"
-        return place, self.batch.rings.slots[part - 1]
+        return index, self.batch.rings.slots[part - 1]
 
     def settle_rings(self, cache: int) -> None:
         """Let a layer that has read its keys and values leave them where later tokens find them."""
-        part, place = divmod(cache, self.storage.layout.num_layers)
+        part, index = divmod(cache, self.storage.layout.num_layers)
         if part and self.batch.rings is not None:
-            self.batch.rings.settle(part - 1, place, self.storage)
+            self.batch.rings.settle(part - 1, index, self.storage)
 
     def kept(self, rows: Tensor) -> Tensor:
         """Return those of [tokens, ...] that the layer goes on with once the keys and values are written."""
@@ -155,12 +155,12 @@ class PassState:
         Return those of the stream hidden [tokens, ...].
         """
         rows = last.token_rows
-        kept = {
+        cut_rotations = {
             id(rotation): (rotation[0].index_select(0, rows), rotation[1].index_select(0, rows))
             for rotation in self.rotations
             if rotation is not None
         }
-        self.rotations = [None if rotation is None else kept[id(rotation)] for rotation in self.rotations]
+        self.rotations = [None if rotation is None else cut_rotations[id(rotation)] for rotation in self.rotations]
         if self.layer_embeddings is not None:
             self.layer_embeddings = self.layer_embeddings.index_select(0, rows)
         self.attention, self.last = last.attention, None
@@ -188,7 +188,7 @@ class ExtraHeads:
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         self._num_heads = config.num_heads
         self._of_layer = [config.heads_of(layer) for layer in range(config.num_layers)]
-        self._places = {own: HeadPlacement(config.num_heads, *own, dtype, device) for own in set(self._of_layer)}
+        self._places = {sizes: HeadPlacement(config.num_heads, *sizes, dtype, device) for sizes in set(self._of_layer)}
         sources = [cache_source(config, layer) for layer in range(config.num_layers)]
         self._source_of, self._cached = sources, cached_places(config)
         self._shared = frozenset(source for layer, source in enumerate(sources) if source != layer)
@@ -201,20 +201,20 @@ class ExtraHeads:
 
         fused    [tokens, width]
         """
-        own, rotation, source = self._of_layer[layer], run.rotations[layer], self._source_of[layer]
+        sizes, rotation, source = self._of_layer[layer], run.rotations[layer], self._source_of[layer]
         assert norms is not None, "heads without norms"
-        heads = fused.view(len(fused), -1, own.head_dim)
-        counts = [self._num_heads] + ([own.num_kv_heads] * 2 if source == layer else [])
+        heads = fused.view(len(fused), -1, sizes.head_dim)
+        counts = [self._num_heads] + ([sizes.num_kv_heads] * 2 if source == layer else [])
         norms.normalise_(*torch.split(heads, counts, dim=1))
-        query_width = self._num_heads * own.head_dim
+        query_width = self._num_heads * sizes.head_dim
         if source == layer:
-            kind, place = self._cached[layer]
-            write = partial(self._places[own], fused, None, rotation)
-            run.storage.kinds[kind].write(place, run.rows_of_kind(kind), write)
-            keys, values = torch.split(fused[:, query_width:], own.num_kv_heads * own.head_dim, dim=1)
+            kind, index = self._cached[layer]
+            write = partial(self._places[sizes], fused, None, rotation)
+            run.storage.kinds[kind].write(index, run.rows_of_kind(kind), write)
+            keys, values = torch.split(fused[:, query_width:], sizes.num_kv_heads * sizes.head_dim, dim=1)
             if layer in self._shared:
                 run.shared[layer] = keys, values
         elif rotation is not None:
             rotate_(heads, *rotation)
-        queries = fused[:, :query_width].mul_(math.sqrt(own.head_dim))
+        queries = fused[:, :query_width].mul_(math.sqrt(sizes.head_dim))
         return queries, *((keys, values) if source == layer else run.shared[source])

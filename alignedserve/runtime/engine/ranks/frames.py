@@ -105,9 +105,9 @@ def _from_plain(kind: type, value: Any) -> Any:
     if kind is Path and isinstance(value, str):
         return Path(value)
     if kind is StateConfig and isinstance(value, dict):
-        found = next((each for each in _STATES if {field.name for field in fields(each)} == value.keys()), None)
-        if found is not None:
-            return msgspec.convert(value, found)
+        state_class = next((each for each in _STATES if {field.name for field in fields(each)} == value.keys()), None)
+        if state_class is not None:
+            return msgspec.convert(value, state_class)
     raise NotImplementedError(f"frames between ranks cannot carry {kind.__name__}")
 
 

@@ -274,7 +274,7 @@ class GroupCopies:
 
 def _awaited(answers: Sequence[_Answer]) -> list[CopyDone]:
     done = [answer.result() for answer in answers]
-    if any(one.is_lost for one in done):
+    if any(copy.is_lost for copy in done):
         raise PeerLost("the peer of a rank's copy is gone")
     return done
 

@@ -74,8 +74,8 @@ class MirroredRanks(ABC):
     def write_copies(self, targets: Sequence[BlockId]) -> None:
         self._told.append(WriteCopies(tuple(targets)))
 
-    def replace_block(self, request_id: RequestId, place: int, block_id: BlockId) -> None:
-        self._told.append(ReplaceBlock(request_id, place, block_id))
+    def replace_block(self, request_id: RequestId, index: int, block_id: BlockId) -> None:
+        self._told.append(ReplaceBlock(request_id, index, block_id))
 
     def remove_sequence(self, request_id: RequestId) -> None:
         self._told.append(RemoveSequence(request_id))
@@ -138,7 +138,7 @@ class RankGroup(MirroredRanks):
             self._end()
             raise
         self._num_frames = 0
-        self.copies: GroupCopies = GroupCopies([one.copies for one in self._followers], lambda: self._num_frames)
+        self.copies: GroupCopies = GroupCopies([peer.copies for peer in self._followers], lambda: self._num_frames)
         self._watchers = [
             threading.Thread(target=self._watch, args=(follower,), name=f"rank {follower.rank}", daemon=True)
             for follower in self._followers

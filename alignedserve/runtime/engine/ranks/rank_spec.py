@@ -86,7 +86,7 @@ class Meeting:
     @property
     def descriptors(self) -> tuple[int, ...]:
         """Return the open descriptors, which a process closes once it has joined and made its storage."""
-        return tuple(one for one in (self.exchange, self.blocks) if one is not None)
+        return tuple(descriptor for descriptor in (self.exchange, self.blocks) if descriptor is not None)
 
 
 class RankStart(msgspec.Struct, frozen=True):

@@ -32,7 +32,7 @@ class TokenCounts:
 
     def __init__(self, token_ids: Sequence[int], prompt_len: int) -> None:
         # In a few calls: token by token a long prompt would hold up the step that it joins for tens of milliseconds.
-        self._place_of = {token_id: place for place, token_id in enumerate(dict.fromkeys(token_ids))}
+        self._place_of = {token_id: index for index, token_id in enumerate(dict.fromkeys(token_ids))}
         width = max(len(self._place_of), _FIRST_WIDTH)
         self._token_ids, self._counts = np.zeros(width, np.int64), np.zeros(width, np.int32)
         self._token_ids[: len(self)] = list(self._place_of)
@@ -44,13 +44,13 @@ class TokenCounts:
         return len(self._place_of)
 
     def record(self, token_id: int) -> None:
-        place = self._place_of.setdefault(token_id, len(self._place_of))
-        if place == len(self._token_ids):
+        index = self._place_of.setdefault(token_id, len(self._place_of))
+        if index == len(self._token_ids):
             self._token_ids = np.concatenate([self._token_ids, np.zeros_like(self._token_ids)])
             self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
-        self._token_ids[place] = token_id
-        self._counts[place] += 1
-        self._changed[place] = None
+        self._token_ids[index] = token_id
+        self._counts[index] += 1
+        self._changed[index] = None
 
     @property
     def all(self) -> _Counts:
@@ -103,17 +103,17 @@ class SeenRows:
 
     def plan(self, rows: Sequence[int]) -> SeenPlan | None:
         """Return what these rows of a step have seen; None: none of them has penalties. Each plan is carried out."""
-        seen = [(place, row) for place, row in enumerate(rows) if row in self._counts]
+        seen = [(index, row) for index, row in enumerate(rows) if row in self._counts]
         if not seen:
             return None
         if self._copy is not None:
             return self._copy.plan(seen, self._counts)
-        return _WholePlan([(place, self._counts[row].all) for place, row in seen])
+        return _WholePlan([(index, self._counts[row].all) for index, row in seen])
 
 
 class _WholePlan:
     def __init__(self, seen: list[tuple[int, _Counts]]) -> None:
-        self.rows = np.array([place for place, _ in seen], np.int64)
+        self.rows = np.array([index for index, _ in seen], np.int64)
         lengths = [len(counts.token_ids) for _, counts in seen]
         token_ids = np.concatenate([counts.token_ids for _, counts in seen])
         self.arrays: tuple[Array, ...] = (
@@ -143,14 +143,14 @@ class _DeviceCopy:
         lines = [self._line(row) for _, row in seen]
         lengths = [len(counts[row]) for _, row in seen]
         changed = [counts[row].take_changed() for _, row in seen]
-        places = np.concatenate([own for own, _ in changed])
+        places = np.concatenate([indices for indices, _ in changed])
         changes = (
-            np.repeat(np.array(lines), [len(own) for own, _ in changed]),
+            np.repeat(np.array(lines), [len(indices) for indices, _ in changed]),
             places,
-            np.concatenate([own.token_ids for _, own in changed]),
-            np.concatenate([own.counts for _, own in changed]),
+            np.concatenate([token_counts.token_ids for _, token_counts in changed]),
+            np.concatenate([token_counts.counts for _, token_counts in changed]),
         )
-        whose = np.array([place for place, _ in seen], np.int64)
+        whose = np.array([index for index, _ in seen], np.int64)
         return _ChangedPlan(self, whose, np.array(lines, np.int64), np.array(lengths, np.int64), changes)
 
     def lines_for(self, num_lines: int, num_places: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -245,8 +245,8 @@ class LogitsChanges:
         tensors = to_device([*self._arrays, *seen_arrays], logits.device)
         penalties, biased_at, biased_ids, biases, *masks = tensors[: len(self._arrays)]
         if seen is not None:
-            rows, *own = tensors[len(self._arrays) :]
-            counted = seen.bound(rows, own)
+            rows, *arrays = tensors[len(self._arrays) :]
+            counted = seen.bound(rows, arrays)
             counted = counted if last is None else count_last(counted, rows, last)
             penalise_(changed, counted, Penalties(*penalties))
         if len(biased_ids):
@@ -327,24 +327,24 @@ class LogitsProcessor:
         """
         if not self.changes(rows, num_tokens):
             return None
-        own = rows.tolist()
-        biased = [(at, *self._biases[row]) for at, row in enumerate(own) if row in self._biases]
-        allowed_at = [at for at, row in enumerate(own) if row in self._allowed]
+        row_list = rows.tolist()
+        biased = [(at, *self._biases[row]) for at, row in enumerate(row_list) if row in self._biases]
+        allowed_at = [at for at, row in enumerate(row_list) if row in self._allowed]
         arrays: list[Array] = [
             np.ascontiguousarray(self._penalties[rows].T),
             *_joined([part[:2] for part in biased]),
             np.concatenate([np.empty(0, np.float32), *(part[2] for part in biased)]),
             np.array(allowed_at, np.int64),
-            np.array([self._allowed[own[at]] for at in allowed_at], np.int32),
+            np.array([self._allowed[row_list[at]] for at in allowed_at], np.int32),
             *_joined(self._forbidden(rows, num_tokens)),
         ]
-        return LogitsChanges(arrays, self._seen.plan(own))
+        return LogitsChanges(arrays, self._seen.plan(row_list))
 
     def _forbidden(self, rows: IntArray, num_tokens: IntArray) -> list[tuple[int, IntArray]]:
         is_early = self.is_early(rows, num_tokens)
-        own = rows.tolist()
-        stops = [(at, self._stops[row]) for at, row in enumerate(own) if is_early[at] and row in self._stops]
-        endings = [(at, self._bad_words[row].endings()) for at, row in enumerate(own) if row in self._bad_words]
+        row_list = rows.tolist()
+        stops = [(at, self._stops[row]) for at, row in enumerate(row_list) if is_early[at] and row in self._stops]
+        endings = [(at, self._bad_words[row].endings()) for at, row in enumerate(row_list) if row in self._bad_words]
         return stops + [(at, self._in_vocabulary(token_ids)) for at, token_ids in endings]
 
     def _in_vocabulary(self, token_ids: Sequence[int]) -> IntArray:
@@ -372,5 +372,5 @@ def _mask_(logits: Tensor, rows: Tensor, allowed: Tensor, forbidden_at: Tensor, 
 
 
 def _joined(parts: list[tuple[int, IntArray]]) -> tuple[IntArray, IntArray]:
-    places = [np.full(len(token_ids), place) for place, token_ids in parts]
+    places = [np.full(len(token_ids), index) for index, token_ids in parts]
     return np.concatenate([_NOTHING, *places]), np.concatenate([_NOTHING, *(token_ids for _, token_ids in parts)])

@@ -202,10 +202,10 @@ class Sampler:
         For logits [1, vocab_size] of this dtype and, as penalties produce them, of float32.
         """
         row, num_tokens = np.zeros(1, np.int64), np.zeros(1, np.int64)
-        for own in (logits, logits.float()):
-            kernels = fused_kernels("token_sampling", own.device, own.dtype)
+        for variant in (logits, logits.float()):
+            kernels = fused_kernels("token_sampling", variant.device, variant.dtype)
             if kernels is not None and self._vocab_size <= kernels.MOST_TOKENS:
-                kernels.sample_tokens(own, self._parameters(row, num_tokens, own.device))
+                kernels.sample_tokens(variant, self._parameters(row, num_tokens, variant.device))
 
     def finish(self, draw: Draw, token_ids: IntArray, is_usable: npt.NDArray[np.bool_]) -> Choice:
         """Record the tokens of `start`, now on the host, for later penalties; return them with log-probabilities."""

@@ -163,8 +163,8 @@ class BatchBuilder:
         rows = attention.decode_rows
         scratch_slot = storage.scratch_block * storage.slot_stride if num_padding else 0
         token_ids, positions, slots, are_last = next_tokens(self._known, rows, num_padding, scratch_slot)
-        own = self._of_rows(rows)
-        sampled_rows, sampled_at, wants_embeddings = rows, own.places, own.wants_embeddings
+        facts = self._of_rows(rows)
+        sampled_rows, sampled_at, wants_embeddings = rows, facts.places, facts.wants_embeddings
         if not are_last:
             sampled_at = np.flatnonzero(table.num_computed[rows] + 1 == table.num_tokens[rows])
             sampled_rows = rows[sampled_at]
@@ -174,7 +174,7 @@ class BatchBuilder:
             fresh_blocks = slots[: len(rows)][positions[: len(rows)] % table.block_size == 0] // storage.slot_stride
             if rings is not None:
                 fresh_blocks = np.concatenate((fresh_blocks, rings.fresh_blocks))
-        if not own.has_adapters:
+        if not facts.has_adapters:
             self._adapters = None
         return StepBatch(
             token_ids=token_ids,
@@ -184,24 +184,24 @@ class BatchBuilder:
             unclean_tails=self._unclean_tails(rows) if reads_unused else (),
             attention=attention,
             rows=rows,
-            counts=own.counts,
-            first_rows=own.places,
+            counts=facts.counts,
+            first_rows=facts.places,
             sampled_rows=sampled_rows,
             sampled_at=sampled_at,
-            wants_prompt_logprobs=self._prompt_logprob_slices(rows) if own.asks_prompt_logprobs else (),
+            wants_prompt_logprobs=self._prompt_logprob_slices(rows) if facts.asks_prompt_logprobs else (),
             wants_embeddings=wants_embeddings,
             is_decode=are_last,
-            adapters=self._adapter_rows(rows, len(token_ids)) if own.has_adapters else None,
-            places=self._places(rows, positions, own.counts, own.places) if own.has_places else None,
-            pictures=self._picture_rows(rows, positions, own.counts, own.places) if own.has_pictures else None,
-            states=None if self._states is None else self._states.plan(rows, own.counts, num_padding),
+            adapters=self._adapter_rows(rows, len(token_ids)) if facts.has_adapters else None,
+            places=self._places(rows, positions, facts.counts, facts.places) if facts.has_places else None,
+            pictures=self._picture_rows(rows, positions, facts.counts, facts.places) if facts.has_pictures else None,
+            states=None if self._states is None else self._states.plan(rows, facts.counts, num_padding),
             rings=None if rings is None else self._with_slots(rings, rows, positions[: len(rows)], num_padding),
         )
 
     def _of_rows(self, rows: IntArray) -> _OfRows:
-        kept, table = self._kept, self._table
-        if kept is None or kept.version != table.version or not are_same(rows, kept.rows):
-            self._kept = kept = _OfRows(
+        cached, table = self._kept, self._table
+        if cached is None or cached.version != table.version or not are_same(rows, cached.rows):
+            self._kept = cached = _OfRows(
                 version=table.version,
                 rows=rows,
                 counts=np.ones(len(rows), np.int64),
@@ -212,7 +212,7 @@ class BatchBuilder:
                 has_pictures=bool(table.pictures_end[rows].any()),
                 has_places=bool(table.has_places[rows].any()),
             )
-        return kept
+        return cached
 
     def _build(
         self,
@@ -321,19 +321,19 @@ class BatchBuilder:
     def _places(self, rows: IntArray, positions: IntArray, counts: IntArray, first_rows: IntArray) -> Tensor | None:
         table = self._table
         having = np.flatnonzero(table.has_places[rows]).tolist()
-        own = [(int(first_rows[at]), int(counts[at]), table.sequence(int(rows[at])).places) for at in having]
-        return places_of_rows(positions, own).to(self._storage.device) if own else None
+        row_places = [(int(first_rows[at]), int(counts[at]), table.sequence(int(rows[at])).places) for at in having]
+        return places_of_rows(positions, row_places).to(self._storage.device) if row_places else None
 
     def _picture_rows(
         self, rows: IntArray, positions: IntArray, counts: IntArray, first_rows: IntArray
     ) -> PictureRows | None:
         first = positions[first_rows]
-        found = []
-        for place in np.flatnonzero(self._table.pictures_end[rows] > first).tolist():
-            embeddings = self._table.sequence(int(rows[place])).pictures
-            assert embeddings is not None, f"row {rows[place]} has no pictures"
-            found.append((int(first[place]), int(counts[place]), int(first_rows[place]), embeddings))
-        return picture_rows(found, self._storage.device) if found else None
+        slices = []
+        for index in np.flatnonzero(self._table.pictures_end[rows] > first).tolist():
+            embeddings = self._table.sequence(int(rows[index])).pictures
+            assert embeddings is not None, f"row {rows[index]} has no pictures"
+            slices.append((int(first[index]), int(counts[index]), int(first_rows[index]), embeddings))
+        return picture_rows(slices, self._storage.device) if slices else None
 
     def _prompt_logprob_slices(self, rows: IntArray) -> tuple[int, ...]:
         table = self._table

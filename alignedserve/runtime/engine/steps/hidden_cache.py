@@ -153,9 +153,9 @@ class MixedAttention:
         raise AssertionError("steps with hidden caches are not planned ahead")
 
     def decode(self, queries: Tensor, out: Tensor, layer: int, is_windowed: bool) -> None:
-        own, others = slice(None, self._first), slice(self._first, None)
-        self._plain.decode(queries[own], out[own], layer, is_windowed)
-        self._hidden.decode(queries[others], out[others], 0, is_windowed)
+        plain_rows, hidden_rows = slice(None, self._first), slice(self._first, None)
+        self._plain.decode(queries[plain_rows], out[plain_rows], layer, is_windowed)
+        self._hidden.decode(queries[hidden_rows], out[hidden_rows], 0, is_windowed)
 
     def chunks(self, queries: Tensor, new: tuple[Tensor, Tensor], out: Tensor, layer: int, is_windowed: bool) -> None:
         keys, values = new

@@ -97,8 +97,8 @@ class ChunkGuess:
         return GuessedChunks(*(np.array(column, np.int64) for column in zip(*chosen, strict=True)))
 
 
-def _is_near(asked: int, guessed: int) -> bool:
-    return max(guessed - guessed // 4 - _SPARE_TOKENS, 1) <= asked <= guessed
+def _is_near(actual: int, guessed: int) -> bool:
+    return max(guessed - guessed // 4 - _SPARE_TOKENS, 1) <= actual <= guessed
 
 
 _LARGEST_SHARE = 32  # of the blocks, one in so many at most is the engine's own
@@ -155,9 +155,9 @@ class BlockLoans:
         is_written = is_taken[loans.rows] & (num_slots > 0)
         if not is_written.any():
             return
-        own, columns, sources = (part[is_written] for part in loans)
-        assert (columns < table.num_blocks[own]).all(), "too few blocks for the slice"
-        targets, copies = table.block_tables[own, columns], self._storage.pending_copies
+        lent_rows, columns, sources = (part[is_written] for part in loans)
+        assert (columns < table.num_blocks[lent_rows]).all(), "too few blocks for the slice"
+        targets, copies = table.block_tables[lent_rows, columns], self._storage.pending_copies
         copies.wait(self._compute, targets)
         self._compute.run(partial(self._copy, sources, targets, num_slots[is_written] == 1))
         copies.record(self._compute, targets)
@@ -186,18 +186,18 @@ class RingKeeper:
         self._rings, self._storage, self._compute = rings, storage, compute
 
     def leave(self, rows: IntArray) -> None:
-        kept = self._rings.kept_by(rows, is_computed=True)
-        blocks, pending = kept.written_blocks, self._storage.pending_copies
+        rings = self._rings.kept_by(rows, is_computed=True)
+        blocks, pending = rings.written_blocks, self._storage.pending_copies
         if not len(blocks):
             return
         pending.wait(self._compute, blocks)
-        self._compute.run(partial(self._copy, kept))
+        self._compute.run(partial(self._copy, rings))
         pending.record(self._compute, blocks)
 
     @in_inference_mode
-    def _copy(self, kept: KeptRings) -> None:
-        kept.leave(self._storage)
-        kept.mark_missed(self._storage)
+    def _copy(self, rings: KeptRings) -> None:
+        rings.leave(self._storage)
+        rings.mark_missed(self._storage)
 
 
 _NOWHERE = -1

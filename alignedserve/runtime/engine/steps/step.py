@@ -79,8 +79,8 @@ class StepBatch(NamedTuple):
         adapters = () if self.adapters is None else self.adapters.host_arrays
         states = () if self.states is None else self.states.host_arrays
         rings = () if self.rings is None else self.rings.host_arrays
-        own = (*adapters, *states, *rings, *arrays)
-        return (self.token_ids, self.positions, self.slots, *own, *self.attention.host_arrays)
+        extra_arrays = (*adapters, *states, *rings, *arrays)
+        return (self.token_ids, self.positions, self.slots, *extra_arrays, *self.attention.host_arrays)
 
     def to_forward_batch(self, tensors: Sequence[Tensor]) -> ForwardBatch:
         token_ids, positions, slots, *others = tensors

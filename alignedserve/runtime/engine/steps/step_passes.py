@@ -230,7 +230,7 @@ class PromptResults:
         places = step.wants_embeddings if step.last is not None else step.sampled_at[step.wants_embeddings]
         (at,) = to_device([places], hidden.device)
         vectors = self._model.outputs(hidden[at]).float().cpu().numpy()
-        return {int(place): vector.tobytes() for place, vector in zip(step.wants_embeddings, vectors, strict=True)}
+        return {int(index): vector.tobytes() for index, vector in zip(step.wants_embeddings, vectors, strict=True)}
 
     def logprobs(self, step: StepBatch, hidden: Tensor) -> list[PromptLogprobs]:
         return [self._logprobs(step, index, hidden) for index in step.wants_prompt_logprobs]

@@ -62,15 +62,15 @@ def _plan_apart(table: SequenceTable, rows: IntArray, counts: IntArray) -> State
     """
     before = table.num_computed[rows]
     firsts, afters = np.cumsum(counts) - counts, before + counts
-    own = table.state_tables[rows].T.copy()  # [columns, sequences]
-    sources = np.where(before > 0, own, NO_BLOCK)
+    blocks = table.state_tables[rows].T.copy()  # [columns, sequences]
+    sources = np.where(before > 0, blocks, NO_BLOCK)
     if not table.kept_states:
         numbers = np.arange(len(rows))
-        return _in_columns(firsts, sources, own, StateParts(firsts + counts - 1, own[0], afters, numbers))
+        return _in_columns(firsts, sources, blocks, StateParts(firsts + counts - 1, blocks[0], afters, numbers))
     parts: list[tuple[int, int, Sequence[int]]] = []  # sequence, tokens of its context, blocks
     for index, (row, first, last) in enumerate(zip(rows.tolist(), before.tolist(), afters.tolist(), strict=True)):
-        kept = sorted(table.kept_states.pop(row, ()))
-        parts += [(index, edge.num_tokens, edge.block_ids) for edge in kept if first < edge.num_tokens <= last]
+        edges = sorted(table.kept_states.pop(row, ()))
+        parts += [(index, edge.num_tokens, edge.block_ids) for edge in edges if first < edge.num_tokens <= last]
         parts.append((index, last, table.state_tables[row]))
     sequences = np.array([part[0] for part in parts])
     num_tokens = np.array([part[1] for part in parts])

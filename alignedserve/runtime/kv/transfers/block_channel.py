@@ -79,8 +79,8 @@ class BlockStream:
                 rows = self._pieces[slot, :count]
                 self._control.receive_bytes(_bytes_of(rows))
                 taken.append(self._copier.submit(take, first, rows))
-            for one in taken:
-                one.result()
+            for future in taken:
+                future.result()
 
     def send_lists(self, lists: Iterable[BlockList]) -> None:
         """Send blocks straight from where they lie, one after the other, neighbours at once."""

@@ -348,10 +348,10 @@ class BlockServer:
 
     def _replace_older(self, control: ControlSocket, name: str, rank: int) -> None:
         with self._lock:
-            older = [one for one, known in self._connections.items() if known == (name, rank)]
+            older = [connection for connection, known in self._connections.items() if known == (name, rank)]
             self._connections[control] = name, rank
-        for one in older:
-            one.disconnect()
+        for connection in older:
+            connection.disconnect()
 
     def _open(self, control: ControlSocket, name: str) -> TransferSession | None:
         request = control.receive()

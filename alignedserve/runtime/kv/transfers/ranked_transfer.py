@@ -56,8 +56,8 @@ class RankCopies(Protocol):
 class RankedTransfer:
     """KVTransfer between ranks and a peer's blocks. A request is held if every rank's part of it is."""
 
-    def __init__(self, own: PartTransfer, ranks: RankCopies, peer: str) -> None:
-        self.own = own
+    def __init__(self, transfer: PartTransfer, ranks: RankCopies, peer: str) -> None:
+        self.own = transfer
         self.peer = peer
         self._ranks = ranks
 
@@ -103,9 +103,9 @@ def leave(transfer: PartTransfer) -> None:
         transfer.close()
 
 
-def _copied(own: Callable[[], list[Checksums]], others: Waited) -> list[Sequence[Checksums]]:
+def _copied(copy_part: Callable[[], list[Checksums]], others: Waited) -> list[Sequence[Checksums]]:
     try:
-        copied = own()
+        copied = copy_part()
     finally:
         of_others = others()  # whatever is raised: none may copy any more afterwards
     return [copied, *of_others]

@@ -78,9 +78,9 @@ class ServedTransfer(abc.ABC):
         if planned:
             with closing_on_error(self._control):
                 sent = self._offload(planned)
-            for one, checksums in zip(planned, sent, strict=True):
+            for request, checksums in zip(planned, sent, strict=True):
                 if checksums is not None:
-                    done[one.index] = runs_with_checksums(BlockRuns.named(one.named.runs), checksums)
+                    done[request.index] = runs_with_checksums(BlockRuns.named(request.named.runs), checksums)
         return done
 
     def fetch(self, requests: Sequence[FetchRequest]) -> list[bool]:
@@ -110,7 +110,7 @@ class ServedTransfer(abc.ABC):
         """Return the checksums of each request's received runs; None: the server no longer holds the blocks."""
 
     def _granted(self, planned: Sequence[PlannedRequest]) -> list[PlannedRequest]:
-        return [one for one, held in zip(planned, receive_answers(self._control, planned), strict=True) if held]
+        return [request for request, held in zip(planned, receive_answers(self._control, planned), strict=True) if held]
 
     def _settled(
         self, planned: Sequence[PlannedRequest], granted: Sequence[PlannedRequest], checksums: Sequence[int]
@@ -118,7 +118,7 @@ class ServedTransfer(abc.ABC):
         in_order = iter(checksums)
         by_index = {request.index: list(islice(in_order, len(request.named.runs))) for request in granted}
         is_held = receive_answers(self._control, planned)
-        return [by_index.get(one.index) if held else None for one, held in zip(planned, is_held, strict=True)]
+        return [by_index.get(request.index) if held else None for request, held in zip(planned, is_held, strict=True)]
 
 
 def negotiate(control: ControlSocket, transport: str, storage: BlockStorage) -> TransferOpened:
@@ -136,21 +136,21 @@ def negotiate(control: ControlSocket, transport: str, storage: BlockStorage) -> 
 
 def plan_offload(requests: Sequence[OffloadRequest], num_blocks: int) -> list[PlannedRequest]:
     planned = []
-    for index, one in enumerate(requests):
+    for index, wanted in enumerate(requests):
         try:
-            check_target(as_ids(one.target_block_ids), len(one.storage_block_ids), one.generation, num_blocks)
+            check_target(as_ids(wanted.target_block_ids), len(wanted.storage_block_ids), wanted.generation, num_blocks)
         except HandoffRejected as error:
-            logger.warning("offload under generation %d refused: %s", one.generation, error)
+            logger.warning("offload under generation %d refused: %s", wanted.generation, error)
             continue
-        named = NamedBlocks(one.generation, one.runs.pairs())
-        planned.append(PlannedRequest(index, one.storage_block_ids, named, one.num_before or 0))
+        named = NamedBlocks(wanted.generation, wanted.runs.pairs())
+        planned.append(PlannedRequest(index, wanted.storage_block_ids, named, wanted.num_before or 0))
     return planned
 
 
 def plan_fetch(requests: Sequence[FetchRequest], layout: BlockLayout, num_blocks: int) -> list[PlannedRequest]:
     planned = []
-    for index, one in enumerate(requests):
-        copy, targets = one.copy, one.storage_block_ids
+    for index, request in enumerate(requests):
+        copy, targets = request.copy, request.storage_block_ids
         try:
             blocks = source_blocks(copy, layout=layout, num_targets=len(targets), num_blocks=num_blocks)
         except HandoffRejected as error:

@@ -123,7 +123,7 @@ class ModelConfig:
         for layer in self.cached_layers:
             heads = self.heads_of(layer)
             kinds[heads] = (*kinds.get(heads, ()), layer)
-        return {own: layers for own, layers in kinds.items() if layers}
+        return {sizes: layers for sizes, layers in kinds.items() if layers}
 
     def state_bytes(self, dtype: str) -> int:
         if self.state is None:
@@ -187,7 +187,7 @@ class ModelConfig:
         return weights + num_routing * DTYPE_BYTES["float32"]
 
     def kv_token_bytes(self, dtype: str) -> int:
-        width = sum(len(layers) * own.num_kv_heads * own.head_dim for own, layers in self.cache_kinds.items())
+        width = sum(len(layers) * sizes.num_kv_heads * sizes.head_dim for sizes, layers in self.cache_kinds.items())
         return self.kv_parts * width * DTYPE_BYTES[dtype]
 
     def hidden_block_tokens(self, block_size: int) -> int | None:
@@ -261,7 +261,7 @@ class ModelConfig:
 
     @property
     def _unlike(self) -> tuple[LayerHeads, ...]:
-        kinds = [LayerHeads(len(layers), *own) for own, layers in self.cache_kinds.items()]
+        kinds = [LayerHeads(len(layers), *sizes) for sizes, layers in self.cache_kinds.items()]
         return tuple(kinds[1:])
 
     @property
@@ -301,8 +301,8 @@ class ModelConfig:
         if self.extras is None:
             return 0
         sizes = (self.hidden_size, self.num_heads, self.num_layers)
-        own = self.extras.attention_parameters(*sizes, self.windowed_layers)
-        return own - self.num_layers * self._attention_parameters
+        parameters = self.extras.attention_parameters(*sizes, self.windowed_layers)
+        return parameters - self.num_layers * self._attention_parameters
 
     @property
     def _extra_parameters(self) -> int:
@@ -379,13 +379,13 @@ def cache_source(config: ModelConfig, layer: int) -> int:
     if layer in cached:
         return layer
     is_windowed = layer in config.windowed_layers
-    return max(own for own in cached if (own in config.windowed_layers) is is_windowed)
+    return max(source for source in cached if (source in config.windowed_layers) is is_windowed)
 
 
 def cached_places(config: ModelConfig) -> dict[int, tuple[int, int]]:
     """Return the kind of each cached layer, and its place within the kind."""
     kinds = enumerate(config.cache_kinds.values())
-    return {layer: (kind, place) for kind, layers in kinds for place, layer in enumerate(layers)}
+    return {layer: (kind, index) for kind, layers in kinds for index, layer in enumerate(layers)}
 
 
 def read_places(config: ModelConfig, *, has_rings: bool = False) -> dict[int, int]:
@@ -394,5 +394,5 @@ def read_places(config: ModelConfig, *, has_rings: bool = False) -> dict[int, in
     ordered = list(cached_places(config))
     if has_rings:
         ordered.sort(key=lambda layer: layer in config.windowed_layers)
-    places = {layer: place for place, layer in enumerate(ordered)}
+    places = {layer: index for index, layer in enumerate(ordered)}
     return {layer: places[cache_source(config, layer)] for layer in config.attention_layers}

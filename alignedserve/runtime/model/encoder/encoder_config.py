@@ -302,10 +302,10 @@ def max_text_tokens(folder: Path) -> int | None:
 
 def read_head_activation(fields: JsonFields) -> HeadActivation:
     """Return what turns a cross-encoder's output into a score, by config.json; the sigmoid where it says nothing."""
-    own = fields.section("sentence_transformers")
+    section = fields.section("sentence_transformers")
     name = fields.text("sbert_ce_default_activation_function", "torch.nn.modules.activation.Sigmoid")
-    if own is not None:
-        name = own.text("activation_fn", name)
+    if section is not None:
+        name = section.text("activation_fn", name)
     return _activation(name, fields.where)
 
 

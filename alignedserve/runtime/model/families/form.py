@@ -57,7 +57,7 @@ def layers_of_kind(layer_types: tuple[str, ...], num_layers: int, kind: str, oth
     kinds = [_OLDER_NAMES.get(layer_type, layer_type) for layer_type in layer_types]
     if len(kinds) != num_layers or not set(kinds) <= {kind, other}:
         raise UnsupportedModel(f"layer_types must name {other} or {kind} for every layer.")
-    return tuple(layer for layer, own in enumerate(kinds) if own == kind)
+    return tuple(layer for layer, layer_kind in enumerate(kinds) if layer_kind == kind)
 
 
 def checked(state: StateConfig, layers: tuple[int, ...], sizes: SharedSizes) -> StateLayers:
@@ -281,7 +281,7 @@ def windowed_layers(fields: JsonFields, num_layers: int, kind: str = "sliding_at
         return None
     if set(layer_types) - {"full_attention", kind} or len(layer_types) != num_layers:
         raise UnsupportedModel(f"layer_types must name full_attention or {kind} for every layer.")
-    return tuple(layer for layer, own in enumerate(layer_types) if own == kind)
+    return tuple(layer for layer, layer_kind in enumerate(layer_types) if layer_kind == kind)
 
 
 def layers_unless_rope(fields: JsonFields, num_layers: int, windowed: Layers) -> Layers:

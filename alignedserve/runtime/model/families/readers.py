@@ -296,7 +296,7 @@ def falcon_h1(config: ModelConfig, fields: JsonFields) -> ModelConfig:
         return fields.numbers(name, count, -1e6, 1e6) if fields.has(name) else (1.0,) * count
 
     attended, inputs = factor("attention_in_multiplier"), factor("ssm_in_multiplier")
-    gates, values, b, c, steps = (inputs * own for own in factors("ssm_multipliers", 5))
+    gates, values, b, c, steps = (inputs * multiplier for multiplier in factors("ssm_multipliers", 5))
     gate, down = factors("mlp_multipliers", 2)
     return replace(
         config,
@@ -409,9 +409,9 @@ def _scaled(config: ModelConfig, fields: JsonFields, cap: float | None) -> Model
 def _num_shared(config: ModelConfig, fields: JsonFields, default: int) -> int:
     """Return how many of the last layers have no keys and values. An earlier layer of each kind must have some."""
     count = fields.integer("num_kv_shared_layers", 0, config.num_layers - 1, min(default, config.num_layers - 1))
-    own = range(config.num_layers - count)
+    cached = range(config.num_layers - count)
     kinds = [layer in config.windowed_layers for layer in range(config.num_layers)]
-    if set(kinds) - {kinds[layer] for layer in own}:
+    if set(kinds) - {kinds[layer] for layer in cached}:
         raise fields.error("num_kv_shared_layers", "must leave a layer of each kind with keys and values")
     return count
 
@@ -423,15 +423,15 @@ def _full_heads(config: ModelConfig, fields: JsonFields, windowed: HeadSizes, *,
         if repeats:
             kv_heads = fields.integer("num_global_key_value_heads", 1, MAX_HEADS, kv_heads)
         return HeadSizes(kv_heads, fields.integer("global_head_dim", 1, MAX_WIDTH, 512))
-    found = {}
+    heads = {}
     for name in overrides.names():
-        own = overrides.section(name)
-        if not name.isdecimal() or own is None or set(own.names()) - {"head_dim", "num_key_value_heads"}:
+        override = overrides.section(name)
+        if not name.isdecimal() or override is None or set(override.names()) - {"head_dim", "num_key_value_heads"}:
             raise UnsupportedModel("per_layer_config may give layers head_dim and num_key_value_heads alone.")
-        kv_heads = own.integer("num_key_value_heads", 1, MAX_HEADS, windowed.num_kv_heads)
-        found[int(name)] = HeadSizes(kv_heads, own.integer("head_dim", 1, MAX_WIDTH, windowed.head_dim))
+        kv_heads = override.integer("num_key_value_heads", 1, MAX_HEADS, windowed.num_kv_heads)
+        heads[int(name)] = HeadSizes(kv_heads, override.integer("head_dim", 1, MAX_WIDTH, windowed.head_dim))
     full = [layer for layer in range(config.num_layers) if layer not in config.windowed_layers]
-    sizes = {found.pop(layer, windowed) for layer in full}
-    if found or len(sizes) != 1:
+    sizes = {heads.pop(layer, windowed) for layer in full}
+    if heads or len(sizes) != 1:
         raise UnsupportedModel("per_layer_config must give all layers without a window the same heads, and no others.")
     return sizes.pop()

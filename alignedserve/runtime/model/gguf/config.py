@@ -220,15 +220,15 @@ class _Parser:
         return FLOAT_TYPES.get(projection.type.name if projection else "", "bfloat16")
 
     def _end_tokens(self, vocab_size: int) -> tuple[int, ...]:
-        found: dict[int, None] = {}
+        end_tokens: dict[int, None] = {}
         for name in ("eos_token_id", "eot_token_id", "eom_token_id"):
-            found |= dict.fromkeys(self._entries.token_ids(f"tokenizer.ggml.{name}", vocab_size))
+            end_tokens |= dict.fromkeys(self._entries.token_ids(f"tokenizer.ggml.{name}", vocab_size))
         tokens = self._file.metadata.get("tokenizer.ggml.tokens")
         kinds = self._file.metadata.get("tokenizer.ggml.token_type")
         if isinstance(tokens, list) and isinstance(kinds, np.ndarray) and len(kinds) == len(tokens):
             control = np.flatnonzero(kinds == _CONTROL).tolist()
-            found |= dict.fromkeys(token_id for token_id in control if tokens[token_id] in _END_TOKENS)
-        return tuple(found)
+            end_tokens |= dict.fromkeys(token_id for token_id in control if tokens[token_id] in _END_TOKENS)
+        return tuple(end_tokens)
 
     def _has(self, name: str) -> bool:
         return name in self._file.tensors

@@ -138,8 +138,8 @@ def tensor_names(file: GgufFile) -> ParameterNames:
 
 
 def find_tensor(file: GgufFile, name: str) -> GgufTensor | None:
-    module, found, rest = name.partition(_EXPERTS)
-    if not found:
+    module, separator, rest = name.partition(_EXPERTS)
+    if not separator:
         return file.tensors.get(name)
     stacked = file.tensors.get(f"{module}{_EXPERTS}weight")
     index = int(rest.partition(".")[0])

@@ -100,8 +100,8 @@ class GgufSource(WeightSource):
         if stored is None:
             raise ModelError(f"{self._file.path} holds no tensor {name}.")
         if stored.shape != shape:
-            found, expected = list(stored.shape), list(shape)
-            raise ModelError(f"{stored.path}: tensor {name} has shape {found}, expected {expected}.")
+            actual, expected = list(stored.shape), list(shape)
+            raise ModelError(f"{stored.path}: tensor {name} has shape {actual}, expected {expected}.")
         return stored
 
     def _in_order(self, name: str, rows: Tensor) -> Tensor:

@@ -41,12 +41,12 @@ class HubName:
 def parse_hub_name(text: str) -> HubName:
     """Parse ORG/NAME[:QUANTISATION][@REVISION]. Raises ConfigError."""
     matches = (form.fullmatch(text) for form in _FORMS)
-    found = next((match for match in matches if match is not None), None)
-    repo_id = "" if found is None else found["repo_id"]
+    matched = next((match for match in matches if match is not None), None)
+    repo_id = "" if matched is None else matched["repo_id"]
     is_forbidden = len(repo_id) > _MAX_REPO_ID_LEN or "--" in repo_id or ".." in repo_id or repo_id.endswith(".git")
-    if found is None or is_forbidden or ".." in (found["revision"] or ""):
+    if matched is None or is_forbidden or ".." in (matched["revision"] or ""):
         raise ConfigError(f"{text!r} is not the name of a model on a hub, {FORM}, or a short one (docs/models.md)")
-    return HubName(found["repo_id"], found["revision"], found["quantization"])
+    return HubName(matched["repo_id"], matched["revision"], matched["quantization"])
 
 
 def names_hub_model(text: str) -> bool:
@@ -109,15 +109,15 @@ def choose_gguf(name: HubName, listed: Collection[str]) -> list[str]:
     only file. Raises ModelNotFound naming the existing files, or the missing part."""
     files = _gguf_files(listed)
     if name.quantization is None:
-        found = _of_quantisation(DEFAULT_QUANTISATION, files) or files
+        matching = _of_quantisation(DEFAULT_QUANTISATION, files) or files
     else:
-        found = _of_quantisation(name.quantization, files)
-    if len(found) != 1:
-        raise _wrong_number(name, found, files)
-    parts = part_names(found[0])
+        matching = _of_quantisation(name.quantization, files)
+    if len(matching) != 1:
+        raise _wrong_number(name, matching, files)
+    parts = part_names(matching[0])
     missing = [part for part in parts if part not in listed]
     if missing:
-        raise ModelNotFound(f"{name} has no {missing[0]}, a part of the model in {found[0]}.")
+        raise ModelNotFound(f"{name} has no {missing[0]}, a part of the model in {matching[0]}.")
     return parts
 
 
@@ -143,10 +143,10 @@ def _of_quantisation(wanted: str, files: list[str]) -> list[str]:
     return [file for file in files if form.search(PurePosixPath(file).stem)]
 
 
-def _wrong_number(name: HubName, found: list[str], files: list[str]) -> ModelNotFound:
-    if found:
+def _wrong_number(name: HubName, matching: list[str], files: list[str]) -> ModelNotFound:
+    if matching:
         return ModelNotFound(
-            f"{name} has several GGUF files; name one of them, as in {name.repo_id}:{PurePosixPath(found[0]).name}: "
+            f"{name} has several GGUF files; name one of them, as in {name.repo_id}:{PurePosixPath(matching[0]).name}: "
             f"{_shown(files)}."
         )
     return ModelNotFound(f"{name} is not there; {name.repo_id} has {_shown(files) or 'no GGUF file'}.")

@@ -35,9 +35,9 @@ def list_models(cache: Path | None = None) -> list[CachedModel]:
     cache = cache or Path(constants.HF_HUB_CACHE)
     with contextlib.suppress(CacheNotFound):
         repos = [repo for repo in scan_cache_dir(cache).repos if repo.repo_type == "model"]
-        found = [_describe(repo, revision) for repo in repos for revision in repo.revisions]
-        found += _halves_alone(cache, {repo.repo_path.name for repo in repos if repo.revisions})
-        return sorted(found, key=lambda model: (model.repo_id, model.revisions, model.commit or ""))
+        models = [_describe(repo, revision) for repo in repos for revision in repo.revisions]
+        models += _halves_alone(cache, {repo.repo_path.name for repo in repos if repo.revisions})
+        return sorted(models, key=lambda model: (model.repo_id, model.revisions, model.commit or ""))
     return []
 
 
@@ -62,9 +62,9 @@ def remove_model(name: HubName, cache: Path | None = None) -> int:
     return before - _num_bytes_in(folder)
 
 
-def _only(found: HFCacheInfo, repo_id: str) -> HFCacheInfo:
+def _only(cache: HFCacheInfo, repo_id: str) -> HFCacheInfo:
     return replace(
-        found, repos=frozenset(repo for repo in found.repos if (repo.repo_type, repo.repo_id) == ("model", repo_id))
+        cache, repos=frozenset(repo for repo in cache.repos if (repo.repo_type, repo.repo_id) == ("model", repo_id))
     )
 
 

@@ -133,8 +133,8 @@ def _packing(headers: Headers, method: QuantMethod, module: str) -> MatrixPackin
         stack, _ = member_of_stack(module)
         return None if headers.header(f"{stack}_blocks") is None else MatrixPacking.MXFP4
     if method in (QuantMethod.AWQ, QuantMethod.GPTQ):
-        found = headers.header(f"{module}.qweight") is not None
-        return (MatrixPacking.AWQ if method is QuantMethod.AWQ else MatrixPacking.GPTQ) if found else None
+        is_packed = headers.header(f"{module}.qweight") is not None
+        return (MatrixPacking.AWQ if method is QuantMethod.AWQ else MatrixPacking.GPTQ) if is_packed else None
     packed = headers.header(f"{module}.weight_packed")
     if method is QuantMethod.COMPRESSED_TENSORS and packed is not None:
         return MatrixPacking.ROWS if packed.dtype != "U8" else _of_4_bits(headers, module)
@@ -245,8 +245,8 @@ def _first_problem(headers: Headers, matrix: StoredMatrix) -> str | None:
 
 def _problem_of_stack(headers: Headers, matrix: StoredMatrix) -> str | None:
     stack, number = member_of_stack(matrix.module)
-    own = (matrix.rows, matrix.width // BLOCK)
-    for suffix, shape in (("blocks", (*own, BLOCK // 2)), ("scales", own)):
+    scales_shape = (matrix.rows, matrix.width // BLOCK)
+    for suffix, shape in (("blocks", (*scales_shape, BLOCK // 2)), ("scales", scales_shape)):
         name = f"{stack}_{suffix}"
         header = headers.header(name)
         if header is None:

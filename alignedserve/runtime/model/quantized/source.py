@@ -103,8 +103,8 @@ def _read(matrix: StoredMatrix, read: Callable[[str], Tensor]) -> _Parts:
     words, whole = read(f"{matrix.module}.{words_name}"), read(f"{matrix.module}.{whole_name}").float().reshape(())
     scales = read(f"{matrix.module}.weight_scale")
     whole = whole.reciprocal() if is_divisor else whole
-    for name, found in (("weight_scale", scales.float()), (whole_name, whole)):
-        if not bool(found.isfinite().all()):
+    for name, tensor in (("weight_scale", scales.float()), (whole_name, whole)):
+        if not bool(tensor.isfinite().all()):
             raise ModelError(f"{matrix.module}.{name} holds numbers that are not finite.")
     return _Parts(words, scales, whole)
 
@@ -223,8 +223,8 @@ def _awq(matrix: StoredMatrix, read: Read, zero_offset: int) -> tuple[Tensor, Te
 def _outputs_in_order(words: Tensor) -> Tensor:
     columns = words.T.contiguous()
     numbers = torch.empty((len(columns), 8, columns.shape[1]), dtype=torch.uint8)
-    for output, place in enumerate(_AWQ_PLACES):
-        numbers[:, output] = (columns >> 4 * place) & 15
+    for output, nibble in enumerate(_AWQ_PLACES):
+        numbers[:, output] = (columns >> 4 * nibble) & 15
     return numbers.flatten(0, 1)
 
 

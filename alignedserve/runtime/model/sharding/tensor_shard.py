@@ -47,8 +47,8 @@ class TensorShard:
         """Return the key heads that the rank's query heads read."""
         if config.num_kv_heads >= self.size:
             return _even(config.num_kv_heads, self)
-        own = self.rank * config.num_kv_heads // self.size
-        return Span(own, own + 1)
+        head = self.rank * config.num_kv_heads // self.size
+        return Span(head, head + 1)
 
     def tokens(self, config: ModelConfig) -> Span:
         """Return the tokens whose embedding and logits the rank has."""
@@ -116,8 +116,8 @@ def _obstacle(config: ModelConfig, size: int) -> str | None:
 
 
 def _even(count: int, shard: TensorShard) -> Span:
-    own = count // shard.size
-    return Span(shard.rank * own, (shard.rank + 1) * own)
+    share = count // shard.size
+    return Span(shard.rank * share, (shard.rank + 1) * share)
 
 
 def _suits(width: int, unit: int, size: int) -> bool:

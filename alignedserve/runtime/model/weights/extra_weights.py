@@ -78,43 +78,43 @@ class ExtraReader:
         return ExpertsBeside(self._norm(prefix + self._own.dense_norm), experts, (before, behind))
 
     def parts(self, prefix: str) -> ExtraParts:
-        extras, own, width = self._extras, self._own, self._config.hidden_size
+        extras, names, width = self._extras, self._own, self._config.hidden_size
         gate = None
         if extras.embedding_width:
             gate = EmbeddingGate(
-                self._read.linear([prefix + own.embedding_gate], [extras.embedding_width], width, False),
-                self._read.linear([prefix + own.embedding_output], [width], extras.embedding_width, False),
-                self._norm(prefix + own.embedding_output_norm),
+                self._read.linear([prefix + names.embedding_gate], [extras.embedding_width], width, False),
+                self._read.linear([prefix + names.embedding_output], [width], extras.embedding_width, False),
+                self._norm(prefix + names.embedding_output_norm),
                 self._gated(),
             )
-        scale = self._read.tensor(prefix + own.scale, 1) if extras.has_scales else None
+        scale = self._read.tensor(prefix + names.scale, 1) if extras.has_scales else None
         return ExtraParts(LayerEnd(gate, scale), self._streams(prefix) if extras.num_streams > 1 else None)
 
     def _streams(self, prefix: str) -> StreamMix:
-        extras, own, width, count = self._extras, self._own, self._config.hidden_size, self._extras.num_streams
-        left, right = own.laurel
+        extras, names, width, count = self._extras, self._own, self._config.hidden_size, self._extras.num_streams
+        left, right = names.laurel
         laurel = Laurel(
             self._read.linear([prefix + left], [extras.laurel_rank], width, False),
             self._read.linear([prefix + right], [width], extras.laurel_rank, False),
-            self._norm(prefix + own.laurel_norm),
+            self._norm(prefix + names.laurel_norm),
         )
-        scale = self._read.tensor(prefix + own.corrected_scale, width)
+        scale = self._read.tensor(prefix + names.corrected_scale, width)
         return StreamMix(
-            (self._norm(prefix + own.stream_norm), self._weight(prefix + own.stream_router, count, width)),
-            self._weight(prefix + own.predictions, count**2, count),
-            self._weight(prefix + own.corrections, count, count),
+            (self._norm(prefix + names.stream_norm), self._weight(prefix + names.stream_router, count, width)),
+            self._weight(prefix + names.predictions, count**2, count),
+            self._weight(prefix + names.corrections, count, count),
             scale if extras.scales_corrected else None,
             laurel,
         )
 
     def layer_embeddings(self, prefix: str) -> LayerEmbeddings | None:
-        extras, own, num_layers = self._extras, self._own, self._config.num_layers
+        extras, names, num_layers = self._extras, self._own, self._config.num_layers
         if not extras.embedding_width:
             return None
         width = num_layers * extras.embedding_width
-        table = self._read.tensor(f"{prefix}{own.embedding_table}.weight", extras.embedding_vocab, width)
-        product = self._read.linear([prefix + own.embedding_projection], [width], self._config.hidden_size, False)
-        norm = self._norm(prefix + own.embedding_norm, extras.embedding_width)
+        table = self._read.tensor(f"{prefix}{names.embedding_table}.weight", extras.embedding_vocab, width)
+        product = self._read.linear([prefix + names.embedding_projection], [width], self._config.hidden_size, False)
+        norm = self._norm(prefix + names.embedding_norm, extras.embedding_width)
         return LayerEmbeddings(
             partial(table.index_select, 0), product, norm, num_rows=extras.embedding_vocab, num_layers=num_layers
         )
@@ -126,7 +126,7 @@ class ExtraReader:
             return None
         names = (self._own.widening, self._own.narrowing)
         widening, narrowing = (
-            [self._read.linear([prefix + name.format(stream=one)], [width], width, False) for one in range(count)]
+            [self._read.linear([prefix + name.format(stream=stream)], [width], width, False) for stream in range(count)]
             for name in names
         )
         return StreamEnds(widening, narrowing)

@@ -63,12 +63,12 @@ def _products(experts: Sequence[Sequence[ExpertPart]], dtype: torch.dtype) -> li
     """Return one product of all experts, or one for each part where an expert's parts differ; None: forms do not
     allow it."""
     parts = [[_grouped(part.rows) for part in expert] for expert in experts]
-    joined = [_joined(own) for own in parts]
-    if all(own is not None for own in joined):
+    joined = [_joined(expert_rows) for expert_rows in parts]
+    if all(rows is not None for rows in joined):
         products = [_product(joined, _biases([part for expert in experts for part in expert], len(experts)), dtype)]
     else:
         of_parts = zip(zip(*parts, strict=True), zip(*experts, strict=True), strict=True)
-        products = [_product(rows, _biases(own, len(experts)), dtype) for rows, own in of_parts]
+        products = [_product(rows, _biases(expert_parts, len(experts)), dtype) for rows, expert_parts in of_parts]
     made = [product for product in products if product is not None]
     return made if len(made) == len(products) else None
 
@@ -181,15 +181,15 @@ class FeedForwardReader:
         )
 
     def _scaled_router(self, prefix: str, weight: Tensor) -> ScaledRouter:
-        own, config = self._names.extras, self._config
-        assert own is not None, "a family without these names"
+        extra_names, config = self._names.extras, self._config
+        assert extra_names is not None, "a family without these names"
         assert config.experts is not None, "a router without experts"
         ones = torch.ones(config.hidden_size, dtype=weight.dtype, device=weight.device)
         return ScaledRouter(
             RmsNorm(ones, config.norm_eps, weight.dtype),
-            self._read.tensor(prefix + own.router_scale, config.hidden_size),
+            self._read.tensor(prefix + extra_names.router_scale, config.hidden_size),
             ExpertRouter(weight, config.experts.num_chosen, normalises=config.experts.normalises),
-            self._read.tensor(prefix + own.expert_scales, config.experts.num_experts).float(),
+            self._read.tensor(prefix + extra_names.expert_scales, config.experts.num_experts).float(),
         )
 
     def _correction(self, prefix: str, experts: ExpertConfig) -> Tensor:
@@ -199,13 +199,13 @@ class FeedForwardReader:
     def read_own(self, prefix: str, experts: ExpertConfig, layer: int) -> Sequence[Projection]:
         """Read this process's experts of a layer; they are in `own` from then on."""
         assert self._sharing is not None, "experts that are not shared"
-        span, own = self._sharing.share.experts(experts.num_experts), list[Projection]()
+        span, projections = self._sharing.share.experts(experts.num_experts), list[Projection]()
         for index, (gate_up, down) in enumerate(self._modules(prefix, experts)):
             if index in span or self._sharing.reads_all:
                 part = self._expert(gate_up, down, experts)
-                own += [part] if index in span else []
-        self.own[layer] = own
-        return own
+                projections += [part] if index in span else []
+        self.own[layer] = projections
+        return projections
 
     def _modules(self, prefix: str, experts: ExpertConfig) -> list[tuple[list[str], str]]:
         names = self._names
@@ -225,8 +225,8 @@ class FeedForwardReader:
             shared = self.read_own(prefix, experts, layer)
             return DividedExperts(router, shared, elsewhere, scales_inputs=experts.scales_inputs)
         if has_experts_apart(self._read.device):
-            own = [self._expert(gate_up, down, experts) for gate_up, down in modules]
-            return Experts(router, own, scales_inputs=experts.scales_inputs)
+            projections = [self._expert(gate_up, down, experts) for gate_up, down in modules]
+            return Experts(router, projections, scales_inputs=experts.scales_inputs)
         first = inner * (2 if config.is_gated else 1) // len(names.expert_gate_up)
         shapes = ((first, config.hidden_size), (config.hidden_size, inner))
         packed = self._packed_experts(router, modules, shapes, experts)

@@ -65,9 +65,9 @@ class ProductReader:
         source = self.source
         if not self._packs_files(in_width):
             return None
-        found = [source.file_rows(f"{name}.weight", (n, in_width)) for name, n in zip(modules, rows, strict=True)]
-        parts = [part for part in found if part is not None]
-        if len(parts) < len(found):
+        stored = [source.file_rows(f"{name}.weight", (n, in_width)) for name, n in zip(modules, rows, strict=True)]
+        parts = [part for part in stored if part is not None]
+        if len(parts) < len(stored):
             return None
         element = INT8 if self._is_int8 else source.dtype
         try:
@@ -179,8 +179,8 @@ def scaled_product(
         plain = read.rows(module.name, module.num_rows, in_width)
         if not isinstance(plain, PlainRows):
             raise UnsupportedModel(f"{module.name} is quantised, and the factors of its rows cannot be put into it.")
-        own, device = module.factors, plain.rows.device
-        factors = torch.cat([torch.full((count, 1), factor, device=device) for count, factor in own])
+        row_factors, device = module.factors, plain.rows.device
+        factors = torch.cat([torch.full((count, 1), factor, device=device) for count, factor in row_factors])
         rows.append(PlainRows((plain.rows.float() * factors).to(plain.rows.dtype)))
     return read.product([module.name for module in modules], rows, None, then)
 

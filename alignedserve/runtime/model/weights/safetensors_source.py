@@ -104,21 +104,21 @@ class SafetensorsSource(WeightSource):
     def _of_stack(self, name: str) -> TensorLocation | None:
         """Return where one expert's matrix lies in a tensor of all: `a.3.weight` is number 3 of `a.weight` or of `a`,
         `a.3.bias` of `a_bias`."""
-        own, _, kind = name.rpartition(".")
-        module, _, number = own.rpartition(".")
+        matrix, _, kind = name.rpartition(".")
+        module, _, number = matrix.rpartition(".")
         names = {"weight": (f"{module}.weight", module), "bias": (f"{module}_bias",)}.get(kind, ())
-        found = (self.index.location(each) for each in names if number.isdecimal())
-        whole = next((each for each in found if each is not None), None)
+        locations = (self.index.location(each) for each in names if number.isdecimal())
+        whole = next((each for each in locations if each is not None), None)
         if whole is None or len(whole.shape) != (3 if kind == "weight" else 2) or int(number) >= whole.shape[0]:
             return None
         return _member(whole, int(number))
 
     def _absence(self, name: str) -> str:
         packed = (name.removesuffix(".weight") + suffix for suffix in (".qweight", ".weight_packed"))
-        found = next((each for each in packed if self.has(each)), None)
-        if found is None:
+        packed_name = next((each for each in packed if self.has(each)), None)
+        if packed_name is None:
             return f"Tensor {name} is in none of {', '.join(file.name for file in self.index.files)}."
-        return f"{self.index.folder}: {found} is there, but config.json has no quantization_config for it."
+        return f"{self.index.folder}: {packed_name} is there, but config.json has no quantization_config for it."
 
 
 def _read(name: str, location: TensorLocation, dtype: torch.dtype) -> Tensor:

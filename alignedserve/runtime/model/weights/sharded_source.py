@@ -90,13 +90,13 @@ def packed_region(weight: Rows, region: Region) -> Rows | None:
 
 
 def _grouped(weight: GroupedRows, region: Region) -> Rows | None:
-    own, columns = weight.changed(lambda rows: chosen_rows(rows, region)), region.columns
+    chosen, columns = weight.changed(lambda rows: chosen_rows(rows, region)), region.columns
     if columns is None:
-        return own.changed(lambda rows: rows.clone(memory_format=torch.contiguous_format))
-    group = own.weight.together
+        return chosen.changed(lambda rows: rows.clone(memory_format=torch.contiguous_format))
+    group = chosen.weight.together
     if weight.order is not None or columns.start % group or columns.stop % group:
         return None
-    return GroupedRows(own.weight.inputs(columns.start, columns.stop))
+    return GroupedRows(chosen.weight.inputs(columns.start, columns.stop))
 
 
 def _rows(weight: Int8Rows | Float8Rows | PlainRows, region: Region) -> Int8Rows | Float8Rows | PlainRows:

@@ -168,7 +168,7 @@ class _WeightAssembler:
         layers = range(self._config.num_layers)
         return self._weights(layers, layers)
 
-    def _weights(self, read: Iterable[int], kept: range) -> DecoderWeights:
+    def _weights(self, read: Iterable[int], layers: range) -> DecoderWeights:
         config, names = self._config, self._names
         embedding = self._read.lookup(f"{self._embedding}.weight", config.vocab_size, config.embedding_size)
         self._read.dtype, self._read.device = embedding.dtype, embedding.device
@@ -182,7 +182,7 @@ class _WeightAssembler:
             positions=positions,
             project_in=self._projection(names.project_in, config.hidden_size) if is_projected else None,
             layers=tuple(
-                weights for layer, weights in ((layer, self._packed_layer(layer)) for layer in read) if layer in kept
+                weights for layer, weights in ((layer, self._packed_layer(layer)) for layer in read) if layer in layers
             ),
             final_norm=self._norm(f"{self._prefix}{names.final_norm}") if config.has_final_norm else None,
             project_out=self._projection(names.project_out, config.embedding_size) if is_projected else None,
@@ -279,8 +279,8 @@ class _WeightAssembler:
         others = [read.rows(name, num_keys, config.hidden_size) for name in modules[1:]]
         bias = None
         if config.has_qkv_bias:
-            own, gate_bias = halves_of_heads(read.tensor(f"{modules[0]}.bias", 2 * num_queries), config.head_dim)
-            bias = torch.cat([own, *(read.tensor(f"{name}.bias", num_keys) for name in modules[1:]), gate_bias])
+            query_bias, gate_bias = halves_of_heads(read.tensor(f"{modules[0]}.bias", 2 * num_queries), config.head_dim)
+            bias = torch.cat([query_bias, *(read.tensor(f"{name}.bias", num_keys) for name in modules[1:]), gate_bias])
         return read.product(modules, [queries, *others, gates], bias)
 
     def _output(self, prefix: str) -> AdaptableProjection:
