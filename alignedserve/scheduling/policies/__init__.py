@@ -1,4 +1,8 @@
-"""Registry of scheduling policies by name, with the settings that they imply in other components."""
+"""Registry of scheduling policies by name, with the settings that they imply in other components.
+
+A policy is one file: its config, and up to four steps on a `Packer`. `rank` orders the requests, `budget` bounds the
+iteration, `fill` adds requests in that order while the budget lasts, and `evict` makes room where blocks lack.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields

@@ -193,7 +193,7 @@ class _Filling:
         return first
 
     def _may_start(self, rows: Ints) -> Bools:
-        """Return which of these may compute: one long prompt begins after the other."""
+        """Return which rows may compute: a long prompt begins when no other long prompt is under way."""
         is_long, has_begun = self._is_long(), self._table.num_blocks > 0
         is_served = is_long & has_begun & (self._table.num_remaining > 1) & ~self._is_evicted
         if not self._config.dynamic_chunking or not is_served.any():
@@ -215,12 +215,12 @@ class _Filling:
         budget = max(self._pivot.rate * min(self._least_slo_s, slo_s), 1.0)
         return int(min(budget - self._num_tokens, left)) if budget > self._num_tokens else 0
 
-    def _demand(self, row: int, kept: int = 0) -> int:
-        """Return how many tokens the request computes if `kept` are left to others."""
-        remaining, budget = self._packer.remaining(row), self._token_budget(float(self._slo_s[row])) - kept
+    def _demand(self, row: int, num_due: int = 0) -> int:
+        """Return how many tokens the request computes beside `num_due` tokens of decodes that follow."""
+        remaining, budget = self._packer.remaining(row), self._token_budget(float(self._slo_s[row])) - num_due
         if self._config.dynamic_chunking:
             return max(min(remaining, budget), 0)
-        chunk = min(remaining, self._config.static_chunk_len, self._packer.num_tokens_left - kept)
+        chunk = min(remaining, self._config.static_chunk_len, self._packer.num_tokens_left - num_due)
         return chunk if chunk <= budget or not self._has_prompt else 0
 
     def _watermark(self) -> int:
@@ -268,9 +268,9 @@ class _Filling:
                 packer.num_free += blocks_due
 
     def _select(self, waiting: Ints) -> None:
-        """Add the request that leaves least of both resources, again and again.
+        """Add requests about as urgent as the first of the queue, each time the request that leaves least unused.
 
-        Of those about as urgent as the first of the queue. Long prompts may be chunked, and prompts that have begun.
+        Long prompts may be chunked, and prompts that have begun.
         """
         table, packer, remaining_s = self._table, self._packer, self._remaining_s[waiting]
         rows = self._ordered(waiting[remaining_s <= remaining_s.min(initial=np.inf) + self._config.gamma_s])

@@ -64,7 +64,7 @@ class _Items(NamedTuple):
     gain: Floats
 
     def ordered(self, order: Ints) -> "_Items":
-        return _Items(*(column[order] for column in self))
+        return _Items._make(column[order] for column in self)
 
 
 def select(candidates: KnapsackItems, budget: SelectionBudget) -> Selection:

@@ -59,18 +59,18 @@ class Bros:
     def plan(self, view: WorkerView) -> IterationPlan:
         config, packer = self._config, SharingPacker(view)
         packer.num_places_left = min(packer.num_places_left, self._batch_size)
-        turns = rank(view, packer, stand_back=not (self._stood_back or config.long_prompts_wait))
-        is_in_time = _Filling(view, packer, turns).fill()
+        order = rank(view, packer, stand_back=not (self._stood_back or config.long_prompts_wait))
+        is_in_time = _Filling(view, packer, order).fill()
         most = max(view.limits.max_running_requests, config.base_batch_size)
         self._batch_size = min(self._batch_size * config.batch_growth, most) if is_in_time else config.base_batch_size
-        self._stood_back = not all(row in packer for row in turns.beside)
+        self._stood_back = not all(row in packer for row in order.beside)
         return packer.plan()
 
 
 # --- rank
 
 
-class Turns(NamedTuple):
+class BrosOrder(NamedTuple):
     """The order of one decision, and its budget."""
 
     real_time: list[int]
@@ -93,7 +93,7 @@ def residual_s(view: WorkerView) -> Floats:
     return left
 
 
-def rank(view: WorkerView, packer: SharingPacker, *, stand_back: bool) -> Turns:
+def rank(view: WorkerView, packer: SharingPacker, *, stand_back: bool) -> BrosOrder:
     """Return the order of both classes. `stand_back`: decodes may, for a prompt that is too long to fit beside them."""
     table, left_s = view.table, residual_s(view)
     rows = np.flatnonzero(table.is_real_time)
@@ -105,10 +105,10 @@ def rank(view: WorkerView, packer: SharingPacker, *, stand_back: bool) -> Turns:
         decodes = rows[is_decoding & is_other]
         budget_s = _budget_beside(view, packer, prompt, decodes, left_s[rows])
         real_time = [prompt, *decodes.tolist(), *rows[~is_decoding & is_other].tolist()]
-        return Turns(real_time, best_effort, budget_s, left_s.tolist(), tuple(decodes.tolist()))
+        return BrosOrder(real_time, best_effort, budget_s, left_s.tolist(), tuple(decodes.tolist()))
     num_late, budget_s = _budget(view, packer, rows, left_s)
     real_time = np.roll(rows, -num_late).tolist()  # no time can be kept for the late ones
-    return Turns(real_time, best_effort, budget_s, left_s.tolist())
+    return BrosOrder(real_time, best_effort, budget_s, left_s.tolist())
 
 
 def _by_swap_cost(table: RequestTable) -> list[int]:
@@ -169,8 +169,8 @@ class _Outcome(enum.Enum):
 
 
 class _Filling:
-    def __init__(self, view: WorkerView, packer: SharingPacker, turns: Turns) -> None:
-        self._view, self._packer, self._turns = view, packer, turns
+    def __init__(self, view: WorkerView, packer: SharingPacker, order: BrosOrder) -> None:
+        self._view, self._packer, self._order = view, packer, order
         self._num_cached: list[int] = view.table.num_cached.tolist()
         self._num_blocks: list[int] = view.table.num_blocks.tolist()
         self._replaceable: list[int] = []  # packed real-time rows, least urgent last
@@ -187,8 +187,8 @@ class _Filling:
         return is_in_time
 
     def _add_real_time(self) -> bool:
-        budget_s, left_s = self._turns.budget_s, self._turns.left_s
-        for row in self._candidates(self._turns.real_time):
+        budget_s, left_s = self._order.budget_s, self._order.left_s
+        for row in self._candidates(self._order.real_time):
             outcome = self._join(row, budget_s)
             if outcome in (_Outcome.NO_PLACE, _Outcome.NO_TIME):
                 return outcome is _Outcome.NO_PLACE
@@ -199,8 +199,8 @@ class _Filling:
 
     def _add_best_effort(self) -> None:
         self._is_short = False
-        for row in self._candidates(self._turns.best_effort):
-            outcome = self._join(row, self._turns.budget_s)
+        for row in self._candidates(self._order.best_effort):
+            outcome = self._join(row, self._order.budget_s)
             if outcome in (_Outcome.NO_PLACE, _Outcome.NO_TIME) and not self._replace(row):
                 return
 
@@ -214,8 +214,8 @@ class _Filling:
             return False
         other = self._replaceable[-1]
         num_tokens = self._packer.withdraw(other)
-        waits_s = self._turns.left_s[other] - self._view.history.mean_s
-        if self._join(row, min(self._turns.budget_s, waits_s)) is _Outcome.JOINED:
+        waits_s = self._order.left_s[other] - self._view.history.mean_s
+        if self._join(row, min(self._order.budget_s, waits_s)) is _Outcome.JOINED:
             self._replaceable.pop()
             return True
         self._packer.add(other, num_tokens)
@@ -252,7 +252,7 @@ class _Filling:
         table, packer, is_real_time = self._view.table, self._packer, bool(self._view.table.is_real_time[row])
         if not self._view.can_evict or not (is_real_time or table.is_decoding[row] or not packer.rows):
             return
-        for other in chain(reversed(self._turns.best_effort), reversed(self._turns.real_time) if is_real_time else ()):
+        for other in chain(reversed(self._order.best_effort), reversed(self._order.real_time) if is_real_time else ()):
             is_free = not self._num_blocks[other] or packer.is_evicted(other)
             if is_free or other == row or other in packer or packer.is_joined(other):
                 continue
