@@ -15,7 +15,7 @@ import numpy as np
 from alignedserve.core.ids import RequestId
 from alignedserve.costmodel.model import CostModel
 from alignedserve.costmodel.work import IterationWork
-from alignedserve.scheduling.shared_blocks import HeldBlocks, SharedBlocks, num_shared
+from alignedserve.scheduling.shared_blocks import HeldBlocks, SharedBlocks
 from alignedserve.scheduling.table import Bools, Ints, RequestTable
 
 
@@ -229,15 +229,6 @@ class WorkerView:
     held_blocks: HeldBlocks | None = None  # of requests that may share some; None: none does
     pool: PoolView | None = None  # None: it keeps no decodes
     computes_prompts: bool = True  # False on separate decode workers, but for caches that they lost
-
-    def own_blocks(self, rows: Ints) -> Ints:
-        """Return how many blocks each of these rows would free if it alone left."""
-        num_blocks: Ints = self.table.num_blocks[rows]
-        if not self.held_blocks:
-            return num_blocks
-        held, request_ids = self.held_blocks, self.table.request_ids
-        shared = [num_shared(held.get(request_ids[row], ())) for row in rows.tolist()]
-        return num_blocks - np.array(shared, np.int64)
 
 
 class IterationPolicy(Protocol):

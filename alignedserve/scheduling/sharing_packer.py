@@ -253,16 +253,14 @@ class BlockSearch:
         return None
 
     def _take_all(self, missing: int, victims: Callable[[], Iterable[int]], shared: int | None) -> bool:
-        if missing > 0:
-            num_freed = 0
-            for victim in victims():
-                num_freed += self._take(victim, missing - num_freed) if victim != shared else 0
-                if self._has_users:  # what victims have may be used by others too
-                    num_freed = self._packer.num_freed_by(self._leaving)
-                if missing <= num_freed:
-                    return True
-            return False
-        return True
+        num_freed = 0
+        for victim in victims() if missing > 0 else ():
+            num_freed += self._take(victim, missing - num_freed) if victim != shared else 0
+            if self._has_users:  # what victims have may be used by others too
+                num_freed = self._packer.num_freed_by(self._leaving)
+            if missing <= num_freed:
+                break
+        return missing <= num_freed
 
     def _take(self, victim: int, missing: int) -> int:
         packer, partner = self._packer, self._partner(victim)

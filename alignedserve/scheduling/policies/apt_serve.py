@@ -263,7 +263,7 @@ class _Filling:
         """Return the decodes to schedule; evict others for them."""
         packer, table = self.packer, self._table
         rows = table.by_arrival(self._running)
-        held = self._view.own_blocks(rows)  # what others use as well stays, whichever are chosen
+        held = self._freed(rows)
         num_blocks = np.maximum(self._more_blocks(rows) + held, 1)
         penalty = np.where(table.is_hidden[rows], self._penalty(rows), 0.0)
         value = np.maximum(self._value(rows) - penalty, _NEAR_ZERO_S)
@@ -323,8 +323,12 @@ class _Filling:
 
     # --- evict
 
+    def _freed(self, rows: Ints) -> Ints:
+        """Return the blocks that each row alone would free: what others use as well stays, whichever are chosen."""
+        return np.array([self.packer.num_freed_by([row]) for row in rows.tolist()], np.int64)
+
     def _evict(self, rows: Ints, num_blocks: int) -> None:
-        held = self._view.own_blocks(rows)
+        held = self._freed(rows)
         count = int((np.cumsum(held) - held + self.packer.num_free < num_blocks).sum())
         self._is_overtaken = count > 0
         for row in rows[:count].tolist():
