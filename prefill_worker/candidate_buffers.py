@@ -147,7 +147,8 @@ class CandidateBuffers:
     def _prefetched(self, peer: str, event: BlocksRelayed) -> list[BufferCommand]:
         relay = event.command
         if event.runs is None:
-            return [Send(peer, BlocksPrefetched(relay.request_id, relay.generation, None, is_refused=True))]
+            ended = BlocksPrefetched(relay.request_id, relay.generation, None, is_refused=event.is_reached)
+            return [Send(peer, ended)]
         copy = BlockCopy(relay.generation, relay.copy.context_len, event.runs)
         return [Send(peer, BlocksPrefetched(relay.request_id, relay.generation, copy))]
 
