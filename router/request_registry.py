@@ -177,9 +177,9 @@ class RequestRegistry:
         self.enqueue(tracked)
         return commands
 
-    def take(self, tracked: TrackedRequest, num_tokens: int) -> None:
+    def take(self, tracked: TrackedRequest, num_tokens: int, now: float) -> None:
         """Take a request out of the queue; charge its tenant once for so many tokens of its prompt, and its answer."""
-        self.queue.take(tracked.request.request_id)
+        self.queue.take(tracked.request.request_id, now)
         tracked.has_been_taken = True
         if tracked.charged_len is None:
             # Without a prediction of its own, the mean by now, and not that of its arrival: the same for all tenants.
