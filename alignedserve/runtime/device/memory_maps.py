@@ -113,7 +113,7 @@ def _collapsed(file_descriptor: int, at: int, size: int) -> int:
         first, count = part
         for page in range(first, first + count, HUGE_PAGE):
             take_space(file_descriptor, page, _PAGE)  # a range without any page is not collapsed
-        return count if _advised(at + first, count, MADV_COLLAPSE) else 0
+        return count if collapse(at + first, count) else 0
 
     if not slices:
         return 0
@@ -131,10 +131,11 @@ def _by_threads(work: Callable[[tuple[int, int]], int], parts: list[tuple[int, i
         return list(threads.map(work, parts))
 
 
-def _advised(at: int, size: int, advice: int) -> bool:
+def collapse(at: int, size: int) -> bool:
+    """Put taken memory on huge pages, content and all, while other processes may use it; return whether it is."""
     for _ in range(_BUSY_TRIES):
         try:
-            advise(at, size, advice)
+            advise(at, size, MADV_COLLAPSE)
         except OSError as error:
             if error.errno != errno.EAGAIN:
                 return False
