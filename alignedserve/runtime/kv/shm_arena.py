@@ -17,7 +17,7 @@ import platform
 import struct
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,11 +28,10 @@ import psutil
 
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import HandoffRejected, NotEnoughMemory
-from alignedserve.runtime.device.memory_maps import HUGE_PAGE, collapse, map_file
+from alignedserve.runtime.device.memory_maps import map_file, take_pages
 from alignedserve.runtime.device.registered_memory import CHUNK_BYTES, MemoryDriver, RegisteredMemory
 from alignedserve.runtime.kv.block_runs import BlockIds
 from kernels.cpu.block_copies import BlockList
-from kernels.cpu.unnamed_files import take_space
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +39,6 @@ _MAGIC = b"ALSVKV01"
 _HEADER = struct.Struct("<8s32sQQ")
 _PAGE = 4096
 _MIB = 1024 * 1024
-_SLICE_BYTES = 16 * _MIB  # put on huge pages at a time
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 POOL_PURPOSE, POOL_SETTING = "the KV pool", "pool.memory_bytes"
 NO_LEASE = 0  # generation of blocks that no lease holds
@@ -89,9 +87,9 @@ class Arena:
             content = map_file(file_descriptor, _file_bytes(num_blocks, block_bytes))
         finally:
             os.close(file_descriptor)
-        self._address, self._content_of = ctypes.addressof(content), weakref.ref(content)
+        self._address = ctypes.addressof(content)
         self._registered: RegisteredMemory | None = None
-        self._collapsing: threading.Thread | None = None
+        self._collapsing: tuple[list[Any], threading.Thread | None] = [], None  # a mapping, which it drops in the end
         self.generations: npt.NDArray[np.uint64] = np.frombuffer(content, np.uint64, num_blocks, _PAGE)
         start = _blocks_offset(num_blocks)
         flat = np.frombuffer(content, np.uint8, num_blocks * block_bytes, start)
@@ -108,10 +106,8 @@ class Arena:
         purpose: str = POOL_PURPOSE,
         setting: str = POOL_SETTING,
     ) -> "Arena":
-        """Create a new file, replacing any old one, with its memory allocated; huge pages follow beside the caller.
+        """Create a new file, replacing any old one, with its memory allocated; huge pages follow (`take_pages`).
 
-        A kernel allocates 256 MiB in 0.1 s. Huge pages take some virtual machines 1 to 6 s, which a cluster that has
-        lost its only pool would wait for.
         Raises NotEnoughMemory, which names the purpose of the memory and the setting to lower.
         """
         path.unlink(missing_ok=True)
@@ -121,7 +117,13 @@ class Arena:
             fcntl.flock(file_descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _check_room(path, size)
             os.ftruncate(file_descriptor, size)
-            take_space(file_descriptor, 0, size)
+            mapped = [map_file(file_descriptor, size)]
+
+            def told(num_huge: int) -> None:
+                mapped.clear()
+                logger.info("%s: %.0f of %.0f MiB on huge pages", path.name, num_huge / _MIB, size / _MIB)
+
+            collapsing = take_pages(file_descriptor, lambda: next(iter(mapped), None), size, told)
             header = _HEADER.pack(_MAGIC, layout.digest(), num_blocks, layout.block_bytes)
             os.pwrite(file_descriptor, header, 0)
         except OSError as error:
@@ -129,10 +131,7 @@ class Arena:
             path.unlink(missing_ok=True)
             raise NotEnoughMemory(_shortage(path, size, purpose, setting)) from error
         arena = cls(path, file_descriptor, num_blocks, layout)
-        if size >= HUGE_PAGE:
-            arguments = (arena._content_of, size, path.name)
-            arena._collapsing = threading.Thread(target=_collapse, args=arguments, daemon=True)
-            arena._collapsing.start()
+        arena._collapsing = mapped, collapsing
         return arena
 
     @classmethod
@@ -213,21 +212,10 @@ class Arena:
         if self._registered is not None:
             self._registered.close()
         del self.blocks, self.generations
-        if self._collapsing is not None:
-            self._collapsing.join()
-
-
-def _collapse(content_of: Callable[[], Any], size: int, name: str) -> None:
-    num_huge, end = 0, size // HUGE_PAGE * HUGE_PAGE
-    for first in range(0, end, _SLICE_BYTES):
-        if (content := content_of()) is None:
-            return
-        at, count = ctypes.addressof(content) + first, min(_SLICE_BYTES, end - first)
-        num_huge += collapse(at, count) * count
-        del content  # it may be unmapped from here on
-        if not num_huge:
-            break
-    logger.info("%s: %.0f of %.0f MiB on huge pages", name, num_huge / _MIB, size / _MIB)
+        mapped, collapsing = self._collapsing
+        mapped.clear()
+        if collapsing is not None:
+            collapsing.join()
 
 
 def _identify(file_descriptor: int) -> str:
