@@ -98,6 +98,7 @@ class DecodeLogic:
         self._order = BatchOrder(limits.switch, self._batch.is_mixing_cheaper, packs=packs)
         self._evictions = Evictions(self._batch, self._candidates, self._order)
         self._aborted: list[BatchMember] = []  # dropped at the end of the iteration
+        self._unreached: list[Candidate] = []  # given back with the next tick: at once, they would come back at once
         self._load = LoadCounter(self._batch, self._candidates, self._order, self._evictions)
         self.waiting = self._load.waiting  # what has not entered the batch, and why
         self._entries = Entries(self._batch, self._candidates, self._order, self._evictions)
@@ -137,6 +138,8 @@ class DecodeLogic:
                 moving = (*self._batch.loading.candidates(), *self._evictions.candidates())
                 unused = self._peers.hang_up_unused(now, lambda: self._candidates.peers_in_use(moving))
                 gone = self._preempted(*self._candidates.unheeded(now))
+                gone += self._preempted(*self._unreached, is_refused=True)
+                self._unreached = []
                 return [*self._router.totals(self.iteration_log, now), *self._pace.report(), *unused, *gone]
 
     def _on_connected(self, role: Role, peer: str) -> list[DecodeCommand]:
@@ -296,7 +299,10 @@ class DecodeLogic:
             is_refused = load.request_id in event.refused
             self._num_verified += not is_refused
             if is_refused and not candidate.is_aborted:
-                commands += self._preempted(candidate, is_refused=True)
+                if event.is_reached:
+                    commands += self._preempted(candidate, is_refused=True)
+                else:
+                    self._unreached.append(candidate)
             commands += self._candidates.release(candidate)
             if is_refused or candidate.is_aborted:
                 self._batch.free(entry.block_ids)

@@ -96,6 +96,7 @@ class PooledRequest:
     urgent_at_s: float | None  # waiting longer than this would miss its deadline; None: it has none
     turn_class: TurnClass = TurnClass.ON_TIME
     turn: int = 0  # when the router gave out its prompt, compared with others
+    ttft_s: float = 0.0  # the objective
 
     @classmethod
     def of(cls, lease: Lease, tpot_s: float | None) -> "PooledRequest":
@@ -110,6 +111,7 @@ class PooledRequest:
             urgent_at_s(content.request, len(content.generated_token_ids), tpot_s),
             _class_of(content, lease.written_s),
             lease.attempt,
+            content.request.slo.ttft_s or 0.0,
         )
 
 

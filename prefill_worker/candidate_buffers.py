@@ -8,6 +8,7 @@ ReturnRequest begins a handoff to the pool (worker_core/handoff.py), of what lie
 tells the decode worker how it ended: unless the pool has the request, or may have it, it stays in the buffer.
 """
 
+import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -147,7 +148,8 @@ class CandidateBuffers:
     def _prefetched(self, peer: str, event: BlocksRelayed) -> list[BufferCommand]:
         relay = event.command
         if event.runs is None:
-            return [Send(peer, BlocksPrefetched(relay.request_id, relay.generation, None, is_refused=True))]
+            ended = BlocksPrefetched(relay.request_id, relay.generation, None, is_refused=event.is_reached)
+            return [Send(peer, ended)]
         copy = BlockCopy(relay.generation, relay.copy.context_len, event.runs)
         return [Send(peer, BlocksPrefetched(relay.request_id, relay.generation, copy))]
 
@@ -213,7 +215,7 @@ class PlaceOrder:
             by_class[_class_of(job, now)].append(job)
         waiting = [job for of_class in by_class.values() for job in of_class]
         late = self._late = next(iter(by_class[TurnClass.LATE]), None)
-        if late is not None and self._floor.lets(late.context_len, late.turn_due_s, now):
+        if late is not None and self._floor.lets(late.context_len, late.request.arrival_s, late.turn_due_s, now):
             waiting.remove(late)
             waiting.insert(0, late)
         first = self._document = next(iter(by_class[TurnClass.BEST_EFFORT]), None)
@@ -234,6 +236,8 @@ class PlaceOrder:
             return
         if self._document is not None:
             self._document_floor.note_earlier(job.context_len, self._document.context_len)
+        if job.turn_due_s < math.inf:  # it waits for its first token
+            self._floor.note_wait(now - job.request.arrival_s)
         if turn_class is TurnClass.LATE:
             self._floor.note_own(job.context_len)
         elif turn_class is TurnClass.ON_TIME and self._late is not None:

@@ -2,7 +2,8 @@
 
 It is a handoff (worker_core/handoff.py), copied beside the running iteration. A request that a decode worker
 took is then offered to the pool as a copy, which is dropped if the pool is full; one that it did not take goes to the
-pool. Without a pool it waits for one.
+pool. Without a pool it waits for one. A copy that fails twice is tried again by ticks: this worker may lack descriptors
+for a moment, and that is not the request's fault.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from alignedserve.worker_core.handoff import Contents, HandoffEnd, Lender, Outgo
 from alignedserve.worker_core.router_link import RouterLink
 from prefill_worker.state import PrefillJob
 
-_MOST_COPIES = 8  # that fail, of one request: the pool's memory is out of reach, and each try says so in the log
+_MOST_COPIES = 8  # that fail, of one request: the pool's memory is out of this worker's reach, perhaps not of another's
 
 DepartureCommand = Send | OffloadBlocks
 
@@ -64,10 +65,10 @@ class Departure:
         if how is HandoffEnd.FAILED:
             job.num_failed_copies += not entry.is_target_lost
             if job.num_failed_copies < _MOST_COPIES and not (is_optional and entry.is_target_lost):
-                return self.begin(job)
+                return self.begin(job) if job.num_failed_copies <= 1 else ()
         match how:
             case HandoffEnd.FAILED if not is_optional:
-                reports = self._router.failed(job, FailureKind.INTERNAL, "its cache cannot be copied to the KV pool")
+                reports = self._router.send(job.preempted(is_refused=True))
             case HandoffEnd.REFUSED if not is_optional:
                 reason = "the KV pool is too small for it"
                 reports = self._router.failed(job, FailureKind.UNSERVABLE, reason)

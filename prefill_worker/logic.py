@@ -12,7 +12,8 @@ The life of a request on a prefill worker:
    with BlocksTaken it is its receiver's, and the blocks here are freed.
 A returning router knows none of this worker's jobs, so they are aborted. Jobs offered to a pool or decode worker that
 is lost before it acknowledged them are preempted (RequestPreempted: only the router can know); jobs that were departing
-to a lost pool reserve again when it is back. Candidate buffers are in candidate_buffers.py.
+to a lost pool reserve again when it is back; jobs whose copy fails again and again are preempted too. Candidate buffers
+are in candidate_buffers.py.
 """
 
 import msgspec
@@ -135,7 +136,7 @@ class PrefillLogic:
             case PeerDisconnected(role, peer):
                 return self._on_disconnected(role, peer, now)
             case Ticked():
-                return []
+                return self._begin_departures()
 
     def _on_connected(self, role: Role, peer: str) -> list[PrefillCommand]:
         if role is Role.DECODE_WORKER:
@@ -216,13 +217,13 @@ class PrefillLogic:
         return [] if is_computing or job.is_copying else self._end(job)
 
     def _map_arena(self, peer: str, offered: ArenaOffered) -> list[PrefillCommand]:
-        commands: list[PrefillCommand] = [MapArena(peer, offered)]
         self._pool = self._departure.pool = peer
         self._buffers.pool_connected()
-        for job in [job for job in self._jobs.values() if job.stage is JobStage.DEPARTING]:
-            if job.leaving is None:
-                commands += self._departure.begin(job)
-        return commands
+        return [MapArena(peer, offered), *self._begin_departures()]
+
+    def _begin_departures(self) -> list[PrefillCommand]:
+        departing = [job for job in self._jobs.values() if job.stage is JobStage.DEPARTING and job.leaving is None]
+        return [command for job in departing for command in self._departure.begin(job)]
 
     # --- copies of earlier attempts
 

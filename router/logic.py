@@ -169,7 +169,7 @@ class RouterLogic:
             case CopyLost():
                 return self._ownership.copy_lost(peer, message)
             case RequestPreempted():
-                return self._preempted(peer, message)
+                return self._preempted(peer, message, now)
             case RequestMoved():
                 return self._ownership.moved(peer, message)
             case RequestStayed():
@@ -261,14 +261,15 @@ class RouterLogic:
         self._counters.count_finished(tracked, message.num_generated, now)
         return self._registry.finish(tracked, message.num_generated)
 
-    def _preempted(self, peer: str, message: RequestPreempted) -> list[Send]:
+    def _preempted(self, peer: str, message: RequestPreempted, now: float) -> list[Send]:
         tracked = self._registry.current(message.request_id, message.attempt)
         worker = self._placement.workers.get(peer)
         # It gives up a handoff whose receiver was lost; if another holder has the request by then, that one keeps it.
         if tracked is None or worker is None or tracked.holder != peer or message.attempt < tracked.attempt:
             return self._adoption.ended(message.request_id) if tracked is None else []
         self._counters.count_preemption(is_refused=message.handoff_refused)
-        return self._registry.requeue(tracked, message.generated_token_ids, is_refused=message.handoff_refused)
+        generated, is_refused = message.generated_token_ids, message.handoff_refused
+        return self._registry.requeue(tracked, generated, now, is_refused=is_refused)
 
     def _failed(self, peer: str, message: AttemptFailed) -> list[Send]:
         tracked = self._registry.current(message.request_id, message.attempt)

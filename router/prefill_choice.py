@@ -206,7 +206,8 @@ class PrefillChoice:
             seeker = _Seeker(tracked, self._counted_beside(tracked, turn), is_bounded, now)
             chosen = self._place(seeker, gateways)
             if chosen is not None:
-                self._registry.take(chosen.tracked, chosen.tracked.num_prefill_tokens - chosen.hit.num_tokens)
+                num_tokens = chosen.tracked.num_prefill_tokens - chosen.hit.num_tokens
+                self._registry.take(chosen.tracked, num_tokens, now)
                 if self._packs and _begins_gaps(chosen.tracked):
                     self._promised.add(chosen.tracked)
                 return chosen

@@ -224,7 +224,7 @@ class PrefillQueue:
     def release(self, request: Request) -> None:
         self._shares[self._is_first(request)].release(request.tenant)
 
-    def take(self, request_id: RequestId) -> None:
+    def take(self, request_id: RequestId, now: float) -> None:
         waiting = self._waiting[request_id]
         self._lines[waiting.turn_class].shares.hold(waiting.tenant)
         self._remove(request_id)
@@ -233,6 +233,8 @@ class PrefillQueue:
             self._floor.note_own(waiting.queued.num_tokens)
             return
         self._note_passed(self._floor, waiting, TurnClass.BEST_EFFORT)
+        if waiting.due_s < math.inf:  # it waits for its first token
+            self._late_floor.note_wait(now - waiting.entry.arrival_s)
         if waiting.turn_class is TurnClass.LATE:
             self._late_floor.note_own(waiting.queued.num_tokens)
         else:
@@ -311,7 +313,8 @@ class PrefillQueue:
         if (late := self._first(TurnClass.LATE)) is None:
             return None
         waiting = self._waiting[late]
-        return late if self._late_floor.lets(waiting.queued.num_tokens, waiting.due_s, now) else None
+        since_s, num_tokens = waiting.entry.arrival_s, waiting.queued.num_tokens
+        return late if self._late_floor.lets(num_tokens, since_s, waiting.due_s, now) else None
 
     def _note_passed(self, floor: ClassFloor, taken: _Waiting, turn_class: TurnClass) -> None:
         if (following := self._first(turn_class)) is not None:

@@ -2,8 +2,9 @@
 
 `interrupt` takes a request from a holder that was lost; its gateway then tells which tokens the client has, and
 `resume_from` queues it again. `requeue` queues a preempted request again. Lost holders and refused handoffs count as
-retries, and after `max_retries` the request fails; preemption for lack of memory does not count. A document of hours
-may lose more holders than that: when it has come `FORGIVEN_TOKENS` further, earlier ones are forgotten (state.py).
+retries, and after `max_retries` the request fails; preemption for lack of memory does not count. Handoffs that a
+worker in trouble refuses within seconds count once. A document of hours may lose more holders than that: when it has
+come `FORGIVEN_TOKENS` further, earlier ones are forgotten (state.py).
 """
 
 import math
@@ -26,6 +27,7 @@ from router.state import TrackedRequest
 _WINDOW = 64.0  # observations that weigh in a running mean
 _MIN_RETRY_S = 1.0
 _MAX_RETRY_S = 120.0
+_TROUBLE_S = 2.0  # of a worker without descriptors, say: until then it may refuse a request often
 _MEMORY_S = 30.0  # of time with a queue: what was computed longer ago counts for less than 1 / e
 
 
@@ -160,21 +162,24 @@ class RequestRegistry:
         self.enqueue(tracked)
         return commands
 
-    def requeue(self, tracked: TrackedRequest, generated_token_ids: tuple[int, ...], *, is_refused: bool) -> list[Send]:
-        """Queue a preempted request again. `is_refused`: its cache did not verify, which counts as a retry."""
+    def requeue(
+        self, tracked: TrackedRequest, generated_token_ids: tuple[int, ...], now: float, *, is_refused: bool
+    ) -> list[Send]:
+        """Queue a preempted request again. `is_refused`: its cache did not verify, or could not be copied."""
         commands = self.drop_copies(tracked) if is_refused else []
         self._placement.unassign(tracked)
         tracked.move(Stage.QUEUED)
         tracked.set_generated(generated_token_ids)
-        tracked.num_retries += is_refused
+        if is_refused and now >= tracked.refused_s + _TROUBLE_S:
+            tracked.num_retries, tracked.refused_s = tracked.num_retries + 1, now
         if tracked.num_retries > self._max_retries:
             return commands + self.fail(tracked, FailureKind.INTERNAL, "its cache was refused again and again")
         self.enqueue(tracked)
         return commands
 
-    def take(self, tracked: TrackedRequest, num_tokens: int) -> None:
+    def take(self, tracked: TrackedRequest, num_tokens: int, now: float) -> None:
         """Take a request out of the queue; charge its tenant once for so many tokens of its prompt, and its answer."""
-        self.queue.take(tracked.request.request_id)
+        self.queue.take(tracked.request.request_id, now)
         tracked.has_been_taken = True
         if tracked.charged_len is None:
             # Without a prediction of its own, the mean by now, and not that of its arrival: the same for all tenants.

@@ -43,6 +43,7 @@ class TrackedRequest:
     charged_len: float | None = None  # of its answer, as its tenant was charged for it; None: it was not yet
     has_been_taken: bool = False  # out of the queue: it counts among what its tenant has
     num_retries: int = 0  # after lost holders and refused handoffs
+    refused_s: float = -math.inf  # when a refused handoff counted last
     num_moves: int = 0  # ordered, between workers that decode it
     dispatched_s: float | None = None  # when a worker first got its prompt
     prefilled_s: float | None = None  # when its first token was there

@@ -14,8 +14,10 @@ from enum import IntEnum
 
 from alignedserve.core.request import Request
 
-# A real-time request is overdue when its next token has been due for so long, and then has this share.
-OVERDUE_S, OVERDUE_FLOOR = 30.0, 0.05
+# A real-time request is overdue when it has waited so many times its objective, and so many times what others waited of
+# late: the tail follows the median. It then has this share.
+OVERDUE_TIMES, OVERDUE_FLOOR = 2.0, 0.05
+_WEIGHT = 1 / 16  # of the latest in a moving average
 
 
 def turn_due_s(request: Request, *, has_begun: bool) -> float:
@@ -55,14 +57,23 @@ class ClassFloor:
 
 
 class OverdueFloor(ClassFloor):
-    """The floor of late real-time requests before those on time, which only overdue ones have."""
+    """The floor of late real-time requests before those on time, which only overdue ones have.
+
+    What others wait is a moving average, as in the policy that plans iterations (aligned_slo).
+    """
 
     def __init__(self) -> None:
         super().__init__(OVERDUE_FLOOR)
+        self._wait_s = 0.0  # of late
 
-    def lets(self, num_tokens: int, due_s: float, now: float) -> bool:
-        """Return whether a request of so many tokens, due at that time, may go before those on time."""
-        return now >= due_s + OVERDUE_S and self.is_due(num_tokens)
+    def note_wait(self, wait_s: float) -> None:
+        """Note how long a real-time request has waited that goes."""
+        self._wait_s += _WEIGHT * (wait_s - self._wait_s)
+
+    def lets(self, num_tokens: int, since_s: float, due_s: float, now: float) -> bool:
+        """Return whether a request of so many tokens, which waits since `since_s`, may go before those on time."""
+        patience_s = OVERDUE_TIMES * max(due_s - since_s, self._wait_s)
+        return now - since_s >= patience_s and self.is_due(num_tokens)
 
 
 class TurnClass(IntEnum):

@@ -224,6 +224,7 @@ class BlocksRelayed:
 
     command: RelayBlocks
     runs: tuple[BlockRun, ...] | None
+    is_reached: bool = True  # False: nothing could be read, which says nothing of the copy
 
 
 @dataclass(frozen=True, slots=True)

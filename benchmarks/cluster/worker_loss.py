@@ -2,12 +2,13 @@
 
     python -m benchmarks.cluster.worker_loss                    # two elastic workers, the other takes over
     python -m benchmarks.cluster.worker_loss --shape separate-2 # two prefill and two decode workers, one is lost
-    python -m benchmarks.cluster.worker_loss --shape separate   # one of each, for comparison: nobody can take over
+    python -m benchmarks.cluster.worker_loss --shape separate   # one of each: nobody can take over
+    python -m benchmarks.cluster.worker_loss --shape separate --target pool  # or "prefill worker"
 
 Eight streams of the pocket model, in float32, so that a token does not depend on its batch. When all flow, the latest
 worker that decodes gets SIGKILL. A pause is the longest time between two tokens of a stream after that; the streams of
 a worker are told apart by it, as half of them are on each of two. Targets: no pause of 1 s or more with another
-worker alive; no answer changed or cut.
+worker alive, none of 2 s without; no answer changed or cut.
 """
 
 import argparse
@@ -48,7 +49,10 @@ def calls(max_tokens: int, seed: int) -> list[CompletionCall]:
 
 
 async def stream_all(
-    client: OpenAiClient, asked: list[CompletionCall], cluster: KillCluster | None = None
+    client: OpenAiClient,
+    asked: list[CompletionCall],
+    cluster: KillCluster | None = None,
+    target: Target = Target.DECODE,
 ) -> tuple[list[CompletionOutcome], float]:
     """Stream all at once; with a `cluster` kill one of its workers meanwhile. Return when that was, too."""
     outcomes, flowing = [CompletionOutcome() for _ in asked], asyncio.Event()
@@ -61,7 +65,7 @@ async def stream_all(
     killed_s = time.monotonic()
     if cluster is not None:
         await flowing.wait()
-        victim = cluster.processes(Target.DECODE)[-1]
+        victim = cluster.processes(target)[-1]
         assert not any(task.done() for task in tasks), "a stream ended before the blow: more --tokens are needed"
         killed_s = time.monotonic()
         victim.kill()
@@ -83,7 +87,7 @@ async def measure(cluster: KillCluster, options: argparse.Namespace) -> list[dic
         for number in range(options.losses):
             asked = calls(options.tokens, number)
             expected, began_s = await stream_all(client, asked)
-            outcomes, killed_s = await stream_all(client, asked, cluster)
+            outcomes, killed_s = await stream_all(client, asked, cluster, options.target)
             rows.append(_row(outcomes, killed_s, expected, began_s))
             print(rows[-1], flush=True)
             await restored(client, whole)
@@ -133,6 +137,8 @@ def main() -> None:
     """Measure, print and record."""
     parser = parser_of(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="elastic")
+    targets = {one.value: one for one in (Target.DECODE, Target.PREFILL, Target.POOL)}
+    parser.add_argument("--target", type=targets.__getitem__, default=Target.DECODE, help=", ".join(targets))
     parser.add_argument("--losses", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=600)
     options = parser.parse_args()

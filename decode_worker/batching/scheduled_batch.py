@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from alignedserve.core.class_floor import OVERDUE_S, TurnClass
+from alignedserve.core.class_floor import TurnClass
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.costmodel.model import CostModel
 from alignedserve.costmodel.work import IterationWork
@@ -37,6 +37,7 @@ from decode_worker.plan_performer import PlanPerformer
 from decode_worker.state import Candidate, LoadingCandidate
 
 _STARVATION_S = 60.0  # a candidate that has waited so long here enters as if nothing had an objective
+_OVERDUE_S = 30.0  # a late candidate that has waited so long here counts as on time
 
 
 class AdmissionRoom:
@@ -139,7 +140,7 @@ def _class_of(candidate: Candidate, now: float, *, least_s: float) -> TurnClass:
     num_left = max(expected - num_generated, 1.0)
     due_s = candidate.first_token_s + (num_generated + num_left - 1) * tpot_s
     # One that is late waits no longer than the pool lets it, or those on time would keep it from ever entering.
-    is_overdue = now - candidate.granted_s >= OVERDUE_S
+    is_overdue = now - candidate.granted_s >= _OVERDUE_S
     return TurnClass.ON_TIME if is_overdue or due_s - now >= num_left * least_s else TurnClass.LATE
 
 

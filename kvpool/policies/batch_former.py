@@ -191,14 +191,14 @@ class ClassedBatchFormer:
         self._formers = {turn_class: make() for turn_class in TurnClass}
         self.is_aligned = self._formers[TurnClass.BEST_EFFORT].is_aligned
         self._waiting: dict[TurnClass, dict[RequestId, PooledRequest]] = {turn_class: {} for turn_class in TurnClass}
-        self._since_s: dict[RequestId, float] = {}  # when late ones came
+        self._since_s: dict[RequestId, float] = {}  # when real-time ones came
         self._late_floor, self._floor = OverdueFloor(), ClassFloor(floor)
         self._floors = {TurnClass.LATE: self._late_floor, TurnClass.BEST_EFFORT: self._floor}
 
     def insert(self, pooled: PooledRequest, now: float) -> None:
         self._waiting[pooled.turn_class][pooled.request_id] = pooled
         self._formers[pooled.turn_class].insert(pooled, now)
-        if pooled.turn_class is TurnClass.LATE:
+        if pooled.turn_class is not TurnClass.BEST_EFFORT:
             self._since_s[pooled.request_id] = now
 
     def remove(self, request_id: RequestId) -> None:
@@ -211,11 +211,11 @@ class ClassedBatchFormer:
         for by_floor in self._due_by_floor(now) if limits.max_requests > 0 else ():
             lone = self._formers[by_floor].form(replace(limits, max_requests=1, min_requests=1), now)
             if lone is not None:
-                return self._noted(lone)
+                return self._noted(lone, now)
         for turn_class in self._classes(limits):
             first = self._formers[turn_class].form(limits, now) if self._waiting[turn_class] else None
             if first is not None:
-                return self._noted(self._filled(first, limits, now))
+                return self._noted(self._filled(first, limits, now), now)
         return None
 
     def join(self, lengths: LengthRange, limits: BatchLimits, now: float) -> AlignedBatch | None:
@@ -225,7 +225,7 @@ class ClassedBatchFormer:
             joining = self._members(self._formers[by_floor].join(lengths, replace(limits, max_requests=1), now))
             if joining:
                 break
-        return self._noted(batch_of(joining, by_turn=limits.by_turn)) if joining else None
+        return self._noted(batch_of(joining, by_turn=limits.by_turn), now) if joining else None
 
     def seen(self) -> LengthTree:
         tree = LengthTree()
@@ -238,8 +238,9 @@ class ClassedBatchFormer:
 
     def _due_by_floor(self, now: float) -> Iterator[TurnClass]:
         late, best_effort = (next(iter(self._waiting[floor].values()), None) for floor in self._floors)
-        on_time, since_s = self._waiting[TurnClass.ON_TIME], self._since_s
-        if late and on_time and self._late_floor.lets(late.context_len, since_s[late.request_id], now):
+        on_time = self._waiting[TurnClass.ON_TIME]
+        since_s = 0.0 if late is None else self._since_s[late.request_id]
+        if late and on_time and self._late_floor.lets(late.context_len, since_s, since_s + late.ttft_s, now):
             yield TurnClass.LATE
         if best_effort and (on_time or late) and self._floor.is_due(best_effort.context_len):
             yield TurnClass.BEST_EFFORT
@@ -285,8 +286,11 @@ class ClassedBatchFormer:
     def _class_of(self, request_id: RequestId) -> TurnClass:
         return next(turn_class for turn_class in TurnClass if request_id in self._waiting[turn_class])
 
-    def _noted(self, batch: AlignedBatch) -> AlignedBatch:
+    def _noted(self, batch: AlignedBatch, now: float) -> AlignedBatch:
         members = self._members(batch)
+        for member in members:
+            if member.turn_class is not TurnClass.BEST_EFFORT:
+                self._late_floor.note_wait(now - self._since_s[member.request_id])
         leaving = set(batch.request_ids)
         for turn_class, floor in self._floors.items():
             staying = (request for request in self._waiting[turn_class].values() if request.request_id not in leaving)

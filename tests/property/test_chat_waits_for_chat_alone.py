@@ -206,7 +206,7 @@ def test_tokens_before_a_chat_in_the_queue(events: list[tuple[str, int]], floor:
     for number, (what, size) in enumerate(events):
         if what == "take":
             for turn in queue.turns(0.0)[:1]:
-                queue.take(turn.request_id)
+                queue.take(turn.request_id, 0.0)
                 passed.took(turn.request_id)
             continue
         request_class = RequestClass.REAL_TIME if what == "chat" else RequestClass.BEST_EFFORT

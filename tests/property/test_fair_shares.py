@@ -63,9 +63,9 @@ def test_deadlines_add_at_most_their_lead(seed: int) -> None:
             push(tenant, now + 1.0)
     for _ in range(1000):
         now += 0.1
-        (turn,) = queue.turns(now)
+        turn, *_ = queue.turns(now)
         chosen = requests[turn.request_id]
-        queue.take(turn.request_id)
+        queue.take(turn.request_id, now)
         # What a has asked for is always on time, what b has is always late.
         push(chosen.tenant, now + 100.0 if chosen.tenant == "a" else now)
         queue.charge(chosen, chosen.prompt_len)
@@ -171,8 +171,8 @@ def test_one_tenant_is_served_as_if_there_were_no_shares(seed: int) -> None:
             turns = plain.turns(now)
             assert named.turns(now) == turns
             taken = rng.choice(turns).request_id
-            plain.take(taken)
-            named.take(taken)
+            plain.take(taken, now)
+            named.take(taken, now)
             named.charge(request(taken, tenant="alone", weight=3.0, **fields), rng.uniform(-50, 100))
 
 
@@ -218,6 +218,6 @@ def test_what_is_told_to_be_before_a_request_goes_before_it(seed: int) -> None:
     order = []
     while turns := queue.turns(0.0):
         order.append(turns[0].request_id)
-        queue.take(order[-1])
+        queue.take(order[-1], 0.0)
         queue.charge(requests[order[-1]], requests[order[-1]].prompt_len + 40.0)
     assert [told[one] for one in order] == list(range(60))

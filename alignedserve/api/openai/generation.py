@@ -20,17 +20,22 @@ from alignedserve.usage.records import BEST_EFFORT, REAL_TIME, UsageCounts, Usag
 
 WrittenT = TypeVar("WrittenT")
 
+# Texts of a call without answers that are open at once: a chat waits behind so many messages, not behind thousands.
+_MOST_TEXTS = 64
 _CHOICE_LEN = 128  # cost of writing a choice beside its tokens, in characters of reading
 _CLASSES = {RequestClass.REAL_TIME: REAL_TIME, RequestClass.BEST_EFFORT: BEST_EFFORT}
 
 
 class Generation:
-    """An async context manager: entering submits every choice, leaving aborts unfinished ones."""
+    """An async context manager: entering submits every choice, leaving aborts unfinished ones.
+
+    Of many texts without answers only the first are submitted then, and each following one as another ends.
+    """
 
     def __init__(self, request: GenerationRequest, services: ModelServices) -> None:
         self.request = request
         self.tokenizer = services.tokenizer
-        self.has_started = False  # every choice was submitted
+        self.has_started = False  # all choices that entering submits were submitted
         self.num_generated_tokens = 0  # of all choices
         self.num_reasoning_tokens = 0  # of all choices' thoughts, and of the marks around them
         self.num_cached_tokens = 0  # of prompts, from the prefix cache: of each those that none of its choices computed
@@ -50,28 +55,38 @@ class Generation:
             raise
         self._timeline = self._services.timelines.begin(call_facts(self.request, self._services), self.request.requests)
         try:
-            for index, request in enumerate(self.request.requests):
-                if index:
-                    await asyncio.sleep(0)  # streams continue between choices
-                await self._services.name_blocks(request)
-                stream = _submit(request, self._services)
-                stream.call_when_ready(self._call_reader)
-                self._choices.append(_Choice(index, request, stream, self.request, self._services))
+            await self._submit_more()
         except BaseException as error:
             if isinstance(error, Exception):
                 self._count_refused()
             self._end_timeline(error)
             self._close()
             raise
-        self._open = list(self._choices)
         self.has_started = True
         return self
+
+    async def _submit_more(self) -> None:
+        requests = self.request.requests
+        most = _MOST_TEXTS if requests[0].sampling.wants_embedding else len(requests)
+        for index in range(len(self._choices), len(requests)):
+            if len(self._open) >= most:
+                return
+            if index:
+                await asyncio.sleep(0)  # streams continue between choices
+            await self._services.name_blocks(requests[index])
+            stream = _submit(requests[index], self._services)
+            stream.call_when_ready(self._call_reader)
+            choice = _Choice(index, requests[index], stream, self.request, self._services)
+            self._choices.append(choice)
+            self._open.append(choice)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         for choice in self._open:
             choice.count_unfinished(error)
+        if cause_of(error) is not Cause.CLIENT_GONE:
+            self._count_refused(len(self._choices))
         if self.is_complete:
             num_generated = max((choice.decoder.num_tokens for choice in self._choices), default=0)
             self._services.metrics.count_request(self.request.requests, num_generated)
@@ -79,8 +94,8 @@ class Generation:
         self._end_timeline(error)
         self._close()
 
-    def _count_refused(self) -> None:
-        for request in self.request.requests:
+    def _count_refused(self, first: int = 0) -> None:
+        for request in self.request.requests[first:]:
             self._services.metrics.count_refused(request)
 
     def _count_usage(self) -> None:
@@ -101,6 +116,8 @@ class Generation:
             now, cause = time.monotonic(), cause_of(error)
             for choice in self._open or self._choices:
                 self._timeline.choice_ended(choice.index, now, num_tokens=choice.decoder.num_tokens, cause=cause)
+            for index in range(len(self._choices), len(self.request.requests)):
+                self._timeline.choice_ended(index, now, num_tokens=0, cause=cause)
             self._services.timelines.end(self._timeline)
 
     def _close(self) -> None:
@@ -120,6 +137,7 @@ class Generation:
             self._ready.clear()
             for new in self.read_new():
                 yield new
+            await self._submit_more()
             if self._open:
                 await self._ready.wait()
 
@@ -146,7 +164,7 @@ class Generation:
     @property
     def is_complete(self) -> bool:
         """True once every choice has ended."""
-        return not self._open
+        return not self._open and len(self._choices) == len(self.request.requests)
 
     def usage(self) -> dict[str, Any]:
         """Return OpenAI's usage object."""

@@ -2,8 +2,7 @@
 
 That setting (`/sys/kernel/mm/transparent_hugepage/shmem_enabled`) is `never` almost everywhere, and forbids only pages
 that the kernel would choose by itself. A program may ask for a range to be collapsed into huge pages (MADV_COLLAPSE,
-Linux 6.1), which only `deny` refuses. A range of which one small page exists is collapsed without copying: it is
-cleared in the process, so memory is also taken several times as fast as page by page.
+Linux 6.1), which only `deny` refuses, while other processes use it.
 """
 
 import contextlib
@@ -11,12 +10,11 @@ import ctypes
 import errno
 import mmap
 import os
+import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from alignedserve.runtime.device.cores import num_cores
 from kernels.cpu.unnamed_files import take_space
 
 MAP_FIXED, PROT_NONE = 0x10, 0  # Python has no names for them
@@ -63,9 +61,7 @@ def _last_error() -> OSError:
 
 
 HUGE_PAGE = 2 << 20
-_PAGE = 4096
-_SLICE_BYTES = 64 << 20  # taken by a thread at a time
-_MOST_THREADS = 4
+_SLICE_BYTES = 16 << 20  # at a time
 _BUSY_TRIES = 3
 
 
@@ -91,50 +87,40 @@ def map_file(file_descriptor: int, size: int) -> Any:
     return content
 
 
-def take_pages(file_descriptor: int, content: Any, size: int) -> int:
-    """Take the memory of a mapped file, by several threads; return how many bytes of it are on huge pages.
+def take_pages(
+    file_descriptor: int, content_of: Callable[[], Any], size: int, told: Callable[[int], None] = int
+) -> threading.Thread | None:
+    """Take the memory of a mapped file; a thread puts it on huge pages beside the caller, content and all.
 
-    Raises OSError when there is not enough.
+    A kernel takes 256 MiB of small pages in 0.1 s. Huge pages cost some virtual machines 1 to 6 s, for which a cluster
+    without its only pool would wait. `content_of`: the mapping; None once it is not needed. `told`: takes the bytes on
+    huge pages. Raises OSError when there is not enough memory.
     """
-    num_huge = _collapsed(file_descriptor, ctypes.addressof(content), size)
     take_space(file_descriptor, 0, size)
-    return num_huge
+    if size < HUGE_PAGE:
+        return None
+    thread = threading.Thread(target=_collapse, args=(content_of, size, told), daemon=True)
+    thread.start()
+    return thread
 
 
-def _threads(size: int) -> int:
-    return max(1, min(_MOST_THREADS, num_cores(), size // _SLICE_BYTES))
+def _collapse(content_of: Callable[[], Any], size: int, told: Callable[[int], None]) -> None:
+    num_huge, end = 0, size // HUGE_PAGE * HUGE_PAGE
+    for first in range(0, end, _SLICE_BYTES):
+        if (content := content_of()) is None:
+            return
+        at, count = ctypes.addressof(content) + first, min(_SLICE_BYTES, end - first)
+        num_huge += _is_collapsed(at, count) * count
+        del content  # it may be unmapped from here on
+        if not num_huge:
+            break
+    told(num_huge)
 
 
-def _collapsed(file_descriptor: int, at: int, size: int) -> int:
-    end = size // HUGE_PAGE * HUGE_PAGE
-    slices = [(first, min(_SLICE_BYTES, end - first)) for first in range(0, end, _SLICE_BYTES)]
-
-    def take(part: tuple[int, int]) -> int:
-        first, count = part
-        for page in range(first, first + count, HUGE_PAGE):
-            take_space(file_descriptor, page, _PAGE)  # a range without any page is not collapsed
-        return count if _advised(at + first, count, MADV_COLLAPSE) else 0
-
-    if not slices:
-        return 0
-    if not take(slices[0]):
-        with contextlib.suppress(OSError):
-            advise(at, end, MADV_HUGEPAGE)  # a kernel before 6.1 may be set to give them on request
-        return 0
-    return slices[0][1] + sum(_by_threads(take, slices[1:], _threads(size)))
-
-
-def _by_threads(work: Callable[[tuple[int, int]], int], parts: list[tuple[int, int]], num_threads: int) -> list[int]:
-    if num_threads < 2:
-        return [work(part) for part in parts]
-    with ThreadPoolExecutor(num_threads) as threads:
-        return list(threads.map(work, parts))
-
-
-def _advised(at: int, size: int, advice: int) -> bool:
+def _is_collapsed(at: int, size: int) -> bool:
     for _ in range(_BUSY_TRIES):
         try:
-            advise(at, size, advice)
+            advise(at, size, MADV_COLLAPSE)
         except OSError as error:
             if error.errno != errno.EAGAIN:
                 return False

@@ -1,7 +1,7 @@
 """Calibration: measures iterations for a second or two before a worker serves, for its policy's initial costs.
 
 Measurements are kept on disk for the next start. They are believed where two iterations, measured again, take about as
-long; otherwise all is measured anew.
+long; otherwise all is measured anew. A process that was lost believes them at once: chats wait for it.
 """
 
 import logging
@@ -118,17 +118,20 @@ class KeptCalibration:
 
     folder: Path
     described: tuple[str, ...]  # the model and the engine, as far as an iteration's length depends on them
+    is_again: bool = False  # the process has started before in this cluster
 
     def believed(self, points: Sequence[Point], measure: Callable[[Point], float]) -> tuple[Sample, ...]:
-        seconds = _checked(read_kept(self._path(points)), len(points))
-        for point, durations in zip(points[:_TRIED_AGAIN], seconds, strict=False):
-            if not _agrees(min(durations), partial(measure, point)):
-                return ()
-        return tuple(
-            Sample(point.work, duration_s)
-            for point, all_s in zip(points, seconds, strict=False)
-            for duration_s in all_s
-        )
+        seconds = self._seconds(points)
+        tried = zip(points[:_TRIED_AGAIN], seconds, strict=False)
+        is_same = all(_agrees(min(durations), partial(measure, point)) for point, durations in tried)
+        return self.samples(points) if is_same else ()
+
+    def samples(self, points: Sequence[Point]) -> tuple[Sample, ...]:
+        measured = zip(points, self._seconds(points), strict=False)
+        return tuple(Sample(point.work, duration_s) for point, all_s in measured for duration_s in all_s)
+
+    def _seconds(self, points: Sequence[Point]) -> list[list[float]]:
+        return _checked(read_kept(self._path(points)), len(points))
 
     def keep(self, points: Sequence[Point], samples: Sequence[Sample]) -> None:
         seconds = [[sample.seconds for sample in samples if sample.work == point.work] for point in points]
@@ -189,7 +192,6 @@ def measure_iterations(
     if duration_s <= 0.0:
         return ()
     blocks = np.arange(min(engine.storage.num_blocks, _MAX_BLOCKS))
-    engine.storage.zero_blocks(blocks)
     computing_clock = computing_clock or clock
     timer = IterationTimer(engine, block_ids=blocks.tolist(), clock=computing_clock)
     has_hidden_cache = engine.hidden_block_tokens is not None
@@ -198,6 +200,9 @@ def measure_iterations(
     if not again:
         return ()
     points = [*again, *timer.straggler_points(min(max_sequences, max_tokens), max_context_len)]
+    if kept is not None and kept.is_again and (known_before := kept.samples(points)):
+        return known_before
+    engine.storage.zero_blocks(blocks)
 
     def measure(point: Point) -> float:
         if swap_space is not None and point.num_swapped:

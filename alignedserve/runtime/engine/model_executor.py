@@ -76,6 +76,7 @@ class ModelExecutor:
     ) -> None:
         """`progress_path`: notes how far the loading has come. `shared_device`: None: it gives way to no other worker.
         `connect_stages`: to stages on other hosts; None: all stages are on this host."""
+        self._is_again = progress_path is not None and progress_path.exists()  # which an earlier start has left
         self._turns = DeviceTurns(shared_device)
         torch.set_num_threads(threads_per_rank(sizes, served.processes_per_host))
         device = torch.device(sizes.device)
@@ -149,7 +150,7 @@ class ModelExecutor:
             duration_s=duration_s,
             # Not while other processes have the cores: at a start they make one iteration a hundred times as long.
             computing_clock=time.thread_time if self._computes_alone else None,
-            kept=KeptCalibration(cache_folder(), self._described),
+            kept=KeptCalibration(cache_folder(), self._described, is_again=self._is_again),
             turn=self._turns.giving_way,
         )
 

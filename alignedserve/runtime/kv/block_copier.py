@@ -152,7 +152,7 @@ class BlockCopier:
     def _relay(self, command: RelayBlocks, peer: str) -> BlocksRelayed:
         source, target = self._transfer(command.source), self._transfer(command.target)
         ids, generation = command.target_block_ids, command.generation
-        runs = None
+        runs, is_reached = None, source is not None and target is not None
         try:
             with copying(self._storage.device):
                 if isinstance(source, RankedTransfer) and isinstance(target, RankedTransfer):
@@ -161,7 +161,8 @@ class BlockCopier:
                     runs = relay(source, command.copy, target, ids, generation)
         except PeerError as error:
             self._fail(peer, error)
-        return BlocksRelayed(command, runs)
+            is_reached = False
+        return BlocksRelayed(command, runs, is_reached)
 
     def _transfer(self, peer: str) -> KVTransfer | None:
         known, entry = self._transfers.get(peer), self._offers.get(peer)

@@ -15,11 +15,12 @@ import logging
 import os
 import platform
 import struct
+import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +28,7 @@ import psutil
 
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import HandoffRejected, NotEnoughMemory
-from alignedserve.runtime.device.memory_maps import HUGE_PAGE, map_file, take_pages
+from alignedserve.runtime.device.memory_maps import map_file, take_pages
 from alignedserve.runtime.device.registered_memory import CHUNK_BYTES, MemoryDriver, RegisteredMemory
 from alignedserve.runtime.kv.block_runs import BlockIds
 from kernels.cpu.block_copies import BlockList
@@ -88,6 +89,7 @@ class Arena:
             os.close(file_descriptor)
         self._address = ctypes.addressof(content)
         self._registered: RegisteredMemory | None = None
+        self._collapsing: tuple[list[Any], threading.Thread | None] = [], None  # a mapping, which it drops in the end
         self.generations: npt.NDArray[np.uint64] = np.frombuffer(content, np.uint64, num_blocks, _PAGE)
         start = _blocks_offset(num_blocks)
         flat = np.frombuffer(content, np.uint8, num_blocks * block_bytes, start)
@@ -104,7 +106,7 @@ class Arena:
         purpose: str = POOL_PURPOSE,
         setting: str = POOL_SETTING,
     ) -> "Arena":
-        """Create a new file, replacing any old one, with its memory allocated.
+        """Create a new file, replacing any old one, with its memory allocated; huge pages follow (`take_pages`).
 
         Raises NotEnoughMemory, which names the purpose of the memory and the setting to lower.
         """
@@ -115,16 +117,22 @@ class Arena:
             fcntl.flock(file_descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _check_room(path, size)
             os.ftruncate(file_descriptor, size)
-            num_huge = take_pages(file_descriptor, map_file(file_descriptor, size), size)
+            mapped = [map_file(file_descriptor, size)]
+
+            def told(num_huge: int) -> None:
+                mapped.clear()
+                logger.info("%s: %.0f of %.0f MiB on huge pages", path.name, num_huge / _MIB, size / _MIB)
+
+            collapsing = take_pages(file_descriptor, lambda: next(iter(mapped), None), size, told)
             header = _HEADER.pack(_MAGIC, layout.digest(), num_blocks, layout.block_bytes)
             os.pwrite(file_descriptor, header, 0)
         except OSError as error:
             os.close(file_descriptor)
             path.unlink(missing_ok=True)
             raise NotEnoughMemory(_shortage(path, size, purpose, setting)) from error
-        if size >= HUGE_PAGE:
-            logger.info("%s: %.0f of %.0f MiB on huge pages", path.name, num_huge / _MIB, size / _MIB)
-        return cls(path, file_descriptor, num_blocks, layout)
+        arena = cls(path, file_descriptor, num_blocks, layout)
+        arena._collapsing = mapped, collapsing
+        return arena
 
     @classmethod
     def attach(cls, path: Path, layout: BlockLayout, part: ArenaPart = WHOLE) -> "Arena":
@@ -204,6 +212,10 @@ class Arena:
         if self._registered is not None:
             self._registered.close()
         del self.blocks, self.generations
+        mapped, collapsing = self._collapsing
+        mapped.clear()
+        if collapsing is not None:
+            collapsing.join()
 
 
 def _identify(file_descriptor: int) -> str:

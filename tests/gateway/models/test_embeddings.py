@@ -1,6 +1,8 @@
 """Embeddings, scores and rankings over HTTP."""
 
+import asyncio
 import base64
+import contextlib
 import struct
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 
 from alignedserve.api.embeddings.response_format import cosines
 from tests.gateway.support import Gateway, error_of, gateway, tokens_of
+from tests.harnesses.scripted_backend import Script
 from tests.support.marks import each
 
 
@@ -178,3 +181,23 @@ async def test_a_ranking_begins_with_the_likest() -> None:
     assert (first["index"], first["document"]) == (1, {"text": "hello"})
     assert first["relevance_score"] == pytest.approx(1.0)
     assert len(body["results"]) == 2
+
+
+async def test_of_many_texts_a_few_are_open_at_once_and_all_are_answered() -> None:
+    """A thousand at once held up the router and a worker for a second, and every chat that came then."""
+    texts = [[number % 100 + 1] for number in range(200)]
+    async with gateway() as served:
+        answer = await post(served, "/v1/embeddings", input=texts)
+        assert answer.status_code == 200
+        requests = served.backend.submitted
+        assert [request.prompt_token_ids for request in requests] == [tuple(text) for text in texts]
+        vectors = [entry["embedding"] for entry in answer.json()["data"]]
+        assert vectors == [pytest.approx(direction(tuple(text)), abs=1e-6) for text in texts]
+
+
+async def test_a_client_that_goes_leaves_none_of_many_texts() -> None:
+    async with gateway(lambda request: Script((), first_token_delay_s=60.0)) as served:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await post(served, "/v1/embeddings", input=[[number + 1] for number in range(200)])
+        assert (len(served.backend.submitted), len(served.backend.aborted)) == (64, 64)

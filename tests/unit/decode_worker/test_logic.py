@@ -163,6 +163,15 @@ def test_a_refused_handoff_is_recomputed_elsewhere_and_never_a_token() -> None:
     assert made.load().num_handoffs_verified == 1
 
 
+def test_a_handoff_out_of_reach_is_given_back_with_the_next_tick() -> None:
+    made = DecodeHarness()
+    (command,) = loads(made.grant(H1))
+    every = frozenset({R1})
+    assert made.do(BlocksLoaded(POOL, command.loads, every, is_reached=False)) == [released(11)]
+    given_back = to_router(RequestPreempted(R1, 1, (7,), handoff_refused=True))
+    assert [given_back in made.do(Ticked()) for _ in range(2)] == [True, False]
+
+
 # --- growing
 
 

@@ -10,12 +10,15 @@ from kvpool.policies.batch_former import AlignedBatch, BatchFormer, BatchLimits,
 from kvpool.state import PooledRequest
 
 PLENTY = BatchLimits(max_blocks=10_000, max_requests=100)
+TTFT_S = 3.0
 FOR_REAL_TIME = BatchLimits(max_blocks=10_000, max_requests=100, is_for_real_time=True)
 
 
 def pooled(name: str, context_len: int, arrival_s: float = 0.0) -> PooledRequest:
     turn_class = {"c": TurnClass.ON_TIME, "l": TurnClass.LATE, "d": TurnClass.BEST_EFFORT}[name[0]]
-    return PooledRequest(RequestId(name), context_len, -(-context_len // 16), arrival_s, None, turn_class)
+    return PooledRequest(
+        RequestId(name), context_len, -(-context_len // 16), arrival_s, None, turn_class, ttft_s=TTFT_S
+    )
 
 
 def former_with(*waiting: tuple[str, int], floor: float = 0.0, name: str = "density_first") -> BatchFormer:
@@ -76,12 +79,12 @@ def test_a_document_goes_when_its_floor_has_made_up_its_tokens() -> None:
     assert [take(former, one_each) for _ in range(6)] == ["c0", "c1", "d1", "c2", "c3", "d2"]
 
 
-def test_late_chat_that_waits_for_half_a_minute_goes_by_a_floor_of_its_own() -> None:
+def test_late_chat_that_waits_twice_as_long_as_others_goes_by_a_floor_of_its_own() -> None:
     """At a twentieth each token of those on time owes a nineteenth: it goes after nineteen like it."""
     former = former_with(("l1", 40), *[(f"c{number:02}", 40) for number in range(30)])
     one_each = BatchLimits(1000, 1)
-    assert [take(former, one_each, now=29.0) for _ in range(20)][-1] == "c19"
-    assert take(former, one_each, now=30.0) == "l1"
+    assert [take(former, one_each, now=TTFT_S) for _ in range(20)][-1] == "c19"
+    assert take(former, one_each, now=2.0 * TTFT_S) == "l1"
 
 
 def test_those_of_running_lengths_join_by_class() -> None:

@@ -20,7 +20,7 @@ from alignedserve.messages.caches import (
 )
 from alignedserve.messages.events import PeerConnected, PeerDisconnected, Send
 from alignedserve.messages.handshake import Role
-from alignedserve.messages.iterations import BufferOpened, CloseBuffer, MapArena, OpenBuffer, RelayBlocks
+from alignedserve.messages.iterations import BlocksRelayed, BufferOpened, CloseBuffer, MapArena, OpenBuffer, RelayBlocks
 from alignedserve.messages.wire import Message
 from prefill_worker.logic import PrefillCommand
 from tests.harnesses.prefill import ARENA, BUFFER, RUNS, PrefillHarness, to_pool
@@ -133,6 +133,8 @@ def test_a_prefetch_is_copied_from_the_pool_into_the_buffer() -> None:
 
 def test_what_did_not_verify_is_told() -> None:
     assert busy().relayed(relay(), None) == [not_there(is_refused=True)]
+    out_of_reach = BlocksRelayed(relay(), None, is_reached=False)
+    assert busy().do(out_of_reach) == [not_there()]  # the copy may be right
 
 
 def test_one_copy_of_a_buffer_at_a_time_in_order() -> None:

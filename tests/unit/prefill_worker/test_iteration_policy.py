@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from alignedserve.core.class_floor import OVERDUE_S
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import RequestClass, Slo
 from alignedserve.messages.gateways import AbortRequest
@@ -147,7 +146,7 @@ def _got_places(order: PlaceOrder, waiting: list[PrefillJob], now: float) -> lis
 
 def test_an_overdue_chat_gets_a_twentieth_while_chats_on_time_keep_coming() -> None:
     waiting = [_job(f"late{number}") for number in range(20)]
-    got = _got_places(PlaceOrder(knows_classes=True), waiting, OVERDUE_S + 10.0)
+    got = _got_places(PlaceOrder(knows_classes=True), waiting, 2.5)
     assert sum(name.startswith("late") for name in got) == 10
     assert got.index("late0") == 19
 

@@ -4,13 +4,12 @@ from typing import Any
 
 import msgspec
 
-from alignedserve.core.errors import FailureKind
 from alignedserve.messages.caches import BlocksTaken
-from alignedserve.messages.events import PeerConnected, PeerDisconnected
+from alignedserve.messages.events import PeerConnected, PeerDisconnected, Ticked
 from alignedserve.messages.gateways import AbortRequest
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import MapArena
-from alignedserve.messages.workers import AttemptFailed, RequestPreempted
+from alignedserve.messages.workers import RequestPreempted
 from prefill_worker.logic import PrefillCommand
 from tests.harnesses.prefill import (
     ABORT,
@@ -124,12 +123,34 @@ def test_the_pool_is_lost_and_back_while_it_is_copied() -> None:
 
 def test_a_pool_whose_memory_is_out_of_reach_is_not_tried_for_ever() -> None:
     made = copying()
-    for _ in range(7):
-        assert RESERVE in made.copied(offload(), None)
+    assert made.copied(offload(), None) == [CANCEL, RESERVE]
+    for _ in range(6):
         assert made.hear(reserved(), POOL) == [offload()]
+        assert made.copied(offload(), None) == [CANCEL]
+        assert RESERVE in made.do(Ticked())
+    made.hear(reserved(), POOL)
     told = made.copied(offload(), None)
-    reason = "its cache cannot be copied to the KV pool"
-    assert to_router(AttemptFailed(R1, 1, FailureKind.INTERNAL, reason)) in told
+    assert to_router(RequestPreempted(R1, 1, (7,), handoff_refused=True)) in told  # perhaps another worker reaches it
+    assert made.free_blocks() == 12
+
+
+def test_a_worker_without_descriptors_for_a_moment_loses_no_request() -> None:
+    made = copying()
+    made.copied(offload(), None)
+    made.hear(reserved(), POOL)
+    made.copied(offload(), None)
+    assert made.do(Ticked()) == [RESERVE]
+    made.hear(reserved(), POOL)
+    assert made.copied(offload()) == [to_pool(written())]
+
+
+def test_aborted_between_two_copies_that_fail() -> None:
+    made = copying()
+    made.copied(offload(), None)
+    made.hear(reserved(), POOL)
+    made.copied(offload(), None)
+    assert made.hear(ABORT) == []
+    assert made.do(Ticked()) == []
     assert made.free_blocks() == 12
 
 

@@ -36,6 +36,8 @@ from tests.support.samples import DECODE, GATEWAY, POOL, PREFILL, R1, R2, epoch,
 
 # --- admission
 
+REFUSED_AGAIN = RequestFailed(R1, FailureKind.INTERNAL, "its cache was refused again and again")
+
 
 def test_a_request_waits_while_no_worker_can_prefill() -> None:
     made = RouterHarness()
@@ -244,11 +246,20 @@ def test_a_refused_handoff_is_recomputed_and_counted() -> None:
 
 def test_refused_again_and_again_it_fails() -> None:
     made = decoding(max_retries=0)
-    failed = RequestFailed(R1, FailureKind.INTERNAL, "its cache was refused again and again")
-    assert made.hear(DECODE, RequestPreempted(R1, GRANTED, (7,), handoff_refused=True)) == [
-        dropped(),
-        Send(GATEWAY, failed),
-    ]
+    assert made.hear(DECODE, refused_at(GRANTED)) == [dropped(), Send(GATEWAY, REFUSED_AGAIN)]
+
+
+def test_refused_often_within_one_short_trouble_it_counts_once() -> None:
+    made = decoding(max_retries=1)
+    assert given(request(), 2, 7) in made.hear(DECODE, refused_at(GRANTED))
+    for number in (3, 4, 5):
+        assert given(request(), number, 7) in made.hear(PREFILL, refused_at(epoch(number - 1)))
+    made.now += 2.0
+    assert Send(GATEWAY, REFUSED_AGAIN) in made.hear(PREFILL, refused_at(epoch(5)))
+
+
+def refused_at(attempt: int) -> RequestPreempted:
+    return RequestPreempted(R1, attempt, (7,), handoff_refused=True)
 
 
 def test_preemption_for_lack_of_memory_is_no_retry() -> None:

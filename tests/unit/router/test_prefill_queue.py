@@ -27,7 +27,7 @@ def drained(queue: PrefillQueue, now: float = 0.0) -> list[RequestId]:
     taken = []
     while turns := queue.turns(now):
         taken.append(turns[0].request_id)
-        queue.take(taken[-1])
+        queue.take(taken[-1], now)
     return taken
 
 
@@ -78,14 +78,21 @@ def test_chat_that_is_late_goes_after_chat_that_is_not_and_before_documents() ->
     assert drained(queue, 102.0) == order
 
 
-@pytest.mark.parametrize(("late_s", "place"), [(29.0, 30), (31.0, 19)])
-def test_overdue_chat_has_a_floor_while_chat_on_time_waits(late_s: float, place: int) -> None:
-    queue = PrefillQueue(LeastSlackOrder())
+@pytest.mark.parametrize(
+    ("waited_s", "others_s", "place"), [(1.9, 0.0, 30), (2.1, 0.0, 19), (2.1, 5.0, 30), (10.1, 5.0, 19)]
+)
+def test_chat_that_waits_twice_its_objective_and_twice_what_others_wait_has_a_floor(
+    waited_s: float, others_s: float, place: int
+) -> None:
+    queue, now = PrefillQueue(LeastSlackOrder()), 100.0 + waited_s
+    for number in range(80):
+        queue.push(chat(f"before{number}", 100.0 - others_s), 10, due_s=500.0)
+    drained(queue, 100.0)
     late = chat("late", 100.0)
     queue.push(late, 10, due_s=101.0)
     for number in range(30):
-        queue.push(chat(f"chat{number:02}", 130.0), 10, due_s=500.0)
-    order = drained(queue, 101.0 + late_s)
+        queue.push(chat(f"chat{number:02}", now - others_s), 10, due_s=500.0)
+    order = drained(queue, now)
     assert order.index(late.request_id) == place  # 190 tokens of others owe it 190 * 0.05 / 0.95
 
 
@@ -138,10 +145,10 @@ def test_the_floor_does_not_hold_up_chat_where_its_document_finds_no_room() -> N
     for number in range(3):
         queue.push(chat(f"chat{number}", float(number)), 10)
     assert queue.turns(0.0) == (("chat0", False),)
-    queue.take(RequestId("chat0"))
+    queue.take(RequestId("chat0"), 0.0)
     assert queue.turns(0.0) == (("document", True), ("chat1", False))
-    queue.take(RequestId("chat1"))
-    queue.take(RequestId("document"))  # it is owed no more than one document's tokens
+    queue.take(RequestId("chat1"), 0.0)
+    queue.take(RequestId("document"), 0.0)  # it is owed no more than one document's tokens
     assert queue.turns(0.0) == (("chat2", False),)
 
 

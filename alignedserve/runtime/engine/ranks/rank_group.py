@@ -243,7 +243,8 @@ def make_block_memory(num_bytes: int) -> int:
     descriptor = unnamed_file("kv-blocks")
     try:
         os.ftruncate(descriptor, num_bytes)
-        take_pages(descriptor, map_file(descriptor, num_bytes), num_bytes)
+        content = map_file(descriptor, num_bytes)
+        take_pages(descriptor, lambda: content, num_bytes)
     except OSError as error:
         os.close(descriptor)
         raise NotEnoughMemory(f"{message}; lower the number of blocks.") from error

@@ -45,7 +45,7 @@ def test_memory_is_shared_by_a_file_where_there_are_none_in_memory(monkeypatch: 
     try:
         os.ftruncate(descriptor, 3 * _PAGE)
         one, other = map_file(descriptor, 3 * _PAGE), map_file(descriptor, 3 * _PAGE)
-        take_pages(descriptor, one, 3 * _PAGE)
+        take_pages(descriptor, lambda: one, 3 * _PAGE)
         one[2 * _PAGE] = 7
         assert other[2 * _PAGE] == 7
         assert os.fstat(descriptor).st_nlink == 0

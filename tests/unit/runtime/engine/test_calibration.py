@@ -70,6 +70,13 @@ def test_what_was_measured_is_kept_for_a_start_that_takes_as_long(tmp_path: Path
     assert len(measured(1e-9, kept=KeptCalibration(tmp_path, ("another model",)))) == 1
 
 
+def test_a_process_that_was_lost_measures_nothing_where_something_is_kept(tmp_path: Path) -> None:
+    again = KeptCalibration(tmp_path, ("a model",), is_again=True)
+    first = measured(60.0, kept=again)
+    assert measured(60.0, kept=again, reading_s=2.0) == measured(1e-9, kept=KeptCalibration(tmp_path, ("a model",)))
+    assert {sample.seconds for sample in first} == {1.0}
+
+
 def test_what_was_kept_is_measured_anew_where_it_takes_longer_now_or_cannot_be_read(tmp_path: Path) -> None:
     kept = KeptCalibration(tmp_path, ("a model",))
     measured(60.0, kept=kept)
