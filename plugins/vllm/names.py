@@ -4,8 +4,9 @@ Nothing else in this plugin reads or writes an attribute of a vLLM object. A ver
 scheduler is inside vLLM, and a renamed queue would show as lost requests. To add a version: run `make test-vllm` in it.
 """
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any, NamedTuple, Protocol
 
 VERSIONS = ("0.32.0",)
@@ -100,6 +101,30 @@ def load_base() -> Any:
     return AsyncScheduler
 
 
+def load_logger_base() -> Any:
+    from vllm.v1.metrics.loggers import StatLoggerBase
+
+    return StatLoggerBase
+
+
+def check_params_by(problem_of: Callable[[dict[str, Any]], tuple[str, str] | None]) -> None:
+    """Refuse requests with 400 whose xargs have a problem, given as name and text. The first call counts."""
+    from vllm.exceptions import VLLMValidationError
+    from vllm.sampling_params import SamplingParams
+
+    verify = SamplingParams.verify
+    if hasattr(verify, "__wrapped__"):
+        return
+
+    @wraps(verify)
+    def checked(params: Any, *args: Any, **kwargs: Any) -> Any:
+        if params.extra_args and (problem := problem_of(params.extra_args)):
+            raise VLLMValidationError(problem[1], parameter=f"vllm_xargs.{problem[0]}")
+        return verify(params, *args, **kwargs)
+
+    SamplingParams.verify = checked
+
+
 def check_scheduler(scheduler: Any) -> None:
     """Raise UnknownVllm naming what this scheduler lacks of what the plugin touches."""
     missing = [name for name in SCHEDULER if not hasattr(scheduler, name)]
@@ -115,9 +140,9 @@ def options_of(scheduler: Any) -> dict[str, Any]:
     return dict((scheduler.vllm_config.additional_config or {}).get("alignedserve") or {})
 
 
-def instance_of(config: Any) -> str:
-    """Return what names this vLLM among all on a machine, alike in each of its processes."""
-    return f"{config.instance_id}-{config.parallel_config.data_parallel_index}"
+def instance_of(config: Any, engine: int | None = None) -> str:
+    """Return what names an engine among all on a machine, alike in each process of its vLLM; None: this one."""
+    return f"{config.instance_id}-{config.parallel_config.data_parallel_index if engine is None else engine}"
 
 
 def uses_scheduler(config: Any, name: str) -> bool:

@@ -11,6 +11,7 @@ plan is made for the moment at which the device is free.
 """
 
 import heapq
+import math
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -43,6 +44,9 @@ from plugins.vllm.terms import BadTerms, Terms, read_terms
 
 MAX_DOCUMENTS = 512  # with a row; others wait outside, by fair shares, so that a plan stays short
 _LEAST_STEP_S = 1e-5
+# With so much of a step left, its successor is planned when it has ended, so that chats that come meanwhile are in it.
+_LATE_PLAN_S = 0.05
+_CHATS_S = 30.0  # after the last chat, steps are planned early again
 
 
 @dataclass(slots=True)
@@ -87,6 +91,7 @@ class Planner:
     _ended_s: float = 0.0  # the last step
     _num_stuck: int = 0  # steps in a row that computed nothing though there was a plan
     _plan: IterationPlan | None = None
+    _chats_until_s: float = -math.inf
 
     # --- before a step
 
@@ -100,10 +105,13 @@ class Planner:
             return None
         pieces: list[Piece] = []
         self._plan = None
+        if self._is_early(now):
+            return Layout(self.scheduler.running, [], [], 0)
         if len(self.table):
             self._plan = plan = self.policy.plan(self._view(now))
             for eviction in plan.evictions:
-                self._preempt(self.table.request_ids[eviction.row], now)
+                victim = self._tracked[self.table.request_ids[eviction.row]].request
+                names.preempt(self.scheduler, victim, now)
             pieces = self._pieces_of(plan)
         layout = self._layout_of(pieces)
         self.counters.add("held_requests", len(layout.held))
@@ -121,6 +129,11 @@ class Planner:
             self.costs,
             self._free_at(now),
         )
+
+    def _is_early(self, now: float) -> bool:
+        if self._num_documents < len(self.table):
+            self._chats_until_s = now + _CHATS_S
+        return now < self._chats_until_s and self._free_at(now) - now > _LATE_PLAN_S
 
     def _free_at(self, now: float) -> float:
         """Return when the device is free: at the predicted end of what is in flight."""
@@ -169,8 +182,9 @@ class Planner:
         rows = np.array([table.row(RequestId(request_id)) for request_id, _ in planned], np.int64)
         num_tokens = np.array([num for _, num in planned], np.int64)
         for at in np.flatnonzero(table.num_blocks[rows] == 0).tolist():  # newcomers, perhaps with a cached beginning
-            request = self._tracked[planned[at][0]].request
-            table.num_cached[rows[at]] = max(request.num_computed_tokens - int(num_tokens[at]), 0)
+            known = self._tracked[planned[at][0]]
+            table.num_cached[rows[at]] = max(known.request.num_computed_tokens - int(num_tokens[at]), 0)
+            self.shares.served(known.tag)
         num_tokens = np.minimum(num_tokens, table.num_remaining[rows])
         work = self._work_of(rows, num_tokens)
         predicted_s = self.costs.iteration_s(work)
@@ -339,15 +353,10 @@ class Planner:
                 self._drop_row(request_id)
                 self._unready[request_id] = None
 
-    def _preempt(self, request_id: str, now: float) -> None:
-        names.preempt(self.scheduler, self._tracked[request_id].request, now)
-
     def _share_out(self) -> None:
         """Let chats of tenants that are beyond their share give way first."""
         table, num_generated = self.table, self.table.num_generated.tolist()
         for row, request_id in enumerate(table.request_ids):
             known = self._tracked[request_id]
-            if num_generated[row]:
-                self.shares.served(known.tag)
-            elif known.terms.is_chat:
+            if known.terms.is_chat and not num_generated[row]:
                 table.priority[row] = known.terms.priority + self.shares.is_ahead(known.tag)

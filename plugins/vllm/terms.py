@@ -1,9 +1,9 @@
 """Class and objectives of a request, from `priority` and `vllm_xargs`.
 
-    "vllm_xargs": {"slo_ttft_ms": 1000, "slo_tpot_ms": 300}               a chat
-    "vllm_xargs": {"service_class": "document", "deadline_ms": 3600000}   a document that must end within an hour
-    "priority": 10                                                        a document
-    nothing                                                               a chat with the default objectives
+"vllm_xargs": {"slo_ttft_ms": 1000, "slo_tpot_ms": 300}               a chat
+"vllm_xargs": {"service_class": "document", "deadline_ms": 3600000}   a document that must end within an hour
+"priority": 10                                                        a document
+nothing                                                               a chat with the default objectives
 """
 
 import math
