@@ -1,6 +1,6 @@
 """Every name of vLLM's that the plugin touches, and the versions that have them all.
 
-Nothing else in this plugin reads or writes an attribute of a vLLM object. A version that is not listed is refused: a
+The other parts use what is listed here: names of the scheduler, of requests, of a step. Other versions are refused: a
 scheduler is inside vLLM, and a renamed queue would show as lost requests. To add a version: run `make test-vllm` in it.
 """
 
@@ -11,32 +11,17 @@ from typing import Any, NamedTuple, Protocol
 
 VERSIONS = ("0.32.0",)
 
-MODULES = (
-    "vllm.v1.core.sched.async_scheduler.AsyncScheduler",
-    "vllm.v1.core.sched.request_queue.FCFSRequestQueue",
-    "vllm.v1.core.sched.request_queue.SchedulingPolicy.FCFS",
-    "vllm.v1.metrics.loggers.StatLoggerBase",
-    "vllm.sampling_params.SamplingParams.verify",
-    "vllm.exceptions.VLLMValidationError",
-)
 SCHEDULER = (
     # read
-    *("requests", "deferred_waiting", "kv_holding_waiting", "kv_cache_manager", "block_size", "max_model_len"),
+    *("requests", "kv_holding_waiting", "kv_cache_manager", "block_size", "max_model_len"),
     *("max_num_running_reqs", "num_spec_tokens", "num_sampled_tokens_per_step", "lora_config", "requires_kv_delivery"),
-    *("vllm_config", "scheduler_config", "kv_cache_config", "use_pp"),
+    *("vllm_config", "scheduler_config", "kv_cache_config"),
     # written for the length of one `schedule`, and put back
     *("running", "waiting", "policy", "max_num_scheduled_tokens", "max_num_active_reqs"),
     "adaptive_long_prefill_threshold",
     # called
     *("schedule", "update_from_output", "_preempt_request", "_request_blocks_can_be_freed"),
 )
-REQUEST = (
-    *("request_id", "priority", "arrival_time", "sampling_params", "max_tokens", "status", "resumable"),
-    *("num_prompt_tokens", "num_output_tokens", "num_computed_tokens", "num_output_placeholders", "num_tokens"),
-    *("spec_token_ids", "num_stale_output_tokens", "drop_stale_output", "lora_request"),
-)
-OUTPUT = ("num_scheduled_tokens", "total_num_scheduled_tokens", "preempted_req_ids")
-
 
 class UnknownVllm(ImportError):
     """This vLLM is not one that the plugin knows."""

@@ -46,6 +46,7 @@ MAX_DOCUMENTS = 512  # with a row; others wait outside, by fair shares, so that 
 _LEAST_STEP_S = 1e-5
 # With so much of a step left, its successor is planned when it has ended, so that chats that come meanwhile are in it.
 _LATE_PLAN_S = 0.05
+_MOST_ALIKE = 15  # steps by one plan, while all decode, nobody comes and nobody leaves
 _CHATS_S = 30.0  # after the last chat, steps are planned early again
 
 
@@ -92,6 +93,8 @@ class Planner:
     _num_stuck: int = 0  # steps in a row that computed nothing though there was a plan
     _plan: IterationPlan | None = None
     _chats_until_s: float = -math.inf
+    _rows_of: tuple[dict[str, int], Ints] = field(default_factory=lambda: ({}, np.zeros(0, np.int64)))
+    _num_alike: int = 0  # steps that may follow without a plan, as all that is here computes a token
 
     # --- before a step
 
@@ -107,6 +110,9 @@ class Planner:
         self._plan = None
         if self._is_early(now):
             return Layout(self.scheduler.running, [], [], 0)
+        if self._num_alike and not self.scheduler.waiting and len(self.table) == len(self.scheduler.running):
+            self._num_alike -= 1
+            return Layout(self.scheduler.running, [], [], len(self.table))
         if len(self.table):
             self._plan = plan = self.policy.plan(self._view(now))
             for eviction in plan.evictions:
@@ -178,11 +184,13 @@ class Planner:
             self._num_stuck += self._plan is not None and bool(self._plan.scheduled)
             return
         self._num_stuck = 0
-        planned = [(request_id, num) for request_id, num in output.num_scheduled_tokens.items() if request_id in table]
-        rows = np.array([table.row(RequestId(request_id)) for request_id, _ in planned], np.int64)
-        num_tokens = np.array([num for _, num in planned], np.int64)
+        if output.num_scheduled_tokens != self._rows_of[0]:
+            computed = {name: num for name, num in output.num_scheduled_tokens.items() if name in table}
+            self._rows_of = computed, np.array([table.row(RequestId(name)) for name in computed], np.int64)
+        ids = list(self._rows_of[0])
+        rows, num_tokens = self._rows_of[1], np.fromiter(self._rows_of[0].values(), np.int64, len(ids))
         for at in np.flatnonzero(table.num_blocks[rows] == 0).tolist():  # newcomers, perhaps with a cached beginning
-            known = self._tracked[planned[at][0]]
+            known = self._tracked[ids[at]]
             table.num_cached[rows[at]] = max(known.request.num_computed_tokens - int(num_tokens[at]), 0)
             self.shares.served(known.tag)
         num_tokens = np.minimum(num_tokens, table.num_remaining[rows])
@@ -190,17 +198,20 @@ class Planner:
         predicted_s = self.costs.iteration_s(work)
         ends_s = self._free_at(now) + predicted_s
         is_first = (table.num_generated[rows] == 0) & (table.num_remaining[rows] == num_tokens)
-        first_ids = [planned[at][0] for at in np.flatnonzero(is_first).tolist()]
+        first_ids = [ids[at] for at in np.flatnonzero(is_first).tolist()]
         self._steps.append(Step(output, work, now, predicted_s, first_ids))
         note_completed(table, rows, num_tokens, now=ends_s, duration_s=predicted_s)
         size = self.scheduler.block_size
         table.num_blocks[rows] = (table.num_cached[rows] + (size - 1)) // size
         # The last token of these is in flight: they need no further step.
         is_last = table.num_generated[rows] >= table.max_tokens[rows]
-        for request_id in [planned[at][0] for at in np.flatnonzero(is_last).tolist()]:
+        for request_id in [ids[at] for at in np.flatnonzero(is_last).tolist()]:
             self._drop_row(request_id)
             self._unready[request_id] = None
         self.counters.add("steps")
+        if self._plan is not None:
+            are_all = len(ids) == work.num_decodes == len(table) == len(self.scheduler.running)
+            self._num_alike = _MOST_ALIKE if are_all and not self.scheduler.num_spec_tokens else 0
 
     def _work_of(self, rows: Ints, num_tokens: Ints) -> IterationWork:
         table, work = self.table, IterationWork()
@@ -230,10 +241,8 @@ class Planner:
                 known.first_token_s = now
                 if request_id in self.table:
                     self.table.first_token_s[self.table.row(RequestId(request_id))] = now
-        requests = self.scheduler.requests
-        for request_id in output.num_scheduled_tokens:
-            if request_id not in requests:
-                self._ended(request_id, now)
+        for request_id in sorted(output.num_scheduled_tokens.keys() - self.scheduler.requests.keys()):
+            self._ended(request_id, now)
         if self.scheduler.num_spec_tokens:
             self._correct(output.num_scheduled_tokens)
 
@@ -330,6 +339,7 @@ class Planner:
         if names.is_running(request):
             table.num_cached[row] = min(request.num_computed_tokens, int(table.context_len[row]) - 1)
             table.num_blocks[row] = -(-request.num_computed_tokens // self.scheduler.block_size)
+        self._num_alike = 0
         if not terms.is_chat:
             self._num_documents += 1
             table.order[row] = int(known.tag)
@@ -338,6 +348,7 @@ class Planner:
         if request_id in self.table:
             self._num_documents -= not self._tracked[request_id].terms.is_chat
             self.table.remove(RequestId(request_id))
+            self._rows_of, self._num_alike = ({}, self._rows_of[1]), 0
 
     def _forget(self, request_id: str) -> None:
         self._drop_row(request_id)

@@ -9,11 +9,11 @@ from transformers import OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
 
 TINY = {
     "vocab_size": 512,
-    "hidden_size": 64,
+    "hidden_size": 128,
     "ffn_dim": 256,
     "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "word_embed_proj_dim": 64,
+    "num_attention_heads": 2,
+    "word_embed_proj_dim": 128,
 }
 
 
