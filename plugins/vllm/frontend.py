@@ -10,10 +10,9 @@ from prometheus_client import REGISTRY
 from prometheus_client.core import CounterMetricFamily
 from typing_extensions import override
 
-from alignedserve.core.request import Slo
 from plugins.vllm import names
 from plugins.vllm.counters import path_of, read_counters
-from plugins.vllm.terms import NAMES, BadTerms, read_terms
+from plugins.vllm.terms import NAMES, NO_SLO, BadTerms, read_terms
 
 CLASS_NAME = "AlignedScheduler"
 _Base: Any = names.load_logger_base()
@@ -28,7 +27,7 @@ def _problem_of(xargs: dict[str, Any]) -> tuple[str, str] | None:
     if not any(name in xargs for name in NAMES):
         return None
     try:
-        read_terms(xargs, 0, Slo())
+        read_terms(xargs, 0, NO_SLO)
     except BadTerms as error:
         return error.name, str(error)
     return None
@@ -47,8 +46,8 @@ class SchedulerMetrics(_Base):  # type: ignore[misc]
         return []
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        for name, about, value in read_counters(self._path):
-            family = CounterMetricFamily(f"alignedserve_scheduler_{name}", about, labels=["engine"])
+        for name, value in read_counters(self._path).items():
+            family = CounterMetricFamily(f"alignedserve_scheduler_{name}", "See docs/vllm.md.", labels=["engine"])
             family.add_metric([self._engine], value)
             yield family
 

@@ -4,10 +4,10 @@ The other parts use what is listed here: names of the scheduler, of requests, of
 scheduler is inside vLLM, and a renamed queue would show as lost requests. To add a version: run `make test-vllm` in it.
 """
 
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 VERSIONS = ("0.32.0",)
 
@@ -23,37 +23,17 @@ SCHEDULER = (
     *("schedule", "update_from_output", "_preempt_request", "_request_blocks_can_be_freed"),
 )
 
+
+REQUEST = (
+    *("request_id", "priority", "arrival_time", "sampling_params", "max_tokens", "status", "resumable", "num_tokens"),
+    *("num_prompt_tokens", "num_output_tokens", "num_computed_tokens", "num_output_placeholders", "spec_token_ids"),
+    *("num_stale_output_tokens", "drop_stale_output", "lora_request"),
+)
+STEP = ("num_scheduled_tokens", "total_num_scheduled_tokens", "preempted_req_ids")
+
+
 class UnknownVllm(ImportError):
     """This vLLM is not one that the plugin knows."""
-
-
-class VllmRequest(Protocol):
-    """A request of vLLM's, as far as it is touched."""
-
-    request_id: str
-    priority: int
-    arrival_time: float  # seconds of the wall clock
-    sampling_params: Any
-    max_tokens: int
-    status: Any
-    resumable: bool  # more of its prompt comes while it runs
-    num_prompt_tokens: int
-    num_output_tokens: int
-    num_computed_tokens: int
-    num_output_placeholders: int  # tokens of steps in flight
-    num_tokens: int
-    spec_token_ids: Sequence[int]
-    num_stale_output_tokens: int
-    drop_stale_output: bool
-    lora_request: Any
-
-
-class StepOutput(Protocol):
-    """What a step computes."""
-
-    num_scheduled_tokens: dict[str, int]
-    total_num_scheduled_tokens: int
-    preempted_req_ids: Set[str] | None
 
 
 class Layout(NamedTuple):
@@ -117,9 +97,6 @@ def check_scheduler(scheduler: Any) -> None:
         raise UnknownVllm(f"this vLLM's scheduler has no {', '.join(missing)}: alignedserve_vllm knows {VERSIONS}")
 
 
-# --- configuration
-
-
 def options_of(scheduler: Any) -> dict[str, Any]:
     """Return what `--additional-config` names under "alignedserve"."""
     return dict((scheduler.vllm_config.additional_config or {}).get("alignedserve") or {})
@@ -150,18 +127,15 @@ def num_blocks(scheduler: Any) -> tuple[int, int]:
     return pool.num_gpu_blocks // num_groups, pool.get_num_free_blocks() // num_groups
 
 
-# --- requests
-
-
-def xargs_of(request: VllmRequest) -> dict[str, Any]:
+def xargs_of(request: Any) -> dict[str, Any]:
     return (request.sampling_params.extra_args if request.sampling_params is not None else None) or {}
 
 
-def is_running(request: VllmRequest) -> bool:
+def is_running(request: Any) -> bool:
     return bool(request.status.name == "RUNNING")
 
 
-def is_ready(request: VllmRequest) -> bool:
+def is_ready(request: Any) -> bool:
     """Return whether the request can be planned: it runs, or waits for nothing but its turn."""
     if request.resumable:
         return False
@@ -171,12 +145,12 @@ def is_ready(request: VllmRequest) -> bool:
     return request.status.name in ("WAITING", "PREEMPTED") and not is_draining and request.num_computed_tokens == 0
 
 
-def num_generated(request: VllmRequest) -> int:
+def num_generated(request: Any) -> int:
     """Return its tokens, with those of steps in flight; drafts in flight count as if accepted."""
     return request.num_output_tokens + request.num_output_placeholders
 
 
-def num_pending(request: VllmRequest) -> int:
+def num_pending(request: Any) -> int:
     """Return the tokens that vLLM computes next of a running request; 0: its last one is in flight."""
     if request.num_output_placeholders and num_generated(request) >= request.max_tokens:
         return 0
@@ -184,21 +158,18 @@ def num_pending(request: VllmRequest) -> int:
     return max(known - request.num_computed_tokens, 0)
 
 
-def adapter_of(request: VllmRequest) -> int:
+def adapter_of(request: Any) -> int:
     """Return the number of its adapter; 0: none."""
     return request.lora_request.lora_int_id if request.lora_request else 0
 
 
-def preempt(scheduler: Any, request: VllmRequest, now: float) -> bool:
+def preempt(scheduler: Any, request: Any, now: float) -> bool:
     """Preempt a running request as vLLM does; return whether its blocks are free now."""
     if not is_running(request) or not scheduler._request_blocks_can_be_freed(request):
         return False
     scheduler.running.remove(request)
     scheduler._preempt_request(request, now, drop_stale_output=scheduler.requires_kv_delivery)
     return True
-
-
-# --- one step
 
 
 @contextmanager

@@ -8,9 +8,8 @@ from typing_extensions import override
 from alignedserve.core.request import Slo
 from plugins.vllm import names
 from plugins.vllm.counters import Counters, path_of
-from plugins.vllm.names import StepOutput
 from plugins.vllm.scheduling import Planner
-from plugins.vllm.terms import BadTerms, read_terms
+from plugins.vllm.terms import DEFAULT_SLO, BadTerms, read_terms
 
 _Base: Any = names.load_base()
 
@@ -29,7 +28,7 @@ class AlignedScheduler(_Base):  # type: ignore[misc]
         now = time.monotonic()
         layout = self._planner.lay_out(now)
         if layout is None:
-            output: StepOutput = super().schedule(throttle_prefills)
+            output: Any = super().schedule(throttle_prefills)
         else:
             with names.laid_out(self, layout):
                 output = super().schedule(throttle_prefills)
@@ -55,6 +54,6 @@ def default_slo(options: dict[str, Any]) -> Slo:
     if unknown:
         raise ValueError(f"additional_config.alignedserve has no {', '.join(sorted(unknown))}")
     try:
-        return read_terms(options, 0, Planner.__dataclass_fields__["default_slo"].default).slo
+        return read_terms(options, 0, DEFAULT_SLO).slo
     except BadTerms as error:
         raise ValueError(f"additional_config.alignedserve: {error}") from error

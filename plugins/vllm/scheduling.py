@@ -37,10 +37,10 @@ from alignedserve.scheduling.table import Ints, RequestTable
 from alignedserve.scheduling.table_operations import note_completed, note_decodes
 from plugins.vllm import names
 from plugins.vllm.counters import Counters
-from plugins.vllm.names import Layout, StepOutput, VllmRequest
+from plugins.vllm.names import Layout
 from plugins.vllm.pieces import Piece, arrange
 from plugins.vllm.shares import TenantShares
-from plugins.vllm.terms import BadTerms, Terms, read_terms
+from plugins.vllm.terms import DEFAULT_SLO, BadTerms, Terms, read_terms
 
 MAX_DOCUMENTS = 512  # with a row; others wait outside, by fair shares, so that a plan stays short
 _LEAST_STEP_S = 1e-5
@@ -54,7 +54,7 @@ _CHATS_S = 30.0  # after the last chat, steps are planned early again
 class Tracked:
     """A request of vLLM's with what the table does not keep."""
 
-    request: VllmRequest
+    request: Any
     terms: Terms
     arrival_s: float  # on the clock of `now`
     tag: float  # of its tenant's share; the order of documents
@@ -65,7 +65,7 @@ class Tracked:
 class Step:
     """A step in flight."""
 
-    output: StepOutput
+    output: Any
     work: IterationWork
     scheduled_s: float
     predicted_s: float
@@ -77,7 +77,7 @@ class Planner:
     """The scheduling of one vLLM engine."""
 
     scheduler: Any
-    default_slo: Slo = Slo(ttft_s=1.0, tpot_s=0.2)
+    default_slo: Slo = DEFAULT_SLO
     policy: IterationPolicy = field(default_factory=lambda: AlignedSlo(AlignedSloConfig()))
     costs: OnlineIterationModel = field(default_factory=OnlineIterationModel)
     counters: Counters = field(default_factory=Counters)
@@ -110,7 +110,8 @@ class Planner:
         self._plan = None
         if self._is_early(now):
             return Layout(self.scheduler.running, [], [], 0)
-        if self._num_alike and not self.scheduler.waiting and len(self.table) == len(self.scheduler.running):
+        is_alike = not self._unready and not self.scheduler.waiting and len(self.table) == len(self.scheduler.running)
+        if self._num_alike and is_alike:
             self._num_alike -= 1
             return Layout(self.scheduler.running, [], [], len(self.table))
         if len(self.table):
@@ -127,14 +128,9 @@ class Planner:
     def _view(self, now: float) -> WorkerView:
         scheduler = self.scheduler
         num_all, num_free = names.num_blocks(scheduler)
-        return WorkerView(
-            self.table,
-            DeviceMemory(num_all, num_free, scheduler.block_size),
-            IterationLimits(scheduler.max_num_running_reqs, scheduler.max_num_scheduled_tokens),
-            self.history,
-            self.costs,
-            self._free_at(now),
-        )
+        memory = DeviceMemory(num_all, num_free, scheduler.block_size)
+        limits = IterationLimits(scheduler.max_num_running_reqs, scheduler.max_num_scheduled_tokens)
+        return WorkerView(self.table, memory, limits, self.history, self.costs, self._free_at(now))
 
     def _is_early(self, now: float) -> bool:
         if self._num_documents < len(self.table):
@@ -176,7 +172,7 @@ class Planner:
 
     # --- after it
 
-    def scheduled(self, output: StepOutput, now: float) -> None:
+    def scheduled(self, output: Any, now: float) -> None:
         """Note what vLLM took into the step."""
         table = self.table
         self._forget_rows(output.preempted_req_ids or ())
@@ -223,7 +219,7 @@ class Planner:
             work.add_chunk(num, int(table.num_cached[rows[at]]), is_last=is_last)
         return work
 
-    def completed(self, output: StepOutput, now: float) -> None:
+    def completed(self, output: Any, now: float) -> None:
         """Note the end of a step, after vLLM has taken its tokens."""
         if not self._steps or self._steps[0].output is not output:
             return
@@ -264,15 +260,11 @@ class Planner:
         self.counters.add(f"{kind}s")
         num_generated = known.request.num_output_tokens
         self.counters.add(f"{kind}_tokens", num_generated)
-        slo, began_s = known.terms.slo, known.first_token_s
-        if began_s is None:
-            return
-        if slo.ttft_s is not None and began_s - known.arrival_s > slo.ttft_s:
-            self.counters.add("missed_ttft")
-        if slo.tpot_s is not None and num_generated > 1 and now - began_s > slo.tpot_s * (num_generated - 1):
-            self.counters.add("missed_tpot")
-        if slo.deadline_s is not None and now - known.arrival_s > slo.deadline_s:
-            self.counters.add("missed_deadline")
+        slo, began_s = known.terms.slo, now if known.first_token_s is None else known.first_token_s
+        taken_s = {"ttft": began_s - known.arrival_s, "deadline": now - known.arrival_s}
+        taken_s["tpot"] = (now - began_s) / max(num_generated - 1, 1)
+        for name, target_s in slo.targets:
+            self.counters.add(f"missed_{name}", float(taken_s[name] > target_s))
 
     # --- the table follows vLLM's requests
 
@@ -296,7 +288,7 @@ class Planner:
         if self.shares.has_several:
             self._share_out()
 
-    def _track(self, request: VllmRequest, now: float) -> None:
+    def _track(self, request: Any, now: float) -> None:
         try:
             terms = read_terms(names.xargs_of(request), request.priority, self.default_slo)
         except BadTerms:  # the front end refuses these, where the plugin is loaded there
@@ -318,23 +310,15 @@ class Planner:
 
     def _insert(self, known: Tracked, now: float) -> None:
         request, terms, table = known.request, known.terms, self.table
-        most = self.scheduler.max_model_len - request.num_prompt_tokens
-        num_generated = names.num_generated(request)
+        most = min(request.max_tokens, self.scheduler.max_model_len - request.num_prompt_tokens)
+        prompt, sampling = (0,) * max(request.num_prompt_tokens, 1), SamplingParams(max_tokens=max(most, 1))
+        facts = (known.arrival_s, terms.request_class, terms.slo, terms.priority)
+        begun_s = 0.0 if known.first_token_s is None else now - known.first_token_s
         row = table.add(
-            Request(
-                request_id=RequestId(request.request_id),
-                prompt_token_ids=(0,) * max(request.num_prompt_tokens, 1),
-                sampling=SamplingParams(max_tokens=max(min(request.max_tokens, most), 1)),
-                reply_to="",
-                arrival_s=known.arrival_s,
-                request_class=terms.request_class,
-                slo=terms.slo,
-                priority=terms.priority,
-                tenant=terms.tenant,
-            ),
+            Request(RequestId(request.request_id), prompt, sampling, "", *facts),
             now,
-            num_generated=num_generated,
-            begun_s=0.0 if known.first_token_s is None else now - known.first_token_s,
+            num_generated=names.num_generated(request),
+            begun_s=begun_s,
         )
         if names.is_running(request):
             table.num_cached[row] = min(request.num_computed_tokens, int(table.context_len[row]) - 1)

@@ -17,6 +17,7 @@ CLASSES = {"chat": RequestClass.REAL_TIME, "document": RequestClass.BEST_EFFORT}
 _HOUR_MS, _WEEK_MS = 3_600_000.0, 7 * 86_400_000.0
 _MOST_MS = {"slo_ttft_ms": _HOUR_MS, "slo_tpot_ms": _HOUR_MS, "deadline_ms": _WEEK_MS}  # as our gateway's headers
 NAMES = (*_MOST_MS, "service_class", "tenant")
+NO_SLO, DEFAULT_SLO = Slo(), Slo(ttft_s=1.0, tpot_s=0.2)
 
 
 class BadTerms(ValueError):
@@ -32,7 +33,7 @@ class Terms:
     """What a request asks of the scheduler."""
 
     request_class: RequestClass = RequestClass.REAL_TIME
-    slo: Slo = Slo()
+    slo: Slo = NO_SLO
     priority: int = 0  # smaller goes first among equals
     tenant: str = ""
 

@@ -92,6 +92,7 @@ class VirtualEngine:
         self.scheduler = scheduler
         self.now = 0.0
         self.sent: dict[str, Sent] = {}
+        self.then: dict[str, Callable[[], None]] = {}
         self.num_steps = 0
         self.schedule_s: list[float] = []  # real seconds
         self._duration_of = duration_of
@@ -151,7 +152,6 @@ class VirtualEngine:
             block_hasher=self._hasher,
         )
         self.sent[request_id] = Sent(request, self.now)
-        self.then = getattr(self, "then", {})
         if fields.get("then"):
             self.then[request_id] = fields["then"]
         self.scheduler.add_request(request)
@@ -176,9 +176,8 @@ class VirtualEngine:
 
     def _samples(self, output: Any, request_id: str, requests: dict[str, Any]) -> bool:
         request = requests.get(request_id)
-        return request is not None and (output, request_id) is not None and self._ends_at(output, request_id, request)
-
-    def _ends_at(self, output: Any, request_id: str, request: Any) -> bool:
+        if request is None:
+            return False
         for new in output.scheduled_new_reqs:
             if new.req_id == request_id:
                 return bool(
@@ -190,7 +189,8 @@ class VirtualEngine:
 
     @contextmanager
     def _clock(self) -> Iterator[None]:
-        with mock.patch("time.monotonic", lambda: self.now), mock.patch("time.time", lambda: WALL_S + self.now):
+        monotonic = mock.patch("time.monotonic", side_effect=lambda: self.now)
+        with monotonic, mock.patch("time.time", side_effect=lambda: WALL_S + self.now):
             yield
 
 
