@@ -147,7 +147,7 @@ def is_ready(request: Any) -> bool:
 
 def num_generated(request: Any) -> int:
     """Return its tokens, with those of steps in flight; drafts in flight count as if accepted."""
-    return request.num_output_tokens + request.num_output_placeholders
+    return int(request.num_output_tokens + request.num_output_placeholders)
 
 
 def num_pending(request: Any) -> int:
@@ -155,12 +155,12 @@ def num_pending(request: Any) -> int:
     if request.num_output_placeholders and num_generated(request) >= request.max_tokens:
         return 0
     known = request.num_tokens + len(request.spec_token_ids) + request.num_output_placeholders
-    return max(known - request.num_computed_tokens, 0)
+    return max(int(known - request.num_computed_tokens), 0)
 
 
 def adapter_of(request: Any) -> int:
     """Return the number of its adapter; 0: none."""
-    return request.lora_request.lora_int_id if request.lora_request else 0
+    return int(request.lora_request.lora_int_id) if request.lora_request else 0
 
 
 def preempt(scheduler: Any, request: Any, now: float) -> bool:

@@ -69,7 +69,7 @@ class Step:
     work: IterationWork
     scheduled_s: float
     predicted_s: float
-    first_ids: list[str]  # requests whose first token comes with it
+    first_ids: list[RequestId]  # requests whose first token comes with it
 
 
 @dataclass(slots=True)
@@ -84,16 +84,16 @@ class Planner:
     table: RequestTable = field(default_factory=RequestTable)
     history: IterationHistory = field(default_factory=IterationHistory)
     shares: TenantShares = field(default_factory=TenantShares)
-    _tracked: dict[str, Tracked] = field(default_factory=dict)
-    _unready: dict[str, None] = field(default_factory=dict)  # no row: vLLM decides about them
-    _backlog: list[tuple[float, str]] = field(default_factory=list)  # documents without a row, a heap by tag
+    _tracked: dict[RequestId, Tracked] = field(default_factory=dict)
+    _unready: dict[RequestId, None] = field(default_factory=dict)  # no row: vLLM decides about them
+    _backlog: list[tuple[float, RequestId]] = field(default_factory=list)  # documents without a row, a heap by tag
     _num_documents: int = 0  # with a row
     _steps: deque[Step] = field(default_factory=deque)
     _ended_s: float = 0.0  # the last step
     _num_stuck: int = 0  # steps in a row that computed nothing though there was a plan
     _plan: IterationPlan | None = None
     _chats_until_s: float = -math.inf
-    _rows_of: tuple[dict[str, int], Ints] = field(default_factory=lambda: ({}, np.zeros(0, np.int64)))
+    _rows_of: tuple[dict[RequestId, int], Ints] = field(default_factory=lambda: ({}, np.zeros(0, np.int64)))
     _num_alike: int = 0  # steps that may follow without a plan, as all that is here computes a token
 
     # --- before a step
@@ -182,7 +182,7 @@ class Planner:
         self._num_stuck = 0
         if output.num_scheduled_tokens != self._rows_of[0]:
             computed = {name: num for name, num in output.num_scheduled_tokens.items() if name in table}
-            self._rows_of = computed, np.array([table.row(RequestId(name)) for name in computed], np.int64)
+            self._rows_of = computed, np.array([table.row(name) for name in computed], np.int64)
         ids = list(self._rows_of[0])
         rows, num_tokens = self._rows_of[1], np.fromiter(self._rows_of[0].values(), np.int64, len(ids))
         for at in np.flatnonzero(table.num_blocks[rows] == 0).tolist():  # newcomers, perhaps with a cached beginning
@@ -236,22 +236,22 @@ class Planner:
             if (known := self._tracked.get(request_id)) is not None and known.first_token_s is None:
                 known.first_token_s = now
                 if request_id in self.table:
-                    self.table.first_token_s[self.table.row(RequestId(request_id))] = now
+                    self.table.first_token_s[self.table.row(request_id)] = now
         for request_id in sorted(output.num_scheduled_tokens.keys() - self.scheduler.requests.keys()):
             self._ended(request_id, now)
         if self.scheduler.num_spec_tokens:
             self._correct(output.num_scheduled_tokens)
 
-    def _correct(self, computed: Mapping[str, int]) -> None:
+    def _correct(self, computed: Mapping[RequestId, int]) -> None:
         """Take over the progress of requests with drafts, of which some were refused."""
         table = self.table
         for request_id in computed:
             if request_id in table:
-                row, request = table.row(RequestId(request_id)), self._tracked[request_id].request
+                row, request = table.row(request_id), self._tracked[request_id].request
                 table.num_generated[row] = names.num_generated(request)
                 table.num_cached[row] = min(request.num_computed_tokens, table.context_len[row] - 1)
 
-    def _ended(self, request_id: str, now: float) -> None:
+    def _ended(self, request_id: RequestId, now: float) -> None:
         known = self._tracked.get(request_id)
         if known is None:
             return
@@ -300,7 +300,7 @@ class Planner:
         self._tracked[request.request_id] = Tracked(request, terms, now - waited_s, tag)
         self._unready[request.request_id] = None
 
-    def _add_row(self, request_id: str, now: float) -> None:
+    def _add_row(self, request_id: RequestId, now: float) -> None:
         known = self._tracked[request_id]
         is_waiting = not names.is_running(known.request)
         if is_waiting and not known.terms.is_chat and self._num_documents >= MAX_DOCUMENTS:
@@ -315,7 +315,7 @@ class Planner:
         facts = (known.arrival_s, terms.request_class, terms.slo, terms.priority)
         begun_s = 0.0 if known.first_token_s is None else now - known.first_token_s
         row = table.add(
-            Request(RequestId(request.request_id), prompt, sampling, "", *facts),
+            Request(request.request_id, prompt, sampling, "", *facts),
             now,
             num_generated=names.num_generated(request),
             begun_s=begun_s,
@@ -328,13 +328,13 @@ class Planner:
             self._num_documents += 1
             table.order[row] = int(known.tag)
 
-    def _drop_row(self, request_id: str) -> None:
+    def _drop_row(self, request_id: RequestId) -> None:
         if request_id in self.table:
             self._num_documents -= not self._tracked[request_id].terms.is_chat
-            self.table.remove(RequestId(request_id))
+            self.table.remove(request_id)
             self._rows_of, self._num_alike = ({}, self._rows_of[1]), 0
 
-    def _forget(self, request_id: str) -> None:
+    def _forget(self, request_id: RequestId) -> None:
         self._drop_row(request_id)
         self._unready.pop(request_id, None)
         known = self._tracked.pop(request_id)

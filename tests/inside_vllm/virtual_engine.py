@@ -2,9 +2,16 @@
 
 Its queues, its allocation and its asynchronous scheduling are vLLM's own; no model runs. So a minute of load takes
 seconds, and gives the same figures on a busy machine.
+
+    python -m tests.inside_vllm.virtual_engine FOLDER CLASS --rate 2.5 --documents 64 --seconds 200
+
+prints what chats hold beside documents, by a scheduler of this name: `vllm.v1.core.sched.async_scheduler.AsyncScheduler`
+or `alignedserve_vllm.AlignedScheduler`. FOLDER: of a model, by tests/inside_vllm/tiny_model.py.
 """
 
+import argparse
 import heapq
+import importlib
 import itertools
 import random
 import statistics
@@ -201,6 +208,8 @@ def hybrid_load(
     num_documents: int,
     seconds: float,
     xargs: dict[str, Any] | None,
+    ttft_s: float = 1.0,
+    tpot_s: float = 0.3,
     warm_s: float = 30.0,
     seed: int = 1,
 ) -> dict[str, float]:
@@ -228,7 +237,7 @@ def hybrid_load(
     in_time = [sent for sent in ended if warm_s <= sent.token_s[-1] <= warm_s + seconds]
     return {
         "chats": number,
-        "held": sum(sent.ttft_s <= 1.0 and sent.tpot_s <= 0.3 for sent in chats) / max(number, 1),
+        "held": sum(sent.ttft_s <= ttft_s and sent.tpot_s <= tpot_s for sent in chats) / max(number, 1),
         "ttft_p50": statistics.median(sent.ttft_s for sent in chats) if chats else 0.0,
         "ttft_max": max((sent.ttft_s for sent in chats), default=0.0),
         "tpot_p50": statistics.median(sent.tpot_s for sent in chats) if chats else 0.0,
@@ -237,3 +246,32 @@ def hybrid_load(
         "steps": engine.num_steps,
         "schedule_ms": 1e3 * statistics.median(engine.schedule_s),
     }
+
+
+def main() -> None:
+    """Run one load and print its figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder")
+    parser.add_argument("scheduler")
+    parser.add_argument("--rate", type=float, default=0.8)
+    parser.add_argument("--documents", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=200.0)
+    parser.add_argument("--ttft", type=float, default=1.0)
+    parser.add_argument("--tpot", type=float, default=0.3)
+    arguments = parser.parse_args()
+    module, _, name = arguments.scheduler.rpartition(".")
+    engine = VirtualEngine(make_scheduler(getattr(importlib.import_module(module), name), arguments.folder))
+    figures = hybrid_load(
+        engine,
+        rate=arguments.rate,
+        num_documents=arguments.documents,
+        seconds=arguments.seconds,
+        xargs={"slo_ttft_ms": 1000 * arguments.ttft, "slo_tpot_ms": 1000 * arguments.tpot},
+        ttft_s=arguments.ttft,
+        tpot_s=arguments.tpot,
+    )
+    print(arguments.scheduler, {name: round(value, 3) for name, value in figures.items()})
+
+
+if __name__ == "__main__":
+    main()

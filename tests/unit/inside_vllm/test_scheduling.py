@@ -6,8 +6,10 @@ from unittest import mock
 
 import pytest
 
+from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Slo
 from alignedserve.costmodel.linear import LinearCoefficients, LinearIterationModel
+from alignedserve.costmodel.online import OnlineIterationModel
 from plugins.vllm import names
 from plugins.vllm.names import Layout
 from plugins.vllm.scheduling import Planner
@@ -39,14 +41,14 @@ def _request(
     name: str, prompt: int, computed: int, out: int, age: float, xargs: dict[str, object], fields: dict[str, object]
 ) -> StandInRequest:
     fields = {"xargs": xargs, "status": "RUNNING" if computed else "WAITING", "arrival_time": WALL - age, **fields}
-    made = StandInRequest(name, prompt, **fields)  # type: ignore[arg-type]
+    made = StandInRequest(name, prompt, **fields)
     made.num_computed_tokens, made.num_output_tokens = computed, out
     return made
 
 
 def planner_of(*requests: StandInRequest, num_blocks: int = 1000, max_loras: int = 0) -> Planner:
     scheduler = StandInScheduler(*requests, num_blocks=num_blocks, max_loras=max_loras)
-    return Planner(scheduler, Slo(1.0, 0.2), costs=COSTS)  # type: ignore[arg-type]
+    return Planner(scheduler, Slo(1.0, 0.2), costs=COSTS)
 
 
 def laid(planner: Planner, now: float = NOW) -> Layout:
@@ -91,9 +93,9 @@ def test_alone_documents_have_the_whole_step() -> None:
 def test_requests_that_say_nothing_are_chats_and_a_priority_above_nothing_is_a_document() -> None:
     planner = planner_of(StandInRequest("silent", 10), StandInRequest("low", 10, priority=3))
     laid(planner)
-    kinds = {name: planner.table.is_real_time[planner.table.row(name)] for name in ("silent", "low")}  # type: ignore[arg-type]
+    kinds = dict(zip(planner.table.request_ids, planner.table.is_real_time.tolist(), strict=True))
     assert kinds == {"silent": True, "low": False}
-    assert planner.table.ttft_s[planner.table.row("silent")] == 1.0  # type: ignore[arg-type]
+    assert planner.table.ttft_s[planner.table.row(RequestId("silent"))] == 1.0
 
 
 def test_a_chat_without_memory_takes_it_from_a_document_by_vllms_own_preemption() -> None:
@@ -112,11 +114,11 @@ def test_a_preempted_request_comes_back_when_its_output_has_arrived() -> None:
     request.num_stale_output_tokens = 1
     names.preempt(planner.scheduler, request, NOW)
     planner.scheduled(StandInOutput({}, frozenset({"d"})), NOW)
-    assert "d" not in planner.table
+    assert RequestId("d") not in planner.table
     assert ids(laid(planner).newcomers) == ["d"]  # vLLM looks whether it is ready
     request.num_stale_output_tokens, request.num_output_tokens = 0, 4
     laid(planner)
-    assert planner.table.num_generated[planner.table.row("d")] == 4  # type: ignore[arg-type]
+    assert planner.table.num_generated[planner.table.row(RequestId("d"))] == 4
 
 
 def test_a_request_whose_last_token_is_in_flight_needs_no_step() -> None:
@@ -128,11 +130,6 @@ def test_a_request_whose_last_token_is_in_flight_needs_no_step() -> None:
 
 def test_steps_teach_the_costs_and_note_first_tokens() -> None:
     planner = planner_of(chat("c", 40))
-    planner.costs = (
-        type(planner.costs)(planner.costs.coefficients) if hasattr(planner.costs, "observe") else planner.costs
-    )
-    from alignedserve.costmodel.online import OnlineIterationModel
-
     planner.costs = OnlineIterationModel()
     laid(planner)
     request = planner.scheduler.requests["c"]
@@ -141,7 +138,7 @@ def test_steps_teach_the_costs_and_note_first_tokens() -> None:
     planner.scheduled(output, NOW)
     planner.completed(output, NOW + 0.25)
     assert planner.costs.num_observed == 1
-    row = planner.table.row("c")  # type: ignore[arg-type]
+    row = planner.table.row(RequestId("c"))
     assert planner.table.first_token_s[row] == NOW + 0.25
     assert planner.table.num_cached[row] == 40
     assert planner.table.num_generated[row] == 1
