@@ -40,8 +40,8 @@ class Layout(NamedTuple):
     """The queues for one step. A step computes `num_tokens`, in this order; none if that is 0."""
 
     running: list[Any]
-    newcomers: list[Any]  # of the waiting ones
-    held: list[Any]  # running ones that sit this step out
+    newcomers: list[Any]  # waiting requests
+    held: list[Any]  # running requests without a token in this step
     num_tokens: int
     most_tokens: int = 0  # of one request; 0: no bound
 
@@ -91,7 +91,7 @@ def check_params_by(problem_of: Callable[[dict[str, Any]], tuple[str, str] | Non
 
 
 def check_scheduler(scheduler: Any) -> None:
-    """Raise UnknownVllm naming what this scheduler lacks of what the plugin touches."""
+    """Raise UnknownVllm with the names that this scheduler lacks."""
     missing = [name for name in SCHEDULER if not hasattr(scheduler, name)]
     if missing:
         raise UnknownVllm(f"this vLLM's scheduler has no {', '.join(missing)}: alignedserve_vllm knows {VERSIONS}")

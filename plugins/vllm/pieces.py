@@ -15,8 +15,8 @@ class Piece(NamedTuple):
 
     request: Any
     num_tokens: int
-    is_part: bool  # more of its prompt is left
-    is_running: bool  # it holds memory; else it waits
+    is_part: bool  # the prompt goes on
+    is_running: bool  # holds memory; False: waits
 
 
 def arrange(pieces: list[Piece], running: list[Any], first: list[Any], max_loras: int | None) -> Layout:
@@ -65,10 +65,10 @@ def _with_adapters(pieces: list[Piece], max_loras: int | None, first: list[Any])
     if max_loras is None:
         return pieces
     loaded = {adapter for request in first if (adapter := adapter_of(request))}
-    kept = []
+    fitting = []
     for piece in sorted(pieces, key=lambda piece: not piece.is_running):
         adapter = adapter_of(piece.request)
         if not adapter or adapter in loaded or len(loaded) < max_loras:
-            kept.append(piece)
+            fitting.append(piece)
             loaded |= {adapter} if adapter else set()
-    return kept
+    return fitting

@@ -40,11 +40,11 @@ from plugins.vllm.counters import Counters
 from plugins.vllm.names import Layout
 from plugins.vllm.pieces import Piece, arrange
 from plugins.vllm.shares import TenantShares
-from plugins.vllm.terms import DEFAULT_SLO, BadTerms, Terms, read_terms
+from plugins.vllm.terms import DEFAULT_SLO, BadTerms, RequestTerms, read_terms
 
 MAX_DOCUMENTS = 512  # with a row; others wait outside, by fair shares, so that a plan stays short
 _LEAST_STEP_S = 1e-5
-# With so much of a step left, its successor is planned when it has ended, so that chats that come meanwhile are in it.
+# Longer steps are planned one by one: a new chat waits for one step then, not for two.
 _LATE_PLAN_S = 0.05
 _MOST_ALIKE = 15  # steps by one plan, while all decode, nobody comes and nobody leaves
 _CHATS_S = 30.0  # after the last chat, steps are planned early again
@@ -55,14 +55,14 @@ class Tracked:
     """A request of vLLM's with what the table does not keep."""
 
     request: Any
-    terms: Terms
+    terms: RequestTerms
     arrival_s: float  # on the clock of `now`
     tag: float  # of its tenant's share; the order of documents
     first_token_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepInFlight:
     """A step in flight."""
 
     output: Any
@@ -88,7 +88,7 @@ class Planner:
     _unready: dict[RequestId, None] = field(default_factory=dict)  # no row: vLLM decides about them
     _backlog: list[tuple[float, RequestId]] = field(default_factory=list)  # documents without a row, a heap by tag
     _num_documents: int = 0  # with a row
-    _steps: deque[Step] = field(default_factory=deque)
+    _steps: deque[StepInFlight] = field(default_factory=deque)
     _ended_s: float = 0.0  # the last step
     _num_stuck: int = 0  # steps in a row that computed nothing though there was a plan
     _plan: IterationPlan | None = None
@@ -195,7 +195,7 @@ class Planner:
         ends_s = self._free_at(now) + predicted_s
         is_first = (table.num_generated[rows] == 0) & (table.num_remaining[rows] == num_tokens)
         first_ids = [ids[at] for at in np.flatnonzero(is_first).tolist()]
-        self._steps.append(Step(output, work, now, predicted_s, first_ids))
+        self._steps.append(StepInFlight(output, work, now, predicted_s, first_ids))
         note_completed(table, rows, num_tokens, now=ends_s, duration_s=predicted_s)
         size = self.scheduler.block_size
         table.num_blocks[rows] = (table.num_cached[rows] + (size - 1)) // size
@@ -293,7 +293,7 @@ class Planner:
             terms = read_terms(names.xargs_of(request), request.priority, self.default_slo)
         except BadTerms:  # the front end refuses these, where the plugin is loaded there
             self.counters.add("bad_terms")
-            terms = Terms(slo=self.default_slo)
+            terms = RequestTerms(slo=self.default_slo)
         waited_s = min(max(time.time() - request.arrival_time, 0.0), 3600.0)
         cost = request.num_prompt_tokens + min(request.max_tokens, request.num_prompt_tokens)
         tag = self.shares.arrived(terms.tenant, cost)

@@ -29,7 +29,7 @@ class BadTerms(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class RequestTerms:
     """What a request asks of the scheduler."""
 
     request_class: RequestClass = RequestClass.REAL_TIME
@@ -42,7 +42,7 @@ class Terms:
         return self.request_class is RequestClass.REAL_TIME
 
 
-def read_terms(xargs: Mapping[str, Any], priority: int, default: Slo) -> Terms:
+def read_terms(xargs: Mapping[str, Any], priority: int, default: Slo) -> RequestTerms:
     """Return the terms of a request. Raises BadTerms."""
     seconds = {name: _seconds(xargs, name) for name in _MOST_MS}
     slo = Slo(seconds["slo_ttft_ms"], seconds["slo_tpot_ms"], seconds["deadline_ms"])
@@ -59,7 +59,7 @@ def read_terms(xargs: Mapping[str, Any], priority: int, default: Slo) -> Terms:
     if not isinstance(tenant, str) or len(tenant) > MAX_TENANT_LEN:
         raise BadTerms("tenant", f"is {_shown(tenant)}; it is a name of at most {MAX_TENANT_LEN} letters")
     bounded = max(-MAX_PRIORITY, min(priority, MAX_PRIORITY))
-    return Terms(CLASSES[kind], slo.completed_by(default) if kind == "chat" else slo, bounded, tenant)
+    return RequestTerms(CLASSES[kind], slo.completed_by(default) if kind == "chat" else slo, bounded, tenant)
 
 
 def _seconds(xargs: Mapping[str, Any], name: str) -> float | None:

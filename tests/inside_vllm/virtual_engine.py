@@ -5,8 +5,8 @@ seconds, and gives the same figures on a busy machine.
 
     python -m tests.inside_vllm.virtual_engine FOLDER CLASS --rate 2.5 --documents 64 --seconds 200
 
-prints what chats hold beside documents, by a scheduler of this name: `vllm.v1.core.sched.async_scheduler.AsyncScheduler`
-or `alignedserve_vllm.AlignedScheduler`. FOLDER: of a model, by tests/inside_vllm/tiny_model.py.
+prints what chats hold beside documents. CLASS: alignedserve_vllm.AlignedScheduler, or vLLM's own,
+vllm.v1.core.sched.async_scheduler.AsyncScheduler. FOLDER: of a model, by tests/inside_vllm/tiny_model.py.
 """
 
 import argparse
