@@ -6,10 +6,11 @@ unexport PYTHONDONTWRITEBYTECODE
 VENV := .venv
 BIN := $(VENV)/bin
 DOCS_VENV := .venv-docs
+VLLM_VENV := build/vllm
 
 .DEFAULT_GOAL := help
 
-.PHONY: help serve demo cluster-demo chat eval test test-promise test-part test-all test-histories test-clients sanitize faults records check check-types check-style check-wheels check-audit audit format bench docs install install-dev clean
+.PHONY: help serve demo cluster-demo chat eval test test-promise test-part test-all test-histories test-clients test-vllm sanitize faults records check check-types check-style check-wheels check-audit audit format bench docs install install-dev clean
 
 # A folder, a GGUF file, or a name: `make serve MODEL=smollm2` holds a conversation.
 MODEL ?= pocket
@@ -59,6 +60,13 @@ test-histories: install-dev  ## every random history; test-all plays a tenth
 
 test-clients: install-dev  ## clients of the field against a served model, in environments of their own (registries)
 	@$(BIN)/python -m pytest -m clients tests/clients
+
+test-vllm: $(VLLM_VENV)/.installed  ## the scheduler inside vLLM, in an environment of its own (registries)
+	@HF_HUB_OFFLINE=1 $(VLLM_VENV)/bin/python -m pytest -c tests/inside_vllm/pytest.ini --rootdir tests/inside_vllm tests/inside_vllm
+
+$(VLLM_VENV)/.installed: scripts/vllm_environment.py
+	@$(PYTHON) scripts/vllm_environment.py $(VLLM_VENV)
+	@touch $@
 
 sanitize: install-dev  ## the kernels' tests while sanitizers check every access: half an hour, most of it to compile
 	@$(BIN)/python -m tests.sanitized
