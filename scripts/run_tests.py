@@ -6,15 +6,18 @@ else in tests/seconds.json. docs/testing.md says which tiers there are. The seco
 
 import argparse
 import fcntl
+import gc
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -30,6 +33,19 @@ MAX_RERUN = 5  # a busy machine explains no more failures than that
 REPORT_S = 10.0
 UNKNOWN_CLUSTER_S, UNKNOWN_S = 60.0, 2.0  # of a file that no earlier run has seen
 NOT_HERE = "not gpu and not clients"
+FORK = "--fork"  # before what `_fork` takes: not for the command line of people
+SHARED_MODULES = (
+    "tests.conftest",  # first, as it says how others are imported
+    "tests.gateway.conftest",
+    "tests.gpu_kernels.conftest",
+    "tests.harnesses.clusters.in_process",
+    "tests.harnesses.simulation",
+    "tests.support.models.tiny_engines",
+    "tests.unit.cluster.conftest",
+    "transformers.generation.utils",
+    "transformers.models.llama.modeling_llama",
+)
+_REWRITES = "pytest.PytestAssertRewriteWarning"
 MARKERS = {
     "default": f"not slow and {NOT_HERE}",
     "promise": f"slow and promise and {NOT_HERE}",
@@ -53,27 +69,49 @@ def run(hands: Sequence[Sequence[str]], marker: str, num_processes: int, root: s
     with tempfile.TemporaryDirectory() as name:  # of this run alone: another may go on in the same checkout
         folder = Path(name)
         (folder / "hands").write_text(json.dumps(hands))
-        command = [sys.executable, "-m", "pytest", "-m", marker, "-p", "no:cacheprovider"]
-        command += ["-p", "scripts.run_tests", f"--take-from={folder}", root]
-        processes = {}
-        for number in range(min(num_processes, len(hands))):
-            with (folder / f"{number}.log").open("w") as output:
-                processes[output.name] = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output)
-        for process in processes.values():
-            while process.poll() is None:
-                try:
-                    process.wait(REPORT_S)
-                except subprocess.TimeoutExpired:
-                    print(f"{len(list(folder.glob('*.taken')))} of {len(hands)} files begun", flush=True)
-        for log, process in processes.items():
-            if process.returncode not in (0, 5):  # 5: no test was chosen
-                print(Path(log).read_text(errors="replace"), flush=True)
-            outcome.is_broken |= process.returncode not in (0, 1, 5)
+        command = [sys.executable, "-m", "scripts.run_tests", FORK, str(folder), str(min(num_processes, len(hands)))]
+        process = subprocess.Popen([*command, "-m", marker, f"--take-from={folder}", root], cwd=ROOT)
+        while process.poll() is None:
+            try:
+                process.wait(REPORT_S)
+            except subprocess.TimeoutExpired:
+                print(f"{len(list(folder.glob('*.taken')))} of {len(hands)} files begun", flush=True)
+        outcome.is_broken = process.returncode != 0
+        for ended in folder.glob("*.ended"):
+            code = int(ended.read_text())
+            if code not in (0, 5):  # 5: no test was chosen
+                print(ended.with_suffix(".log").read_text(errors="replace"), flush=True)
+            outcome.is_broken |= code not in (0, 1, 5)
         for results in (json.loads(path.read_text()) for path in folder.glob("*.json")):
             outcome.seconds |= results["seconds"]
             outcome.counts += Counter(results["counts"])
             outcome.failed += results["failed"]
     return outcome
+
+
+def _fork(folder: Path, num_processes: int, arguments: Sequence[str]) -> None:
+    """Import once what nearly every test needs, ten seconds of a core, and run pytest in forks of this process."""
+    gc.disable()
+    for name in SHARED_MODULES:
+        import_module(name)
+    gc.freeze()
+    # Whatever a plugin of pytest needs as well, such as anyio, is imported and not rewritten.
+    arguments = ["-p", "no:cacheprovider", "-p", "scripts.run_tests", f"-Wignore::{_REWRITES}", *arguments]
+    numbers = {}
+    for number in range(num_processes):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # a thread of OpenBLAS, which is prepared for forks
+            pid = os.fork()
+        if not pid:
+            output = os.open(folder / f"{number}.log", os.O_WRONLY | os.O_CREAT)
+            os.dup2(output, sys.stdout.fileno())
+            os.dup2(output, sys.stderr.fileno())
+            gc.enable()
+            sys.exit(pytest.main(arguments))
+        numbers[pid] = number
+    while numbers:
+        pid, status = os.wait()
+        (folder / f"{numbers.pop(pid)}.ended").write_text(str(os.waitstatus_to_exitcode(status)))
 
 
 def rerun_failed(outcome: Outcome) -> None:
@@ -161,6 +199,9 @@ def run_tier(tier: str, folders: Sequence[str], part: int | None, num_processes:
 
 def main() -> int:
     """Run what the command line names; 0 when nothing failed."""
+    if sys.argv[1:2] == [FORK]:
+        _fork(Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])
+        return 0
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("tiers", nargs="*", choices=[*MARKERS, []], help="one after the other")
     parser.add_argument("--under", nargs="+", default=["tests"], metavar="FOLDER", help="only files in these")

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import cached_property
+from functools import cache, cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import jinja2
@@ -191,12 +191,12 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], tool_source: str | None = None) -> None:
         self.source = source if tool_source is None else source + tool_source
-        self._environment = _environment()
-        self._template, self._tool_template = self._parsed(source), self._parsed(tool_source or source)
+        self._template, self.variables = _compiled(source)
+        self._tool_template, tool_variables = _compiled(tool_source or source)
         self._special_tokens = dict(special_tokens)
-        self.variables = self._variables_of(source) | self._variables_of(tool_source or "")
+        self.variables |= tool_variables
         # What a client may not set: the conversation itself and what belongs to the model.
-        self.reserved = frozenset(self._arguments(ChatPrompt(()), _PROBE_TIME)) | self._environment.globals.keys()
+        self.reserved = frozenset(self._arguments(ChatPrompt(()), _PROBE_TIME)) | _environment().globals.keys()
 
     @property
     def knows_tools(self) -> bool:
@@ -234,7 +234,7 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         *,
         in_parts: bool = False,
-        limit_s: float = _PROBE_S,
+        limit_s: float,
         param: str = "messages",
     ) -> str:
         template = self._tool_template if arguments[TOOLS] or form is not None else self._template
@@ -265,28 +265,29 @@ class ChatTemplate:
     def _shows_calls(self, form: CallForm) -> bool:
         try:
             arguments = self._arguments(ChatPrompt(_PROBE, _PROBE_TOOLS), _PROBE_TIME)
-            rendered = self._render(form, arguments, in_parts=self.wants_parts)
+            rendered = self._render(form, arguments, in_parts=self.wants_parts, limit_s=_PROBE_S)
         except InvalidRequest:
             return False
         return all(word in rendered for word in _PROBE_WORDS)
 
     def _shows_text(self, *, in_parts: bool) -> bool:
         try:
-            rendered = self._render(None, self._arguments(ChatPrompt(_TEXT_PROBE), _PROBE_TIME), in_parts=in_parts)
+            arguments = self._arguments(ChatPrompt(_TEXT_PROBE), _PROBE_TIME)
+            rendered = self._render(None, arguments, in_parts=in_parts, limit_s=_PROBE_S)
         except InvalidRequest:
             return False
         return _PROBE_TEXT in rendered
 
-    def _parsed(self, source: str) -> jinja2.Template:
-        try:
-            return self._environment.from_string(source)
-        except jinja2.TemplateError as error:
-            raise UnsupportedModel(f"the chat template is not valid: {error}") from error
-        except (SyntaxError, RecursionError, MemoryError) as error:  # of Python, which jinja2 writes
-            raise UnsupportedModel("the chat template is not valid: it is nested too deeply") from error
 
-    def _variables_of(self, source: str) -> frozenset[str]:
-        return frozenset(meta.find_undeclared_variables(self._environment.parse(source)))
+@lru_cache(maxsize=8)  # a start reads each several times, and takes some ten milliseconds to compile it
+def _compiled(source: str) -> tuple[jinja2.Template, frozenset[str]]:
+    try:
+        parsed = _environment().parse(source)
+        return _environment().from_string(source), frozenset(meta.find_undeclared_variables(parsed))
+    except jinja2.TemplateError as error:
+        raise UnsupportedModel(f"the chat template is not valid: {error}") from error
+    except (SyntaxError, RecursionError, MemoryError) as error:  # of Python, which jinja2 writes
+        raise UnsupportedModel("the chat template is not valid: it is nested too deeply") from error
 
 
 class _GenerationBlocks(Extension):
@@ -298,6 +299,7 @@ class _GenerationBlocks(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+@cache
 def _environment() -> jinja2.Environment:
     environment = BoundedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols])
     environment.filters["tojson"] = _to_json

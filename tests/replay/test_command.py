@@ -24,7 +24,7 @@ from tests.replay.recorded import random_run, recorded_run_folder
 from tests.support.marks import each, slow
 
 
-def recorded(folder: Path, config: SimConfig, seed: int, num_requests: int = 60) -> Path:
+def recorded(folder: Path, config: SimConfig, seed: int, num_requests: int = 20) -> Path:
     return recorded_run_folder(folder, config, mixed_workload(num_requests, 4.0, seed))
 
 
@@ -38,7 +38,7 @@ def test_a_simulation_of_a_simulation_is_that_simulation(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], config: SimConfig
 ) -> None:
     """Costs are fitted to one run, and another one is compared: a machine without jitter is met within 5 %."""
-    other, judged = recorded(tmp_path / "other", config, 1), recorded(tmp_path / "judged", config, 2)
+    other, judged = (recorded(tmp_path / name, config, seed, 60) for name, seed in (("other", 1), ("judged", 2)))
     code, report = run_json(capsys, ReplayOptions(judged, fit_on=other, json_output=True))
     assert code == 0
     assert report["simulation"]["fit"]["decode"]["error"]["median"] < 0.01

@@ -1,7 +1,8 @@
-"""The promise, simulated: chat keeps its objectives beside a backlog of documents, in every topology."""
+"""The promise, simulated: chat keeps its objectives, and gaps, beside a backlog of documents, in every topology."""
 
 import random
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -10,7 +11,7 @@ import pytest
 from alignedserve.config.sections import RouterConfig, SchedulingConfig, Topology
 from alignedserve.core.request import RequestClass, Slo
 from lab.sim.config import SimConfig
-from lab.sim.result import SimulationResult
+from lab.sim.result import ClassResult, SimulationResult
 from lab.sim.simulation import Simulation
 from lab.workload.requests import Workload
 from tests.harnesses.simulation import colocated, disaggregated, timed, workload_of
@@ -35,11 +36,14 @@ TOPOLOGIES = {
 }
 
 
-def with_policy(config: SimConfig) -> SimConfig:
-    router = RouterConfig(prefill_order="least_slack")
+def with_policy(config: SimConfig, interference: float | None = None) -> SimConfig:
+    router, scheduling = (
+        RouterConfig(prefill_order="least_slack"),
+        msgspec.structs.replace(_POLICY, interference=interference),
+    )
     return replace(
         config,
-        cluster=msgspec.structs.replace(config.cluster, scheduling=_POLICY, router=router),
+        cluster=msgspec.structs.replace(config.cluster, scheduling=scheduling, router=router),
         duration_s=DURATION_S,
     )
 
@@ -54,8 +58,14 @@ def beside(num_documents: int) -> Workload:
     return workload_of(*requests)
 
 
-def _run(name: str, num_documents: int) -> SimulationResult:
-    return Simulation(with_policy(TOPOLOGIES[name]), beside(num_documents)).run()
+@cache
+def _run(name: str, num_documents: int, interference: float | None = None) -> SimulationResult:
+    return Simulation(with_policy(TOPOLOGIES[name], interference), beside(num_documents)).run()
+
+
+def _tpot_s(result: ClassResult, percent: int) -> float:
+    assert result.tpot_s is not None
+    return result.tpot_s.curve[percent]
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
@@ -67,6 +77,17 @@ def test_chat_keeps_its_objectives_beside_documents(name: str) -> None:
     assert chat.ttft_s is not None
     assert chat.ttft_s.distribution.max <= 0.6
     assert documents.tokens_per_s > 100.0  # they are not put off either
+
+
+@pytest.mark.parametrize("name", ["elastic", "colocated", "disaggregated"])
+def test_gaps_beside_documents_are_those_without_within_the_bound(name: str) -> None:
+    alone = _run(name, 0).classes["chat"]
+    unbound, bound = _run(name, 150).classes, _run(name, 150, 1.1).classes
+    assert _tpot_s(unbound["chat"], 50) > 2 * _tpot_s(alone, 50)  # there is something to bound
+    assert _tpot_s(bound["chat"], 50) <= 1.15 * _tpot_s(alone, 50)
+    assert _tpot_s(bound["chat"], 99) <= 1.3 * _tpot_s(alone, 99)  # of four dozen: which prompts meet is chance
+    assert bound["chat"].attainment == 1.0
+    assert bound["documents"].tokens_per_s > 0.4 * unbound["documents"].tokens_per_s
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)

@@ -28,7 +28,7 @@ def _memory(name: str, memory: DeviceMemory) -> DeviceMemory:
     )
 
 
-def _arrivals(name: str, seed: int, count: int = 40) -> list[Arrival]:
+def _arrivals(name: str, seed: int, count: int) -> list[Arrival]:
     arrivals = random_arrivals(seed, count)
     if Mechanism.KNOWN_LENGTHS in policy_entry(name).needs:
         arrivals = [Arrival(one.request, one.output_len, float(one.output_len)) for one in arrivals]
@@ -39,7 +39,7 @@ def _arrivals(name: str, seed: int, count: int = 40) -> list[Arrival]:
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", COLOCATED)
 def test_every_request_ends_exactly_once(name: str, seed: int, memory: DeviceMemory) -> None:
-    arrivals = _arrivals(name, seed)
+    arrivals = _arrivals(name, seed, 30)
     courses = PolicyRun(make_policy(name), _memory(name, memory)).run(arrivals)
     assert {request_id: len(course.token_times_s) for request_id, course in courses.items()} == {
         str(one.request.request_id): one.output_len for one in arrivals
@@ -56,5 +56,5 @@ def test_few_places_and_tokens(name: str) -> None:
 @pytest.mark.parametrize("name", COLOCATED)
 def test_the_same_history_gives_the_same_times(name: str) -> None:
     runs = [PolicyRun(make_policy(name), _memory(name, _SCARCE)) for _ in range(2)]
-    arrivals = _arrivals(name, 11, 25)
+    arrivals = _arrivals(name, 11, 20)
     assert runs[0].run(arrivals) == runs[1].run(arrivals)

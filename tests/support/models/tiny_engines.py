@@ -199,18 +199,15 @@ def random_tokens(seed: int, count: int, vocab_size: int = 199) -> list[int]:
     return [generator.randrange(3, vocab_size) for _ in range(count)]
 
 
-def reference_generation(reference: Any, prompt: list[int], num_tokens: int) -> list[int]:
-    """Return the tokens that transformers generates greedily after the prompt."""
-    generated = reference.generate(
-        torch.tensor([prompt]),
-        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-        max_new_tokens=num_tokens,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    tokens: list[int] = generated[0, len(prompt) :].tolist()
-    return tokens
+def reference_choices(reference: Any, tokens: list[int], num_known: int) -> list[int]:
+    """Return which token transformers finds likeliest after each beginning of `tokens` of `num_known` or more.
+
+    When they are the rest of `tokens`, that rest is also what transformers generates greedily.
+    """
+    with torch.no_grad():
+        logits = reference(torch.tensor([tokens[:-1]])).logits[0]
+    choices: list[int] = logits[num_known - 1 :].argmax(dim=-1).tolist()
+    return choices
 
 
 def shuffled_blocks(seed: int) -> list[BlockId]:

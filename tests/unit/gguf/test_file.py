@@ -156,7 +156,7 @@ def read_everything(path: Path) -> None:
     Tokenizer.load(path)
 
 
-@pytest.mark.parametrize("count", [250, pytest.param(many(10_000), marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+@pytest.mark.parametrize("count", [120, pytest.param(many(10_000), marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
 def test_mutated_files_are_read_or_refused(count: int, tmp_path: Path) -> None:
     path = write_tiny_gguf(tmp_path / "a.gguf", "llama", ("Q4_0",))
     header = path.read_bytes()[: min(found.offset for found in GgufFile(path).tensors.values())]
