@@ -67,13 +67,11 @@ class Departure:
             if job.num_failed_copies < _MOST_COPIES and not (is_optional and entry.is_target_lost):
                 return self.begin(job) if job.num_failed_copies <= 1 else ()
         match how:
-            case HandoffEnd.FAILED if not is_optional:
-                reports = self._router.send(job.preempted(is_refused=True))
             case HandoffEnd.REFUSED if not is_optional:
                 reason = "the KV pool is too small for it"
                 reports = self._router.failed(job, FailureKind.UNSERVABLE, reason)
-            case HandoffEnd.UNKNOWN if not is_optional:
-                reports = self._router.send(job.preempted())
+            case HandoffEnd.FAILED | HandoffEnd.UNKNOWN if not is_optional:
+                reports = self._router.send(job.preempted(is_refused=how is HandoffEnd.FAILED))
             case _:
                 reports = []
         return [*reports, *self._forget(job)]

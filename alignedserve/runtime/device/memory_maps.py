@@ -88,7 +88,7 @@ def map_file(file_descriptor: int, size: int) -> Any:
 
 
 def take_pages(
-    file_descriptor: int, content_of: Callable[[], Any], size: int, told: Callable[[int], None] = int
+    file_descriptor: int, content_of: Callable[[], Any], size: int, told: Callable[[int], object] = int
 ) -> threading.Thread | None:
     """Take the memory of a mapped file; a thread puts it on huge pages beside the caller, content and all.
 
@@ -104,7 +104,7 @@ def take_pages(
     return thread
 
 
-def _collapse(content_of: Callable[[], Any], size: int, told: Callable[[int], None]) -> None:
+def _collapse(content_of: Callable[[], Any], size: int, told: Callable[[int], object]) -> None:
     num_huge, end = 0, size // HUGE_PAGE * HUGE_PAGE
     for first in range(0, end, _SLICE_BYTES):
         if (content := content_of()) is None:
