@@ -88,23 +88,23 @@ def map_file(file_descriptor: int, size: int) -> Any:
 
 
 def take_pages(
-    file_descriptor: int, content_of: Callable[[], Any], size: int, told: Callable[[int], object] = int
+    file_descriptor: int, content_of: Callable[[], Any], size: int, note: Callable[[int], None] | None = None
 ) -> threading.Thread | None:
     """Take the memory of a mapped file; a thread puts it on huge pages beside the caller, content and all.
 
     A kernel takes 256 MiB of small pages in 0.1 s. Huge pages cost some virtual machines 1 to 6 s, for which a cluster
-    without its only pool would wait. `content_of`: the mapping; None once it is not needed. `told`: takes the bytes on
+    without its only pool would wait. `content_of`: the mapping; None once it is not needed. `note`: is told the bytes on
     huge pages. Raises OSError when there is not enough memory.
     """
     take_space(file_descriptor, 0, size)
     if size < HUGE_PAGE:
         return None
-    thread = threading.Thread(target=_collapse, args=(content_of, size, told), daemon=True)
+    thread = threading.Thread(target=_collapse, args=(content_of, size, note), daemon=True)
     thread.start()
     return thread
 
 
-def _collapse(content_of: Callable[[], Any], size: int, told: Callable[[int], object]) -> None:
+def _collapse(content_of: Callable[[], Any], size: int, note: Callable[[int], None] | None) -> None:
     num_huge, end = 0, size // HUGE_PAGE * HUGE_PAGE
     for first in range(0, end, _SLICE_BYTES):
         if (content := content_of()) is None:
@@ -114,7 +114,8 @@ def _collapse(content_of: Callable[[], Any], size: int, told: Callable[[int], ob
         del content  # it may be unmapped from here on
         if not num_huge:
             break
-    told(num_huge)
+    if note is not None:
+        note(num_huge)
 
 
 def _is_collapsed(at: int, size: int) -> bool:

@@ -119,11 +119,11 @@ class Arena:
             os.ftruncate(file_descriptor, size)
             mapped = [map_file(file_descriptor, size)]
 
-            def told(num_huge: int) -> None:
+            def note(num_huge: int) -> None:
                 mapped.clear()
                 logger.info("%s: %.0f of %.0f MiB on huge pages", path.name, num_huge / _MIB, size / _MIB)
 
-            collapsing = take_pages(file_descriptor, lambda: next(iter(mapped), None), size, told)
+            collapsing = take_pages(file_descriptor, lambda: next(iter(mapped), None), size, note)
             header = _HEADER.pack(_MAGIC, layout.digest(), num_blocks, layout.block_bytes)
             os.pwrite(file_descriptor, header, 0)
         except OSError as error:
