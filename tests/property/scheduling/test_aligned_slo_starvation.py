@@ -1,5 +1,7 @@
 """aligned_slo beside more chats than can be served: documents have what their floor gives, and end."""
 
+from functools import cache
+
 import pytest
 
 from alignedserve.scheduling.policies import make_policy
@@ -11,7 +13,8 @@ COMES_S = 1.0
 CHATS_S = 40.0  # for so long chats come
 
 
-def _courses(prompt_lens: list[int], floor: float) -> dict[str, Course]:
+@cache
+def _courses(prompt_lens: tuple[int, ...], floor: float) -> dict[str, Course]:
     """Run documents on a worker of 40 blocks beside chats that would fill it, 12 a second."""
     fields = {"prompt_len": 60, "max_tokens": 20, "ttft_s": 0.2, "tpot_s": 0.1}
     chats = [request_of(f"chat-{number:03}", fields | {"arrival_s": 0.08 * number}) for number in range(500)]
@@ -32,17 +35,17 @@ def test_a_large_document_has_memory_kept_for_it_and_ends(floor: float, least_s:
     Then no newcomer has memory, and chats that hold some end within 2 s. Its tokens take 0.1 s: 5 % of 2 s. Twice: it
     may be evicted.
     """
-    assert least_s < _courses([300], floor)["document-0"].token_times_s[-1] < most_s
+    assert least_s < _courses((300,), floor)["document-0"].token_times_s[-1] < most_s
 
 
 def test_who_has_a_guarantee_is_not_evicted_for_the_growth_of_chats() -> None:
-    course = _courses([300], floor=0.05)["document-0"]
+    course = _courses((300,), floor=0.05)["document-0"]
     assert course.num_preemptions == 0
     assert course.token_times_s[-1] < 17.0
 
 
 def test_all_documents_end_in_turn() -> None:
-    courses = _courses([100, 150, 60], floor=0.05)
+    courses = _courses((100, 150, 60), floor=0.05)
     ends_s = [courses[f"document-{number}"].token_times_s[-1] for number in range(3)]
     assert ends_s == sorted(ends_s)
     assert ends_s[-1] < CHATS_S
