@@ -26,6 +26,7 @@ from _pytest.runner import collect_one_node
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "build" / "tests"  # seconds of each test when it last ran here, by tier
 SECONDS = ROOT / "tests" / "seconds.json"  # of each file, by tier
+INSIDE_VLLM = "tests/inside_vllm"  # run by vLLM's own environment: `make test-vllm`
 TOGETHER = "tests/cluster/shared/"  # its files share clusters: one process takes them all
 NUM_PARTS = 8
 MAX_PROCESSES = 4  # a gigabyte each
@@ -126,7 +127,8 @@ def rerun_failed(outcome: Outcome) -> None:
 
 def files_under(folders: Sequence[str]) -> list[str]:
     """Return all files of tests under these folders, sorted."""
-    return sorted(str(path.relative_to(ROOT)) for folder in folders for path in (ROOT / folder).rglob("test_*.py"))
+    paths = sorted(path.relative_to(ROOT) for folder in folders for path in (ROOT / folder).rglob("test_*.py"))
+    return [str(path) for path in paths if not path.is_relative_to(INSIDE_VLLM)]
 
 
 def hands_of(files: Iterable[str], seconds: Mapping[str, float]) -> list[list[str]]:
