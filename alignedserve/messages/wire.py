@@ -8,7 +8,7 @@ import msgspec
 
 from alignedserve.core.errors import ProtocolError
 
-PROTOCOL_VERSION = 27
+PROTOCOL_VERSION = 28
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 
 

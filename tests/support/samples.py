@@ -117,6 +117,7 @@ from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import (
     AttemptFailed,
     BlocksFetched,
+    DecodeDelay,
     DecodedRequest,
     IterationLogReport,
     JoinedBatch,
@@ -330,7 +331,7 @@ EXAMPLES: tuple[Message, ...] = (
     RequestStayed(R1, 3),
     RequestPreempted(R1, 3, (8, 9), handoff_refused=True),
     AttemptFailed(R1, 3, FailureKind.INTERNAL, "the model gave no usable logits"),
-    WorkerLoad(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, _JOINED, 0.5, 11, 12, 13),
+    WorkerLoad(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, _JOINED, 0.5, 11, 12, 13, delay=DecodeDelay(0.5, 14, 0.25, 15, 16)),
     ArenaOffered(
         "/dev/shm/alignedserve-a-pool-0.arena", 300, 8192, "ab" * 32, "unix:/a/b.sock", ("shm", "gloo"), "host/1/2"
     ),

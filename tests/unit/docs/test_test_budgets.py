@@ -21,6 +21,7 @@ MAX_INTERPRETERS = 28  # that default tests start: most import torch or ray
 _MARKS_OF_FILE = re.compile(r"^pytestmark = (\[\n[^\]]*|[^\n]*)", re.MULTILINE)
 _STARTS_CLUSTER = re.compile(r"(?<!def )\b(?:serving|kill_cluster|RayNodes|NamespaceHosts)\(")
 _INTERPRETER = re.compile(r"sys\.executable")
+_ELSEWHERE = ("tests/clients/", "tests/inside_vllm/")  # in environments of their own
 _AT_THE_TOP = re.compile(r"^(?:import|from) (?:anthropic|openai|transformers)\b", re.MULTILINE)
 _LONG_SLEEP = re.compile(r"\bsleep\((0\.[1-9]\d+|0\.[2-9]|[1-9]\d*(?:\.\d+)?)\)")
 
@@ -76,7 +77,7 @@ def test_default_tests_start_few_interpreters() -> None:
 
 def test_no_test_imports_an_sdk_before_it_uses_it() -> None:
     """They take seconds of the collection of all tests, in every process."""
-    files = [path for path in (ROOT / "tests").rglob("*.py") if "tests/clients/" not in str(path)]
+    files = [path for path in (ROOT / "tests").rglob("*.py") if not any(folder in str(path) for folder in _ELSEWHERE)]
     assert [path.name for path in files if _AT_THE_TOP.search(path.read_text(encoding="utf-8"))] == []
 
 
