@@ -93,7 +93,7 @@ def take_pages(
     """Take the memory of a mapped file; a thread puts it on huge pages beside the caller, content and all.
 
     A kernel takes 256 MiB of small pages in 0.1 s. Huge pages cost some virtual machines 1 to 6 s, for which a cluster
-    without its only pool would wait. `content_of`: the mapping; None once it is not needed. `note`: is told the bytes on
+    without its only pool would wait. `content_of`: the mapping; None once it is not needed. `note`: gets the bytes on
     huge pages. Raises OSError when there is not enough memory.
     """
     take_space(file_descriptor, 0, size)

@@ -228,11 +228,12 @@ def found(find: Find) -> psutil.Process:
     return process
 
 
-async def test_only_long_bodies_start_the_process(find_process: Find, served: Gateway) -> None:
-    assert (await _tokenize(served, "hello")).status_code == 200
-    assert find_process() is None
-    assert (await _tokenize(served, LONG_TEXT)).json()["count"] > 30_000
-    process = found(find_process)
+async def test_only_long_bodies_start_the_process_and_the_gateway_ends_it(find_process: Find) -> None:
+    async with gateway() as served:
+        assert (await _tokenize(served, "hello")).status_code == 200
+        assert find_process() is None
+        assert (await _tokenize(served, LONG_TEXT)).json()["count"] > 30_000
+        process = found(find_process)
     assert not process.is_running()
 
 

@@ -33,6 +33,7 @@ _STAMP = "2026-01-31 12:00:00,000"  # as logs begin
 _RAY_WAS_SLOW = "timed out during startup"
 # Small, as all hosts share the cores of one machine.
 SETTINGS = (
+    "gateway.host=node",
     "engine.threads_per_worker=1",
     "engine.calibration_s=0.2",
     "model.dtype=float32",
