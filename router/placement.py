@@ -295,7 +295,7 @@ class Placement:
         if not worker.registered.can_prefill or worker.is_draining:
             return False
         if worker.registered.can_decode:
-            return len(worker.prefilling) + len(worker.decoding) < worker.registered.max_running_requests
+            return worker.num_held < worker.registered.max_running_requests
         return worker.registered.pool_name in self.pools
 
     def _is_pool_full(self, worker: WorkerRecord) -> bool:

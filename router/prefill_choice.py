@@ -109,7 +109,7 @@ def _has_places(worker: WorkerRecord, *, is_real_time: bool) -> bool:
     if is_real_time:
         num_held = worker.num_real_time_prompts + len(worker.decoding_real_time)
     else:
-        num_held = len(worker.prefilling) + len(worker.decoding)
+        num_held = worker.num_held
     places = worker.num_places
     return num_held < places + max(1, int(_MORE_PLACES * places))
 
@@ -251,12 +251,13 @@ class PrefillChoice:
         holders = list(self._placement.prefix_holders(runs, runs.get(least.name, 0)))
         if self._lacks_adapter(tracked, least):
             holders += map(self._placement.workers.__getitem__, self._placement.adapters.holders(tracked.adapter))
-        if least.delay.longer_token_s:
+        gathers = least.delay.longer_token_s > 0.0
+        if gathers:
             holders += [worker for worker in self._placement.workers.values() if self._is_soon(seeker, worker, least)]
         able = [worker for worker in holders if self._placement.can_prefill_now(worker)]
         if not able:
             return least
-        home = max((least, *able), key=lambda worker: (worker.num_longer, worker.name))
+        home = max((least, *able), key=lambda worker: (worker.num_longer, worker.name)) if gathers else None
 
         def rank(worker: WorkerRecord) -> tuple[float, bool, str]:
             return self._cost_s(tracked, worker, runs, is_home=worker is home), worker is not least, worker.name
@@ -266,13 +267,12 @@ class PrefillChoice:
     def _cost_s(
         self, tracked: TrackedRequest, worker: WorkerRecord, runs: Mapping[str, int], *, is_home: bool
     ) -> float:
+        wait_s = worker.wait_s(is_real_time=self._passes_documents(tracked))
         weight = _WORK_OF_REAL_TIME if tracked.is_real_time else _WORK_OF_BEST_EFFORT
         num_tokens = weight * (tracked.num_prefill_tokens - hit_of(tracked, worker, runs).num_tokens)
         if worker.registered.can_decode:
             num_left = expected_len(tracked) - tracked.num_emitted
             num_tokens += worker.num_held * num_left
-        wait_s = worker.wait_s(is_real_time=self._passes_documents(tracked))
-        if worker.delay.longer_token_s:
             wait_s += worker.decodes_s(tracked.num_prefill_tokens, num_left, is_home=is_home)
         if self._lacks_adapter(tracked, worker):
             wait_s += worker.seconds_as_wait(LOAD_S)

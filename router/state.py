@@ -279,8 +279,7 @@ class WorkerRecord:
         eighth of its places (`leaves_room`).
         """
         if self.registered.can_decode:
-            num_held = len(self.prefilling) + len(self.decoding)
-            return not leaves_room or num_held < (1.0 - _KEPT_SHARE) * self.registered.max_running_requests
+            return not leaves_room or self.num_held < (1.0 - _KEPT_SHARE) * self.registered.max_running_requests
         match beside:
             case RequestClass.REAL_TIME:
                 num_before = self.num_real_time_tokens - passes_late * self.num_late_tokens
@@ -321,9 +320,8 @@ class WorkerRecord:
 
     @property
     def can_take_over(self) -> bool:
-        num_held = len(self.prefilling) + len(self.decoding)
         registered = self.registered
-        return registered.can_move and not self.is_draining and num_held < registered.max_running_requests
+        return registered.can_move and not self.is_draining and self.num_held < registered.max_running_requests
 
     @property
     def num_held(self) -> int:

@@ -70,9 +70,9 @@ def is_as_free(near_tokens: int, near_requests: float, tokens: int, requests: fl
 def requests_at(worker: WorkerRecord, beside: Collection[WorkerRecord], pools: Mapping[str, PoolRecord]) -> float:
     """Return the requests of a worker of both phases; of a prefill worker, per decode worker of its pool (`beside`)."""
     if worker.registered.can_decode:
-        return len(worker.prefilling) + len(worker.decoding)
+        return worker.num_held
     pool = pools.get(worker.registered.pool_name)
-    num_requests = sum(len(other.prefilling) + len(other.decoding) for other in beside)
+    num_requests = sum(other.num_held for other in beside)
     num_requests += pool.num_pooled if pool is not None else 0
     return num_requests / max(1, sum(other.registered.can_decode for other in beside))
 
