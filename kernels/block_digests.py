@@ -120,21 +120,18 @@ def _part_digests(words: Tensor) -> Tensor:
     num_rest = num_stripes - num_rounds * STRIPES
     rest = words[:, num_rounds * ROUND_WORDS : num_stripes * LANES].reshape(len(words), num_rest, LANES)
     sums = sums + _terms(rest, keys[:num_rest]).sum(dim=1) + _terms(words[:, -LANES:], last_keys)
-    return _merged(sums ^ merge_keys, num_bytes)
+    keyed = sums ^ merge_keys
+    pairs = keyed.reshape(len(keyed), LANES // 2, 2)
+    low, high = _wide_product(pairs[..., 0], pairs[..., 1])
+    result = (low ^ high).sum(dim=-1) + signed(num_bytes * PRIME64_1)
+    result = (result ^ _shifted(result, 37)) * LAST_MIX
+    return result ^ _shifted(result, 32)
 
 
 def _terms(words: Tensor, keys: Tensor) -> Tensor:
     mixed = words ^ keys
     neighbours = words.reshape(*words.shape[:-1], LANES // 2, 2).flip(-1).reshape(words.shape)
     return (mixed & _HALF) * _shifted(mixed, 32) + neighbours
-
-
-def _merged(keyed: Tensor, num_bytes: int) -> Tensor:
-    pairs = keyed.reshape(len(keyed), LANES // 2, 2)
-    low, high = _wide_product(pairs[..., 0], pairs[..., 1])
-    result = (low ^ high).sum(dim=-1) + signed(num_bytes * PRIME64_1)
-    result = (result ^ _shifted(result, 37)) * LAST_MIX
-    return result ^ _shifted(result, 32)
 
 
 def _wide_product(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

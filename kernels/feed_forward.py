@@ -152,19 +152,16 @@ class GroupRouter:
         scores = logits.softmax(-1) if self._correction is None else _sigmoids(logits)
         ranks = scores if self._correction is None else scores + self._correction
         if self._num_groups > 1:
-            ranks = self._in_chosen_groups(ranks)
+            by_group = ranks.view(len(ranks), self._num_groups, -1)
+            best = by_group.topk(1 if self._correction is None else 2, dim=-1).values.sum(-1)
+            chosen = best.topk(self._num_chosen_groups, dim=-1).indices
+            others = torch.ones_like(best, dtype=torch.bool).scatter_(1, chosen, False)
+            ranks = by_group.masked_fill(others[..., None], -torch.inf).view_as(ranks)
         experts = ranks.topk(self._num_chosen, dim=-1).indices
         shares = scores.gather(1, experts)
         if self._normalises:
             shares = shares / (shares.sum(-1, keepdim=True) + 1e-20)
         return Routing(experts, shares * self._scale)
-
-    def _in_chosen_groups(self, ranks: Tensor) -> Tensor:
-        by_group = ranks.view(len(ranks), self._num_groups, -1)
-        best = by_group.topk(1 if self._correction is None else 2, dim=-1).values.sum(-1)
-        chosen = best.topk(self._num_chosen_groups, dim=-1).indices
-        others = torch.ones_like(best, dtype=torch.bool).scatter_(1, chosen, False)
-        return by_group.masked_fill(others[..., None], -torch.inf).view_as(ranks)
 
 
 def _sigmoids(x: Tensor) -> Tensor:

@@ -84,7 +84,8 @@ class Deployments:
         listed = {item.deployment_id: item for item in deployments if item.phase is not is_asleep}
         for deployment_id, known in tuple(self._deployments.items()):
             if deployment_id not in listed or not known.is_of(listed[deployment_id]):
-                self._remove(deployment_id)
+                self._deployments.pop(deployment_id).stop("The model is served no more.")
+                self._services.metrics.remove_deployment(deployment_id)
         for deployment_id, deployed in listed.items():
             deployment = self._deployments.pop(deployment_id, None)
             if deployment is None:
@@ -113,10 +114,6 @@ class Deployments:
         deployment = self._deployments[deployment_id]
         state = replace(deployment.state(), has_lines=deployment.card.name in lines)
         return replace(state, num_documents=state.num_open) if self._waiting_lines is not None else state
-
-    def _remove(self, deployment_id: str) -> None:
-        self._deployments.pop(deployment_id).stop("The model is served no more.")
-        self._services.metrics.remove_deployment(deployment_id)
 
     async def told(self) -> None:
         """Return once the list is the driver's current one, or no driver tells."""

@@ -50,8 +50,20 @@ async def collect_garbage(
     `clock_gained_s`: by which ages may be too high, as the clock was set; nothing is removed sooner for it.
     """
     await _remove_expired_files(stores, now - clock_gained_s)
-    await _remove_old_batches(stores, now - clock_gained_s - batch_lifetime_s)
-    await _remove_orphaned_blobs(stores, _ABANDONED_S + clock_gained_s)
+    before_s = now - clock_gained_s - batch_lifetime_s
+    for snapshot in await stores.repository.oldest_over(_MAX_AT_ONCE):
+        record = snapshot.record
+        if record.over_s < before_s and not await _has_results(stores.repository, record):
+            await stores.logs.remove(record.batch_id)
+            await stores.repository.remove_batch(record)
+    age_s = _ABANDONED_S + clock_gained_s
+    if num_abandoned := await stores.blobs.remove_abandoned(age_s):
+        logger.info("%d unfinished uploads are removed", num_abandoned)
+    old = await stores.blobs.committed_before(age_s)
+    for first in range(0, len(old), _MAX_AT_ONCE):
+        for file_id in await stores.repository.unknown_files(old[first : first + _MAX_AT_ONCE]):
+            await stores.blobs.remove(file_id)
+            logger.info("%s has no record and is removed", file_id)
 
 
 async def _remove_expired_files(stores: DriverStores, now: float) -> None:
@@ -67,24 +79,6 @@ async def _remove_expired_files(stores: DriverStores, now: float) -> None:
             logger.info("%s has expired", file.file_id)
         except StorageError:
             logger.exception("%s cannot be removed", file.file_id)
-
-
-async def _remove_old_batches(stores: DriverStores, before_s: float) -> None:
-    for snapshot in await stores.repository.oldest_over(_MAX_AT_ONCE):
-        record = snapshot.record
-        if record.over_s < before_s and not await _has_results(stores.repository, record):
-            await stores.logs.remove(record.batch_id)
-            await stores.repository.remove_batch(record)
-
-
-async def _remove_orphaned_blobs(stores: DriverStores, age_s: float) -> None:
-    if num_abandoned := await stores.blobs.remove_abandoned(age_s):
-        logger.info("%d unfinished uploads are removed", num_abandoned)
-    old = await stores.blobs.committed_before(age_s)
-    for first in range(0, len(old), _MAX_AT_ONCE):
-        for file_id in await stores.repository.unknown_files(old[first : first + _MAX_AT_ONCE]):
-            await stores.blobs.remove(file_id)
-            logger.info("%s has no record and is removed", file_id)
 
 
 async def _has_results(repository: BatchRepository, record: BatchRecord) -> bool:

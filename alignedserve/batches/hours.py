@@ -64,17 +64,14 @@ class Hours:
                 if begin < end and (left_s < end - begin or (left_s == end - begin and left_s > 0.0)):
                     return begin + left_s
                 left_s -= max(0.0, end - begin)
-            at_s = self._last_end(at_s)
+            intervals = self.intervals(at_s)
+            last = _moment(self.zone, local_date(self.zone, at_s).toordinal() - 1 + _LOOK_DAYS, 0)
+            at_s = max(last, intervals[-1][1]) if intervals else last
         return at_s
 
     def intervals(self, now: float) -> tuple[Interval, ...]:
         """Return when it is open from the day before `now` on, for two weeks: in order, none touches another."""
         return _intervals(self, local_date(self.zone, now).toordinal() - 1)
-
-    def _last_end(self, now: float) -> float:
-        intervals = self.intervals(now)
-        last = _midnight(self.zone, local_date(self.zone, now).toordinal() - 1 + _LOOK_DAYS)
-        return max(last, intervals[-1][1]) if intervals else last
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,10 +197,6 @@ def _all_intervals(hours: Hours, first_day: int) -> Iterator[Interval]:
                 end = _moment(hours.zone, day, window.end_minute)
                 if start < end:  # one within the hour that a change of clocks leaves out is empty
                     yield start, end
-
-
-def _midnight(zone: str, day: int) -> float:
-    return _moment(zone, day, 0)
 
 
 def _moment(zone: str, day: int, minute: int) -> float:

@@ -212,7 +212,9 @@ class InputValidator:
         try:
             parsed = orjson.loads(line.text)
         except orjson.JSONDecodeError:
-            return _not_json(line)
+            if not _is_utf8(line.text):
+                return _problem("invalid_json_line", "This line is not text in UTF-8.", None, line.number)
+            return _problem("invalid_json_line", "This line is not parseable as valid JSON.", None, line.number)
         if not isinstance(parsed, dict):
             return _problem("invalid_json_line", "This line is not a JSON object.", None, line.number)
         return self._problem_of_id(parsed, line.number) or self._problem_of_call(parsed, line.number)
@@ -266,12 +268,6 @@ def _problem_of_file(line: RawLine) -> LineProblem | None:
         message = "The file is not text in UTF-8, but likely in UTF-16; save it as UTF-8."
         return _problem("invalid_json_line", message, None, 1)
     return None
-
-
-def _not_json(line: RawLine) -> LineProblem:
-    if not _is_utf8(line.text):
-        return _problem("invalid_json_line", "This line is not text in UTF-8.", None, line.number)
-    return _problem("invalid_json_line", "This line is not parseable as valid JSON.", None, line.number)
 
 
 def _is_utf8(text: bytes) -> bool:

@@ -79,7 +79,12 @@ def advance(record: BatchRecord, event: BatchEvent, now: float) -> BatchRecord:
     """Return the record after an event; the same object if the event changes nothing."""
     match event:
         case Validated():
-            return _validated(record, event, now)
+            known = {"num_lines": event.num_lines, "model": event.model, "lines_by_model": dict(event.lines_by_model)}
+            if record.status is S.VALIDATING:
+                return _step(record, S.IN_PROGRESS, **known, in_progress_s=now)
+            if record.status in (S.CANCELLING, S.FINALIZING) and not record.num_lines:
+                return msgspec.structs.replace(record, **known)
+            return record
         case ValidationFailed(problems) if record.status is S.VALIDATING:
             return _step(record, S.FAILED, problems=problems, failed_s=now)
         case ValidationFailed(problems) if record.status in (S.CANCELLING, S.FINALIZING) and not record.num_lines:
@@ -94,15 +99,6 @@ def advance(record: BatchRecord, event: BatchEvent, now: float) -> BatchRecord:
             return _step(record, S.FINALIZING, finalizing_s=now, is_expiring=True)
         case AllLinesRecorded():
             return _finish(record, now)
-    return record
-
-
-def _validated(record: BatchRecord, event: Validated, now: float) -> BatchRecord:
-    known = {"num_lines": event.num_lines, "model": event.model, "lines_by_model": dict(event.lines_by_model)}
-    if record.status is S.VALIDATING:
-        return _step(record, S.IN_PROGRESS, **known, in_progress_s=now)
-    if record.status in (S.CANCELLING, S.FINALIZING) and not record.num_lines:
-        return msgspec.structs.replace(record, **known)
     return record
 
 

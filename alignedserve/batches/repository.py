@@ -148,7 +148,8 @@ class BatchRepository:
         page = await self._store.page(f"files/{owner}", after=after, limit=limit, newest_first=newest_first)
         if page is None:
             return None
-        return FilePage(page.members, await self._read_files(page.members), page.has_more)
+        values = await self._store.read([f"file/{file_id}" for file_id in page.members])
+        return FilePage(page.members, ([decode(raw, FileRecord) for raw in values if raw is not None]), page.has_more)
 
     async def deleted(self, owner: str, text: str) -> DeletedFile | None:
         """Return where a file or batch of this owner was that was deleted within the last hour."""
@@ -368,10 +369,6 @@ class BatchRepository:
         except StorageDamaged as error:
             self._log_once(str(error))
             return None
-
-    async def _read_files(self, file_ids: Sequence[str]) -> list[FileRecord]:
-        values = await self._store.read([f"file/{file_id}" for file_id in file_ids])
-        return [decode(raw, FileRecord) for raw in values if raw is not None]
 
     async def _first(self, index: str, limit: int) -> tuple[str, ...]:
         page = await self._store.page(index, after=None, limit=limit, newest_first=False)

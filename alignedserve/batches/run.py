@@ -214,7 +214,10 @@ class BatchRun:
     # --- from beginning to end
 
     async def run(self) -> None:
-        await self._scan_input()
+        async for num_lines in self._input_file.scan():
+            if self.record.status is BatchStatus.VALIDATING:
+                self.progress = msgspec.structs.replace(self.progress, num_validated=num_lines)
+                self._is_dirty = True
         self.set_paused(None)
         if self.record.status is BatchStatus.VALIDATING or (
             self.record.status in _ENDING and not self.record.num_lines
@@ -222,16 +225,18 @@ class BatchRun:
             await self._advance(self._input_file.validation())
         if not self.record.is_over and self.record.num_lines:
             lines = await self._open_lines()
-            await self._run_lines(lines)
-            await self._end_lines(lines)
+            while not lines.tracker.is_done and self.record.status is BatchStatus.IN_PROGRESS:
+                if not await self._expires():
+                    await self._wait_for_change()
+            await asyncio.gather(*lines.cancel(), return_exceptions=True)
+            missing = lines.tracker.unsettled()  # evaluated lazily, once nothing else is being written
+            while not lines.tracker.is_done:
+                if lines.writer.is_idle:
+                    lines.writer.add(*await asyncio.to_thread(self._missing_records, islice(missing, _ENDING_LINES)))
+                    self._context.listener.on_progress()
+                await self._wait_for_change()
         if not self.record.is_over:
             await self.persist(self._finish)
-
-    async def _scan_input(self) -> None:
-        async for num_lines in self._input_file.scan():
-            if self.record.status is BatchStatus.VALIDATING:
-                self.progress = msgspec.structs.replace(self.progress, num_validated=num_lines)
-                self._is_dirty = True
 
     async def _open_input(self) -> Sequence[int] | None:
         """Open the input file; return the order of its lines. None: it is damaged, and no line is to run any more.
@@ -272,11 +277,6 @@ class BatchRun:
                 self.set_paused(str(error))
                 await asyncio.sleep(_STORE_RETRY_S)
 
-    async def _run_lines(self, lines: LineExecutor) -> None:
-        while not lines.tracker.is_done and self.record.status is BatchStatus.IN_PROGRESS:
-            if not await self._expires():
-                await self._wait_for_change()
-
     async def _expires(self) -> bool:
         """Return True if the window is over; the batch is expiring from then on, unless it was cancelled.
 
@@ -285,15 +285,6 @@ class BatchRun:
         if time.time() >= self.record.expires_s:
             await self._advance(WindowExpired())
         return self.record.is_ending
-
-    async def _end_lines(self, lines: LineExecutor) -> None:
-        await asyncio.gather(*lines.cancel(), return_exceptions=True)
-        missing = lines.tracker.unsettled()  # evaluated lazily, once nothing else is being written
-        while not lines.tracker.is_done:
-            if lines.writer.is_idle:
-                lines.writer.add(*await asyncio.to_thread(self._missing_records, islice(missing, _ENDING_LINES)))
-                self._context.listener.on_progress()
-            await self._wait_for_change()
 
     def _missing_records(self, lines: Iterable[int]) -> list[ResultRecord]:
         make = results.expired_record if self.record.is_expiring else results.cancelled_record

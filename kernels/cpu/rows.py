@@ -178,7 +178,7 @@ def highest(x: Tensor, *, level: str) -> tuple[Tensor, Tensor]:
     assert _is_rows(x, width, x.dtype), "not rows of contiguous elements on the CPU"
     indices = torch.empty(num_rows, dtype=torch.int64)
     values = torch.empty(num_rows, dtype=torch.float32)
-    shape = (x.stride(0), num_rows, width, _is_bfloat16(x))
+    shape = (x.stride(0), num_rows, width, (x.dtype == torch.bfloat16))
     results = (indices.data_ptr(), values.data_ptr())
     _native.highest(level, x.data_ptr(), *shape, *results, torch.get_num_threads())
     return indices, values
@@ -188,7 +188,3 @@ def _is_rows(x: Tensor, width: int, dtype: torch.dtype) -> bool:
     if x.ndim != 2 or x.shape[1] != width or x.dtype != dtype or x.device.type != "cpu":
         return False
     return width == 1 or x.stride(1) == 1
-
-
-def _is_bfloat16(x: Tensor) -> bool:
-    return x.dtype == torch.bfloat16

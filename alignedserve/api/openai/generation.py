@@ -224,7 +224,12 @@ class Generation:
         self.num_generated_tokens += decoder.num_tokens - num_tokens
         self.num_reasoning_tokens += decoder.num_reasoning_tokens - num_reasoning_tokens
         if choice.num_cached_tokens != choice.stream.num_cached_tokens:
-            self._count_cached(choice)
+            num_per_prompt = len(self.request.requests) // len(self.request.prompts)
+            first = choice.index - choice.index % num_per_prompt
+            of_prompt = self._choices[first : first + num_per_prompt]
+            num_before = min(sibling.num_cached_tokens for sibling in of_prompt)
+            choice.num_cached_tokens = choice.stream.num_cached_tokens
+            self.num_cached_tokens += min(sibling.num_cached_tokens for sibling in of_prompt) - num_before
         now = time.monotonic()
         if choice.measure(len(new.token_ids), now) and self._timeline is not None:
             self._timeline.first_token(choice.index, now, choice.stream.num_cached_tokens)
@@ -233,14 +238,6 @@ class Generation:
             choice.has_ended = new.finish_reason is not None
             self._finish(choice, delta.finish_reason.value, now)
         return delta
-
-    def _count_cached(self, choice: "_Choice") -> None:
-        num_per_prompt = len(self.request.requests) // len(self.request.prompts)
-        first = choice.index - choice.index % num_per_prompt
-        of_prompt = self._choices[first : first + num_per_prompt]
-        num_before = min(sibling.num_cached_tokens for sibling in of_prompt)
-        choice.num_cached_tokens = choice.stream.num_cached_tokens
-        self.num_cached_tokens += min(sibling.num_cached_tokens for sibling in of_prompt) - num_before
 
     def _finish(self, choice: "_Choice", reason: str, now: float) -> None:
         choice.count_finished(reason)

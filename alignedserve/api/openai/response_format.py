@@ -407,13 +407,10 @@ class CompletionFormatter(ResponseFormatter):
         generated = completion_logprobs(_logprobs_of(deltas), self._names, first_offset=first_offset)
         if not begins_with_prompt:
             return generated
-        echoed = self._echoed_logprobs(prompt, deltas)
-        return concatenate(echoed, generated)
-
-    def _echoed_logprobs(self, prompt: Prompt, deltas: Sequence[ChoiceDelta]) -> dict[str, list[Any]]:
         num_top = self._request.requests[0].sampling.num_logprobs or 0
         scores = [replace(entry, top=entry.top[:num_top]) for entry in _prompt_scores(deltas)]
-        return echoed_logprobs(prompt, scores, self._tokenizer, self._names)
+        echoed = echoed_logprobs(prompt, scores, self._tokenizer, self._names)
+        return concatenate(echoed, generated)
 
 
 def _message(deltas: Sequence[ChoiceDelta], *, calls_functions: bool) -> dict[str, Any]:

@@ -35,7 +35,13 @@ def conversation_of_chat(body: ConversationFields) -> Conversation:
         raise InvalidRequest(
             "add_generation_prompt and continue_final_message cannot both be true.", param="add_generation_prompt"
         )
-    _check_functions(body)
+    mode = "auto" if body.function_call is None else body.function_call.mode
+    if body.functions and body.tools:
+        refuse("functions", "it cannot be combined with tools")
+    if not body.functions and (mode == "required" or (mode == "none" and body.tools)):
+        refuse("function_call", "it needs functions")
+    if body.functions and body.tool_choice != ToolChoice():
+        refuse("tool_choice", "it cannot be combined with functions, whose choice is function_call")
     uses_functions = bool(body.functions)
     return Conversation(
         messages=tuple(_messages(body.messages)),
@@ -98,16 +104,6 @@ def _tools(body: ConversationFields) -> Iterator[OfferedTool]:
     for path, function in functions:
         words = function.name, function.description, function.parameters
         yield OfferedTool(*words, path, f"{path}.parameters", function.strict is True)
-
-
-def _check_functions(body: ConversationFields) -> None:
-    mode = "auto" if body.function_call is None else body.function_call.mode
-    if body.functions and body.tools:
-        refuse("functions", "it cannot be combined with tools")
-    if not body.functions and (mode == "required" or (mode == "none" and body.tools)):
-        refuse("function_call", "it needs functions")
-    if body.functions and body.tool_choice != ToolChoice():
-        refuse("tool_choice", "it cannot be combined with functions, whose choice is function_call")
 
 
 def _messages(messages: Sequence[ChatMessage]) -> Iterator[PastMessage]:

@@ -16,7 +16,6 @@ from alignedserve.messages.request_notes import (
     MAX_STANDINGS,
     AskStandings,
     Cause,
-    RequestNote,
     Standing,
     StandingsTold,
     Step,
@@ -201,16 +200,12 @@ def step_text(sourced: SourcedNote) -> str:
         num_requests=note.num_requests,
         num_iterations=note.num_iterations,
         predicted_len=predicted_len,
-        of_requests=_of_requests(note),
+        of_requests=f" of {note.num_requests}" if note.num_requests else "",
     )
 
 
 def cause_text(cause: Cause) -> str:
     return _CAUSES[cause]
-
-
-def _of_requests(note: RequestNote) -> str:
-    return f" of {note.num_requests}" if note.num_requests else ""
 
 
 _ANSWER_S = 1.0  # a router that has not answered by then is not waited for

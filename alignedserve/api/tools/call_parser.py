@@ -79,7 +79,13 @@ class JsonValueScanner:
 
     def takes(self, character: str) -> bool:
         if self._is_in_string:
-            self._continue_string(character)
+            if self._is_escaped:
+                self._is_escaped = False
+            elif character == "\\":
+                self._is_escaped = True
+            elif character == '"':
+                self._is_in_string = False
+                self.is_complete = self._depth == 0
         elif self._is_scalar and self._depth == 0:
             self.is_complete = character in _ENDS_SCALAR
             return not self.is_complete
@@ -93,15 +99,6 @@ class JsonValueScanner:
         else:
             self._is_scalar = self._depth == 0
         return True
-
-    def _continue_string(self, character: str) -> None:
-        if self._is_escaped:
-            self._is_escaped = False
-        elif character == "\\":
-            self._is_escaped = True
-        elif character == '"':
-            self._is_in_string = False
-            self.is_complete = self._depth == 0
 
 
 class CallReader(Protocol):
@@ -434,19 +431,16 @@ class ToolCallParser:
         if self._is_reading:
             return [self._read(text)]
         if self._is_bare and not self._has_content:
-            return self._push_bare(text)
+            stripped = (self._leading + text).lstrip()
+            if not stripped.startswith(self._first_character):
+                return self._push_marked(text)
+            leading, self._leading, self._is_reading = self._leading, "", True
+            return [CallRun(len(leading)), self._read(text)]
         return self._push_marked(text)
 
     def end(self) -> list[CallRun]:
         held = self._leading + self._begin.flush()
         return [CallRun(len(held), held)] if held else []
-
-    def _push_bare(self, text: str) -> list[CallRun]:
-        stripped = (self._leading + text).lstrip()
-        if not stripped.startswith(self._first_character):
-            return self._push_marked(text)
-        leading, self._leading, self._is_reading = self._leading, "", True
-        return [CallRun(len(leading)), self._read(text)]
 
     def _push_marked(self, text: str) -> list[CallRun]:
         before, marker, after = self._begin.push(text)

@@ -245,15 +245,11 @@ class StateServer:
             return CallFailed(ProtocolError.__name__, "a count of requests that is not kept here")
         now = time.monotonic()
         if isinstance(call, UseQuota):
-            return _charged(self._limits.quotas, call, now)
+            taken = self._limits.quotas.on_call(call.seen_s, tuple(Charge(*charge) for charge in call.charges), now)
+            return QuotaAnswer(now, False) if taken is None else QuotaAnswer(now, True, taken.wait_s, taken.owed)
         wish = None if call.wish is None else Wish(*call.wish)
         statement = OpenStatement(gateway, call.process_id, call.number, call.num_open, call.is_whole, wish)
         return OpenStated(self._limits.open_requests.on_statement(statement, now))
-
-
-def _charged(quotas: QuotaPool, call: UseQuota, now: float) -> QuotaAnswer:
-    taken = quotas.on_call(call.seen_s, tuple(Charge(*charge) for charge in call.charges), now)
-    return QuotaAnswer(now, False) if taken is None else QuotaAnswer(now, True, taken.wait_s, taken.owed)
 
 
 async def _forget(linked: _Linked) -> None:

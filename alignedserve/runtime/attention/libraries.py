@@ -269,7 +269,8 @@ def _checked(setup: PromptSetup, libraries: Sequence[str]) -> PromptChoice:
     for name in libraries:
         if choice.whole is not None and choice.paged is not None:
             break
-        path = _path_of(name, setup)
+        key = [*identity_of(setup.device), name, repr(setup.layout), str(setup.group), str(setup.window)]
+        path = verdict_path(cache_folder(), "library-checks", key)
         result = _result_of(name, setup, path)
         if result is None:
             continue
@@ -307,11 +308,6 @@ def _result_of(name: str, setup: PromptSetup, path: Path) -> CheckResult | None:
     elif _reaches(result, setup):
         keep(path, asdict(result))
     return result
-
-
-def _path_of(name: str, setup: PromptSetup) -> Path:
-    key = [*identity_of(setup.device), name, repr(setup.layout), str(setup.group), str(setup.window)]
-    return verdict_path(cache_folder(), "library-checks", key)
 
 
 def _reaches(result: CheckResult, setup: PromptSetup) -> bool:

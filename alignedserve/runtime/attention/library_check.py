@@ -137,7 +137,12 @@ class LibraryCheck:
     def __init__(self, setup: PromptSetup, library: AttentionLibrary) -> None:
         self._setup, self._library = setup, library
         self._device = torch.device(setup.device)
-        self.num_blocks = _num_blocks(setup, self._device)
+        block_bytes = setup.layout.block_bytes
+        num_blocks = min(setup.num_blocks, -(-FAR_BYTES // block_bytes))
+        if self._device.type == CUDA:
+            num_blocks = min(num_blocks, (free_bytes(self._device) - _LEFT_BYTES) // block_bytes)
+        assert num_blocks >= 1, "no memory for a check"
+        self.num_blocks = num_blocks
         self._storage = BlockStorage(setup.layout, self.num_blocks, self._device)
 
     def result(self) -> CheckResult:
@@ -254,15 +259,6 @@ def fitting(shape: ChunkShape, block_size: int, num_blocks: int) -> ChunkShape:
         counts = tuple(min(max(1, count // 2), length) for count, length in zip(shape.counts, lengths, strict=True))
         shape = ChunkShape(lengths, counts)
     return shape
-
-
-def _num_blocks(setup: PromptSetup, device: torch.device) -> int:
-    block_bytes = setup.layout.block_bytes
-    num_blocks = min(setup.num_blocks, -(-FAR_BYTES // block_bytes))
-    if device.type == CUDA:
-        num_blocks = min(num_blocks, (free_bytes(device) - _LEFT_BYTES) // block_bytes)
-    assert num_blocks >= 1, "no memory for a check"
-    return num_blocks
 
 
 def _table_of(shape: ChunkShape, block_size: int, num_blocks: int) -> tuple[SequenceTable, int]:

@@ -160,7 +160,11 @@ class RingTables:
         """
         table, size = self._table, self._layout.block_size
         fresh = self._enter(rows[self._entries[rows] != table.entries[rows]])
-        self._take_back(rows)
+        for row in rows.tolist() if self._lent else ():
+            columns = self._lent.pop(row, None)
+            if columns is not None:
+                self.tables[:, row, columns] = self._own_blocks(row, columns)
+                self.changes += 1
         before, after = table.num_computed[rows], table.num_computed[rows] + counts
         chunk_copies, chunks = self._no_copies, np.flatnonzero(counts > size + 1)
         if len(chunks):
@@ -230,13 +234,6 @@ class RingTables:
 
     def _own_blocks(self, row: int, columns: slice | IntArray) -> IntArray:
         return self._rings(np.array([row]))[:, 0, self._in_ring[columns]]
-
-    def _take_back(self, rows: IntArray) -> None:
-        for row in rows.tolist() if self._lent else ():
-            columns = self._lent.pop(row, None)
-            if columns is not None:
-                self.tables[:, row, columns] = self._own_blocks(row, columns)
-                self.changes += 1
 
     def _lend(self, rows: IntArray, before: IntArray, after: IntArray) -> IntArray:
         size, used, copies = self._layout.block_size, 0, [self._no_copies]

@@ -113,19 +113,16 @@ class CudaAccelerator:
         """
         if handle.storage_bytes < num_rows * row_bytes:
             raise HandoffRejected("the blocks are more than the memory that is offered")
-        self._check_link(handle.device_uuid)
+        uuids = [str(_CUDA.get_device_properties(index).uuid) for index in range(_CUDA.device_count())]
+        if handle.device_uuid not in uuids:
+            raise HandoffRejected("the device of the blocks is not visible to this process")
+        theirs, mine = uuids.index(handle.device_uuid), self._index
+        if theirs != mine and not _CUDA.can_device_access_peer(mine, theirs):
+            raise HandoffRejected(f"{self.device} has no access to the memory of cuda:{theirs}, where the blocks are")
         rows = _OF_THIS_PROCESS.get(_key(handle))
         if rows is not None:  # CUDA maps no memory of the same process
             return rows[:num_rows]
         return self._map(handle)[: num_rows * row_bytes].view(num_rows, row_bytes)
-
-    def _check_link(self, device_uuid: str) -> None:
-        uuids = [str(_CUDA.get_device_properties(index).uuid) for index in range(_CUDA.device_count())]
-        if device_uuid not in uuids:
-            raise HandoffRejected("the device of the blocks is not visible to this process")
-        theirs, mine = uuids.index(device_uuid), self._index
-        if theirs != mine and not _CUDA.can_device_access_peer(mine, theirs):
-            raise HandoffRejected(f"{self.device} has no access to the memory of cuda:{theirs}, where the blocks are")
 
     def _map(self, handle: SharedRows) -> Tensor:
         try:

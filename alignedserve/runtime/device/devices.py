@@ -179,7 +179,7 @@ _LIBRARIES = ("triton", "flash-attn-4", "flash-attn", "transformers", "alignedse
 
 def remarks(gpus: Sequence[Any]) -> list[str]:
     notes = []
-    slices = [index for index, gpu in enumerate(gpus) if _is_slice(gpu)]
+    slices = [index for index, gpu in enumerate(gpus) if "MIG" in str(gpu.name).split()]
     if slices:
         notes.append(
             f"{', '.join(f'cuda:{index}' for index in slices)}: a slice of a GPU (MIG), of which a process sees one "
@@ -234,10 +234,6 @@ def machine_gpus() -> dict[str, Any]:
         "gpus": described(gpus),
         "remarks": remarks(gpus),
     }
-
-
-def _is_slice(gpu: Any) -> bool:
-    return "MIG" in str(gpu.name).split()
 
 
 def version_of(distribution: str) -> str | None:

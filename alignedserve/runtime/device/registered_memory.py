@@ -44,7 +44,8 @@ class RegisteredMemory:
         """`head_bytes`: in front of the first row, which begins a page; registered with it."""
         assert (address + head_bytes) % mmap.PAGESIZE == 0, "rows that begin a page"
         self.obstacle: str | None = None
-        self.rows_per_chunk = _rows_per_chunk(row_bytes, chunk_bytes)
+        together = mmap.PAGESIZE // math.gcd(row_bytes, mmap.PAGESIZE)
+        self.rows_per_chunk = max(1, chunk_bytes // row_bytes // together) * together
         self._driver = driver
         self._chunks: list[int] = []
         end = address + head_bytes + num_rows * row_bytes
@@ -61,8 +62,3 @@ class RegisteredMemory:
         """Undo the registration. May be repeated; no copy may be under way."""
         while self._chunks:
             self._driver.unregister(self._chunks.pop())
-
-
-def _rows_per_chunk(row_bytes: int, chunk_bytes: int) -> int:
-    together = mmap.PAGESIZE // math.gcd(row_bytes, mmap.PAGESIZE)
-    return max(1, chunk_bytes // row_bytes // together) * together

@@ -75,7 +75,9 @@ class IterationTimer:
             num_assigned = self._num_assigned
             chunks = [self._add_chunk(chunk) for chunk in point.chunks]
             slices = [*((request_id, 1) for request_id in decodes), *chunks]
-            seconds.append(self._execute(slices))
+            started = self._clock()
+            self._engine.execute(slices)
+            seconds.append(self._clock() - started)
             for request_id, _ in chunks:
                 self._engine.remove_sequence(request_id)
             self._num_assigned = num_assigned
@@ -83,11 +85,6 @@ class IterationTimer:
             self._engine.remove_sequence(request_id)
         self._engine.settle()  # else the next measurement waits for a step that was launched behind the last one
         return statistics.median(seconds)
-
-    def _execute(self, slices: Sequence[tuple[RequestId, int]]) -> float:
-        started = self._clock()
-        self._engine.execute(slices)
-        return self._clock() - started
 
     def _add_chunk(self, chunk: Chunk) -> tuple[RequestId, int]:
         known = chunk.num_cached + chunk.num_tokens
@@ -206,7 +203,10 @@ def measure_iterations(
 
     def measure(point: Point) -> float:
         if swap_space is not None and point.num_swapped:
-            return _swap_s(swap_space, point.num_swapped, engine.storage.layout.block_size, blocks, clock)
+            counted = engine.storage.layout.block_size * swap_space.width  # full-width tokens that a block counts for
+            chosen = blocks[: max(round(point.num_swapped / counted), 1)].tolist()
+            seconds = swap_space.time_copies([BlockId(block) for block in chosen], clock)
+            return seconds * point.num_swapped / (len(chosen) * counted)
         return timer.measure(point, 1)
 
     def measure_in_turn(point: Point) -> float:
@@ -232,16 +232,3 @@ def measure_iterations(
     if kept is not None:
         kept.keep(points, samples)
     return samples
-
-
-def _swap_s(
-    swap_space: "HostCaches",
-    num_tokens: int,
-    block_size: int,
-    blocks: np.typing.NDArray[np.int64],
-    clock: Callable[[], float],
-) -> float:
-    counted = block_size * swap_space.width  # full-width tokens that a block counts for
-    chosen = blocks[: max(round(num_tokens / counted), 1)].tolist()
-    seconds = swap_space.time_copies([BlockId(block) for block in chosen], clock)
-    return seconds * num_tokens / (len(chosen) * counted)

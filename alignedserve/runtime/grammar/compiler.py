@@ -136,7 +136,8 @@ class GrammarCompiler:
             compiled = self._thread.submit(partial(self._compile, grammar), is_real_time=is_real_time)
             self._compiled[grammar] = compiled
             self._num_characters += len(grammar)
-            self._forget_oldest()
+            while len(self._compiled) > MAX_KEPT or self._num_characters > MAX_KEPT_CHARACTERS:
+                self._drop(next(iter(self._compiled)))
         return compiled
 
     def compile_anew(self, grammar: str, spoilt: "Future[LLMatcher]") -> "Future[LLMatcher]":
@@ -192,10 +193,6 @@ class GrammarCompiler:
         with self._lock:
             if self._compiled.get(grammar) is compiled:
                 self._drop(grammar)
-
-    def _forget_oldest(self) -> None:
-        while len(self._compiled) > MAX_KEPT or self._num_characters > MAX_KEPT_CHARACTERS:
-            self._drop(next(iter(self._compiled)))
 
     def _drop(self, grammar: str) -> None:
         if self._compiled.pop(grammar, None) is not None:

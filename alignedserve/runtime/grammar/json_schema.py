@@ -205,7 +205,11 @@ class _Reader:
                         raise unsupported_keyword(keyword)
                     read[keyword] = READERS[keyword](self, keyword, value, path)
         self._check_property_counts(read)
-        self._note_conjunction(read)
+        self._num_patterns += ("pattern" in read) + ("format" in read)
+        names = read.keys() - {"$defs", "definitions"}
+        self.has_conjunction |= "allOf" in names or (len(names) > 1 and bool(names & {"$ref", "anyOf", "oneOf"}))
+        if "multipleOf" in read:
+            self._divisor = lcm(self._divisor, Decimal(str(read["multipleOf"])).as_integer_ratio()[0])
         if "oneOf" in read:
             self.one_ofs.append(read)
         if "properties" in read:
@@ -267,13 +271,6 @@ class _Reader:
             )
         if self._divisor > MAX_DIVISOR:
             raise unsupported_keyword("multipleOf", "has too many digits")
-
-    def _note_conjunction(self, read: dict[str, Any]) -> None:
-        self._num_patterns += ("pattern" in read) + ("format" in read)
-        names = read.keys() - {"$defs", "definitions"}
-        self.has_conjunction |= "allOf" in names or (len(names) > 1 and bool(names & {"$ref", "anyOf", "oneOf"}))
-        if "multipleOf" in read:
-            self._divisor = lcm(self._divisor, Decimal(str(read["multipleOf"])).as_integer_ratio()[0])
 
     @staticmethod
     def _is_without_effect(keyword: str, value: Any, path: Path) -> bool:

@@ -280,7 +280,9 @@ class TokenMasks:
         """Note the tokens that were chosen for these rows, negative: none could be; begin what follows from them."""
         if not self._rows:
             return
-        self._settle()
+        if self._ahead is not None:
+            self._ahead.result()
+            self._ahead = None
         continued = []
         for row, token_id in zip(rows.tolist(), chosen.tolist(), strict=True):
             answer = self._rows.get(row)
@@ -359,11 +361,6 @@ class TokenMasks:
         self._thread.shutdown()
         self._heavy_thread.close(waits=False)
 
-    def _settle(self) -> None:
-        if self._ahead is not None:
-            self._ahead.result()
-            self._ahead = None
-
     def _last_resorts(self, token_ids: tuple[int, ...]) -> LastResorts | None:
         known = tuple(token_id for token_id in token_ids if 0 <= token_id < self._vocab_size)
         return self._resorts.setdefault(known, LastResorts(known)) if known else None
@@ -394,7 +391,8 @@ class TokenMasks:
             if answer.matcher.forced or answer.failure is not None:
                 bits[index] = 0
             if answer.matcher.forced:
-                _allow_only(answer.matcher.forced[0], bits[index])
+                token_id = answer.matcher.forced[0]
+                (bits[index]).view(np.uint32)[token_id >> 5] = 1 << (token_id & 31)
             resorts = answer.unwanted_early if is_early[at] else answer.unwanted
             if resorts is not None:
                 unwanted.setdefault(resorts, []).append(index)
@@ -535,7 +533,3 @@ def _must_restart(answer: _Constrained, matcher: LLMatcher) -> bool:
 
 def _may_jump(sampling: SamplingParams) -> bool:
     return sampling.num_logprobs is None and not (sampling.allowed_token_ids or sampling.bad_words)
-
-
-def _allow_only(token_id: int, bits: Bits) -> None:
-    bits.view(np.uint32)[token_id >> 5] = 1 << (token_id & 31)

@@ -210,21 +210,18 @@ class BlockCopier:
     def _replace(self, peer: str, memory: LocalMemory, offered: ArenaOffered) -> bool:
         self._release(peer)
         if self._ranks is not None:
-            return self._share(peer, offered, self._ranks)
+            try:
+                self._transfers[peer] = self._opened(peer, PartsOffer(offered, self._identity, True, SHM))
+            except (PeerError, TransportUnavailable) as error:
+                self._ranks.close(peer)
+                logger.warning("no candidate buffer for %s: %s", peer, error)
+                return False
+            return True
         if isinstance(memory, DeviceBuffer):
             self._transfers[peer] = OwnBufferTransfer(self._storage, memory)
             return True
         lanes, num_threads = self._storage.lanes, threads_per_copy()
         self._transfers[peer] = ShmTransfer(self._storage, memory, stamps=True, num_threads=num_threads, lanes=lanes)
-        return True
-
-    def _share(self, peer: str, offered: ArenaOffered, ranks: RankCopies) -> bool:
-        try:
-            self._transfers[peer] = self._opened(peer, PartsOffer(offered, self._identity, True, SHM))
-        except (PeerError, TransportUnavailable) as error:
-            ranks.close(peer)
-            logger.warning("no candidate buffer for %s: %s", peer, error)
-            return False
         return True
 
 

@@ -148,7 +148,9 @@ class CandidateMemory:
         if self._lanes is not None:
             self._lender = DeviceLender(layout, self._lanes, budget.num_blocks)
         else:
-            self._remove_former()
+            with contextlib.suppress(NotEnoughMemory):  # no folder for arenas, which `open_for` logs
+                path = arena_path(self._process_spec.cluster_id, f"{self._process_spec.name}-for-")
+                remove_stale_arenas(path.parent, path.name.removesuffix(ARENA_SUFFIX))
 
     def open_for(self, peer: str) -> OpenedBuffer | None:
         """Create a new buffer in place of any earlier one; None (and a log line) when memory is short."""
@@ -194,11 +196,6 @@ class CandidateMemory:
         """Release all buffers."""
         for peer in list(self._opened):
             self.close_for(peer)
-
-    def _remove_former(self) -> None:
-        with contextlib.suppress(NotEnoughMemory):  # no folder for arenas, which `open_for` logs
-            path = arena_path(self._process_spec.cluster_id, f"{self._process_spec.name}-for-")
-            remove_stale_arenas(path.parent, path.name.removesuffix(ARENA_SUFFIX))
 
     @property
     def _beyond_node(self) -> tuple[str, ...]:

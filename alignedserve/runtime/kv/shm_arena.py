@@ -115,7 +115,8 @@ class Arena:
         size = _file_bytes(num_blocks, layout.block_bytes)
         try:
             fcntl.flock(file_descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _check_room(path, size)
+            if size > _free_bytes(path):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.ftruncate(file_descriptor, size)
             mapped = [map_file(file_descriptor, size)]
 
@@ -251,11 +252,6 @@ def _header_problem(header: bytes, size: int, layout: BlockLayout) -> str | None
     if num_blocks > size or _file_bytes(num_blocks, block_bytes) > size:
         return "it is smaller than its header says"
     return None
-
-
-def _check_room(path: Path, size: int) -> None:
-    if size > _free_bytes(path):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _free_bytes(path: Path) -> int:

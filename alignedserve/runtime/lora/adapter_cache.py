@@ -293,7 +293,8 @@ class AdapterCache:
                 if not is_real_time and self._waiting[True] and self._holding(now, is_real_time=False):
                     break
                 first = waiting[0]
-                is_first = self._waits_for_none(now)
+                uses = (use for loaded in self._loaded.values() for use in (loaded.best_effort, loaded.real_time))
+                is_first = self._rests and not self._loading and not any(use.is_wanted(now) for use in uses)
                 is_ready = self._is_ready(first, now) or (is_first and first.adapter.digest in self._loaded)
                 if not (is_ready or is_first or self._may_load(first, now)):
                     break
@@ -312,10 +313,6 @@ class AdapterCache:
             self._timer.daemon = True
             self._timer.start()
         return served
-
-    def _waits_for_none(self, now: float) -> bool:
-        uses = (use for loaded in self._loaded.values() for use in (loaded.best_effort, loaded.real_time))
-        return self._rests and not self._loading and not any(use.is_wanted(now) for use in uses)
 
     def _look_again(self) -> None:
         with self._lock:

@@ -160,7 +160,9 @@ def _selected(value: object, field: str, where: str) -> NamePredicate | None:
     if isinstance(value, str) and len(value) <= _MAX_PATTERN_LEN:
         return whole(value, f"{where}: {field}")
     if isinstance(value, list) and len(value) <= _MAX_NAMES and all(isinstance(item, str) for item in value):
-        return ends_with_any(tuple(value))
+        ends = tuple(value)
+        dotted = tuple(f".{end}" for end in ends)
+        return lambda name: name in ends or name.endswith(dotted)
     raise AdapterError(f"{where}: {field} must be a list of at most {_MAX_NAMES} names, or an expression.")
 
 
@@ -180,11 +182,6 @@ def _layers(fields: JsonFields, raw: Mapping[str, Any]) -> frozenset[int] | None
     if isinstance(value, int):
         return frozenset((fields.integer("layers_to_transform", 0, _MAX_NAMES),))
     return frozenset(fields.integers("layers_to_transform", 0, _MAX_NAMES))
-
-
-def ends_with_any(ends: tuple[str, ...]) -> NamePredicate:
-    dotted = tuple(f".{end}" for end in ends)
-    return lambda name: name in ends or name.endswith(dotted)
 
 
 def whole(expression: str, where: str) -> NamePredicate:
@@ -241,19 +238,15 @@ class AdapterFiles(NamedTuple):
 def read_adapter_files(folder: Path, max_bytes: int) -> AdapterFiles:
     """Read a folder whose weights have at most `max_bytes`. Raises AdapterError."""
     try:
-        return _files_in(folder, max_bytes)
+        if not (folder / WEIGHTS_NAME).is_file() and (folder / _PICKLED_NAME).exists():
+            raise AdapterError(
+                f"{folder} has its weights only as {_PICKLED_NAME}, a pickle format that can run code when loaded; "
+                f"save them as {WEIGHTS_NAME}."
+            )
+        config = _read(folder / CONFIG_NAME, _MAX_CONFIG_BYTES)
+        return AdapterFiles(folder, config, _read(folder / WEIGHTS_NAME, max_bytes))
     except OSError as error:
         raise AdapterError(f"{folder} cannot be read: {error.strerror}.") from error
-
-
-def _files_in(folder: Path, max_bytes: int) -> AdapterFiles:
-    if not (folder / WEIGHTS_NAME).is_file() and (folder / _PICKLED_NAME).exists():
-        raise AdapterError(
-            f"{folder} has its weights only as {_PICKLED_NAME}, a pickle format that can run code when loaded; "
-            f"save them as {WEIGHTS_NAME}."
-        )
-    config = _read(folder / CONFIG_NAME, _MAX_CONFIG_BYTES)
-    return AdapterFiles(folder, config, _read(folder / WEIGHTS_NAME, max_bytes))
 
 
 def _read(path: Path, max_bytes: int) -> bytes:

@@ -116,7 +116,7 @@ def fingerprint_of(path: Path) -> str:
     """Return the fingerprint of the weights in a folder or GGUF file; empty: they cannot be read."""
     digest = hashlib.sha256()
     try:
-        files = _files_of(path)
+        files = [path.with_name(name) for name in part_names(path.name)] if is_gguf(path) else listed_shards(path)
         for file in files:
             digest.update(file.name.encode())
             for part in _samples_of(file, max(_NUM_SAMPLES // len(files), 2)):
@@ -142,10 +142,6 @@ def _require_same(path: Path, fingerprint: str) -> None:
             f"{path}: these are not the weights with which the model began to be served; put those back, or serve "
             "the new ones in their place with `alignedserve models replace`."
         )
-
-
-def _files_of(path: Path) -> list[Path]:
-    return [path.with_name(name) for name in part_names(path.name)] if is_gguf(path) else listed_shards(path)
 
 
 def _samples_of(path: Path, num_samples: int) -> Iterator[bytes]:

@@ -40,7 +40,9 @@ class NodeLosses:
         num_losses = 1 if has_served else self._num_before + 1
         if not is_wanted or num_losses > _MAX_LOSSES:
             print_error(error)
-            _end(os.EX_TEMPFAIL)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(os.EX_TEMPFAIL)
         notes().print(f"{error}. Starting again …", markup=False, soft_wrap=True)
         self._become_successor(num_losses)
 
@@ -64,9 +66,3 @@ def _close_files_on_exec() -> None:
                 os.set_inheritable(int(name), False)
             except OSError:
                 continue  # closed meanwhile
-
-
-def _end(code: int) -> NoReturn:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)

@@ -138,7 +138,11 @@ class NativePass:
         parts = _cache_parts(batch)
         assert parts, "see suits"
         adapters = batch.adapters.pass_adapters if isinstance(batch.adapters, AdapterRows) else None
-        slots, places = self._slots_of(storage), self._places[batch.rings is not None]
+        if self._storage is not storage:
+            layers = range(storage.layout.num_layers)
+            keys, values = [storage.key_slots(layer) for layer in layers], map(storage.value_slots, layers)
+            self._storage, self._slots = storage, self._pass.slots_of(keys, list(values))
+        slots, places = self._slots, self._places[batch.rings is not None]
         run = partial(self._pass.run, hidden, parts, rotations, places, slots, logits, highest, allowed, adapters)
         if batch.rings is None:
             return self._timed(run, has_head=logits is not None or highest is not None)
@@ -165,13 +169,6 @@ class NativePass:
             return None
         num_slices = max(int(min(self._head_s / _PART_S, _MOST_SLICES)), 1)
         return Pause(self.between_layers, max(int(_PART_S / self._layer_s), 1), num_slices)
-
-    def _slots_of(self, storage: BlockStorage) -> CacheSlots:
-        if self._storage is not storage:
-            layers = range(storage.layout.num_layers)
-            keys, values = [storage.key_slots(layer) for layer in layers], map(storage.value_slots, layers)
-            self._storage, self._slots = storage, self._pass.slots_of(keys, list(values))
-        return self._slots
 
 
 def native_pass(

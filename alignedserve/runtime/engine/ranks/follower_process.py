@@ -17,7 +17,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from alignedserve.core.errors import AlignedServeError
-from alignedserve.core.ids import RequestId
 from alignedserve.process.connected_process import end_with_parent
 from alignedserve.process.heap import freeze_heap
 from alignedserve.runtime.attention.sequence_table import NewSequence
@@ -85,7 +84,10 @@ class FollowerEngine(Engine):
     @torch.inference_mode()
     def _run(self, command: RunStep) -> None:
         for request_id, token_ids in command.forced:
-            self._append_tokens(request_id, token_ids)
+            table, row = self._table, self._table.row(request_id)
+            count = int(table.num_tokens[row])
+            table.tokens[row, count : count + len(token_ids)] = token_ids
+            table.num_tokens[row] = count + len(token_ids)
         step = self._build(command.slices, dict(command.forced))
         launch = StepLaunch(step, self._table.num_tokens[step.sampled_rows], takes_highest=command.takes_highest)
         self._enqueue(launch)
@@ -106,12 +108,6 @@ class FollowerEngine(Engine):
         if not self._table.note_tokens(launched.rows, launched.num_tokens_before, tokens, tokens != NO_TOKEN):
             self._next.forget()
         self._launched = None
-
-    def _append_tokens(self, request_id: RequestId, token_ids: Sequence[int]) -> None:
-        table, row = self._table, self._table.row(request_id)
-        count = int(table.num_tokens[row])
-        table.tokens[row, count : count + len(token_ids)] = token_ids
-        table.num_tokens[row] = count + len(token_ids)
 
 
 def _sequence_of(command: AddSequence, adapters: SequenceAdapters | None) -> NewSequence:

@@ -281,7 +281,8 @@ class NextStep:
         if table.num_reversed:  # a slot behind a sequence may be another's
             return None
         sampled_rows = launches[0].rows if len(launches) == 1 else np.concatenate([launch.rows for launch in launches])
-        rows = self._going_on(sampled_rows)
+        has_more = self._table.num_tokens[sampled_rows] < self._table.end_lens[sampled_rows]
+        rows = sampled_rows if has_more.all() else sampled_rows[has_more]
         chunks = self.guess.chunks(sampled_rows, len(rows))
         if chunks is None or not len(rows) + len(chunks.rows) or not self._can_choose(rows, chunks):
             return None
@@ -382,10 +383,6 @@ class NextStep:
         ending = own[table.num_computed[own] + chunks.counts == table.num_tokens[own]] if len(own) else own
         begins = not len(ending) or self._sampler.can_begin_ahead(ending)
         return begins and self._sampler.can_start_ahead(rows)
-
-    def _going_on(self, rows: IntArray) -> IntArray:
-        has_more = self._table.num_tokens[rows] < self._table.end_lens[rows]
-        return rows if has_more.all() else rows[has_more]
 
 
 def _all_decode(launch: StepLaunch) -> bool:

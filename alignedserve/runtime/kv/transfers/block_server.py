@@ -346,13 +346,6 @@ class BlockServer:
                 self._strangers.pop(control, None)
                 self._threads.discard(threading.current_thread())
 
-    def _replace_older(self, control: ControlSocket, name: str, rank: int) -> None:
-        with self._lock:
-            older = [connection for connection, known in self._connections.items() if known == (name, rank)]
-            self._connections[control] = name, rank
-        for connection in older:
-            connection.disconnect()
-
     def _open(self, control: ControlSocket, name: str) -> TransferSession | None:
         request = control.receive()
         if not isinstance(request, OpenTransfer):
@@ -363,7 +356,11 @@ class BlockServer:
         except HandoffRejected as error:
             control.send(TransferRefused(str(error)))
             return None
-        self._replace_older(control, name, request.rank)
+        with self._lock:
+            older = [connection for connection, known in self._connections.items() if known == (name, request.rank)]
+            self._connections[control] = name, request.rank
+        for connection in older:
+            connection.disconnect()
         if transport == "cuda_ipc":
             control.send(TransferOpened(buffer.num_blocks, buffer.exported()))
             return TransferSession(buffer, control, None)

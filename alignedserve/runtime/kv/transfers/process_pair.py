@@ -134,19 +134,15 @@ def make_pair(control: ControlSocket, rank: int, *, block_bytes: int, timeout_s:
     try:
         group = gloo_group(store, rank, 2, timedelta(seconds=timeout_s), host=control.local_host)
         pair = ProcessPair(group, rank, block_bytes, timeout_s)
-        _exchange_one(pair, rank)
+        for sender in (OWNER_RANK, CLIENT_RANK):
+            if rank == sender:
+                pair.send(1, lambda _first, rows: None)
+            else:
+                pair.receive(1, lambda _first, rows: None)
     except (RuntimeError, MemoryError) as error:  # the latter from an invalid address
         raise PeerLost(f"no process group could be made: {_first_line(error)}") from error
     store.seal()
     return pair
-
-
-def _exchange_one(pair: ProcessPair, rank: int) -> None:
-    for sender in (OWNER_RANK, CLIENT_RANK):
-        if rank == sender:
-            pair.send(1, lambda _first, rows: None)
-        else:
-            pair.receive(1, lambda _first, rows: None)
 
 
 def _first_line(error: Exception) -> str:

@@ -59,21 +59,18 @@ class Computing:
     def form_of(self, matrix: StoredMatrix) -> ProductForm:
         """Return how products with this matrix are computed, unless its values turn out to forbid it."""
         if self.is_gpu:
-            return self._form_on_gpu(matrix)
+            scheme = matrix.scheme
+            is_even = matrix.rows % _GPU_STEP == 0 and matrix.width % _GPU_STEP == 0
+            is_by_row = scheme.is_float and scheme.block is None and scheme.group_size is None
+            if is_by_row and is_even and scheme.has_8_bit_inputs and self.has_float8:
+                return ProductForm.FLOAT8
+            return _grouped_form(matrix)
         is_unpacked = matrix.scheme.is_float and matrix.packing not in IN_BLOCKS
         return ProductForm.UNPACKED if is_unpacked else self._form_on_cpu(matrix)
 
     def form_of_expert(self, matrix: StoredMatrix) -> ProductForm:
         """Return the same for a matrix of an expert; those of all experts are multiplied together on GPUs."""
         return _grouped_form(matrix) if self.is_gpu else self.form_of(matrix)
-
-    def _form_on_gpu(self, matrix: StoredMatrix) -> ProductForm:
-        scheme = matrix.scheme
-        is_even = matrix.rows % _GPU_STEP == 0 and matrix.width % _GPU_STEP == 0
-        is_by_row = scheme.is_float and scheme.block is None and scheme.group_size is None
-        if is_by_row and is_even and scheme.has_8_bit_inputs and self.has_float8:
-            return ProductForm.FLOAT8
-        return _grouped_form(matrix)
 
     def _form_on_cpu(self, matrix: StoredMatrix) -> ProductForm:
         scheme = matrix.scheme

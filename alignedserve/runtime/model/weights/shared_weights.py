@@ -43,7 +43,9 @@ def share_weights(path: Path, folder: Path) -> int:
         fcntl.flock(file, fcntl.LOCK_SH)
         index = _read_index(index_path, os.fstat(file).st_ino)
         shared = sum(_share(file, index, *memory) for memory in weight_memories())
-        _write_index(index_path, index)
+        written = index_path.with_suffix(".index.new")
+        written.write_bytes(msgspec.json.encode(index))
+        written.replace(index_path)
     logger.info("%d MiB of weights are shared, in %s", shared // _MIB, path)
     return shared
 
@@ -86,9 +88,3 @@ def _read_index(path: Path, inode: int) -> _Index:
     except (FileNotFoundError, msgspec.MsgspecError):
         return _Index(inode, offsets={})
     return index if index.inode == inode else _Index(inode, offsets={})
-
-
-def _write_index(path: Path, index: _Index) -> None:
-    written = path.with_suffix(".index.new")
-    written.write_bytes(msgspec.json.encode(index))
-    written.replace(path)

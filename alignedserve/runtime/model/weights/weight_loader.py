@@ -69,15 +69,6 @@ def latent_queries(
     )
 
 
-def latent_output(
-    read: ProductReader, config: ModelConfig, latent: LatentConfig, names: ParameterNames, prefix: str
-) -> LatentOutput:
-    _, values = _heads_of_latent(read, config, latent, prefix + names.heads_of_latent)
-    width = config.num_heads * latent.value_dim
-    output = read.linear([prefix + names.output], [config.hidden_size], width, has_bias=False)
-    return LatentOutput(HeadProducts(values), output, latent.row_width)
-
-
 def _heads_of_latent(
     read: ProductReader, config: ModelConfig, latent: LatentConfig, module: str
 ) -> tuple[Tensor, Tensor]:
@@ -286,7 +277,11 @@ class _WeightAssembler:
     def _output(self, prefix: str) -> AdaptableProjection:
         config, module = self._config, prefix + self._names.output
         if config.latent is not None:
-            return latent_output(self._read, config, config.latent, self._names, prefix)
+            latent = config.latent
+            _, values = _heads_of_latent(self._read, config, latent, prefix + self._names.heads_of_latent)
+            width = config.num_heads * latent.value_dim
+            output = self._read.linear([prefix + self._names.output], [config.hidden_size], width, has_bias=False)
+            return LatentOutput(HeadProducts(values), output, latent.row_width)
         return self._read.linear([module], [config.hidden_size], config.query_width, config.has_output_bias)
 
     def _projection(self, name: str, rows: int) -> Projection:
