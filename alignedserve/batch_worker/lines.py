@@ -35,7 +35,7 @@ from alignedserve.batches.interfaces import (
     ModelState,
 )
 from alignedserve.batches.records import Endpoint, client_of, take_streamed_response
-from alignedserve.batches.responses.event_log import EventLimits, EventLog
+from alignedserve.batches.responses.response_repository import EventLimits, EventLog
 from alignedserve.core.errors import AlignedServeError, InvalidRequest
 from alignedserve.keys.entry import KeyEntry
 

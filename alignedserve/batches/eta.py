@@ -26,10 +26,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from alignedserve.batches.hours import ALWAYS, Schedule
+from alignedserve.batches.hours import ALWAYS, Schedule, schedule_of
 from alignedserve.batches.line_scheduling import ModelShares
 from alignedserve.batches.records import BatchRecord, Eta, Progress, Risk, StoredRecord
-from alignedserve.batches.schedule import schedule_of
 from alignedserve.core.errors import InvalidRequest
 
 _SLOWER, _FASTER = 0.8, 1.25

@@ -5,8 +5,7 @@ import asyncio
 import orjson
 
 from alignedserve.batches.interfaces import LineResponse
-from alignedserve.batches.log.disk_log import DiskLog
-from alignedserve.batches.log.log_format import LineOutcome, LogTotals, ResultRecord
+from alignedserve.batches.log.disk_log import DiskLog, LineOutcome, LogTotals, ResultRecord
 from alignedserve.batches.records import BatchKey, BatchRecord, FileRecord, Progress, ResultKind, ResultView
 from alignedserve.core.errors import StorageError
 

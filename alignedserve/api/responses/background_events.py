@@ -19,7 +19,7 @@ from alignedserve.api.openai.choice_decoder import ChoiceDelta
 from alignedserve.api.openai.generation import Generation
 from alignedserve.api.responses.bodies import CreateResponseRequest
 from alignedserve.api.responses.formatter import Event, ResponsesFormatter, encoded_event
-from alignedserve.batches.responses.event_log import EventLimits, EventLog, EventWriter
+from alignedserve.batches.responses.response_repository import EventLimits, EventLog, EventWriter
 from alignedserve.core.errors import StorageError
 
 logger = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ import msgspec
 from rich.console import Console
 
 from alignedserve.api.openai.parsing import parse
+from alignedserve.batches.hours import check_window
 from alignedserve.batches.records import Endpoint
-from alignedserve.batches.schedule import check_window
 from alignedserve.cli.batch.app import SubmitOptions
 from alignedserve.cli.batch.client import PATIENCE_S, BatchClient, RequestRefused
 from alignedserve.cli.batch.formatting import batches_table, outlook, problem_text, summary

@@ -29,8 +29,13 @@ from alignedserve.api.responses.request_builder import new_response_id
 from alignedserve.api.schema import IgnoredFields
 from alignedserve.api.work_lanes import WorkLanes, rough_length
 from alignedserve.batches.records import BatchKey
-from alignedserve.batches.responses.event_log import EventLimits, EventLog
-from alignedserve.batches.responses.response_repository import StoredConversation, StoredResponse, fits
+from alignedserve.batches.responses.response_repository import (
+    EventLimits,
+    EventLog,
+    StoredConversation,
+    StoredResponse,
+    fits,
+)
 from alignedserve.core.errors import InvalidRequest, StoreFull, StoreUnavailable
 from alignedserve.gateway.responses.background import BackgroundJobs, cancelled, too_large, without_room
 from alignedserve.gateway.responses.conversations import (
