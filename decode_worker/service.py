@@ -39,9 +39,8 @@ from alignedserve.runtime.engine.engine_sizes import (
 from alignedserve.runtime.engine.model_executor import ModelExecutor
 from alignedserve.runtime.executor import Executor, make_candidate_memory, make_executor
 from alignedserve.runtime.kv.arena_files import arena_path
-from alignedserve.runtime.kv.block_copier import BlockCopier
 from alignedserve.runtime.kv.buffer_budget import BufferBudget
-from alignedserve.runtime.kv.candidate_memory import CandidateMemory, CopyCommand, LendingCopier
+from alignedserve.runtime.kv.candidate_memory import BlockCopier, CandidateMemory, CopyCommand, LendingCopier
 from alignedserve.runtime.kv.transfers.kv_transfer import AUTO
 from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.runtime.model.weights.shared_weights import share_weights

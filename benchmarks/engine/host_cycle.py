@@ -42,7 +42,7 @@ from alignedserve.runtime.engine.sampling import sampler
 from alignedserve.runtime.engine.urgent_iterations import UrgentIterations
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
-from alignedserve.runtime.model.hf_config import parse_model_config
+from alignedserve.runtime.model.model_files import parse_model_config
 from alignedserve.scheduling.picture_turns import TurnLengths
 from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.recording import write_result

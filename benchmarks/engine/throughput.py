@@ -26,7 +26,7 @@ from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.model_files import weights_in_files
 from alignedserve.runtime.model.named_models import model_path
-from alignedserve.runtime.model.quantized.product_form import Computing
+from alignedserve.runtime.model.quantized.layout import Computing
 from alignedserve.runtime.model.sharding.tensor_shard import check_tensor_parallel
 from alignedserve.runtime.model.weights.decoder_weights import DecoderWeights
 from benchmarks.engine.benchmark_spec import EngineBenchmarkSpec

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from alignedserve.runtime.device.device_work import use_device
+from alignedserve.runtime.device.accelerator import use_device
 from alignedserve.runtime.device.streams import DeviceStreams, Event
 from alignedserve.runtime.kv.block_codecs import exact_codec
 from alignedserve.runtime.kv.block_storage import BlockStorage

@@ -21,7 +21,7 @@ from alignedserve.costmodel.iteration_points import Point
 from alignedserve.costmodel.linear import FitError, Sample, fit_error, fit_linear, nonnegative_least_squares
 from alignedserve.costmodel.model_shapes import ModelShape
 from alignedserve.costmodel.straggler import straggler_in
-from alignedserve.runtime.device.device_work import free_bytes
+from alignedserve.runtime.device.accelerator import free_bytes
 from alignedserve.runtime.device.devices import CUDA, worker_devices
 from alignedserve.runtime.device.streams import streams_of
 from alignedserve.runtime.engine.engine import Engine

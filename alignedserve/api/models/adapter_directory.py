@@ -15,10 +15,10 @@ from alignedserve.core.errors import AdapterError, InvalidRequest
 from alignedserve.core.request import LoraAdapter
 from alignedserve.disk.durable import LastSeen
 from alignedserve.keys.entry import ANYONE, KeyEntry
-from alignedserve.runtime.lora.adapter_folders import find_adapter
 from alignedserve.runtime.lora.loaded_adapters import (
     Changes,
     changing_loaded,
+    find_adapter,
     loaded_of,
     read_changes,
     with_loaded,

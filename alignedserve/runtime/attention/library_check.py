@@ -26,21 +26,19 @@ from alignedserve.runtime.attention.libraries import (
     FAR_BYTES,
     AttentionLibrary,
     CheckResult,
-    ChunkShape,
-    PromptSetup,
-    library_named,
-)
-from alignedserve.runtime.attention.library_steps import (
     ChunkComputer,
+    ChunkShape,
     ContextChunks,
     LibraryChunks,
     LibraryPrompts,
+    PromptSetup,
+    library_named,
     raise_failure,
 )
 from alignedserve.runtime.attention.sequence_table import NewSequence, SequenceTable, tokens_of
 from alignedserve.runtime.attention.triton_backend import GpuPlanner
+from alignedserve.runtime.device.accelerator import free_bytes, is_refusal, synchronize, use_device
 from alignedserve.runtime.device.arrays import to_device
-from alignedserve.runtime.device.device_work import free_bytes, is_refusal, synchronize, use_device
 from alignedserve.runtime.device.devices import CUDA
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from kernels.gpu_dispatch import on_device

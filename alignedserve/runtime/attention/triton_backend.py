@@ -21,18 +21,16 @@ from alignedserve.core.request import SamplingParams
 from alignedserve.runtime.attention.backend import Contexts
 from alignedserve.runtime.attention.libraries import (
     AttentionLibrary,
-    PromptChoice,
-    PromptSetup,
-    best_libraries,
-    choose_prompts,
-    installed_libraries,
-)
-from alignedserve.runtime.attention.library_steps import (
     ChunkComputer,
     ContextChunks,
     LibraryChunks,
     LibraryPrompts,
     OnFailure,
+    PromptChoice,
+    PromptSetup,
+    best_libraries,
+    choose_prompts,
+    installed_libraries,
     is_worth_gathering,
 )
 from alignedserve.runtime.attention.ring_tables import RingTables

@@ -12,12 +12,13 @@ from alignedserve.runtime.device.devices import (
     AUTO,
     CPU,
     CUDA,
+    cache_folder,
     cuda_obstacle,
     describe_gpus,
     gpu_names,
     machine_remarks,
+    obstacle_on,
 )
-from alignedserve.runtime.device.verdicts import cache_folder, obstacle_on
 
 logger = logging.getLogger(__name__)
 

@@ -25,18 +25,17 @@ from alignedserve.process.heap import keep_freed_memory
 from alignedserve.process.links import Identity
 from alignedserve.process.loading_progress import LoadingProgress
 from alignedserve.process.worker_threads import WorkerThreads, run_quietly
+from alignedserve.runtime.device.accelerator import use_device
 from alignedserve.runtime.device.cores import num_cores
-from alignedserve.runtime.device.device_work import use_device
 from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.device.shared_device import SharedDevice
-from alignedserve.runtime.encoder.encoder import Encoder
-from alignedserve.runtime.encoder.prompt_attention import prompt_attention
+from alignedserve.runtime.encoder.encoder import Encoder, prompt_attention
 from alignedserve.runtime.encoder.prompt_batch import EncoderPrompt, PromptBatch
 from alignedserve.runtime.engine.device_turns import DeviceTurns
 from alignedserve.runtime.engine.engine_sizes import EngineSizes
-from alignedserve.runtime.engine.model_loading import check_memory
-from alignedserve.runtime.kv.block_copier import BlockCopier
+from alignedserve.runtime.engine.worker_engine import check_memory
 from alignedserve.runtime.kv.block_storage import BlockStorage
+from alignedserve.runtime.kv.candidate_memory import BlockCopier
 from alignedserve.runtime.kv.staged_copies import CopyLanes
 from alignedserve.runtime.kv.transfers.kv_transfer import AUTO as AUTO_TRANSPORT
 from alignedserve.runtime.model.encoder.encoder_config import EncoderConfig

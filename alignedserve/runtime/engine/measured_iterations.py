@@ -24,7 +24,7 @@ from alignedserve.costmodel.iteration_points import Chunk, Point, calibrate, cal
 from alignedserve.costmodel.linear import Sample
 from alignedserve.costmodel.straggler import straggler_in, straggler_points
 from alignedserve.runtime.device.cores import processor_name
-from alignedserve.runtime.device.verdicts import keep, read_kept, verdict_path
+from alignedserve.runtime.device.devices import keep, read_kept, verdict_path
 from alignedserve.runtime.engine.engine import Engine, NewSequence
 from kernels.cpu.native import built_at
 

@@ -21,33 +21,34 @@ from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import requests_of
 from alignedserve.process.links import Identity
 from alignedserve.process.worker_threads import WorkerThreads
+from alignedserve.runtime.device.accelerator import use_device, working
 from alignedserve.runtime.device.cores import num_cores
-from alignedserve.runtime.device.device_work import use_device, working
+from alignedserve.runtime.device.devices import cache_folder
 from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.device.shared_device import SharedDevice
 from alignedserve.runtime.device.streams import streams_of
-from alignedserve.runtime.device.verdicts import cache_folder
 from alignedserve.runtime.engine.device_turns import DeviceTurns
 from alignedserve.runtime.engine.engine import COMPUTE, NewSequence, StepTimes
 from alignedserve.runtime.engine.engine_sizes import EngineSizes, can_stop, threads_per_rank
 from alignedserve.runtime.engine.measured_iterations import KeptCalibration, measure_iterations
-from alignedserve.runtime.engine.model_loading import check_memory, load_vocabulary
 from alignedserve.runtime.engine.swap_space import make_swap_space
 from alignedserve.runtime.engine.urgent_iterations import UrgentIterations
 from alignedserve.runtime.engine.worker_engine import (
     ConnectStages,
     EngineBlocks,
+    check_memory,
     described,
     load_parts,
+    load_vocabulary,
     make_engine,
     share_of_first,
 )
 from alignedserve.runtime.grammar.compiler import GrammarCompiler
 from alignedserve.runtime.grammar.token_masks import TokenMasks
-from alignedserve.runtime.kv.block_copier import BlockCopier
+from alignedserve.runtime.kv.candidate_memory import BlockCopier
 from alignedserve.runtime.kv.staged_copies import CopyLanes
 from alignedserve.runtime.kv.transfers.kv_transfer import AUTO as AUTO_TRANSPORT
-from alignedserve.runtime.lora.sequence_adapters import SequenceAdapters
+from alignedserve.runtime.lora.adapter_cache import SequenceAdapters
 from alignedserve.runtime.model.model_files import unchanged_weights
 from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.runtime.pictures import NoPictures, Pictures, SequenceEmbeddings, Turn, rope_places

@@ -4,10 +4,13 @@ Layout [num_blocks, num_layers, 2 (keys, values), block_size, num_kv_heads, head
 the cache has scales; of layers whose heads have other sizes, the same behind it; and behind that the states of models
 that have some: one block is one contiguous run of bytes, which pool and transports copy as a whole
 (docs/decisions/0002-block-layout.md).
+
+Blocks of a device as pieces in host memory, for transports that read and write the host.
 """
 
 import mmap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -19,16 +22,48 @@ from torch import Tensor
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import NotEnoughMemory
 from alignedserve.core.ids import BlockId
-from alignedserve.runtime.device.accelerator import accelerator_of
+from alignedserve.runtime.device.accelerator import Accelerator, accelerator_of
 from alignedserve.runtime.device.dtypes import cache_dtype
 from alignedserve.runtime.device.memory_maps import huge_pages
+from alignedserve.runtime.kv.block_codecs import exact_codec
 from alignedserve.runtime.kv.block_runs import BlockIds
-from alignedserve.runtime.kv.device_pieces import DevicePieces
 from alignedserve.runtime.kv.direct_copies import PendingCopies
 from alignedserve.runtime.kv.layer_kind import LayerKind
 from alignedserve.runtime.kv.shm_arena import WHOLE, ArenaPart
-from alignedserve.runtime.kv.staged_copies import CopyLanes
+from alignedserve.runtime.kv.staged_copies import CopyLanes, Lanes, StagedCopies
 from kernels.cpu.block_copies import BlockList
+
+Ints = npt.NDArray[np.int64]
+Walk = Callable[[StagedCopies, Ints], Iterator[BlockList]]
+
+
+class DevicePieces:
+    """Walks through blocks of a device in pieces of page-locked memory. From any thread."""
+
+    def __init__(self, blocks: Tensor, lanes: CopyLanes) -> None:
+        self._accelerator = lanes.accelerator
+        make = partial(_new_copies, blocks, lanes.accelerator)
+        self._reading, self._writing = Lanes(make), Lanes(make)
+
+    def pieces_to_read(self, block_ids: BlockIds) -> Iterator[BlockList]:
+        """Iterate over copies of the blocks; one is valid until the iterator is advanced."""
+        yield from self._walk(self._reading, StagedCopies.pieces_to_read, np.asarray(block_ids, np.int64))
+
+    def pieces_to_write(self, block_ids: BlockIds) -> Iterator[BlockList]:
+        """Iterate over rows to fill, which are copied when the iterator is advanced, past its end as well."""
+        yield from self._walk(self._writing, StagedCopies.pieces_to_write, np.asarray(block_ids, np.int64))
+
+    def _walk(self, lanes: Lanes[StagedCopies], walk: Walk, block_ids: Ints) -> Iterator[BlockList]:
+        self._accelerator.use()
+        with lanes.taken() as copies:
+            try:
+                yield from walk(copies, block_ids)
+            finally:
+                copies.finish()
+
+
+def _new_copies(blocks: Tensor, accelerator: Accelerator) -> StagedCopies:
+    return StagedCopies(exact_codec(blocks), accelerator.streams().stream("staged"), accelerator)
 
 
 class Stripe(NamedTuple):

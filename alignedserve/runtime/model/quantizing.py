@@ -14,7 +14,7 @@ from alignedserve.core.errors import ConfigError, UnsupportedModel
 from alignedserve.core.json_fields import read_json_object
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.families.table import FAMILIES
-from alignedserve.runtime.model.hf_config import MAX_CONFIG_BYTES, read_model_config
+from alignedserve.runtime.model.model_files import MAX_CONFIG_BYTES, read_model_config
 from alignedserve.runtime.model.quantized.layout import BLOCK, block_type, member_of_stack
 from alignedserve.runtime.model.weight_index import INDEX_NAME, SINGLE_NAME
 from alignedserve.runtime.model.weight_names import LinearModule, find_head, find_prefix, linear_modules

@@ -16,7 +16,7 @@ from alignedserve.core.errors import ConfigError, InvalidRequest
 from alignedserve.core.json_fields import read_json_object
 from alignedserve.core.request import SamplingParams
 from alignedserve.gguf.file import GgufFile
-from alignedserve.runtime.model.hf_config import GENERATION_CONFIG, MAX_CONFIG_BYTES
+from alignedserve.runtime.model.model_files import GENERATION_CONFIG, MAX_CONFIG_BYTES
 from alignedserve.text.tokenizer_files import read_tokenizer_config, templates_of
 
 logger = logging.getLogger(__name__)

@@ -22,9 +22,8 @@ from alignedserve.runtime.model.weights.decoder_weights import DecoderWeights
 from alignedserve.runtime.model.weights.feed_forward_weights import ExpertReading, LayerExperts
 from alignedserve.runtime.model.weights.product_reader import LoadingObserver
 from alignedserve.runtime.model.weights.safetensors_source import SafetensorsSource
-from alignedserve.runtime.model.weights.sharded_source import ShardedSource
 from alignedserve.runtime.model.weights.weight_loader import StageReading, assemble_experts, assemble_weights
-from alignedserve.runtime.model.weights.weight_source import RandomSource, WeightSource
+from alignedserve.runtime.model.weights.weight_source import RandomSource, ShardedSource, WeightSource
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from alignedserve.api.models.adapter_directory import AdapterDirectory
 from alignedserve.config.sections import LoraConfig, ModelSectionConfig
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.keys.entry import NAMED, KeyEntry
-from alignedserve.runtime.lora.adapter_folders import with_adapters
+from alignedserve.runtime.lora.loaded_adapters import with_adapters
 from alignedserve.runtime.model.served_model import resolve_model
 from tests.support.models.lora_folders import write_adapter
 from tests.support.models.tiny_models import make_tiny_model

@@ -19,7 +19,7 @@ from alignedserve.core.request import Request
 from alignedserve.gateway.routes import request_bodies
 from alignedserve.keys.file import KeyRow, ring_of
 from alignedserve.keys.ring import digest_of
-from alignedserve.runtime.lora.adapter_folders import with_adapters
+from alignedserve.runtime.lora.loaded_adapters import with_adapters
 from alignedserve.runtime.model.served_model import ServedModel
 from tests.gateway.batches.batch_support import BatchGateway, batch_gateway
 from tests.gateway.deployment_support import served_model

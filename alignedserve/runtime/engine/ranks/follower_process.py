@@ -20,7 +20,7 @@ from alignedserve.core.errors import AlignedServeError
 from alignedserve.process.connected_process import end_with_parent
 from alignedserve.process.heap import freeze_heap
 from alignedserve.runtime.attention.sequence_table import NewSequence
-from alignedserve.runtime.device.device_work import use_device
+from alignedserve.runtime.device.accelerator import use_device
 from alignedserve.runtime.device.streams import streams_of
 from alignedserve.runtime.engine.engine import Engine
 from alignedserve.runtime.engine.ranks.frames import StartAnswer, decode, encode, receive_frame, send_frame
@@ -36,12 +36,11 @@ from alignedserve.runtime.engine.ranks.rank_commands import (
     SetTokens,
     WriteCopies,
 )
-from alignedserve.runtime.engine.ranks.rank_copies import FollowerCopies, FrameCount
+from alignedserve.runtime.engine.ranks.rank_group import FollowerCopies, FrameCount
 from alignedserve.runtime.engine.ranks.rank_spec import RankStart, join, load_shard, make_adapters, make_storage
-from alignedserve.runtime.engine.steps.step import StepLaunch
-from alignedserve.runtime.engine.steps.step_tokens import NO_TOKEN
+from alignedserve.runtime.engine.steps.step import NO_TOKEN, StepLaunch
 from alignedserve.runtime.engine.swap_space import HostCaches, make_swap_space
-from alignedserve.runtime.lora.sequence_adapters import SequenceAdapters
+from alignedserve.runtime.lora.adapter_cache import SequenceAdapters
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,7 @@ from alignedserve.runtime.attention.ring_tables import RingPlan, RingTables
 from alignedserve.runtime.attention.sequence_table import IntArray, SequenceTable, are_same, tokens_of
 from alignedserve.runtime.engine.forward.forward_batch import LastTokenPlanner
 from alignedserve.runtime.engine.steps.hidden_cache import HiddenContexts, HiddenPlan, SlicePlan
-from alignedserve.runtime.engine.steps.step import Forced, Slices, StepBatch
-from alignedserve.runtime.engine.steps.step_states import StatePlanner
+from alignedserve.runtime.engine.steps.step import Forced, Slices, StatePlanner, StepBatch
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.pictures import PictureRows, picture_rows, places_of_rows
 from kernels.cpu.next_tokens import KnownTokens, next_tokens

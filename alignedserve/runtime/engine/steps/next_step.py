@@ -20,8 +20,8 @@ from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.ids import BlockId
 from alignedserve.runtime.attention.ring_tables import KeptRings, RingTables
 from alignedserve.runtime.attention.sequence_table import BoolArray, IntArray, SequenceTable, are_same, tokens_of
+from alignedserve.runtime.device.accelerator import in_inference_mode
 from alignedserve.runtime.device.arrays import to_device
-from alignedserve.runtime.device.device_work import in_inference_mode
 from alignedserve.runtime.device.streams import Stream
 from alignedserve.runtime.engine.sampling.sampler import Sampler
 from alignedserve.runtime.engine.steps.batch_builder import BatchBuilder

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from alignedserve.core.errors import PeerLost, ProtocolError
 from alignedserve.messages.blocks import RendezvousValue
 from alignedserve.runtime.device.collectives import gloo_group
-from alignedserve.runtime.kv.transfers.block_channel import (
+from alignedserve.runtime.kv.transfers.block_server import (
     _PIECE_BYTES,
     CLIENT_RANK,
     NUM_PIECES,

@@ -10,8 +10,8 @@ from alignedserve.messages.caches import ArenaOffered
 from alignedserve.process.links import Identity
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.transfers.kv_transfer import AUTO, FASTEST_FIRST, TRANSPORTS, PartTransfer
+from alignedserve.runtime.kv.transfers.local_transfer import open_shm_transfer
 from alignedserve.runtime.kv.transfers.requests import ChannelTransfer, IpcTransfer
-from alignedserve.runtime.kv.transfers.shm_transfer import open_shm_transfer
 
 logger = logging.getLogger(__name__)
 

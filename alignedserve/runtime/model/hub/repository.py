@@ -32,9 +32,9 @@ from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]  # documented, and exported without saying so
 
 from alignedserve.core.errors import AlignedServeError, ModelError, ModelNotFound, StorageError, StorageFull
-from alignedserve.runtime.model.hf_config import read_any_config
 from alignedserve.runtime.model.hub.file_choice import HubName, choose_gguf, choose_text_files, wants_gguf
 from alignedserve.runtime.model.hub.resumed_download import Download, RemoteFile
+from alignedserve.runtime.model.model_files import read_any_config
 from alignedserve.runtime.model.weight_index import INDEX_NAME, SINGLE_NAME, listed_shards
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

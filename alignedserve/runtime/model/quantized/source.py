@@ -11,15 +11,17 @@ from alignedserve.core.errors import ModelError
 from alignedserve.runtime.model.decoder.decoder_parts import NVFP4_GROUP, CheckpointQuantization, QuantMethod
 from alignedserve.runtime.model.quantized.layout import (
     IN_BLOCKS,
+    Computing,
     MatrixPacking,
+    ProductForm,
     StoredMatrix,
     block_type,
     has_weight,
+    inputs_together,
     member_of_stack,
     nvfp4_names,
     stored_matrix,
 )
-from alignedserve.runtime.model.quantized.product_form import Computing, ProductForm, inputs_together
 from alignedserve.runtime.model.weights.packed_products import BlockRows, Float8Rows, GroupedRows, Int8Rows, Rows
 from alignedserve.runtime.model.weights.safetensors_source import SafetensorsSource
 from alignedserve.runtime.model.weights.weight_source import WeightSource

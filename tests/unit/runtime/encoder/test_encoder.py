@@ -11,8 +11,7 @@ from torch import Tensor
 
 from alignedserve.config.sections import ModelSectionConfig
 from alignedserve.core.ids import BlockId, RequestId
-from alignedserve.runtime.encoder.encoder import Encoder
-from alignedserve.runtime.encoder.prompt_attention import prompt_attention
+from alignedserve.runtime.encoder.encoder import Encoder, prompt_attention
 from alignedserve.runtime.encoder.prompt_batch import EncoderPrompt, PromptBatch
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.encoder.encoder_weights import load_encoder_weights

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from alignedserve.core.errors import ModelError, UnsafeWeights
 from alignedserve.runtime.engine.forward.decoder import Decoder
-from alignedserve.runtime.model.hf_config import read_model_config
+from alignedserve.runtime.model.model_files import read_model_config
 from alignedserve.runtime.model.weight_files import load_weights
 from alignedserve.runtime.model.weights.safetensors_source import SafetensorsSource
 from alignedserve.runtime.model.weights.weight_loader import assemble_weights
