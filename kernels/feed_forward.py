@@ -1,7 +1,7 @@
 """Feed-forward parts of a layer: two products for all tokens, or experts, of which each token passes a few.
 
 With experts, rows are sorted by expert, so that every expert's weights are read once and multiplied by all its rows; on
-a GPU by the device itself (`kernels.sorted_experts`).
+a GPU by the device itself (`kernels.grouped_linear`).
 """
 
 from collections.abc import Callable, Sequence
@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from kernels.activation import Norm
 from kernels.addend_layout import LayerProduct
 from kernels.cpu.expert_products import ExpertProducts, native_experts
 from kernels.gpu_dispatch import fused_kernels
 from kernels.linear import AdaptableProjection, Linear, Projection
 from kernels.lora import LayerAdapters
-from kernels.norm import Norm
 
 # On a CPU so many rows are computed at a time: intermediate results then stay in the cache, and in memory that was used
 # before. 2048 rows of 896 x 4864 in float32: 575 ms at once, 498 ms in four parts.

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kernels.activation import Norm
 from kernels.addends import Addends
 from kernels.linear import Linear, Projection
-from kernels.norm import Norm
 
 
 class HeadProducts:

@@ -7,9 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kernels.activation import Gated
+from kernels.activation import Gated, Norm
 from kernels.linear import Projection
-from kernels.norm import Norm
 
 
 class LayerEmbeddings:

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
+from kernels.activation import rms_norm
 from kernels.cache_rows import quantise_float8_rows, quantise_rows
 from kernels.cpu.rows import HeadRows, NormRows, native_level
 from kernels.gpu_dispatch import fused_kernels
-from kernels.norm import rms_norm
 
 # How heads are rounded for a cache of these elements.
 _ROUNDED = {torch.int8: quantise_rows, torch.uint8: quantise_float8_rows}

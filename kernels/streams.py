@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.activation import Norm
 from kernels.linear import Linear, Projection
-from kernels.norm import Norm
 
 _TILE_NUMBERS = 1 << 17
 _LEAST = 1e-5  # of the mean square of a stream that is brought to another's size

@@ -33,8 +33,7 @@ from alignedserve.api.embeddings.response_format import (
     cosines,
 )
 from alignedserve.api.errors import NeedsGateway
-from alignedserve.api.models.model_card import PromptServices
-from alignedserve.api.models.model_services import ModelServices
+from alignedserve.api.models.model_services import ModelServices, PromptServices
 from alignedserve.api.openai.bodies import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -42,8 +41,6 @@ from alignedserve.api.openai.bodies import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from alignedserve.api.openai.chat_prompt import note_variables
-from alignedserve.api.openai.generation_request import Arrival, GenerationRequest
 from alignedserve.api.openai.parsing import parse, parse_chat, parse_completion, plain_messages, without_fields_of_chat
 from alignedserve.api.openai.prompt_encoding import (
     Prompts,
@@ -51,19 +48,25 @@ from alignedserve.api.openai.prompt_encoding import (
     decode_text,
     encode_chat,
     encode_text,
+    note_variables,
 )
-from alignedserve.api.openai.request_builder import build_chat_request, build_completion_request
+from alignedserve.api.openai.request_builder import (
+    Arrival,
+    GenerationRequest,
+    build_chat_request,
+    build_completion_request,
+)
 from alignedserve.api.openai.response_format import ChatFormatter, CompletionFormatter, MakeBodyFormatter
 from alignedserve.api.openai.translation import chat_spec, completion_spec, conversation_of_chat
 from alignedserve.api.reasoning import open_marks
 from alignedserve.api.responses.bodies import CreateResponseRequest, ResponseFields, parse_input_tokens, parse_response
-from alignedserve.api.responses.context import resolve_references
 from alignedserve.api.responses.formatter import ResponsesFormatter
 from alignedserve.api.responses.items import Item, parse_items
 from alignedserve.api.responses.request_builder import (
     build_response_request,
     input_tokens_answer,
     new_response_id,
+    resolve_references,
     response_prompts,
 )
 from alignedserve.api.schema import IgnoredFields

@@ -1,6 +1,6 @@
 """Operations on rows of activations, each in one pass over memory, by the native kernels where they are built.
 
-`native_level` says where they run; elsewhere the plain forms beside each of them do (`kernels.norm`,
+`native_level` says where they run; elsewhere the plain forms beside each of them do (`kernels.activation`,
 `kernels.activation`, `kernels.rotary`, `kernels.sampling`). Elements are float32 or bfloat16; arithmetic is float32.
 """
 

@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.device_lora import HEAD_TILES, MODULE_WORDS, MODULES_AT, MOST_MODULES, SITE_WORDS, TILE_WORDS
 from kernels.gpu.launching import multiprocessors, parts_of
+from kernels.lora import HEAD_TILES, MODULE_WORDS, MODULES_AT, MOST_MODULES, SITE_WORDS, TILE_WORDS
 
 RANKS = 16  # of a product with A
 _INPUTS = 64  # multiplied at a time
@@ -36,7 +36,7 @@ _TILE_WORDS = tl.constexpr(TILE_WORDS)
 
 
 class RowTiles(NamedTuple):
-    """The rows of a pass that have an adapter, on the device; see kernels.device_lora."""
+    """The rows of a pass that have an adapter, on the device; see kernels.lora."""
 
     places: Tensor  # int64 [rows]: rows of the pass, those of an adapter side by side
     tiles: Tensor  # int64 [HEAD_TILES + tiles, TILE_WORDS]; its queue is written, and left as it was

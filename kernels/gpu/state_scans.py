@@ -13,7 +13,7 @@ from torch import Tensor
 from kernels.cpu.state_scans import GatedForm
 from kernels.gpu.gating import silu
 from kernels.gpu.launching import parts_of, power_of_two, row_warps
-from kernels.states.device_rows import DeviceStateRows, one_token
+from kernels.states.state_rows import DeviceStateRows, one_token
 
 # Elements of a state in one program, of a single warp, so that sums over keys stay within it: of many sequences, and of
 # few, whose tokens come one after another (seen on an H200).
@@ -98,7 +98,7 @@ def scan_delta(
 
 
 def gate_rows(x: Tensor, gates: Tensor, weight: Tensor | None, form: GatedForm) -> Tensor:
-    """Compute `kernels.states.steps.GatedRows` of x [tokens, groups * width], contiguous."""
+    """Compute `kernels.states.delta_rule.GatedRows` of x [tokens, groups * width], contiguous."""
     num_tokens, width = x.shape[0], x.shape[1] // form.num_groups
     out = torch.empty(x.shape, dtype=gates.dtype, device=x.device)
     columns = power_of_two(width)

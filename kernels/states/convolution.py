@@ -8,8 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.cpu.state_scans import convolve, scan_level, silu_, suits_convolution
-from kernels.states.device_rows import DeviceStateRows
-from kernels.states.state_rows import StateRows
+from kernels.states.state_rows import DeviceStateRows, StateRows
 
 
 class ConvolutionGates(NamedTuple):

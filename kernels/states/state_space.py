@@ -14,9 +14,8 @@ from torch.nn import functional
 
 from kernels.cpu.state_scans import GatedForm, scan_level, scan_space, suits_space
 from kernels.states.convolution import causal_convolution
-from kernels.states.device_rows import DeviceStateRows
-from kernels.states.state_rows import StateRows
-from kernels.states.steps import GatedRows, run_steps
+from kernels.states.delta_rule import GatedRows, run_steps
+from kernels.states.state_rows import DeviceStateRows, StateRows
 
 
 class SpaceSizes(NamedTuple):

@@ -18,9 +18,8 @@ from alignedserve.runtime.model.weights import product_reader as file_products
 from kernels import gpu_dispatch, linear
 from kernels.addend_layout import LayerProduct, ProductShape, site_of, up_column
 from kernels.cpu.lora import LoraModule
-from kernels.device_lora import DevicePlan, cut_tiles, device_kernels
 from kernels.linear import Linear
-from kernels.lora import AdapterMatrices, AdapterRows
+from kernels.lora import AdapterMatrices, AdapterRows, DevicePlan, cut_tiles, device_kernels
 from tests.support.fake_cuda import fake_cuda
 from tests.support.marks import slow
 from tests.support.models.lora_folders import LLAMA_TARGETS, write_adapter

@@ -38,12 +38,9 @@ from alignedserve.api.conversation import (
     check_conversation,
 )
 from alignedserve.api.errors import refuse
-from alignedserve.api.models.model_card import PromptServices
-from alignedserve.api.models.model_services import ModelServices
-from alignedserve.api.openai.chat_prompt import answer_forms
-from alignedserve.api.openai.generation_request import Arrival, GenerationRequest
-from alignedserve.api.openai.prompt_encoding import Prompts, encode_chat
-from alignedserve.api.openai.request_builder import build_chat_request
+from alignedserve.api.models.model_services import ModelServices, PromptServices
+from alignedserve.api.openai.prompt_encoding import Prompts, answer_forms, encode_chat
+from alignedserve.api.openai.request_builder import Arrival, GenerationRequest, build_chat_request
 from alignedserve.api.schema import IgnoredFields
 from alignedserve.api.work_lanes import rough_length
 from alignedserve.core.errors import ContextTooLong, InvalidRequest

@@ -6,16 +6,15 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, PlainValidator, ValidationError
 
-from alignedserve.api.models.model_card import PromptServices
-from alignedserve.api.models.model_services import ModelServices
+from alignedserve.api.models.model_services import ModelServices, PromptServices
 from alignedserve.api.openai.bodies import (
     MAX_CACHE_SALT_LEN,
     PromptForms,
     ServiceTierName,
     checked_prompt,
 )
-from alignedserve.api.openai.generation_request import Arrival, CallTerms, GenerationRequest
 from alignedserve.api.openai.prompt_encoding import Prompt, Prompts, encode_prompts, param_at
+from alignedserve.api.openai.request_builder import Arrival, CallTerms, GenerationRequest
 from alignedserve.api.schema import Priority, Schema
 from alignedserve.core.errors import ContextTooLong, InvalidRequest
 from alignedserve.core.request import SamplingParams, Slo

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from alignedserve.api.errors import Overloaded, ResourceUnavailable, Unavailable, UnknownModel
-from alignedserve.api.models.model_card import ModelCard
-from alignedserve.api.models.model_services import ModelServices
+from alignedserve.api.models.model_services import ModelCard, ModelServices
 from alignedserve.core.request import LoraAdapter, RequestClass
 from alignedserve.keys.entry import KeyEntry
 

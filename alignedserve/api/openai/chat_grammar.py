@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from alignedserve.api.conversation import Constraint, Conversation, OfferedTool
 from alignedserve.api.errors import named
 from alignedserve.api.harmony import CALL, HarmonyGrammar
-from alignedserve.api.models.model_card import ChatModel
+from alignedserve.api.models.model_services import ChatModel
 from alignedserve.api.openai.output_parser import OutputFormat
 from alignedserve.api.reasoning import thought_rules, thought_symbols
 from alignedserve.api.schema import IgnoredFields

@@ -11,7 +11,7 @@ from alignedserve.api.backend.interface import GeneratedTokens, RequestStream
 from alignedserve.api.errors import ClientDisconnected, GrammarFailed, Overloaded
 from alignedserve.api.models.model_services import ModelServices
 from alignedserve.api.openai.choice_decoder import ChoiceDecoder, ChoiceDelta
-from alignedserve.api.openai.generation_request import GenerationRequest
+from alignedserve.api.openai.request_builder import GenerationRequest
 from alignedserve.api.timelines.timeline import REQUEST_ID_HEADER, CallFacts, Timeline, plain_request_id
 from alignedserve.api.work_lanes import NODE_LEN
 from alignedserve.core.request import FinishReason, Request, RequestClass

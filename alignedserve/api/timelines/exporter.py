@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Mapping
 
-from alignedserve.api.timelines.phases import end_of, num_spans
+from alignedserve.api.timelines.explanation import end_of, num_spans
 from alignedserve.api.timelines.timeline import LAST_NOTES_S, Timeline
 from alignedserve.config.sections import TracingConfig
 

@@ -18,7 +18,7 @@ from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, Trace
 from opentelemetry.util.types import AttributeValue
 from typing_extensions import override
 
-from alignedserve.api.timelines.phases import RequestPhase, end_of, phases_of
+from alignedserve.api.timelines.explanation import RequestPhase, end_of, phases_of
 from alignedserve.api.timelines.timeline import GATEWAY, ChoiceTimeline, Timeline
 from alignedserve.config.sections import TracingConfig
 from alignedserve.messages.request_notes import Cause, RequestNote, Step

@@ -18,10 +18,10 @@ from alignedserve.api.openai.parsing import parse
 from alignedserve.batches.hours import check_window
 from alignedserve.batches.records import Endpoint
 from alignedserve.cli.batch.app import SubmitOptions
-from alignedserve.cli.batch.client import PATIENCE_S, BatchClient, RequestRefused
-from alignedserve.cli.batch.formatting import batches_table, outlook, problem_text, summary
-from alignedserve.cli.batch.input_check import Checked, FileLimits, check_file, endpoint_of_first_line
-from alignedserve.cli.batch.session import (
+from alignedserve.cli.batch.client import (
+    PATIENCE_S,
+    BatchClient,
+    RequestRefused,
     byte_bar,
     checked_id,
     exit_code_of,
@@ -29,6 +29,8 @@ from alignedserve.cli.batch.session import (
     run_with_client,
     watch_until_over,
 )
+from alignedserve.cli.batch.formatting import batches_table, outlook, problem_text, summary
+from alignedserve.cli.batch.input_check import Checked, FileLimits, check_file, endpoint_of_first_line
 from alignedserve.cli.console import FAILURE, print_error, print_table, results
 from alignedserve.core.errors import ConfigError, InvalidRequest
 from alignedserve.gateway.files.schemas import CreateBatchRequest, schedule_asked, window_s

@@ -12,9 +12,17 @@ from typing import Any, BinaryIO, Protocol
 import msgspec
 from rich.console import Console
 
-from alignedserve.cli.batch.client import PATIENCE_S, BatchClient, DownloadReceiver, RequestRefused
+from alignedserve.cli.batch.client import (
+    PATIENCE_S,
+    POLL_S,
+    BatchClient,
+    DownloadReceiver,
+    RequestRefused,
+    checked_id,
+    exit_code_of,
+    run_with_client,
+)
 from alignedserve.cli.batch.formatting import OVER, num_ended, problem_text
-from alignedserve.cli.batch.session import POLL_S, checked_id, exit_code_of, run_with_client
 from alignedserve.cli.console import discard_output, printable, results
 from alignedserve.core.errors import AlignedServeError, ConfigError, PeerError
 

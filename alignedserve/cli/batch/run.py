@@ -30,12 +30,20 @@ from rich.console import Console
 
 from alignedserve.batches.records import Endpoint
 from alignedserve.cli.batch.app import RunOptions
-from alignedserve.cli.batch.client import PATIENCE_S, BatchClient, DownloadReceiver, RequestRefused
+from alignedserve.cli.batch.client import (
+    PATIENCE_S,
+    BatchClient,
+    DownloadReceiver,
+    RequestRefused,
+    byte_bar,
+    checked_id,
+    run_with_client,
+    watch_until_over,
+)
 from alignedserve.cli.batch.commands import delete_second_copy, print_problems, require_window
 from alignedserve.cli.batch.formatting import OVER
 from alignedserve.cli.batch.input_check import FileLimits
 from alignedserve.cli.batch.results import ResultTail, error_text
-from alignedserve.cli.batch.session import byte_bar, checked_id, run_with_client, watch_until_over
 from alignedserve.cli.batch.tables import (
     Kinds,
     Row,

@@ -10,8 +10,7 @@ from urllib.parse import urlencode
 from rich.console import Console
 from rich.table import Table
 
-from alignedserve.cli.batch.client import BatchClient
-from alignedserve.cli.batch.session import print_json, run_with_client
+from alignedserve.cli.batch.client import BatchClient, print_json, run_with_client
 from alignedserve.cli.console import print_table, printable
 from alignedserve.core.errors import ConfigError
 from alignedserve.usage.records import GROUPS

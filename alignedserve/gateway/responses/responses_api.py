@@ -11,21 +11,21 @@ import msgspec
 import orjson
 
 from alignedserve.api.errors import Conflict, NotFound
-from alignedserve.api.responses.background_events import write_first_events
 from alignedserve.api.responses.bodies import CreateResponseRequest, ResponseFields
-from alignedserve.api.responses.context import (
+from alignedserve.api.responses.formatter import write_first_events
+from alignedserve.api.responses.items import Item, parse_items
+from alignedserve.api.responses.request_builder import (
     PREVIOUS,
     Context,
     ResponseState,
     check_storable,
     items_of,
     load_context,
+    new_response_id,
     output_of,
     raw_json,
     resolve_references,
 )
-from alignedserve.api.responses.items import Item, parse_items
-from alignedserve.api.responses.request_builder import new_response_id
 from alignedserve.api.schema import IgnoredFields
 from alignedserve.api.work_lanes import WorkLanes, rough_length
 from alignedserve.batches.records import BatchKey

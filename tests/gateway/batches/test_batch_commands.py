@@ -11,9 +11,8 @@ import pytest
 from rich.console import Console
 
 from alignedserve.batches.records import Endpoint
-from alignedserve.cli.batch.client import BatchClient
+from alignedserve.cli.batch.client import BatchClient, watch_until_over
 from alignedserve.cli.batch.input_check import check_file
-from alignedserve.cli.batch.session import watch_until_over
 from alignedserve.core.request import Request
 from tests.gateway.batches.batch_server import CuttingProxy, listening
 from tests.gateway.batches.batch_support import batch_gateway

@@ -16,7 +16,7 @@ from typing_extensions import override
 from alignedserve.batches.location import RECORDS
 from alignedserve.batches.stores import sqlite_records
 from alignedserve.batches.stores.sqlite_records import SqliteRecords
-from alignedserve.cli.commands.serving.start_screen import StartScreen
+from alignedserve.cli.commands.serving.serve import StartScreen
 from alignedserve.cluster import machine, run_folder
 from alignedserve.cluster.batch_storage import _state_folder, open_batch_storage
 from alignedserve.cluster.run_folder import make_run_folder, make_run_root

@@ -27,12 +27,12 @@ from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.decoder.decoder_parts import RopeConfig, RopeScaling
 from alignedserve.runtime.model.decoder.model_config import ModelConfig, read_places
 from alignedserve.runtime.model.weights.decoder_weights import DecoderWeights, LayerWeights
+from kernels.activation import Norm
 from kernels.addend_layout import LayerProduct
 from kernels.attention import ScoreForm
 from kernels.cpu.decode_pass import AllowedTokens, HighestLogits, PassTimes
 from kernels.feed_forward import FeedForwardPart
 from kernels.lora import LayerAdapters
-from kernels.norm import Norm
 from kernels.rotary import HeadPlacement, rotary_angles
 from kernels.streams import StreamMix
 

@@ -27,12 +27,10 @@ from alignedserve.runtime.model.decoder.state_config import HEADER_BYTES, StateC
 from alignedserve.runtime.model.weights.decoder_weights import LayerWeights
 from alignedserve.runtime.pictures import PictureRows
 from kernels.addend_layout import LayerProduct
-from kernels.device_lora import DeviceRows
 from kernels.linear import AdaptableProjection
-from kernels.lora import AdapterRows, LayerAdapters
+from kernels.lora import AdapterRows, DeviceRows, LayerAdapters
 from kernels.rotary import HeadNorms, HeadPlacement, rotate_
-from kernels.states.device_rows import DeviceStateRows
-from kernels.states.state_rows import StateRows
+from kernels.states.state_rows import DeviceStateRows, StateRows
 
 Rotation = tuple[Tensor, Tensor]
 

@@ -19,6 +19,7 @@ from alignedserve.runtime.model.decoder.model_config import ModelConfig, read_pl
 from alignedserve.runtime.model.sharding.tensor_shard import TensorShard
 from alignedserve.runtime.model.weights.decoder_weights import DecoderWeights, LayerWeights
 from alignedserve.runtime.model.weights.weight_source import RowLookup
+from kernels.activation import LayerNorm, Norm, RmsNorm
 from kernels.cpu.decode_pass import (
     AllowedTokens,
     CachePart,
@@ -38,7 +39,6 @@ from kernels.cpu.rows import HeadRows, NormRows
 from kernels.feed_forward import FeedForwardPart
 from kernels.linear import Projection
 from kernels.lora import AdapterRows
-from kernels.norm import LayerNorm, Norm, RmsNorm
 from kernels.rotary import HeadPlacement
 
 

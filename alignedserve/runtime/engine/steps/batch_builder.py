@@ -17,8 +17,7 @@ from alignedserve.runtime.engine.steps.step import Forced, Slices, StatePlanner,
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.pictures import PictureRows, picture_rows, places_of_rows
 from kernels.cpu.next_tokens import KnownTokens, next_tokens
-from kernels.device_lora import DevicePlan
-from kernels.lora import AdapterMatrices, AdapterRows
+from kernels.lora import AdapterMatrices, AdapterRows, DevicePlan
 
 _NO_ROWS = np.empty(0, np.int64)
 

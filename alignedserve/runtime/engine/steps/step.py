@@ -36,10 +36,8 @@ from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.state_headers import tokens_behind_states
 from alignedserve.runtime.pictures import PictureRows
 from kernels.cpu.decode_pass import AllowedTokens
-from kernels.device_lora import DevicePlan
-from kernels.lora import AdapterRows
-from kernels.states.device_rows import DeviceStatePlan, state_kernels
-from kernels.states.state_rows import NO_BLOCK, StateColumn, StateParts, StateRows
+from kernels.lora import AdapterRows, DevicePlan
+from kernels.states.state_rows import NO_BLOCK, DeviceStatePlan, StateColumn, StateParts, StateRows, state_kernels
 
 
 class StepBatch(NamedTuple):

@@ -23,8 +23,8 @@ from alignedserve.runtime.engine.steps.batch_builder import BatchBuilder
 from alignedserve.runtime.engine.steps.step import PromptLogprobs, StepBatch, StepLaunch
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from kernels.cpu.decode_pass import HighestLogits
-from kernels.device_lora import DevicePlan, device_kernels
-from kernels.states.device_rows import DeviceStatePlan, DeviceStateRows
+from kernels.lora import DevicePlan, device_kernels
+from kernels.states.state_rows import DeviceStatePlan, DeviceStateRows
 
 _CUDA: Any = torch.cuda
 _WARM_UPS = 2  # in which kernels are compiled and libraries take their memory

@@ -27,8 +27,7 @@ from alignedserve.runtime.model.weights.safetensors_source import SafetensorsSou
 from alignedserve.runtime.model.weights.weight_source import WeightSource
 from kernels.block_formats import dequantize, grouped_blocks, has_finite_scales
 from kernels.block_values import FLOATS_OF_4_BITS
-from kernels.cpu.int8_linear import has_int8_products
-from kernels.cpu.packed_linear import FileRows
+from kernels.cpu.packed_linear import FileRows, has_int8_products
 from kernels.float8_linear import has_float8_products
 from kernels.grouped_linear import GroupedWeight, Numbers
 

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.weights.weight_source import RowLookup
+from kernels.activation import Norm
 from kernels.feed_forward import ExpertsBeside, FeedForwardPart
 from kernels.float8_linear import Float8Linear
 from kernels.layer_embeddings import LayerEmbeddings, LayerEnd
 from kernels.linear import AdaptableProjection, Projection
-from kernels.norm import Norm
 from kernels.rotary import HeadNorms
 from kernels.states.state_rows import StateMixer
 from kernels.streams import StreamEnds, StreamMix

@@ -16,8 +16,7 @@ from alignedserve.runtime.model.decoder.state_config import DeltaConfig, ShortCo
 from alignedserve.runtime.model.weight_names import ParameterNames
 from alignedserve.runtime.model.weights.packed_products import PlainRows, Rows, packed_product
 from alignedserve.runtime.model.weights.weight_source import RowLookup, WeightSource
-from kernels.cpu.int8_linear import Int8Linear, int8_obstacle
-from kernels.cpu.packed_linear import INT8, PackedLinear, fits, packed_levels
+from kernels.cpu.packed_linear import INT8, Int8Linear, PackedLinear, fits, int8_obstacle, packed_levels
 from kernels.linear import AdaptableProjection, Linear
 from kernels.states.convolution import ShortConvolution
 from kernels.states.delta_rule import DeltaRule, DeltaSizes, DeltaWeights

@@ -36,14 +36,13 @@ from alignedserve.runtime.model.weights.product_reader import (
     rotated_first,
 )
 from alignedserve.runtime.model.weights.weight_source import RowLookup, WeightSource
-from kernels.activation import Gated
+from kernels.activation import Gated, LayerNorm, NoNorm, Norm, RmsNorm
 from kernels.feed_forward import Experts, ExpertsBeside, FeedForwardPart
+from kernels.grouped_linear import SortedExperts
 from kernels.latent_attention import HeadProducts, LatentOutput, LatentQueries
 from kernels.layer_embeddings import EmbeddingGate, LayerEmbeddings, LayerEnd
 from kernels.linear import AdaptableProjection, Projection
-from kernels.norm import LayerNorm, NoNorm, Norm, RmsNorm
 from kernels.rotary import HeadNorms
-from kernels.sorted_experts import SortedExperts
 from kernels.sparse_gates import SparseFeedForward
 from kernels.streams import Laurel, StreamEnds, StreamMix
 

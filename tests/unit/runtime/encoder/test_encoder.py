@@ -16,7 +16,7 @@ from alignedserve.runtime.encoder.prompt_batch import EncoderPrompt, PromptBatch
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.encoder.encoder_weights import load_encoder_weights
 from alignedserve.runtime.model.served_model import resolve_model
-from kernels.cpu.int8_linear import Int8Linear
+from kernels.cpu.packed_linear import Int8Linear
 from tests.support.models.tiny_encoders import TINY_ENCODERS, make_tiny_encoder, write_sentence_files
 
 BLOCK_SIZE = 16

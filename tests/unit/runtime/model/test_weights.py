@@ -23,7 +23,7 @@ from alignedserve.runtime.model.weights.safetensors_source import SafetensorsSou
 from alignedserve.runtime.model.weights.weight_loader import assemble_weights
 from alignedserve.runtime.model.weights.weight_source import BlockLookup, WeightSource
 from kernels.block_values import unpack_rows
-from kernels.sorted_experts import SortedExperts
+from kernels.grouped_linear import SortedExperts
 from lab.profiling.shapes import SHAPES
 from tests.support.marks import each
 from tests.support.models.tiny_engines import TinyEngine, logits_of, random_tokens, reference_choices, tiny_decoder
