@@ -462,12 +462,7 @@ class SortedLinear:
     __slots__ = ("_bias", "_dtype", "_orders", "_weight", "in_width", "out_width")
 
     def __init__(
-        self,
-        weight: GroupedWeight,
-        orders: Tensor | None = None,
-        bias: Tensor | None = None,
-        *,
-        dtype: torch.dtype,
+        self, weight: GroupedWeight, orders: Tensor | None = None, bias: Tensor | None = None, *, dtype: torch.dtype
     ) -> None:
         """`weight`: of all experts, in a dimension in front; `orders` int64 [experts, in_width], of inputs; None: as
         they come; `bias` [experts, columns]. All kept."""

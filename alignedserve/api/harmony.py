@@ -247,10 +247,7 @@ class HarmonyGrammar:
 
     def _tool_rules(self, literal: Callable[[str], str], call_end: str) -> list[str]:
         end = literal(END)
-        rules = [
-            f"preamble: {literal(_PREAMBLE)} said turn",
-            f"said{lazy(end)}: TEXT {end}",
-        ]
+        rules = [f"preamble: {literal(_PREAMBLE)} said turn", f"said{lazy(end)}: TEXT {end}"]
         options = []
         for index, tool in enumerate(self.tools):
             rules.append(f"arguments_{index}: {json_value(tool.arguments)}")

@@ -57,12 +57,7 @@ def _error_record(
 
 
 def _payload(batch_id: BatchKey, line: int, custom_id: str, response: object, error: object) -> bytes:
-    result = {
-        "id": line_id(batch_id, line),
-        "custom_id": custom_id,
-        "response": response,
-        "error": error,
-    }
+    result = {"id": line_id(batch_id, line), "custom_id": custom_id, "response": response, "error": error}
     return orjson.dumps(result)
 
 

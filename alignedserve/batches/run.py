@@ -342,11 +342,7 @@ class BatchRun:
         model = self.record.model or (SEVERAL_MODELS if self.record.num_lines else "")
         usage = progress.usage
         counts = UsageCounts(
-            progress.counts.completed,
-            usage.input_tokens,
-            usage.cached_tokens,
-            usage.output_tokens,
-            usage.compute_us,
+            progress.counts.completed, usage.input_tokens, usage.cached_tokens, usage.output_tokens, usage.compute_us
         )
         if counts != self._counted:
             subject = UsageSubject(owner, model, BATCH)

@@ -195,10 +195,7 @@ class DecodePass:
         if highest is not None:
             assert self._head is not None, "a pass without a head"
             assert logits is None, "all logits, or the highest of them"
-            pair = (
-                _numbers(highest.token_ids, count, torch.int64),
-                _numbers(highest.values, count, torch.float32),
-            )
+            pair = (_numbers(highest.token_ids, count, torch.int64), _numbers(highest.values, count, torch.float32))
         bits = (0, 0, 0) if allowed is None else self._bits(allowed, count)
         pending = torch.empty_like(residual)
         rest = (

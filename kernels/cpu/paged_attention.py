@@ -52,13 +52,7 @@ class PagedAttention:
     """Attention over the blocks of a storage; reads only."""
 
     def __init__(
-        self,
-        blocks: Tensor,
-        *,
-        group: int,
-        level: str,
-        int8: Int8Heads | None = None,
-        scores: ScoreForm = PLAIN_SCORES,
+        self, blocks: Tensor, *, group: int, level: str, int8: Int8Heads | None = None, scores: ScoreForm = PLAIN_SCORES
     ) -> None:
         """`blocks` [num_blocks, num_layers, 2 (keys, values), block_size, kv_heads, head_dim], contiguous, on the CPU,
         float32 or bfloat16, or with `int8` [.., block_size, row_width] (`caches.int8_rows`); with 1 in place of 2 the

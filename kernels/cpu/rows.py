@@ -101,14 +101,7 @@ class HeadRows:
     __slots__ = ("_dtype", "_has_values", "_head_dim", "_int8_width", "_kernel", "_kv_width", "_width")
 
     def __init__(
-        self,
-        num_heads: int,
-        kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        *,
-        level: str,
-        has_values: bool = True,
+        self, num_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, *, level: str, has_values: bool = True
     ) -> None:
         self._dtype = dtype
         self._head_dim = head_dim

@@ -113,15 +113,7 @@ def trial_launch(device: torch.device, dtype: torch.dtype) -> None:
 
 
 @triton.jit
-def _choose(
-    logits,
-    experts,
-    shares,
-    num_experts,
-    num_chosen,
-    NORMALISES: tl.constexpr,
-    EXPERTS: tl.constexpr,
-):
+def _choose(logits, experts, shares, num_experts, num_chosen, NORMALISES: tl.constexpr, EXPERTS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, EXPERTS)
     is_there = columns < num_experts

@@ -108,17 +108,7 @@ def _last_above(row, vocabulary, most, scale, min_p, TILE: tl.constexpr):
 
 
 @triton.jit
-def _kept(
-    row,
-    first,
-    vocabulary,
-    most,
-    scale,
-    last_key,
-    last_column,
-    TILE: tl.constexpr,
-    IS_COUNT: tl.constexpr,
-):
+def _kept(row, first, vocabulary, most, scale, last_key, last_column, TILE: tl.constexpr, IS_COUNT: tl.constexpr):
     columns, distance, key = _distances(row, first, vocabulary, most, scale, TILE)
     is_kept = (key < last_key) | ((key == last_key) & (columns <= last_column))
     is_kept = is_kept & (columns < vocabulary)
@@ -139,17 +129,7 @@ def _total(row, vocabulary, most, scale, last_key, last_column, TILE: tl.constex
 
 
 @triton.jit
-def _cut(
-    row,
-    vocabulary,
-    most,
-    scale,
-    last_key,
-    last_column,
-    target,
-    TILE: tl.constexpr,
-    IS_COUNT: tl.constexpr,
-):
+def _cut(row, vocabulary, most, scale, last_key, last_column, target, TILE: tl.constexpr, IS_COUNT: tl.constexpr):
     """Find the shortest prefix of the kept tokens whose sum reaches `target` (at least 1, at most the total); return
     distance and column of its last token, and its sum."""
     low, high = last_key * 0, last_key

@@ -7,12 +7,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field, PlainValidator, ValidationError
 
 from alignedserve.api.models.model_services import ModelServices, PromptServices
-from alignedserve.api.openai.bodies import (
-    MAX_CACHE_SALT_LEN,
-    PromptForms,
-    ServiceTierName,
-    checked_prompt,
-)
+from alignedserve.api.openai.bodies import MAX_CACHE_SALT_LEN, PromptForms, ServiceTierName, checked_prompt
 from alignedserve.api.openai.prompt_encoding import Prompt, Prompts, encode_prompts, param_at
 from alignedserve.api.openai.request_builder import Arrival, CallTerms, GenerationRequest
 from alignedserve.api.schema import Priority, Schema
@@ -96,12 +91,7 @@ DOCUMENT_PROMPTS = ("document", "passage", "corpus")
 
 
 async def encode_texts(
-    texts: PromptForms,
-    services: PromptServices,
-    *,
-    param: str,
-    prompt: str = "",
-    truncate_to: int | None = None,
+    texts: PromptForms, services: PromptServices, *, param: str, prompt: str = "", truncate_to: int | None = None
 ) -> list[Prompt]:
     """Return the prompts of texts, `prompt` before each, or of token ids as they are.
 
@@ -118,12 +108,7 @@ async def encode_texts(
 
 
 async def encode_pairs(
-    first: Sequence[str],
-    second: Sequence[str],
-    services: PromptServices,
-    *,
-    param: str,
-    truncate_to: int | None = None,
+    first: Sequence[str], second: Sequence[str], services: PromptServices, *, param: str, truncate_to: int | None = None
 ) -> list[Prompt]:
     """Return the prompts of as many pairs as there are second texts; a single first one is paired with all.
 

@@ -270,11 +270,7 @@ class GatewayMetrics:
             self._rejected.labels(reason)
 
     def add_model(
-        self,
-        model_name: str,
-        backend: CompletionBackend,
-        deployment_id: str = "",
-        default_slo: Callable[[], Slo] = Slo,
+        self, model_name: str, backend: CompletionBackend, deployment_id: str = "", default_slo: Callable[[], Slo] = Slo
     ) -> ModelMetrics:
         """Show the reports of the deployment behind this backend; return the metrics of the model's requests.
 

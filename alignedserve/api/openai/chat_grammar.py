@@ -132,11 +132,7 @@ async def _hold_less(form: ToolFormat, schemas: _ToolSchemas, model: ChatModel, 
 
 
 def _written(
-    conversation: Conversation,
-    form: OutputFormat,
-    model: ChatModel,
-    part: GrammarPart | None,
-    schemas: _ToolSchemas,
+    conversation: Conversation, form: OutputFormat, model: ChatModel, part: GrammarPart | None, schemas: _ToolSchemas
 ) -> str:
     as_literal = partial(_literal, model)
     tools: list[CallableTool] = []

@@ -204,12 +204,7 @@ _HARMONY = "<|start|>assistant to=functions."  # before a function's name
 # The first whose hint a template has is its own, so the narrower come first.
 FORMATS = {
     "smollm2": ToolFormat(
-        "<tool_call>",
-        prefix="[",
-        separator=", ",
-        suffix="]</tool_call>",
-        hints=("named SmolLM,",),
-        prompt=LIST_PROMPT,
+        "<tool_call>", prefix="[", separator=", ", suffix="]</tool_call>", hints=("named SmolLM,",), prompt=LIST_PROMPT
     ),
     "qwen3_coder": ToolFormat(
         "<tool_call>",
@@ -283,10 +278,7 @@ FORMATS = {
         optional_begin="<|python_tag|>",
     ),
     "phi4_mini": ToolFormat(
-        "<|tool_call|>",
-        separator="<|/tool_call|><|tool_call|>",
-        suffix="<|/tool_call|>",
-        hints=("<|/tool_call|>",),
+        "<|tool_call|>", separator="<|/tool_call|><|tool_call|>", suffix="<|/tool_call|>", hints=("<|/tool_call|>",)
     ),
     "granite": ToolFormat("<|tool_call|>", prefix="[", separator=", ", suffix="]", hints=("<|tool_call|>",)),
     "gpt_oss": ToolFormat(

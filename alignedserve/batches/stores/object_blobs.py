@@ -15,12 +15,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import IO
 
 import obstore
-from obstore.exceptions import (
-    BaseError,
-    NotFoundError,
-    PermissionDeniedError,
-    UnauthenticatedError,
-)
+from obstore.exceptions import BaseError, NotFoundError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import S3Store
 
 from alignedserve.batches.interfaces import BlobReader, BlobWriter

@@ -66,8 +66,7 @@ class RunOptions:
         str, typer.Option(metavar="TEXT", help='The question about each row, columns in braces: "Summarise: {text}".')
     ]
     output: Annotated[
-        Path | None,
-        typer.Option("--output", metavar="FILE", help="The same rows with answers: CSV, JSONL or Parquet."),
+        Path | None, typer.Option("--output", metavar="FILE", help="The same rows with answers: CSV, JSONL or Parquet.")
     ] = None
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message; columns as in --prompt.")] = None
     schema: Annotated[

@@ -45,13 +45,7 @@ from kernels.gpu.attention.latent_attention import LatentTiling, latent_decode, 
 from kernels.gpu.attention.prefill_attention import ChunkBatch, chunk_tiles, paged_prefill, tiling
 from kernels.gpu.attention.work_partition import WorkPartition, first_read, partition
 from kernels.gpu.blocks import BlockTables, BlockView
-from kernels.gpu.launching import (
-    CompiledKernel,
-    multiprocessor_of,
-    parts_of,
-    program_shared_bytes,
-    programs_at_once,
-)
+from kernels.gpu.launching import CompiledKernel, multiprocessor_of, parts_of, program_shared_bytes, programs_at_once
 from kernels.gpu_dispatch import can_launch, on_device
 
 logger = logging.getLogger(__name__)
@@ -68,12 +62,7 @@ class GpuStep:
 
     padded_share = 0.0
 
-    def __init__(
-        self,
-        rows: IntArray,
-        decodes: "Decodes | None",
-        chunks: ChunkComputer | None,
-    ) -> None:
+    def __init__(self, rows: IntArray, decodes: "Decodes | None", chunks: ChunkComputer | None) -> None:
         self.decode_rows = rows
         self.decodes = decodes
         self.prompts = chunks

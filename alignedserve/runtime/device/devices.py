@@ -367,12 +367,7 @@ def require_kinds(device: str, kinds: Mapping[str, str], folder: Path, command: 
 
 
 def obstacle_on(
-    device: str,
-    folder: Path,
-    command: Sequence[str] = _COMMAND,
-    limit_s: float = _LIMIT_S,
-    *,
-    kind: str | None = None,
+    device: str, folder: Path, command: Sequence[str] = _COMMAND, limit_s: float = _LIMIT_S, *, kind: str | None = None
 ) -> str | None:
     """Return why the self-check (device_check.self_check) has not passed on this GPU, in one line; None: it has.
 

@@ -377,12 +377,7 @@ def make_engine(
             stops_passes=sizes.stops_passes,
         )
     return make(
-        model=parts.decoder,
-        storage=parts.storage,
-        options=options,
-        own_blocks=blocks.own,
-        streams=streams,
-        masks=masks,
+        model=parts.decoder, storage=parts.storage, options=options, own_blocks=blocks.own, streams=streams, masks=masks
     )
 
 

@@ -68,11 +68,7 @@ class DirectCopies:
     """One stream of a device, and staging memory of its own; for one thread at a time."""
 
     def __init__(
-        self,
-        accelerator: Accelerator,
-        *,
-        staged_bytes: int = STAGED_BYTES,
-        least_straight_bytes: int | None = None,
+        self, accelerator: Accelerator, *, staged_bytes: int = STAGED_BYTES, least_straight_bytes: int | None = None
     ) -> None:
         """`least_straight_bytes`: of a block that is not gathered in staging memory; None: as it is best here."""
         self._accelerator = accelerator

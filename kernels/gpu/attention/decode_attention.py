@@ -234,15 +234,7 @@ def _decode_parts(
             tokens = tile * TOKENS + places
             is_read = (tokens < length) & (tokens >= earliest)
             elements = cached_elements(
-                table,
-                tokens,
-                is_read,
-                backwards,
-                head,
-                block_stride,
-                SLOT_WIDTH,
-                HEAD_DIM,
-                BLOCK_SIZE,
+                table, tokens, is_read, backwards, head, block_stride, SLOT_WIDTH, HEAD_DIM, BLOCK_SIZE
             )
             where = elements[:, None] + dims[None, :]
             is_element = is_read[:, None] & (dims < HEAD_DIM)[None, :]

@@ -64,13 +64,7 @@ def tiling_of(view: BlockView) -> LatentTiling:
 
 
 def latent_decode(
-    queries: Tensor,
-    out: Tensor,
-    view: BlockView,
-    batch: DecodeBatch,
-    *,
-    rank: int,
-    tiling: LatentTiling | None = None,
+    queries: Tensor, out: Tensor, view: BlockView, batch: DecodeBatch, *, rank: int, tiling: LatentTiling | None = None
 ) -> CompiledKernel | None:
     """Compute attention of one query token per context over its rows, its own included, in the blocks.
 
@@ -114,13 +108,7 @@ def latent_decode(
 
 
 def latent_prefill(
-    queries: Tensor,
-    out: Tensor,
-    view: BlockView,
-    batch: ChunkBatch,
-    *,
-    rank: int,
-    tiling: LatentTiling | None = None,
+    queries: Tensor, out: Tensor, view: BlockView, batch: ChunkBatch, *, rank: int, tiling: LatentTiling | None = None
 ) -> None:
     """Compute attention of every query token over the rows up to its own, in the blocks.
 

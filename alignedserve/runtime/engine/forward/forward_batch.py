@@ -55,11 +55,7 @@ class HiddenPass:
     """Writes layer inputs, and recomputes earlier keys and values: on every layer `recompute`, then `place`."""
 
     def __init__(
-        self,
-        rows: HiddenRows,
-        storage: BlockStorage,
-        place_heads: HeadPlacement,
-        rotations: Sequence[Rotation | None],
+        self, rows: HiddenRows, storage: BlockStorage, place_heads: HeadPlacement, rotations: Sequence[Rotation | None]
     ) -> None:
         self._rows = rows
         self._storage = storage

@@ -155,10 +155,7 @@ def _make_engine(start: RankStart) -> tuple[FollowerEngine, HostCaches]:
         os.close(descriptor)
     streams = streams_of(device)
     engine = FollowerEngine(
-        model=load_shard(spec, collectives),
-        storage=storage,
-        options=spec.engine_options,
-        streams=streams,
+        model=load_shard(spec, collectives), storage=storage, options=spec.engine_options, streams=streams
     )
     swap_space = make_swap_space(
         storage,

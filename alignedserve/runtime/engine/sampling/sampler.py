@@ -69,10 +69,7 @@ class Sampler:
         self._vocab_size = vocab_size
         self._sequences: list[NewSequence | None] = [None] * max_sequences
         self._logits_processor = LogitsProcessor(
-            max_sequences=max_sequences,
-            vocab_size=vocab_size,
-            eos_token_ids=eos_token_ids,
-            on_device=counts_on_device,
+            max_sequences=max_sequences, vocab_size=vocab_size, eos_token_ids=eos_token_ids, on_device=counts_on_device
         )
         self._prompt_lens = np.zeros(max_sequences, np.int64)
         self._temperatures = np.zeros(max_sequences, np.float32)
@@ -270,10 +267,7 @@ def logprob_entries(logits: Tensor, token_ids: Tensor, counts: list[int]) -> lis
     num_likelier = _counts(logits > logits.gather(1, token_ids[:, None]))
     return [
         TokenLogprob(
-            token_id,
-            chosen[row],
-            tuple(zip(ids[row][:count], values[row][:count], strict=True)),
-            num_likelier[row] + 1,
+            token_id, chosen[row], tuple(zip(ids[row][:count], values[row][:count], strict=True)), num_likelier[row] + 1
         )
         for row, (token_id, count) in enumerate(zip(token_ids.tolist(), counts, strict=True))
     ]

@@ -213,11 +213,7 @@ class BatchBuilder:
         return cached
 
     def _build(
-        self,
-        decode_rows: IntArray,
-        chunk_rows: IntArray,
-        chunk_counts: IntArray,
-        hidden: HiddenPlan | None = None,
+        self, decode_rows: IntArray, chunk_rows: IntArray, chunk_counts: IntArray, hidden: HiddenPlan | None = None
     ) -> StepBatch:
         rings = None
         if self._rings is not None:

@@ -44,12 +44,7 @@ def open_transfer(
 
 def available_transports(*, has_device: bool) -> tuple[str, ...]:
     """List the transports of a process, with blocks on a device or on the host, fastest first."""
-    has = {
-        "cuda_ipc": has_device,
-        "shm": True,
-        "tcp": True,
-        "gloo": torch.distributed.is_gloo_available(),
-    }
+    has = {"cuda_ipc": has_device, "shm": True, "tcp": True, "gloo": torch.distributed.is_gloo_available()}
     return tuple(name for name in FASTEST_FIRST if has[name])
 
 

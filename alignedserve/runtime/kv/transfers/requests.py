@@ -206,14 +206,7 @@ class ChannelTransfer(ServedTransfer):
     transport or this block layout.
     """
 
-    def __init__(
-        self,
-        storage: BlockStorage,
-        address: str,
-        *,
-        identity: Identity,
-        transport: str = "gloo",
-    ) -> None:
+    def __init__(self, storage: BlockStorage, address: str, *, identity: Identity, transport: str = "gloo") -> None:
         self._storage = storage
         self._memory = HostBlocks(storage)
         self._control = dial(address, identity)
