@@ -1,7 +1,6 @@
 """Nonlinearities of the feed-forward part. Each may overwrite its argument.
 
-Normalisation of layer inputs, in one pass with the residual added where the native or the GPU kernels run.
-"""
+Normalisation of layer inputs, in one pass with the residual added where the native or the GPU kernels run."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -106,11 +105,9 @@ class Norm(Protocol):
         """Add residual += x, both [rows, width], and return the normalised residual; x stays unchanged."""
 
     def round_results(self, unread: Tensor | None = None) -> None:
-        """Round results, which a product in FP8 reads and nothing changes, as they are computed, on a GPU.
-
-        `unread` [1, 1], NaN of the rows' dtype: stands for results of which nothing reads more than what they are
-        rounded to; None: they are written as well.
-        """
+        """Round results, which a product in FP8 reads and nothing changes, as they are computed, on a GPU. `unread` [1,
+        1], NaN of the rows' dtype: stands for results of which nothing reads more than what they are rounded to; None:
+        they are written as well."""
 
 
 class NoNorm:

@@ -4,8 +4,7 @@ XXH3 takes a part in rounds of 16 stripes of 8 words. Within a round the words' 
 between rounds the 8 sums are mixed:
 
     stripe:  s[i] += word[i ^ 1] + low(x) * high(x)          x = word[i] ^ secret[stripe + i], halves of 32 bits
-    round:   s[i]  = (s[i] ^ s[i] >>> 47 ^ secret[16 + i]) * PRIME32_1
-"""
+    round:   s[i]  = (s[i] ^ s[i] >>> 47 ^ secret[16 + i]) * PRIME32_1"""
 
 import functools
 import struct
@@ -39,8 +38,7 @@ def listed_digests(rows: Tensor, row_ids: Tensor) -> Tensor:
     """Compute the digests of some of the rows where they lie.
 
     rows      [num_rows, any multiple of 8] uint8, contiguous
-    row_ids   [count] int64, on the same device -> int64 [count], there too
-    """
+    row_ids   [count] int64, on the same device -> int64 [count], there too"""
     kernels = fused_kernels("row_digests", rows.device, rows.dtype)
     if kernels is None:
         return row_digests(rows[row_ids])

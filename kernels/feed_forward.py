@@ -1,8 +1,7 @@
 """Feed-forward parts of a layer: two products for all tokens, or experts, of which each token passes a few.
 
 With experts, rows are sorted by expert, so that every expert's weights are read once and multiplied by all its rows; on
-a GPU by the device itself (`kernels.grouped_linear`).
-"""
+a GPU by the device itself (`kernels.grouped_linear`)."""
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -119,11 +118,9 @@ class ScaledRouter:
 
 
 class GroupRouter:
-    """Chooses by sigmoids: first groups of experts by their two best, then experts in these (DeepSeek-V3, 2.1.2).
-
-    A learned number is added to an expert's score for the choice alone; it evens out how often experts are chosen.
-    Without these numbers, scores are a softmax, and groups are chosen by their best expert (DeepSeek-V2, 2.2.2).
-    """
+    """Chooses by sigmoids: first groups of experts by their two best, then experts in these (DeepSeek-V3, 2.1.2). A
+    learned number is added to an expert's score for the choice alone; it evens out how often experts are chosen.
+    Without these numbers, scores are a softmax, and groups are chosen by their best expert (DeepSeek-V2, 2.2.2)."""
 
     __slots__ = ("_correction", "_normalises", "_num_chosen", "_num_chosen_groups", "_num_groups", "_product", "_scale",
                  "num_experts")  # fmt: skip
@@ -181,8 +178,7 @@ def grouped_products(
     experts   [rows, chosen] int64: indices of `products`, which map [n, in_width] to [n, out_width]
     shares    [rows, chosen]: what rows are multiplied by before; None: nothing
     native    all products in one call, for where experts have few rows
-    returns   [rows, chosen, out_width]
-    """
+    returns   [rows, chosen, out_width]"""
     order, counts, rows = _by_expert(x, experts, len(products), shares)
     results = multiplied_by_expert(rows, counts, products, native)
     return _in_order(results, order, experts)

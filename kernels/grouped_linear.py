@@ -11,8 +11,7 @@ Mixtures of experts on a GPU: rows lie sorted by expert, and every expert's weig
 
 All of it on the device: nothing waits for the routing, whatever the number of rows, so that a CUDA graph can record it,
 and of the weights only those of chosen experts are read. Example: rows 0, 1 and 2 choose experts 2, 0 and 2 of three;
-sorted they are rows 1, 0, 2, and the experts' rows end at 1, 1 and 3.
-"""
+sorted they are rows 1, 0, 2, and the experts' rows end at 1, 1 and 3."""
 
 import enum
 import math
@@ -68,9 +67,7 @@ class ExpertProduct(Protocol):
 
 def by_every_expert(x: Tensor, rows: ExpertRows, weights: Callable[[int], Tensor]) -> Tensor:
     """Multiply x [rows, in_width] by all `weights`, [columns, in_width] each, and keep of each row its own expert's.
-
-    The way of plain PyTorch that reads nothing on the host; where no kernel runs.
-    """
+    The way of plain PyTorch that reads nothing on the host; where no kernel runs."""
     experts, out = rows.experts[:, None], None
     for expert in range(len(rows.ends)):
         product = functional.linear(x, weights(expert))
@@ -216,10 +213,8 @@ def stacked_experts(
 
 
 class ProductEnd:
-    """product [rows, columns] -> activation(product + bias) [rows, out_width].
-
-    With gates: activation(gate) * up, of a product whose first half makes the gates.
-    """
+    """product [rows, columns] -> activation(product + bias) [rows, out_width]. With gates: activation(gate) * up, of a
+    product whose first half makes the gates."""
 
     __slots__ = ("_bias", "_is_gated", "_then", "out_width")
 
@@ -419,10 +414,8 @@ class DeviceWeight:
 
 
 class GroupedLinear:
-    """x [rows, in_width] -> activation(x @ weight.T + bias) [rows, out_width], of dtype `dtype`.
-
-    With gates: activation(gate) * up, of a weight whose first half makes the gates.
-    """
+    """x [rows, in_width] -> activation(x @ weight.T + bias) [rows, out_width], of dtype `dtype`. With gates:
+    activation(gate) * up, of a weight whose first half makes the gates."""
 
     __slots__ = ("_dtype", "_end", "_most_rows", "_weight", "in_width", "out_width")
 

@@ -2,8 +2,7 @@
 
 Of a head, key = made(latent), value = also_made(latent), both products with a matrix. So the score of a query is
 query @ made.T @ latent, and the sum of values is also_made(sum of latents): queries and sums are multiplied, a token's
-latent never. Every head's product is one of its own: results of a row do not depend on what shares its batch.
-"""
+latent never. Every head's product is one of its own: results of a row do not depend on what shares its batch."""
 
 from collections.abc import Sequence
 
@@ -37,10 +36,8 @@ class HeadProducts:
 
 
 class LatentQueries:
-    """x [rows, in_width] -> the queries of all heads and the row to be cached [rows, (heads + 1) * row_width].
-
-    In each: first the elements that are to be rotated, then those that meet the latents, or the latent.
-    """
+    """x [rows, in_width] -> the queries of all heads and the row to be cached [rows, (heads + 1) * row_width]. In each:
+    first the elements that are to be rotated, then those that meet the latents, or the latent."""
 
     __slots__ = ("_absorbing", "_norm", "_queries", "_rope_dim", "_row", "in_width", "out_width")
 

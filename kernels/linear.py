@@ -4,8 +4,7 @@ Three ways, the first that is here: the native kernels (`kernels.cpu.packed_line
 PyTorch. None needs more memory than the plain weight. A nonlinearity that follows is applied while the product is in
 registers where a packed one computes it.
 
-Products that read and give numbers in ranges of their own, as some encoders of pictures were trained.
-"""
+Products that read and give numbers in ranges of their own, as some encoders of pictures were trained."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
@@ -57,10 +56,8 @@ class AdaptableProjection(Projection, Protocol):
 
 
 class Linear:
-    """x [rows, in_width] -> activation(x @ weight.T + bias) [rows, out_width], dtype and device of the weight.
-
-    With gates: activation(gate) * up, of a weight whose first half makes the gates.
-    """
+    """x [rows, in_width] -> activation(x @ weight.T + bias) [rows, out_width], dtype and device of the weight. With
+    gates: activation(gate) * up, of a weight whose first half makes the gates."""
 
     __slots__ = ("_multiply", "in_width", "out_width")
 
@@ -73,11 +70,8 @@ class Linear:
         is_gated: bool = False,
         allow_packing: bool = True,
     ) -> None:
-        """`weight` [columns, in_width]; `bias` [columns]; `activation` a name in ACTIVATIONS, or of
-        gates, which need one, clamped_silu.
-
-        Keeps no reference to a weight that it packed.
-        """
+        """`weight` [columns, in_width]; `bias` [columns]; `activation` a name in ACTIVATIONS, or of gates, which need
+        one, clamped_silu. Keeps no reference to a weight that it packed."""
         columns, self.in_width = weight.shape
         self.out_width = columns // 2 if is_gated else columns
         levels = (

@@ -18,8 +18,7 @@ Kernels find the matrices of adapters by tables of addresses. An adapter has one
 
 A tile is int64 [TILE_WORDS]: the address of a table, the first of its rows among the sorted ones, their number. Before
 the tiles of a pass are two of other words: how many have rows, and the most ranks of a product; then the queue of a
-launch, zeros before and after it: items of work that were taken, products with A that are done, programs that are.
-"""
+launch, zeros before and after it: items of work that were taken, products with A that are done, programs that are."""
 
 import operator
 from collections.abc import Sequence
@@ -95,10 +94,8 @@ def num_tiles(counts: Sequence[int], tile_rows: int) -> int:
 
 
 def cut_tiles(addresses: Sequence[int], ends: Sequence[int], tile_rows: int, count: int, most_ranks: int) -> IntArray:
-    """Cut sorted rows into `count` tiles, behind their head; the last ones may have no rows.
-
-    Group i: the adapter at addresses[i], rows [ends[i - 1], ends[i]).
-    """
+    """Cut sorted rows into `count` tiles, behind their head; the last ones may have no rows. Group i: the adapter at
+    addresses[i], rows [ends[i - 1], ends[i])."""
     tiles = np.zeros((HEAD_TILES + count, TILE_WORDS), np.int64)
     at = HEAD_TILES
     for address, (first, last) in zip(addresses, pairwise([0, *ends]), strict=True):
@@ -135,8 +132,7 @@ class DevicePlan:
     ) -> None:
         """Group i: rows places[ends[i - 1] : ends[i]] of a pass of `num_rows` have tables[i]; maybe there is none.
 
-        `kernels`: see device_kernels.
-        """
+        `kernels`: see device_kernels."""
         self._kernels = kernels
         self._tile_rows = _SMALL_TILE if num_rows <= GRAPH_ROWS else _LARGE_TILE
         counts = np.diff([0, *ends]).tolist()

@@ -5,8 +5,7 @@ The life of a deployment here:
 2. A probe's token comes through, and another after every loss.
 3. In the phase SERVING requests find the deployment by the name of its model.
 4. DRAINING: requests under way go on, new requests do not find it.
-5. The list names it no more: its links are closed.
-"""
+5. The list names it no more: its links are closed."""
 
 import asyncio
 import logging
@@ -61,20 +60,16 @@ class Deployments:
 
     def serve_until_told(self, deployments: Sequence[ServedDeployment]) -> None:
         """Serve a list that may be of old, as a process that restarted has it, until the driver sends the current one.
-
-        Meanwhile, but not for long, an unknown model is one that may come.
-        """
+        Meanwhile, but not for long, an unknown model is one that may come."""
         self.serve(deployments)
         self._told.clear()
         self._services.models.is_complete = False
         self._waiting = start_background(self._wait_to_be_told(), "waiting for the list of models")
 
     def serve(self, deployments: Sequence[ServedDeployment]) -> tuple[DeploymentState, ...]:
-        """Serve exactly these from now on, in this order; return how each stands. May be repeated.
-
-        Of one that is new the tokenizer is loaded and the router dialled in the background. Requests that still hold
-        one that is gone fail.
-        """
+        """Serve exactly these from now on, in this order; return how each stands. May be repeated. Of one that is new
+        the tokenizer is loaded and the router dialled in the background. Requests that still hold one that is gone
+        fail."""
         self._services.models.is_complete = True
         self._told.set()
         self._order = tuple(deployed.deployment_id for deployed in deployments)

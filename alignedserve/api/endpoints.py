@@ -1,7 +1,6 @@
 """The table of endpoints: how each body is parsed, made into prompts and requests, and answered.
 
-The gateway's routes, the lines of batches, the process that reads long bodies and `LLM` all walk it.
-"""
+The gateway's routes, the lines of batches, the process that reads long bodies and `LLM` all walk it."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -83,8 +82,7 @@ _SHORT = "-"  # for a prompt that is encoded
 class GeneratingEndpoint(Generic[AskedT]):
     """An endpoint whose requests the cluster computes. All but `formatter` and `short` raise InvalidRequest.
 
-    `ignored` collects the fields that are ignored; None: they are refused.
-    """
+    `ignored` collects the fields that are ignored; None: they are refused."""
 
     path: str
     parse: Callable[[Body, IgnoredFields | None], AskedT]

@@ -53,8 +53,7 @@ class ApiServices:
     ) -> "ApiServices":
         """Make the objects, without a model. `observing`: None: calls are explained, and not traced.
 
-        `keys`: None: anyone may call.
-        """
+        `keys`: None: anyone may call."""
         observing = observing or Observing()
         exporter = make_exporter(observing, reply_to)
         timelines = make_timelines(observing, exporter)

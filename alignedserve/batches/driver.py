@@ -8,8 +8,7 @@
 The driver may be killed at any moment. Its successor gets the lock from the system, finds the batches in the repository
 and their results in the logs, and resumes; lines that were in the cluster run again, as they have no record.
 
-Measurements and totals of all batches: throughput, expected ends, lines by outcome.
-"""
+Measurements and totals of all batches: throughput, expected ends, lines by outcome."""
 
 import asyncio
 import contextlib
@@ -82,9 +81,7 @@ class ThroughputMeter:
 
     def note_states(self, states: Mapping[str, ModelState]) -> None:
         """Assume, for models without a measured rate, the share of their workers' time that other requests leave.
-
-        Totals are compared over some seconds, as workers report about once per second.
-        """
+        Totals are compared over some seconds, as workers report about once per second."""
         self._totals = {model: last for model, last in self._totals.items() if model in states}
         for model, state in states.items():
             last = self._totals.get(model)
@@ -99,8 +96,7 @@ class ThroughputMeter:
     def learn(self, num_in_flight: Mapping[str, float], limits: Mapping[str, int]) -> None:
         """Learn from an interval in which enough lines of a model were in flight; at first from any with lines.
 
-        `num_in_flight`: lines by model. `limits`: of those.
-        """
+        `num_in_flight`: lines by model. `limits`: of those."""
         now = time.monotonic()
         seconds = now - self._measured_s
         if seconds < _LEARN_S:
@@ -249,8 +245,7 @@ class BatchDriver:
     ) -> None:
         """`max_in_flight`: lines in the cluster at a time; None: as many as LineSlots says of each model's workers.
 
-        `weight_of`: an owner's, of its share beside other owners.
-        """
+        `weight_of`: an owner's, of its share beside other owners."""
         self._weight_of = weight_of
         self._stores = stores
         self._max_in_flight = max_in_flight
@@ -475,20 +470,16 @@ class BatchDriver:
 
 
 class ClockGain:
-    """Watches the wall clock beside a monotonic one; the distance between them may be any.
-
-    Nothing that was removed comes back, so removal goes by the time that has passed. A wall clock that was set an hour
-    forward makes an upload of a second ago look an hour old.
-    """
+    """Watches the wall clock beside a monotonic one; the distance between them may be any. Nothing that was removed
+    comes back, so removal goes by the time that has passed. A wall clock that was set an hour forward makes an upload
+    of a second ago look an hour old."""
 
     def __init__(self) -> None:
         self._least_ahead_s = float("inf")
 
     def look(self, wall_s: float, now: float) -> float:
-        """Return by how much the age of anything dated since the first look may be too high.
-
-        The monotonic clock omits the time in which this host slept, so that time counts as gained.
-        """
+        """Return by how much the age of anything dated since the first look may be too high. The monotonic clock omits
+        the time in which this host slept, so that time counts as gained."""
         ahead_s = wall_s - now
         self._least_ahead_s = min(self._least_ahead_s, ahead_s)
         return ahead_s - self._least_ahead_s

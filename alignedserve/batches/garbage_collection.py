@@ -33,10 +33,8 @@ def is_used_by(file: FileRecord, record: BatchRecord) -> bool:
 
 
 async def forget_input(stores: DriverStores, record: BatchRecord, now: float) -> None:
-    """Remove the input file of a batch that is over and was made by another API than Files: no client knows of it.
-
-    What is left behind expires. Raises StorageError.
-    """
+    """Remove the input file of a batch that is over and was made by another API than Files: no client knows of it. What
+    is left behind expires. Raises StorageError."""
     file = None if is_client(record.owner) else await stores.repository.file(record.owner, record.input_file_id, now)
     if file is not None:
         await delete_file(stores, file)
@@ -47,8 +45,7 @@ async def collect_garbage(
 ) -> None:
     """Remove expired unused files, old batches without results, and contents without a record. Raises StorageError.
 
-    `clock_gained_s`: by which ages may be too high, as the clock was set; nothing is removed sooner for it.
-    """
+    `clock_gained_s`: by which ages may be too high, as the clock was set; nothing is removed sooner for it."""
     await _remove_expired_files(stores, now - clock_gained_s)
     before_s = now - clock_gained_s - batch_lifetime_s
     for snapshot in await stores.repository.oldest_over(_MAX_AT_ONCE):

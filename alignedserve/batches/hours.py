@@ -10,8 +10,7 @@ later one. So the night of 22:00 to 06:00 has 7 hours in spring and 9 in autumn.
 When a batch may start lines: from `not_before` on, in its hours, and while its owner has not paused it.
 
 A line that has started goes on. Every decision is made from the wall clock of the moment: where it was set an hour
-forward or back, the batch begins or stops an hour earlier or later, and no line is lost or run twice.
-"""
+forward or back, the batch begins or stops an hour earlier or later, and no line is lost or run twice."""
 
 import math
 import re
@@ -136,10 +135,7 @@ def is_zone(name: str) -> bool:
 
 
 def parse_moment(text: str, zone: str) -> float:
-    """Parse a time such as 2026-11-25T22:00, in this zone unless the text has an offset.
-
-    Raises InvalidRequest.
-    """
+    """Parse a time such as 2026-11-25T22:00, in this zone unless the text has an offset. Raises InvalidRequest."""
     try:
         moment = datetime.fromisoformat(text)
     except ValueError:
@@ -293,11 +289,9 @@ class Turn(NamedTuple):
 
 
 def by_priority(order: Sequence[Turn]) -> list[int]:
-    """Return the positions with the batches of each owner by priority, smaller first, in the places that it has.
-
-    Owners keep their places among each other. Example: A's batches a (priority 0) and b (-5), and B's c, in the order
-    a, c, b: b, c, a.
-    """
+    """Return the positions with the batches of each owner by priority, smaller first, in the places that it has. Owners
+    keep their places among each other. Example: A's batches a (priority 0) and b (-5), and B's c, in the order a, c, b:
+    b, c, a."""
     by_owner: dict[str, list[Turn]] = {}
     for turn in order:
         by_owner.setdefault(turn.owner, []).append(turn)

@@ -1,7 +1,6 @@
 """Lines of an input file: splitting its bytes, validating each line, indexing for random access.
 
-The input file of one batch: validated from beginning to end, then read line by line while lines run.
-"""
+The input file of one batch: validated from beginning to end, then read line by line while lines run."""
 
 import re
 from array import array
@@ -310,10 +309,8 @@ class InputFile:
         self._reader: BlobReader | None = None
 
     async def scan(self) -> AsyncIterator[int]:
-        """Read the file; yield the number of lines so far after each chunk.
-
-        A batch that was validated before is only indexed: the served models may have changed since.
-        """
+        """Read the file; yield the number of lines so far after each chunk. A batch that was validated before is only
+        indexed: the served models may have changed since."""
         splitter = LineSplitter(self._max_line_bytes)
         add = self._validator.index.add if self._record.num_lines else self._validator.check
         try:

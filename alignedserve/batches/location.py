@@ -101,8 +101,7 @@ def _objects(location: BatchLocation) -> BlobStore | None:
 def stores_in(folder: Path, records: RecordStore, blobs: BlobStore | None = None) -> DriverStores:
     """Open stores in a folder, over any record store. Raises StorageError where the folder cannot be used.
 
-    `blobs`: where contents are; None: in the folder.
-    """
+    `blobs`: where contents are; None: in the folder."""
     logs = DiskLogs(folder / "results")
     blobs = blobs or DiskBlobs(folder / "files")
     responses = response_stores(records)

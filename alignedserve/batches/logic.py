@@ -6,8 +6,7 @@
 4. completed, or expired.
 A client may pause a batch that is not over: no line starts until it is resumed, and its window goes on.
 A client's cancel leads through cancelling, while the missing records are being written, to cancelled.
-An event that has no meaning in the present state changes nothing. Every change is a step of the table.
-"""
+An event that has no meaning in the present state changes nothing. Every change is a step of the table."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -10,8 +10,7 @@
 | `stock/<owner>` | StorageUsage | gateways |
 | `capacity/models`, `harvest` | StoredThroughputs, BatchTotals | the driver |
 Indexes: `files/<owner>`, `batches/<owner>`, `active` and `over` (batches, by creation and by end), `expiring` (files,
-by time).
-"""
+by time)."""
 
 import contextlib
 import hashlib
@@ -191,8 +190,7 @@ class BatchRepository:
         """Add a new batch and count the use of its file.
 
         `last_created`: as it was before the client's batches were counted. Returns False where another has been added
-        since, the file has changed, or the key was used before.
-        """
+        since, the file has changed, or the key was used before."""
         record = snapshot.record
         created_key = _created_key(client_of(record.owner))
         file_key = f"file/{source.file_id}"
@@ -297,10 +295,8 @@ class BatchRepository:
         raise StoreUnavailable("Too many changes to one batch at once.")
 
     async def save_progress(self, batch_id: BatchKey, progress: Progress, files: Sequence[FileRecord] = ()) -> None:
-        """Store the progress of a batch; one call at a time. `files`: result files that are not empty any more.
-
-        An earlier call that was given up, and which the store does late, never takes the place of this one's.
-        """
+        """Store the progress of a batch; one call at a time. `files`: result files that are not empty any more. An
+        earlier call that was given up, and which the store does late, never takes the place of this one's."""
         key = f"progress/{batch_id}"
         value = SetValue(key, encode(progress))
         changes = [value, *(change for record in files for change in _file_changes(record))]

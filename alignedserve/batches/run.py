@@ -8,8 +8,7 @@
 
 Everything in memory follows from the input file and the result log, so another driver can resume after a crash.
 
-Lines of one batch in the cluster: each runs as a task, is retried when it fails, and ends with a result record.
-"""
+Lines of one batch in the cluster: each runs as a task, is retried when it fails, and ends with a result record."""
 
 import asyncio
 import contextlib
@@ -224,10 +223,8 @@ class BatchRun:
     # --- called by the driver
 
     def update(self, record: BatchRecord) -> None:
-        """Take over the stored record: a client may have cancelled, paused or resumed the batch.
-
-        One that was read before this run's own last change, and comes late, is left.
-        """
+        """Take over the stored record: a client may have cancelled, paused or resumed the batch. One that was read
+        before this run's own last change, and comes late, is left."""
         if record.status in STEPS[self.record.status]:
             self.record = record
             self._changed.set()
@@ -384,9 +381,7 @@ class BatchRun:
 
     async def _open_input(self) -> Sequence[int] | None:
         """Open the input file; return the order of its lines. None: it is damaged, and no line is to run any more.
-
-        Raises StorageDamaged while lines would run: the batch waits for its file until it is cancelled or expires.
-        """
+        Raises StorageDamaged while lines would run: the batch waits for its file until it is cancelled or expires."""
         try:
             await self._input_file.open()
         except StorageDamaged:
@@ -422,10 +417,8 @@ class BatchRun:
                 await asyncio.sleep(_STORE_RETRY_S)
 
     async def _expires(self) -> bool:
-        """Return True if the window is over; the batch is expiring from then on, unless it was cancelled.
-
-        False where the clock was set back meanwhile.
-        """
+        """Return True if the window is over; the batch is expiring from then on, unless it was cancelled. False where
+        the clock was set back meanwhile."""
         if time.time() >= self.record.expires_s:
             await self._advance(WindowExpired())
         return self.record.is_ending

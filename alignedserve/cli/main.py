@@ -5,8 +5,7 @@ PyTorch or an HTTP client.
 
 The commands about a cluster that runs: on this host alone, or the one that `up` started.
 
-As in main.py, the module of each is imported when it runs.
-"""
+As in main.py, the module of each is imported when it runs."""
 
 import gc
 import sys
@@ -274,8 +273,7 @@ app.add_typer(models_app, name="models")
 def main() -> None:
     """Run the command line; every error is one line on stderr and an exit code.
 
-    2 usage, 75 Ray lost on this host, 130 Ctrl-C, 141 nobody reads what is printed, 1 any other failure.
-    """
+    2 usage, 75 Ray lost on this host, 130 Ctrl-C, 141 nobody reads what is printed, 1 any other failure."""
     open_closed_streams()
     limit_thread_spinning()
     try:

@@ -10,8 +10,7 @@ Weights are rounded once, symmetrically, with one scale per output, or come so; 
 with one scale per row, so that what shares the batch never changes a row's result. Sums are exact (32-bit integers).
 
 Worked example: weight row [0.5, -1.27] has scale 1.27 / 127 = 0.01 and is kept as [50, -127]; input row [2.54, 1.27]
-has scale 0.02 and becomes [127, 64]; the product is (127 * 50 - 64 * 127) * 0.02 * 0.01 = -0.356 for -0.343.
-"""
+has scale 0.02 and becomes [127, 64]; the product is (127 * 50 - 64 * 127) * 0.02 * 0.01 = -0.356 for -0.343."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -60,11 +59,9 @@ class FileRows(NamedTuple):
 
 
 class PackedLinear:
-    """x [rows, in_width] -> activation(x @ weight.T + bias) [rows, out_width], dtype of the weight.
-
-    With gates, the first half of the weight's rows: activation(gate) * up. With `element` INT8, see `int8_linear`: one
-    scale per output, and one per row of inputs.
-    """
+    """x [rows, in_width] -> activation(x @ weight.T + bias) [rows, out_width], dtype of the weight. With gates, the
+    first half of the weight's rows: activation(gate) * up. With `element` INT8, see `int8_linear`: one scale per
+    output, and one per row of inputs."""
 
     __slots__ = ("_dtype", "_weight", "in_width", "out_width")
 
@@ -166,10 +163,7 @@ _SMALLEST_SCALE = 1e-12  # of a row of zeros
 
 class Int8Linear:
     """x [rows, in_width] -> activation(x @ weight.T + bias) [rows, out_width], dtype of the weight it was made from, or
-    `dtype`.
-
-    With gates: activation(gate) * up, of a weight whose first half makes the gates.
-    """
+    `dtype`. With gates: activation(gate) * up, of a weight whose first half makes the gates."""
 
     __slots__ = ("_multiply", "in_width", "out_width")
 

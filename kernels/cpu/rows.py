@@ -1,8 +1,7 @@
 """Operations on rows of activations, each in one pass over memory, by the native kernels where they are built.
 
 `native_level` says where they run; elsewhere the plain forms beside each of them do (`kernels.activation`,
-`kernels.activation`, `kernels.rotary`, `kernels.sampling`). Elements are float32 or bfloat16; arithmetic is float32.
-"""
+`kernels.activation`, `kernels.rotary`, `kernels.sampling`). Elements are float32 or bfloat16; arithmetic is float32."""
 
 from typing import Any
 
@@ -120,8 +119,7 @@ class HeadRows:
         rotation   cos, sin [tokens, 1, rotary_dim / 2] float32; None: nothing is rotated
         slots      [tokens] int64, all different: rows of keys and values to be overwritten; one outside raises
                    ValueError before anything is written
-        keys       [slots, kv_heads * head_dim] contiguous, or int8 rows (`kernels.cache_rows`); values alike
-        """
+        keys       [slots, kv_heads * head_dim] contiguous, or int8 rows (`kernels.cache_rows`); values alike"""
         count = fused.shape[0]
         assert _is_rows(fused, self._width, self._dtype), f"not rows of queries, keys and values: {fused.shape}"
         slots_at, is_int8 = self.slots(slots, count), self.is_int8_cache(keys, values)

@@ -1,8 +1,7 @@
 """Recurrent states, token by token, and what is done with rows before and behind them, by the native kernels.
 
 The plain forms beside each of them are in `kernels.states`. All tensors are on the CPU; states, and what has no other
-dtype here, are float32.
-"""
+dtype here, are float32."""
 
 from typing import NamedTuple
 

@@ -8,8 +8,7 @@ waits for all of the former. Running programs have taken theirs first, so every 
 Rows are sorted by adapter and cut into tiles that have one (SGMV of Punica). The matrices are found by their addresses
 and the tiles are counted in memory, so that a recorded launch serves whatever adapters come.
 
-A row's sums are in one order, whatever rows are computed beside it.
-"""
+A row's sums are in one order, whatever rows are computed beside it."""
 
 from typing import NamedTuple
 
@@ -51,10 +50,8 @@ def input_runs(in_width: int) -> tuple[int, int]:
 
 
 def add_adapters(product: Tensor, x: Tensor, site: int, rows: RowTiles) -> None:
-    """Add B (A x) of each row's adapter at this site to product [rows of the pass, columns], rounded once.
-
-    x [rows of the pass, in_width]; rows of both possibly strided. Launches with the same tiles run one after another.
-    """
+    """Add B (A x) of each row's adapter at this site to product [rows of the pass, columns], rounded once. x [rows of
+    the pass, in_width]; rows of both possibly strided. Launches with the same tiles run one after another."""
     assert product.stride(1) == x.stride(1) == 1, "numbers of a row are one run of memory"
     in_width = x.shape[1]
     num_runs, run_width = input_runs(in_width)

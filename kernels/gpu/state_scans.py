@@ -2,8 +2,7 @@
 
 A program has a part of one head's state in registers and takes it through all tokens of a sequence, one after another:
 a result does not depend on how a prompt was cut, as on a CPU (`kernels.states`, which has the formulas). Heads, parts
-of heads and sequences are side by side; of a prompt that is alone they are few, and its tokens take their time.
-"""
+of heads and sequences are side by side; of a prompt that is alone they are few, and its tokens take their time."""
 
 import torch
 import triton
@@ -138,11 +137,9 @@ def _sequences(rows: DeviceStateRows) -> tuple[Tensor, ...]:
 
 @triton.jit
 def _begin_of(part, first_part, first, ends):
-    """Return the first token row of a part of a sequence. `first`: the sequence's own.
-
-    It is read anew: of a scalar that one turn of a loop leaves for the bounds of the next one's inner loop, Triton 3.6
-    and 3.7 take the first value each time (decision 80).
-    """
+    """Return the first token row of a part of a sequence. `first`: the sequence's own. It is read anew: of a scalar
+    that one turn of a loop leaves for the bounds of the next one's inner loop, Triton 3.6 and 3.7 take the first value
+    each time (decision 80)."""
     return tl.maximum(tl.load(ends + part - 1, mask=part > first_part, other=-1) + 1, first)
 
 

@@ -10,8 +10,7 @@ that can be kept, by the sums, in their order. The search is among these, unless
 
 Weights are exp(-distance) and summed as integers, in units of 2^-44 of the likeliest token's: sums are exact, so they
 agree whatever order a GPU adds in, and a draw can only meet a token that is kept. A token less likely than the
-likeliest by more than that is never drawn.
-"""
+likeliest by more than that is never drawn."""
 
 from collections.abc import Sequence
 
@@ -46,8 +45,7 @@ def sample_tokens(logits: Tensor, parameters: Sequence[Tensor]) -> tuple[Tensor,
     temperature) after the filters, in the order of `kernels.sampling.sample`, which draws the same tokens but for
     roundings: by the inverse of the cumulative distribution, in the order of token ids, and with filters from the
     likeliest token on. Equal tokens at the edge of a filter are kept from the first on. A row that holds NaN or +inf,
-    or nothing but -inf, is not usable; its token means nothing but lies within the vocabulary.
-    """
+    or nothing but -inf, is not usable; its token means nothing but lies within the vocabulary."""
     num_rows, vocabulary = logits.shape
     temperature, top_k, top_p, min_p, draws = RowParameters(*parameters)
     assert 0 < vocabulary <= MOST_TOKENS, f"a vocabulary of {vocabulary}"

@@ -3,8 +3,7 @@
 Of a head, with q and k of length 1: state = exp(g) state; state += k (beta (v - k^T state))^T; the result is q^T state.
 So a key's value is replaced, not added to. Tokens pass one after another, as in `kernels.states.state_space`.
 
-Recurrences in plain PyTorch: one token after another, those of all sequences of a pass together.
-"""
+Recurrences in plain PyTorch: one token after another, those of all sequences of a pass together."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -49,8 +48,7 @@ class GatedRows:
     def __call__(self, x: Tensor, gates: Tensor, rows: StateRows | DeviceStateRows) -> Tensor:
         """Gate x, which is overwritten, by gates [tokens, groups * width] -> the same, dtype of the gates.
 
-        `rows`: of the pass.
-        """
+        `rows`: of the pass."""
         if isinstance(rows, DeviceStateRows):
             gated: Tensor = rows.kernels.scans.gate_rows(x, gates, self._weight, self._form)
             return gated
@@ -130,8 +128,7 @@ def scan(
 
     rows    q and k [tokens, key_heads * key_dim], v [tokens, heads * value_dim], parts of the same rows
     gates   beta and decay [tokens, heads]
-    states  [blocks, heads, key_dim, value_dim], those of `sequences` written
-    """
+    states  [blocks, heads, key_dim, value_dim], those of `sequences` written"""
     if isinstance(sequences, DeviceStateRows):
         scanned: Tensor = sequences.kernels.scans.scan_delta(rows, gates, sequences, states, eps=_LENGTH_EPS)
         return scanned

@@ -7,8 +7,7 @@ block keeps the state at its end, from which any other sequence with the same be
 Or each sequence has blocks for its states alone: a row of them, a column for some of the layers. It continues in them,
 and writes its states elsewhere on request.
 
-The rows of a pass through states as kernels on a GPU take them: arrays that come with those of the pass.
-"""
+The rows of a pass through states as kernels on a GPU take them: arrays that come with those of the pass."""
 
 from collections.abc import Sequence
 from copy import copy
@@ -153,8 +152,7 @@ class StateMixer(Protocol):
         """Compute projected [tokens, in_width] -> [tokens, out_width], between the layer's two products.
 
         rows    StateRows, or DeviceStateRows on a GPU
-        state   its parts, each [blocks, ..]; those of `rows.targets` are written
-        """
+        state   its parts, each [blocks, ..]; those of `rows.targets` are written"""
 
 
 class StateKernels(NamedTuple):

@@ -1,8 +1,7 @@
 """The adapters that requests may name, from the configuration or loaded while serving.
 
 Loaded adapters are in a file of the node (`runtime/lora/loaded_adapters.py`), which its gateways and its batch worker
-share: a restarted process knows them again. The meaning of a name is in memory; the file is read after a change.
-"""
+share: a restarted process knows them again. The meaning of a name is in memory; the file is read after a change."""
 
 import logging
 import threading
@@ -62,8 +61,7 @@ class AdapterDirectory:
     def load(self, name: str, path: str, *, replaces: bool = False, key: KeyEntry = ANYONE) -> LoraAdapter:
         """Read and check an adapter, and let requests name it. `replaces`: one of that name may be there.
 
-        `key`: whose it is from then on. Raises InvalidRequest.
-        """
+        `key`: whose it is from then on. Raises InvalidRequest."""
         if not name.isprintable() or name in self._configured or name == self._served.name:
             raise InvalidRequest("lora_name is a name of the configuration, or not printable.", param="lora_name")
         try:

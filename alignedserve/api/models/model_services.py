@@ -1,7 +1,6 @@
 """The objects that every request to one model shares: its backend, tokenizer, grammars, limits. No HTTP here.
 
-What clients, prompt builders and answer parsers need to know about a model.
-"""
+What clients, prompt builders and answer parsers need to know about a model."""
 
 import asyncio
 import time
@@ -159,19 +158,15 @@ class ChatModel(PromptModel, Protocol):
 
 
 class NextTurn:
-    """Calls functions in the next turn of the event loop, all by one callback.
-
-    Waking a stream's task costs the loop a callback, a future and a step: as much as the work on the token itself.
-    """
+    """Calls functions in the next turn of the event loop, all by one callback. Waking a stream's task costs the loop a
+    callback, a future and a step: as much as the work on the token itself."""
 
     def __init__(self) -> None:
         self._due: dict[Callable[[], None], None] = {}
 
     def call(self, function: Callable[[], None]) -> None:
-        """Call this in the next turn, once, in the order in which functions were first asked for.
-
-        A stream of a thousand choices is asked for by each of them, and looks at all.
-        """
+        """Call this in the next turn, once, in the order in which functions were first asked for. A stream of a
+        thousand choices is asked for by each of them, and looks at all."""
         if not self._due:
             asyncio.get_running_loop().call_soon(self._call_all)
         self._due[function] = None
@@ -201,11 +196,9 @@ class GrammarChecker:
         self._lock = Lock()
 
     async def check(self, grammar: str, turn: TrialTurn = ALONE) -> None:
-        """Return once a grammar has been compiled in its turn, in another process.
-
-        Raises InvalidRequest if it cannot be, or not within seconds; ResourceUnavailable where grammars of this client
-        have taken too long; Unavailable after `close`.
-        """
+        """Return once a grammar has been compiled in its turn, in another process. Raises InvalidRequest if it cannot
+        be, or not within seconds; ResourceUnavailable where grammars of this client have taken too long; Unavailable
+        after `close`."""
         try:
             trial = self._started().start(grammar, turn)
         except ClientExhausted as error:
@@ -238,10 +231,8 @@ BEST_EFFORT_RETRY_S = 30.0  # until a place of another document is likely to be 
 
 
 class RequestLimiter:
-    """Counts the requests that this gateway has open in the cluster and bounds them, each class by itself.
-
-    So documents that wait, however many, take no place of chat.
-    """
+    """Counts the requests that this gateway has open in the cluster and bounds them, each class by itself. So documents
+    that wait, however many, take no place of chat."""
 
     def __init__(self, max_real_time: int, max_best_effort: int) -> None:
         self._most = {RequestClass.REAL_TIME: max_real_time, RequestClass.BEST_EFFORT: max_best_effort}

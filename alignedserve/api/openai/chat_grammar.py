@@ -55,8 +55,7 @@ async def chat_grammar(
 ) -> str:
     """Return the grammar that the answer is decoded under; empty: anything goes. Raises InvalidRequest.
 
-    `ignored`: gets what tools' schemas say that calls are not held to; None: it is refused.
-    """
+    `ignored`: gets what tools' schemas say that calls are not held to; None: it is refused."""
     part, budget_param = await _answer_part(constraint, model, turn), conversation.names.thinking_budget
     if conversation.thinking_budget is not None and form.reasoning is None:
         raise InvalidRequest("This is not a reasoning model.", param=budget_param)

@@ -27,10 +27,8 @@ _CLASSES = {RequestClass.REAL_TIME: REAL_TIME, RequestClass.BEST_EFFORT: BEST_EF
 
 
 class Generation:
-    """An async context manager: entering submits every choice, leaving aborts unfinished ones.
-
-    Of many texts without answers only the first are submitted then, and each following one as another ends.
-    """
+    """An async context manager: entering submits every choice, leaving aborts unfinished ones. Of many texts without
+    answers only the first are submitted then, and each following one as another ends."""
 
     def __init__(self, request: GenerationRequest, services: ModelServices) -> None:
         self.request = request
@@ -152,10 +150,8 @@ class Generation:
                 yield choice.index, self._decode(choice, new)
 
     def call_when_ready(self, reader: Callable[[], None]) -> None:
-        """Call this, instead of waking `deltas`, in the turn of the loop after `read_new` has something.
-
-        It must not raise.
-        """
+        """Call this, instead of waking `deltas`, in the turn of the loop after `read_new` has something. It must not
+        raise."""
         self._reader = partial(self._services.readers.call, reader)
 
     def _call_reader(self) -> None:

@@ -1,7 +1,6 @@
 """Tokenizes prompts and conversations; long ones beside the loop, so that streams continue meanwhile.
 
-Makes what a model's chat template is given out of a checked conversation.
-"""
+Makes what a model's chat template is given out of a checked conversation."""
 
 import asyncio
 import hashlib
@@ -41,8 +40,7 @@ _SHORT_ID_LEN = 9  # letters and digits, as Mistral's templates want
 def chat_prompt(conversation: Conversation, model: PromptModel, picture_texts: Sequence[str] = ()) -> ChatPrompt:
     """Return the conversation for the model's template. Raises InvalidRequest for what the template cannot show.
 
-    `picture_texts`: what stands for each picture in the prompt; none: pictures are refused.
-    """
+    `picture_texts`: what stands for each picture in the prompt; none: pictures are refused."""
     param = conversation.names.messages
     if not picture_texts and any(message.pictures for message in conversation.messages):
         raise InvalidRequest("Pictures are not supported here.", param=param, code="unsupported_parameter")
@@ -135,8 +133,7 @@ def _variables(conversation: Conversation, template: ChatTemplate, *, is_harmony
 def note_effort(conversation: Conversation, model: PromptModel, ignored: IgnoredFields | None) -> None:
     """Name an effort that the model has no switch for among the ignored fields.
 
-    `ignored`: None: such fields are refused, with InvalidRequest.
-    """
+    `ignored`: None: such fields are refused, with InvalidRequest."""
     template = model.tokenizer.chat_template
     if conversation.effort is None or template is None:
         return
@@ -154,8 +151,7 @@ def note_effort(conversation: Conversation, model: PromptModel, ignored: Ignored
 def note_variables(conversation: Conversation, model: PromptModel, ignored: IgnoredFields | None) -> None:
     """Name the client's template variables that the template does not read among the ignored fields.
 
-    `ignored`: as `note_effort` takes it.
-    """
+    `ignored`: as `note_effort` takes it."""
     template = model.tokenizer.chat_template
     known = template.variables if template is not None else ()
     for path in [f"chat_template_kwargs.{name}" for name in conversation.variables if name not in known]:
@@ -213,8 +209,7 @@ Prompts = tuple[Prompt, ...]
 async def encode_chat(conversation: Conversation, services: PromptServices, *, is_bounded: bool = False) -> Prompt:
     """Return the prompt of a conversation that was checked. Raises InvalidRequest.
 
-    `is_bounded`: a conversation that cannot fit the context is refused before it is tokenized, with ContextTooLong.
-    """
+    `is_bounded`: a conversation that cannot fit the context is refused before it is tokenized, with ContextTooLong."""
     services.model.require_generation(conversation.names.messages)
     pictures = await services.pictures.read(conversation, services.model.picture_form, services.config, services.lanes)
     texts = () if pictures is None else pictures.texts
@@ -283,8 +278,7 @@ async def encode_prompts(
     """Return the prompts of a completion or of embeddings, whatever form they were sent in.
 
     `is_bounded`: False: only a part of each will be read, so that it may be longer than the context. Raises
-    InvalidRequest naming `param`.
-    """
+    InvalidRequest naming `param`."""
     if isinstance(prompt, str):
         return [await _text_prompt(prompt, services, param, add_special_tokens, is_bounded=is_bounded)]
     if isinstance(prompt[0], int):

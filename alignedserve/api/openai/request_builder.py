@@ -1,7 +1,6 @@
 """Builds the requests that the cluster serves from a checked body, for routes and for lines of batches.
 
-One call of the API: its arrival, the terms of its requests, the shape of its response.
-"""
+One call of the API: its arrival, the terms of its requests, the shape of its response."""
 
 import asyncio
 import hashlib
@@ -128,11 +127,9 @@ class CallTerms(NamedTuple):
         return cls(arrival, services, tier, slo, priority, root, default)
 
     def request(self, index: int, prompt: Prompt, sampling: SamplingParams) -> Request:
-        """Return the request of one choice of the call.
-
-        A body of many prompts is no chat: after as many as a chat may have choices they get no default objectives. They
-        go after all that have some, and do not prolong the gaps of those that run.
-        """
+        """Return the request of one choice of the call. A body of many prompts is no chat: after as many as a chat may
+        have choices they get no default objectives. They go after all that have some, and do not prolong the gaps of
+        those that run."""
         is_chat = index < self.services.config.max_choices
         return Request(
             request_id=RequestId(f"{self.arrival.request_id}-{index}"),
@@ -198,10 +195,8 @@ class GenerationRequest:
 
 
 def class_of(body: object, key: KeyEntry) -> RequestClass:
-    """Return the class of the requests that a body will become, whatever its API. Raises Forbidden.
-
-    A body without a tier, such as a count of tokens, has the key's own.
-    """
+    """Return the class of the requests that a body will become, whatever its API. Raises Forbidden. A body without a
+    tier, such as a count of tokens, has the key's own."""
     if getattr(body, "background", False):
         return RequestClass.BEST_EFFORT
     return _allowed_tier(getattr(body, "service_tier", "auto"), key).request_class
@@ -209,9 +204,7 @@ def class_of(body: object, key: KeyEntry) -> RequestClass:
 
 def likely_class(raw: bytes, key: KeyEntry) -> RequestClass:
     """Return the class that a body most likely has, by its bytes alone: for the order of what is done until it is read.
-
-    Who writes such bytes into a text changes only his own place, and only until then.
-    """
+    Who writes such bytes into a text changes only his own place, and only until then."""
     if _first(raw, _BACKGROUND_FIELD, _IN_BACKGROUND) is not None:
         return RequestClass.BEST_EFFORT
     tier = _first(raw, _TIER_FIELD, _NAMED_TIER)
@@ -308,8 +301,7 @@ async def prepare_chat(
 ) -> PreparedChat:
     """Return an encoded conversation with the form and the grammar of its answer. Raises InvalidRequest.
 
-    `ignored`: gets what tools' schemas say that calls are not held to; None: it is refused.
-    """
+    `ignored`: gets what tools' schemas say that calls are not held to; None: it is refused."""
     form = chat_output_format(conversation, prompt, model)
     return PreparedChat(prompt, form, await chat_grammar(conversation, constraint, form, model, turn, ignored))
 

@@ -3,8 +3,7 @@
 Events of a response in the background, written to its log while it is generated.
 
 The last event is not written: those who read the log make it once the response is stored (`stored_events`), so that
-whoever has it can continue the response.
-"""
+whoever has it can continue the response."""
 
 import asyncio
 import contextlib
@@ -52,8 +51,7 @@ class OutputBuilder:
 
     thought      output_item.added, content_part.added, reasoning_text.delta…, and the same backwards, done
     answer       output_item.added, content_part.added, output_text.delta…, and the same backwards, done
-    call         output_item.added, function_call_arguments.delta…, .done, output_item.done
-    """
+    call         output_item.added, function_call_arguments.delta…, .done, output_item.done"""
 
     def __init__(
         self, response_id: str, *, show_logprobs: ShowLogprobs, function_names: Mapping[str, dict[str, str]]
@@ -234,10 +232,8 @@ class ResponsesFormatter:
         return events
 
     def failure_events(self, error: Exception) -> bytes:
-        """Return the event of a response that failed: it holds the items so far.
-
-        One that failed before its first token begins all the same: clients take no other event for the first.
-        """
+        """Return the event of a response that failed: it holds the items so far. One that failed before its first token
+        begins all the same: clients take no other event for the first."""
         begin = b"" if self._num_events else self._opening_events()
         message = orjson.loads(error_body(error))["error"]["message"]
         failed = {"status": "failed", "error": {"code": "server_error", "message": message}}
@@ -355,10 +351,8 @@ async def generate_body(
 
 
 class _ChunkWriter:
-    """Writes events in chunks, at most so often, and those before a pause of the generation as well.
-
-    It stops where an earlier attempt wrote before it, or the store is down.
-    """
+    """Writes events in chunks, at most so often, and those before a pause of the generation as well. It stops where an
+    earlier attempt wrote before it, or the store is down."""
 
     def __init__(self, writer: EventWriter) -> None:
         self._writer = writer

@@ -6,8 +6,7 @@
 | a thought, an answer and calls that follow each other | one assistant message |
 | function_call_output | a tool message |
 
-Stored responses of one client, and their items that a new response continues or refers to.
-"""
+Stored responses of one client, and their items that a new response continues or refers to."""
 
 import secrets
 import time
@@ -93,10 +92,8 @@ async def _translated(body: ResponseFields, items: Sequence[Item], services: Pro
 
 
 async def build_truncated(build: Callable[[Sequence[Item]], Awaitable[T]], items: Sequence[Item]) -> T:
-    """Return what is built from most turns, found by halving. Raises ContextTooLong if the last one is too long.
-
-    A turn begins with a message of the user, so that no call loses its output. System messages at the beginning stay.
-    """
+    """Return what is built from most turns, found by halving. Raises ContextTooLong if the last one is too long. A turn
+    begins with a message of the user, so that no call loses its output. System messages at the beginning stay."""
     num_kept = num_system_items(items)
     starts = [num_kept] + [index for index in range(num_kept + 1, len(items)) if items[index].get("role") == "user"]
 
@@ -336,8 +333,7 @@ async def load_context(state: ResponseState, previous: StoredResponse) -> Contex
 async def resolve_references(find: Find | None, items: Sequence[Item], response_id: str) -> list[Item]:
     """Return the items with every reference replaced by its item. Raises NotFound, InvalidRequest.
 
-    `find`: returns the response of an id; None: there are none.
-    """
+    `find`: returns the response of an id; None: there are none."""
     places = [place_of(item["id"]) for item in items if item["type"] == "item_reference"]
     wanted = list(dict.fromkeys(item_place.response_id for item_place in places if item_place is not None))
     if len(wanted) > _MAX_REFERENCED:

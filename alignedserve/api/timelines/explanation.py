@@ -1,7 +1,6 @@
 """The answer to `explain`: a call's course as JSON, times in milliseconds since it was received.
 
-A request's course as phases that follow one another without a gap: each begins with a step of it.
-"""
+A request's course as phases that follow one another without a gap: each begins with a step of it."""
 
 import asyncio
 import itertools
@@ -138,10 +137,8 @@ def _phases(notes: Sequence[SourcedNote], end_s: float) -> Iterator[RequestPhase
 
 
 def _begun_by(sourced: SourcedNote, phase: RequestPhase | None, *, is_move: bool) -> tuple[PhaseName, str] | None:
-    """Return the phase that a step begins, and where it is; None: it belongs to the one before.
-
-    A request that is to move is decoded until its cache is written, and again where it stays.
-    """
+    """Return the phase that a step begins, and where it is; None: it belongs to the one before. A request that is to
+    move is decoded until its cache is written, and again where it stays."""
     step = sourced.note.step
     if phase is not None and step is Step.HANDED_OVER and phase.name is PhaseName.DECODE:
         return PhaseName.HANDOFF, phase.source

@@ -1,8 +1,7 @@
 """Sends traces to a collector by OpenTelemetry's exporter, OTLP over HTTP, from a thread of its own.
 
 The event loop only puts a call that has ended into a bounded queue: a collector that is dead, slow or hanging costs
-spans, which are counted, and no token any time.
-"""
+spans, which are counted, and no token any time."""
 
 import math
 import queue

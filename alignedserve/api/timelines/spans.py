@@ -86,11 +86,9 @@ def _refuse_redirect(response: requests.Response, *_: object, **__: object) -> N
 
 
 def spans_of(timeline: Timeline, resource_of: Callable[[str], Resource]) -> Iterator[ReadableSpan]:
-    """Yield every span of a traced call: one for the call, one for each phase of a choice, made after the fact.
-
-    Names and `gen_ai.` attributes follow OpenTelemetry's conventions. Iterations are counted, not traced: a phase has
-    its notes as events. `resource_of`: names the process of a span.
-    """
+    """Yield every span of a traced call: one for the call, one for each phase of a choice, made after the fact. Names
+    and `gen_ai.` attributes follow OpenTelemetry's conventions. Iterations are counted, not traced: a phase has its
+    notes as events. `resource_of`: names the process of a span."""
     maker, end_s = _SpanMaker(timeline, resource_of), end_of(timeline)
     yield maker.call_span()
     for index, choice in enumerate(timeline.choices):

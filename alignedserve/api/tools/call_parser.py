@@ -232,8 +232,7 @@ class ParameterReader:
     ) -> None:
         """Make a reader. `texts`: of each function, the parameters that are no JSON.
 
-        `is_opened`: calls begin with a name.
-        """
+        `is_opened`: calls begin with a name."""
         self._tags = tags
         # White space between the tags of names and values is not counted on.
         self._name_end, _, self._value_begin = tags.parameter_name_end.partition("\n")
@@ -336,8 +335,7 @@ _NO_TEXTS: Mapping[str, TextParameters] = {}
 class HeaderReader:
     """A CallReader. `opening` stands before each name, `between` after it; `is_opened`: the first has come already.
 
-    `is_numbered`: a colon and a number are behind the name, and no part of it.
-    """
+    `is_numbered`: a colon and a number are behind the name, and no part of it."""
 
     def __init__(
         self, opening: str, between: str, new_id: Callable[[], str], *, is_opened: bool, is_numbered: bool = False
@@ -412,8 +410,7 @@ class ToolCallParser:
     ) -> None:
         """Make a parser. `marked`: writes the control tokens in a text as the answer's text has them.
 
-        `texts`: of each function, the parameters that a ParameterCall has as they are.
-        """
+        `texts`: of each function, the parameters that a ParameterCall has as they are."""
         self.has_calls = False
         if isinstance(form.call, ParameterCall):
             tags, is_opened = form.call.tags.marked(marked), form.call.is_opened

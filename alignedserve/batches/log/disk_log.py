@@ -12,8 +12,7 @@ Where some input tokens came from the prefix cache, the field is `<input tokens>
 workers computed for the line, that of the output is `<output tokens>/<microseconds>` (from version 2 on).
 The first record is the head, which names the batch and the version; another comes before what a newer version adds to
 an older one's log. A log is only ever appended to; a partial record at its end, left by a writer that died, does not
-verify and is cut off. The log alone decides which lines are done.
-"""
+verify and is cut off. The log alone decides which lines are done."""
 
 import asyncio
 import contextlib

@@ -3,8 +3,7 @@
 Serves the head's state to the gateways of all nodes: records, contents, results, counts of requests, and keys.
 
 It runs beside the driver of batches, over a link of its own: a gateway that is not linked is not served, and every
-other process is refused. What it serves is what gateways of the head read and write themselves.
-"""
+other process is refused. What it serves is what gateways of the head read and write themselves."""
 
 import asyncio
 import logging

@@ -8,8 +8,7 @@ Events of responses that are generated in the background, in chunks, within limi
 | `response-event-chunk/<id>/<number>` | events in the form in which they are sent |
 
 The gateway that creates a response writes chunk 0, and the process that generates it writes the others, each once. The
-oldest chunks make room when a response has too many bytes, and when all responses of one key together have too many.
-"""
+oldest chunks make room when a response has too many bytes, and when all responses of one key together have too many."""
 
 from collections import deque
 from collections.abc import Callable
@@ -134,10 +133,8 @@ class ResponseRepository:
         await self._records.trim_when_due(record.owner, len(entry.raw), max_bytes)
 
     async def settle(self, record: StoredResponse, *, now: float, max_bytes: int) -> StoredResponse:
-        """Keep what became of a response, unless it was deleted meanwhile, and return what is kept.
-
-        It makes room as a new one does. What was noted before stays: the batch's files are gone then.
-        """
+        """Keep what became of a response, unless it was deleted meanwhile, and return what is kept. It makes room as a
+        new one does. What was noted before stays: the batch's files are gone then."""
         entry, key = _entry(record), self._records.key(record.response_id)
         while (before := (await self._store.read([key]))[0]) is not None:
             known = decode(before, StoredResponse)
@@ -219,10 +216,8 @@ class ConversationRepository:
         lifetime_s: float,
         max_bytes: int,
     ) -> StoredConversation | None:
-        """Replace a conversation by the result of `changed`, and renew its lifetime. None: it does not exist.
-
-        `changed` is called again where another change came first; what it raises leaves the conversation as it was.
-        """
+        """Replace a conversation by the result of `changed`, and renew its lifetime. None: it does not exist. `changed`
+        is called again where another change came first; what it raises leaves the conversation as it was."""
         key = self._records.key(conversation_id)
         while True:
             raw = (await self._store.read([key]))[0]

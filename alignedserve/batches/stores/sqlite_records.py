@@ -4,8 +4,7 @@ A thread does what is asked. Commits that wait when it comes to them become one 
 for all (group commit). The file is in write-ahead mode and `synchronous=FULL`: a commit is on the disk when it is
 answered, and a process or machine that dies leaves all of it or nothing.
 
-The file of records: its format and version, how it is opened, checked and begun, and its clock.
-"""
+The file of records: its format and version, how it is opened, checked and begun, and its clock."""
 
 import asyncio
 import contextlib
@@ -53,11 +52,9 @@ _BUSY_S = 20.0  # for which the process of a cluster that was killed may still h
 
 
 class StoreClock:
-    """The time that lifetimes are counted in: it goes on with the time that passes, whatever sets the wall clock.
-
-    It begins as the wall clock. While no process has the file open, the wall clock says how much time has passed, and
-    never less than none. `wall` and `steady`: clocks in seconds.
-    """
+    """The time that lifetimes are counted in: it goes on with the time that passes, whatever sets the wall clock. It
+    begins as the wall clock. While no process has the file open, the wall clock says how much time has passed, and
+    never less than none. `wall` and `steady`: clocks in seconds."""
 
     def __init__(self, wall: Callable[[], float] = time.time, steady: Callable[[], float] | None = None) -> None:
         self._wall = wall
@@ -86,10 +83,8 @@ def _steady_s() -> float:
 
 def connect(path: Path) -> sqlite3.Connection:
     """Open the file for this process alone. Raises StorageDamaged for a file of another program or version;
-    sqlite3.Error, OSError.
-
-    A missing file is not made: one without records would have the contents removed that it does not know.
-    """
+    sqlite3.Error, OSError. A missing file is not made: one without records would have the contents removed that it does
+    not know."""
     check_header(path)
     connection = sqlite3.connect(path, timeout=0.0, isolation_level=None, check_same_thread=False)
     try:
@@ -135,10 +130,8 @@ def begin_file(path: Path) -> None:
 
 
 def check_file(path: Path) -> None:
-    """Check the file before anything is started on it. Raises ResourceError that names it.
-
-    A file of another version or program, and one whose structure is damaged, are left as they are.
-    """
+    """Check the file before anything is started on it. Raises ResourceError that names it. A file of another version or
+    program, and one whose structure is damaged, are left as they are."""
     try:
         check_header(path)
         with contextlib.closing(_connected_soon(path)) as connection:

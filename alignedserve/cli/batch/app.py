@@ -1,7 +1,6 @@
 """Options of `alignedserve batch`; each command is performed by its own module.
 
-Imports of a command's module are inside its function, as in main.py.
-"""
+Imports of a command's module are inside its function, as in main.py."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -3,8 +3,7 @@
 Retries have no effect beyond the first request: creations carry an Idempotency-Key, and an upload whose response was
 lost leaves at most an unused file. A server that never responded is reported at once; one that did is waited for.
 
-Running one command against a server: client, messages on stderr, JSON on stdout, exit codes.
-"""
+Running one command against a server: client, messages on stderr, JSON on stdout, exit codes."""
 
 import asyncio
 import re

@@ -6,8 +6,7 @@
 3. The batch's id goes into OUTPUT.run, then the command waits. Killed, the same command finds the batch again.
 4. Records of all batches go into a temporary file of SQLite by row, so that no order and no repetition matters.
 5. OUTPUT gets one row for each row of the table, in the table's order, whole or not at all. OUTPUT.run is removed once
-   no row waits for an answer.
-"""
+   no row waits for an answer."""
 
 import asyncio
 import hashlib

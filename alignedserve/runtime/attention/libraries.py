@@ -5,8 +5,7 @@ with our kernel on the model's heads and blocks (`library_check`): an illegal ac
 The result is kept on disk. A library whose check crashes, hangs or finds other results is left out, as the log says.
 Libraries are called by the names of their documented arguments alone.
 
-The chunks of a step as a library computes them; where it fails there, our own kernel computes that step, too.
-"""
+The chunks of a step as a library computes them; where it fails there, our own kernel computes that step, too."""
 
 import functools
 import importlib
@@ -270,11 +269,9 @@ _known: dict[PromptSetup, PromptChoice] = {}  # of this process
 
 
 def choose_prompts(setup: PromptSetup, libraries: Sequence[str]) -> PromptChoice:
-    """Return the first of these libraries that compute prompts, and chunks, as our kernel does.
-
-    The first time on a machine it takes as long as a process that loads PyTorch and compiles kernels, for each library.
-    It needs memory on the device for a part of the blocks: ask before the engine's own are allocated.
-    """
+    """Return the first of these libraries that compute prompts, and chunks, as our kernel does. The first time on a
+    machine it takes as long as a process that loads PyTorch and compiles kernels, for each library. It needs memory on
+    the device for a part of the blocks: ask before the engine's own are allocated."""
     if setup not in _known:
         _known[setup] = _checked(setup, libraries)
     return _known[setup]

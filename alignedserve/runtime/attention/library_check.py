@@ -6,8 +6,7 @@ Its blocks have the engine's layout, and are as many, up to where every offset o
 the last layer and in the highest blocks, contexts of odd lengths, and every slot outside of contexts holds no number.
 Results are compared with results of our kernel; then the memory that only had to be read is compared.
 
-Prints a line of JSON, a CheckResult, and ends with 0. A crash or a hang is for the parent to see.
-"""
+Prints a line of JSON, a CheckResult, and ends with 0. A crash or a hang is for the parent to see."""
 
 import json
 import math
@@ -167,10 +166,8 @@ class LibraryCheck:
         return CheckedChunks(self._setup, self._storage, fitting_shape)
 
     def _obstacle(self, odd: ChunkShape, *, has_zeros: bool = False) -> str | None:
-        """Return why results cannot be used where unused slots hold no numbers, or, of contexts' last blocks, zeros.
-
-        A call over nothing but NaN comes first: what a kernel leaves in the memory of a multiprocessor is NaN then.
-        """
+        """Return why results cannot be used where unused slots hold no numbers, or, of contexts' last blocks, zeros. A
+        call over nothing but NaN comes first: what a kernel leaves in the memory of a multiprocessor is NaN then."""
         chunks = self._chunks(odd)
         self._storage.bytes.fill_(_NO_NUMBERS)
         chunks.inputs.fill(float("nan"))

@@ -1,7 +1,6 @@
 """The choice of attention for one engine: a backend, and a planner for each kind of layers over the same contexts.
 
-Attention by the native CPU kernels, which read blocks in place.
-"""
+Attention by the native CPU kernels, which read blocks in place."""
 
 import importlib
 import logging
@@ -101,8 +100,7 @@ class PagedPlanner:
     ) -> None:
         """`is_chunked`: contexts are cut at multiples of the window, and a token reads the part that it is in.
         `whole_runs`: of rows of the table; None: no tokens read later ones.
-        `whole_in_windows`: they read them in layers with a window alone.
-        """
+        `whole_in_windows`: they read them in layers with a window alone."""
         self._table = table
         self._whole_runs = whole_runs if whole_runs is not None else {}
         self._whole_in_windows = whole_in_windows
@@ -268,8 +266,7 @@ def attention_planner(
 
     `dtype`: of queries, and of the cache unless it has scales. `scores`: the model's (Decoder.scores). `rings`: where
     layers with a window have keys and values, if not in the blocks of `table`.
-    Raises ConfigError for an unavailable choice.
-    """
+    Raises ConfigError for an unavailable choice."""
     if storage.layout.is_int8 and storage.device.type != "cpu":
         raise ConfigError(f"kv_cache_dtype=int8 is computed on CPUs alone, not on {storage.device}; fp8 is as small.")
     if storage.layout.dtype == FP8 and storage.layout.kv_width % _SCALE_ALIGNMENT:
@@ -344,9 +341,7 @@ def check_libraries(
     choice: str, layout: BlockLayout, num_blocks: int, config: ModelConfig, device: torch.device
 ) -> None:
     """Check the libraries that may compute prompts and chunks over so many blocks, before their memory is allocated.
-
-    `choice` as for attention_planner, which uses the results. Nothing happens where no library may be used.
-    """
+    `choice` as for attention_planner, which uses the results. Nothing happens where no library may be used."""
     if device.type != CUDA or choice not in (AUTO, TRITON) or not gpu_kernels_available(device):
         return
     gpu_attention = importlib.import_module("alignedserve.runtime.attention.triton_backend")

@@ -1,8 +1,7 @@
 """Attention by the Triton kernels, which read blocks in place; work is partitioned evenly over the batch.
 
 A step's plan is a few integers per sequence, computed on the host. The arrays for a number of decodes have the same
-sizes whatever their contexts, except for the block tables, which come last (`DecodeGraphs` replays with new ones).
-"""
+sizes whatever their contexts, except for the block tables, which come last (`DecodeGraphs` replays with new ones)."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -240,8 +239,7 @@ class GpuPlanner:
     ) -> None:
         """Compute prompts from their start, or chunks over blocks, by this library from now on.
 
-        `clears_tails`: the slots behind a context are zeroed before the library reads its last block.
-        """
+        `clears_tails`: the slots behind a context are zeroed before the library reads its last block."""
         self._whole = library if for_whole else self._whole
         if for_paged:
             self._paged, self._clears_tails = library, clears_tails
@@ -300,11 +298,9 @@ class GpuPlanner:
         )
 
     def _may_read(self, rows: IntArray) -> bool:
-        """Return whether a library may read the contexts of these rows: their slots go forwards.
-
-        Where it needs numbers behind them, all must: what is zeroed there may be the other's where two sequences share
-        a block from its two ends.
-        """
+        """Return whether a library may read the contexts of these rows: their slots go forwards. Where it needs numbers
+        behind them, all must: what is zeroed there may be the other's where two sequences share a block from its two
+        ends."""
         is_reversed = self.table.is_reversed
         return not (is_reversed if self._clears_tails else is_reversed[rows]).any()
 
@@ -345,8 +341,7 @@ def gpu_attention_works(layout: BlockLayout, group: int, device: torch.device, l
 def choose_prompt_attention(planner: GpuPlanner, rings: GpuPlanner | None = None) -> PromptChoice:
     """Have the planner use the libraries that the GPU's generation and their checks allow.
 
-    `rings`: the planner of layers that have some, whose chunks no library reads.
-    """
+    `rings`: the planner of layers that have some, whose chunks no library reads."""
     storage, window = planner.storage, planner.window if rings is None else rings.window
     assert isinstance(storage, BlockStorage), "a library for some of the layers"
     choice = prompt_choice(storage.layout, storage.num_blocks, planner.heads[1], window, storage.device)
@@ -424,11 +419,9 @@ _ALIGNMENT = 4
 
 
 class GpuRingPlanner(GpuPlanner):
-    """A GpuPlanner of the layers whose keys and values are in rings: see `ring_tables`.
-
-    All rings of a step are alike but for their blocks: its work is partitioned once. Contexts of sequences that decode
-    are cut to the blocks that their windows touch, and so their arrays have the same sizes whatever the contexts.
-    """
+    """A GpuPlanner of the layers whose keys and values are in rings: see `ring_tables`. All rings of a step are alike
+    but for their blocks: its work is partitioned once. Contexts of sequences that decode are cut to the blocks that
+    their windows touch, and so their arrays have the same sizes whatever the contexts."""
 
     def __init__(
         self,

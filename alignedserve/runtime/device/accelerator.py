@@ -2,8 +2,7 @@
 
 `CudaAccelerator` is a GPU. A stand-in with separate memories is in the tests, where whole clusters copy by it.
 
-What a process does with the device that it computes on: memory, errors, the current one of a thread.
-"""
+What a process does with the device that it computes on: memory, errors, the current one of a thread."""
 
 import contextlib
 import threading
@@ -48,11 +47,9 @@ def used_by_others(device: torch.device) -> int:
 
 @contextlib.contextmanager
 def working(device: torch.device) -> Iterator[None]:
-    """Raise DeviceLost, naming the GPU and CUDA's own reason, where work on it fails within the context.
-
-    After such an error every later call fails in this process, which has to end. Short memory, or a call refused for
-    its arguments, is raised unchanged.
-    """
+    """Raise DeviceLost, naming the GPU and CUDA's own reason, where work on it fails within the context. After such an
+    error every later call fails in this process, which has to end. Short memory, or a call refused for its arguments,
+    is raised unchanged."""
     try:
         yield
     except torch.AcceleratorError as error:
@@ -99,11 +96,8 @@ def in_inference_mode(work: Callable[P, ResultT]) -> Callable[P, ResultT]:
 
 
 def use_device(device: torch.device) -> None:
-    """Make it the current device of the calling thread.
-
-    Otherwise that is the first GPU, and page-locked memory, which belongs to no device, would take a few hundred
-    megabytes of it for each process that computes on another.
-    """
+    """Make it the current device of the calling thread. Otherwise that is the first GPU, and page-locked memory, which
+    belongs to no device, would take a few hundred megabytes of it for each process that computes on another."""
     if device.type == CUDA and device.index is not None:
         _CUDA.set_device(device)
 
@@ -201,10 +195,8 @@ class CudaAccelerator:
         return shared
 
     def mapped(self, handle: SharedRows, num_rows: int, row_bytes: int) -> Tensor:
-        """The rows get an address of this device, which reads them over its link.
-
-        Mapping on the other device would take memory there, for a context of this process.
-        """
+        """The rows get an address of this device, which reads them over its link. Mapping on the other device would
+        take memory there, for a context of this process."""
         if handle.storage_bytes < num_rows * row_bytes:
             raise HandoffRejected("the blocks are more than the memory that is offered")
         uuids = [str(_CUDA.get_device_properties(index).uuid) for index in range(_CUDA.device_count())]

@@ -2,8 +2,7 @@
 
 What other processes find out about a GPU, which may crash or hang without harm, and its memory on disk.
 
-A verdict holds for the GPU, driver, PyTorch, Triton, libraries and code of ours that it was found with.
-"""
+A verdict holds for the GPU, driver, PyTorch, Triton, libraries and code of ours that it was found with."""
 
 import contextlib
 import hashlib
@@ -41,8 +40,7 @@ def driver_version(file: Path = _DRIVER) -> str | None:
 def fitting_torch(driver: str | None, built_for: str | None, torch_version: str) -> str | None:
     """Return which build of PyTorch fits this driver, where the one that is installed needs a newer; else None.
 
-    `built_for`: the version of CUDA that PyTorch is built for.
-    """
+    `built_for`: the version of CUDA that PyTorch is built for."""
     number = (driver or "").partition(".")[0]
     needed = _OLDEST_DRIVERS.get(int((built_for or "0").partition(".")[0]))
     if not number.isdigit() or needed is None or int(number) >= needed:
@@ -97,10 +95,8 @@ def cuda_obstacle() -> str | None:
 
 
 def worker_devices(name: str, num_workers: int) -> list[str]:
-    """Return the device of each worker, by engine.device. Raises ConfigError saying why it is unavailable.
-
-    `auto` is the CPU here: `device_check` replaces it before.
-    """
+    """Return the device of each worker, by engine.device. Raises ConfigError saying why it is unavailable. `auto` is
+    the CPU here: `device_check` replaces it before."""
     if not name.startswith(CUDA):
         return [CPU] * num_workers
     obstacle = cuda_obstacle()
@@ -122,11 +118,8 @@ def rank_devices(first: str, size: int) -> tuple[str, ...]:
 
 
 def check_ranks(name: str, size: int, num_stages: int = 1, num_shares: int = 1) -> None:
-    """Check that a worker finds devices for all its ranks, by engine.device, or cores on this machine for its stages
-    or the processes that share its experts.
-
-    Raises ConfigError.
-    """
+    """Check that a worker finds devices for all its ranks, by engine.device, or cores on this machine for its stages or
+    the processes that share its experts. Raises ConfigError."""
     if num_shares > num_cores():
         raise ConfigError(
             f"engine.expert_parallel is {num_shares}, but this machine has {num_cores()} cores; set it lower"
@@ -358,8 +351,7 @@ _LIMIT_S = 180.0  # with kernels that are compiled for the first time
 def require_kinds(device: str, kinds: Mapping[str, str], folder: Path, command: Sequence[str] = _COMMAND) -> None:
     """Check each kind of layers on this GPU, unless it has passed before. Raises ConfigError naming one that fails.
 
-    `kinds`: by name, what to set where one is not computed. `folder`: keeps passed checks.
-    """
+    `kinds`: by name, what to set where one is not computed. `folder`: keeps passed checks."""
     for kind, instead in kinds.items():
         reason = obstacle_on(device, folder, command, kind=kind)
         if reason is not None:
@@ -371,8 +363,7 @@ def obstacle_on(
 ) -> str | None:
     """Return why the self-check (device_check.self_check) has not passed on this GPU, in one line; None: it has.
 
-    `folder`: keeps passed checks; failed ones are tried again. `kind`: of layers that is checked; None: a Llama is.
-    """
+    `folder`: keeps passed checks; failed ones are tried again. `kind`: of layers that is checked; None: a Llama is."""
     key, subfolder, options = identity_of(device), "gpu-checks", [device]
     if kind is not None:
         key, subfolder, options = [*key, kind], "kind-checks", [device, "--kind", kind]

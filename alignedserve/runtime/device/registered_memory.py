@@ -5,8 +5,7 @@ takes about a tenth of a second for each GiB. One registration is limited (drive
 memory is registered in chunks. A copy that reaches over two of them is refused as an invalid argument, so chunks are
 cut between rows, and whoever copies neighbours splits them there.
 
-Nothing here loads torch: the KV pool, whose arena it is, does without it.
-"""
+Nothing here loads torch: the KV pool, whose arena it is, does without it."""
 
 import math
 import mmap
@@ -26,10 +25,8 @@ class MemoryDriver(Protocol):
 
 
 class RegisteredMemory:
-    """Rows registered from construction until `close`, all of them or, with the `obstacle`, none.
-
-    It is to be closed before the memory is unmapped.
-    """
+    """Rows registered from construction until `close`, all of them or, with the `obstacle`, none. It is to be closed
+    before the memory is unmapped."""
 
     def __init__(
         self,

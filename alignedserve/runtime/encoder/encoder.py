@@ -1,7 +1,6 @@
 """One encoder for all families: they differ in tensors' names and options of EncoderConfig.
 
-Bidirectional attention of whole prompts: by the native kernels, or in plain PyTorch prompt by prompt.
-"""
+Bidirectional attention of whole prompts: by the native kernels, or in plain PyTorch prompt by prompt."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -104,11 +103,9 @@ _ACTIVATIONS: Mapping[HeadActivation, Callable[[Tensor], Tensor]] = MappingProxy
 
 
 class TextHead:
-    """Pooling and the layers after it; of a cross-encoder the first token and its classifier.
-
-    Texts are treated one by one: elementwise functions of a library may round the last elements of an array in another
-    way, so that what shares an array could change a result.
-    """
+    """Pooling and the layers after it; of a cross-encoder the first token and its classifier. Texts are treated one by
+    one: elementwise functions of a library may round the last elements of an array in another way, so that what shares
+    an array could change a result."""
 
     def __init__(self, config: EncoderConfig, layers: Sequence[DenseLayer]) -> None:
         self._pooling = Pooling.CLS if config.score is not None else config.embedding.pooling

@@ -2,8 +2,7 @@
 
 A prompt's tokens all read each other, so it is computed as a whole once its last slice is scheduled; the slices before
 only count. Its blocks hold the keys and values of the layer that is computed, and nothing between iterations: so swaps
-and copies of them change nothing, and a prompt that resumes after them is computed from its tokens.
-"""
+and copies of them change nothing, and a prompt that resumes after them is computed from its tokens."""
 
 import logging
 import time
@@ -51,10 +50,8 @@ _NO_TEXT = 0  # the token that stands for the end of a prompt; nobody reads it
 
 
 class EncoderExecutor:
-    """Performs RunIteration as ModelExecutor does. Each prompt ends with an empty token and its vector.
-
-    Construction takes as long as loading the weights, and raises NotEnoughMemory, ConfigError or ModelError.
-    """
+    """Performs RunIteration as ModelExecutor does. Each prompt ends with an empty token and its vector. Construction
+    takes as long as loading the weights, and raises NotEnoughMemory, ConfigError or ModelError."""
 
     has_shared_blocks = False
 
@@ -67,8 +64,7 @@ class EncoderExecutor:
     ) -> None:
         """`served`: an encoder. `progress_path`: the file for how far the loading has come.
 
-        `shared_device`: None: it gives way to none.
-        """
+        `shared_device`: None: it gives way to none."""
         self._turns = DeviceTurns(shared_device)
         config = served.encoder
         assert config is not None, "a decoder where an encoder belongs"

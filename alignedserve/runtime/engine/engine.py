@@ -1,7 +1,6 @@
 """Computes tokens: one forward pass and one sampling step per call, for any mixture of sequences.
 
-How the engine of a worker's first rank keeps the other ranks at the same steps.
-"""
+How the engine of a worker's first rank keeps the other ranks at the same steps."""
 
 import time
 from collections.abc import Sequence
@@ -92,17 +91,14 @@ class RankMirror(Protocol):
         """Send what was told. Raises ExchangeBroken when a rank has ended."""
 
     def wait_for(self, event: Event) -> None:
-        """Wait until the first rank's device has come to the event, behind a step of all ranks.
-
-        Raises ExchangeBroken when a rank has ended, or has not come for too long: the step's results mean nothing then.
-        """
+        """Wait until the first rank's device has come to the event, behind a step of all ranks. Raises ExchangeBroken
+        when a rank has ended, or has not come for too long: the step's results mean nothing then."""
 
 
 def wait_for_step(event: Event, ranks: RankMirror | None) -> None:
     """Wait until the device has come to the event behind a step. Raises ExchangeBroken as RankMirror.wait_for does.
 
-    `ranks`: the others that compute it; None: there are none.
-    """
+    `ranks`: the others that compute it; None: there are none."""
     if ranks is None:
         event.synchronize()
     else:
@@ -139,8 +135,7 @@ class Engine:
     last known token samples the next one, which is appended to the sequence. That rule covers whole and chunked
     prefill, decode, recompute after preemption and resuming from a copy of the blocks.
 
-    Bad calls (unknown request, too few blocks, too many sequences or tokens) are broken invariants of the caller.
-    """
+    Bad calls (unknown request, too few blocks, too many sequences or tokens) are broken invariants of the caller."""
 
     def __init__(
         self,
@@ -156,9 +151,7 @@ class Engine:
     ) -> None:
         """`streams`, `capture`: replace those of the storage's device. `masks`: empty; None: no sequence may have a
         grammar. `ranks`: the others that compute the model with this one, the first; None: it is computed here alone.
-
-        Raises ConfigError for options that are unavailable here.
-        """
+        Raises ConfigError for options that are unavailable here."""
         layout, config, device = storage.layout, model.config, storage.device
         _check_fit(model, layout, options)
         self.model = model
@@ -229,11 +222,9 @@ class Engine:
         return self._table.hidden_block_tokens
 
     def add_sequence(self, sequence: NewSequence) -> None:
-        """Add a sequence. The caller keeps ownership of the blocks.
-
-        Blocks that hold cached tokens must be written before the sequence's first slice, which clears the unused slots
-        of the last of them. Full cached blocks may be shared with others, a partly filled one may not.
-        """
+        """Add a sequence. The caller keeps ownership of the blocks. Blocks that hold cached tokens must be written
+        before the sequence's first slice, which clears the unused slots of the last of them. Full cached blocks may be
+        shared with others, a partly filled one may not."""
         assert 0 <= min(sequence.token_ids) <= max(sequence.token_ids) < self.model.config.vocab_size, "unknown token"
         row = self._table.add(sequence)
         self._sampler.add(row, sequence)
@@ -288,21 +279,18 @@ class Engine:
     def record_graphs(self, *, has_adapters: bool = False) -> None:
         """Record CUDA graphs for every batch size, if any, and compile the sampling kernels, before serving.
 
-        `has_adapters`: sequences may have some: of such batches as well.
-        """
+        `has_adapters`: sequences may have some: of such batches as well."""
         if self._passes.graphs is not None:
             self._passes.record_all(self._builder, self._compute, self._sampler, has_adapters=has_adapters)
             self._compute.record().synchronize()
 
     @in_inference_mode
     def execute(self, slices: Slices, *, may_go_on: bool = True) -> StepOutput:
-        """Run one step of at least one slice, one per sequence, each within its sequence's tokens and blocks.
-
-        A slice is a StepSlice or an equal tuple. On a GPU the next step is launched behind this one, or prepared while
-        it is computed, assuming that sequences continue to decode. A slice that decodes takes tokens along that a
-        grammar forces. `may_go_on`: the device may be computing when this returns.
-        Called between two layers of a step (Decoder.stop_for), of other sequences, it runs before the rest of that.
-        """
+        """Run one step of at least one slice, one per sequence, each within its sequence's tokens and blocks. A slice
+        is a StepSlice or an equal tuple. On a GPU the next step is launched behind this one, or prepared while it is
+        computed, assuming that sequences continue to decode. A slice that decodes takes tokens along that a grammar
+        forces. `may_go_on`: the device may be computing when this returns. Called between two layers of a step
+        (Decoder.stop_for), of other sequences, it runs before the rest of that."""
         started = time.perf_counter()
         slices, skipped = (slices, ()) if self._enqueuing is not None else self._without_unready(slices)
         slices = self._table.whole_slices(slices if self._late is None else self._late.caught_up(slices))
@@ -439,10 +427,8 @@ class Engine:
         return self._sampler.wants_highest_alone(step.sampled_rows, launch.num_tokens)
 
     def _collect(self, launch: StepLaunch) -> tuple[list[SampledToken], list[RequestId]]:
-        """Wait for the step's tokens and write them into the table.
-
-        Returns them, and the sequences whose logits were not numbers.
-        """
+        """Wait for the step's tokens and write them into the table. Returns them, and the sequences whose logits were
+        not numbers."""
         wait_for_step(launch.computed, self._ranks)
         if launch.draw is None:
             return [], []

@@ -1,8 +1,7 @@
 """Calibration: measures iterations for a second or two before a worker serves, for its policy's initial costs.
 
 Measurements are kept on disk for the next start. They are believed where two iterations, measured again, take about as
-long; otherwise all is measured anew. A process that was lost believes them at once: chats wait for it.
-"""
+long; otherwise all is measured anew. A process that was lost believes them at once: chats wait for it."""
 
 import logging
 import platform
@@ -184,8 +183,7 @@ def measure_iterations(
     for each, on a device that others use. `kept`: from an earlier start, and for the next one.
 
     For about `duration_s`, or four rounds over most points; 0: none. At least two are run, the first of which is slow
-    and not counted. The content of the blocks is lost.
-    """
+    and not counted. The content of the blocks is lost."""
     if duration_s <= 0.0:
         return ()
     blocks = np.arange(min(engine.storage.num_blocks, _MAX_BLOCKS))

@@ -1,7 +1,6 @@
 """The model executor of a worker: the model, its blocks, a computing thread and a copying thread per peer.
 
-Prefill and decode workers differ in their decisions, not in how these are performed, so both own one of these.
-"""
+Prefill and decode workers differ in their decisions, not in how these are performed, so both own one of these."""
 
 import logging
 import time
@@ -63,9 +62,7 @@ _THREAD = "compute"  # which computes
 
 class ModelExecutor:
     """Performs RunIteration. `start_iteration` returns at once; the result goes to the callback on the loop.
-
-    Construction takes as long as loading the weights, and raises NotEnoughMemory, ConfigError or ModelError.
-    """
+    Construction takes as long as loading the weights, and raises NotEnoughMemory, ConfigError or ModelError."""
 
     def __init__(
         self,

@@ -1,8 +1,7 @@
 """Swap space: caches of preempted requests in host memory.
 
 Driven by the computing thread. On a GPU the copies are only enqueued on streams, one per direction, and run in parallel
-with computing; later work on the same blocks waits for them (`PendingCopies`).
-"""
+with computing; later work on the same blocks waits for them (`PendingCopies`)."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -176,11 +175,9 @@ class _Places(NamedTuple):
 
 
 class SlotSwapSpace(HostCaches):
-    """Parts of caches, swapped slot by slot, where two requests share blocks.
-
-    A copy of a whole block would bring back the other request's slots. What has left of a cache is always the end of
-    its context, in as many parts as it left in; all of it comes back at once.
-    """
+    """Parts of caches, swapped slot by slot, where two requests share blocks. A copy of a whole block would bring back
+    the other request's slots. What has left of a cache is always the end of its context, in as many parts as it left
+    in; all of it comes back at once."""
 
     width = 1.0  # of a copy on the host, by the cache on the device
 

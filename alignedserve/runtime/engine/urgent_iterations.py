@@ -46,8 +46,7 @@ class UrgentIterations:
     blocks and results are its own: nothing of the other changes, to the last bit.
 
     When one has ended, the pass stands still until its worker has dealt with that: the next one, which has come
-    meanwhile, would wait for a whole layer otherwise.
-    """
+    meanwhile, would wait for a whole layer otherwise."""
 
     def __init__(self, stream: Stream | None = None) -> None:
         """`stream`: on which passes are launched; None: they are computed as they are called."""

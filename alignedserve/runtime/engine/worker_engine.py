@@ -1,7 +1,6 @@
 """Makes the engine of a worker: divides its memory into blocks, and loads the part of the model that it computes.
 
-Loads a worker's model, or the first rank's share of it while others load theirs, once it fits.
-"""
+Loads a worker's model, or the first rank's share of it while others load theirs, once it fits."""
 
 import logging
 import time
@@ -104,10 +103,8 @@ def _check_kinds(served: ServedModel, device: torch.device) -> None:
 
 
 def load_divided(served: ServedModel, spec: ExpertSpec, progress: Path | None) -> LoadedDecoder:
-    """Start the processes that share a model's experts, and load the rest beside them.
-
-    Raises ModelError, ExchangeBroken when one has ended.
-    """
+    """Start the processes that share a model's experts, and load the rest beside them. Raises ModelError,
+    ExchangeBroken when one has ended."""
     group = ExpertGroup(spec)
     try:
         sharing = ExpertReading(spec.share(0), group.of_layer)
@@ -129,10 +126,8 @@ class LoadedRank(NamedTuple):
 
 
 def load_ranks(served: ServedModel, spec: RankEngineSpec, layout: BlockLayout, progress: Path | None) -> LoadedRank:
-    """Start the other ranks of a model and load the first's share beside them; `layout` of the worker's blocks.
-
-    Raises ModelError, ExchangeBroken when a rank has ended; ConfigError as `load_alone`.
-    """
+    """Start the other ranks of a model and load the first's share beside them; `layout` of the worker's blocks. Raises
+    ModelError, ExchangeBroken when a rank has ended; ConfigError as `load_alone`."""
     _check_kinds(served, spec.device(0))
     group = RankGroup(spec)
     try:
@@ -159,8 +154,7 @@ def noted_progress(served: ServedModel, progress_path: Path | None) -> Iterator[
 def check_memory(served: ServedModel, kv_cache_bytes: int, device: torch.device, *, lent_bytes: int = 0) -> None:
     """Raise NotEnoughMemory unless a worker's memories fit what is free: on the host, or on the GPU of each rank.
 
-    `lent_bytes`: candidate buffers in the device's memory. On the host what grammars take counts as well.
-    """
+    `lent_bytes`: candidate buffers in the device's memory. On the host what grammars take counts as well."""
     available = free_bytes(device) * (served.tensor_parallel if device.type == CUDA else served.num_hosts)
     if device.type == CUDA:  # for intermediate results, graphs and libraries
         available -= max(available // 10, 256 * _MIB)
@@ -304,15 +298,12 @@ class StagesPlugin(Protocol):
         self, served: ServedModel, part: PartSpec, progress_path: Path | None, connect: ConnectStages | None
     ) -> LoadedParts:
         """Start the other stages on this host, or `connect` to other hosts, and load the first stage beside them.
-
-        Raises ModelError, NotEnoughMemory, PeerLost, ExchangeBroken when a stage has ended.
-        """
+        Raises ModelError, NotEnoughMemory, PeerLost, ExchangeBroken when a stage has ended."""
 
     def make_engine(self, parts: LoadedParts, *, goes_ahead: bool, **engine: Any) -> Engine:
         """Make the engine of the first stage. `goes_ahead`: sequences decode after their prompts, and have no states.
 
-        `engine`: the keyword arguments of Engine.
-        """
+        `engine`: the keyword arguments of Engine."""
 
 
 def _stages_plugin() -> StagesPlugin:
@@ -327,10 +318,8 @@ def load_parts(
     progress_path: Path | None,
     connect_stages: ConnectStages | None,
 ) -> LoadedParts:
-    """Load the model here and in the other processes of the worker.
-
-    Raises what `load_ranks`, `StagesPlugin.load_stages`, `load_divided` and `load_alone` do.
-    """
+    """Load the model here and in the other processes of the worker. Raises what `load_ranks`,
+    `StagesPlugin.load_stages`, `load_divided` and `load_alone` do."""
     layout, num_kept = served.block_layout(sizes.block_size), blocks.num_kept
     if served.tensor_parallel > 1:
         rank = load_ranks(served, rank_spec_of(served, sizes, num_kept), layout, progress_path)

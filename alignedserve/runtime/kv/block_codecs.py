@@ -23,11 +23,8 @@ from kernels.cache_blocks import dequantise_blocks, gather_blocks, quantise_bloc
 
 
 class BlockCodec(NamedTuple):
-    """Encodes each block as a row, uint8 [row_bytes], and decodes rows.
-
-    Lists of blocks are int64 [count], rows uint8 [count, row_bytes], contiguous, both on the blocks' device; a list to
-    scatter to has no block twice.
-    """
+    """Encodes each block as a row, uint8 [row_bytes], and decodes rows. Lists of blocks are int64 [count], rows uint8
+    [count, row_bytes], contiguous, both on the blocks' device; a list to scatter to has no block twice."""
 
     row_bytes: int
     gather: Callable[[Tensor, Tensor], None]  # (blocks, rows): write the rows

@@ -5,8 +5,7 @@ the cache has scales; of layers whose heads have other sizes, the same behind it
 that have some: one block is one contiguous run of bytes, which pool and transports copy as a whole
 (docs/decisions/0002-block-layout.md).
 
-Blocks of a device as pieces in host memory, for transports that read and write the host.
-"""
+Blocks of a device as pieces in host memory, for transports that read and write the host."""
 
 import mmap
 from collections.abc import Callable, Iterator
@@ -79,10 +78,8 @@ _READY_BYTES = 16 << 20  # of the first blocks, which are also the first to be u
 
 
 class BlockStorage:
-    """Blocks 0 .. num_blocks - 1, without ownership; zeros until written.
-
-    Raises NotEnoughMemory saying how many bytes are needed.
-    """
+    """Blocks 0 .. num_blocks - 1, without ownership; zeros until written. Raises NotEnoughMemory saying how many bytes
+    are needed."""
 
     def __init__(
         self,
@@ -152,18 +149,14 @@ class BlockStorage:
 
     @property
     def slot_stride(self) -> int:
-        """Token slot i of block b is row b * slot_stride + i of `key_slots(layer)`.
-
-        Where layers are of several kinds, which have rows of their own: its number, see LayerKind.
-        """
+        """Token slot i of block b is row b * slot_stride + i of `key_slots(layer)`. Where layers are of several kinds,
+        which have rows of their own: its number, see LayerKind."""
         return self.layout.block_size * (1 if self.layout.unlike else self.run_stride)
 
     @property
     def blocks(self) -> Tensor:
-        """All blocks [num_blocks, num_layers, num_parts, block_size, num_kv_heads, head_dim], on their device.
-
-        Of int8 and fp8: [.., block_size, slot_width]. Without states; the scratch block, if there is one, is the last.
-        """
+        """All blocks [num_blocks, num_layers, num_parts, block_size, num_kv_heads, head_dim], on their device. Of int8
+        and fp8: [.., block_size, slot_width]. Without states; the scratch block, if there is one, is the last."""
         assert not self.layout.unlike, "layers of several kinds: see kinds"
         return self.kinds[0].blocks
 
@@ -184,11 +177,9 @@ class BlockStorage:
         return self._value_slots[layer]
 
     def input_slots(self, layer: int, hidden_size: int) -> Tensor:
-        """Return contiguous rows [.., hidden_size] from block 0's first layer input of this layer on.
-
-        Blocks, which have no scales, hold layer inputs [num_layers, tokens, hidden_size]; the next block is
-        num_layers * tokens rows further.
-        """
+        """Return contiguous rows [.., hidden_size] from block 0's first layer input of this layer on. Blocks, which
+        have no scales, hold layer inputs [num_layers, tokens, hidden_size]; the next block is num_layers * tokens rows
+        further."""
         assert self._block_runs == self.layout.runs_per_block, "blocks of several ranks hold no layer inputs"
         start = layer * (self.layout.block_elements // self.layout.num_layers)
         return self._blocks.view(-1)[start:].view(-1, hidden_size)
@@ -196,20 +187,16 @@ class BlockStorage:
     # On the host, once pending copies of the blocks are done. From any thread.
 
     def pieces_to_read(self, block_ids: BlockIds) -> Iterator[BlockList]:
-        """Iterate over lists of blocks on the host that hold these, in order: the blocks themselves, or copies.
-
-        A list is valid until the iterator is advanced.
-        """
+        """Iterate over lists of blocks on the host that hold these, in order: the blocks themselves, or copies. A list
+        is valid until the iterator is advanced."""
         ids = self.settled(block_ids)
         if self._pieces is None:
             return iter((BlockList(self._bytes.numpy(), ids),))
         return self._pieces.pieces_to_read(ids)
 
     def pieces_to_write(self, block_ids: BlockIds) -> Iterator[BlockList]:
-        """Iterate over lists of blocks on the host to fill; stopping early leaves the blocks undefined.
-
-        A list is copied to its blocks when the iterator is advanced, the last one past its end.
-        """
+        """Iterate over lists of blocks on the host to fill; stopping early leaves the blocks undefined. A list is
+        copied to its blocks when the iterator is advanced, the last one past its end."""
         ids = self.settled(block_ids)
         if self._pieces is None:
             return iter((BlockList(self._bytes.numpy(), ids),))

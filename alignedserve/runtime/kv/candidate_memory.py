@@ -7,8 +7,7 @@ that is valid. The decode worker decides on its content (AlignedServe, section 3
 A worker's copies between its storage, the pool's arena and candidate buffers, in parallel with its computing.
 
 Every peer has its own copying thread, so that a slow or lost peer delays no other, and copies with one peer happen in
-the order in which they were requested.
-"""
+the order in which they were requested."""
 
 import asyncio
 import contextlib
@@ -71,10 +70,8 @@ T = TypeVar("T")
 
 class BlockCopier:
     """Performs LoadBlocks, OffloadBlocks and RelayBlocks. Methods return at once; results go to callbacks on the loop.
-
     When a transfer cannot be opened, or its other end is gone, every copy of that call is refused; the next call opens
-    a new one.
-    """
+    a new one."""
 
     def __init__(
         self,
@@ -105,10 +102,8 @@ class BlockCopier:
     def use_buffer(
         self, peer: str, memory: LocalMemory, offered: ArenaOffered, on_used: Callable[[bool], None]
     ) -> None:
-        """Use this buffer of this process, made for the peer and offered so. Its creator removes it.
-
-        `on_used` takes whether every rank can use it.
-        """
+        """Use this buffer of this process, made for the peer and offered so. Its creator removes it. `on_used` takes
+        whether every rank can use it."""
         self._offers.pop(peer, None)
         self._submit(peer, lambda: self._replace(peer, memory, offered), on_used)
 
@@ -270,11 +265,9 @@ BUFFER_SETTING = "prefill.candidate_buffer_bytes"
 
 
 class LentRows:
-    """Rows uint8 [num_rows, row_bytes] of one device, in all no more than `max_rows` unless those in use are more.
-
-    A process that maps memory counts as its user until it unmaps. A lost process never unmaps, so its memory would
-    never be freed. So memory is kept and lent again rather than freed.
-    """
+    """Rows uint8 [num_rows, row_bytes] of one device, in all no more than `max_rows` unless those in use are more. A
+    process that maps memory counts as its user until it unmaps. A lost process never unmaps, so its memory would never
+    be freed. So memory is kept and lent again rather than freed."""
 
     def __init__(self, accelerator: Accelerator, max_rows: int, row_bytes: int) -> None:
         self._accelerator = accelerator

@@ -31,10 +31,8 @@ class CachedLayers(Protocol):
 
 
 class LayerKind:
-    """Layers of one kind, numbered among themselves. Views of a storage's blocks, which it owns.
-
-    A slot has a number: b * block_size + i, slot i of block b.
-    """
+    """Layers of one kind, numbered among themselves. Views of a storage's blocks, which it owns. A slot has a number: b
+    * block_size + i, slot i of block b."""
 
     run_stride = 1  # runs are as far apart as blocks
 
@@ -71,10 +69,8 @@ class LayerKind:
         return numbers + numbers.div(size, rounding_mode="floor") * (self._slot_stride - size)
 
     def write(self, layer: int, rows: Tensor, write_rows: Callable[[Tensor, Tensor, Tensor], None]) -> None:
-        """Let `write_rows` write keys and values of one layer; `rows`: of their slots.
-
-        write_rows (rows, keys, values): writes those rows of keys and values [.., slot_width], both contiguous
-        """
+        """Let `write_rows` write keys and values of one layer; `rows`: of their slots. write_rows (rows, keys, values):
+        writes those rows of keys and values [.., slot_width], both contiguous"""
         parts = (layer * self.layout.num_parts, (layer + 1) * self.layout.num_parts - 1)
         if self._rows:
             write_rows(rows, *(self._rows[part] for part in parts))

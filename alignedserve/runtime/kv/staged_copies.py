@@ -2,8 +2,7 @@
 
 Lists of blocks are gathered on the device into contiguous bytes, so that few large copies cross the link; the host's
 memory is page-locked. Blocks that stay as they are can go straight to and from the host's rows as well, where the
-driver copies a list by one call.
-"""
+driver copies a list by one call."""
 
 import contextlib
 from collections import deque
@@ -109,10 +108,8 @@ class StagedCopies:
                 start(index + _NUM_STAGES)
 
     def pieces_to_write(self, block_ids: IntArray) -> Iterator[BlockList]:
-        """Iterate over lists of rows to fill, a row for each block.
-
-        A list is copied when the iterator is advanced; once it is advanced past its end, all copies are done.
-        """
+        """Iterate over lists of rows to fill, a row for each block. A list is copied when the iterator is advanced;
+        once it is advanced past its end, all copies are done."""
         pieces = self._pieces(block_ids)
         stages = self._stages_for(pieces)
         events: list[Event] = []

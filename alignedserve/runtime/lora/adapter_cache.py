@@ -20,8 +20,7 @@
 7. Sequences that have ended leave the engine with the next iteration. Where none follows and all adapters are used, the
    first request that waits has its own, whatever the bounds: its iteration lets the others leave.
 
-The adapters of the sequences of one engine, from the messages that announce them to their last iteration.
-"""
+The adapters of the sequences of one engine, from the messages that announce them to their last iteration."""
 
 import threading
 import time
@@ -157,9 +156,7 @@ class AdapterCache:
         self, adapter: LoraAdapter, request_id: RequestId, *, is_real_time: bool, attempt: int = 0
     ) -> "Future[None] | None":
         """Begin to load an adapter; return what its request waits for, if anything. It never fails: `acquire` does.
-
-        What it waits for is cancelled by `withdraw`.
-        """
+        What it waits for is cancelled by `withdraw`."""
         with self._lock:
             wish = AdapterWait(request_id, adapter, is_real_time, attempt, self._clock())
             if not self._must_queue(wish.since_s, is_real_time=is_real_time) and self._is_ready(wish, wish.since_s):
@@ -371,8 +368,7 @@ class AdapterCache:
     def _evict(self, max_left: int, max_bytes: int, *, for_real_time: bool = False) -> None:
         """Let adapters that nobody holds leave until their number and their bytes are within the limits.
 
-        `for_real_time`: also those that best effort wants, but does not use.
-        """
+        `for_real_time`: also those that best effort wants, but does not use."""
         now = self._clock()
         idle = [
             (loaded.is_real_time, digest)
@@ -428,11 +424,9 @@ class SequenceAdapters:
         self._failures: dict[RequestId, str] = {}
 
     def prepare(self, message: Message) -> "Sequence[Future[None]]":
-        """Begin to load the adapters of the requests that a message brings; return what they wait for.
-
-        A new request waits for room among the adapters as well; a request from another worker only for its adapter.
-        An AbortRequest cancels what a new request waits for.
-        """
+        """Begin to load the adapters of the requests that a message brings; return what they wait for. A new request
+        waits for room among the adapters as well; a request from another worker only for its adapter. An AbortRequest
+        cancels what a new request waits for."""
         if isinstance(message, AbortRequest):
             self.cache.withdraw(message.request_id, message.attempt)
             return ()
@@ -457,10 +451,8 @@ class SequenceAdapters:
             return None
 
     def acquire(self, request_id: RequestId, adapter: LoraAdapter, *, is_real_time: bool = True) -> AdapterMatrices:
-        """Return the adapter of a sequence that is added. Raises AdapterError.
-
-        Ranks and stages that follow the first are not told the class: what waits, and for what, is decided there.
-        """
+        """Return the adapter of a sequence that is added. Raises AdapterError. Ranks and stages that follow the first
+        are not told the class: what waits, and for what, is decided there."""
         matrices = self.cache.acquire(adapter, request_id, is_real_time=is_real_time)
         self._used[request_id] = adapter, is_real_time
         return matrices

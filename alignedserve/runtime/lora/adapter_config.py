@@ -190,10 +190,8 @@ def whole(expression: str, where: str) -> NamePredicate:
 
 
 def end(expression: str, where: str) -> NamePredicate:
-    """Match names whose end the expression matches, from their beginning or from behind a dot.
-
-    So PEFT finds the rank and the scale of a module. Raises AdapterError naming `where`.
-    """
+    """Match names whose end the expression matches, from their beginning or from behind a dot. So PEFT finds the rank
+    and the scale of a module. Raises AdapterError naming `where`."""
     return _predicate(rf"^(?:.*\.)?(?:{expression})$", where)
 
 

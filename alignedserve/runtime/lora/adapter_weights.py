@@ -36,9 +36,7 @@ def load_adapter(
     shard: TensorShard | LayerStage | None = None,
 ) -> AdapterMatrices:
     """Return the matrices, ready to be multiplied by inputs of `dtype`; of a `shard`, what it adds to its products.
-
-    `config` of the whole model. Raises AdapterError.
-    """
+    `config` of the whole model. Raises AdapterError."""
     checked = check_adapter(files, config, max_rank=max_rank)
     tensors = load(files.weights)
     local = shard.local(config) if isinstance(shard, TensorShard) else config

@@ -4,8 +4,7 @@ The node's gateways and its batch worker share the file. Every node of a cluster
 passes changes between them: a change has a number above all that its node knew, and the larger number of a name counts,
 so that all files become the same in any order.
 
-The folders that adapters may be read from: named by the configuration, or below its allowed folder.
-"""
+The folders that adapters may be read from: named by the configuration, or below its allowed folder."""
 
 import fcntl
 import os
@@ -188,10 +187,8 @@ def _next_number(changes: Changes) -> int:
 
 
 def carry_over(old: Path, new: Path, served: ServedModel) -> tuple[str, ...]:
-    """Let a deployment have what was loaded for another, as far as it fits `served`; return why any is left out.
-
-    Reads every adapter's files.
-    """
+    """Let a deployment have what was loaded for another, as far as it fits `served`; return why any is left out. Reads
+    every adapter's files."""
     try:
         before = read_changes(old)
         known = loaded_of(before)

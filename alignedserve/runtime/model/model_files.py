@@ -5,8 +5,7 @@ Reads config.json and generation_config.json of a Hugging Face model folder into
 Both generations of the files are read: `rope_theta` + `rope_scaling` + `torch_dtype`, and the later
 `rope_parameters` + `dtype`.
 
-The bytes of packed weights in a worker, by the headers of a folder's files or of a GGUF file.
-"""
+The bytes of packed weights in a worker, by the headers of a folder's files or of a GGUF file."""
 
 import hashlib
 import os

@@ -2,8 +2,7 @@
 
 The first source that names a value gives all of them: the configuration (`model.sampling`), `generation_config.json` or
 a GGUF file's `general.sampling.*` keys, and a table of families whose makers say it on the model's page alone.
-Without any, OpenAI's defaults hold.
-"""
+Without any, OpenAI's defaults hold."""
 
 import logging
 from collections.abc import Mapping

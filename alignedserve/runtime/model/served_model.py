@@ -288,8 +288,7 @@ def has_rings(
 ) -> bool:
     """Return whether layers with a window keep no more than it, in rings: see BlockLayout.with_rings, decision 81.
 
-    `choice`: as in engine.window_cache. Raises ConfigError where rings are asked for and cannot be.
-    """
+    `choice`: as in engine.window_cache. Raises ConfigError where rings are asked for and cannot be."""
     obstacle = _obstacle(config, num_processes)
     if choice == RING and obstacle is not None:
         raise no_rings(obstacle)

@@ -1,8 +1,7 @@
 """Loads the weights that a process computes with: of files, plain, quantised or GGUF, or drawn ones.
 
 A source gives tensors by name, whatever the files are; a shard of the source gives the parts that a rank has; and
-`assemble_weights` packs products of them.
-"""
+`assemble_weights` packs products of them."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -73,8 +73,7 @@ def latent_decode(
     batch          whose heads are 1, heads, rank, and whose tiles are those of the tiling
     tiling         None: the one for this GPU
 
-    Slots outside a context are not read. Returns the kernel that computed the parts; None in Triton's interpreter.
-    """
+    Slots outside a context are not read. Returns the kernel that computed the parts; None in Triton's interpreter."""
     _, _, num_heads, width = queries.shape
     sizes = tiling or tiling_of(view)
     heads = max(sizes.heads(num_heads), padded(1))
@@ -115,8 +114,7 @@ def latent_prefill(
     queries, out   [tokens, 1, heads, row_width]; see `latent_decode`
     batch          whose tiles have as many tokens as a program has rows for all heads that it takes
 
-    Slots behind a token's position are not read.
-    """
+    Slots behind a token's position are not read."""
     _, _, num_heads, width = queries.shape
     sizes = tiling or tiling_of(view)
     heads = sizes.heads(num_heads)
@@ -200,8 +198,7 @@ def _attend(
 ):
     """Return the state (highest score, sum of weights and weighted latents of each query) after one more tile.
 
-    `rows`: those of the layer in block 0. `is_seen`: of each query, or of all, which tokens count.
-    """
+    `rows`: those of the layer in block 0. `is_seen`: of each query, or of all, which tokens count."""
     most, total, result = state
     turned, dims = tl.arange(0, PADDED_ROPE), tl.arange(0, PADDED_RANK)
     rope: tl.constexpr = WIDTH - RANK

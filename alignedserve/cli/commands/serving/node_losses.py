@@ -1,8 +1,7 @@
 """What `serve` does when Ray was lost on this host: it starts anew in its own place, or ends with a code of its own.
 
 In its own place: the process becomes its successor, with the same id, terminal and supervisor. Nothing of what Ray
-keeps in a process has to be taken down, which may hang without Ray's head.
-"""
+keeps in a process has to be taken down, which may hang without Ray's head."""
 
 import os
 import signal

@@ -1,7 +1,6 @@
 """`alignedserve serve`: start a cluster on this machine, say what to do next, stop cleanly.
 
-The terminal while a cluster starts: the sizes chosen, and how much of the model is loaded.
-"""
+The terminal while a cluster starts: the sizes chosen, and how much of the model is loaded."""
 
 import contextlib
 import math

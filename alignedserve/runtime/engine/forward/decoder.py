@@ -1,7 +1,6 @@
 """One decoder for all model families: they differ in options of ModelConfig, not in branches over names.
 
-The frequencies by which each pair of a head's elements turns, in every scaling that families have.
-"""
+The frequencies by which each pair of a head's elements turns, in every scaling that families have."""
 
 import math
 import time
@@ -62,10 +61,8 @@ def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
 
 def _yarn(frequencies: Tensor, rope: RopeConfig) -> Tensor:
     """Keep pairs that turn often within the original context, and stretch pairs that turn seldom (YaRN, section 3.2).
-
     Example: theta 10 000, 64 rotated dimensions, context 4 096, beta 32 and 1: pair 10.4 turns 32 times and pair 22.5
-    once, so pairs up to 10 are kept, pairs from 23 on stretched, and those between mixed.
-    """
+    once, so pairs up to 10 are kept, pairs from 23 on stretched, and those between mixed."""
     first, last = _pair_of_turns(rope, rope.beta_fast), _pair_of_turns(rope, rope.beta_slow)
     if rope.has_whole_bounds:
         first, last = math.floor(first), math.ceil(last)
@@ -171,10 +168,8 @@ class Decoder:
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, storage: BlockStorage) -> Tensor:
         """Write the keys and values of all tokens of the batch; return their last hidden vectors [tokens, hidden_size].
-
         The result is what `logits` takes: the final norm is not yet applied, since few rows need it. With `batch.last`
-        it has the hidden vectors of these rows alone, in their order.
-        """
+        it has the hidden vectors of these rows alone, in their order."""
         return self.through_layers(self._embed(batch), batch, storage)
 
     def through_layers(self, hidden: Tensor, batch: ForwardBatch, storage: BlockStorage) -> Tensor:
@@ -224,9 +219,7 @@ class Decoder:
     @torch.inference_mode()
     def decode(self, batch: ForwardBatch, storage: BlockStorage) -> Tensor | None:
         """Compute a batch of decodes as `forward` does, and return the logits of all its rows [tokens, vocab_size].
-
-        None: not in one call; nothing has changed then.
-        """
+        None: not in one call; nothing has changed then."""
         native = self._native_pass
         if native is None or not native.has_head or not native.suits(batch):
             return None
@@ -240,8 +233,7 @@ class Decoder:
     ) -> HighestLogits | None:
         """Compute a batch of decodes as `decode` does, and return the highest logit of each row alone.
 
-        `allowed`: the tokens that it is sought among; None: all.
-        """
+        `allowed`: the tokens that it is sought among; None: all."""
         native = self._native_pass
         if native is None or not native.has_head or not native.suits(batch):
             return None
@@ -315,10 +307,8 @@ class Decoder:
     def _run_layer(
         self, hidden: Tensor, pending: Tensor | None, layer: int, weights: LayerWeights, run: PassState
     ) -> tuple[Tensor, Tensor | None]:
-        """Run one layer; return the residual stream, updated in place, and what the next norm adds to it.
-
-        Both [tokens, hidden_size].
-        """
+        """Run one layer; return the residual stream, updated in place, and what the next norm adds to it. Both [tokens,
+        hidden_size]."""
         if weights.streams is not None:
             return self._run_streams(hidden, layer, weights, weights.streams, run), None
         config = self.config

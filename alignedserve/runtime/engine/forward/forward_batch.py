@@ -1,7 +1,6 @@
 """The tensors of one forward pass, whichever sequences they came from, and its hidden caches.
 
-What the layers of one forward pass share: its tensors, states in blocks, and heads of several sizes.
-"""
+What the layers of one forward pass share: its tensors, states in blocks, and heads of several sizes."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -64,10 +63,8 @@ class HiddenPass:
         self._tile = _CPU_TILE_ROWS if rows.slots.device.type == "cpu" else _GPU_TILE_ROWS
 
     def recompute(self, inputs: Tensor, layer: int, weights: LayerWeights, *, is_norm_first: bool) -> None:
-        """Write the new tokens' layer inputs, and recompute the keys and values of the tokens before.
-
-        inputs [tokens, hidden_size]: of all tokens of the pass.
-        """
+        """Write the new tokens' layer inputs, and recompute the keys and values of the tokens before. inputs [tokens,
+        hidden_size]: of all tokens of the pass."""
         rows = self._rows
         cache = self._storage.input_slots(layer, inputs.shape[1])
         cache.index_copy_(0, rows.inputs, inputs[rows.first :])
@@ -78,10 +75,8 @@ class HiddenPass:
             self._place_recomputed(fused, weights, _rows_of(self._rotations[layer], part), rows.slots[part])
 
     def place(self, fused: Tensor, layer: int, weights: LayerWeights, rotation: Rotation | None, slots: Tensor) -> None:
-        """Rotate all tokens' queries and keys, and write keys and values to their slots.
-
-        fused [tokens, query_width + 2 * kv_width]; rotation: of all tokens; slots [tokens].
-        """
+        """Rotate all tokens' queries and keys, and write keys and values to their slots. fused [tokens, query_width + 2
+        * kv_width]; rotation: of all tokens; slots [tokens]."""
         plain, hidden = slice(None, self._rows.first), slice(self._rows.first, None)
         if self._rows.first:
             cached = (self._storage.key_slots(layer), self._storage.value_slots(layer))
@@ -108,12 +103,10 @@ class LastTokenRows(NamedTuple):
 
 
 class LastTokens(NamedTuple):
-    """The slices of one step that reach their sequences' last known tokens, on the host.
-
-    A chunk of a prompt asks for the logits of one token, or of none while more of the prompt follows. So on the last
-    layer the other tokens have no queries, no attention and no feed-forward part: of twelve layers' products of a
-    prompt that spares a sixteenth. Each remaining token attends like a decode: its keys and values are in its blocks.
-    """
+    """The slices of one step that reach their sequences' last known tokens, on the host. A chunk of a prompt asks for
+    the logits of one token, or of none while more of the prompt follows. So on the last layer the other tokens have no
+    queries, no attention and no feed-forward part: of twelve layers' products of a prompt that spares a sixteenth. Each
+    remaining token attends like a decode: its keys and values are in its blocks."""
 
     rows: IntArray  # [slices] rows of the sequence table
     token_rows: IntArray  # [slices] of their last tokens
@@ -307,10 +300,8 @@ class PassState:
         return None if self.layer_embeddings is None else self.kept(self.layer_embeddings[:, layer])
 
     def cut(self, hidden: Tensor, last: LastTokenRows) -> Tensor:
-        """Let all layers from here on, none of which has keys and values of its own, compute these rows alone.
-
-        Return those of the stream hidden [tokens, ...].
-        """
+        """Let all layers from here on, none of which has keys and values of its own, compute these rows alone. Return
+        those of the stream hidden [tokens, ...]."""
         rows = last.token_rows
         cut_rotations = {
             id(rotation): (rotation[0].index_select(0, rows), rotation[1].index_select(0, rows))
@@ -356,8 +347,7 @@ class ExtraHeads:
         """Return a layer's queries, and the keys and values that it reads [tokens, width]; write those if they are its
         own.
 
-        fused    [tokens, width]
-        """
+        fused    [tokens, width]"""
         sizes, rotation, source = self._of_layer[layer], run.rotations[layer], self._source_of[layer]
         assert norms is not None, "heads without norms"
         heads = fused.view(len(fused), -1, sizes.head_dim)

@@ -1,7 +1,6 @@
 """Steps of decodes through all layers by one call of the native kernels, for models and steps that they cover.
 
-What the ranks of a worker do together within one pass of their decoder.
-"""
+What the ranks of a worker do together within one pass of their decoder."""
 
 import math
 import time
@@ -189,8 +188,7 @@ class NativePass:
     ) -> tuple[HighestLogits, PassTimes]:
         """Run as `logits` does, and return the highest of every row alone: the others are nowhere kept.
 
-        `allowed`: the tokens that it is sought among; None: all.
-        """
+        `allowed`: the tokens that it is sought among; None: all."""
         count = len(hidden)
         highest = HighestLogits(torch.empty(count, dtype=torch.int64), torch.empty(count, dtype=torch.float32))
         return highest, self._run(hidden, batch, storage, rotations, None, highest, allowed)[1]
@@ -250,8 +248,7 @@ def native_pass(
 ) -> NativePass | None:
     """Make the pass; None: the kernels are not built, or a part of this model has none, or what adds up over the ranks.
 
-    `rope_of_layer`: the index of each layer's rotation; None: nothing is rotated there.
-    """
+    `rope_of_layer`: the index of each layer's rotation; None: nothing is rotated there."""
     if ranks is not None and ranks.exchange is None:
         return None
     has_extras = config.query_multiplier != 1.0 or config.residual_multiplier != 1.0 or config.latent is not None

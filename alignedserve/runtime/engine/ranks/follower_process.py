@@ -1,7 +1,6 @@
 """The process of a rank beside the first: python -m .follower_process SOCKET COPIES LIFELINE, started by RankGroup.
 
-The process ends with its parent, by the lifeline, a pipe.
-"""
+The process ends with its parent, by the lifeline, a pipe."""
 
 import contextlib
 import logging
@@ -52,10 +51,8 @@ class FollowerEngine(Engine):
     _read: Tensor | None = None  # content of the blocks that are to be copied
 
     def perform(self, command: Command, swap_space: HostCaches, adapters: SequenceAdapters | None = None) -> None:
-        """Perform one command; `swap_space`: of this engine's storage; `adapters`: None: no sequence has one.
-
-        Raises AdapterError where rank 0 has an adapter that this rank cannot load.
-        """
+        """Perform one command; `swap_space`: of this engine's storage; `adapters`: None: no sequence has one. Raises
+        AdapterError where rank 0 has an adapter that this rank cannot load."""
         match command:
             case RunStep():
                 self._run(command)

@@ -1,7 +1,6 @@
 """The ranks of one worker: this process is the first, and starts a process for each of the others.
 
-Copies of blocks of several ranks: the first orders them over a connection to each, each copies its own parts.
-"""
+Copies of blocks of several ranks: the first orders them over a connection to each, each copies its own parts."""
 
 import contextlib
 import itertools
@@ -387,8 +386,7 @@ class RankGroup(MirroredRanks):
     def __init__(self, spec: RankEngineSpec, *, uses_process_group: bool = False) -> None:
         """Start the other ranks; their loading goes on beside this process's, see `wait`.
 
-        `uses_process_group`: ranks on CPUs add up by gloo even where shared memory would do. Raises ExchangeBroken.
-        """
+        `uses_process_group`: ranks on CPUs add up by gloo even where shared memory would do. Raises ExchangeBroken."""
         super().__init__()
         is_on_cpu = all(spec.device(rank).type == CPU for rank in range(spec.size))
         has_memory = is_on_cpu and has_rank_exchange() and not uses_process_group
@@ -417,10 +415,8 @@ class RankGroup(MirroredRanks):
             watcher.start()
 
     def wait(self) -> None:
-        """Wait until every rank has loaded its share; this process has made its storages.
-
-        Raises what a rank could not do, ExchangeBroken if one has ended.
-        """
+        """Wait until every rank has loaded its share; this process has made its storages. Raises what a rank could not
+        do, ExchangeBroken if one has ended."""
         for follower in self._followers:
             follower.wait_started()
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -153,10 +153,8 @@ class Sampler:
         return Draw(rows, None, highest.token_ids, highest.values.isfinite())
 
     def plan(self, rows: IntArray, num_tokens: IntArray) -> LogitsChanges | None:
-        """Return what `start` is to change in the logits of these rows, when a step is launched; None: nothing.
-
-        What was planned is to be started, in the same order.
-        """
+        """Return what `start` is to change in the logits of these rows, when a step is launched; None: nothing. What
+        was planned is to be started, in the same order."""
         return self._logits_processor.plan(rows, num_tokens)
 
     def start(
@@ -168,13 +166,10 @@ class Sampler:
         changes: LogitsChanges | None = None,
         last: Tensor | None = None,
     ) -> Draw:
-        """Choose the next token of each row, on the device of the logits.
-
-        rows [n]; num_tokens [n]: tokens of each row so far; logits [n, vocab_size] of any dtype, changed where no row
-        asks for log-probabilities of all tokens; masks: of the rows that have a grammar; changes: from `plan`;
-        last [n]: the rows' last tokens, if they were not recorded when that was called; -1 where they were, of rows
-        whose tokens are not counted.
-        """
+        """Choose the next token of each row, on the device of the logits. rows [n]; num_tokens [n]: tokens of each row
+        so far; logits [n, vocab_size] of any dtype, changed where no row asks for log-probabilities of all tokens;
+        masks: of the rows that have a grammar; changes: from `plan`; last [n]: the rows' last tokens, if they were not
+        recorded when that was called; -1 where they were, of rows whose tokens are not counted."""
         adjusted = logits if changes is None else changes.apply(logits, last)
         if masks is not None:
             adjusted = self._masked(rows, logits, adjusted, masks)
@@ -194,10 +189,8 @@ class Sampler:
         return Draw(rows, logits, token_ids, is_usable)
 
     def warm_up(self, logits: Tensor) -> None:
-        """Compile the GPU's kernel, which takes seconds, before serving.
-
-        For logits [1, vocab_size] of this dtype and, as penalties produce them, of float32.
-        """
+        """Compile the GPU's kernel, which takes seconds, before serving. For logits [1, vocab_size] of this dtype and,
+        as penalties produce them, of float32."""
         row, num_tokens = np.zeros(1, np.int64), np.zeros(1, np.int64)
         for variant in (logits, logits.float()):
             kernels = fused_kernels("token_sampling", variant.device, variant.dtype)

@@ -2,8 +2,7 @@
 
 The tokens that steps choose, on the device and on their way to the host, and tokens that grammars force.
 
-Plans where the sequences of a step read their states, and where they leave them: see `kernels.states.state_rows`.
-"""
+Plans where the sequences of a step read their states, and where they leave them: see `kernels.states.state_rows`."""
 
 import logging
 import time
@@ -41,10 +40,8 @@ from kernels.states.state_rows import NO_BLOCK, DeviceStatePlan, StateColumn, St
 
 
 class StepBatch(NamedTuple):
-    """A forward batch on the host, and the places of its results. Slices are in batch order: decodes, then chunks.
-
-    The token rows of a batch of decodes may be padded to a size that has a CUDA graph.
-    """
+    """A forward batch on the host, and the places of its results. Slices are in batch order: decodes, then chunks. The
+    token rows of a batch of decodes may be padded to a size that has a CUDA graph."""
 
     token_ids: IntArray  # [token rows]
     positions: IntArray  # [token rows]
@@ -301,8 +298,7 @@ class ChosenTokens:
     def copy_out(self, stream: Stream, places: slice, *, is_within: bool = False) -> Tensor:
         """Enqueue the copy of tokens to the host; return where they will be, until the step after next.
 
-        `is_within`: of a step between two layers of another, until the next such one.
-        """
+        `is_within`: of a step between two layers of another, until the next such one."""
         tokens = self._tokens[places]
         if not len(tokens) or self._within_on_host is None:
             return tokens
@@ -314,10 +310,8 @@ class ChosenTokens:
 
 
 def last_tokens(inputs: Tensor | None, count: int) -> Tensor | None:
-    """Return the last tokens of so many sampled rows, the first of which decode from these `inputs`.
-
-    NO_TOKEN: it is in the table, as of prompts that end beside decodes; None: so are all.
-    """
+    """Return the last tokens of so many sampled rows, the first of which decode from these `inputs`. NO_TOKEN: it is in
+    the table, as of prompts that end beside decodes; None: so are all."""
     if inputs is None or inputs.shape[0] >= count:
         return inputs
     return pad(inputs, (0, count - inputs.shape[0]), value=NO_TOKEN)
@@ -333,11 +327,9 @@ _MAX_TOKENS = 128
 
 
 class JumpAhead:
-    """Appends tokens that grammars force to sequences that are about to decode: one step computes them together.
-
-    Single steps would choose the same tokens. They take the slots that are left in a sequence's blocks, and so nobody
-    allocates for them, or knows of them before the step has ended.
-    """
+    """Appends tokens that grammars force to sequences that are about to decode: one step computes them together. Single
+    steps would choose the same tokens. They take the slots that are left in a sequence's blocks, and so nobody
+    allocates for them, or knows of them before the step has ended."""
 
     def __init__(self, table: SequenceTable, masks: TokenMasks | None, sampler: Sampler) -> None:
         self._table = table
@@ -411,10 +403,8 @@ class StatePlanner:
 
 def plan_states(table: SequenceTable, rows: IntArray, counts: IntArray) -> StateRows:
     """Plan rows of the table that compute `counts` tokens each: a state is left at the end of each block, and of all.
-
     Example: blocks of 16; a sequence with 30 tokens computed goes on by 5. It reads the state in its block 1, leaves
-    the state of 32 tokens there, and the state of 35 tokens in block 2.
-    """
+    the state of 32 tokens there, and the state of 35 tokens in block 2."""
     if table.state_blocks:
         return _plan_apart(table, rows, counts)
     size, before = table.block_size, table.num_computed[rows]
@@ -433,10 +423,8 @@ def plan_states(table: SequenceTable, rows: IntArray, counts: IntArray) -> State
 
 def _plan_apart(table: SequenceTable, rows: IntArray, counts: IntArray) -> StateRows:
     """Plan rows whose states have blocks of their own: a state is left there, and at edges where it is to be kept.
-
     Example: a sequence with 30 tokens computed goes on by 40, and its states behind 64 are kept. It reads its own
-    states, leaves the states of 64 tokens in the blocks that keep them, and the states of 70 tokens in its own.
-    """
+    states, leaves the states of 64 tokens in the blocks that keep them, and the states of 70 tokens in its own."""
     before = table.num_computed[rows]
     firsts, afters = np.cumsum(counts) - counts, before + counts
     blocks = table.state_tables[rows].T.copy()  # [columns, sequences]
@@ -465,11 +453,9 @@ logger = logging.getLogger(__name__)
 
 
 class LateStates:
-    """Looks at each sequence that comes with cached tokens before its first slice.
-
-    It may come with keys and values of more tokens than the state beside them knows: half a block of the prefix cache
-    has its state behind its last token. Such a sequence computes the tokens between again, in its first slice.
-    """
+    """Looks at each sequence that comes with cached tokens before its first slice. It may come with keys and values of
+    more tokens than the state beside them knows: half a block of the prefix cache has its state behind its last token.
+    Such a sequence computes the tokens between again, in its first slice."""
 
     def __init__(self, table: SequenceTable, storage: BlockStorage) -> None:
         self._table, self._copies = table, storage.pending_copies

@@ -6,8 +6,7 @@ partly written carry a generation that was never announced, and so are never rea
 
 The way in which the bytes of blocks travel between the two ends of a block transfer, piece by piece.
 
-Nothing here, nor in what serves blocks over a connection, loads torch: the KV pool does without it.
-"""
+Nothing here, nor in what serves blocks over a connection, loads torch: the KV pool does without it."""
 
 import contextlib
 import errno
@@ -76,10 +75,8 @@ _PIECE_BYTES = 4 * 1024 * 1024
 
 
 class BlockStream:
-    """A BlockChannel on a control socket: pieces follow the message that names their blocks, without a header.
-
-    A second thread fills or empties a piece while another one travels. `close` ends it.
-    """
+    """A BlockChannel on a control socket: pieces follow the message that names their blocks, without a header. A second
+    thread fills or empties a piece while another one travels. `close` ends it."""
 
     def __init__(self, control: ControlSocket, block_bytes: int) -> None:
         self._control = control
@@ -329,11 +326,9 @@ _SAY_REFUSED_S = 60.0  # between two lines about strangers, whom nobody lets in
 
 
 class BlockServer:
-    """Serves a buffer from construction on. `address` is where it really listens (a TCP port of 0 is any free one).
-
-    The buffer belongs to the caller, which closes the server before the buffer. Raises OSError when the address is
-    taken. `transports`: those that a peer may choose from; others than tcp need an `open_channel` that opens them.
-    """
+    """Serves a buffer from construction on. `address` is where it really listens (a TCP port of 0 is any free one). The
+    buffer belongs to the caller, which closes the server before the buffer. Raises OSError when the address is taken.
+    `transports`: those that a peer may choose from; others than tcp need an `open_channel` that opens them."""
 
     def __init__(
         self,
@@ -410,10 +405,8 @@ class BlockServer:
                 control.close()
 
     def _make_room(self, host: str) -> None:
-        """Drop a connection in its handshake when there are too many: the oldest of the host that has most of them.
-
-        So a host that opens connections without end keeps out only itself.
-        """
+        """Drop a connection in its handshake when there are too many: the oldest of the host that has most of them. So
+        a host that opens connections without end keeps out only itself."""
         with self._lock:
             if len(self._strangers) < _MAX_STRANGERS:
                 return

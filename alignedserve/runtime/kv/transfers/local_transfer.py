@@ -1,7 +1,6 @@
 """KVTransfer to blocks that this process copies itself, and copies of requests from one such memory to another.
 
-KVTransfer over an arena in shared memory.
-"""
+KVTransfer over an arena in shared memory."""
 
 import abc
 import logging
@@ -46,11 +45,9 @@ class Relayed(NamedTuple):
 
 
 class LocalTransfer(abc.ABC):
-    """KVTransfer to a memory that this process reaches without asking anyone; a subclass copies.
-
-    The pool stamps the blocks that it leases in its arena; writing elsewhere is refused. In a candidate buffer
-    (`stamps`) the owner only says which blocks are free to write, and the writer stamps them.
-    """
+    """KVTransfer to a memory that this process reaches without asking anyone; a subclass copies. The pool stamps the
+    blocks that it leases in its arena; writing elsewhere is refused. In a candidate buffer (`stamps`) the owner only
+    says which blocks are free to write, and the writer stamps them."""
 
     def __init__(self, memory: LocalMemory, *, stamps: bool, num_threads: int = 1) -> None:
         self.memory = memory
@@ -110,11 +107,9 @@ class LocalTransfer(abc.ABC):
 def relay(
     source: LocalTransfer, copy: BlockCopy, target: LocalTransfer, target_block_ids: Sequence[BlockId], generation: int
 ) -> tuple[BlockRun, ...] | None:
-    """Copy a request's blocks from one memory to another, verify them and return its new runs with their checksums.
-
-    The copy needs an equal number of target blocks. In a candidate buffer (`target.stamps`) they are stamped first,
-    and unstamped when the result is None; in the pool's arena the pool has stamped them.
-    """
+    """Copy a request's blocks from one memory to another, verify them and return its new runs with their checksums. The
+    copy needs an equal number of target blocks. In a candidate buffer (`target.stamps`) they are stamped first, and
+    unstamped when the result is None; in the pool's arena the pool has stamped them."""
     relayed = relay_unverified(source, copy, target, target_block_ids, generation)
     return None if relayed is None else verified_relay(relayed, copy, target, target_block_ids)
 
@@ -129,8 +124,7 @@ def relay_unverified(
 ) -> Relayed | None:
     """Copy a request's blocks as `relay` does; the checksums are still to be verified.
 
-    `part`: of each block, between two arenas.
-    """
+    `part`: of each block, between two arenas."""
     assert source.memory.layout == target.memory.layout, "blocks are copied between memories of one layout"
     try:
         target_ids = as_ids(target_block_ids)
@@ -295,10 +289,8 @@ class ShmTransfer(LocalTransfer):
 
 
 def open_shm_transfer(offered: ArenaOffered, storage: BlockStorage, *, stamps: bool = False) -> ShmTransfer:
-    """Map the arena that is offered, or the storage's part of it. `stamps`: as in ShmTransfer.
-
-    Raises HandoffRejected when its path leads elsewhere, as on another host, or its blocks are of another layout.
-    """
+    """Map the arena that is offered, or the storage's part of it. `stamps`: as in ShmTransfer. Raises HandoffRejected
+    when its path leads elsewhere, as on another host, or its blocks are of another layout."""
     part = storage.part
     arena = Arena.attach(Path(offered.path), part.whole(storage.layout), part)
     if offered.file_id and arena.file_id != offered.file_id:

@@ -1,8 +1,7 @@
 """Process groups of two: never init_process_group, no WORLD, no store that other processes can reach.
 
 torch sets a process group up through a key-value store. Here the authenticated control socket is the store: entries of
-an end are sent to the peer. A pair that failed in any way is discarded; a new connection makes a new pair.
-"""
+an end are sent to the peer. A pair that failed in any way is discarded; a new connection makes a new pair."""
 
 import contextlib
 from collections import deque

@@ -21,10 +21,8 @@ _Opener = Callable[[ArenaOffered, BlockStorage, Identity, bool], PartTransfer]
 def open_transfer(
     offered: ArenaOffered, storage: BlockStorage, *, identity: Identity, stamps: bool, transport: str = AUTO
 ) -> PartTransfer:
-    """Open a transfer to the offered blocks, or to the storage's part of each; `stamps` as in ShmTransfer.
-
-    Raises TransportUnavailable naming the reason for each transport that was tried, PeerLost.
-    """
+    """Open a transfer to the offered blocks, or to the storage's part of each; `stamps` as in ShmTransfer. Raises
+    TransportUnavailable naming the reason for each transport that was tried, PeerLost."""
     if transport not in TRANSPORTS:
         raise TransportUnavailable(f"unknown transport {transport!r}; there are {', '.join(TRANSPORTS)}")
     reasons = []

@@ -1,7 +1,6 @@
 """The client's requests to a block server: plans requests that can succeed, and receives the owner's answers.
 
-A candidate buffer in device memory.
-"""
+A candidate buffer in device memory."""
 
 import abc
 import contextlib
@@ -71,10 +70,8 @@ class PlannedRequest:
 
 
 class ServedTransfer(abc.ABC):
-    """KVTransfer to a block server, whose connection is opened by a subclass, which also moves the bytes.
-
-    After PeerLost the object is unusable: make a new one.
-    """
+    """KVTransfer to a block server, whose connection is opened by a subclass, which also moves the bytes. After
+    PeerLost the object is unusable: make a new one."""
 
     _storage: BlockStorage
     _control: ControlSocket
@@ -200,11 +197,8 @@ def closing_on_error(control: ControlSocket) -> Iterator[None]:
 
 
 class ChannelTransfer(ServedTransfer):
-    """KVTransfer to a block server. Connects on construction.
-
-    Raises PeerLost when the server is unreachable or has another secret, HandoffRejected when it does not serve this
-    transport or this block layout.
-    """
+    """KVTransfer to a block server. Connects on construction. Raises PeerLost when the server is unreachable or has
+    another secret, HandoffRejected when it does not serve this transport or this block layout."""
 
     def __init__(self, storage: BlockStorage, address: str, *, identity: Identity, transport: str = "gloo") -> None:
         self._storage = storage
@@ -263,10 +257,8 @@ class ChannelTransfer(ServedTransfer):
 
 
 class IpcTransfer(ServedTransfer):
-    """KVTransfer to a block server of this host whose buffer is mapped here. Connects on construction.
-
-    Raises PeerLost or HandoffRejected as ChannelTransfer does, and HandoffRejected when the memory cannot be mapped.
-    """
+    """KVTransfer to a block server of this host whose buffer is mapped here. Connects on construction. Raises PeerLost
+    or HandoffRejected as ChannelTransfer does, and HandoffRejected when the memory cannot be mapped."""
 
     def __init__(self, storage: BlockStorage, address: str, *, identity: Identity, lanes: CopyLanes) -> None:
         """`lanes`: of the storage's device."""

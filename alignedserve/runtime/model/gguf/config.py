@@ -1,7 +1,6 @@
 """Makes a ModelConfig of a GGUF file's metadata and of the tensors that it has.
 
-The names of tensors in a GGUF file, and the check that the file has no others: one unread would change answers.
-"""
+The names of tensors in a GGUF file, and the check that the file has no others: one unread would change answers."""
 
 import math
 from collections.abc import Iterator

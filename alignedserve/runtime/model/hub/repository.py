@@ -1,8 +1,7 @@
 """Models on a Hugging Face hub, fetched into huggingface_hub's cache: only what serving needs, gone on with after a
 kill, found again without a network.
 
-Address, token, cache and offline mode are those of huggingface_hub (HF_ENDPOINT, HF_TOKEN, HF_HOME, HF_HUB_OFFLINE).
-"""
+Address, token, cache and offline mode are those of huggingface_hub (HF_ENDPOINT, HF_TOKEN, HF_HOME, HF_HUB_OFFLINE)."""
 
 import contextlib
 import errno

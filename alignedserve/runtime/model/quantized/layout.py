@@ -17,8 +17,7 @@ Compressed-tensors has weight_packed [rows, width / 2] and weight_scale [rows, w
 with scales of FP8 [rows, width / 16], and one number for the whole matrix (`nvfp4_names`). Blocks of GGUF are weight
 [rows, bytes of a row], of the type that `block_type` names.
 
-The choice of how products with a quantised matrix are computed, and what memory that takes; without torch.
-"""
+The choice of how products with a quantised matrix are computed, and what memory that takes; without torch."""
 
 import enum
 from dataclasses import dataclass

@@ -358,13 +358,11 @@ class QuantizedSource(WeightSource):
 def packed_integers(
     matrix: StoredMatrix, integers: IntegerMatrix, form: ProductForm
 ) -> BlockRows | GroupedRows | Int8Rows | None:
-    """Return the matrix in this form; None where its values do not allow it.
-
-    A group of 4 bits becomes blocks of `block_formats`: G4_128 where 128 inputs share a scale; otherwise Q4_0
-    where zero points are 8 and scales are float16 numbers; otherwise G4_64 or G4_32. The float32 minimum, -scale * zero
-    point, is exact for scales of 16 bits. 8 bits become Q8_0 where scales are float16 numbers; otherwise, with one
-    scale for each row, they stay as they are. On GPUs groups of 4 and 8 bits keep float32 scales and their zero points.
-    """
+    """Return the matrix in this form; None where its values do not allow it. A group of 4 bits becomes blocks of
+    `block_formats`: G4_128 where 128 inputs share a scale; otherwise Q4_0 where zero points are 8 and scales are
+    float16 numbers; otherwise G4_64 or G4_32. The float32 minimum, -scale * zero point, is exact for scales of 16 bits.
+    8 bits become Q8_0 where scales are float16 numbers; otherwise, with one scale for each row, they stay as they are.
+    On GPUs groups of 4 and 8 bits keep float32 scales and their zero points."""
     if form is ProductForm.INT8:
         return _int8_rows(integers)
     runs = torch.arange(matrix.width) // matrix.group_size

@@ -1,7 +1,6 @@
 """Reads products, and the tensors that they are made of, out of a source.
 
-Assembles layers with a state: their two products, and what lies between these.
-"""
+Assembles layers with a state: their two products, and what lies between these."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -196,10 +195,7 @@ def scaled_product(
 
 def pairs_apart(rows: Tensor, config: ModelConfig) -> Tensor:
     """Reorder rows of heads [heads * head_dim, ...] where a rotated pair is neighbours: the kernels have its two rows
-    half of the rotated ones apart.
-
-    Example: of a head of 6 rows, 4 of them rotated, come rows 0, 2, 1, 3, 4, 5.
-    """
+    half of the rotated ones apart. Example: of a head of 6 rows, 4 of them rotated, come rows 0, 2, 1, 3, 4, 5."""
     rotated = config.head_dim if config.rope is None else config.rope.rotary_dim
     order = torch.arange(config.head_dim, device=rows.device)
     order[:rotated] = torch.cat([order[:rotated:2], order[1:rotated:2]])
@@ -242,10 +238,8 @@ def parts_of_key_heads(rows: Tensor, widths: Sequence[int]) -> Tensor:
 def pairs_of_rows_first(rows: Tensor, head_dim: int, *, are_neighbours: bool) -> Tensor:
     """Reorder rows of heads [heads * head_dim, ...] that turn by a patch's column first: the kernels have those first
     that turn by its row, and the two rows of a pair half a head apart. `are_neighbours`: in `rows` a pair's are side by
-    side; False: a quarter of a head apart.
-
-    Example: of a head of 8 rows come rows 4, 6, 0, 2, 5, 7, 1, 3; or 4, 5, 0, 1, 6, 7, 2, 3.
-    """
+    side; False: a quarter of a head apart. Example: of a head of 8 rows come rows 4, 6, 0, 2, 5, 7, 1, 3; or 4, 5, 0,
+    1, 6, 7, 2, 3."""
     places = torch.arange(head_dim, device=rows.device)
     pairs = places.view(-1, 2) if are_neighbours else places.view(2, 2, -1).transpose(1, 2).reshape(-1, 2)
     heads = rows.view(-1, head_dim, *rows.shape[1:])

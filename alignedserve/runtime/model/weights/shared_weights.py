@@ -3,8 +3,7 @@
 Each process loads its weights as always. Every packed weight that the file has already, byte for byte, is then mapped
 from there in place of the own pages, which are freed; one that it lacks is added first. The mappings are private: a
 process that wrote to its weights would have a copy of that page, and no other would see it. Addresses stay, so nothing
-that uses a weight has to know.
-"""
+that uses a weight has to know."""
 
 import ctypes
 import fcntl

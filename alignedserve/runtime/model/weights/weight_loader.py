@@ -1,7 +1,6 @@
 """Assembles the weights of a model out of the tensors of a source.
 
-Reads what layers of Gemma 3n and 4 have beyond others (LayerExtras).
-"""
+Reads what layers of Gemma 3n and 4 have beyond others (LayerExtras)."""
 
 from collections.abc import Iterable, Sequence
 from functools import partial

@@ -1,7 +1,6 @@
 """A source of weights gives one tensor at a time: unpacked, packed as in its file, or in part.
 
-The part of a source that one rank reads: of packed weights any rows, but only columns that are whole blocks.
-"""
+The part of a source that one rank reads: of packed weights any rows, but only columns that are whole blocks."""
 
 import math
 from collections.abc import Mapping
