@@ -1,8 +1,12 @@
 """Feed-forward parts of a layer: two products for all tokens, or experts, of which each token passes a few.
 
 With experts, rows are sorted by expert, so that every expert's weights are read once and multiplied by all its rows; on
-a GPU by the device itself (`kernels.grouped_linear`)."""
+a GPU by the device itself (`kernels.grouped_linear`).
 
+A feed-forward part whose gates count from a cutoff on: that of a share of them if they were normally distributed.
+"""
+
+import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
@@ -11,7 +15,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from kernels.activation import Norm
+from kernels.activation import Gated, Norm
 from kernels.addend_layout import LayerProduct
 from kernels.cpu.expert_products import ExpertProducts, native_experts
 from kernels.gpu_dispatch import fused_kernels
@@ -330,3 +334,28 @@ def weighted(results: Tensor, shares: Tensor) -> Tensor:
     """Add up results [rows, chosen, width], which may be overwritten, times shares [rows, chosen] -> [rows, width]."""
     # Of one dtype: PyTorch multiplies a bfloat16 in place by a float32 a hundred times as slowly.
     return results.mul_(shares[..., None].to(results.dtype)).sum(1)
+
+
+class SparseFeedForward:
+    """x [rows, hidden_size] -> down(activation(relu(gate - cutoff)) * up)."""
+
+    __slots__ = ("_deviations", "_gated", "down", "gate_up", "in_width", "out_width")
+
+    def __init__(self, gate_up: Projection, down: Projection, gated: Gated, sparsity: float) -> None:
+        """`gate_up` makes both, gates first, without a nonlinearity; `sparsity`: the share, in (0, 1)."""
+        self.gate_up, self.down, self._gated = gate_up, down, gated
+        self.in_width, self.out_width = gate_up.in_width, down.out_width
+        self._deviations = torch.erfinv(2 * torch.tensor(sparsity) - 1).mul_(math.sqrt(2.0)).to(gated.dtype)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Compute x [rows, in_width], rows >= 1 -> [rows, out_width]."""
+        return torch.cat([self._part(rows) for rows in torch.split(x, _TILE_ROWS)])
+
+    def _part(self, x: Tensor) -> Tensor:
+        both = self.gate_up(x)
+        gates = both[:, : both.shape[1] // 2]
+        exact = gates.double()  # so that sums do not depend on the order of their terms
+        mean = exact.mean(1, keepdim=True)
+        deviation = exact.sub_(mean).square_().mean(1, keepdim=True).sqrt_()
+        gates.sub_(mean.to(x.dtype) + deviation.to(x.dtype) * self._deviations).relu_()
+        return self.down(self._gated(both))

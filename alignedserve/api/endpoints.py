@@ -10,8 +10,8 @@ from typing import Any, Generic, TypeVar
 import orjson
 
 from alignedserve.api.anthropic import message_request
-from alignedserve.api.anthropic.bodies import BodyParser, CountTokensRequest, MessagesRequest
 from alignedserve.api.anthropic.message_format import MessageFormatter
+from alignedserve.api.anthropic.message_request import BodyParser, CountTokensRequest, MessagesRequest
 from alignedserve.api.conversation import Conversation, check_conversation
 from alignedserve.api.embeddings.request_builder import (
     EmbeddingRequest,

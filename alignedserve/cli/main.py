@@ -341,7 +341,7 @@ def serve(options: ServeOptions) -> None:
 @takes_options
 def up(options: ServeOptions) -> None:
     """Serve on the nodes of the Ray cluster that runs here, and go on when this shell has ended."""
-    from alignedserve.cli.commands.serving.up import up as run
+    from alignedserve.cli.commands.serving.serve import up as run
 
     _use_log_format(options.log_format)
     run(options)

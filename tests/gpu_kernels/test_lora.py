@@ -12,7 +12,7 @@ from alignedserve.runtime.attention.backend import TRITON
 from alignedserve.runtime.device.arrays import FixedArrays
 from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.engine.steps.step_passes import CudaCapture
-from alignedserve.runtime.lora.adapter_config import read_adapter_files
+from alignedserve.runtime.lora.adapter_check import read_adapter_files
 from alignedserve.runtime.lora.adapter_weights import load_adapter
 from alignedserve.runtime.model.weights import product_reader as file_products
 from kernels import gpu_dispatch, linear

@@ -148,7 +148,7 @@ def show_results(
     ] = None,
 ) -> None:
     """Print the answers so far, one JSON object per line, in the order in which they came."""
-    from alignedserve.cli.batch.results import show_results as run
+    from alignedserve.cli.batch.commands import show_results as run
 
     raise typer.Exit(run(url, batch_id, is_followed=is_followed, output=output))
 
@@ -156,7 +156,7 @@ def show_results(
 @batch_app.command("errors")
 def show_errors(batch_id: BatchIdArgument, url: UrlOption = DEFAULT_URL, json_output: JsonFlag = False) -> None:
     """Print what is wrong with the file, or with which of its lines; with --json one object per line."""
-    from alignedserve.cli.batch.results import show_errors as run
+    from alignedserve.cli.batch.commands import show_errors as run
 
     raise typer.Exit(run(url, batch_id, json_output=json_output))
 

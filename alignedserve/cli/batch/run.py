@@ -39,10 +39,9 @@ from alignedserve.cli.batch.client import (
     run_with_client,
     watch_until_over,
 )
-from alignedserve.cli.batch.commands import delete_second_copy, print_problems, require_window
+from alignedserve.cli.batch.commands import ResultTail, delete_second_copy, error_text, print_problems, require_window
 from alignedserve.cli.batch.formatting import OVER
 from alignedserve.cli.batch.input_check import FileLimits
-from alignedserve.cli.batch.results import ResultTail, error_text
 from alignedserve.cli.batch.tables import (
     Kinds,
     Row,

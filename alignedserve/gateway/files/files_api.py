@@ -18,8 +18,8 @@ import orjson
 
 from alignedserve.api.errors import Conflict, Forbidden, NotFound, QuotaExceeded, ResourceUnavailable
 from alignedserve.api.openai.request_builder import check_priority
+from alignedserve.batches.driver import delete_file, is_used_by
 from alignedserve.batches.eta import Throughputs, estimate_eta, remaining_work
-from alignedserve.batches.garbage_collection import delete_file, is_used_by
 from alignedserve.batches.hours import Schedule, check_window
 from alignedserve.batches.location import BatchStores
 from alignedserve.batches.logic import CancelRequested, PauseRequested, ResumeRequested, advance

@@ -30,8 +30,8 @@ from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.device.shared_device import SharedDevice
 from alignedserve.runtime.encoder.encoder import Encoder, prompt_attention
 from alignedserve.runtime.encoder.prompt_batch import EncoderPrompt, PromptBatch
-from alignedserve.runtime.engine.device_turns import DeviceTurns
 from alignedserve.runtime.engine.engine_sizes import EngineSizes
+from alignedserve.runtime.engine.model_executor import DeviceTurns
 from alignedserve.runtime.engine.worker_engine import check_memory
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.candidate_memory import BlockCopier

@@ -17,10 +17,9 @@ from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.messages.iterations import Swap, Swaps
 from alignedserve.runtime.device.arrays import to_device
 from alignedserve.runtime.device.streams import DeviceStreams, Event, Stream
-from alignedserve.runtime.kv.block_codecs import HostRows, exact_codec, int8_codec
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.direct_copies import IntArray
-from alignedserve.runtime.kv.staged_copies import StagedCopies
+from alignedserve.runtime.kv.staged_copies import HostRows, StagedCopies, exact_codec, int8_codec
 
 OFFLOAD, PREFETCH = "offload", "prefetch"
 

@@ -50,8 +50,8 @@ from alignedserve.runtime.model.served_model import ServedModel, load_tokenizer
 from alignedserve.runtime.model.sharding.layer_stages import LayerStage, layer_stages
 from alignedserve.runtime.model.sharding.tensor_shard import TensorShard
 from alignedserve.runtime.model.weight_files import ModelSpec, load_or_draw
-from alignedserve.runtime.model.weights.decoder_weights import leave_rounded_rows_unwritten
 from alignedserve.runtime.model.weights.feed_forward_weights import ExpertReading
+from alignedserve.runtime.model.weights.weight_loader import leave_rounded_rows_unwritten
 
 logger = logging.getLogger(__name__)
 

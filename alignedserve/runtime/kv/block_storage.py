@@ -24,12 +24,11 @@ from alignedserve.core.ids import BlockId
 from alignedserve.runtime.device.accelerator import Accelerator, accelerator_of
 from alignedserve.runtime.device.dtypes import cache_dtype
 from alignedserve.runtime.device.memory_maps import huge_pages
-from alignedserve.runtime.kv.block_codecs import exact_codec
 from alignedserve.runtime.kv.block_runs import BlockIds
 from alignedserve.runtime.kv.direct_copies import PendingCopies
 from alignedserve.runtime.kv.layer_kind import LayerKind
 from alignedserve.runtime.kv.shm_arena import WHOLE, ArenaPart
-from alignedserve.runtime.kv.staged_copies import CopyLanes, Lanes, StagedCopies
+from alignedserve.runtime.kv.staged_copies import CopyLanes, Lanes, StagedCopies, exact_codec
 from kernels.cpu.block_copies import BlockList
 
 Ints = npt.NDArray[np.int64]

@@ -102,8 +102,8 @@ class BlockCopier:
     def use_buffer(
         self, peer: str, memory: LocalMemory, offered: ArenaOffered, on_used: Callable[[bool], None]
     ) -> None:
-        """Use this buffer of this process, made for the peer and offered so. Its creator removes it. `on_used` takes
-        whether every rank can use it."""
+        """Use this buffer of this process, made for the peer and offered so. The creator removes the buffer. `on_used`
+        takes whether every rank can use it."""
         self._offers.pop(peer, None)
         self._submit(peer, lambda: self._replace(peer, memory, offered), on_used)
 

@@ -8,8 +8,13 @@ from safetensors.torch import load
 from torch import Tensor
 
 from alignedserve.core.errors import AdapterError
-from alignedserve.runtime.lora.adapter_check import AdaptableModule, adaptable_modules, check_adapter, product_shapes
-from alignedserve.runtime.lora.adapter_config import AdapterFiles
+from alignedserve.runtime.lora.adapter_check import (
+    AdaptableModule,
+    AdapterFiles,
+    adaptable_modules,
+    check_adapter,
+    product_shapes,
+)
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.families.table import FAMILIES
 from alignedserve.runtime.model.sharding.layer_stages import LayerStage

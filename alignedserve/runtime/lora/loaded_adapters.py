@@ -20,8 +20,7 @@ from alignedserve.config.sections import LoraConfig
 from alignedserve.core.errors import AdapterError, ConfigError, InvalidRequest
 from alignedserve.core.request import MAX_ADAPTER_NAME_LEN, LoraAdapter
 from alignedserve.process.addresses import deployed_name
-from alignedserve.runtime.lora.adapter_check import check_adapter
-from alignedserve.runtime.lora.adapter_config import AdapterFiles, read_adapter_files
+from alignedserve.runtime.lora.adapter_check import AdapterFiles, check_adapter, read_adapter_files
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.served_model import ServedModel
 

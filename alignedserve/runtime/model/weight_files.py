@@ -17,11 +17,15 @@ from alignedserve.runtime.model.quantized.source import QuantizedSource
 from alignedserve.runtime.model.sharding.layer_stages import LayerStage
 from alignedserve.runtime.model.sharding.regions import shard_regions
 from alignedserve.runtime.model.sharding.tensor_shard import TensorShard
-from alignedserve.runtime.model.weights.decoder_weights import DecoderWeights
 from alignedserve.runtime.model.weights.feed_forward_weights import ExpertReading, LayerExperts
 from alignedserve.runtime.model.weights.product_reader import LoadingObserver
 from alignedserve.runtime.model.weights.safetensors_source import SafetensorsSource
-from alignedserve.runtime.model.weights.weight_loader import StageReading, assemble_experts, assemble_weights
+from alignedserve.runtime.model.weights.weight_loader import (
+    DecoderWeights,
+    StageReading,
+    assemble_experts,
+    assemble_weights,
+)
 from alignedserve.runtime.model.weights.weight_source import RandomSource, ShardedSource, WeightSource
 
 

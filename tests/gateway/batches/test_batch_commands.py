@@ -167,7 +167,7 @@ async def test_submitting_again_after_the_file_is_deleted_finds_the_batch(
 async def test_a_download_whose_connections_break_again_and_again_goes_on_as_long_as_it_comes_further(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("alignedserve.cli.batch.results.PATIENCE_S", 0.2)
+    monkeypatch.setattr("alignedserve.cli.batch.commands.PATIENCE_S", 0.2)
     async with command_line(tmp_path, capsys) as cli:
         batch = await cli.served.submit(chat_lines(60))
         await cli.served.wait_for(batch["id"])

@@ -25,7 +25,7 @@ from alignedserve.runtime.engine.forward.native_pass import DecoderRanks, native
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.decoder.decoder_parts import RopeConfig, RopeScaling
 from alignedserve.runtime.model.decoder.model_config import ModelConfig, read_places
-from alignedserve.runtime.model.weights.decoder_weights import DecoderWeights, LayerWeights
+from alignedserve.runtime.model.weights.weight_loader import DecoderWeights, LayerWeights
 from kernels.activation import Norm
 from kernels.addend_layout import LayerProduct
 from kernels.attention import ScoreForm

@@ -23,7 +23,7 @@ from alignedserve.runtime.kv.state_headers import UNFINISHED, states_of, tokens_
 from alignedserve.runtime.model.decoder.decoder_parts import TemperatureConfig
 from alignedserve.runtime.model.decoder.model_config import ModelConfig, cache_source, cached_places
 from alignedserve.runtime.model.decoder.state_config import HEADER_BYTES, StateConfig, layers_in_block, state_bytes
-from alignedserve.runtime.model.weights.decoder_weights import LayerWeights
+from alignedserve.runtime.model.weights.weight_loader import LayerWeights
 from alignedserve.runtime.pictures import PictureRows
 from kernels.addend_layout import LayerProduct
 from kernels.linear import AdaptableProjection

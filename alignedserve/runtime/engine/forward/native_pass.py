@@ -16,7 +16,7 @@ from alignedserve.runtime.engine.forward.forward_batch import ForwardBatch, Rota
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.decoder.model_config import ModelConfig, read_places
 from alignedserve.runtime.model.sharding.tensor_shard import TensorShard
-from alignedserve.runtime.model.weights.decoder_weights import DecoderWeights, LayerWeights
+from alignedserve.runtime.model.weights.weight_loader import DecoderWeights, LayerWeights
 from alignedserve.runtime.model.weights.weight_source import RowLookup
 from kernels.activation import LayerNorm, Norm, RmsNorm
 from kernels.cpu.decode_pass import (

@@ -20,8 +20,8 @@ from alignedserve.runtime.kv.shm_arena import ArenaPart
 from alignedserve.runtime.lora.adapter_cache import SequenceAdapters
 from alignedserve.runtime.model.sharding.tensor_shard import TensorShard
 from alignedserve.runtime.model.weight_files import ModelSpec, load_or_draw
-from alignedserve.runtime.model.weights.decoder_weights import leave_rounded_rows_unwritten
 from alignedserve.runtime.model.weights.product_reader import LoadingObserver
+from alignedserve.runtime.model.weights.weight_loader import leave_rounded_rows_unwritten
 from kernels.cpu.rank_exchange import RankExchange
 
 
