@@ -251,7 +251,17 @@ class BatchStatistics:
 
     async def save(self, runs: Sequence[BatchRun], now: float, *, is_paused: bool) -> None:
         """Store throughput and totals if they have changed. Raises StoreUnavailable."""
-        self.totals = self._current_totals(runs, now, is_paused=is_paused)
+        etas = [run.progress.eta for run in runs]
+        waiting_since = [run.record.created_s for run in runs if run.num_waiting]
+        self.totals = msgspec.structs.replace(
+            self.totals,
+            num_waiting=sum(run.num_waiting for run in runs),
+            num_in_flight=sum(run.num_in_flight for run in runs),
+            num_batches=dict(Counter(run.record.status.value for run in runs)),
+            num_at_risk=sum(eta is not None and eta.risk is not Risk.FITS for eta in etas),
+            oldest_waiting_s=max(0.0, now - min(waiting_since, default=now)),
+            is_paused=is_paused,
+        )
         current = (self.throughputs, self.totals)
         if current != self._saved:
             await self._repository.save_statistics(*current)
@@ -263,19 +273,6 @@ class BatchStatistics:
             for model, share in run.model_shares().items():
                 num_in_flight[model] = num_in_flight.get(model, 0.0) + share * run.num_in_flight
         self._meter.learn(num_in_flight, {model: slots.limit(model) for model in num_in_flight})
-
-    def _current_totals(self, runs: Sequence[BatchRun], now: float, *, is_paused: bool) -> BatchTotals:
-        etas = [run.progress.eta for run in runs]
-        waiting_since = [run.record.created_s for run in runs if run.num_waiting]
-        return msgspec.structs.replace(
-            self.totals,
-            num_waiting=sum(run.num_waiting for run in runs),
-            num_in_flight=sum(run.num_in_flight for run in runs),
-            num_batches=dict(Counter(run.record.status.value for run in runs)),
-            num_at_risk=sum(eta is not None and eta.risk is not Risk.FITS for eta in etas),
-            oldest_waiting_s=max(0.0, now - min(waiting_since, default=now)),
-            is_paused=is_paused,
-        )
 
 
 def _estimated_s(run: BatchRun) -> float:

@@ -141,29 +141,19 @@ def _written(
     if form.is_harmony:
         skeleton = _harmony_rules(conversation, form, as_literal, model, tools, has_part=part is not None)
     else:
-        skeleton = _skeleton(conversation, form, part, as_literal, tools)
+        budget = conversation.thinking_budget
+        answer, is_text = _answer(conversation, form.tools, part, as_literal)
+        rules = [_TEXT, _GAP]
+        thought = ""
+        if form.reasoning is not None:
+            gap = "" if is_text else "GAP?"
+            thought = thought_symbols(form.thought_start, gap, is_bounded=budget is not None)
+            rules.append(thought_rules(form.reasoning, as_literal, budget))
+        if form.tools is not None:
+            calls = call_rules(form.tools, tools, as_literal, is_parallel=conversation.has_parallel_calls)
+            rules += [calls, lead_rules(form.tools, as_literal)] if conversation.tool_choice.mode == "auto" else [calls]
+        skeleton = "\n".join([f"start: {thought} answer", f"answer: {answer}", *rules])
     return serialize(skeleton, {"content": part} if part is not None else {})
-
-
-def _skeleton(
-    conversation: Conversation,
-    form: OutputFormat,
-    part: GrammarPart | None,
-    as_literal: Literal,
-    tools: Sequence[CallableTool],
-) -> str:
-    budget = conversation.thinking_budget
-    answer, is_text = _answer(conversation, form.tools, part, as_literal)
-    rules = [_TEXT, _GAP]
-    thought = ""
-    if form.reasoning is not None:
-        gap = "" if is_text else "GAP?"
-        thought = thought_symbols(form.thought_start, gap, is_bounded=budget is not None)
-        rules.append(thought_rules(form.reasoning, as_literal, budget))
-    if form.tools is not None:
-        calls = call_rules(form.tools, tools, as_literal, is_parallel=conversation.has_parallel_calls)
-        rules += [calls, lead_rules(form.tools, as_literal)] if conversation.tool_choice.mode == "auto" else [calls]
-    return "\n".join([f"start: {thought} answer", f"answer: {answer}", *rules])
 
 
 def _harmony_rules(

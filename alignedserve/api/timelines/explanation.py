@@ -442,24 +442,20 @@ def standing_text(standing: Standing) -> str:
         case Stage.QUEUED if standing.num_before is None:
             return "about to be queued again; when it starts is not known"
         case Stage.QUEUED:
-            return _queued_text(standing)
+            position = (standing.num_before or 0) + 1
+            queued = f"number {position} in the queue, {standing.num_tokens_before} prompt tokens before it"
+            if standing.start_s is None:
+                return f"{queued}; when it starts is not known: nothing has left the queue yet while others waited"
+            expected, latest = f"{queued}; it is expected to start in {standing.start_s:.1f} s", standing.latest_start_s
+            if latest is None or latest <= standing.start_s:
+                return expected
+            return f"{expected}, by its class's share in {latest:.1f} s if more real-time requests come"
         case Stage.PREFILLING:
             prompts = f"{others} other prompts of {standing.num_tokens_before} tokens"
             return f"at {where} with {prompts}; its policy chooses every iteration, so when it starts is not known"
         case Stage.POOLED:
             return f"in {where} with {others} others; it starts with a batch of its length, when is not known"
     return f"at {where} with {others} others that run, pause or wait for a place there"
-
-
-def _queued_text(standing: Standing) -> str:
-    position = (standing.num_before or 0) + 1
-    queued = f"number {position} in the queue, {standing.num_tokens_before} prompt tokens before it"
-    if standing.start_s is None:
-        return f"{queued}; when it starts is not known: nothing has left the queue yet while others waited"
-    expected, latest = f"{queued}; it is expected to start in {standing.start_s:.1f} s", standing.latest_start_s
-    if latest is None or latest <= standing.start_s:
-        return expected
-    return f"{expected}, by its class's share in {latest:.1f} s if more real-time requests come"
 
 
 def _shown_ms(seconds: float | None) -> float | None:

@@ -53,24 +53,20 @@ class TraceExporter:
 
         sender = SpanSender(self._config, self._gateway, self._headers)
         while not (self._closing.is_set() and self._first is None and self._queue.empty()):
-            timelines = self._gather()
+            timelines: list[Timeline] = []
+            self._closing.wait(_GATHER_S)
+            until_s = math.inf if self._closing.is_set() else time.monotonic() - LAST_NOTES_S
+            while len(timelines) < _BATCH and (timeline := self._next()) is not None:
+                if end_of(timeline) > until_s:
+                    self._first = timeline
+                    break
+                timelines.append(timeline)
             if not timelines:
                 continue
             num_sent, is_taken = sender.send(timelines)
             self.num_exported += num_sent if is_taken else 0
             self.num_dropped += 0 if is_taken else num_sent
         sender.close()
-
-    def _gather(self) -> list[Timeline]:
-        timelines: list[Timeline] = []
-        self._closing.wait(_GATHER_S)
-        until_s = math.inf if self._closing.is_set() else time.monotonic() - LAST_NOTES_S
-        while len(timelines) < _BATCH and (timeline := self._next()) is not None:
-            if end_of(timeline) > until_s:
-                self._first = timeline
-                break
-            timelines.append(timeline)
-        return timelines
 
     def _next(self) -> Timeline | None:
         first, self._first = self._first, None

@@ -18,7 +18,7 @@ from alignedserve.core.errors import InvalidRequest, NotEnoughMemory
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import SampledToken
 from alignedserve.costmodel.linear import Sample
-from alignedserve.messages.iterations import Addition, IterationCompleted, IterationTimes, RunIteration
+from alignedserve.messages.iterations import IterationCompleted, IterationTimes, RunIteration
 from alignedserve.messages.wire import Message
 from alignedserve.process.heap import keep_freed_memory
 from alignedserve.process.links import Identity
@@ -154,7 +154,14 @@ class EncoderExecutor:
         for request_id in command.removals:
             del self._prompts[request_id], self._num_computed[request_id]
         for addition in command.additions:
-            self._prompts[addition.request.request_id] = _prompt_of(addition)
+            request = addition.request
+            self._prompts[addition.request.request_id] = EncoderPrompt(
+                request_id=request.request_id,
+                token_ids=np.array(request.prompt_token_ids, np.int64),
+                second_text_at=request.second_text_at,
+                block_ids=list(addition.block_ids),
+                wants_embedding=request.sampling.wants_embedding,
+            )
             self._num_computed[addition.request.request_id] = addition.num_cached
         for request_id, block_ids in command.extensions:
             self._prompts[request_id].block_ids.extend(block_ids)
@@ -178,17 +185,6 @@ def passes_of(prompts: Sequence[EncoderPrompt]) -> Iterator[list[EncoderPrompt]]
         num_tokens += prompt.length
     if batch:
         yield batch
-
-
-def _prompt_of(addition: Addition) -> EncoderPrompt:
-    request = addition.request
-    return EncoderPrompt(
-        request_id=request.request_id,
-        token_ids=np.array(request.prompt_token_ids, np.int64),
-        second_text_at=request.second_text_at,
-        block_ids=list(addition.block_ids),
-        wants_embedding=request.sampling.wants_embedding,
-    )
 
 
 def _load_weights(

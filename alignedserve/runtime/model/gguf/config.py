@@ -57,7 +57,17 @@ class RopeReader:
             frequency_factors=self._divisors(FREQUENCY_FACTORS, rotary_dim),
         )
         if LONG_DIVISORS in self._file.tensors:
-            return self._long(rope)
+            original_len, own_len = self._original_len(), self._context_len()
+            return replace(
+                rope,
+                scaling=RopeScaling.LONG,
+                factor=max(own_len / original_len, 1.0),
+                original_context_len=original_len,
+                short_divisors=self._divisors(SHORT_DIVISORS, rope.rotary_dim),
+                long_divisors=self._divisors(LONG_DIVISORS, rope.rotary_dim),
+                is_long=own_len > original_len,
+                angle_factor=self._angle_factor(),
+            )
         kind = self._entries.text(self._prefix + "rope.scaling.type", "none")
         if kind == "yarn":
             return self._yarn(rope)
@@ -97,19 +107,6 @@ class RopeReader:
             beta_fast=fast,
             beta_slow=slow,
             angle_factor=self._angle_factor() * yarn_angle_factor(factor),
-        )
-
-    def _long(self, rope: RopeConfig) -> RopeConfig:
-        original_len, own_len = self._original_len(), self._context_len()
-        return replace(
-            rope,
-            scaling=RopeScaling.LONG,
-            factor=max(own_len / original_len, 1.0),
-            original_context_len=original_len,
-            short_divisors=self._divisors(SHORT_DIVISORS, rope.rotary_dim),
-            long_divisors=self._divisors(LONG_DIVISORS, rope.rotary_dim),
-            is_long=own_len > original_len,
-            angle_factor=self._angle_factor(),
         )
 
     def _angle_factor(self) -> float:
