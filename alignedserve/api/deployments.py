@@ -15,9 +15,8 @@ from dataclasses import replace
 
 from alignedserve.api.backend.cluster import ClusterBackend
 from alignedserve.api.backend.connection import ClusterConnection
-from alignedserve.api.models.adapter_directory import AdapterDirectory
 from alignedserve.api.models.model_registry import RegisteredModel
-from alignedserve.api.models.model_services import ModelCard, ModelServices, Uses
+from alignedserve.api.models.model_services import AdapterDirectory, ModelCard, ModelServices, Uses
 from alignedserve.api.prefix_hasher import PrefixHasher
 from alignedserve.api.services import ApiServices
 from alignedserve.core.errors import ModelError

@@ -5,9 +5,14 @@ from functools import partial
 
 from alignedserve.api.backend.interface import CompletionBackend, ReadinessProbe
 from alignedserve.api.metrics.gateway_metrics import GatewayMetrics
-from alignedserve.api.models.adapter_directory import AdapterDirectory
 from alignedserve.api.models.model_registry import ModelRegistry, RegisteredModel, WaitingLine
-from alignedserve.api.models.model_services import GrammarChecker, ModelCard, ModelServices, RequestLimiter
+from alignedserve.api.models.model_services import (
+    AdapterDirectory,
+    GrammarChecker,
+    ModelCard,
+    ModelServices,
+    RequestLimiter,
+)
 from alignedserve.api.objectives import default_slo_at
 from alignedserve.api.picture_reader import PictureReader
 from alignedserve.api.prefix_hasher import PrefixHasher

@@ -30,8 +30,7 @@ from alignedserve.runtime.attention.sequence_table import IntArray, Runs, Sequen
 from alignedserve.runtime.attention.torch_backend import GatheredPlanner
 from alignedserve.runtime.device.arrays import Array
 from alignedserve.runtime.device.devices import CUDA
-from alignedserve.runtime.kv.block_storage import BlockStorage
-from alignedserve.runtime.kv.layer_kind import CachedLayers
+from alignedserve.runtime.kv.block_storage import BlockStorage, CachedLayers
 from alignedserve.runtime.model.decoder.model_config import ModelConfig, read_places
 from kernels.attention import PLAIN_SCORES, ScoreForm
 from kernels.cpu.paged_attention import Int8Heads, PagedAttention, PagedPlan

@@ -15,7 +15,7 @@ from torch import Tensor
 from alignedserve.runtime.attention.backend import Contexts
 from alignedserve.runtime.attention.sequence_table import IntArray, Runs, ends_of
 from alignedserve.runtime.device.arrays import Array
-from alignedserve.runtime.kv.layer_kind import CachedLayers
+from alignedserve.runtime.kv.block_storage import CachedLayers
 from kernels.attention import (
     PLAIN_SCORES,
     GatherBuffers,

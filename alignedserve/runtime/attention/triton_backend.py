@@ -35,8 +35,7 @@ from alignedserve.runtime.attention.libraries import (
 from alignedserve.runtime.attention.ring_tables import RingTables
 from alignedserve.runtime.attention.sequence_table import IntArray, NewSequence, Runs, SequenceTable, ends_of
 from alignedserve.runtime.device.arrays import Array, to_device
-from alignedserve.runtime.kv.block_storage import BlockStorage
-from alignedserve.runtime.kv.layer_kind import CachedLayers
+from alignedserve.runtime.kv.block_storage import BlockStorage, CachedLayers
 from kernels.attention import PLAIN_SCORES, ScoreForm
 from kernels.gpu.attention.block_entries import BlockArrays, TableArrays, block_arrays
 from kernels.gpu.attention.decode_attention import DecodeBatch, decode_batch, decode_tiling, paged_decode

@@ -1,6 +1,6 @@
 """Latent attention over paged rows on a GPU (DeepSeek-V2, 2.1): one row a token, which is the key and the value.
 
-A row is a key that all heads share and that is rotated, and the latent behind it (`kernels.latent_attention`). The rows
+A row is a key that all heads share and that is rotated, and the latent behind it (`kernels.linear`). The rows
 of a tile are loaded once and multiplied twice: with the queries of many heads, and, their latents, with the weights.
 Sums of rotated keys are of no use: `out` has nothing in their place.
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from alignedserve.api.errors import Forbidden, NotFound
-from alignedserve.api.models.adapter_directory import AdapterDirectory
+from alignedserve.api.models.model_services import AdapterDirectory
 from alignedserve.config.sections import LoraConfig, ModelSectionConfig
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.keys.entry import NAMED, KeyEntry

@@ -9,9 +9,8 @@ import msgspec
 import pytest
 
 from alignedserve.api.errors import Unservable
-from alignedserve.api.models.adapter_directory import AdapterDirectory
 from alignedserve.api.models.model_registry import RegisteredModel
-from alignedserve.api.models.model_services import ModelCard
+from alignedserve.api.models.model_services import AdapterDirectory, ModelCard
 from alignedserve.api.prefix_hasher import PrefixHasher
 from alignedserve.api.work_lanes import LONG_LEN
 from alignedserve.config.sections import LoraConfig

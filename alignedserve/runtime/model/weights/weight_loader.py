@@ -40,12 +40,18 @@ from alignedserve.runtime.model.weights.product_reader import (
 )
 from alignedserve.runtime.model.weights.weight_source import RowLookup, WeightSource
 from kernels.activation import Gated, LayerNorm, NoNorm, Norm, RmsNorm
-from kernels.feed_forward import Experts, ExpertsBeside, FeedForwardPart, SparseFeedForward
+from kernels.feed_forward import (
+    EmbeddingGate,
+    Experts,
+    ExpertsBeside,
+    FeedForwardPart,
+    LayerEmbeddings,
+    LayerEnd,
+    SparseFeedForward,
+)
 from kernels.float8_linear import Float8Linear
 from kernels.grouped_linear import SortedExperts
-from kernels.latent_attention import HeadProducts, LatentOutput, LatentQueries
-from kernels.layer_embeddings import EmbeddingGate, LayerEmbeddings, LayerEnd
-from kernels.linear import AdaptableProjection, Projection
+from kernels.linear import AdaptableProjection, HeadProducts, LatentOutput, LatentQueries, Projection
 from kernels.rotary import HeadNorms
 from kernels.states.state_rows import StateMixer
 from kernels.streams import Laurel, StreamEnds, StreamMix
